@@ -25,7 +25,7 @@ from benchmarks.common import ROOT
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.config.load import load_config
 from nemo_rl.models.weight_sync.receipt import FIRST_TURNS
-from nemo_rl.utils.trackers.jsonl import read_metrics
+from nemo_rl.utils.trackers import read_metrics
 
 __all__ = ["ReceiptCase", "ReceiptSample", "receipt_figures", "receipt_findings", "receipt_samples"]
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from nemo_rl.config.policy import GenerationConfig, PolicyConfig
-from nemo_rl.config.vllm import VllmConfig
+from nemo_rl.config.generation import GenerationConfig, VllmConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
 from nemo_rl.models.generation.vllm.start import build_vllm_worker

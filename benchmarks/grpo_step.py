@@ -42,7 +42,7 @@ from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import NemoRLError
 from nemo_rl.utils.console import configure_logging, make_console
-from nemo_rl.utils.trackers.jsonl import read_metrics
+from nemo_rl.utils.trackers import read_metrics
 
 __all__ = ["PAIRS", "RUNS", "Options", "Run", "main", "measure", "measure_group_statistics"]
 

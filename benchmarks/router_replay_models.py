@@ -11,14 +11,9 @@ from typing import Literal, TypeAlias
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from nemo_rl.config.policy import (
-    DTensorConfig,
-    GenerationConfig,
-    MegatronConfig,
-    PolicyConfig,
-    RouterReplayConfig,
-    SequencePackingConfig,
-)
+from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.generation import GenerationConfig
+from nemo_rl.config.policy import MegatronConfig, PolicyConfig, RouterReplayConfig, SequencePackingConfig
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.models.policy.workers.compose import compose_worker

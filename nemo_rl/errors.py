@@ -89,7 +89,7 @@ def name_some(names: Iterable[object], *, limit: int = NAMES_SHOWN) -> str:
 
 
 def shorten(text: str, *, limit: int = TEXT_SHOWN) -> str:
-    """The beginning of a text that a user wrote, with its length when some is left out."""
+    """Return the beginning of a text that a user wrote, with its length when some is left out."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
@@ -97,7 +97,7 @@ class NemoRLError(Exception):
     """Base of every error that this package raises on purpose."""
 
     exit_code: ClassVar[int] = 1
-    """Of a command that ends with it."""
+    """Exit code of a command that ends with this error."""
     origin_rank: int | None = None
     """Rank that raised it first, where another rank raises it again."""
 
@@ -120,7 +120,7 @@ class ConfigError(UserError):
 
 
 class PreflightError(ConfigError):
-    """What `preflight` has found, when it is more than one problem; `problems` holds one line each."""
+    """The problems that `preflight` has found, when there is more than one; `problems` holds one line each."""
 
 
 class DatasetError(UserError):
@@ -157,7 +157,7 @@ class RecordingError(UserError):
 
 @contextmanager
 def boundary(kind: type[UserError], place: str) -> Iterator[None]:
-    """Around a library that reads what a user gave: whatever it raises ends as `kind` with `place` in front.
+    """Guard a library that reads input of a user: whatever it raises ends as `kind` with `place` in front.
 
     Example:
         >>> try:
@@ -281,12 +281,12 @@ _BY_NAME: Mapping[str, type[NemoRLError]] = {
 
 
 def to_record(error: BaseException) -> dict[str, str]:
-    """The error as plain strings, for a socket or an actor reply."""
+    """Return the error as plain strings, for a socket or an actor reply."""
     return {"kind": type(error).__name__, "text": str(error)}
 
 
 def from_record(record: Mapping[str, str]) -> NemoRLError:
-    """The error that `to_record` described; an unknown kind becomes a `NemoRLError` that names it."""
+    """Return the error that `to_record` described; an unknown kind becomes a `NemoRLError` that names it."""
     kind = _BY_NAME.get(record["kind"])
     if kind is None:
         return NemoRLError(f"{record['kind']}: {record['text']}")

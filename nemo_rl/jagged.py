@@ -18,27 +18,27 @@ __all__ = ["is_packed", "lengths_of", "nest", "offsets_of", "stack_or_nest", "va
 
 
 def nest(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """A jagged nested tensor over rows laid end to end: values `[sum(lengths), ...]`, lengths `[N]`."""
+    """Return a jagged nested tensor over rows laid end to end: values `[sum(lengths), ...]`, lengths `[N]`."""
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
     torch.cumsum(lengths, dim=0, out=offsets[1:])
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
 def offsets_of(nested: torch.Tensor) -> torch.Tensor:
-    """`[N + 1]` int64 row offsets of a jagged nested tensor."""
+    """Return `[N + 1]` int64 row offsets of a jagged nested tensor."""
     offsets: torch.Tensor = cast("Any", nested).offsets()
     return offsets
 
 
 def lengths_of(nested: torch.Tensor) -> torch.Tensor:
-    """`[N]` int64 row lengths of a nested tensor."""
+    """Return `[N]` int64 row lengths of a nested tensor."""
     if is_packed(nested):
         return offsets_of(nested).diff()
     return torch.tensor([row.shape[0] for row in nested.unbind()], dtype=torch.int64)
 
 
 def is_packed(nested: torch.Tensor) -> bool:
-    """Whether the rows lie end to end, ragged in their first dim and without holes between them."""
+    """Return whether the rows lie end to end, ragged in their first dim and without holes between them."""
     if nested.layout is not torch.jagged:
         return False
     jagged = cast("Any", nested)
@@ -47,7 +47,7 @@ def is_packed(nested: torch.Tensor) -> bool:
 
 
 def values_of(nested: torch.Tensor) -> torch.Tensor:
-    """`[sum(lengths), ...]`: the rows of a nested tensor laid end to end, without holes.
+    """Return `[sum(lengths), ...]`: the rows of a nested tensor laid end to end, without holes.
 
     Raises:
         SchemaMismatch: rows that differ in more than their first dim.
@@ -58,7 +58,7 @@ def values_of(nested: torch.Tensor) -> torch.Tensor:
 
 
 def stack_or_nest(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of one shape stacked, others as a jagged nested tensor; no rows give an empty tensor.
+    """Return the rows of one shape stacked, others as a jagged nested tensor; no rows give an empty tensor.
 
     Raises:
         SchemaMismatch: rows that differ in more than their first dim.

@@ -1,4 +1,5 @@
-"""What torch has no public name for. Written for torch 2.13; the tests of the callers fail when a name moves."""
+"""The features of torch that have no public name. Written for torch 2.13; the tests of the callers fail when a name
+moves."""
 
 from __future__ import annotations
 
@@ -23,51 +24,51 @@ __all__ = [
 
 
 def ragged_dim(jagged: torch.Tensor) -> int:
-    """Which dim of a jagged nested tensor its offsets cut."""
+    """Return the dim of a jagged nested tensor that its offsets cut."""
     dim: int = cast("Any", jagged)._ragged_idx
     return dim
 
 
 def norms_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """2-norm of each, in few kernels."""
+    """Return the 2-norm of each, in few kernels."""
     return tuple(torch._foreach_norm(list(tensors)))
 
 
 def scale_(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiplies each in place, in few kernels."""
+    """Multiply each in place, in few kernels."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Calls back when the backward pass that is running now ends; to be called from one of its hooks."""
+    """Call back when the backward pass that is running now ends; to be called from one of its hooks."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def set_expandable_segments(is_on: bool) -> None:
-    """How the allocator of the GPU takes memory from here on."""
+    """Choose how the allocator of the GPU takes memory from here on."""
     torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_on}")
 
 
 def default_store() -> dist.Store:
-    """The store that the default process group was made with."""
+    """Return the store that the default process group was made with."""
     return dist.distributed_c10d._get_default_store()
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective of the group may take on a device."""
+    """Return how long a collective of the group may take on a device."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
 
 def nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
-    """Options of a group made by hand."""
+    """Return the options of a group made by hand."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return options
 
 
 def abort_nccl() -> int:
-    """Ends the communicators of all NCCL groups of this process; how many there were."""
+    """End the communicators of all NCCL groups of this process; how many there were."""
     count = 0
     for group, (backend, _) in list(dist.distributed_c10d._world.pg_map.items()):
         if "nccl" in str(backend):

@@ -11,7 +11,7 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import DataPlaneAddress, Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
 from nemo_rl.errors import KeysNotFound, name_some
-from nemo_rl.utils.start_up import StartUp
+from nemo_rl.utils.deadlines import StartUp
 
 __all__ = ["FolderStore"]
 

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Mapping
 from pathlib import Path
 
-from nemo_rl.utils.trackers.base import Tracker
+from nemo_rl.utils.trackers import Tracker
 
 __all__ = ["CsvTracker"]
 

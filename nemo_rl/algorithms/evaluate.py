@@ -27,7 +27,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.experience.evaluation.evaluator import Evaluator
 from nemo_rl.experience.rollout_worker import REWARD_LOG
 from nemo_rl.experience.rollouts import ResponseScorer, sampling_params
-from nemo_rl.utils.start_up import StartUp
+from nemo_rl.utils.deadlines import StartUp
 
 __all__ = ["CHECKED", "open_evaluator"]
 

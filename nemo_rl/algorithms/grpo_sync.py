@@ -42,12 +42,11 @@ from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.weight_sync.base import WeightSync
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
+from nemo_rl.utils.deadlines import SaveDeadline
 from nemo_rl.utils.logger import REWARD_METRIC, VAL_REWARD_METRIC, Logger
-from nemo_rl.utils.metrics import values
+from nemo_rl.utils.metrics import Timer, values
 from nemo_rl.utils.panel import Panel, StepReport
 from nemo_rl.utils.rollout_file import ROLLOUTS
-from nemo_rl.utils.save_deadline import SaveDeadline
-from nemo_rl.utils.timer import Timer
 
 __all__ = ["GRPOTrainer", "RunSummary", "TrainerParts"]
 

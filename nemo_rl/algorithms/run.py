@@ -15,12 +15,12 @@ from nemo_rl.algorithms.worker_forks import worker_forks
 from nemo_rl.config.r3_trace_env import r3_trace_enabled, trace_folder
 from nemo_rl.config.schema import LoggerConfig, MasterConfig
 from nemo_rl.distributed.fork_server import ForkServer
+from nemo_rl.utils.deadlines import SaveDeadline
 from nemo_rl.utils.memory import PeakMemory
 from nemo_rl.utils.panel import final_lines
 from nemo_rl.utils.reward_curve import write_reward_curve
 from nemo_rl.utils.rollout_file import ROLLOUTS
-from nemo_rl.utils.save_deadline import SaveDeadline
-from nemo_rl.utils.trackers.jsonl import METRICS_FILE
+from nemo_rl.utils.trackers import METRICS_FILE
 
 __all__ = ["run"]
 

@@ -21,10 +21,10 @@ from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.errors import RunFolderError
 from nemo_rl.experience.rollout_worker import REWARD_LOG
 from nemo_rl.utils.checkpoint import STEP, checkpoint_paths, is_of_checkpoint
-from nemo_rl.utils.last_resort import CRASH_FILE
+from nemo_rl.utils.exits import CRASH_FILE
 from nemo_rl.utils.rollout_file import ROLLOUTS, steps_with_rollouts
 from nemo_rl.utils.run_lock import lock_folder
-from nemo_rl.utils.trackers.jsonl import METRICS_FILE
+from nemo_rl.utils.trackers import METRICS_FILE
 
 __all__ = [
     "CONFIG_FILE",

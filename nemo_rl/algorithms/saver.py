@@ -23,7 +23,7 @@ from nemo_rl.config.schema import CheckpointingConfig
 from nemo_rl.errors import CheckpointError, NemoRLError
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager, Unfinished
-from nemo_rl.utils.save_deadline import SaveDeadline
+from nemo_rl.utils.deadlines import SaveDeadline
 
 __all__ = ["Saver"]
 

@@ -63,12 +63,12 @@ from nemo_rl.models.policy.workers.compose import WorkerSpec, build_policy_worke
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.factory import build_weight_sync, receipt_spec
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
+from nemo_rl.utils.deadlines import StartUp
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.flops import TransformerShape, sequence_cost
 from nemo_rl.utils.logger import Logger, build_logger
+from nemo_rl.utils.memory import package_versions
 from nemo_rl.utils.panel import Panel
-from nemo_rl.utils.start_up import StartUp
-from nemo_rl.utils.versions import package_versions
 
 __all__ = ["open_parts", "open_trainer", "write_resolved_config"]
 

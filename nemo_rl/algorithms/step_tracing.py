@@ -28,8 +28,8 @@ from pathlib import Path
 from nemo_rl.algorithms.observers import StepObserver
 from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.config.diagnostics import TracerConfig, TracerSwitches
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.config.tracer import TracerConfig, TracerSwitches
 from nemo_rl.distributed.calls import Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.worker_fleet import WorkerFleet

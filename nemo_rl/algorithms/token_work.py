@@ -22,8 +22,8 @@ from nemo_rl.algorithms.grpo import rewards_of
 from nemo_rl.algorithms.row_measures import KlInReward, row_sums
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, TOKEN_ESTIMATORS
+from nemo_rl.config.rewards import row_loss_problems
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
-from nemo_rl.config.validate_rewards import row_loss_problems
 from nemo_rl.data_plane.chunks.wire import Counted
 from nemo_rl.data_plane.row_work import RowWorkOutput
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS

@@ -23,7 +23,7 @@ app = typer.Typer(
 
 AUTO = "auto"
 ANSWER_S = 5.0
-"""For a Ray on the same network."""
+"""Seconds for the answer of a Ray on the same network."""
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="as run_grpo.py takes them")]
@@ -40,7 +40,7 @@ def train(
         bool, typer.Option("--preflight", help="check all that a run needs, start nothing, and exit")
     ] = False,
 ) -> None:
-    """Runs GRPO from RECIPE: the same as `examples/run_grpo.py --config RECIPE`.
+    """Run GRPO from RECIPE: the same as `examples/run_grpo.py --config RECIPE`.
 
     Exit code: 0 done, 1 a worker or the data plane failed, 2 something the user can fix, 75 saved and ended before
     checkpointing.must_save_by, 130 interrupted.
@@ -56,7 +56,7 @@ def _root() -> None:
 
 @app.command(short_help="on this machine, with a Ray of its own")
 def local(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Runs RECIPE as `examples/run_grpo.py` does. Exit codes as there."""
+    """Run RECIPE as `examples/run_grpo.py` does. Exit codes as there."""
     given = overrides or []
     _check_nodes(recipe, given)
     raise typer.Exit(run_recipe(recipe, [*given, "cluster.address=null"]))
@@ -70,7 +70,7 @@ def ray(
         str, typer.Option("--address", help="HOST:PORT of its head; auto: RAY_ADDRESS, or found")
     ] = AUTO,
 ) -> None:
-    """Runs RECIPE on the nodes of a Ray cluster, which goes on afterwards. Exit codes as run_grpo.py."""
+    """Run RECIPE on the nodes of a Ray cluster, which goes on afterwards. Exit codes as run_grpo.py."""
     _check_answer(address)
     raise typer.Exit(run_recipe(recipe, [*(overrides or []), f"cluster.address={address}"]))
 
@@ -99,7 +99,7 @@ def slurm(
     sbatch: Annotated[list[str] | None, typer.Option("--sbatch", help="a further option of sbatch; repeatable")] = None,
     render: Annotated[bool, typer.Option("--render", help="print the script instead; needs no Slurm")] = False,
 ) -> None:
-    """Submits a job that runs RECIPE on a Ray cluster over its nodes (`ray.sub`)."""
+    """Submit a job that runs RECIPE on a Ray cluster over its nodes (`ray.sub`)."""
     # The planes' and engines' tables are read; other commands need none of them.
     from nemo_rl.cluster.slurm.job import JobOptions, render_job, submit_job  # noqa: PLC0415
 
@@ -126,8 +126,8 @@ def attach(
     job: Annotated[str, typer.Argument(metavar="JOBID", help="of Slurm")],
     command: Annotated[list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="default: a shell")] = None,
 ) -> None:
-    """Runs COMMAND on the job's head, with RAY_ADDRESS and the token of its Ray set."""
-    from nemo_rl.cluster.slurm.attach import attach_words  # noqa: PLC0415
+    """Run COMMAND on the job's head, with RAY_ADDRESS and the token of its Ray set."""
+    from nemo_rl.cluster.slurm.job import attach_words  # noqa: PLC0415
 
     raise typer.Exit(subprocess.run(attach_words(job, command or ()), check=False).returncode)
 
@@ -144,7 +144,7 @@ def _check_nodes(recipe: Path, overrides: list[str]) -> None:
 
 
 def _check_answer(address: str) -> None:
-    """Ray itself tries for half a minute."""
+    """Check that Ray answers: Ray itself would try for half a minute."""
     given = os.environ.get("RAY_ADDRESS", "") if address == AUTO else address
     host, _, port = given.rpartition(":")
     if not given:

@@ -17,22 +17,18 @@ from nemo_rl.utils.console import make_console
 if __name__ == "__main__" or sys.argv[0].endswith("nemo-rl"):
     interrupt.end_at_once()
 
-from nemo_rl.cli.config import app as config_app
+from nemo_rl.cli.checkpoints import evaluate, export
 from nemo_rl.cli.data_plane import app as data_plane_app
-from nemo_rl.cli.doctor import doctor
-from nemo_rl.cli.evaluate import evaluate
-from nemo_rl.cli.export import export
 from nemo_rl.cli.launch import app as launch_app
 from nemo_rl.cli.launch import train
-from nemo_rl.cli.plan import plan
 from nemo_rl.cli.probe import app as probe_app
-from nemo_rl.cli.replay import replay
-from nemo_rl.cli.rollouts import app as rollouts_app
-from nemo_rl.cli.shrink import shrink
+from nemo_rl.cli.recipes import app as config_app
+from nemo_rl.cli.recipes import doctor, plan, shrink
+from nemo_rl.cli.steps import app as rollouts_app
+from nemo_rl.cli.steps import replay
 from nemo_rl.cli.trace import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
-from nemo_rl.utils.exit_codes import INTERRUPTED
-from nemo_rl.utils.last_resort import crash_line, machine_problem, text_of
+from nemo_rl.utils.exits import INTERRUPTED, crash_line, machine_problem, text_of
 
 __all__ = ["app", "main"]
 
@@ -64,11 +60,11 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
     ] = False,
 ) -> None:
-    """GRPO runs, and tools around them."""
+    """Run GRPO, and use the tools around it."""
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the console script."""
     interrupt.install()
     try:
         app()

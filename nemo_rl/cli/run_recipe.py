@@ -1,13 +1,14 @@
 """One run as a person starts it, with its messages and exit code; the same for every way to launch one.
 
 `examples/run_grpo.py`, `nemo-rl train` and `nemo-rl launch` call it. Exit codes are those of
-`nemo_rl.utils.exit_codes`.
+`nemo_rl.utils.exits`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -21,18 +22,39 @@ from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils import interrupt
+from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.console import configure_logging, make_console
-from nemo_rl.utils.exit_codes import FAILURE, INTERRUPTED, TIME_LIMIT, USER_ERROR
-from nemo_rl.utils.last_resort import crash_line, machine_problem, text_of
-from nemo_rl.utils.resume_hint import resume_hint
+from nemo_rl.utils.exits import FAILURE, INTERRUPTED, TIME_LIMIT, USER_ERROR, crash_line, machine_problem, text_of
 
-__all__ = ["Extent", "extent_of", "run_recipe"]
+__all__ = ["Extent", "extent_of", "resume_hint", "run_recipe"]
+
+RESUME = "checkpointing.resume=true"
+
+
+def resume_hint(config: MasterConfig, command: Sequence[str]) -> str:
+    """Return the last checkpoint and the command that continues from it, or why there is none.
+
+    Args:
+        command: the words that started the run.
+    """
+    section = config.checkpointing
+    if not section.enabled:
+        return "nothing was saved: checkpointing.enabled is false"
+    manager = CheckpointManager(config.checkpoint_dir, keep_top_k=None, metric_name=section.metric_name)
+    last = manager.latest()
+    if last is None:
+        return f"no checkpoint was saved yet: checkpointing.save_period is {section.save_period}"
+    words = [
+        word for word in command if not word.lstrip("+").startswith(("logger.overwrite=", "checkpointing.resume="))
+    ]
+    return f"the last checkpoint is {last.path}; to continue:\n  {shlex.join([*words, RESUME])}"
+
 
 NOT_LOOKED_AT = "model folder, data, reward, extras, hardware, memory, disk, folders"
 
 
 class Extent(StrEnum):
-    """How far a recipe is taken."""
+    """The extent to which a recipe is taken."""
 
     PRINT = "print"
     """Shown as it is resolved."""
@@ -43,7 +65,8 @@ class Extent(StrEnum):
 
 
 def extent_of(*, print_config: bool, validate_only: bool, preflight: bool) -> Extent:
-    """How far the options of a command line take a recipe: the most thorough of the checks that were asked for."""
+    """Return the extent to which the options of a command line take a recipe: the most thorough of the checks that were
+    asked for."""
     if preflight:
         return Extent.PREFLIGHT
     if validate_only:
@@ -54,7 +77,7 @@ def extent_of(*, print_config: bool, validate_only: bool, preflight: bool) -> Ex
 def run_recipe(
     recipe: Path, overrides: Sequence[str], *, extent: Extent = Extent.RUN, print_config: bool = False
 ) -> int:
-    """Runs it, or looks at it; returns the exit code."""
+    """Run it, or look at it; return the exit code."""
     console, errors = make_console(), make_console(stderr=True)
     configure_logging(console, level=logging.WARNING)
     interrupt.install()
@@ -78,7 +101,7 @@ def run_recipe(
 
 
 def _train(config: MasterConfig, console: Console) -> int:
-    """Imports torch and Ray only here, so that configs can be checked without them."""
+    """Import torch and Ray only here, so that configs can be checked without them."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads_per_worker))
     from nemo_rl.algorithms.worker_forks import worker_forks  # noqa: PLC0415
 
@@ -91,7 +114,7 @@ def _train(config: MasterConfig, console: Console) -> int:
 
 
 def _look(config: MasterConfig, console: Console, recipe: Path) -> None:
-    """Everything that can be known before a run."""
+    """Check everything that can be known before a run."""
     from nemo_rl.algorithms.preflight.checks import CHECKS, preflight  # noqa: PLC0415
 
     preflight(config, is_alone=True)
@@ -99,7 +122,7 @@ def _look(config: MasterConfig, console: Console, recipe: Path) -> None:
 
 
 def _report(error: BaseException, config: MasterConfig | None, errors: Console) -> int:
-    """Says how it ended, and for a run that had begun how to go on; returns the exit code."""
+    """Say how it ended, and for a run that had begun how to go on; return the exit code."""
     # Libraries make errors of their own of an interrupt.
     is_interrupt = isinstance(error, KeyboardInterrupt) or interrupt.received()
     if is_interrupt:

@@ -1,12 +1,15 @@
-"""`nemo-rl trace watch`: looks on at a running job from a terminal, and records it."""
+"""`nemo-rl trace watch|serve|play`: the live page of a running job, and recordings shown again."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from time import monotonic
 from typing import Annotated, Any
 
@@ -15,28 +18,29 @@ from rich.console import Console
 
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.tracer.client import HubGone, LiveClient
+from nemo_rl.tracer.entry import EntryKind
 from nemo_rl.tracer.frame import BadFrame, Frame, decode
+from nemo_rl.tracer.playback import Serving, paced, serving
 from nemo_rl.tracer.process import HUB_FILE
 from nemo_rl.tracer.protocol import Role, RunState
 from nemo_rl.tracer.reducer import Stats
 from nemo_rl.tracer.store import StreamWriter
-from nemo_rl.tracer.stream_reader import RECORDING_FOLDER
+from nemo_rl.tracer.stream_reader import RECORDING_FOLDER, StreamReader, find_recording
 from nemo_rl.tracer.summary import Reading
 from nemo_rl.tracer.tokens import read_token, token_path
 from nemo_rl.utils import interrupt
-from nemo_rl.utils.console import make_console
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import make_console, printable
 
-__all__ = ["Printer", "watch"]
+__all__ = ["Printer", "play", "serve", "watch"]
 
 SHOWN = 300
 """Characters of a text that somebody else wrote."""
 POLL_S = 1.0
-"""Between looks at whether it is over."""
+"""Seconds between two checks whether the job is over."""
 DRAIN_S = 10.0
-"""For what a hub still sends after its run has ended."""
+"""Seconds for frames that a hub still sends after its run has ended."""
 QUIET_S = 0.3
-"""Without a word, of such a hub, which then has nothing more."""
+"""Seconds of silence after which such a hub has nothing more to send."""
 RECORD_BYTES = 10 << 30
 MAX_HUB_FILE = 65_536
 
@@ -52,8 +56,8 @@ def watch(
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="end after so many steps")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
 ) -> None:
-    """Prints the stats of what is watched, as they come, until the job ends. Exit code: 0, 1 the job is gone, 2
-    usage."""
+    """Print the stats of what is watched, as they come, until the job ends. Exit code: 0, 1 the job is gone,
+    2 usage."""
     if takeover and not watches:
         raise UserError("--takeover: expected --watch, too: without it nothing is changed, and any viewer may look on")
     interrupt.install()
@@ -84,12 +88,12 @@ class Printer:
         self._console, self._as_json = console, as_json
 
     def say(self, text: str) -> None:
-        """A line for people alone."""
+        """Print a line for people alone."""
         if not self._as_json:
             self._console.print(printable(text, limit=SHOWN))
 
     def frame(self, frame: Frame) -> None:
-        """A line, if it is one of stats."""
+        """Print a line, if the frame is one of stats."""
         self.num_frames += 1
         if not isinstance(frame.where.reducer, Stats):
             return
@@ -101,7 +105,7 @@ class Printer:
             self._console.print(printable(reading.text, limit=SHOWN))
 
     def message(self, said: Mapping[str, Any]) -> None:
-        """A line, if it says something that a person waits for."""
+        """Print a line, if the message says something that a person waits for."""
         kind = said.get("type")
         if kind == "problem":
             self.say(f"problem: {said.get('text')}")
@@ -112,30 +116,30 @@ class Printer:
             when = "from the next step on" if since is None else f"since step {since}"
             self.say(f"watched {when}: {', '.join(map(str, said.get('watches') or ())) or 'nothing'}")
         elif kind == "demoted":
-            self.say("another controller has taken over; looking on")
+            self.say("another controller has taken over; watching only")
 
     def sum_up(self) -> None:
-        """The last line."""
+        """Print the last line."""
         self.say(f"{self.num_frames} frames, {self.num_stats} of stats")
 
 
 @dataclass(slots=True)
 class _Session:
-    """From the welcome to the end of the job, or of the steps that were asked for."""
+    """One session of watching, from the welcome to the end of the job or of the requested steps."""
 
     printer: Printer
     writer: StreamWriter | None
     num_steps: int | None
     states: dict[str, str] = field(default_factory=dict)
-    """Of runs."""
+    """States of the runs, by run."""
     texts: dict[str, str] = field(default_factory=dict)
-    """How they ended; what is known of their NaN."""
+    """Texts about the end of runs and about their NaN, by run."""
     known_step: int = -1
     """Newest at the beginning: what comes of it may lack its first frames, so that it does not count."""
     steps: set[int] = field(default_factory=set)
 
     def begin(self, welcome: Mapping[str, Any]) -> None:
-        """Records and shows what was known already."""
+        """Record and show what was known already."""
         runs = [run for run in welcome.get("runs") or () if isinstance(run, Mapping)]
         for run in runs:
             self.take_message({**run, "type": "run"})
@@ -145,7 +149,7 @@ class _Session:
         self.take_message({"type": "plan", **plan})
 
     def follow(self, client: LiveClient) -> None:
-        """Until it is over.
+        """Follow the job until it is over.
 
         Raises:
             HubGone: the job went without a word.
@@ -174,7 +178,7 @@ class _Session:
             if until is None and self._is_over():
                 until = monotonic() + DRAIN_S
         if RunState.LOST in self.states.values():
-            raise HubGone("the job is lost: it ended without a word")
+            raise HubGone("the job is lost: it exited without an end message")
 
     def _is_over(self) -> bool:
         return bool(self.states) and RunState.RUNNING not in self.states.values()
@@ -190,7 +194,7 @@ class _Session:
                     return
                 self.printer.frame(found)
         except BadFrame as error:
-            raise NemoRLError(f"the hub sent what is no frame: {error}; is it of another version?") from error
+            raise NemoRLError(f"the hub sent an unreadable frame: {error}; is it of another version?") from error
         if self.writer is not None:
             self.writer.frame(encoded)
 
@@ -215,7 +219,7 @@ class _Session:
 
 
 def _find_hub(run: Path) -> tuple[str, Path]:
-    """Address of the hub and folder of its tokens.
+    """Return the address of the hub and folder of its tokens.
 
     Raises:
         UserError: no hub has written where it is.
@@ -234,3 +238,112 @@ def _find_hub(run: Path) -> tuple[str, Path]:
         f"none; has it ended, or does its recipe lack diagnostics.tracer.enabled: true? `nemo-rl trace ls {run}` reads "
         f"its recording"
     )
+
+
+Host = Annotated[str, typer.Option("--host", help="address of this machine that the page listens at")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="its port; 0: any that is free")]
+TURN_S = 0.2
+"""Seconds between two checks whether the job is over."""
+
+
+def serve(
+    recordings: Annotated[
+        list[Path], typer.Argument(metavar="RUN_OR_FOLDER...", help="log folders of runs, or folders of recordings")
+    ],
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+) -> None:
+    """Show recordings on the page, all steps at once, several runs side by side; those of runs that are on are
+    followed. Ends on Ctrl-C. Exit code: 0, 2 usage."""
+    folders = [find_recording(path) for path in recordings]
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UserError("expected each recording once")
+    asyncio.run(_serve(folders, make_console(), host=host, port=port))
+
+
+def play(
+    recording: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_FOLDER", help="log folder of a run, or folder of a recording")
+    ],
+    speed: Annotated[float, typer.Option("--speed", help="2.0 takes half the time that the run took")] = 1.0,
+    headless: Annotated[bool, typer.Option("--headless", help="print stats here instead of serving the page")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="with --headless: one JSON object per line")] = False,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+) -> None:
+    """Play a recording at the speed at which it was made, from when the first page looks on. Ends on Ctrl-C. Exit code:
+    0, 2 usage."""
+    folder = find_recording(recording)
+    if as_json and not headless:
+        raise UserError("--json: expected --headless, too")
+    if not 0 < speed < float("inf"):
+        raise UserError(f"--speed: expected a positive number such as 2.0, got {speed}")
+    if headless:
+        _print(folder, Printer(make_console(), as_json=as_json), speed=speed)
+    else:
+        asyncio.run(_play(folder, make_console(), speed=speed, host=host, port=port))
+
+
+def _print(folder: Path, printer: Printer, *, speed: float) -> None:
+    interrupt.install()
+    try:
+        for entry in paced(StreamReader(folder).entries(), speed=speed, stop=Event()):
+            try:
+                if entry.kind is EntryKind.MESSAGE:
+                    printer.message(entry.message())
+                elif isinstance(found := entry.frame(), Frame):
+                    printer.frame(found)
+            except BadFrame:
+                printer.say("an entry that this version cannot read is left out")
+    except KeyboardInterrupt:
+        printer.say("stopped")
+    printer.sum_up()
+
+
+async def _serve(folders: list[Path], console: Console, *, host: str, port: int) -> None:
+    stopped = _stop_signal()
+    async with serving(host=host, port=port) as found:
+        console.print(f"reading {', '.join(map(str, folders))}")
+        loading = asyncio.create_task(found.show(folders))
+        if await _wait_until(loading.done, stopped):
+            loading.result()
+            _print_address(found, console, what=f"{len(found.server.hub.runs)} runs")
+            await stopped.wait()
+        loading.cancel()
+
+
+async def _play(folder: Path, console: Console, *, speed: float, host: str, port: int) -> None:
+    stopped = _stop_signal()
+    async with serving(host=host, port=port) as found:
+        _print_address(found, console, what="plays when a page looks on")
+        if not await _wait_until(lambda: found.has_viewer, stopped):
+            return
+        found.play(folder, speed=speed)
+        if await _wait_until(lambda: found.is_over, stopped):
+            found.raise_problem()
+            console.print("all is played")
+            await stopped.wait()
+
+
+def _print_address(found: Serving, console: Console, *, what: str) -> None:
+    console.print(f"{found.address}  {what}; its token is in {found.token_file}; Ctrl-C ends")
+
+
+def _stop_signal() -> asyncio.Event:
+    """Set by Ctrl-C and its like."""
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in interrupt.SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, stopped.set)
+    return stopped
+
+
+async def _wait_until(is_so: Callable[[], bool], stopped: asyncio.Event) -> bool:
+    """Wait until then; return False where the wait was stopped before."""
+    while not is_so():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TURN_S):
+                await stopped.wait()
+        if stopped.is_set():
+            return False
+    return True

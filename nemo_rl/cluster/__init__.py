@@ -1,1 +1,1 @@
-"""From one machine to many: what starts a run on a cluster, and what can be known before it starts."""
+"""Tools for clusters: they start a run on several machines, and tell what can be known before it starts."""

@@ -33,7 +33,7 @@ _QWEN3_MOE = {
 
 
 def _llama3(factor: float) -> dict[str, object]:
-    """Llama 3.1 and later stretch the positions of the 8192 tokens that Llama 3 was trained with."""
+    """Return the stretch of Llama 3.1 and later of the positions of the 8192 tokens that Llama 3 was trained with."""
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     return {
         **{"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
@@ -86,7 +86,7 @@ KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
         moe_intermediate_size=64,
     ),
 }
-"""By the name of the folder; values as in the `config.json` that the makers publish."""
+"""Configs of known models by the name of their folder; values as in the `config.json` that the makers publish."""
 _QWEN2_CHAT = {"eos_token_id": 151645, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 _QWEN3_BASE = {"eos_token_id": 151643, "max_position_embeddings": 32768}
 _LLAMA3_CHAT = {"eos_token_id": [128001, 128008, 128009]}
@@ -95,11 +95,11 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "-Base": {"qwen3": _QWEN3_BASE, "qwen3_moe": _QWEN3_BASE},
     "-Chat": {},
 }
-"""What models with such a suffix have otherwise than those without, by `model_type`; their sizes are the same."""
+"""Values in which models with such a suffix differ from those without, by `model_type`; their sizes are the same."""
 
 
 def planned_model_config(model_name: str, *, given: Path | None = None) -> PretrainedConfig:
-    """The architecture of a recipe's model: of its folder, of a known model with that name, or of `given`.
+    """Return the architecture of a recipe's model: of its folder, of a known model with that name, or of `given`.
 
     Args:
         model_name: `policy.model_name`.
@@ -131,7 +131,7 @@ NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size
 
 
 def sizes_of(config: PretrainedConfig) -> dict[str, Any]:
-    """The values of a decoder's config, with sizes that have other names there (`n_embd`) by the usual ones.
+    """Return the values of a decoder's config, with sizes that have other names there (`n_embd`) by the usual ones.
 
     Raises:
         ModelFolderError: it describes no plain decoder.

@@ -1,21 +1,22 @@
-"""Base of every config section: frozen, and closed to unknown keys; a default that several layers share."""
+"""The base of every config section, frozen and closed to unknown keys, and the types of values that sections share."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-__all__ = ["START_TIMEOUT_S", "EnvVars", "FilePath", "Options", "Section", "Text"]
+__all__ = ["AUTO", "START_TIMEOUT_S", "EnvVars", "FilePath", "Options", "Section", "Text", "TimeLimit", "seconds_of"]
 
 START_TIMEOUT_S = 600.0
 """A quiet machine takes 15 s for a whole start; one with twenty times the work of its cores takes minutes."""
 
 
 def _not_empty(given: object) -> object:
-    """An empty path would be the working directory, which nobody means."""
+    """Refuse an empty path: it would be the working directory, which nobody means."""
     if given == "":
         raise PydanticCustomError("empty_path", "a path that is not empty")
     return given
@@ -31,7 +32,7 @@ Options = dict[str, str | int | float | bool | None]
 
 
 def _number_as_text(given: object) -> object:
-    """YAML reads `NCCL_DEBUG_LEVEL: 1` as a number."""
+    """Return a number as a text: YAML reads `NCCL_DEBUG_LEVEL: 1` as a number."""
     return str(given) if isinstance(given, int | float) and not isinstance(given, bool) else given
 
 
@@ -48,3 +49,38 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+
+AUTO = "auto"
+_PATTERN = re.compile(r"(?:(\d{1,4}):)?(\d{1,4}):([0-5]?\d):([0-5]?\d)")
+
+
+def seconds_of(text: str) -> float:
+    """
+    Example:
+        >>> seconds_of("3:30:00"), seconds_of("01:00:00:00")
+        (12600.0, 86400.0)
+
+    Raises:
+        ValueError: it is no duration above 0.
+    """
+    found = _PATTERN.fullmatch(text)
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not total:
+        raise ValueError(f"expected HH:MM:SS or DD:HH:MM:SS above 0, got {text!r}")
+    return float(total)
+
+
+def _is_limit(given: object) -> object:
+    if given is None or given == AUTO:
+        return given
+    try:
+        seconds_of(given if isinstance(given, str) else str(given))
+    except ValueError as error:
+        raise PydanticCustomError("duration", "auto, or HH:MM:SS or DD:HH:MM:SS above 0") from error
+    return given
+
+
+TimeLimit = Annotated[str, BeforeValidator(_is_limit)]
+"""`auto`, or a duration."""

@@ -1,24 +1,125 @@
-"""Reads a recipe and its `defaults:` into one plain tree that remembers which file set what.
-
-`defaults:` is one path or a list of paths, looked for as every path of a recipe: depth first, later entries win, the
-file itself wins over all of them. A section with `_override_: true` replaces the inherited one instead of merging.
-Called by the loader; the tree is not validated here.
-"""
+"""A recipe as layers: its parents (`defaults:`), the file itself, the overrides of the command line, and its paths."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_rl.config.recipe_paths import find_path, places_text
-from nemo_rl.config.yaml_text import MAX_TEXT, YamlProblem, parse_yaml, text_problem
+from nemo_rl.config.schema_walk import default_tree, lookup, place_of, suggest, suggest_path
+from nemo_rl.config.yaml_text import MAX_DEPTH, MAX_TEXT, YamlProblem, parse_yaml, text_problem
 from nemo_rl.errors import ConfigError, shorten
 
-__all__ = ["COMMAND_LINE", "Layer", "Recipe", "compose"]
+__all__ = ["COMMAND_LINE", "Layer", "Recipe", "apply_overrides", "compose", "find_path", "locate_paths", "places_text"]
+
+READ = (
+    "policy.model_name",
+    "policy.tokenizer.name",
+    "data.train.data_path",
+    "data.validation.data_path",
+    "data.validation_sets.*.data_path",
+    "diagnostics.tracer.artifacts",
+)
+"""Keys with the path of a file or a folder that a run reads."""
+REWARD = "env.reward_function"
+
+
+def find_path(given: str, *, recipe: str, but_not: tuple[Path, ...] = ()) -> Path | None:
+    """Return the file or folder that a recipe means; None where there is none.
+
+    Args:
+        recipe: file that names it.
+        but_not: real paths that it cannot mean.
+    """
+    for folder in (Path(), Path(recipe).parent):
+        found = folder / given
+        try:
+            if found.exists() and found.resolve() not in but_not:
+                return found
+        except OSError:
+            # A name that no file can have.
+            return None
+    return None
+
+
+def places_text(given: str, *, recipe: str) -> str:
+    """Return the places in which a path was looked for, for messages."""
+    if Path(given).is_absolute():
+        return given
+    places = dict.fromkeys(os.path.abspath(folder) for folder in (Path(), Path(recipe).parent))
+    return f"{given} in {' and in '.join(places)}"
+
+
+def locate_paths(recipe: Recipe) -> dict[tuple[str, ...], str]:
+    """Put the absolute path in place of one that is found beside its recipe alone; return what cannot be found.
+
+    Other paths stay as they are: they may be made later, or be names on the hub.
+    """
+    problems: dict[tuple[str, ...], str] = {}
+    for path, value in list(recipe.leaves()):
+        name, layer = ".".join(path), recipe.layer_of(path)
+        if layer is None or not isinstance(value, str) or not value:
+            continue
+        # A name on the command line is of the working directory.
+        file = layer.name if Path(layer.name).is_file() else ""
+        if name == REWARD:
+            located = _reward(value, file)
+            if located is None:
+                place = value.rpartition(":")[0]
+                problems[path] = (
+                    f"expected a file with the function, got {value!r}: no {places_text(place, recipe=file)}"
+                )
+                continue
+        elif any(fnmatchcase(name, pattern) for pattern in READ) and not Path(value).is_absolute():
+            found = find_path(value, recipe=file)
+            located = value if found is None or found == Path(value) else os.path.abspath(found)
+        else:
+            continue
+        if located != value:
+            recipe.set(path, located, layer=layer)
+    return problems
+
+
+def _reward(given: str, recipe: str) -> str | None:
+    """Return `FILE.py:function` with the file's absolute path, or `module:function`; None where the file is
+    not there."""
+    place, colon, function = given.rpartition(":")
+    if not colon:
+        return given
+    if place.endswith(".py"):
+        found = find_path(place, recipe=recipe)
+        return None if found is None else f"{os.path.abspath(found)}:{function}"
+    for file in _files_of(place):
+        if Path(file).is_file() or _can_be_imported(place):
+            return given
+        found = find_path(file, recipe=recipe)
+        if found is not None:
+            return f"{os.path.abspath(found)}:{function}"
+    return given
+
+
+def _files_of(module: str) -> Iterator[str]:
+    """Yield the files that a module could be in; none for what is no name of a module."""
+    names = module.split(".")
+    if all(map(str.isidentifier, names)):
+        yield f"{'/'.join(names)}.py"
+        yield f"{'/'.join(names)}/__init__.py"
+
+
+def _can_be_imported(module: str) -> bool:
+    """Return whether the first package of a module path exists; nothing is imported for it."""
+    try:
+        return importlib.util.find_spec(module.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+
 
 _REPLACE = "_override_"
 _MAX_FILES = 64
@@ -49,7 +150,8 @@ class Recipe:
     """Parents that are not there, where that is no error."""
 
     def layer_of(self, path: Sequence[str]) -> Layer | None:
-        """Who set `path` or anything below it last, or else the nearest section above it; None for a default."""
+        """Return the layer that set `path` or anything below it last, or else the nearest section above it; None for a
+        default."""
         inside = [layer for known, layer in self.layers.items() if known[: len(path)] == tuple(path)]
         if inside:
             return max(inside)
@@ -60,16 +162,16 @@ class Recipe:
         return None
 
     def source_of(self, path: Sequence[str]) -> str:
-        """Name of the layer that set `path`; for a default, the recipe itself."""
+        """Return the name of the layer that set `path`; for a default, the recipe itself."""
         layer = self.layer_of(path)
         return self.file if layer is None else layer.name
 
     def leaves(self) -> list[tuple[tuple[str, ...], Any]]:
-        """Path and value of everything that is no section; elements of a list by their index."""
+        """Return the path and value of everything that is no section; elements of a list by their index."""
         return list(_leaves(self.tree, prefix=()))
 
     def set(self, path: Sequence[str], value: Any, *, layer: Layer) -> str | None:
-        """Sets one value, making the sections above it; a value where a section must be is a problem."""
+        """Set one value, making the sections above it; a value where a section must be is a problem."""
         node = self.tree
         for index, part in enumerate(path[:-1]):
             present = node.get(part)
@@ -81,7 +183,7 @@ class Recipe:
         return None
 
     def mark(self, path: tuple[str, ...], layer: Layer | None) -> None:
-        """Notes who set `path` with all that is below it; None forgets it."""
+        """Note who set `path` with all that is below it; None forgets it."""
         for below in [known for known in self.layers if known[: len(path)] == path]:
             del self.layers[below]
         if layer is not None:
@@ -89,7 +191,7 @@ class Recipe:
 
 
 def compose(path: Path, *, needs_parents: bool = True) -> Recipe:
-    """The recipe at `path` over everything it inherits.
+    """Return the recipe at `path` over everything it inherits.
 
     Args:
         needs_parents: False notes parents that are not there in `missing`.
@@ -192,3 +294,93 @@ def _leaves(node: Any, *, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
             yield from _leaves(value, prefix=(*prefix, str(index)))
     else:
         yield prefix, node
+
+
+_OVERRIDE = re.compile(r"(?P<mode>[+~]?)(?P<path>[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*)(?P<value>=.*)?", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Override:
+    mode: str
+    path: tuple[str, ...]
+    value: Any
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """Change `recipe` in the order given and return one line per problem."""
+    problems: list[str] = []
+    for text in overrides:
+        parsed = _parse(text)
+        if isinstance(parsed, str):
+            problems.append(f"{COMMAND_LINE.name}: {parsed}")
+            continue
+        problem = _delete(recipe, parsed) if parsed.mode == "~" else _set(recipe, parsed)
+        if problem:
+            problems.append(f"{COMMAND_LINE.name}: {shorten(parsed.name)}: {shorten(problem)}")
+    return problems
+
+
+def _parse(text: str) -> _Override | str:
+    match = _OVERRIDE.fullmatch(text)
+    if match is None:
+        return f"{shorten(repr(text))}: expected a.b=VALUE, +a.b=VALUE or ~a.b"
+    mode, value = match["mode"], match["value"]
+    if (value is None) != (mode == "~"):
+        expected = "~a.b without a value" if mode == "~" else f"{match['path']}=VALUE"
+        return f"{shorten(repr(text))}: expected {expected}"
+    path = tuple(match["path"].split("."))
+    if len(path) > MAX_DEPTH:
+        return f"{shorten(repr(text))}: expected at most {MAX_DEPTH} names, got {len(path)}"
+    if mode == "~":
+        return _Override(mode=mode, path=path, value=None)
+    try:
+        parsed = parse_yaml(value.removeprefix("="))
+    except YamlProblem as error:
+        return f"{shorten(repr(text))}: the value cannot be read: {error}"
+    return _Override(mode=mode, path=path, value=parsed)
+
+
+def _set(recipe: Recipe, override: _Override) -> str | None:
+    place = place_of(override.path)
+    if not place.is_known:
+        path = override.path[: place.unknown_at + 1]
+        what = (
+            f"unknown key {path[-1]!r}" if len(path) < len(override.path) or place.candidates else "has no keys below"
+        )
+        return what + suggest_path(path, place.candidates, recipe.tree)
+    if place.is_free:
+        _seed_free_section(recipe, override.path)
+    is_set, present = lookup(recipe.tree, override.path)
+    if override.mode == "+" and is_set:
+        return f"is already set to {shorten(repr(present))}; use {override.name}=... to change it"
+    if override.mode == "" and place.is_free and not is_set:
+        _, siblings = lookup(recipe.tree, override.path[:-1])
+        names = siblings if isinstance(siblings, dict) else ()
+        return f"is not set in the recipe{suggest(override.path[-1], names)}; use +{override.name}=... to add it"
+    return recipe.set(override.path, override.value, layer=COMMAND_LINE)
+
+
+def _delete(recipe: Recipe, override: _Override) -> str | None:
+    is_set, _ = lookup(recipe.tree, override.path)
+    _, section = lookup(recipe.tree, override.path[:-1])
+    if not is_set:
+        names = section if isinstance(section, dict) else ()
+        return f"is not set in the recipe, so it cannot be deleted{suggest(override.path[-1], names)}"
+    del section[override.path[-1]]
+    recipe.mark(override.path, None)
+    return None
+
+
+def _seed_free_section(recipe: Recipe, path: tuple[str, ...]) -> None:
+    """Seed a dictionary with free keys: one that the recipe leaves at its default starts from that default."""
+    for end in range(1, len(path)):
+        section = path[:end]
+        if place_of(section).field is None or lookup(recipe.tree, section)[0]:
+            continue
+        has_default, value = lookup(default_tree(), section)
+        if has_default and isinstance(value, dict) and end == len(path) - 1:
+            recipe.set(section, copy.deepcopy(value), layer=COMMAND_LINE)

@@ -1,13 +1,17 @@
-"""Settings of the data plane (`data_plane` section)."""
+"""Settings of the data plane (`data_plane` section), and the rules over them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import Options, Section
 from nemo_rl.config.parts import STORES
+from nemo_rl.config.rule import would_be_ignored
+
+if TYPE_CHECKING:
+    from nemo_rl.config.schema import MasterConfig
 
 __all__ = [
     "DataPlaneConfig",
@@ -19,7 +23,6 @@ __all__ = [
     "SimpleBackendConfig",
     "StorageCapacityConfig",
 ]
-
 
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 
@@ -39,7 +42,7 @@ class SharedMemoryConfig(Section):
     """Segments in the node's shared memory (`impl: shm`, and `impl: ray` with `ray.owner: node`)."""
 
     folder: str = "/dev/shm"
-    """Where segments live; a tmpfs large enough for a step's rows on this node."""
+    """The folder of the segments; a tmpfs large enough for a step's rows on this node."""
     chunk_bytes: PositiveInt = 64 << 20
     """Target size of one segment, in bytes; readers copy only the rows they ask for."""
     keep_bytes: PositiveInt = 1 << 30
@@ -52,7 +55,7 @@ class SimpleBackendConfig(Section):
     num_storage_units: PositiveInt = 1
     """Storage actors; each reserves one logical CPU, the controller one more."""
     placement: Literal["driver", "spread"] = "driver"
-    """Where they stand: on the driver's node, or in turn on all nodes of the Ray cluster."""
+    """Place the storage units on the driver's node, or in turn on all nodes of the Ray cluster."""
     send_recv_timeout_s: PositiveInt = 60
     """Limit of one transfer to a storage unit, in seconds (TransferQueue's own default is 200)."""
 
@@ -77,14 +80,14 @@ class MooncakeConfig(Section):
     local_buffer_bytes: PositiveInt = 256 << 20
     """Transfer buffers that one process keeps registered and warm, in bytes."""
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """How bytes travel; `rdma` needs such network cards."""
+    """The transport of bytes; `rdma` needs such network cards."""
     device_name: str = ""
     """RDMA devices, separated by commas; empty lets Mooncake choose."""
 
 
 class StorageCapacityConfig(Section):
-    """What may be live at one time, over all partitions. A put that does not fit waits for rows to be cleared, until
-    its deadline."""
+    """The most that may be live at one time, over all partitions. A put that does not fit waits for rows to be cleared,
+    until its deadline."""
 
     rows: PositiveInt = 1_000_000
     """Live rows."""
@@ -93,7 +96,7 @@ class StorageCapacityConfig(Section):
 
 
 class ObservabilityConfig(Section):
-    """What the client records about its own calls."""
+    """The records that a client keeps about its own calls."""
 
     enabled: bool = True
     """Count calls, bytes and milliseconds per operation; they appear under `data_plane/` in the metrics."""
@@ -105,7 +108,7 @@ class ObservabilityConfig(Section):
 
 
 class DataPlaneConfig(Section):
-    """Which payload store carries bulk tensors, and its limits."""
+    """The payload store that carries bulk tensors, and its limits."""
 
     enabled: bool = True
     """False: the store that `impl: null` picks, with its defaults."""
@@ -118,7 +121,7 @@ class DataPlaneConfig(Section):
     backend: Literal["simple", "mooncake_cpu"] = "simple"
     """TransferQueue's storage backend; read only by `impl: transfer_queue`."""
     ledger_host: Literal["in_process", "ray_actor", "socket"] | None = None
-    """Where the ledger lives; null picks `in_process` for one process and `ray_actor` under Ray."""
+    """The host of the ledger; null picks `in_process` for one process and `ray_actor` under Ray."""
     timeout_s: PositiveFloat = 60.0
     """Deadline of one data plane call, in seconds."""
     lease_s: PositiveFloat = 30.0
@@ -127,8 +130,8 @@ class DataPlaneConfig(Section):
     chunk_bytes: PositiveInt = 128 * 1024
     """Target size of one chunk; a larger row is a chunk of its own."""
     fetch_policy: FetchPolicy = "auto"
-    """Who reads the rows that tensor and context parallel ranks share: `leader_broadcast` (one of them, which sends
-    them on), `independent` (each for itself), `auto` (the leader, where ranks share rows)."""
+    """The ranks that read the rows that tensor and context parallel ranks share: `leader_broadcast` (one of them, which
+    sends them on), `independent` (each for itself), `auto` (the leader, where ranks share rows)."""
     worker_cache_bytes: NonNegativeInt = 1 << 30
     """Byte limit of fetched columns that a policy worker keeps within a step, so that they cross the wire once; 0
     keeps none."""
@@ -140,7 +143,7 @@ class DataPlaneConfig(Section):
 
     @property
     def uses_mooncake(self) -> bool:
-        """Whether bytes are in Mooncake's store, directly or under TransferQueue."""
+        """Return whether bytes are in Mooncake's store, directly or under TransferQueue."""
         return self.impl == "mooncake" or self.is_queue_on_mooncake
 
     @property
@@ -148,7 +151,7 @@ class DataPlaneConfig(Section):
         return self.impl == "transfer_queue" and self.backend == "mooncake_cpu"
 
     def resolved(self, *, has_actors: bool) -> DataPlaneConfig:
-        """The same with a named `impl`.
+        """Return the section with a named `impl`.
 
         Args:
             has_actors: workers are Ray actors.
@@ -156,3 +159,94 @@ class DataPlaneConfig(Section):
         if self.enabled and self.impl is not None:
             return self
         return self.model_copy(update={"enabled": True, "impl": "ray" if has_actors else "noop"})
+
+
+def rule_data_plane_fits_launcher(config: MasterConfig) -> list[str]:
+    impl, launcher = config.active_data_plane.impl, config.cluster.launcher
+    if impl in ("noop", "shm") and launcher == "ray":
+        reach = "keeps rows in one process" if impl == "noop" else "joins processes of one node without Ray"
+        return [f"data_plane.impl: {impl!r} {reach}; set impl=ray (shared memory: ray.owner=node)"]
+    if impl in ("ray", "transfer_queue") and launcher == "local":
+        return [f"data_plane.impl: {impl!r} lives in Ray; set cluster.launcher=ray, or impl=noop"]
+    return []
+
+
+def rule_ledger_host_fits_launcher(config: MasterConfig) -> list[str]:
+    host, cluster = config.data_plane.ledger_host, config.cluster
+    if cluster.launcher == "local" and host == "ray_actor":
+        return ["data_plane.ledger_host: 'ray_actor' needs Ray; set in_process or socket, or cluster.launcher=ray"]
+    if cluster.launcher == "ray" and host == "in_process":
+        return ["data_plane.ledger_host: 'in_process' cannot be reached by Ray actors; set ray_actor or socket"]
+    if cluster.launcher == "ray" and host == "socket" and (cluster.num_nodes > 1 or cluster.address is not None):
+        return ["data_plane.ledger_host: 'socket' serves one machine only; set ray_actor"]
+    return []
+
+
+def rule_store_sections_need_their_store(config: MasterConfig) -> list[str]:
+    plane = config.active_data_plane
+    is_node = plane.impl == "ray" and plane.ray.owner == "node"
+    used = {
+        "ray": plane.impl == "ray",
+        "shm": plane.impl == "shm" or is_node,
+        "simple": plane.impl == "transfer_queue" and plane.backend == "simple",
+        "mooncake": plane.uses_mooncake,
+    }
+    sections: dict[str, Section] = {
+        "ray": plane.ray,
+        "shm": plane.shm,
+        "simple": plane.simple,
+        "mooncake": plane.mooncake,
+    }
+    switch = "data_plane.impl" if config.data_plane.enabled else "data_plane.enabled"
+    because = f"the store is {plane.impl!r}" + (f" with owner {plane.ray.owner!r}" if plane.impl == "ray" else "")
+    lines: list[str] = []
+    for name, section in sections.items():
+        if not used[name]:
+            names = tuple(type(section).model_fields)
+            lines += would_be_ignored(section, f"data_plane.{name}", names, switch=switch, because=because)
+    return lines
+
+
+def rule_data_plane_impl_needs_its_switch(config: MasterConfig) -> list[str]:
+    plane = config.data_plane
+    if plane.enabled or plane.impl is None:
+        return []
+    switch, because = "data_plane.enabled", "data_plane.enabled is false"
+    return would_be_ignored(plane, "data_plane", ("impl",), switch=switch, because=because)
+
+
+def rule_leader_broadcast_needs_a_replica_group(config: MasterConfig) -> list[str]:
+    policy = config.policy
+    if config.data_plane.fetch_policy != "leader_broadcast" or policy.parallel_sizes.replica_size > 1:
+        return []
+    return [
+        "data_plane.fetch_policy: 'leader_broadcast' needs ranks that share rows; set auto, or "
+        f"{' or '.join(policy.replica_keys)} above 1"
+    ]
+
+
+def rule_backend_needs_transfer_queue(config: MasterConfig) -> list[str]:
+    plane = config.active_data_plane
+    if plane.backend == "simple" or plane.impl == "transfer_queue":
+        return []
+    return [
+        f"data_plane.backend: {plane.backend!r} would be ignored, the store is {plane.impl!r}; set impl=transfer_queue"
+    ]
+
+
+def rule_mooncake_keys_fit_the_store(config: MasterConfig) -> list[str]:
+    plane, nodes = config.active_data_plane, config.cluster.num_nodes
+    if not plane.uses_mooncake:
+        return []
+    lines = []
+    if nodes > 1 and plane.mooncake.host.startswith("127."):
+        lines.append(
+            f"data_plane.mooncake.host: {nodes} nodes cannot reach {plane.mooncake.host}; set `node`, the driver's "
+            "address in the Ray cluster, or another one in a trusted network"
+        )
+    if plane.is_queue_on_mooncake:
+        names = ("master_address", "chunk_bytes")
+        because = "TransferQueue names its objects alike in every run and makes its own sizes"
+        switch = "data_plane.impl"
+        lines += would_be_ignored(plane.mooncake, "data_plane.mooncake", names, switch=switch, because=because)
+    return lines

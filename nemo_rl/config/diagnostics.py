@@ -1,15 +1,73 @@
-"""What a run keeps of itself, to be looked into later (`diagnostics`)."""
+"""Settings of what a run keeps of itself for later (`diagnostics` section), and the rules over them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base import Section, Text
-from nemo_rl.config.tracer import TracerConfig
+from nemo_rl.config.base import FilePath, Section, Text
+from nemo_rl.config.rule import would_be_ignored
 
-__all__ = ["DiagnosticsConfig", "KeepStepsConfig", "RecordConfig"]
+if TYPE_CHECKING:
+    from nemo_rl.config.schema import MasterConfig
+
+__all__ = ["DiagnosticsConfig", "KeepStepsConfig", "RecordConfig", "TracerConfig", "TracerSwitches"]
+
+
+class TracerConfig(Section):
+    """Shows the model at work on a page beside the run; see docs/tracer.md."""
+
+    enabled: bool = False
+    """Start a hub that serves the page; false costs nothing."""
+    host: Text = "127.0.0.1"
+    """Address that the hub listens at. Others than this machine's own let everybody on the network reach it, who still
+    needs a token; put a proxy with TLS in front of it."""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """Port of the page; 0 takes a free one."""
+    origins: list[Text] = Field(default_factory=list)
+    """Origins of pages besides the hub's own that may connect, such as `https://watch.example.org` of a proxy."""
+    selectors: list[Text] = Field(
+        default_factory=lambda: [
+            "layer.out, attn.out, mlp.out, moe.logits, logprob, loss | stats",
+            "layer.out | tiles(1, rms); histogram",
+            "moe.topk_ids | counts",
+        ]
+    )
+    """The watched tensors: `SITES | REDUCERS | WHEN` each; the page can change it at any time."""
+    rows: NonNegativeInt = 4
+    """Rows of a step whose tokens are shown one by one, of those that are trained; while decoding, of each engine."""
+    max_hz: PositiveFloat = 10.0
+    """Most steps per second that are looked at."""
+    memory_bytes: PositiveInt = 64 << 20
+    """Most bytes of frames that wait in each rank; beyond it the newest are dropped and counted."""
+    artifacts: FilePath | None = None
+    """Folder of vectors for `project(NAME)`; null has none."""
+    record: bool = True
+    """Write what the page shows to `tracer/` of the log folder; `nemo-rl trace serve` shows it again."""
+    record_bytes: PositiveInt = 1 << 30
+    """Most bytes of that; the oldest fall out first."""
+    compatibility: bool = False
+    """Serve `/legacy` too, the text protocol of an older public tracer."""
+
+
+class TracerSwitches(Section):
+    """Six classical places of a model, each looked at as 96 means per token; `diagnostics.tracer.selectors` can say
+    more."""
+
+    qkv_mat_mul: bool = False
+    """Queries, keys and values as projected."""
+    context_layer_mat_mul: bool = False
+    """The gathered values of attention, before the output projection."""
+    mlp1_mat_mul: bool = False
+    """First product of the MLP."""
+    mlp2_mat_mul: bool = False
+    """Second product of the MLP, its output."""
+    attention_output_mat_mul: bool = False
+    """Output of attention."""
+    hidden_states: bool = False
+    """Residual stream out of each layer."""
+
 
 Phase = Literal["prev_logprobs", "reference_logprobs", "train"]
 
@@ -35,16 +93,52 @@ class RecordConfig(Section):
     steps: list[PositiveInt] = Field(default_factory=list)
     """Steps that are recorded; empty records nothing, and costs nothing."""
     sites: Text = "layer.out, moe.topk_ids, logprob, loss"
-    """Which tensors; a selector such as `attn.* & layer in 0..3; logits`, see docs/debugging.md."""
+    """The recorded tensors; a selector such as `attn.* & layer in 0..3; logits`, see docs/debugging.md."""
     phases: Annotated[list[Phase], Field(min_length=1)] = ["prev_logprobs", "reference_logprobs", "train"]
     """Passes of the workers that are recorded."""
 
 
 class DiagnosticsConfig(Section):
-    """What a run keeps of itself, to be looked into later."""
+    """The records that a run keeps of itself for later."""
 
     record: RecordConfig = Field(default_factory=RecordConfig)
 
     keep_steps: KeepStepsConfig = Field(default_factory=KeepStepsConfig)
 
     tracer: TracerConfig = Field(default_factory=TracerConfig)
+
+
+def rule_keep_steps_need_their_switch(config: MasterConfig) -> list[str]:
+    section = config.diagnostics.keep_steps
+    if section.enabled:
+        return []
+    prefix, names = "diagnostics.keep_steps", tuple(type(section).model_fields)
+    switch = f"{prefix}.enabled"
+    return would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
+
+
+def rule_record_keys_need_steps(config: MasterConfig) -> list[str]:
+    section, prefix = config.diagnostics.record, "diagnostics.record"
+    if section.steps:
+        return []
+    switch = f"{prefix}.steps"
+    return would_be_ignored(section, prefix, ("sites", "phases"), switch=switch, because=f"{switch} names no step")
+
+
+def rule_tracer_keys_need_their_switch(config: MasterConfig) -> list[str]:
+    section, switches = config.diagnostics.tracer, config.policy.tracer
+    if section.enabled:
+        return []
+    because = {"switch": "diagnostics.tracer.enabled", "because": "diagnostics.tracer.enabled is false"}
+    lines = would_be_ignored(section, "diagnostics.tracer", tuple(type(section).model_fields), **because)
+    return lines + would_be_ignored(switches, "policy.tracer", tuple(type(switches).model_fields), **because)
+
+
+def rule_tracer_host_reachable(config: MasterConfig) -> list[str]:
+    section, num_nodes = config.diagnostics.tracer, config.cluster.num_nodes
+    if not section.enabled or num_nodes == 1 or not section.host.startswith(("127.", "localhost", "::1")):
+        return []
+    return [
+        f"diagnostics.tracer.host: {section.host!r} is reached from one node alone, and cluster.num_nodes is "
+        f"{num_nodes}; set it to 0.0.0.0: then others on the network reach it, too, who need a token"
+    ]

@@ -25,11 +25,11 @@ _INDEX = re.compile(r"\[(\w+)\]")
 
 
 class _Unresolved(ValueError):
-    """Why one text cannot be resolved."""
+    """The reason why one text cannot be resolved."""
 
 
 def resolve_interpolations(recipe: Recipe, *, defaults: Mapping[str, Any] | None = None) -> dict[tuple[str, ...], str]:
-    """Replaces interpolations by their values; returns path -> problem of those that cannot be resolved.
+    """Replace interpolations by their values; return path -> problem of those that cannot be resolved.
 
     Args:
         defaults: what a key that the recipe leaves alone resolves to; None takes the schema's.
@@ -60,7 +60,7 @@ class _Resolver:
         self._num_values = self._num_characters = 0
 
     def value_at(self, path: tuple[str, ...]) -> Any:
-        """The value at `path`, without interpolations."""
+        """Return the value at `path`, without interpolations."""
         if path in self._known:
             return self._known[path]
         if path in self._open:
@@ -98,7 +98,7 @@ class _Resolver:
         return self._text(value, path[:-1]) if isinstance(value, str) and "${" in value else value
 
     def _text(self, text: str, section: tuple[str, ...], *, depth: int = 0) -> Any:
-        """`text` with its interpolations replaced; one that is all of the text keeps its type."""
+        """Return `text` with its interpolations replaced; one that is all of the text keeps its type."""
         if depth > MAX_DEPTH:
             raise _Unresolved(f"nested deeper than {MAX_DEPTH} levels")
         parts: list[Any] = []
@@ -180,11 +180,11 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "mul": lambda *numbers: math.prod(_numbers(numbers)),
     "oc.env": _environment,
 }
-"""What may stand before the colon, as the field's recipes use it."""
+"""Resolvers that may stand before the colon, as other frameworks' recipes use them."""
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the interpolation ends that begins before `start`."""
+    """Return the end of the interpolation that begins before `start`."""
     depth, position = 1, start
     while position < len(text):
         if text.startswith("${", position):
@@ -199,7 +199,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(arguments: str) -> list[str]:
-    """At the commas outside of nested interpolations."""
+    """Split a text at the commas outside of nested interpolations."""
     found, depth, start = [], 0, 0
     for position, character in enumerate(arguments):
         if arguments.startswith("${", position):

@@ -1,4 +1,4 @@
-"""From a YAML recipe and overrides to a `MasterConfig`: `load_config`.
+"""Loads a YAML recipe with overrides as a `MasterConfig`: `load_config`.
 
 Called by the command line, tests and anything that starts a run. One `ConfigError` holds every problem: unknown keys
 at any depth, wrong types, missing keys, interpolations and cross-field rules. Imports neither torch nor ray.
@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_rl.config.carry import carry_optimizer
-from nemo_rl.config.compose import Recipe, compose
-from nemo_rl.config.ignored import Ignored
+from nemo_rl.config.compose import Layer, Recipe, apply_overrides, compose, locate_paths
+from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.interpolate import resolve_interpolations
-from nemo_rl.config.overrides import apply_overrides
+from nemo_rl.config.megatron import MegatronOptimizerConfig
 from nemo_rl.config.parts import UNKNOWN_PART
 from nemo_rl.config.r3_trace_env import r3_trace_verify_forward_enabled
-from nemo_rl.config.recipe_paths import locate_paths
+from nemo_rl.config.rule import Ignored
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.config.schema_walk import lookup, place_of, suggest, suggest_path
+from nemo_rl.config.schema_walk import default_tree, lookup, place_of, suggest, suggest_path
 from nemo_rl.config.validate import RULES
 from nemo_rl.errors import ConfigError, shorten
 
-__all__ = ["load_config"]
+__all__ = ["carry_optimizer", "load_config"]
 
 # What OmegaConf and Hydra users write for "must be set by whoever uses this file".
 _MUST_BE_SET = "???"
@@ -59,7 +58,7 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig:
-    """Composes `path`, applies `overrides`, resolves `${...}` and validates.
+    """Compose `path`, apply `overrides`, resolve `${...}` and validate.
 
     Raises:
         ConfigError: with one line per problem, `FILE: dotted.path: what; expected ..., got ...; did you mean 'x'?`
@@ -85,7 +84,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig
 
 
 def _with_digests(config: MasterConfig) -> MasterConfig:
-    """A switch of the route trace changes which columns are stored, so the resolved config has it."""
+    """Add the digests that a switch of the route trace asks for: it changes the stored columns, so the resolved config
+    has it."""
     replay = config.policy.router_replay
     if not replay.enabled or not r3_trace_verify_forward_enabled():
         return config
@@ -99,7 +99,8 @@ def _parse(tree: Mapping[str, Any]) -> MasterConfig:
 
 
 def _rule_problems(recipe: Recipe, config: MasterConfig, broken: Sequence[str]) -> list[str]:
-    """What the rules find, with the file to change; lines that name a key in `broken` are only its consequences."""
+    """Return the problems that the rules find, with the file to change; lines that name a key in `broken` are only its
+    consequences."""
     lines = [line for rule in RULES for line in rule(config) if not any(name in line for name in broken)]
     return [
         f"{recipe.source_of(line.split(':', 1)[0].split('.'))}: {line}"
@@ -109,14 +110,14 @@ def _rule_problems(recipe: Recipe, config: MasterConfig, broken: Sequence[str]) 
 
 
 def _is_switched_off_later(recipe: Recipe, line: Ignored) -> bool:
-    """A child recipe or the command line may turn off what its parent has set up, or a default; no key of its own is
-    ignored."""
+    """Return whether a key is switched off later. A child recipe or the command line may turn off what its parent has
+    set up, or a default; no key of its own is ignored."""
     key, switch = recipe.layer_of(line.key.split(".")), recipe.layer_of(line.switch.split("."))
     return switch is not None and (key is None or key.order < switch.order)
 
 
 def _rules_on_the_rest(recipe: Recipe, error: ValidationError, broken: Sequence[str]) -> list[str]:
-    """Cross-field rules on what is sound: broken keys take their defaults; rules that name them are left out."""
+    """Check the rules on the sound part: broken keys take their defaults; rules that name them are left out."""
     tree = copy.deepcopy(recipe.tree)
     for detail in error.errors():
         path = _input_path(recipe.tree, detail)
@@ -133,7 +134,7 @@ def _rules_on_the_rest(recipe: Recipe, error: ValidationError, broken: Sequence[
 
 
 def _unset(recipe: Recipe) -> dict[tuple[str, ...], str]:
-    """Keys whose value is still `???`, with what the schema says about them."""
+    """Return the keys whose value is still `???`, with what the schema says about them."""
     return {path: _must_be_set(path) for path, value in recipe.leaves() if value == _MUST_BE_SET}
 
 
@@ -143,7 +144,7 @@ def _must_be_set(path: Sequence[str]) -> str:
 
 
 def _remove(tree: dict[str, Any], path: Sequence[str]) -> None:
-    """Removes a key; of a list with an unusable element, the whole list."""
+    """Remove a key; of a list with an unusable element, the whole list."""
     node: Any = tree
     for part in path[:-1]:
         if not isinstance(node.get(part), dict):
@@ -157,7 +158,7 @@ def _remove(tree: dict[str, Any], path: Sequence[str]) -> None:
 
 
 def _input_path(tree: Mapping[str, Any], detail: ErrorDetails) -> tuple[str, ...]:
-    """The path in the user's tree: pydantic adds names of union members and of derived keys."""
+    """Return the path in the user's tree: pydantic adds names of union members and of derived keys."""
     path: list[str] = []
     node: Any = tree
     for index, part in enumerate(detail["loc"]):
@@ -175,7 +176,7 @@ def _input_path(tree: Mapping[str, Any], detail: ErrorDetails) -> tuple[str, ...
 def _translate(
     recipe: Recipe, error: ValidationError, *, reported: Container[tuple[str, ...]]
 ) -> tuple[list[str], list[str]]:
-    """Dotted paths that are broken (with what may have been meant), and one line per problem."""
+    """Return the dotted paths that are broken (with what may have been meant), and one line per problem."""
     by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
         by_path.setdefault(_input_path(recipe.tree, detail), []).append(detail)
@@ -218,3 +219,136 @@ def _describe(recipe: Recipe, path: tuple[str, ...], details: Sequence[ErrorDeta
 def _expected(detail: ErrorDetails) -> str:
     template = _EXPECTED.get(detail["type"])
     return detail["msg"] if template is None else template.format(**detail.get("ctx", {}))
+
+
+_SWITCH = ("policy", "megatron_cfg", "enabled")
+_OPTIMIZER, _SCHEDULER = ("policy", "optimizer"), ("policy", "scheduler")
+_MEGATRON_OPTIMIZER = ("policy", "megatron_cfg", "optimizer")
+_MEGATRON_SCHEDULER = ("policy", "megatron_cfg", "scheduler")
+_ADAMW = ("AdamW", "torch.optim.AdamW", "torch.optim.adamw.AdamW")
+_PLAIN = {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps"}
+"""Arguments of torch's AdamW by their names in `policy.megatron_cfg.optimizer`; the defaults of both are the same."""
+
+
+def carry_optimizer(recipe: Recipe) -> list[str]:
+    """Move what an earlier layer has set to the worker that trains; return a line for each part that it cannot."""
+    is_megatron = lookup(recipe.tree, _SWITCH)[1] is True
+    # Both on, or both off, is refused by a rule.
+    if (lookup(recipe.tree, ("policy", "dtensor_cfg", "enabled"))[1] is not False) == is_megatron:
+        return []
+    switch = recipe.layer_of(_SWITCH)
+    if is_megatron:
+        return [*_to_megatron(recipe, switch)]
+    return [*_to_dtensor(recipe, switch)]
+
+
+def _given(recipe: Recipe, path: tuple[str, ...], switch: Layer | None, *, over: tuple[str, ...]) -> Any:
+    """Return the values that a layer before the switch has set in a section; None where that layer, or one before it,
+    has set the section that is read, `over`, too."""
+    value, setter, reader = lookup(recipe.tree, path)[1], recipe.layer_of(path), recipe.layer_of(over)
+    if switch is None or setter is None or setter.order >= switch.order or _is_default(recipe, path):
+        return None
+    if reader is not None and reader.order > setter.order:
+        return value
+    is_read_section_set = reader is not None and reader.order == setter.order
+    return None if is_read_section_set or not _is_default(recipe, over) else value
+
+
+def _set_later(recipe: Recipe, section: tuple[str, ...], *, than: tuple[str, ...]) -> set[str]:
+    """Return the keys of a section that a later layer has set than the one that set the section `than`."""
+    setter, value = recipe.layer_of(than), lookup(recipe.tree, section)[1]
+    if setter is None or not isinstance(value, Mapping):
+        return set()
+    layers = {name: recipe.layer_of((*section, name)) for name in value}
+    return {name for name, layer in layers.items() if layer is not None and layer.order > setter.order}
+
+
+def _is_default(recipe: Recipe, path: tuple[str, ...]) -> bool:
+    """Return whether a section has nothing but defaults: the base recipe spells all of them out."""
+    value, default = lookup(recipe.tree, path)[1], lookup(default_tree(), path)[1]
+    if not isinstance(value, Mapping):
+        return not value
+    return isinstance(default, Mapping) and all(default.get(name) == each for name, each in value.items())
+
+
+def _to_megatron(recipe: Recipe, switch: Layer | None) -> Iterator[str]:
+    optimizer = _given(recipe, _OPTIMIZER, switch, over=_MEGATRON_OPTIMIZER)
+    kwargs: Any = optimizer.get("kwargs") or OptimizerConfig().kwargs if isinstance(optimizer, Mapping) else None
+    own = _set_later(recipe, _MEGATRON_OPTIMIZER, than=_OPTIMIZER)
+    if isinstance(optimizer, Mapping) and isinstance(kwargs, Mapping) and "optimizer" not in own:
+        betas = kwargs.get("betas") or []
+        betas = betas if isinstance(betas, list) else [betas]
+        unknown = set(kwargs) - {*_PLAIN, "betas"}
+        is_known = optimizer.get("name", _ADAMW[1]) in _ADAMW and not unknown and len(betas) in (0, 2)
+        if not is_known and "lr" not in own:
+            what = ", ".join([str(optimizer.get("name", "AdamW")), *sorted(unknown)])
+            yield _lost(recipe, _OPTIMIZER, _MEGATRON_OPTIMIZER, f"{what} has no counterpart there")
+        elif is_known:
+            carried = {_PLAIN[name]: value for name, value in kwargs.items() if name in _PLAIN}
+            carried |= dict(zip(("adam_beta1", "adam_beta2"), betas, strict=False))
+            _move(recipe, _OPTIMIZER, _MEGATRON_OPTIMIZER, carried, own=own)
+    scheduler = _given(recipe, _SCHEDULER, switch, over=_MEGATRON_SCHEDULER)
+    if scheduler is None:
+        return
+    own = _set_later(recipe, _MEGATRON_SCHEDULER, than=_SCHEDULER)
+    if own and (not isinstance(scheduler, Mapping) or "lr_decay_style" in own):
+        return
+    if not isinstance(scheduler, Mapping) or scheduler.get("phases") or "." in str(scheduler.get("name", "")):
+        yield _lost(recipe, _SCHEDULER, _MEGATRON_SCHEDULER, "torch's schedulers have no counterpart there")
+        return
+    _carry_shape(recipe, scheduler, own=own)
+
+
+def _carry_shape(recipe: Recipe, scheduler: Mapping[str, Any], *, own: set[str]) -> None:
+    """Carry the shape of the schedule. The first of W steps of warm-up has 1/W of the rate with the DTensor worker, and
+    what is asked for with Megatron: the rates of a warm-up are the same, those of a decay differ by one step of its
+    length."""
+    default, layer = SchedulerConfig(), _layer(recipe, _SCHEDULER)
+    peak = lookup(recipe.tree, (*_MEGATRON_OPTIMIZER, "lr"))[1] or MegatronOptimizerConfig().lr
+    style, factor = scheduler.get("name", default.name), scheduler.get("min_factor", default.min_factor)
+    warmup, end = scheduler.get("warmup_steps", default.warmup_steps), scheduler.get("decay_steps")
+    if not all(isinstance(number, (int, float)) for number in (peak, factor, warmup)):
+        # The schema says what is wrong with them.
+        return
+    shape = {"lr_decay_style": style}
+    if warmup > 1 and not own & {"lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init"}:
+        shape |= {"lr_warmup_iters": warmup - 1, "lr_warmup_init": peak / warmup}
+    if style != default.name:
+        shape |= {} if end is None else {"lr_decay_iters": end}
+        if not lookup(recipe.tree, (*_MEGATRON_OPTIMIZER, "min_lr"))[1]:
+            recipe.set((*_MEGATRON_OPTIMIZER, "min_lr"), peak * factor, layer=layer)
+    _move(recipe, _SCHEDULER, _MEGATRON_SCHEDULER, shape, own=own)
+
+
+def _to_dtensor(recipe: Recipe, switch: Layer | None) -> Iterator[str]:
+    """Report what is not carried: Megatron's section says more than torch's AdamW knows, so the user has to decide."""
+    for section, kept in ((_MEGATRON_OPTIMIZER, _OPTIMIZER), (_MEGATRON_SCHEDULER, _SCHEDULER)):
+        if _given(recipe, section, switch, over=kept) is not None:
+            yield _lost(recipe, section, kept, "the DTensor worker does not read it")
+
+
+def _lost(recipe: Recipe, section: tuple[str, ...], kept: tuple[str, ...], why: str) -> str:
+    name, drop = ".".join(section), "~" if section[1] == "megatron_cfg" else ""
+    return (
+        f"{recipe.source_of(section)}: {name}: would be lost with the worker that {'.'.join(_SWITCH)} selects: {why}; "
+        f"set {'.'.join(kept)}, or drop it with {drop}{name}{'' if drop else '=null'}"
+    )
+
+
+def _move(
+    recipe: Recipe, section: tuple[str, ...], to: tuple[str, ...], values: Mapping[str, Any], *, own: set[str]
+) -> None:
+    """
+    Args:
+        own: names of `to` that keep their values.
+    """
+    layer = _layer(recipe, section)
+    for name, value in values.items():
+        if name not in own:
+            recipe.set((*to, name), value, layer=layer)
+    recipe.tree[section[0]].pop(section[1])
+    recipe.mark(section, None)
+
+
+def _layer(recipe: Recipe, section: tuple[str, ...]) -> Layer:
+    return recipe.layer_of(section) or Layer(order=0, name=recipe.file)

@@ -50,7 +50,7 @@ class PartKind:
     """
 
     what: str
-    """For messages, for example `a loss`."""
+    """The name of the kind in messages, for example `a loss`."""
     builtin: Mapping[str, str]
     """Word -> `module:name` of its definition."""
 
@@ -64,7 +64,7 @@ class PartKind:
         return self.hub is not None and HUB_NAME.fullmatch(name) is not None
 
     def check(self, name: str) -> str:
-        """The validator: `name` is a built-in word, or two names with a colon between them."""
+        """Validate that `name` is a built-in word, or two names with a colon between them."""
         module, colon, attribute = name.partition(":")
         if self.is_builtin(name) or (
             colon and attribute.isidentifier() and all(map(str.isidentifier, module.split(".")))
@@ -75,11 +75,11 @@ class PartKind:
         raise PydanticCustomError(UNKNOWN_PART, "one of {expected}, or module:name of your own", {"expected": words})
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Called by pydantic for a field that is annotated with this kind."""
+        """Make the validator of a field that is annotated with this kind; pydantic calls it."""
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def load(self, name: str, *, key: str) -> Callable[..., Any]:
-        """The class or function that `name` stands for.
+        """Return the class or function that `name` stands for.
 
         Args:
             key: dotted path of the config key, for messages.
@@ -149,7 +149,7 @@ TRAINING_ENGINES = PartKind(
         "megatron": "nemo_rl.models.policy.workers.megatron_engine:MegatronEngine",
     },
 )
-"""Not a key of its own: `policy.dtensor_cfg.enabled` or `policy.megatron_cfg.enabled` chooses."""
+"""The kind has no key of its own: `policy.dtensor_cfg.enabled` or `policy.megatron_cfg.enabled` chooses."""
 ENGINES = PartKind(
     what="a generation engine",
     builtin={
@@ -161,18 +161,18 @@ ENGINES = PartKind(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTraits:
-    """What else a run must know about a generation engine; one of the user's own has the defaults."""
+    """Facts about a generation engine that a run must know; a user-defined one has the defaults."""
 
     keys: tuple[str, ...] = ()
-    """Of `policy.generation`, which only this engine reads."""
+    """Keys of `policy.generation` that only this engine reads."""
     needs_own_process: bool = False
-    """Whether it changes its process (threads, random numbers), so that no trainer may be in it."""
+    """True where the engine changes its process (threads, random numbers), so that no trainer may share it."""
     shows_decoding: bool = False
-    """Whether it is a `TracedEngine`."""
+    """True where the engine is a `TracedEngine`."""
     takes_whole_weights: bool = False
-    """Whether a refit hands it whole weights, so that for deltas its process keeps the last ones."""
+    """True where a refit hands the engine whole weights, so that for deltas its process keeps the last ones."""
     has_planned_memory: bool = False
-    """Whether `nemo-rl plan` knows what it needs."""
+    """True where `nemo-rl plan` knows the needs of the engine."""
     check: str | None = None
     """`module:name` of a function that is given the `PolicyConfig` and returns a line per problem, before a run."""
 
@@ -186,7 +186,7 @@ ENGINE_TRAITS: Mapping[str, EngineTraits] = {
         check="nemo_rl.models.generation.vllm.start:check_vllm",
     ),
 }
-"""Of the built-in engines."""
+"""Traits of the built-in engines, by name."""
 STORES = PartKind(
     what="a payload store",
     builtin={
@@ -197,7 +197,7 @@ STORES = PartKind(
         "mooncake": "nemo_rl.data_plane.adapters.mooncake:MooncakeStore",
     },
 )
-"""What else a run must know about each is in `data_plane.store_kinds`."""
+"""Further facts about each are in `data_plane.store_kinds`."""
 ENVIRONMENTS = PartKind(
     what="an environment",
     builtin={

@@ -1,47 +1,76 @@
-"""Settings of the policy: model, workers, batches, optimizer, generation (`policy` section)."""
+"""Settings of the policy (`policy` section): model, workers and batches, and the rules over them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import (
-    AfterValidator,
     Field,
-    JsonValue,
-    NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
-from nemo_rl.config.base import EnvVars, Options, Section, Text
+from nemo_rl.config.base import Section, Text
+from nemo_rl.config.diagnostics import TracerSwitches
+from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig, SchedulerConfig
+from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.config.parallel import ParallelSizes
-from nemo_rl.config.parts import ENGINES
-from nemo_rl.config.receipt import ReceiptConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
-from nemo_rl.config.tracer import TracerSwitches
-from nemo_rl.config.vllm import VllmConfig
+from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
+
+if TYPE_CHECKING:
+    from nemo_rl.config.schema import MasterConfig
 
 __all__ = [
-    "ColocatedConfig",
-    "DTensorConfig",
     "DynamicBatchingConfig",
-    "GenerationConfig",
     "MicrobatchOrder",
-    "OptimizerConfig",
     "PackingAlgorithm",
+    "ParallelSizes",
     "PolicyConfig",
-    "RefitDeltaConfig",
-    "SchedulerConfig",
-    "SchedulerPhase",
     "SequencePackingConfig",
     "TokenizerConfig",
 ]
 
-Probability = Annotated[float, Field(gt=0, le=1)]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSizes:
+    """The number of workers that share one model, along each axis.
+
+    Example:
+        >>> sizes = ParallelSizes(tensor=2, pipeline=2, context=2, sequence_parallel=True)
+        >>> sizes.replica_size, sizes.length_multiple
+        (8, 8)
+    """
+
+    tensor: int = 1
+    """Ranks that share every weight matrix."""
+    pipeline: int = 1
+    """Ranks that share the layers, one run of them each."""
+    context: int = 1
+    """Ranks that share every sequence."""
+    expert: int = 1
+    """Ranks that share the experts of a mixture, some whole experts each."""
+    expert_tensor: int = 1
+    """Ranks that share every weight matrix of an expert."""
+    sequence_parallel: bool = False
+    """Activations between the blocks are split over the tensor axis along the sequence."""
+
+    @property
+    def replica_size(self) -> int:
+        """Return the number of workers that share one data-parallel shard."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def length_multiple(self) -> int:
+        """Return the number to a multiple of which the tokens of every sequence are rounded up: two chunks per context
+        rank, whole tensor splits."""
+        chunks = 2 * self.context if self.context > 1 else 1
+        return chunks * (self.tensor if self.sequence_parallel else 1)
+
+
 PackingAlgorithm = Literal[
     "balanced",
     "first_fit_decreasing",
@@ -51,7 +80,6 @@ PackingAlgorithm = Literal[
     "karmarkar_karp",
 ]
 MicrobatchOrder = Literal["packer", "largest_first"]
-RefitTransport = Literal["payload", "ipc", "broadcast"]
 
 
 class TokenizerConfig(Section):
@@ -93,175 +121,6 @@ class DynamicBatchingConfig(Section):
     start."""
 
 
-def _import_path(text: str) -> str:
-    parts = text.replace(":", ".", 1).split(".")
-    if len(parts) < 2 or not all(map(str.isidentifier, parts)):
-        raise PydanticCustomError("import_path", "module:name, such as my_package.plans:PLAN")
-    return text
-
-
-ImportPath = Annotated[str, AfterValidator(_import_path)]
-"""`module:name` or `module.name`."""
-
-
-class DTensorConfig(Section):
-    """The DTensor worker: FSDP2 over data x context parallel ranks, with tensor parallelism."""
-
-    enabled: bool = True
-    """Train with it; false where `policy.megatron_cfg.enabled` is true."""
-    tensor_parallel_size: PositiveInt = 1
-    """Ranks that share every weight matrix, and the experts of a mixture."""
-    context_parallel_size: PositiveInt = 1
-    """Ranks that share every sequence."""
-    sequence_parallel: bool = False
-    """Split activations between the blocks over the tensor-parallel ranks; needs `tensor_parallel_size` above 1."""
-    custom_parallel_plan: dict[str, str] | ImportPath | None = None
-    """Module pattern (`model.layers.*.mlp.up_proj`) -> style (`colwise`, `rowwise`, ...), or where such a dictionary is
-    imported from (`my_package.plans:PLAN`, `my_package.plans.PLAN`); null takes the model's."""
-    cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state on the CPU and move each layer to the GPU when it runs."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
-    env_vars: EnvVars = {}
-    """Variables of the policy workers' processes; they win over `cluster.env_vars`."""
-
-
-class OptimizerConfig(Section):
-    """An optimizer of the DTensor worker by import path; null where `policy.megatron_cfg.enabled` is true."""
-
-    name: str = "torch.optim.AdamW"
-    """`module.Class` of a torch optimizer."""
-    kwargs: dict[str, float | bool | int | list[float]] = {"lr": 1e-6, "weight_decay": 0.01}
-    """Arguments of the optimizer; `lr` is the peak that the scheduler's factor multiplies."""
-
-
-class SchedulerPhase(Section):
-    """One torch scheduler of a chain."""
-
-    name: str
-    """`module.Class` of a torch scheduler, such as `torch.optim.lr_scheduler.LinearLR`."""
-    kwargs: dict[str, float | bool | int | str | list[float]] = {}
-    """Arguments of the scheduler besides the optimizer."""
-
-
-class SchedulerConfig(Section):
-    """Learning rate of the DTensor worker as a factor of the optimizer's `lr`, advanced once per GRPO step.
-
-    Null where `policy.megatron_cfg.enabled` is true. A list of `{name, kwargs}`, one of them `{milestones}`, is taken
-    for `phases` and `milestones`.
-    """
-
-    name: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up: flat, a straight line or half a cosine down to `min_factor`."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up from zero."""
-    decay_steps: PositiveInt | None = None
-    """Step at which `min_factor` is reached; null uses `grpo.max_num_steps`."""
-    min_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Factor at the end of the decay and from there on."""
-    phases: list[SchedulerPhase] = []
-    """Torch schedulers by import path, one by one, in place of the shape above; `scheduler: [...]` means this."""
-    milestones: list[PositiveInt] = []
-    """Steps at which the second, third, ... phase begins."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_list(cls, given: object) -> object:
-        """The forms that torch users write: a list of schedulers with an element of milestones, or one scheduler."""
-        if isinstance(given, dict) and "." in str(given.get("name", "")):
-            phase = {key: value for key, value in given.items() if key in SchedulerPhase.model_fields}
-            return {**{key: value for key, value in given.items() if key not in phase}, "phases": [phase]}
-        if not isinstance(given, list):
-            return given
-        chain: dict[str, object] = {"phases": [part for part in given if not _is_milestones(part)]}
-        for part in given:
-            chain |= part if _is_milestones(part) else {}
-        return chain
-
-
-def _is_milestones(part: object) -> bool:
-    return isinstance(part, dict) and set(part) == {"milestones"}
-
-
-class ColocatedConfig(Section):
-    """Whether engines share the GPUs of the policy workers, or where they stand instead."""
-
-    enabled: bool = True
-    """On GPUs an engine takes turns with a policy worker on the same one; on CPUs Ray places the engines. False:
-    engines stand apart, on GPUs or nodes of their own."""
-    num_nodes: NonNegativeInt = 0
-    """Nodes with engines alone, besides `cluster.num_nodes`; 0: on the policy's nodes. Only with `enabled: false`."""
-    gpus_per_node: NonNegativeInt = 0
-    """GPUs of each node with engines, one engine each, besides those of policy workers. Only with `enabled: false`."""
-
-
-class RefitDeltaConfig(Section):
-    """Refits that send only what has changed in the engines' precision; the engines hold the same bits either way."""
-
-    enabled: bool = False
-    """Policy rank 0, and each vLLM engine, keep a copy of all weights on the CPU in the engines' precision. Wins where
-    little changes in a step (bfloat16 engines, small learning rates) and the way to the engines is slow."""
-    full_every: Annotated[int, Field(ge=2)] = 50
-    """Of so many refits one sends all weights; so does each one after an engine was replaced or a refit failed."""
-
-    @property
-    def period(self) -> int | None:
-        """None: every refit sends all weights."""
-        return self.full_every if self.enabled else None
-
-
-class GenerationConfig(Section):
-    """Rollouts."""
-
-    backend: Annotated[str, ENGINES] = "torch"
-    """`torch`: the embedded engine, a batched KV-cache loop on the HF model; `vllm`: vLLM, which `make vllm` installs;
-    or `module:name` of an engine of your own, see docs/extending.md."""
-    options: Options = Field(default_factory=dict)
-    """Settings of your own engine."""
-    vllm_cfg: VllmConfig = Field(default_factory=VllmConfig)
-    vllm_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further arguments of vLLM's engine, by vLLM's own names."""
-    precision: Literal["float32", "bfloat16"] | None = None
-    """Weights and computation of the engines; null uses `policy.precision`."""
-    engine_timeout_s: PositiveFloat | None = None
-    """An engine that needs longer for its share of the rows is given up, and another one samples them; None: half of
-    `cluster.stage_timeout_s`."""
-    num_replicas: PositiveInt = 1
-    """Engines that share the prompts of a step."""
-    colocated: ColocatedConfig = Field(default_factory=ColocatedConfig)
-    env_vars: EnvVars = {}
-    """Variables of the engines' processes; they win over `cluster.env_vars`."""
-    max_new_tokens: PositiveInt | None = 512
-    """Longest response in tokens, the stop token included; null: what the prompt leaves of
-    `policy.max_total_sequence_length`."""
-    temperature: NonNegativeFloat = 1.0
-    """Sampling temperature of training rollouts; 0 is greedy and refused for training."""
-    top_p: Probability = 1.0
-    """Sample from the smallest set of tokens with this probability; 1 keeps all."""
-    top_k: PositiveInt | None = None
-    """Sample from the k most likely tokens; null keeps all."""
-    record_support: bool = False
-    """The embedded engine records the set of tokens that `top_p` and `top_k` kept, and the trainer scores under that
-    very set; false: the trainer finds a set of its own from its own logits, which moves with the weights."""
-    val_temperature: NonNegativeFloat | None = None
-    """Temperature in validation; null uses `temperature`; 0 is greedy."""
-    stop_token_ids: list[NonNegativeInt] | None = None
-    """Tokens that end a response; null uses the tokenizer's end-of-sequence token and those that the model folder's
-    generation_config.json and config.json list."""
-    stop_strings: list[Text] = Field(default_factory=list)
-    """Strings that end a response at the token that completes them; the string stays in the response."""
-    max_batch_size: PositiveInt = 1024
-    """Rows decoded together by one engine."""
-    refit_transport: Literal["auto"] | RefitTransport = "auto"
-    """How new weights reach the engines: `payload` through the run's object store, `ipc` through GPU memory that engine
-    and policy worker share, `broadcast` from policy rank 0 to all; `auto`: on GPUs `ipc`, or `broadcast` to engines
-    that stand apart; else `payload`."""
-    refit_buffer_ratio: Probability = 0.3
-    """Most of the free memory (of the GPU with `ipc`, else RAM) that one bucket of weights takes in a refit."""
-    refit_delta: RefitDeltaConfig = Field(default_factory=RefitDeltaConfig)
-    receipt: ReceiptConfig = Field(default_factory=ReceiptConfig)
-
-
 class PolicyConfig(Section):
     """The trained model and how it is trained."""
 
@@ -295,7 +154,8 @@ class PolicyConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_torch_optimizer(cls, given: object) -> object:
-        """`optimizer: null` and `scheduler: null` are how recipes of the Megatron worker drop what a parent has set."""
+        """Drop `optimizer: null` and `scheduler: null`, by which recipes of the Megatron worker drop what a parent has
+        set."""
         if not isinstance(given, dict):
             return given
         megatron = given.get("megatron_cfg")
@@ -307,22 +167,23 @@ class PolicyConfig(Section):
 
     @property
     def longest_response(self) -> int:
-        """Tokens of a response at most: `generation.max_new_tokens`, with null decided for the shortest prompt."""
+        """Return the most tokens of a response: `generation.max_new_tokens`, with null decided for the
+        shortest prompt."""
         return self.generation.max_new_tokens or max(1, self.max_total_sequence_length - 1)
 
     @property
     def parallel_section(self) -> str:
-        """Dotted path of the section that `parallel_sizes` comes from, for messages."""
+        """Return the dotted path of the section that `parallel_sizes` comes from, for messages."""
         return "policy.megatron_cfg" if self.megatron_cfg.enabled else "policy.dtensor_cfg"
 
     @property
     def worker_env_vars(self) -> dict[str, str]:
-        """Variables of the worker that is enabled."""
+        """Return the variables of the worker that is enabled."""
         return self.megatron_cfg.env_vars if self.megatron_cfg.enabled else self.dtensor_cfg.env_vars
 
     @property
     def replica_keys(self) -> tuple[str, ...]:
-        """Dotted paths of the sizes whose product is the replica group, for messages."""
+        """Return the dotted paths of the sizes whose product is the replica group, for messages."""
         if self.megatron_cfg.enabled:
             axes: tuple[str, ...] = ("tensor_model", "pipeline_model", "context")
         else:
@@ -331,7 +192,7 @@ class PolicyConfig(Section):
 
     @property
     def parallel_sizes(self) -> ParallelSizes:
-        """Sizes of the axes of the worker that is enabled."""
+        """Return the sizes of the axes of the worker that is enabled."""
         if self.megatron_cfg.enabled:
             given = self.megatron_cfg
             return ParallelSizes(
@@ -349,3 +210,137 @@ class PolicyConfig(Section):
             expert_tensor=sizes.tensor_parallel_size,
             sequence_parallel=sizes.sequence_parallel,
         )
+
+
+# ---- the worker
+
+
+def rule_exactly_one_worker_is_enabled(config: MasterConfig) -> list[str]:
+    policy = config.policy
+    if policy.dtensor_cfg.enabled and policy.megatron_cfg.enabled:
+        return [
+            "policy.megatron_cfg.enabled: true, and so is policy.dtensor_cfg.enabled unless set otherwise, but one "
+            "worker trains; set policy.dtensor_cfg.enabled=false"
+        ]
+    if not policy.dtensor_cfg.enabled and not policy.megatron_cfg.enabled:
+        return [
+            "policy.dtensor_cfg.enabled: false, and so is policy.megatron_cfg.enabled: nothing trains; set "
+            "one of them to true"
+        ]
+    return []
+
+
+def rule_worker_keys_fit_the_worker(config: MasterConfig) -> list[str]:
+    policy = config.policy
+    dtensor, megatron = policy.dtensor_cfg, policy.megatron_cfg
+    lines: list[str] = []
+    for prefix, section, other in (
+        ("policy.dtensor_cfg", dtensor, megatron),
+        ("policy.megatron_cfg", megatron, dtensor),
+    ):
+        if not section.enabled and other.enabled:
+            names, switch = keys_besides_the_switch(section), f"{prefix}.enabled"
+            lines += would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
+    if megatron.enabled and not dtensor.enabled:
+        for name in ("optimizer", "scheduler"):
+            because = f"the Megatron worker takes policy.megatron_cfg.{name}"
+            lines += would_be_ignored(policy, "policy", [name], switch="policy.megatron_cfg.enabled", because=because)
+    return lines
+
+
+# ---- parallel sizes
+
+
+def rule_parallel_sizes_divide_the_workers(config: MasterConfig) -> list[str]:
+    policy, workers = config.policy, config.cluster.num_workers
+    sizes = policy.parallel_sizes
+    if workers % sizes.replica_size == 0:
+        return []
+    axes = (
+        (sizes.tensor, sizes.pipeline, sizes.context) if policy.megatron_cfg.enabled else (sizes.tensor, sizes.context)
+    )
+    first, *others = policy.replica_keys
+    product = "".join(f" x {key.rsplit('.', 1)[-1]} {size}" for key, size in zip(others, axes[1:], strict=True))
+    return [
+        f"{first}: {sizes.tensor}{product} does not divide {workers} workers; change cluster.cpu_workers_per_node or "
+        "cluster.gpus_per_node to a multiple"
+    ]
+
+
+# ---- batches
+
+
+def rule_packing_excludes_dynamic_batching(config: MasterConfig) -> list[str]:
+    policy = config.policy
+    if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
+        return [
+            "policy.dynamic_batching.enabled: packing and dynamic batching exclude each other; turn one of them off"
+        ]
+    return []
+
+
+def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
+    policy = config.policy
+    lines = []
+    sections: tuple[tuple[str, SequencePackingConfig | DynamicBatchingConfig], ...] = (
+        ("policy.sequence_packing", policy.sequence_packing),
+        ("policy.dynamic_batching", policy.dynamic_batching),
+    )
+    for prefix, section in sections:
+        if not section.enabled:
+            names, switch = keys_besides_the_switch(section), f"{prefix}.enabled"
+            lines += would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
+        else:
+            multiple = math.lcm(policy.make_sequence_length_divisible_by, policy.parallel_sizes.length_multiple)
+            longest = -(-policy.max_total_sequence_length // multiple) * multiple
+            for name, cap in (
+                ("train_mb_tokens", section.train_mb_tokens),
+                ("logprob_mb_tokens", section.logprob_mb_tokens),
+            ):
+                if cap < longest:
+                    lines.append(f"{prefix}.{name}: {cap} tokens do not hold one sequence; expected at least {longest}")
+    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+        fixed = ("train_micro_batch_size", "logprob_batch_size")
+        switch = f"policy.{'sequence_packing' if policy.sequence_packing.enabled else 'dynamic_batching'}.enabled"
+        lines += would_be_ignored(policy, "policy", fixed, switch=switch, because=f"{switch} is true")
+    return lines
+
+
+def rule_logprob_microbatch_tokens_not_below_train(config: MasterConfig) -> list[str]:
+    lines = []
+    for name, section in (
+        ("sequence_packing", config.policy.sequence_packing),
+        ("dynamic_batching", config.policy.dynamic_batching),
+    ):
+        if section.enabled and section.logprob_mb_tokens < section.train_mb_tokens:
+            lines.append(
+                f"policy.{name}.logprob_mb_tokens: expected at least train_mb_tokens {section.train_mb_tokens} (a pass "
+                f"without gradients needs less memory), got {section.logprob_mb_tokens}"
+            )
+    return lines
+
+
+def rule_fixed_microbatches_divide(config: MasterConfig) -> list[str]:
+    policy = config.policy
+    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+        return []
+    ranks = max(1, config.cluster.num_workers // policy.parallel_sizes.replica_size)
+    unit = ranks * policy.train_micro_batch_size
+    if policy.train_global_batch_size % unit:
+        return [
+            f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide into {ranks} "
+            f"data-parallel workers x policy.train_micro_batch_size {policy.train_micro_batch_size}; expected a "
+            f"multiple of {unit}, or policy.dynamic_batching.enabled=true, which needs no such thing"
+        ]
+    return []
+
+
+def rule_step_divides_into_global_batches(config: MasterConfig) -> list[str]:
+    grpo, batch = config.grpo, config.policy.train_global_batch_size
+    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    if samples % batch:
+        return [
+            f"policy.train_global_batch_size: expected a divisor of grpo.num_prompts_per_step x "
+            f"num_generations_per_prompt = {samples}, got {batch}"
+        ]
+    return []

@@ -21,7 +21,8 @@ DEFAULT_FOLDER = "logs/r3_trace"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceLimits:
-    """How much each process traces; what lies beyond is left out on purpose, and the header of a file says so."""
+    """Limits of the trace of each process; records beyond them are left out on purpose, and the header of a file says
+    so."""
 
     steps: int = 1
     """First calls of each event and stage."""
@@ -31,27 +32,30 @@ class TraceLimits:
     """First microbatches of a stage."""
 
     def as_record(self) -> dict[str, int]:
-        """For the header of a trace file."""
+        """Return the limits for the header of a trace file."""
         return asdict(self)
 
 
 def r3_trace_enabled() -> bool:
-    """NRL_R3_TRACE: whether routes are traced at all."""
+    """Return whether routes are traced at all (NRL_R3_TRACE)."""
     return _flag("NRL_R3_TRACE")
 
 
 def r3_trace_verify_forward_enabled() -> bool:
-    """NRL_R3_TRACE and NRL_R3_TRACE_VERIFY_FORWARD: digests travel from the rollout, and every forward is checked."""
+    """Return whether NRL_R3_TRACE and NRL_R3_TRACE_VERIFY_FORWARD are on: digests travel from the rollout, and every
+    forward is checked."""
     return _flag("NRL_R3_TRACE") and _flag("NRL_R3_TRACE_VERIFY_FORWARD")
 
 
 def router_replay_validate_enabled() -> bool:
-    """NRL_ROUTER_REPLAY_VALIDATE: every installed tensor of routes is checked, not only the first."""
+    """Return whether NRL_ROUTER_REPLAY_VALIDATE is on: every installed tensor of routes is checked, not only
+    the first."""
     return _flag("NRL_ROUTER_REPLAY_VALIDATE")
 
 
 def trace_limits() -> TraceLimits:
-    """NRL_R3_TRACE_STEPS, _SAMPLES and _MICROBATCHES; what is no integer means the default, below 0 means 0."""
+    """Return the limits of NRL_R3_TRACE_STEPS, _SAMPLES and _MICROBATCHES; what is no integer means the default, below
+    0 means 0."""
     default = TraceLimits()
     return TraceLimits(
         steps=_count("NRL_R3_TRACE_STEPS", default.steps),
@@ -61,12 +65,13 @@ def trace_limits() -> TraceLimits:
 
 
 def trace_folder() -> str:
-    """NRL_R3_TRACE_DIR."""
+    """Return the folder of NRL_R3_TRACE_DIR."""
     return os.environ.get("NRL_R3_TRACE_DIR") or DEFAULT_FOLDER
 
 
 def trace_environment() -> dict[str, str]:
-    """The switches as they are set in this process, for processes that do not inherit them; one folder for all."""
+    """Return the switches as they are set in this process, for processes that do not inherit them; one folder
+    for all."""
     names = [name for name in os.environ if name.startswith("NRL_R3_TRACE") or name == "NRL_ROUTER_REPLAY_VALIDATE"]
     switches = {name: os.environ[name] for name in names}
     return switches | ({"NRL_R3_TRACE_DIR": os.path.abspath(trace_folder())} if r3_trace_enabled() else {})

@@ -29,13 +29,13 @@ _WIDTH = 116
 
 
 def to_yaml(config: MasterConfig) -> str:
-    """Every key of `config`; the text loads again as a recipe."""
+    """Return every key of `config`; the text loads again as a recipe."""
     # JSON is YAML too, but nobody reads it; dumping the JSON values keeps paths and tuples plain.
     return str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=_WIDTH))
 
 
 def commented_defaults() -> str:
-    """The schema's defaults as YAML, each key under its docstring."""
+    """Return the schema's defaults as YAML, each key under its docstring."""
     return _HEAD + "\n".join(_section_lines(MasterConfig, indent=0)) + "\n"
 
 

@@ -12,14 +12,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, Options, Section, Text
+from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, Options, Section, Text, TimeLimit
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.diagnostics import DiagnosticsConfig
-from nemo_rl.config.duration import TimeLimit
 from nemo_rl.config.evaluation import EvaluationConfig
+from nemo_rl.config.generation import RefitTransport
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, TOKEN_ESTIMATORS, TRACKERS
-from nemo_rl.config.policy import PolicyConfig, RefitTransport
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.rewards import RewardScalingConfig, RewardShapingConfig
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class AdvantageEstimatorConfig(Section):
-    """How rewards become advantages."""
+    """The estimator that turns rewards into advantages."""
 
     name: Annotated[str, ADVANTAGE_ESTIMATORS] = "grpo"
     """`grpo`, `dr_grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`, `maxrl`,
@@ -48,7 +48,7 @@ class AdvantageEstimatorConfig(Section):
     options: Options = Field(default_factory=dict)
     """Settings of your own estimator."""
     component_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
-    """Of `gdpo`: weight of the advantages of each component of the reward; 1 where none is named."""
+    """Weight of the advantages of each component of the reward, for `gdpo`; 1 where none is named."""
 
 
 class GRPOConfig(Section):
@@ -107,12 +107,12 @@ class GRPOConfig(Section):
 
     @property
     def prompts_per_round(self) -> int:
-        """Of one rollout with dynamic sampling."""
+        """Return the number of prompts of one sampling round with dynamic sampling."""
         return math.ceil(self.num_prompts_per_step * self.batch_multiplier)
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts of one rollout."""
+        """Return the number of prompts of one rollout."""
         return self.prompts_per_round if self.use_dynamic_sampling else self.num_prompts_per_step
 
     @property
@@ -121,7 +121,8 @@ class GRPOConfig(Section):
 
     @property
     def rows_alive(self) -> int:
-        """Most rows of a step at one time: with dynamic sampling a round comes to nearly a batch that is there."""
+        """Return the most rows of a step at one time: with dynamic sampling a round comes to nearly a batch that is
+        there."""
         rounds = self.prompts_per_round if self.use_dynamic_sampling else 0
         return (self.num_prompts_per_step + rounds) * self.num_generations_per_prompt
 
@@ -165,7 +166,7 @@ class DatasetConfig(Section):
 MAIN_SET = "validation"
 """Name of the set that `data.validation` describes."""
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-"""Of a validation set: a part of a metric's name."""
+"""Name of a validation set: a part of a metric's name."""
 
 
 class DataConfig(Section):
@@ -181,23 +182,23 @@ class DataConfig(Section):
     max_input_seq_length: PositiveInt = 512
     """Longest prompt in tokens, chat template included."""
     overlong_prompts: Literal["skip", "error"] = "skip"
-    """What to do with longer prompts: count and skip them, or refuse to start."""
+    """The treatment of longer prompts: count and skip them, or refuse to start."""
     shuffle: bool = True
     """Draw training prompts in a new order each epoch, from `grpo.seed`; false keeps the dataset's order."""
 
     @property
     def held_out(self) -> dict[str, DatasetConfig]:
-        """Every validation set by name, the main one first; none where `validation` is null."""
+        """Return every validation set by name, the main one first; none where `validation` is null."""
         return {} if self.validation is None else {MAIN_SET: self.validation, **self.validation_sets}
 
     @staticmethod
     def held_out_key(name: str) -> str:
-        """Dotted path of a validation set, for messages."""
+        """Return the dotted path of a validation set, for messages."""
         return "data.validation" if name == MAIN_SET else f"data.validation_sets.{name}"
 
 
 class EnvConfig(Section):
-    """Where rewards come from."""
+    """The source of rewards."""
 
     name: Annotated[str, ENVIRONMENTS] = "math"
     """`sort`: exact match; `reasoning_gym`: the task's own score; `math`: math-verify; `custom`: your function; or
@@ -224,12 +225,12 @@ class EnvConfig(Section):
 
     @property
     def is_accuracy(self) -> bool:
-        """Whether every reward is 1 for right or 0 for wrong, so that its mean is an accuracy."""
+        """Return whether every reward is 1 for right or 0 for wrong, so that its mean is an accuracy."""
         return self.name in ("sort", "math") or self.score_threshold is not None
 
     @property
     def measure(self) -> str:
-        """What a mean of rewards is called."""
+        """Return the name of a mean of rewards."""
         return "accuracy" if self.is_accuracy else "reward"
 
 
@@ -264,16 +265,16 @@ class ClusterConfig(Section):
 
     @property
     def num_workers(self) -> int:
-        """Policy workers over all nodes."""
+        """Return the number of policy workers over all nodes."""
         return self.num_nodes * (self.gpus_per_node or self.cpu_workers_per_node or 1)
 
 
 IdentityPart = Literal["data", "model", "tokenizer", "template", "reward"]
-"""What a resumed run and a replay compare."""
+"""Parts of a run that a resumed run and a replay compare."""
 
 
 class CheckpointingConfig(Section):
-    """When to save, where, and which to keep."""
+    """The times and the folder of checkpoints, and the ones that are kept."""
 
     enabled: bool = True
     """Save checkpoints."""
@@ -287,7 +288,7 @@ class CheckpointingConfig(Section):
     """`val:NAME` or `train:NAME` as logged; `val:accuracy` where rewards are right or wrong. Where nothing is
     validated, checkpoints are ranked by `train:reward` in place of `val:reward` or `val:accuracy`."""
     higher_is_better: bool = True
-    """Whether larger values of `metric_name` are better."""
+    """True where larger values of `metric_name` are better."""
     save_optimizer: bool = True
     """Save what exact resuming needs besides the weights; false halves the size and cannot be resumed from."""
     async_save: bool = False
@@ -302,8 +303,8 @@ class CheckpointingConfig(Section):
     load_optimizer: bool = True
     """Resume with the checkpoint's optimizer state; false starts a fresh optimizer from its weights."""
     allow_changed: tuple[IdentityPart, ...] = ()
-    """What may differ from the run that is resumed or replayed: `data` (rows of the datasets), `model` (weights at
-    step 0), `tokenizer`, `template` (the chat template), `reward` (its source). Any other difference is refused."""
+    """Parts that may differ from the run that is resumed or replayed: `data` (rows of the datasets), `model` (weights
+    at step 0), `tokenizer`, `template` (the chat template), `reward` (its source). Any other difference is refused."""
 
 
 class WandbConfig(Section):
@@ -352,8 +353,8 @@ class LoggerConfig(Section):
     reward_curve: bool = True
     """Write `reward_curve.png` at the end."""
     worker_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
-    """From which level on workers write to `workers/<kind>_<rank>.log`; warnings also appear with rank and stage on the
-    driver. Only under Ray."""
+    """The level from which workers write to `workers/<kind>_<rank>.log`; warnings also appear with rank and stage on
+    the driver. Only under Ray."""
     live_panel: bool = True
     """A panel that redraws itself on a terminal; elsewhere, and when false, one plain line per step."""
 
@@ -375,17 +376,17 @@ class MasterConfig(Section):
 
     @property
     def active_data_plane(self) -> DataPlaneConfig:
-        """The data plane with the store that this run uses."""
+        """Return the data plane with the store that this run uses."""
         return self.data_plane.resolved(has_actors=self.cluster.launcher == "ray")
 
     @property
     def has_prev_logprobs_pass(self) -> bool:
-        """Whether workers compute the log-probabilities of the policy before its update."""
+        """Return whether workers compute the log-probabilities of the policy before its update."""
         return not (self.grpo.use_generation_logprobs_as_prev or self.loss_fn.force_on_policy_ratio)
 
     @property
     def has_builtin_token_advantages(self) -> bool:
-        """Whether the estimator is a built-in one that gives every token an advantage of its own."""
+        """Return whether the estimator is a built-in one that gives every token an advantage of its own."""
         name = self.grpo.adv_estimator.name
         return TOKEN_ESTIMATORS.is_builtin(name) and (
             self.loss_fn.use_kl_in_reward or TOKEN_ESTIMATORS.builtin[name] == ADVANTAGE_ESTIMATORS.builtin[name]
@@ -393,24 +394,24 @@ class MasterConfig(Section):
 
     @property
     def has_validation(self) -> bool:
-        """Whether held-out prompts are measured at any time of the run."""
+        """Return whether held-out prompts are measured at any time of the run."""
         grpo = self.grpo
         return self.data.validation is not None and (grpo.val_period > 0 or grpo.val_at_start or grpo.val_at_end)
 
     @property
     def checkpoint_metric(self) -> str:
-        """`checkpointing.metric_name`, or its counterpart of training where nothing is validated."""
+        """Return `checkpointing.metric_name`, or its counterpart of training where nothing is validated."""
         name = self.checkpointing.metric_name
         return "train:reward" if name in ("val:reward", "val:accuracy") and not self.has_validation else name
 
     @property
     def checkpoint_dir(self) -> Path:
-        """`checkpointing.checkpoint_dir`, with null decided."""
+        """Return `checkpointing.checkpoint_dir`, with null decided."""
         return self.checkpointing.checkpoint_dir or self.logger.log_dir / "checkpoints"
 
     @property
     def refit_transport(self) -> RefitTransport:
-        """How weights reach the engines: `policy.generation.refit_transport`, with `auto` decided."""
+        """Return the transport of weights to the engines: `policy.generation.refit_transport`, with `auto` decided."""
         chosen = self.policy.generation.refit_transport
         if chosen != "auto":
             return chosen

@@ -23,7 +23,7 @@ __all__ = ["Place", "default_tree", "iter_fields", "place_of", "section_class", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a dotted path ends in the schema."""
+    """The end of a dotted path in the schema."""
 
     is_known: bool
     is_free: bool = False
@@ -36,7 +36,7 @@ class Place:
 
 
 def section_class(annotation: object) -> type[BaseModel] | None:
-    """The section that a field holds, also when it may be null; None for a plain value."""
+    """Return the section that a field holds, also when it may be null; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for part in typing.get_args(annotation) if _is_union(annotation) else ():
@@ -47,7 +47,7 @@ def section_class(annotation: object) -> type[BaseModel] | None:
 
 
 def place_of(path: Sequence[str]) -> Place:
-    """Follows `path` from the root of the schema."""
+    """Follow `path` from the root of the schema."""
     section: type[BaseModel] = MasterConfig
     for index, name in enumerate(path):
         field = section.model_fields.get(name)
@@ -65,7 +65,7 @@ def place_of(path: Sequence[str]) -> Place:
 
 
 def iter_fields(section: type[BaseModel] = MasterConfig, *, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key with its dotted path, sections before what they hold."""
+    """Yield every key with its dotted path, sections before what they hold."""
     for name, field in section.model_fields.items():
         path = f"{prefix}{name}"
         yield path, field
@@ -75,7 +75,7 @@ def iter_fields(section: type[BaseModel] = MasterConfig, *, prefix: str = "") ->
 
 
 def default_tree(section: type[BaseModel] = MasterConfig) -> dict[str, Any]:
-    """The defaults as plain values; required keys are left out."""
+    """Return the defaults as plain values; required keys are left out."""
     tree: dict[str, Any] = {}
     for name, field in section.model_fields.items():
         inner = section_class(field.annotation)
@@ -88,7 +88,7 @@ def default_tree(section: type[BaseModel] = MasterConfig) -> dict[str, Any]:
 
 
 def suggest(name: str, candidates: Iterable[str]) -> str:
-    """`; did you mean 'x'?` or nothing."""
+    """Return `; did you mean 'x'?` or nothing."""
     close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -102,7 +102,8 @@ _KNOWN_ELSEWHERE: Mapping[str, str] = {
 
 
 def suggest_path(path: Sequence[str], candidates: Iterable[str], tree: Mapping[str, Any]) -> str:
-    """As `suggest`; a name that exists elsewhere is offered with its whole path, and with the values that it takes.
+    """Suggest a name as `suggest` does; one that exists elsewhere is offered with its whole path, and with the values
+    that it takes.
 
     Args:
         tree: the recipe; of several places those are left out that it switches off.
@@ -121,7 +122,7 @@ def suggest_path(path: Sequence[str], candidates: Iterable[str], tree: Mapping[s
 
 
 def _all_paths() -> Iterator[str]:
-    """Keys of the schema, and those that free sections have by default (`policy.optimizer.kwargs.lr`)."""
+    """Yield the keys of the schema, and those that free sections have by default (`policy.optimizer.kwargs.lr`)."""
     for known, field in iter_fields():
         yield known
         default = field.get_default(call_default_factory=True)
@@ -130,7 +131,7 @@ def _all_paths() -> Iterator[str]:
 
 
 def _is_off(path: Sequence[str], tree: Mapping[str, Any]) -> bool:
-    """Whether a section above `path` is switched off, or belongs to the worker that does not train."""
+    """Return whether a section above `path` is switched off, or belongs to the worker that does not train."""
     defaults = default_tree()
 
     def value(name: str) -> Any:
@@ -156,7 +157,7 @@ def _values_of(path: str) -> str:
 
 
 def lookup(tree: Mapping[str, Any], path: Sequence[str]) -> tuple[bool, Any]:
-    """Whether `path` is set in a plain tree, and its value."""
+    """Return whether `path` is set in a plain tree, and its value."""
     node: Any = tree
     for part in path:
         if not isinstance(node, Mapping) or part not in node:

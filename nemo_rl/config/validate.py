@@ -1,134 +1,30 @@
-"""Rules over several keys: what would be ignored, or cannot work, is refused when the recipe is loaded.
+"""Every rule over several keys: what would be ignored, or cannot work, is refused when the recipe is loaded.
 
 Each rule is one function `rule_*(config) -> list[str]`; a line starts with the dotted path of the key to change. All
-rules run, so that all problems are reported at once. Called by the loader; add a rule by adding a function, here or
-where those of processes, loss, rewards and policy are: `validate_cluster`, `validate_loss`, `validate_rewards`,
-`validate_policy`, `validate_megatron` and `validate_router_replay`.
+rules run, so that all problems are reported at once. The loader calls them. A new rule is a new function beside the
+section it is about; rules about prompts, the cluster, checkpoints and the logger are here.
 """
 
 from __future__ import annotations
 
 from nemo_rl.config import (
-    validate_cluster,
-    validate_loss,
-    validate_megatron,
-    validate_policy,
-    validate_rewards,
-    validate_router_replay,
+    data_plane,
+    diagnostics,
+    dtensor,
+    evaluation,
+    generation,
+    loss,
+    megatron,
+    policy,
+    rewards,
+    router_replay,
 )
 from nemo_rl.config.base import Section
-from nemo_rl.config.ignored import Ignored, would_be_ignored
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENGINES, ENVIRONMENTS, LOSSES, STORES, PartKind
-from nemo_rl.config.rule import Rule, rules_in
+from nemo_rl.config.rule import Rule, rules_in, would_be_ignored
 from nemo_rl.config.schema import DatasetConfig, MasterConfig
 
 __all__ = ["RULES"]
-
-
-# ---- data plane
-
-
-def rule_data_plane_fits_launcher(config: MasterConfig) -> list[str]:
-    impl, launcher = config.active_data_plane.impl, config.cluster.launcher
-    if impl in ("noop", "shm") and launcher == "ray":
-        reach = "keeps rows in one process" if impl == "noop" else "joins processes of one node without Ray"
-        return [f"data_plane.impl: {impl!r} {reach}; set impl=ray (shared memory: ray.owner=node)"]
-    if impl in ("ray", "transfer_queue") and launcher == "local":
-        return [f"data_plane.impl: {impl!r} lives in Ray; set cluster.launcher=ray, or impl=noop"]
-    return []
-
-
-def rule_ledger_host_fits_launcher(config: MasterConfig) -> list[str]:
-    host, cluster = config.data_plane.ledger_host, config.cluster
-    if cluster.launcher == "local" and host == "ray_actor":
-        return ["data_plane.ledger_host: 'ray_actor' needs Ray; set in_process or socket, or cluster.launcher=ray"]
-    if cluster.launcher == "ray" and host == "in_process":
-        return ["data_plane.ledger_host: 'in_process' cannot be reached by Ray actors; set ray_actor or socket"]
-    if cluster.launcher == "ray" and host == "socket" and (cluster.num_nodes > 1 or cluster.address is not None):
-        return ["data_plane.ledger_host: 'socket' serves one machine only; set ray_actor"]
-    return []
-
-
-def rule_store_sections_need_their_store(config: MasterConfig) -> list[str]:
-    plane = config.active_data_plane
-    is_node = plane.impl == "ray" and plane.ray.owner == "node"
-    used = {
-        "ray": plane.impl == "ray",
-        "shm": plane.impl == "shm" or is_node,
-        "simple": plane.impl == "transfer_queue" and plane.backend == "simple",
-        "mooncake": plane.uses_mooncake,
-    }
-    sections: dict[str, Section] = {
-        "ray": plane.ray,
-        "shm": plane.shm,
-        "simple": plane.simple,
-        "mooncake": plane.mooncake,
-    }
-    switch = "data_plane.impl" if config.data_plane.enabled else "data_plane.enabled"
-    because = f"the store is {plane.impl!r}" + (f" with owner {plane.ray.owner!r}" if plane.impl == "ray" else "")
-    lines: list[str] = []
-    for name, section in sections.items():
-        if not used[name]:
-            names = tuple(type(section).model_fields)
-            lines += would_be_ignored(section, f"data_plane.{name}", names, switch=switch, because=because)
-    return lines
-
-
-def rule_store_that_is_off_is_not_named(config: MasterConfig) -> list[str]:
-    plane = config.data_plane
-    if plane.enabled or plane.impl is None:
-        return []
-    switch, because = "data_plane.enabled", "data_plane.enabled is false"
-    return would_be_ignored(plane, "data_plane", ("impl",), switch=switch, because=because)
-
-
-def rule_leader_broadcast_needs_a_replica_group(config: MasterConfig) -> list[str]:
-    policy = config.policy
-    if config.data_plane.fetch_policy != "leader_broadcast" or policy.parallel_sizes.replica_size > 1:
-        return []
-    return [
-        "data_plane.fetch_policy: 'leader_broadcast' needs ranks that share rows; set auto, or "
-        f"{' or '.join(policy.replica_keys)} above 1"
-    ]
-
-
-def rule_backend_needs_transfer_queue(config: MasterConfig) -> list[str]:
-    plane = config.active_data_plane
-    if plane.backend == "simple" or plane.impl == "transfer_queue":
-        return []
-    return [
-        f"data_plane.backend: {plane.backend!r} would be ignored, the store is {plane.impl!r}; set impl=transfer_queue"
-    ]
-
-
-def rule_mooncake_fits_its_user(config: MasterConfig) -> list[str]:
-    plane, nodes = config.active_data_plane, config.cluster.num_nodes
-    if not plane.uses_mooncake:
-        return []
-    lines = []
-    if nodes > 1 and plane.mooncake.host.startswith("127."):
-        lines.append(
-            f"data_plane.mooncake.host: {nodes} nodes cannot reach {plane.mooncake.host}; set `node`, the driver's "
-            "address in the Ray cluster, or another one in a trusted network"
-        )
-    if plane.is_queue_on_mooncake:
-        names = ("master_address", "chunk_bytes")
-        because = "TransferQueue names its objects alike in every run and makes its own sizes"
-        switch = "data_plane.impl"
-        lines += would_be_ignored(plane.mooncake, "data_plane.mooncake", names, switch=switch, because=because)
-    return lines
-
-
-# ---- rollouts
-
-
-def rule_sampling_is_random_in_training(config: MasterConfig) -> list[str]:
-    if config.policy.generation.temperature == 0:
-        return [
-            "policy.generation.temperature: 0 is greedy: all samples of a group are equal and nothing is learned; "
-            "expected a number > 0 (greedy validation is val_temperature=0)"
-        ]
-    return []
 
 
 def rule_lengths_fit(config: MasterConfig) -> list[str]:
@@ -145,70 +41,6 @@ def rule_lengths_fit(config: MasterConfig) -> list[str]:
             f"policy.generation.max_new_tokens {new} = {prompt + new}"
         ]
     return []
-
-
-# ---- validation
-
-
-def rule_validation_needs_prompts(config: MasterConfig) -> list[str]:
-    if config.data.validation is not None:
-        return []
-    grpo, switch = config.grpo, "data.validation"
-    because = f"there is no {switch} ({switch}=null turns all validation off)"
-    asked = {
-        "val_period": grpo.val_period > 0,
-        "val_at_start": grpo.val_at_start,
-        "val_at_end": grpo.val_at_end,
-        "stop_at_validation_accuracy": grpo.stop_at_validation_accuracy is not None,
-    }
-    lines: list[str] = [
-        Ignored(f"grpo.{name}", f"{getattr(grpo, name)} ", switch=switch, because=because)
-        for name, is_on in asked.items()
-        if is_on
-    ]
-    lines += would_be_ignored(grpo, "grpo", ["max_val_samples"], switch=switch, because=because)
-    lines += would_be_ignored(config.data, "data", ["validation_sets"], switch=switch, because=because)
-    names = tuple(type(config.evaluation).model_fields)
-    return lines + would_be_ignored(config.evaluation, "evaluation", names, switch=switch, because=because)
-
-
-_NO_SET_NAMES = ("validation", "reward", "category")
-"""`data.validation` itself, and what follows `val/` in the names of its metrics."""
-
-
-def rule_validation_sets_have_names_of_their_own(config: MasterConfig) -> list[str]:
-    return [
-        f"data.validation_sets.{name}: is no name for a further set; expected another than {', '.join(_NO_SET_NAMES)}"
-        for name in config.data.validation_sets
-        if name in _NO_SET_NAMES
-    ]
-
-
-def rule_evaluation_has_enough_samples(config: MasterConfig) -> list[str]:
-    section = config.evaluation
-    lines = [
-        f"evaluation.{name}: {k} is more than evaluation.num_samples {section.num_samples}; raise num_samples to {k}"
-        for name, ks in (("pass_at", section.pass_at), ("majority_at", section.majority_at))
-        for k in ks
-        if k > section.num_samples
-    ]
-    if config.policy.generation.val_temperature == 0:
-        because = "policy.generation.val_temperature is 0: all responses to a prompt are greedy"
-        switch, names = "policy.generation.val_temperature", ("num_samples", "greedy")
-        lines += would_be_ignored(section, "evaluation", names, switch=switch, because=because)
-    return lines
-
-
-def rule_validation_prompts_are_used(config: MasterConfig) -> list[str]:
-    if config.data.validation is None or config.has_validation:
-        return []
-    lines = [
-        "data.validation: is never used, because grpo.val_period is 0 and val_at_start and val_at_end are false; "
-        "set it to null, or turn one of them on"
-    ]
-    if config.grpo.stop_at_validation_accuracy is not None:
-        lines.append("grpo.stop_at_validation_accuracy: nothing is ever validated; set grpo.val_period")
-    return lines
 
 
 # ---- prompts and rewards
@@ -266,7 +98,7 @@ def _template_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
     return [f"{prefix}.prompt_template: expected a text with {{input}}, got {dataset.prompt_template!r}"]
 
 
-def rule_options_need_a_part_of_your_own(config: MasterConfig) -> list[str]:
+def rule_options_need_a_plugin(config: MasterConfig) -> list[str]:
     lines: list[str] = []
     plane, generation = config.active_data_plane, config.policy.generation
     parts: list[tuple[Section, str, str, PartKind]] = [
@@ -283,7 +115,7 @@ def rule_options_need_a_part_of_your_own(config: MasterConfig) -> list[str]:
     return lines
 
 
-def rule_custom_reward_is_named(config: MasterConfig) -> list[str]:
+def rule_custom_reward_needs_a_function(config: MasterConfig) -> list[str]:
     name, function = config.env.name, config.env.reward_function
     if name == "custom" and function is None:
         return ["env.reward_function: must be set to module:function or FILE.py:function when env.name is 'custom'"]
@@ -295,7 +127,7 @@ def rule_custom_reward_is_named(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_reasoning_gym_scores_its_own_prompts(config: MasterConfig) -> list[str]:
+def rule_reasoning_gym_reward_needs_its_prompts(config: MasterConfig) -> list[str]:
     if config.env.name != "reasoning_gym":
         return []
     data = config.data
@@ -321,7 +153,7 @@ def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> list[str]:
     return would_be_ignored(env, "env", ignored, switch="env.name", because=f"env.name is {env.name!r}")
 
 
-def rule_accuracy_needs_rewards_that_are_right_or_wrong(config: MasterConfig) -> list[str]:
+def rule_accuracy_needs_binary_rewards(config: MasterConfig) -> list[str]:
     env = config.env
     if env.is_accuracy:
         return []
@@ -339,7 +171,7 @@ def rule_accuracy_needs_rewards_that_are_right_or_wrong(config: MasterConfig) ->
 # ---- files
 
 
-def rule_checkpoint_keys_need_checkpoints(config: MasterConfig) -> list[str]:
+def rule_checkpoint_keys_need_checkpointing(config: MasterConfig) -> list[str]:
     checkpointing = config.checkpointing
     if checkpointing.enabled:
         return []
@@ -351,7 +183,7 @@ def rule_checkpoint_keys_need_checkpoints(config: MasterConfig) -> list[str]:
     return would_be_ignored(checkpointing, "checkpointing", names, switch=switch, because=f"{switch} is false")
 
 
-def rule_checkpoints_are_ranked_by_something_logged(config: MasterConfig) -> list[str]:
+def rule_checkpoint_metric_is_logged(config: MasterConfig) -> list[str]:
     checkpointing = config.checkpointing
     if not checkpointing.enabled:
         return []
@@ -383,7 +215,7 @@ def rule_resume_needs_the_optimizer(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_a_run_is_resumed_or_overwritten(config: MasterConfig) -> list[str]:
+def rule_resume_excludes_overwrite(config: MasterConfig) -> list[str]:
     if config.checkpointing.resume and config.logger.overwrite:
         return ["logger.overwrite: removes the run that checkpointing.resume continues; leave one of them out"]
     return []
@@ -402,45 +234,73 @@ def rule_tracker_keys_need_their_tracker(config: MasterConfig) -> list[str]:
     return lines
 
 
-def rule_kept_steps_need_their_switch(config: MasterConfig) -> list[str]:
-    section = config.diagnostics.keep_steps
-    if section.enabled:
+# ---- processes and machines
+
+
+def rule_cpu_workers_need_no_gpus(config: MasterConfig) -> list[str]:
+    cluster = config.cluster
+    if cluster.cpu_workers_per_node is not None and cluster.gpus_per_node > 0:
+        because = f"cluster.gpus_per_node is {cluster.gpus_per_node}"
+        return would_be_ignored(
+            cluster, "cluster", ["cpu_workers_per_node"], switch="cluster.gpus_per_node", because=because
+        )
+    return []
+
+
+def rule_local_launcher_needs_one_process(config: MasterConfig) -> list[str]:
+    cluster = config.cluster
+    if cluster.launcher != "local":
         return []
-    prefix, names = "diagnostics.keep_steps", tuple(type(section).model_fields)
-    switch = f"{prefix}.enabled"
-    return would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
+    lines = []
+    if cluster.num_workers > 1:
+        lines.append(
+            f"cluster.launcher: 'local' runs one worker in this process, got {cluster.num_workers}; "
+            "set cluster.cpu_workers_per_node=1 (or gpus_per_node=1) and num_nodes=1, or launcher=ray"
+        )
+    replicas = config.policy.generation.num_replicas
+    if replicas > 1:
+        lines.append(f"policy.generation.num_replicas: one process holds one engine, got {replicas}; set it to 1")
+    names = ("address", "num_cpus")
+    because = "cluster.launcher is 'local'"
+    return lines + would_be_ignored(cluster, "cluster", names, switch="cluster.launcher", because=because)
 
 
-def rule_recorded_sites_need_steps(config: MasterConfig) -> list[str]:
-    section, prefix = config.diagnostics.record, "diagnostics.record"
-    if section.steps:
+def rule_several_nodes_need_an_address(config: MasterConfig) -> list[str]:
+    cluster = config.cluster
+    lines = []
+    if cluster.address is not None and cluster.num_cpus is not None:
+        lines.append(
+            "cluster.num_cpus: would be ignored, because cluster.address names a running Ray cluster; leave it out"
+        )
+    if cluster.launcher == "ray" and cluster.num_nodes > 1 and cluster.address is None:
+        lines.append(
+            f"cluster.num_nodes: {cluster.num_nodes} nodes need a running Ray cluster; set cluster.address=auto"
+        )
+    return lines
+
+
+def rule_env_vars_need_processes(config: MasterConfig) -> list[str]:
+    if config.cluster.launcher != "local":
         return []
-    switch = f"{prefix}.steps"
-    return would_be_ignored(section, prefix, ("sites", "phases"), switch=switch, because=f"{switch} names no step")
+    policy = config.policy
+    sections: dict[str, Section] = {
+        "cluster": config.cluster,
+        "policy.generation": policy.generation,
+        policy.parallel_section: policy.megatron_cfg if policy.megatron_cfg.enabled else policy.dtensor_cfg,
+    }
+    given = {"switch": "cluster.launcher", "because": "cluster.launcher is 'local': export them instead"}
+    lines = [line for name, each in sections.items() for line in would_be_ignored(each, name, ("env_vars",), **given)]
+    given["because"] = "cluster.launcher is 'local'"
+    return lines + would_be_ignored(config.logger, "logger", ("worker_level",), **given)
 
 
-def rule_the_tracer_needs_its_switch(config: MasterConfig) -> list[str]:
-    section, switches = config.diagnostics.tracer, config.policy.tracer
-    if section.enabled:
-        return []
-    because = {"switch": "diagnostics.tracer.enabled", "because": "diagnostics.tracer.enabled is false"}
-    lines = would_be_ignored(section, "diagnostics.tracer", tuple(type(section).model_fields), **because)
-    return lines + would_be_ignored(switches, "policy.tracer", tuple(type(switches).model_fields), **because)
+_SECTIONS = (
+    *(data_plane, diagnostics, dtensor, evaluation, generation, loss, megatron, policy, rewards),
+    router_replay,
+)
+"""Modules of `nemo_rl.config` whose rules stand beside their section."""
 
-
-def rule_every_node_reaches_the_hub(config: MasterConfig) -> list[str]:
-    section, num_nodes = config.diagnostics.tracer, config.cluster.num_nodes
-    if not section.enabled or num_nodes == 1 or not section.host.startswith(("127.", "localhost", "::1")):
-        return []
-    return [
-        f"diagnostics.tracer.host: {section.host!r} is reached from one node alone, and cluster.num_nodes is "
-        f"{num_nodes}; set it to 0.0.0.0: then others on the network reach it, too, who need a token"
-    ]
-
-
-_OF_POLICY = validate_policy.RULES | validate_megatron.RULES | validate_router_replay.RULES
-_OF_ALGORITHM = validate_loss.RULES | validate_rewards.RULES
-_ALL = rules_in(globals()) | validate_cluster.RULES | _OF_ALGORITHM | _OF_POLICY
+_ALL = rules_in(globals()) | {name: rule for module in _SECTIONS for name, rule in rules_in(vars(module)).items()}
 
 RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in sorted(_ALL))
-"""Every rule, by name."""
+"""Every rule, sorted by name."""

@@ -31,7 +31,7 @@ MAX_VALUES = 5_000
 """Values of a recipe, aliases written out; ours have up to 400."""
 MAX_DEPTH = 32
 MAX_INTEGER = 2**63 - 1
-"""What every consumer (torch, numpy, the seeds of generators) can hold."""
+"""The largest integer that every consumer (torch, numpy, the seeds of generators) can hold."""
 _MAX_DIGITS = 20
 
 _TAG = "tag:yaml.org,2002:"
@@ -46,7 +46,7 @@ _NON_FINITE: Mapping[str, str] = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf"
 
 
 class YamlProblem(ValueError):
-    """Why a text is no recipe: one line."""
+    """One line that says why a text is no recipe."""
 
 
 class _Composer(yaml.SafeLoader):  # type: ignore[misc]
@@ -78,7 +78,7 @@ class _Emitter(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
     def represent_text(self, text: str) -> yaml.Node:
-        """A text of several lines, or with characters that cannot be seen, is written with escapes."""
+        """Write a text of several lines, or with characters that cannot be seen, with escapes."""
         return self.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"')
 
 
@@ -93,13 +93,13 @@ _Emitter.add_representer(str, _Emitter.represent_text)
 
 
 def yaml_line(value: Any) -> str:
-    """A value, or the name of a key, on one line; `parse_yaml` reads the same from it."""
+    """Return a value, or the name of a key, on one line; `parse_yaml` reads the same from it."""
     text = yaml.dump(value, Dumper=_Emitter, default_flow_style=True, width=sys.maxsize, allow_unicode=True)
     return str(text).removesuffix("\n").removesuffix("\n...")
 
 
 def parse_yaml(text: str) -> Any:
-    """The only document in `text`; None for an empty one.
+    """Return the only document in `text`; None for an empty one.
 
     Raises:
         YamlProblem: it is no YAML, or holds what no setting can be.
@@ -121,7 +121,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def text_problem(text: str) -> str | None:
-    """Why a text cannot stand in a file or in the name of one; None where it can."""
+    """Return why a text cannot stand in a file or in the name of one; None where it can."""
     if "\0" in text:
         return "holds a NUL character"
     try:

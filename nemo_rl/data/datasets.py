@@ -45,7 +45,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawPrompt:
-    """What a source yields."""
+    """A prompt as a source yields it."""
 
     text: str
     """A row of a file may have anything here: what is no text is refused by `load_prompts`."""
@@ -54,7 +54,7 @@ class RawPrompt:
     metadata: Mapping[str, object] = field(default_factory=dict)
     """The other columns of its row, or what the source's own reward needs."""
     place: str = ""
-    """Where the row stands, such as `train.jsonl:7`; empty for a generated one."""
+    """The place of the row, such as `train.jsonl:7`; empty for a generated one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,13 +68,13 @@ class Prompt:
     index: int
     """Position in its `PromptSet`."""
     text: str
-    """As the source gave it, without template."""
+    """The text as the source gave it, without template."""
     answer: object
     ids: tuple[int, ...]
     """Tokens of the whole prompt, chat template included, up to where the assistant begins."""
     metadata: Mapping[str, object] = field(default_factory=dict)
     category: str | None = None
-    """What `category_key` says of it."""
+    """The category that `category_key` names, or None without one."""
     place: str = ""
     """Number of its row, and where that stands."""
 
@@ -95,7 +95,7 @@ class PromptSet:
     is_whole: bool = True
     """False where only the first rows were asked for and there are more."""
     prints_the_date: bool = False
-    """Whether the chat template makes other prompts of it on another day."""
+    """True where the chat template makes other prompts of it on another day."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -114,7 +114,7 @@ class RowProblems:
         self._counts: dict[str, int] = {}
 
     def add(self, kind: str, line: str) -> None:
-        """Notes one row.
+        """Note one row.
 
         Args:
             kind: what is wrong, the same for all rows of which it is.
@@ -145,7 +145,7 @@ def build_prompt_sets(
     now: datetime | None = None,
     max_rows: int | None = None,
 ) -> tuple[PromptSet, Mapping[str, PromptSet]]:
-    """Training prompts, and the held-out ones by the name of their set; a held-out text is not trained on.
+    """Return the training prompts, and the held-out ones by the name of their set; a held-out text is not trained on.
 
     Args:
         now: the time that a chat template sees; None: that of the clock.
@@ -165,7 +165,7 @@ def build_prompt_sets(
 def load_held_out(
     cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, now: datetime | None = None, max_rows: int | None = None
 ) -> Mapping[str, PromptSet]:
-    """The validation sets by name, the main one first; arguments and errors as of `build_prompt_sets`."""
+    """Return the validation sets by name, the main one first; arguments and errors as of `build_prompt_sets`."""
     return {
         name: load_prompts(source, tokenizer, limits=cfg, where=cfg.held_out_key(name), now=now, max_rows=max_rows)
         for name, source in cfg.held_out.items()
@@ -182,7 +182,7 @@ def load_prompts(
     now: datetime | None = None,
     max_rows: int | None = None,
 ) -> PromptSet:
-    """The prompts of one source.
+    """Return the prompts of one source.
 
     Args:
         limits: length limit and what to do with longer prompts.
@@ -217,7 +217,7 @@ def load_prompts(
 
 
 def raw_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str] = frozenset()) -> Iterator[RawPrompt]:
-    """The prompts of one source, one by one, without template and limits.
+    """Yield the prompts of one source, one by one, without template and limits.
 
     Raises:
         DatasetError: whatever is wrong with the source, with its place.
@@ -242,7 +242,7 @@ class _Rows:
         self.digest = hashlib.blake2b(json.dumps(around).encode(), digest_size=DIGEST_BYTES)
 
     def take(self, raw: RawPrompt) -> None:
-        """Adds the row's prompt, or counts why there is none."""
+        """Add the row's prompt, or counts why there is none."""
         number, text = self.num_read, raw.text
         self.num_read += 1
         place = f"prompt {number}" + (f" ({raw.place})" if raw.place else "")
@@ -264,7 +264,7 @@ class _Rows:
             self.digest.update(row.encode() + b"\n")
 
     def _prompt(self, raw: RawPrompt, text: str, number: int, place: str) -> Prompt | None:
-        """None for one that is too long and may be skipped."""
+        """Return the encoded prompt, or None for one that is too long and may be skipped."""
         answer, metadata = _checked_value(raw.answer, self._cfg.output_key), {}
         for name, value in raw.metadata.items():
             metadata[name] = _checked_value(value, name)
@@ -295,7 +295,7 @@ class _Rows:
         )
 
     def _ids(self, text: str, limit: int) -> tuple[int, ...] | None:
-        """Tokens of a prompt; None for a text that is too long whatever its tokens are."""
+        """Return the tokens of a prompt; None for a text that is too long whatever its tokens are."""
         if len(text) > limit * CHARACTERS_PER_TOKEN:
             return None
         cfg = self._cfg
@@ -322,7 +322,7 @@ def _checked_value(value: object, column: str) -> object:
     try:
         return json_value(value)
     except ValueError as error:
-        raise _Unusable("with columns that are no JSON", f": column {column!r}: {error}; leave it out") from error
+        raise _Unusable("with columns that are not JSON", f": column {column!r}: {error}; leave it out") from error
 
 
 def _category(metadata: Mapping[str, object], cfg: DatasetConfig) -> str | None:
@@ -339,8 +339,8 @@ def _category(metadata: Mapping[str, object], cfg: DatasetConfig) -> str | None:
 
 
 Source = Callable[[DatasetConfig, str, Collection[str]], Iterator[RawPrompt]]
-"""What `dataset_name` names: its section, the section's dotted path for messages, and texts that a generator should
-avoid -> prompts."""
+"""The function that `dataset_name` names: its section, the section's dotted path for messages, and texts that a
+generator should avoid -> prompts."""
 
 
 # ---- values of columns
@@ -354,7 +354,7 @@ class _Listed(Protocol):
 
 
 def json_value(value: object) -> object:
-    """`value` as a reward gets it: JSON values, and others that have one way to be written as such.
+    """Return `value` as a reward gets it: JSON values, and others that have one way to be written as such.
 
     Dates and times become ISO texts, durations seconds, decimals and UUIDs their text, bytes the UTF-8 text that they
     are, arrays and tuples lists.
@@ -388,7 +388,7 @@ def _json_value(value: object, at: str) -> object:
             return bytes(value).decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"expected a JSON value, got {len(value)} bytes that are no UTF-8 text{_of(at)}"
+                f"expected a JSON value, got {len(value)} bytes that are not UTF-8 text{_of(at)}"
             ) from error
     if isinstance(value, _Listed):
         return _json_value(value.tolist(), at)

@@ -29,12 +29,12 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
 def has_datasets() -> bool:
-    """Whether the extra is installed."""
+    """Return whether the extra is installed."""
     return importlib.util.find_spec("datasets") is not None
 
 
 def rows(path: Path, *, split: str | None, where: str) -> Iterator[Mapping[str, object]]:
-    """The rows of the dataset at `path`.
+    """Yield the rows of the dataset at `path`.
 
     Raises:
         DatasetError: the extra is missing, `path` holds no dataset, or `split` does not name one of its splits.
@@ -48,7 +48,7 @@ def rows(path: Path, *, split: str | None, where: str) -> Iterator[Mapping[str, 
 
 
 def hub_rows(name: str, *, subset: str | None, split: str | None, where: str) -> Iterator[Mapping[str, object]]:
-    """The rows of the dataset `owner/name` of the hub.
+    """Yield the rows of the dataset `owner/name` of the hub.
 
     Raises:
         DatasetError: the extra is missing, the dataset is neither in the cache nor can be downloaded, or `subset` or
@@ -76,7 +76,7 @@ def _check_installed(name: str, where: str) -> None:
 
 
 def _hub_folder(name: str, subset: str | None, where: str) -> Path:
-    """The snapshot with the files of the subset: downloaded, or without a network that of the cache."""
+    """Return the snapshot with the files of the subset: downloaded, or without a network that of the cache."""
     key, again = f"{where}.dataset_name", f"hf download --repo-type dataset {name}"
     problem = why_unreachable()
     if problem is not None:
@@ -98,7 +98,7 @@ def _hub_folder(name: str, subset: str | None, where: str) -> Path:
     except DatasetError as error:
         if isinstance(error.__cause__, GatedRepoError):
             raise DatasetError(
-                f"{key}: {name!r} is given to those only who accepted its terms; accept them at "
+                f"{key}: {name!r} requires that its terms are accepted; accept them at "
                 f"{constants.ENDPOINT}/datasets/{name}, and run `hf auth login`"
             ) from error
         if isinstance(error.__cause__, RepositoryNotFoundError):
@@ -114,7 +114,7 @@ def _download(name: str, files: list[str]) -> str:
 
 
 def _card(folder: Path) -> list[Mapping[str, Any]]:
-    """The subsets that the card of a dataset describes; empty where it describes none."""
+    """Return the subsets that the card of a dataset describes; empty where it describes none."""
     path = folder / _CARD
     if not path.is_file():
         return []
@@ -123,7 +123,7 @@ def _card(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def _subset(configs: list[Mapping[str, Any]], subset: str | None, where: str) -> Mapping[str, Any] | None:
-    """The wanted one, or the one that is meant when none is named; None where the card describes none."""
+    """Return the wanted subset, or the one that is meant when none is named; None where the card describes none."""
     if not configs and subset is None:
         return None
     found = [config for config in configs if config["config_name"] == (subset or "default")]
@@ -135,7 +135,7 @@ def _subset(configs: list[Mapping[str, Any]], subset: str | None, where: str) ->
 
 
 def _files_of(config: Mapping[str, Any] | None) -> list[str]:
-    """Patterns of the files of a subset, as its card has them."""
+    """Return the patterns of the files of a subset, as its card has them."""
     if config is None or not (config.get("data_files") or config.get("data_dir")):
         return list(_ANY_FILE)
     given = config.get("data_files") or f"{config['data_dir']}/*"
@@ -164,7 +164,8 @@ def _load(path: Path, *, cache: str, where: str) -> Any:
 
 
 def _files_by_split(files: list[Path]) -> dict[str, list[str]]:
-    """Files named `train*`, `validation*` and so on are splits of their own; all others are `train`."""
+    """Sort files by split: those named `train*`, `validation*` and so on are splits of their own; all others are
+    `train`."""
     known = ("train", "validation", "test")
     splits: dict[str, list[str]] = {}
     for file in files:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from nemo_rl.errors import DatasetError, ModelFolderError, boundary, shorten
-from nemo_rl.utils.time_limit import time_limit
+from nemo_rl.utils.deadlines import time_limit
 
 __all__ = [
     "Message",
@@ -80,7 +80,8 @@ class TokenRow:
 
 
 def prompt_messages(text: str, *, system_prompt: str | None = None, prompt_template: str = "{input}") -> list[Message]:
-    """The conversation that a prompt opens; `{input}` in the template is replaced by the text, once and literally."""
+    """Return the conversation that a prompt opens; `{input}` in the template is replaced by the text, once and
+    literally."""
     messages = [Message(role="system", content=system_prompt)] if system_prompt is not None else []
     return [*messages, Message(role="user", content=prompt_template.replace("{input}", text))]
 
@@ -88,12 +89,12 @@ def prompt_messages(text: str, *, system_prompt: str | None = None, prompt_templ
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, now: datetime | None = None
 ) -> tuple[int, ...]:
-    """`PromptEncoder.encode` for a single prompt."""
+    """Return `PromptEncoder.encode` for a single prompt."""
     return PromptEncoder(tokenizer, now=now).encode(messages)
 
 
 def to_row(log: Sequence[TokenMessage]) -> TokenRow:
-    """Lays the turns of one conversation end to end."""
+    """Lay the turns of one conversation end to end."""
     boundaries = [0]
     for message in log:
         boundaries.append(boundaries[-1] + len(message.token_ids))
@@ -106,7 +107,7 @@ def to_row(log: Sequence[TokenMessage]) -> TokenRow:
 
 
 def from_row(row: TokenRow) -> list[TokenMessage]:
-    """The turns that `to_row` laid out."""
+    """Return the turns that `to_row` laid out."""
     ends = row.boundaries[1:]
     return [
         TokenMessage(role=role, token_ids=row.input_ids[start:end])
@@ -116,7 +117,7 @@ def from_row(row: TokenRow) -> list[TokenMessage]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """How the template takes conversations of some roles."""
+    """The form in which the template takes conversations of some roles."""
 
     in_parts: frozenset[Role]
     """Roles whose content is given as `[{"type": "text", "text": ...}]`."""
@@ -148,7 +149,7 @@ class PromptEncoder:
         self._forms: dict[tuple[Role, ...], _Form] = {}
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids up to where the assistant begins.
+        """Return the token ids up to where the assistant begins.
 
         Raises:
             DatasetError: a text contains a control token and cannot be told from the template, or is lost in it.
@@ -163,7 +164,7 @@ class PromptEncoder:
             return self._encode_chat(messages)
 
     def prints_the_date(self) -> bool:
-        """Whether the prompts that were encoded would be others on another day."""
+        """Return whether the prompts that were encoded would be others on another day."""
         other = PromptEncoder(self._tokenizer, now=ANOTHER_DAY)
         return any(
             self._render(_placeholders(roles), form.in_parts) != other._render(_placeholders(roles), form.in_parts)
@@ -191,7 +192,7 @@ class PromptEncoder:
         return tuple(apart if self._controls_in(apart) != controls else ids)
 
     def _encode_apart(self, messages: Sequence[Message], form: _Form) -> list[int]:
-        """Template with control tokens, texts without: a literal `<|im_end|>` in a text stays text.
+        """Encode the template with control tokens, texts without: a literal `<|im_end|>` in a text stays text.
 
         The texts are rendered between two characters that occur nowhere else, so that a template may look at them and
         trim them.
@@ -222,7 +223,7 @@ class PromptEncoder:
         return self._forms[roles]
 
     def _roles_in_parts(self, roles: tuple[Role, ...]) -> frozenset[Role]:
-        """Roles whose content the template wants in parts; most templates want plain texts.
+        """Return the roles whose content the template wants in parts; most templates want plain texts.
 
         Raises:
             ModelFolderError: a message is lost either way.
@@ -249,7 +250,7 @@ class PromptEncoder:
         raise ModelFolderError(f"{where} leaves out the text of the {' and of the '.join(lost)} message{way_out}")
 
     def _lost(self, roles: tuple[Role, ...], in_parts: frozenset[Role]) -> tuple[list[Role], ModelFolderError | None]:
-        """Roles of which a text is not rendered; all of them, with the error, where rendering fails."""
+        """Return the roles of which a text is not rendered; all of them, with the error, where rendering fails."""
         turns = _placeholders(roles)
         try:
             rendered = self._render(turns, in_parts).casefold()
@@ -285,7 +286,7 @@ class PromptEncoder:
 
     @cached_property
     def _control_ids(self) -> frozenset[int]:
-        """Tokens that no text of a message may become."""
+        """Return the tokens that no text of a message may become."""
         tokenizer = self._tokenizer
         template = self._template_text if self._with_template else ""
         found = set(tokenizer.all_special_ids)
@@ -309,7 +310,7 @@ class PromptEncoder:
 
     @cached_property
     def _prefix(self) -> tuple[int, ...]:
-        """What the tokenizer puts before a text by itself."""
+        """Return the tokens that the tokenizer puts before a text by itself."""
         probe = "a"
         bare, whole = self._rendered_ids(probe), list(self._tokenizer(probe)["input_ids"])
         for start in range(len(whole) - len(bare) + 1):
@@ -324,7 +325,7 @@ class PromptEncoder:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _text_ids(self, text: str, *, is_first: bool) -> list[int]:
-        """Tokens of a text, none of which is a control token.
+        """Return the tokens of a text, none of which is a control token.
 
         Raises:
             DatasetError: the tokenizer has no other tokens for it.
@@ -343,7 +344,7 @@ class PromptEncoder:
         return found
 
     def _cuts(self, text: str) -> list[int]:
-        """Where the text is cut so that none of its control tokens stays whole."""
+        """Return the positions at which the text is cut so that none of its control tokens stays whole."""
         given = self._encoded(text, as_text=True, return_offsets_mapping=self._tokenizer.is_fast)
         if not self._tokenizer.is_fast:
             return [len(text) // 2] if len(text) > 1 else []
@@ -352,7 +353,7 @@ class PromptEncoder:
         return sorted(cut for cut in cuts if 0 < cut < len(text))
 
     def _piece_ids(self, text: str, *, is_first: bool, as_text: bool) -> list[int]:
-        """Tokens of a piece of a prompt."""
+        """Return the tokens of a piece of a prompt."""
         if not text:
             return []
         for anchor in () if is_first else _ANCHORS:
@@ -374,14 +375,15 @@ def _placeholders(roles: Sequence[Role]) -> list[tuple[Role, str]]:
 
 
 def _is_marker(text: str) -> bool:
-    """Whether it is written like a control token: `<think>`, `[INST]`, `<|im_end|>`, and no word or white space."""
+    """Return whether a token is written like a control token: `<think>`, `[INST]`, `<|im_end|>`, and no word or white
+    space."""
     core = text.strip()
     has_signs = len(core) > 2 and not core[0].isalnum() and not core[-1].isalnum()
     return has_signs and any(map(str.isalnum, core))
 
 
 def _between(begin: str, text: str, end: str) -> str:
-    """The marks stand within the white space around a text, which a template may trim."""
+    """Put marks within the white space around a text, which a template may trim."""
     core = text.strip()
     if not core:
         return text
@@ -390,14 +392,14 @@ def _between(begin: str, text: str, end: str) -> str:
 
 
 def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
-    """Two characters of Unicode's private use that are in none of the texts."""
+    """Return two characters of Unicode's private use that are in none of the texts."""
     used = frozenset().union(*texts)
     free = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in used)
     return next(free), next(free)
 
 
 def _lost_text(text: str, rendered: str) -> str | None:
-    """The first word of `text` that is not rendered; None where all are. White space and case may change."""
+    """Return the first word of `text` that is not rendered; None where all are. White space and case may change."""
     core = text.strip()
     if core in rendered:
         return None

@@ -29,7 +29,7 @@ class Task:
     options: Mapping[str, object] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
-        """Plain values, the inverse of `Task(**values)`."""
+        """Return plain values, the inverse of `Task(**values)`."""
         return asdict(self)
 
 
@@ -50,7 +50,7 @@ class TaskScorer:
         self._task = task
 
     def score(self, index: int, response: str, *, question: str) -> float:
-        """Partial credit in 0..1; a response that the scorer cannot read gets 0.
+        """Return partial credit in 0..1; a response that the scorer cannot read gets 0.
 
         Raises:
             DatasetError: the item made here asks another question than the one that was answered.
@@ -68,12 +68,12 @@ class TaskScorer:
 
 
 def has_reasoning_gym() -> bool:
-    """Whether the extra is installed."""
+    """Return whether the extra is installed."""
     return importlib.util.find_spec("reasoning_gym") is not None
 
 
 def questions(task: Task, *, where: str) -> Iterator[Question]:
-    """The items of `task` in order.
+    """Yield the items of `task` in order.
 
     Raises:
         DatasetError: the extra is missing, or the library does not know the task or its settings.

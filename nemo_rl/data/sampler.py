@@ -54,20 +54,20 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """Passes begun, counted from 0."""
+        """Return the number of passes begun, counted from 0."""
         return self._epoch
 
     @property
     def is_exhausted(self) -> bool:
-        """True when the last epoch has fewer prompts left than the last draw took."""
+        """Return True when the last epoch has fewer prompts left than the last draw took."""
         return self._num_left() < self._batch_size
 
     def has(self, count: int) -> bool:
-        """Whether `next` would give so many."""
+        """Return whether `next` would give so many."""
         return self._num_left() >= count
 
     def next(self, count: int) -> list[PromptDraw]:
-        """The next `count` prompts; they may run over the end of an epoch.
+        """Return the next `count` prompts; they may run over the end of an epoch.
 
         Raises:
             DatasetError: `max_num_epochs` leaves fewer than `count`.
@@ -90,7 +90,7 @@ class PromptSampler:
         return drawn
 
     def at(self, ordinal: int) -> PromptDraw:
-        """The draw at a place of the stream that has been passed.
+        """Return the draw at a place of the stream that has been passed.
 
         Raises:
             CheckpointError: the stream has not come so far.
@@ -101,7 +101,7 @@ class PromptSampler:
         return PromptDraw(ordinal, self._order_of(epoch)[position])
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Where the next draw starts, and what that position means."""
+        """Return the position of the next draw, and the meaning of that position."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -112,7 +112,7 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continues where `state_dict` was taken.
+        """Continue where `state_dict` was taken.
 
         Raises:
             CheckpointError: the state belongs to another dataset size, seed or order.

@@ -35,7 +35,7 @@ class SortProblem:
 def problems(
     n: int, *, seed: int, min_digits: int = 6, max_digits: int = 8, exclude: Collection[str] = frozenset()
 ) -> list[SortProblem]:
-    """Draws `n` problems; prompts named in `exclude` are left out, repeats are allowed.
+    """Draw `n` problems; prompts named in `exclude` are left out, repeats are allowed.
 
     Raises:
         DatasetError: the digits are not 1 <= min_digits <= max_digits, or `exclude` leaves too little.

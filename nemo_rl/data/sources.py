@@ -20,7 +20,7 @@ from nemo_rl.errors import DatasetError, shorten
 __all__ = ["huggingface_prompts", "jsonl_prompts", "reasoning_gym_prompts", "sort_digits_prompts"]
 
 MAX_ROW_CHARACTERS = 2**26
-"""Of one line of a file: more than any prompt that fits a context, little enough to be held."""
+"""Most characters of one line of a file: more than any prompt that fits a context, little enough to be held."""
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -47,7 +47,7 @@ def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> I
     assert path is not None, "rule_dataset_keys_fit_their_kind lets no jsonl dataset pass without data_path"
     try:
         if path.exists() and not path.is_file():
-            raise DatasetError(f"{where}.data_path: {path} is no regular file; expected a JSON Lines file")
+            raise DatasetError(f"{where}.data_path: {path} is not a regular file; expected a JSON Lines file")
         # utf-8-sig: files of some editors begin with a byte order mark.
         with path.open(encoding="utf-8-sig") as file:
             filled = ((number, line) for number, line in enumerate(_lines(file, path), start=1) if line.strip())
@@ -58,11 +58,11 @@ def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> I
             f"{where}.data_path: {path} cannot be read: {error.strerror}; expected a JSON Lines file"
         ) from error
     except UnicodeDecodeError as error:
-        raise DatasetError(f"{where}.data_path: {path} is no UTF-8 text: {error}") from error
+        raise DatasetError(f"{where}.data_path: {path} is not UTF-8 text: {error}") from error
 
 
 def _lines(file: TextIO, path: Path) -> Iterator[str]:
-    """The lines of a file; one that has no end is refused before it fills the memory."""
+    """Yield the lines of a file; one that has no end is refused before it fills the memory."""
     number = 0
     while line := file.readline(MAX_ROW_CHARACTERS + 1):
         number += 1

@@ -14,16 +14,17 @@ __all__ = ["THINK_END", "THINK_START", "final_answer", "last_boxes", "with_think
 THINK_START, THINK_END = "<think>", "</think>"
 BOX = "\\boxed{"
 _JOINED = re.compile(r"[\s$]*(,|,?\s*and|,?\s*or)[\s$]*")
-"""What stands between two boxes of one answer, as in `\\boxed{1} and \\boxed{-2}`."""
+"""The text between two boxes of one answer, as in `\\boxed{1} and \\boxed{-2}`."""
 
 
 def with_thinking(thoughts: str, answer: str) -> str:
-    """A response that shows its thoughts."""
+    """Return a response that shows its thoughts."""
     return f"{THINK_START}{thoughts}{THINK_END}{answer}"
 
 
 def final_answer(response: str) -> str:
-    """What follows the thoughts, without white space at its ends; all of it when the response shows none.
+    """Return the text that follows the thoughts, without white space at its ends; all of it when the response shows
+    none.
 
     Example:
         >>> final_answer("<think>4+3=7</think> 7"), final_answer("7")
@@ -33,7 +34,7 @@ def final_answer(response: str) -> str:
 
 
 def last_boxes(text: str) -> list[str] | None:
-    """What the last `\\boxed{}` holds, and before it what those hold that a comma, "and" or "or" joins to it.
+    """Return the content of the last `\\boxed{}`, after those that a comma, "and" or "or" joins to it.
 
     None where there is no box, or the last one is not closed.
 
@@ -53,7 +54,7 @@ def last_boxes(text: str) -> list[str] | None:
 
 
 def _end_of_box(text: str, start: int) -> int | None:
-    """The place after the closing brace of the box that begins at `start`."""
+    """Return the place after the closing brace of the box that begins at `start`."""
     depth = 1
     for place in range(start + len(BOX), len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)

@@ -42,7 +42,7 @@ MAX_LENGTH = 4096
 
 
 def build_tokenizer(corpus: Iterable[str], *, max_vocab_size: int = 512) -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer with ChatML; digits are tokens of their own, every byte can be written."""
+    """Return a byte-level BPE tokenizer with ChatML; digits are tokens of their own, every byte can be written."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -71,7 +71,7 @@ def build_tokenizer(corpus: Iterable[str], *, max_vocab_size: int = 512) -> PreT
 
 
 def load_tokenizer(folder: str | Path, *, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder; `chat_template` replaces its own.
+    """Return the tokenizer of a folder; `chat_template` replaces its own.
 
     Raises:
         ModelFolderError: the folder is missing, holds no tokenizer, or one without an end-of-sequence token. One
@@ -103,7 +103,7 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | None = None) -> P
 
 
 def stop_token_ids(model_folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's end-of-sequence token, then those that the model's
+    """Return the tokens that end a response: the tokenizer's end-of-sequence token, then those that the model's
     generation_config.json and its config.json list (chat models have two: end of turn and end of text).
 
     Raises:
@@ -122,7 +122,7 @@ def stop_token_ids(model_folder: str | Path, tokenizer: PreTrainedTokenizerBase)
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase, *, stop_ids: Iterable[int]) -> dict[str, str]:
-    """Digests of the tokenizer, with the tokens that end a response, and of its chat template."""
+    """Return the digests of the tokenizer, with the tokens that end a response, and of its chat template."""
     if tokenizer.is_fast:
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
         # These are set by every call.
@@ -139,7 +139,7 @@ def _digest(text: str) -> str:
 
 
 def _end_tokens(config: object, *, where: str) -> list[int]:
-    """`eos_token_id` of a config and of its text model."""
+    """Return `eos_token_id` of a config and of its text model."""
     if not isinstance(config, dict):
         return []
     given = config.get("eos_token_id")

@@ -27,7 +27,7 @@ from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.data_plane.stores import forget_store, impl_of, join_store, start_store
 from nemo_rl.errors import ConfigError, DataPlaneClosed, DataPlaneError, name_some
-from nemo_rl.utils.start_up import DEFAULT_START, StartUp
+from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
 __all__ = [
     "DataPlaneAddress",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nemo_rl.data_plane.adapters.ray_store import RayStore
     from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore
     from nemo_rl.data_plane.interfaces import PayloadStore
-    from nemo_rl.utils.start_up import StartUp
+    from nemo_rl.utils.deadlines import StartUp
 
 __all__ = ["CONTROLLER_CPUS", "StoreKind", "kind_named", "num_storage_units"]
 

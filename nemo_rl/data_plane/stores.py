@@ -14,7 +14,7 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.interfaces import PayloadStore
 from nemo_rl.data_plane.memory_plan import memory_plan
 from nemo_rl.data_plane.store_kinds import kind_named
-from nemo_rl.utils.start_up import DEFAULT_START, StartUp
+from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
 __all__ = ["forget_store", "impl_of", "join_store", "start_store"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from nemo_rl.utils.exit_codes import CHILD_FAILED
+from nemo_rl.utils.exits import CHILD_FAILED
 
 __all__ = ["Verdict"]
 

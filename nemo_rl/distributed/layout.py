@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from nemo_rl.config.parallel import ParallelSizes
-from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.policy import ParallelSizes, PolicyConfig
 from nemo_rl.errors import ConfigError
 
 __all__ = ["Coordinates", "ParallelLayout"]

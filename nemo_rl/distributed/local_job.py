@@ -24,8 +24,7 @@ import torch
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
 from nemo_rl.distributed.job_store import adopt_listener
 from nemo_rl.errors import NemoRLError, from_record, to_record
-from nemo_rl.utils.exit_codes import CHILD_FAILED
-from nemo_rl.utils.last_resort import crash_line
+from nemo_rl.utils.exits import CHILD_FAILED, crash_line
 
 __all__ = ["ChildFailed", "quiet_libraries", "run_job"]
 

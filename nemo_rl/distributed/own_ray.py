@@ -34,7 +34,7 @@ from nemo_rl.distributed.ray_private import on_loopback, started_by, without_wha
 from nemo_rl.distributed.ray_start_watch import end_servers, leave, watch_ray_start
 from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.errors import ResourceError, WorkerError
-from nemo_rl.utils.start_up import StartUp
+from nemo_rl.utils.deadlines import StartUp
 
 __all__ = ["LOOPBACK", "OwnRay", "check_own_ray", "keep_sigterm_handler", "shut_down_ray"]
 

@@ -25,7 +25,7 @@ from nemo_rl.distributed.nodes import Node, Share, alive_nodes, choose_nodes, no
 from nemo_rl.distributed.own_ray import OwnRay, keep_sigterm_handler, shut_down_ray
 from nemo_rl.distributed.worker_environment import worker_environment
 from nemo_rl.errors import ResourceError, UserError
-from nemo_rl.utils.start_up import StartUp
+from nemo_rl.utils.deadlines import StartUp
 
 __all__ = ["EngineNodes", "RayVirtualCluster"]
 

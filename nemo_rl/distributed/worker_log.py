@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import printable
 
 __all__ = ["WORKER_LOGS", "WorkerLog"]
 

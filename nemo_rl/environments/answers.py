@@ -41,7 +41,7 @@ class AnswerCheck:
         self._thread: threading.Thread | None = None
 
     def look(self, *, seconds: float = FIRST_S) -> bool:
-        """Looks at the answers for so long; True when all have been looked at.
+        """Look at the answers for so long; True when all have been looked at.
 
         Raises:
             DatasetError: some cannot be read.
@@ -52,12 +52,12 @@ class AnswerCheck:
         return is_done
 
     def go_on(self) -> None:
-        """Looks at the rest in a thread; `require` raises what it finds."""
+        """Look at the rest in a thread; `require` raises what it finds."""
         self._thread = threading.Thread(target=self._look_at_all, name="gold answers", daemon=True)
         self._thread.start()
 
     def require(self, where: str, numbers: Iterable[int]) -> None:
-        """The answers of these prompts of a set can be read, and no other one is known that cannot.
+        """Require that the answers of these prompts of a set can be read, and that no other one is known that cannot.
 
         Raises:
             DatasetError: some cannot.
@@ -67,7 +67,7 @@ class AnswerCheck:
         self._raise()
 
     def close(self) -> None:
-        """Ends the thread at its next look at the clock. Idempotent."""
+        """End the thread at its next look at the clock. Idempotent."""
         self._is_closed = True
 
     def _parts(self) -> list[tuple[str, Sequence[Prompt]]]:
@@ -83,7 +83,7 @@ class AnswerCheck:
                 raise
 
     def _look_at(self, where: str, prompts: Sequence[Prompt], deadline: float | None) -> bool:
-        """False when there was no time for all."""
+        """Look at answers; return False when there was no time for all."""
         if self._environment is None:
             return True
         seen = self._seen[where]

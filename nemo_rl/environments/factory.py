@@ -1,10 +1,10 @@
-"""`build_environment`: from the `env` section to an environment. Called by the rollout worker."""
+"""`build_environment`: the environment that the `env` section names. Called by the rollout worker."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,18 +12,37 @@ from nemo_rl.config.parts import ENVIRONMENTS
 from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.reasoning_gym_wrapper import has_reasoning_gym
-from nemo_rl.environments.interfaces import Environment
+from nemo_rl.environments.interfaces import Environment, EnvReport, Response
 from nemo_rl.environments.process_environment import ProcessEnvironment
-from nemo_rl.environments.rewards.math import has_math_verify
+from nemo_rl.environments.rewards import answer_problem, exact_match, has_math_verify
 from nemo_rl.environments.scorer_pool import ScorerSpec
-from nemo_rl.environments.sort import SortEnvironment
 from nemo_rl.errors import ConfigError
 
-__all__ = ["EnvironmentStart", "build_environment", "reward_identity"]
+__all__ = ["EnvironmentStart", "SortEnvironment", "build_environment", "reward_identity"]
+
+
+class SortEnvironment:
+    """Scores in this process: a comparison of two short texts."""
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> EnvReport:
+        """Give 1 for the right text that ended by itself, else 0."""
+        rows = zip(prompts, responses, strict=True)
+        return EnvReport(
+            rewards=tuple(
+                0.0 if response.truncated else exact_match(response.text, prompt.answer) for prompt, response in rows
+            )
+        )
+
+    def answer_problems(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        """See `ChecksAnswers`."""
+        return [answer_problem(prompt.answer) for prompt in prompts]
+
+    def shutdown(self) -> None:
+        pass
 
 
 def build_environment(cfg: EnvConfig, *, start_timeout_s: float, log_file: Path | None = None) -> Environment:
-    """The environment that `cfg` names.
+    """Return the environment that `cfg` names.
 
     Args:
         start_timeout_s: for loading a reward.
@@ -40,7 +59,7 @@ def build_environment(cfg: EnvConfig, *, start_timeout_s: float, log_file: Path 
 
 
 def reward_identity(cfg: EnvConfig, environment: Environment) -> str:
-    """The name of a built-in reward; of one of the user's, a digest of its source."""
+    """Return the name of a built-in reward; of one of the user's, a digest of its source."""
     if cfg.name != "custom" and ENVIRONMENTS.is_builtin(cfg.name):
         return cfg.name
     if isinstance(environment, ProcessEnvironment):
@@ -52,12 +71,12 @@ def reward_identity(cfg: EnvConfig, environment: Environment) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentStart:
-    """What an environment is given with its section."""
+    """The settings that an environment gets besides its section."""
 
     timeout_s: float
-    """For its start."""
+    """Seconds for the start of the environment."""
     log_file: Path | None
-    """For what a reward prints; None: nowhere."""
+    """The file for the output of a reward, or None to drop it."""
 
 
 def sort_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
@@ -67,13 +86,13 @@ def sort_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
 
 def reasoning_gym_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
     _need_extra("reasoning_gym", is_installed=has_reasoning_gym())
-    spec = ScorerSpec(target="nemo_rl.environments.rewards.reasoning_gym:make_reasoning_gym_reward", is_factory=True)
+    spec = ScorerSpec(target="nemo_rl.environments.rewards:make_reasoning_gym_reward", is_factory=True)
     return _scored_in_processes(cfg, start, spec, lambda prompt: dict(prompt.metadata))
 
 
 def math_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
     _need_extra("math", is_installed=has_math_verify())
-    spec = ScorerSpec(target="nemo_rl.environments.rewards.math:make_math_reward", is_factory=True)
+    spec = ScorerSpec(target="nemo_rl.environments.rewards:make_math_reward", is_factory=True)
     return _scored_in_processes(cfg, start, spec, lambda prompt: prompt.answer)
 
 

@@ -16,7 +16,7 @@ __all__ = ["ChecksAnswers", "EnvReport", "Environment", "Response"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Response:
-    """What a model answered to one prompt.
+    """The answer of a model to one prompt.
 
     Example:
         `Response(text="1345", num_tokens=5, truncated=False)`
@@ -57,7 +57,7 @@ class Environment(Protocol):
         """
 
     def shutdown(self) -> None:
-        """Ends scoring processes. Idempotent."""
+        """End scoring processes. Idempotent."""
 
 
 @runtime_checkable
@@ -65,4 +65,4 @@ class ChecksAnswers(Protocol):
     """An environment that can say before a response is there which gold answers it cannot compare with."""
 
     def answer_problems(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """Why the gold answer of each prompt cannot be read; None where it can."""
+        """Return why the gold answer of each prompt cannot be read; None where it can."""

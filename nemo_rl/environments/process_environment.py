@@ -1,25 +1,90 @@
 """Rewards from a function that runs in killable processes: math, reasoning_gym and custom rewards.
 
 Built by the factory. A call that takes too long gives its responses 0 or stops the run, as `env.on_timeout` says; a
-function that raises, or returns no finite number, always stops it.
+function that raises, or returns no finite number, always stops it. All that rewards print goes to a file of the run, a
+few lines of it to the terminal; a reward that prints without end fills neither the disk nor the screen.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.interfaces import EnvReport, Response
-from nemo_rl.environments.reward_log import RewardLog
 from nemo_rl.environments.scorer_pool import Outcome, Score, ScorerItem, ScorerPool, ScorerSpec
 from nemo_rl.errors import RewardError, name_some
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import printable
 
-__all__ = ["ProcessEnvironment"]
+__all__ = ["ProcessEnvironment", "RewardLog"]
+
+_FILE_LIMIT_BYTES = 64 * 1024 * 1024
+"""Most bytes of the file of one run; it then ends with a line that says so."""
+_LINES_SHOWN = 5
+"""Per call: a step, a validation."""
+_LAST_LINES = 5
+"""Kept for the message of an error."""
+_LINE_LIMIT = 300
+"""Characters of a line that is shown."""
+
+
+class RewardLog:
+    """Takes lines and keeps what is to be shown.
+
+    Args:
+        path: the file, made with the first line; None writes none.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        self._shown: list[str] = []
+        self._num_hidden = 0
+        self._last: deque[str] = deque(maxlen=_LAST_LINES)
+
+    def hear(self, line: str) -> None:
+        """Take one line."""
+        with self._lock:
+            self._write(line)
+            text = printable(line, limit=_LINE_LIMIT)
+            self._last.append(text)
+            if len(self._shown) < _LINES_SHOWN:
+                self._shown.append(text)
+            else:
+                self._num_hidden += 1
+
+    def take(self) -> tuple[str, ...]:
+        """Return the lines to show since the last call, and how many more there were."""
+        with self._lock:
+            lines, hidden = self._shown, self._num_hidden
+            self._shown, self._num_hidden = [], 0
+        if hidden:
+            where = f" in {self._path}" if self._path is not None else ""
+            lines.append(f"... and {hidden} more lines{where}")
+        return tuple(lines)
+
+    def last(self) -> tuple[str, ...]:
+        """Return the newest lines, for the message of an error."""
+        with self._lock:
+            return tuple(self._last)
+
+    def _write(self, line: str) -> None:
+        if self._path is None or self._num_bytes > _FILE_LIMIT_BYTES:
+            return
+        encoded = line.encode("utf-8", "backslashreplace") + b"\n"
+        self._num_bytes += len(encoded)
+        if self._num_bytes > _FILE_LIMIT_BYTES:
+            encoded = b"... more was printed than this file holds\n"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as file:
+            file.write(encoded)
+
 
 # Characters of a prompt or response, and of a cause, in an error message.
 TEXT_SHOWN = 200
@@ -29,7 +94,7 @@ _COMPONENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class ProcessEnvironment:
-    """Scores with one function.
+    """An environment that scores with one function, in processes that can be killed.
 
     Args:
         cfg: limits, number of processes, weights of components.
@@ -62,7 +127,7 @@ class ProcessEnvironment:
         )
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> EnvReport:
-        """Scores every response, truncated ones included: the function sees what the model wrote."""
+        """Score every response, truncated ones included: the function sees what the model wrote."""
         items = [self._item(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         outcomes = self._pool.score(items)
         for item, outcome in zip(items, outcomes, strict=True):
@@ -77,7 +142,7 @@ class ProcessEnvironment:
 
     @property
     def source(self) -> str:
-        """Digest of the function's source."""
+        """Return the digest of the function's source."""
         return self._pool.source
 
     def answer_problems(self, prompts: Sequence[Prompt]) -> list[str | None]:
@@ -85,7 +150,7 @@ class ProcessEnvironment:
         return self._pool.answer_problems([self._answer_of(prompt) for prompt in prompts])
 
     def shutdown(self) -> None:
-        """Ends the scoring processes. Idempotent."""
+        """End the scoring processes. Idempotent."""
         self._pool.shutdown()
 
     def _item(self, prompt: Prompt, response: Response) -> ScorerItem:
@@ -119,7 +184,7 @@ class ProcessEnvironment:
         return RewardError("\n".join(lines))
 
     def _components(self, items: Sequence[ScorerItem], outcomes: Sequence[Outcome]) -> dict[str, tuple[float, ...]]:
-        """Parts by name, NaN for rows without a score; checks that every row has the same ones."""
+        """Return the parts by name, NaN for rows without a score; check that every row has the same ones."""
         scored = [(item, outcome.score) for item, outcome in zip(items, outcomes, strict=True) if not outcome.timed_out]
         names = set(self._cfg.reward_weights)
         if not names and scored and isinstance(scored[0][1], dict):

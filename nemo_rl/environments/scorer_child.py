@@ -1,6 +1,6 @@
 """The scoring process: loads one reward function and answers requests until it is ended.
 
-Started by `scorer_process` with this file's path; standard library only, so that it starts at once. It is two
+Started by `ScorerProcess` with this file's path; standard library only, so that it starts at once. It is two
 processes: a guard, which ends everything that the reward function has started when the owner asks for it or dies, and
 the scorer itself. One JSON object per line over an inherited socket:
 
@@ -45,11 +45,12 @@ _POSITIONAL = ("prompt", "response", "answer")
 _ANSWER_CHECK = "check_answer"
 """Name of a function's attribute that is given a gold answer and returns why it cannot be read, or None."""
 _BY_NAME = ("row", "prompt_tokens", "response_tokens", "truncated")
-"""What a function gets besides prompt, response and answer when it has a parameter of that name, or `**kwargs`."""
+"""Arguments that a function gets besides prompt, response and answer when it has a parameter of that name, or
+`**kwargs`."""
 
 
 def main() -> None:
-    """`scorer_child.py SOCKET_FD PARENT_PID`"""
+    """Serve a scorer: `scorer_child.py SOCKET_FD PARENT_PID`."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def _guard(scorer: int) -> None:
-    """Waits for the scorer, ends what it has left, and exits with its code."""
+    """Wait for the scorer, end the processes that it left, and exit with its code."""
     while True:
         ended, status = os.wait()
         if ended == scorer:
@@ -90,7 +91,8 @@ def _end_everything(number: int, frame: object) -> None:
 
 
 def _kill_descendants() -> None:
-    """Orphans become children of this process, so killing children until there are none reaches every one."""
+    """Kill all descendants. Orphans become children of this process, so killing children until there are none reaches
+    every one."""
     while children := _children_of(os.getpid()):
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -175,7 +177,7 @@ def _module_named(name: str) -> ModuleType:
 
 
 def _module_of_file(file: Path) -> ModuleType:
-    """The module of a file: by its name in a package where it is a part of one, else by itself.
+    """Return the module of a file: by its name in a package where it is a part of one, else by itself.
 
     Either way it can import what lies beside it.
     """
@@ -191,7 +193,7 @@ def _module_of_file(file: Path) -> ModuleType:
     name = file.stem if file.stem not in sys.modules else f"reward_file_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
+        raise ImportError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -215,7 +217,7 @@ def _digest_of(module: ModuleType, function: Callable[..., Any]) -> str:
 
 
 def _wanted(function: Callable[..., Any]) -> list[str]:
-    """Names of the further arguments that the function takes.
+    """Return the names of the further arguments that the function takes.
 
     Raises:
         TypeError: it needs an argument that does not exist.
@@ -258,7 +260,7 @@ def _score_batch(function: Callable[..., Any], arguments: dict[str, list[Any]]) 
 
 
 class _BadScore(Exception):
-    """What a function returned is no score."""
+    """The value that a function returned is no score."""
 
 
 def _number_or_parts(value: object) -> object:
@@ -288,7 +290,7 @@ def _scores(
 
 
 def _guarded(reply: Callable[[], dict[str, object]]) -> dict[str, object]:
-    """What `reply` gives, or why user code has failed in it."""
+    """Return the reply of `reply`, or the reason why user code failed in it."""
     try:
         return reply()
     except _BadScore as error:
@@ -298,7 +300,7 @@ def _guarded(reply: Callable[[], dict[str, object]]) -> dict[str, object]:
 
 
 def _places(error: BaseException) -> str:
-    """Where the function was when it raised, innermost last."""
+    """Return the places of the function when it raised, innermost last."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return "".join(f"\n  at: {frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-_FRAMES_SHOWN:])
 

@@ -52,7 +52,7 @@ from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.experience.token_record import TokenTexts, token_record
 from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput, GenerationRequest
-from nemo_rl.utils.last_resort import machine_problem
+from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum, merge_metrics
 from nemo_rl.utils.r3_trace import trace_rollout_payload
 from nemo_rl.utils.rollout_file import write_rollouts

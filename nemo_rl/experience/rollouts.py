@@ -12,7 +12,7 @@ from threading import Lock
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.policy import GenerationConfig
+from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.interfaces import Environment, EnvReport, Response
 from nemo_rl.errors import WorkerError, name_some

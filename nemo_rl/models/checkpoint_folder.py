@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.errors import CheckpointError, shorten
+from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.files import give_usual_modes
-from nemo_rl.utils.units import bytes_text
 
 __all__ = [
     "WRITE_ERRORS",

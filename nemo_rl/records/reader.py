@@ -25,7 +25,7 @@ __all__ = ["CorruptRecord", "Problem", "Record", "RecordFolder", "UnsupportedRec
 MOST_RANKS = 1 << 16
 """More have never recorded; a damaged manifest may say any number."""
 MOST_BYTES = 1 << 62
-"""Of a file: no place in one is beyond."""
+"""Most bytes of a file: no position in one is beyond."""
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -33,7 +33,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 class CorruptRecord(NemoRLError):
-    """Bytes that are not those that were written."""
+    """The bytes differ from those that were written."""
 
 
 class UnsupportedRecord(NemoRLError):
@@ -72,7 +72,7 @@ class _Payload:
             raise CorruptRecord(f"{self.path}: {error.strerror or error}") from error
         if len(payload) != self.num_bytes or digest_of(payload) != self.digest:
             raise CorruptRecord(
-                f"{self.path}: {self.num_bytes} bytes at {self.offset} are not those that were written (digest differs)"
+                f"{self.path}: {self.num_bytes} bytes at {self.offset} differ from those written (digest differs)"
             )
         if not payload:
             return torch.zeros(self.shape, dtype=self.dtype)
@@ -93,7 +93,7 @@ class Record:
     dtype: torch.dtype
     payload: _Payload
     tables: Mapping[str, _Table] = field(repr=False)
-    """Of its rank."""
+    """Token tables of the rank of this record."""
 
     def load(self) -> torch.Tensor:
         """Raises:
@@ -102,7 +102,7 @@ class Record:
         return self.payload.load()
 
     def tokens(self) -> TokenTable | None:
-        """The tokens of its rows; None for a tensor without.
+        """Return the tokens of its rows; None for a tensor without.
 
         Raises:
             CorruptRecord: as `load`, or the table is missing.
@@ -138,7 +138,7 @@ class RecordFolder:
 
 
 def read_folder(path: Path) -> RecordFolder:
-    """The records of a folder, and what is wrong with it.
+    """Return the records of a folder, and what is wrong with it.
 
     Raises:
         UserError: no folder of records.
@@ -156,7 +156,7 @@ def read_folder(path: Path) -> RecordFolder:
 
 
 def _world(path: Path, manifest: Manifest) -> int:
-    """Ranks that have recorded."""
+    """Return the number of ranks that have recorded."""
     world = manifest.layout.get("world", 1)
     if not isinstance(world, int) or isinstance(world, bool) or not 1 <= world <= MOST_RANKS:
         raise CorruptRecord(f"{path / MANIFEST}: layout.world: expected 1 to {MOST_RANKS} ranks, got {world!r:.50}")
@@ -168,7 +168,7 @@ def _manifest(path: Path) -> Manifest:
     try:
         record = json.loads(read_plain(where).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise UserError(f"{path}: no folder of records: it has no {MANIFEST}") from error
+        raise UserError(f"{path}: not a folder of records: it has no {MANIFEST}") from error
     except OSError as error:
         raise UserError(f"{where}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What one record says of its tensor, and the tokens that its rows belong to.
+"""The record of one tensor, and the tokens that its rows belong to.
 
 Written by `writer`, read by `reader`. Invariant: a record names the row and position of every token that it holds, so
 that records of any layout can be put together without knowing how it laid tokens out.
@@ -20,7 +20,7 @@ FORMAT, FORMAT_VERSION = "nemo_rl.record", 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Which equal part of the last dimension a rank holds."""
+    """The equal part of the last dimension that a rank holds."""
 
     index: int
     count: int
@@ -28,25 +28,25 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where and when a tensor was seen."""
+    """The site, the pass and the step in which a tensor was seen."""
 
     kind: SiteKind
     layer: int | None = None
     """Counted from 0 over the whole model; None outside the layers."""
     name: str | None = None
-    """Of the parameter, for its gradient."""
+    """Name of the parameter, for its gradient."""
     direction: Direction = Direction.FORWARD
     phase: str = "forward"
     """Pass of the worker: `forward`, `prev_logprobs`, `reference_logprobs` or `train`."""
     update: int = 0
     """Optimizer step within the call."""
     microbatch: int = 0
-    """Of this rank within the optimizer step."""
+    """Number of the microbatch on this rank within the optimizer step."""
     is_recomputed: bool = False
     """Seen again when a backward pass ran a layer once more."""
 
     def as_record(self) -> dict[str, object]:
-        """JSON form; what is at its default is left out."""
+        """Return the JSON form; what is at its default is left out."""
         return {part.name: value for part in fields(self) if (value := getattr(self, part.name)) != part.default}
 
     @classmethod
@@ -74,7 +74,7 @@ class TokenTable:
     """
 
     keys: tuple[str, ...]
-    """Of the rows of the pass."""
+    """Keys of the rows of the pass."""
     row_R: torch.Tensor
     """`[R]` int64 index into `keys`."""
     position_R: torch.Tensor
@@ -88,12 +88,12 @@ class TokenTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a folder of records is about; `manifest.json`."""
+    """The description of a folder of records: `manifest.json`."""
 
     run_id: str
     """Unique for each recording."""
     model: Mapping[str, object]
-    """What must agree between two sides: type, layers, hidden size, vocabulary, experts."""
+    """Values that must agree between two sides: type, layers, hidden size, vocabulary, experts."""
     layout: Mapping[str, int]
     """Sizes of the parallel axes; `world` is the number of ranks, each of which writes a file."""
     engine: str
@@ -102,13 +102,13 @@ class Manifest:
     selector: str
     phases: tuple[str, ...]
     sites: tuple[Mapping[str, object], ...] = ()
-    """What a complete folder holds: `kind`, `layer`, `direction` of each site, over all ranks."""
+    """Sites that a complete folder holds: `kind`, `layer`, `direction` of each site, over all ranks."""
     unobserved: Mapping[str, str] = field(default_factory=dict)
     """Sites that were asked for and that this model cannot give -> why."""
     tokenizer: str = ""
     """Folder, for texts of tokens."""
     weights: str = ""
-    """Where the weights came from."""
+    """The source of the weights."""
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
     """Anything else that a reader may want to see."""
@@ -116,7 +116,7 @@ class Manifest:
     version: int = FORMAT_VERSION
 
     def as_record(self) -> dict[str, object]:
-        """JSON form."""
+        """Return the record as a JSON object."""
         return asdict(self)
 
     @classmethod

@@ -23,7 +23,7 @@ __all__ = ["Selector"]
 
 LAYERS = re.compile(r"layer\s+in\s+(.+)")
 LAYER_OF_NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-"""In the name of a parameter."""
+"""Pattern of the layer in the name of a parameter."""
 SPAN = re.compile(r"(\d+)\s*(?:\.\.\s*(\d+))?")
 MAX_TEXT = 10_000
 """Characters; more is no selection that somebody wrote."""
@@ -51,7 +51,7 @@ class _Selection:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Sites to record.
+    """A choice of sites to record.
 
     Example:
         >>> chosen = Selector.parse("layer.out & layer in 0..1; logits")
@@ -72,17 +72,17 @@ class Selector:
         return cls(text=text, selections=tuple(_selection(part) for part in text.split(";") if part.strip()))
 
     def takes(self, kind: SiteKind, layer: int | None = None, direction: Direction = Direction.FORWARD) -> bool:
-        """Whether a site is recorded."""
+        """Return whether a site is recorded."""
         return any(selection.takes(kind, layer, direction) for selection in self.selections)
 
     def takes_parameter(self, name: str, kind: SiteKind = SiteKind.GRAD) -> bool:
-        """Whether the parameter of this Hugging Face name is recorded, or its gradient."""
+        """Return whether the parameter of this Hugging Face name is recorded, or its gradient."""
         match = LAYER_OF_NAME.search(name)
         layer = int(match[1]) if match is not None else None
         return any(part.takes(kind, layer) and fnmatchcase(name, part.name) for part in self.selections)
 
     def kinds(self) -> tuple[SiteKind, ...]:
-        """Every kind that is recorded somewhere, in the order of the catalogue."""
+        """Return every kind that is recorded somewhere, in the order of the catalogue."""
         return tuple(kind for kind in SiteKind if any(kind in part.kinds for part in self.selections))
 
 

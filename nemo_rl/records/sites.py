@@ -44,7 +44,7 @@ class SiteKind(StrEnum):
 
 
 class Direction(StrEnum):
-    """Which way a pass goes."""
+    """The direction of a pass."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -52,15 +52,15 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteMeaning:
-    """What a site is."""
+    """The meaning of a site."""
 
     text: str
     dims: str
-    """Of the whole tensor; `R` are tokens."""
+    """Dims of the whole tensor; `R` are tokens."""
     in_layers: bool = True
     """One in every layer, rather than one in the model."""
     has_backward: bool = False
-    """Whether the gradient of the loss with respect to it is recorded, too, where a backward pass runs."""
+    """True where the gradient of the loss with respect to the site is recorded, too, where a backward pass runs."""
 
 
 SITES: Mapping[SiteKind, SiteMeaning] = {
@@ -128,7 +128,7 @@ _BEFORE, _AFTER = -1, 1 << 20
 
 
 def execution_order(kind: SiteKind, layer: int | None, direction: Direction) -> tuple[int, int, int]:
-    """Sorts sites as a pass meets them: forward from the embedding to the loss, then backward, then gradients.
+    """Sort sites as a pass meets them: forward from the embedding to the loss, then backward, then gradients.
 
     Example:
         >>> execution_order(SiteKind.EMBED, None, Direction.FORWARD) < execution_order(SiteKind.LAYER_IN, 0, "forward")

@@ -43,7 +43,7 @@ def end_path(folder: Path, rank: int) -> Path:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Contiguous, in the dtype that it has."""
+    """Return the bytes of a tensor, contiguous and in its own dtype."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
@@ -53,7 +53,7 @@ def digest_of(payload: bytes) -> str:
 
 
 def new_folder(folder: Path, manifest: Manifest) -> Path:
-    """Makes the folder and writes its manifest; called by rank 0 before any rank writes.
+    """Make the folder and write its manifest; called by rank 0 before any rank writes.
 
     Raises:
         UserError: the folder holds records already, or cannot be written.
@@ -86,7 +86,7 @@ class RecordWriter:
             raise _cannot_write(folder, error) from error
 
     def tokens(self, table: TokenTable) -> str:
-        """Writes a table of tokens; returns the name by which records refer to it."""
+        """Write a table of tokens; return the name by which records refer to it."""
         name = f"t{self._tables}"
         self._tables += 1
         packed_3R = torch.stack((table.row_R, table.position_R, table.token_R)).to(torch.int64)
@@ -94,7 +94,7 @@ class RecordWriter:
         return name
 
     def tensor(self, place: Place, value: torch.Tensor, *, tokens: str | None, split: Split | None = None) -> None:
-        """Writes a tensor.
+        """Write a tensor.
 
         Args:
             value: `[R, ...]` in the order of the table `tokens`; anything where that is None.
@@ -106,7 +106,7 @@ class RecordWriter:
         self._put(head, value)
 
     def close(self) -> None:
-        """Ends the files: they are complete. Idempotent."""
+        """End the files: they are complete. Idempotent."""
         if self._lines.closed:
             return
         try:
@@ -118,7 +118,7 @@ class RecordWriter:
             raise _cannot_write(self.folder, error) from error
 
     def abandon(self) -> None:
-        """Ends without a word: what is there stays, and lacks its end. Idempotent."""
+        """End without a word: what is there stays, and lacks its end. Idempotent."""
         for file in (self._payload, self._lines):
             with suppress(OSError):
                 file.close()

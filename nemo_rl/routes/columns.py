@@ -35,13 +35,13 @@ IDS, BITS, BITMAP, DIGESTS = (
 
 
 def wire_bytes(columns: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of encoded routes, digests left out."""
+    """Return the bytes of encoded routes, digests left out."""
     routes = [values_of(columns[name]) for name in (IDS, BITS, BITMAP) if name in columns]
     return sum(values.numel() * values.element_size() for values in routes)
 
 
 def route_conditions(replay: RouterReplayConfig) -> tuple[str, ...]:
-    """Conditions of the schema that hold in a run: which columns carry its routes."""
+    """Return the conditions of the schema that hold in a run: which columns carry its routes."""
     if not replay.enabled:
         return ()
     form = "routes_bit_packed" if replay.bit_packed else "routes_whole"
@@ -51,7 +51,7 @@ def route_conditions(replay: RouterReplayConfig) -> tuple[str, ...]:
 def encode_routes(
     routes: torch.Tensor, shape: RouteShape, *, bit_packed: bool = False, with_digests: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Decoded routes as columns of the schema.
+    """Return the decoded routes as columns of the schema.
 
     Args:
         routes: jagged `[N, (tokens), L, K]` int16.
@@ -91,7 +91,7 @@ def encode_routes(
 
 
 def decode_routes(columns: Mapping[str, torch.Tensor], shape: RouteShape) -> torch.Tensor:
-    """The inverse of `encode_routes`: jagged `[N, (tokens), L, K]` int16, -1 where a route is missing.
+    """Return the inverse of `encode_routes`: jagged `[N, (tokens), L, K]` int16, -1 where a route is missing.
 
     Raises:
         SchemaMismatch: columns of another model, or rows that differ between them.
@@ -116,7 +116,7 @@ def decode_routes(columns: Mapping[str, torch.Tensor], shape: RouteShape) -> tor
 
 
 def validate_routes(routes: torch.Tensor, shape: RouteShape, *, keys: Sequence[str]) -> None:
-    """What no router would have chosen is refused.
+    """Refuse routes that no router would have chosen.
 
     Args:
         routes: jagged `[N, (tokens), L, K]` int16.
@@ -155,7 +155,7 @@ def _check_layout(values: torch.Tensor, shape: RouteShape) -> None:
 
 
 def _row_of(token: int, lengths: torch.Tensor) -> tuple[int, int]:
-    """Row, and position in it, of a token counted over all rows."""
+    """Return the row, and position in it, of a token counted over all rows."""
     ends = lengths.cumsum(0)
     row = int(torch.searchsorted(ends, token, right=True))
     return row, token - int(ends[row] - lengths[row])
@@ -165,7 +165,7 @@ def _row_of(token: int, lengths: torch.Tensor) -> tuple[int, int]:
 
 
 def _bitmap(is_missing: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """`[S]` bool -> jagged `[N, (ceil(tokens / 8))]` uint8; bit t % 8 of byte t // 8 is token t of the row."""
+    """Return `[S]` bool -> jagged `[N, (ceil(tokens / 8))]` uint8; bit t % 8 of byte t // 8 is token t of the row."""
     num_bytes = (lengths + 7) // 8
     bitmap = torch.zeros(int(num_bytes.sum()), dtype=torch.int32)
     tokens = is_missing.nonzero().squeeze(1)
@@ -176,7 +176,7 @@ def _bitmap(is_missing: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _from_bitmap(bitmap: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """`[S]` bool."""
+    """Return `[S]` bool."""
     values, expected = values_of(bitmap), (lengths + 7) // 8
     if lengths_of(bitmap).tolist() != expected.tolist():
         raise SchemaMismatch(
@@ -190,7 +190,7 @@ def _from_bitmap(bitmap: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _bit_of_tokens(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the bit of each token is: `[S]` int64 byte over all rows, `[S]` int32 bit in it."""
+    """Return the position of the bit of each token: `[S]` int64 byte over all rows, `[S]` int32 bit in it."""
     num_bytes = (lengths + 7) // 8
     token_start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     byte_start = (num_bytes.cumsum(0) - num_bytes).repeat_interleave(lengths)
@@ -205,7 +205,7 @@ def _bit_of_tokens(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pack_bits(ids: torch.Tensor, bits: int) -> torch.Tensor:
-    """`[S, n]` ids -> `[S, ceil(n * bits / 8)]` uint8."""
+    """Return `[S, n]` ids -> `[S, ceil(n * bits / 8)]` uint8."""
     num_tokens, num_ids = ids.shape
     blocks = -(-num_ids // 8)
     wide = torch.zeros(8, num_tokens, blocks, dtype=torch.int32)
@@ -222,7 +222,7 @@ def _pack_bits(ids: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpack_bits(packed: torch.Tensor, bits: int, num_ids: int) -> torch.Tensor:
-    """`[S, bytes]` uint8 -> `[S, n]` int16."""
+    """Return `[S, bytes]` uint8 -> `[S, n]` int16."""
     num_tokens, blocks = packed.shape[0], -(-num_ids // 8)
     padded = torch.nn.functional.pad(packed, (0, blocks * bits - packed.shape[1]))
     wide = padded.view(num_tokens, blocks, bits).permute(2, 0, 1).to(torch.int32).contiguous()
@@ -237,6 +237,6 @@ def _unpack_bits(packed: torch.Tensor, bits: int, num_ids: int) -> torch.Tensor:
 
 
 def _overlaps(byte: int, bits: int) -> list[tuple[int, int]]:
-    """Ids of a block with bits in this byte, and how far an id is shifted to the left to lie over it."""
+    """Return the ids of a block with bits in this byte, and how far an id is shifted to the left to lie over it."""
     end = 8 * byte + 8
     return [(i, end - (i + 1) * bits) for i in range(8) if i * bits < end and (i + 1) * bits > end - 8]

@@ -18,7 +18,7 @@ _SHIFT_MASK = (1 << (64 - _SHIFT)) - 1
 
 
 def route_digests(ids: Any, layers: Sequence[int]) -> Any:
-    """Digests of the ordered expert ids.
+    """Return the digests of the ordered expert ids.
 
     Args:
         ids: `[..., L, K]` int64, a torch tensor or a numpy array; -1 where a route is missing.
@@ -46,5 +46,5 @@ def route_digests(ids: Any, layers: Sequence[int]) -> Any:
 
 
 def _wrapped(value: int) -> int:
-    """As a signed 64-bit integer."""
+    """Return a number wrapped to a signed 64-bit integer."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -43,17 +43,17 @@ class RouteCounts:
     """Tokens with and without a route."""
 
     tokens: int
-    """That could have one: all but the last of each row."""
+    """Tokens that could have a route: all but the last of each row."""
     missing: int
-    """Of these."""
+    """Tokens of these without a route."""
     trained: int
     """Tokens to train."""
     trained_missing: int
-    """Of these, predicted from a token without a route."""
+    """Trained tokens of these, predicted from a token without a route."""
 
 
 def place_routes(turns: Sequence[RecordedRoutes], *, lengths: torch.Tensor, keys: Sequence[str]) -> torch.Tensor:
-    """Routes of all turns at the positions of their tokens, decoded.
+    """Return the routes of all turns at the positions of their tokens, decoded.
 
     A token keeps the route of the first turn that has one: its log-probability was made with it. Later turns add what
     that turn could not have: the last token of its response, what the environment has said since, and gaps.
@@ -87,7 +87,7 @@ def place_routes(turns: Sequence[RecordedRoutes], *, lengths: torch.Tensor, keys
 
 
 def count_routes(routes: torch.Tensor, token_mask: torch.Tensor) -> RouteCounts:
-    """Counts of jagged `[N, (tokens), L, K]` decoded routes, and `[N, T]` bool tokens to train."""
+    """Count the routes of jagged `[N, (tokens), L, K]` decoded routes, and `[N, T]` bool tokens to train."""
     is_missing, lengths = values_of(routes)[:, 0, 0] == MISSING, lengths_of(routes)
     is_trained = token_mask.bool()[torch.arange(token_mask.shape[1]) < lengths[:, None]]
     # A token is predicted from the one before it; the last one of a row, before the next row's first, is never missing.
@@ -101,7 +101,7 @@ def count_routes(routes: torch.Tensor, token_mask: torch.Tensor) -> RouteCounts:
 
 
 def _check_ends(turn: RecordedRoutes, lengths: torch.Tensor, keys: Sequence[str]) -> None:
-    """The last token of a row may have a route as well; some backends feed it once more."""
+    """Check the ends of rows. The last token of a row may have a route as well; some backends feed it once more."""
     ends = turn.starts + turn.lengths
     is_beyond = (ends > lengths) | (turn.starts < 0)
     if bool(is_beyond.any()):

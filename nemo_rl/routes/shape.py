@@ -1,4 +1,4 @@
-"""What the routes of a token of a model look like: layers, experts, dtypes. Needs nothing but torch.
+"""The shape of the routes of a token of a model: layers, experts, dtypes. Needs nothing but torch.
 
 Read wherever routes are recorded, carried or replayed; `columns` makes columns of them.
 """
@@ -28,7 +28,7 @@ UINT8_EXPERTS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteShape:
-    """What the routes of one token of a model look like.
+    """The shape of the routes of one token of a model.
 
     Example:
         >>> shape = RouteShape(layers=(1, 2), top_k=2, num_experts=8)
@@ -43,20 +43,20 @@ class RouteShape:
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
-    """dtype of ids on the wire: uint8 up to 256 experts, int16 above."""
+    """Return the dtype of ids on the wire: uint8 up to 256 experts, int16 above."""
     return torch.uint8 if num_experts <= UINT8_EXPERTS else torch.int16
 
 
 def dummy_route(top_k: int) -> torch.Tensor:
-    """`[K]` int16: a valid route for tokens whose route is never used (the last of a row, padding)."""
+    """Return `[K]` int16: a valid route for tokens whose route is never used (the last of a row, padding)."""
     return torch.arange(top_k, dtype=torch.int16)
 
 
 def bits_per_id(num_experts: int) -> int:
-    """ceil(log2 E), at least 1."""
+    """Return ceil(log2 E), at least 1."""
     return max(1, (num_experts - 1).bit_length())
 
 
 def bound_bits_per_token(shape: RouteShape) -> int:
-    """ceil(log2 E) * L * K."""
+    """Return ceil(log2 E) * L * K."""
     return bits_per_id(shape.num_experts) * len(shape.layers) * shape.top_k

@@ -19,7 +19,7 @@ from websockets.sync.client import ClientConnection, connect
 from nemo_rl.errors import NemoRLError, UserError, shorten
 from nemo_rl.tracer.protocol import LIVE_PATH, PROTOCOL_VERSION, Role
 from nemo_rl.tracer.watch import Plan
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import printable
 
 __all__ = ["HubGone", "LiveClient", "Refused"]
 

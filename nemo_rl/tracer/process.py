@@ -24,8 +24,8 @@ from nemo_rl.errors import ResourceError, RunFolderError
 from nemo_rl.tracer.link import HubAddress, HubLink, OnMessage
 from nemo_rl.tracer.protocol import Limits, Role
 from nemo_rl.tracer.tokens import Tokens, token_path, write_private
+from nemo_rl.utils.deadlines import read_line
 from nemo_rl.utils.files import write_text
-from nemo_rl.utils.readable import read_line
 
 __all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec", "TracedJob", "open_job"]
 

@@ -22,7 +22,7 @@ from typing import Self
 from nemo_rl.errors import RecordingError, UserError
 from nemo_rl.tracer.entry import HEAD, Entry, EntryKind, entry_at, pack_entry, pack_message, size_of
 from nemo_rl.tracer.frame import BadFrame, Frame, Table, header_of
-from nemo_rl.utils.last_resort import machine_problem
+from nemo_rl.utils.exits import machine_problem
 
 __all__ = ["VERSION", "StreamWriter", "quiet_s", "stream_files"]
 

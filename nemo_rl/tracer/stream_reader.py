@@ -18,7 +18,7 @@ from nemo_rl.errors import UserError
 from nemo_rl.tracer.entry import Entry, EntryKind, Problem, entry_at, find_entry, size_of
 from nemo_rl.tracer.frame import BadFrame, header_of
 from nemo_rl.tracer.store import VERSION, stream_files
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import printable
 
 __all__ = ["RECORDING_FOLDER", "Follow", "StreamReader", "find_recording"]
 

@@ -23,8 +23,7 @@ from typing import Protocol, runtime_checkable
 
 from nemo_rl.errors import CheckpointError, NemoRLError, WorkerError
 from nemo_rl.utils import interrupt
-from nemo_rl.utils.files import read_plain, write_text
-from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
+from nemo_rl.utils.files import MANIFEST_FILE, Manifest, read_plain, write_text
 
 __all__ = [
     "WEIGHTS",
@@ -68,7 +67,7 @@ class Checkpoint:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether it was saved with optimizer state."""
+        """Return whether the checkpoint was saved with optimizer state."""
         return any(name.startswith(f"{OPTIMIZER}/") for name in self.manifest.paths)
 
 
@@ -82,11 +81,11 @@ class Damaged:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What to resume from."""
+    """The checkpoint to resume from."""
 
     checkpoint: Checkpoint
     reason: str
-    """In words: why this one."""
+    """The reason for this checkpoint, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,9 +94,9 @@ class Unfinished:
 
     step: int
     folder: Path
-    """Where its content is written."""
+    """The folder into which its content is written."""
     target: Path
-    """What the folder will be called."""
+    """The final name of the folder."""
     state_text: str
 
 
@@ -127,7 +126,7 @@ class CheckpointManager:
         self._token = uuid.uuid4().hex[:8]
 
     def save(self, step: int, *, write: Callable[[Path], None], state: Mapping[str, object]) -> Path:
-        """Runs `write(tmp folder)`, adds `state` and a manifest, renames, updates `latest`, prunes.
+        """Run `write(tmp folder)`, add `state` and a manifest, rename the folder, update `latest`, and prune.
 
         Raises:
             CheckpointError: as in `begin` and `guarded`. WorkerError, KeyboardInterrupt: as in `guarded`.
@@ -138,7 +137,7 @@ class CheckpointManager:
         return self.complete(unfinished)
 
     def begin(self, step: int, *, state: Mapping[str, object]) -> Unfinished:
-        """A folder for what belongs to the checkpoint, to be written and then completed.
+        """Make a folder for the content of a checkpoint, to be written and then completed.
 
         Args:
             state: JSON values; numbers and arrays of numpy and torch are saved as plain ones, as they are now.
@@ -154,7 +153,7 @@ class CheckpointManager:
         return unfinished
 
     def complete(self, unfinished: Unfinished) -> Path:
-        """Adds state and manifest, renames, updates `latest`, prunes; the folder under its name.
+        """Add state and manifest, rename the folder, update `latest`, and prune; return the folder under its name.
 
         May run in a thread beside the training, where nothing else is done with this manager's folder.
 
@@ -171,7 +170,7 @@ class CheckpointManager:
 
     @contextmanager
     def guarded(self, unfinished: Unfinished) -> Iterator[None]:
-        """What is done for a checkpoint; after an error what was written of it is removed.
+        """Guard the work for a checkpoint; after an error the partly written folder is removed.
 
         Raises:
             CheckpointError: a write failed; earlier checkpoints and `latest` are untouched.
@@ -196,12 +195,14 @@ class CheckpointManager:
             ) from error
 
     def latest(self) -> Checkpoint | None:
-        """The one named by `latest`, or the newest when that file is missing or stale; contents are not compared."""
+        """Return the checkpoint named by `latest`, or the newest when that file is missing or stale; contents are not
+        compared."""
         found, _ = self.scan()
         return next(iter(_in_order(found, self._pointer())), None)
 
     def best(self) -> Checkpoint | None:
-        """The one with the best metric, the newest of equals; None where none has a number. Contents are not compared.
+        """Return the checkpoint with the best metric, the newest of equals; None where none has a number. Contents are
+        not compared.
 
         Pruning keeps it.
         """
@@ -209,11 +210,11 @@ class CheckpointManager:
         return max(ranked, key=self._rank, default=None)
 
     def all(self) -> list[Checkpoint]:
-        """Complete checkpoints in order of their steps; contents are not compared."""
+        """Return the complete checkpoints in order of their steps; contents are not compared."""
         return self.scan()[0]
 
     def scan(self) -> tuple[list[Checkpoint], list[Damaged]]:
-        """What there is: complete checkpoints in order of their steps, and folders that are none."""
+        """Return the complete checkpoints in order of their steps, and the folders that are none."""
         found: list[Checkpoint] = []
         damaged: list[Damaged] = []
         for path in sorted(self._folder.glob("step_*")):
@@ -224,7 +225,7 @@ class CheckpointManager:
         return sorted(found, key=lambda checkpoint: checkpoint.step), damaged
 
     def choose(self, *, with_optimizer: bool = True, reads_files: bool = True) -> Choice:
-        """The checkpoint to resume from: the one that `latest` names, else the newest, of those that are intact.
+        """Return the checkpoint to resume from: the one that `latest` names, else the newest, of those that are intact.
 
         Damaged ones are named in a warning and left where they are.
 
@@ -255,11 +256,11 @@ class CheckpointManager:
         raise CheckpointError(
             f"checkpointing.resume is true, but {self._folder} holds no complete checkpoint; set it to false to start "
             "afresh, or point checkpointing.checkpoint_dir to the run to continue"
-            + (f". Damaged, and left as they are:{listed}" if listed else "")
+            + (f". Corrupt, and left in place:{listed}" if listed else "")
         )
 
     def clean(self) -> None:
-        """Removes what a killed run was writing or removing; gives back what it was about to exchange."""
+        """Remove what a killed run was writing or removing; give back what it was about to exchange."""
         for path in _aside_paths(self._folder):
             name = path.name.split(".")[0].removeprefix(REPLACED)
             if path.name.startswith(REPLACED) and not (self._folder / name).exists():
@@ -273,7 +274,7 @@ class CheckpointManager:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            logger.warning("%s cannot be read and is passed over: %s", self._folder / LATEST_FILE, error)
+            logger.warning("%s cannot be read and is ignored: %s", self._folder / LATEST_FILE, error)
             return None
 
     def _state_text(self, step: int, state: Mapping[str, object]) -> str:
@@ -298,7 +299,8 @@ class CheckpointManager:
                 shutil.rmtree(gone, ignore_errors=True)
 
     def _whole(self) -> list[Checkpoint]:
-        """Those with all their files: a damaged one is no reason to remove an intact one, and is not ours to remove."""
+        """Return the checkpoints with all their files: a damaged one is no reason to remove an intact one, and is not
+        ours to remove."""
         return [checkpoint for checkpoint in self.all() if checkpoint.manifest.missing(checkpoint.path) is None]
 
     def _rank(self, checkpoint: Checkpoint) -> tuple[float, int]:
@@ -306,40 +308,40 @@ class CheckpointManager:
         return float("-inf") if math.isnan(metric) else self._sign * metric, checkpoint.step
 
     def _metric(self, checkpoint: Checkpoint) -> float:
-        """NaN where it has none."""
+        """Return the metric of a checkpoint, NaN where it has none."""
         metrics = checkpoint.state.get("metrics")
         value = metrics.get(self._metric_name) if isinstance(metrics, Mapping) else None
         return float(value) if isinstance(value, int | float) else math.nan
 
     def _replace_folder(self, source: Path, target: Path) -> None:
-        """Renames `source` to `target`; a folder already there survives until the new one is in place."""
+        """Rename `source` to `target`; a folder already there survives until the new one is in place."""
         old = self._aside(REPLACED, target)
         if target.exists():
-            logger.warning("%s is replaced: the run has come to this step again", target)
+            logger.warning("%s is replaced: the run reached this step again", target)
             os.replace(target, old)
         os.replace(source, target)
         shutil.rmtree(old, ignore_errors=True)
 
     def _aside(self, prefix: str, path: Path) -> Path:
-        """A name that no other process uses."""
+        """Return a name that no other process uses."""
         return path.with_name(f"{prefix}{path.name}.{self._token}")
 
 
 def checkpoint_paths(folder: Path) -> list[Path]:
-    """Everything in `folder` that checkpoints have written, damaged and unfinished ones included."""
+    """Return everything in `folder` that checkpoints have written, damaged and unfinished ones included."""
     steps = [path for path in sorted(folder.glob("step_*")) if STEP.fullmatch(path.name) and path.is_dir()]
     pointer = folder / LATEST_FILE
     return [*steps, *_aside_paths(folder), *([pointer] if pointer.is_file() else [])]
 
 
 def is_of_checkpoint(path: Path) -> bool:
-    """Whether a folder named like a checkpoint has been written as one, damaged or not; an empty one is nobody's."""
+    """Return whether a folder named like a checkpoint has been written as one, damaged or not; an empty one has not."""
     content = {child.name for child in path.iterdir()}
     return not content or not content.isdisjoint((STATE_FILE, MANIFEST_FILE, WEIGHTS.partition("/")[0]))
 
 
 def _plain(value: object) -> object:
-    """JSON values in place of those of numpy and torch, also as keys."""
+    """Return JSON values in place of those of numpy and torch, also as keys."""
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -355,13 +357,13 @@ def _aside_paths(folder: Path) -> Iterator[Path]:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """What a folder says of itself; its files are not compared.
+    """Read the description of a checkpoint folder; its files are not compared.
 
     Raises:
-        OSError, ValueError, RecursionError: it is no complete checkpoint.
+        OSError, ValueError, RecursionError: it is not a complete checkpoint.
     """
     if not STEP.fullmatch(path.name):
-        raise ValueError("is named like no checkpoint: expected step_ and a number")
+        raise ValueError("is not named like a checkpoint: expected step_ and a number")
     state = json.loads(read_plain(path / STATE_FILE).decode("utf-8"))
     if not isinstance(state, dict) or not isinstance(state.get("sampler"), dict):
         raise ValueError(f"{STATE_FILE}: expected an object with the data position in 'sampler'")
@@ -372,7 +374,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _in_order(found: Sequence[Checkpoint], pointer: str | None) -> list[Checkpoint]:
-    """The one that is pointed to, then the newest first."""
+    """Return the checkpoint that is pointed to, then the newest first."""
     return sorted(found, key=lambda checkpoint: (checkpoint.path.name == pointer, checkpoint.step), reverse=True)
 
 
@@ -387,4 +389,4 @@ def _why(chosen: Checkpoint, found: Sequence[Checkpoint], pointer: str | None, d
 
 def _warn(damaged: Mapping[Path, str]) -> None:
     for path, reason in damaged.items():
-        logger.warning("checkpoint %s is damaged and passed over: %s; it is left as it is", path, reason)
+        logger.warning("checkpoint %s is corrupt and skipped: %s; its files are left in place", path, reason)

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["give_usual_mode", "give_usual_modes", "open_plain", "read_plain", "read_tail", "replace_file", "write_text"]
+__all__ = [
+    "MANIFEST_FILE",
+    "Manifest",
+    "give_usual_mode",
+    "give_usual_modes",
+    "open_plain",
+    "read_plain",
+    "read_tail",
+    "replace_file",
+    "write_text",
+]
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
-    """Lets `write` fill a temporary file next to `path`, then renames it; a failed write leaves `path` as it was."""
+    """Let `write` fill a temporary file next to `path`, then rename it; a failed write leaves `path` as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The suffix stays last: matplotlib and others choose the format by it.
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
@@ -27,15 +41,16 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """`path` holds `text`, or what it held before."""
+    """Write a text as a whole: `path` holds `text`, or its former content after a failure."""
     return replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A plain file, opened for reading; nothing waits for the writer of a named pipe, or reads a device without end.
+    """Return a plain file, opened for reading; nothing waits for the writer of a named pipe, or reads a device without
+    end.
 
     Raises:
-        OSError: it cannot be opened, or is no plain file.
+        OSError: it cannot be opened, or is not a plain file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
@@ -48,33 +63,142 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_plain(path: Path) -> bytes:
-    """The content of a plain file; raises as `open_plain`."""
+    """Return the content of a plain file; raises as `open_plain`."""
     with open_plain(path) as file:
         return file.read()
 
 
 def read_tail(path: Path, num_bytes: int) -> bytes:
-    """The last bytes of a file that may be large, such as a log."""
+    """Return the last bytes of a file that may be large, such as a log."""
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
         return file.read(num_bytes)
 
 
 def give_usual_modes(folder: Path) -> None:
-    """Files under `folder` get the mode that `open` gives; those of safetensors are for their owner alone."""
+    """Give files under `folder` the mode that `open` gives; those of safetensors are for their owner alone."""
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             give_usual_mode(path)
 
 
 def give_usual_mode(path: Path) -> None:
-    """As `give_usual_modes`, one file."""
+    """Give one file the mode that `open` gives."""
     # File systems that know no modes have no use for one.
     with suppress(OSError):
         path.chmod(0o666 & ~_umask())
 
 
 def _umask() -> int:
-    """Of this process; os.umask can only be asked by changing it, for all threads."""
+    """Return the umask of this process; os.umask can only be asked by changing it, for all threads."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
+
+
+MANIFEST_FILE = "manifest.json"
+BLOCK_BYTES = 1 << 22
+THREADS = 4
+"""More do not help: storage is the limit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    num_bytes: int
+    crc32: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The files of a folder.
+
+    Example:
+        >>> Manifest.parse('{"files": {"a/b.bin": {"bytes": 3, "crc32": "352441c2"}}}').paths
+        ('a/b.bin',)
+    """
+
+    entries: Mapping[str, _Entry]
+    """Entries by path relative to the folder, with forward slashes."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(self.entries)
+
+    @classmethod
+    def write(cls, folder: Path) -> Manifest:
+        """Read every file of `folder` back and write the manifest next to them.
+
+        Raises:
+            OSError: a file cannot be read, or the manifest not written.
+        """
+        paths = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        entries = _in_threads(lambda name: _entry(folder / name), paths)
+        files = {name: {"bytes": entry.num_bytes, "crc32": entry.crc32} for name, entry in entries.items()}
+        write_text(folder / MANIFEST_FILE, json.dumps({"files": files}, indent=1))
+        return cls(entries=entries)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """
+        Raises:
+            OSError, ValueError: there is none, or it is damaged.
+        """
+        return cls.parse(read_plain(folder / MANIFEST_FILE).decode("utf-8"))
+
+    @classmethod
+    def parse(cls, text: str) -> Manifest:
+        try:
+            files = json.loads(text)["files"].items()
+            entries = {str(n): _Entry(num_bytes=int(f["bytes"]), crc32=str(f["crc32"])) for n, f in files}
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{MANIFEST_FILE} is damaged: {error!r}") from error
+        return cls(entries=entries)
+
+    def without(self, prefix: str) -> Manifest:
+        """Return the manifest without the files whose paths start with `prefix`."""
+        kept = {name: entry for name, entry in self.entries.items() if not name.startswith(prefix)}
+        return Manifest(entries=kept)
+
+    def only(self, prefix: str, *, is_relative: bool = False) -> Manifest:
+        """Return the files whose paths start with `prefix`; relative ones are without it."""
+        kept = {name: entry for name, entry in self.entries.items() if name.startswith(prefix)}
+        return Manifest(entries={name.removeprefix(prefix): e for name, e in kept.items()} if is_relative else kept)
+
+    def missing(self, folder: Path) -> str | None:
+        """Return the first file that is absent or of another size, in words; reads no file."""
+        for name, entry in self.entries.items():
+            try:
+                status = (folder / name).stat()
+            except (OSError, ValueError):
+                return f"{name} is missing"
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is not a plain file"
+            size = status.st_size
+            if size != entry.num_bytes:
+                return f"{name} has {size} bytes, expected {entry.num_bytes}"
+        return None
+
+    def damage(self, folder: Path) -> str | None:
+        """Return the first file that is not as it was written, in words; reads every file."""
+        problem = self.missing(folder)
+        if problem is not None:
+            return problem
+        try:
+            found = _in_threads(lambda name: _entry(folder / name), list(self.entries))
+        except OSError as error:
+            return f"cannot be read: {error}"
+        changed = [name for name, entry in self.entries.items() if found[name] != entry]
+        return f"{changed[0]} is corrupt: its checksum differs" if changed else None
+
+
+def _in_threads(read: Callable[[str], _Entry], names: list[str]) -> dict[str, _Entry]:
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(names, pool.map(read, names), strict=True))
+
+
+def _entry(path: Path) -> _Entry:
+    checksum, num_bytes = 0, 0
+    with open_plain(path) as file:
+        while block := file.read(BLOCK_BYTES):
+            checksum = zlib.crc32(block, checksum)
+            num_bytes += len(block)
+    return _Entry(num_bytes=num_bytes, crc32=f"{checksum:08x}")

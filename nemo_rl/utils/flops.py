@@ -58,20 +58,20 @@ class TransformerShape:
     shared_mlp_size: int = 0
     """Width of the experts that see every token, besides the routed ones."""
     has_shared_gate: bool = False
-    """Whether a gate of one number per token weighs the shared experts."""
+    """True where a gate of one number per token weighs the shared experts."""
     num_dense_layers: int = 0
     """Layers of a mixture of experts whose MLP is a dense one (often the first ones)."""
     dense_mlp_size: int = 0
     """Width of the MLP of those layers."""
     latent: LatentAttention | None = None
-    """None for ordinary and grouped-query attention."""
+    """Sizes of latent attention, or None for ordinary and grouped-query attention."""
     sliding_window: int = 0
     """Keys that a token of a sliding layer meets at most, itself included."""
     num_sliding_layers: int = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> TransformerShape:
-        """From the dictionary of a Hugging Face decoder config (`config.to_dict()`)."""
+        """Read the shape from the dictionary of a Hugging Face decoder config (`config.to_dict()`)."""
         numbers = _Numbers(config)
         hidden, heads = numbers("hidden_size"), numbers("num_attention_heads", default=1)
         dense_mlp = numbers("intermediate_size", default=4 * hidden)
@@ -100,7 +100,7 @@ class TransformerShape:
 
     @property
     def attention_weights(self) -> int:
-        """Elements of one layer's projections of queries, keys, values and outputs."""
+        """Return the number of elements of one layer's projections of queries, keys, values and outputs."""
         if self.latent is None:
             return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         latent, heads = self.latent, self.num_heads
@@ -112,7 +112,8 @@ class TransformerShape:
 
     @property
     def matmul_flops_per_token(self) -> float:
-        """Forward pass of one token without attention scores: projections, gated MLP, router and head."""
+        """Return the FLOPs of the forward pass of one token without attention scores: projections, gated MLP, router
+        and head."""
         sparse_layers = self.num_layers - self.num_dense_layers
         sparse = 3 * (self.mlp_size + self.shared_mlp_size) + self.num_experts + self.has_shared_gate
         mlp = sparse_layers * sparse + self.num_dense_layers * 3 * self.dense_mlp_size
@@ -121,14 +122,14 @@ class TransformerShape:
 
     @property
     def pair_flops(self) -> float:
-        """Forward pass of one layer for one query and one key: the score, and the value's share."""
+        """Return the forward FLOPs of one layer for one query and one key: the score, and the value's share."""
         if self.latent is None:
             return 4.0 * self.num_heads * self.head_dim
         return 2.0 * self.num_heads * (self.latent.nope_dim + self.latent.rope_dim + self.latent.value_dim)
 
 
 def transformer_flops(shape: TransformerShape, sequence_lengths: Iterable[int], *, with_backward: bool) -> float:
-    """FLOPs of one pass over whole sequences; a backward pass costs twice the forward pass.
+    """Return the FLOPs of one pass over whole sequences; a backward pass costs twice the forward pass.
 
     Causal attention: token t meets t keys, or as many as the window of a sliding layer holds.
     """
@@ -142,7 +143,7 @@ def transformer_flops(shape: TransformerShape, sequence_lengths: Iterable[int], 
 
 
 def sequence_cost(shape: TransformerShape) -> tuple[float, float]:
-    """(a, b) of the forward FLOPs a s + b s^2 of a sequence of s tokens, by which packing levels its ranks.
+    """Return (a, b) of the forward FLOPs a s + b s^2 of a sequence of s tokens, by which packing levels its ranks.
 
     `transformer_flops` in closed form, but for sliding layers, whose tokens count as if all met a full window.
     """
@@ -152,7 +153,7 @@ def sequence_cost(shape: TransformerShape) -> tuple[float, float]:
 
 
 def _causal_pairs(length: int, window: int) -> float:
-    """Query-key pairs when a token meets at most `window` keys, itself included."""
+    """Return the number of query-key pairs when a token meets at most `window` keys, itself included."""
     window = min(window, length)
     return window * (window + 1) / 2 + (length - window) * window
 
@@ -169,7 +170,8 @@ class _Numbers:
 
 
 def _count_dense_layers(config: Mapping[str, object]) -> int:
-    """Layers of a mixture without experts: leading ones, listed ones, and those between the sparse ones."""
+    """Return the number of layers of a mixture without experts: leading ones, listed ones, and those between the sparse
+    ones."""
     numbers = _Numbers(config)
     leading, every = numbers("first_k_dense_replace"), numbers("decoder_sparse_step", "moe_layer_freq", default=1)
     # decoder_sparse_step counts layers from 1 (qwen), moe_layer_freq from 0 (deepseek).
@@ -195,7 +197,7 @@ def _latent(numbers: _Numbers) -> LatentAttention | None:
 
 
 def theoretical_tflops(device_name: str, *, dtype: str) -> float:
-    """Peak of a known GPU; 0 for CPUs and unknown devices."""
+    """Return the peak of a known GPU; 0 for CPUs and unknown devices."""
     for part, peaks in PEAK_TFLOPS.items():
         if part in device_name:
             return peaks[dtype]

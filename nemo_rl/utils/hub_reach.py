@@ -12,13 +12,13 @@ from nemo_rl.errors import shorten
 __all__ = ["ETAG_TIMEOUT_S", "why_unreachable"]
 
 REACH_TIMEOUT_S = 8.0
-"""For the hub to answer at all, looking up its address included."""
+"""Seconds for the hub to answer at all, looking up its address included."""
 ETAG_TIMEOUT_S = 15.0
-"""For one question about a file."""
+"""Seconds for one question about a file."""
 
 
 def why_unreachable() -> str | None:
-    """Why the hub cannot be asked; None when it answers, with whatever code."""
+    """Return why the hub cannot be asked, or None when it answers, with any code."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     failed: list[str] = []

@@ -13,25 +13,26 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from nemo_rl.utils.exit_codes import INTERRUPTED
+from nemo_rl.utils.exits import INTERRUPTED
 
 __all__ = ["SIGNALS", "end_at_once", "ignore", "install", "raise_if_received", "received"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 AGAIN_AFTER_S = 30.0
-"""Until a signal may break off the teardown that an earlier one has begun."""
+"""Seconds until a signal may break off the teardown that an earlier one has begun."""
 
 _received: list[float] = []
 
 
 def end_at_once() -> None:
-    """Until `install`, while a program only imports: a signal ends it with one line."""
+    """Let a signal end the process with one line until `install`, while a program only imports."""
     _handle_by(_end)
 
 
 def ignore() -> None:
-    """A second signal cannot end the process in another way, once an interrupt has ended all that it had started.
+    """Ignore further signals: a second one cannot end the process in another way, once an interrupt has ended all that
+    it had started.
 
     Python gives up its handlers when it ends, but not this.
     """
@@ -39,13 +40,13 @@ def ignore() -> None:
 
 
 def install() -> None:
-    """Lets `SIGNALS` interrupt the process; one that is ignored (a shell's background job, nohup) stays ignored."""
+    """Let `SIGNALS` interrupt the process; one that is ignored (a shell's background job, nohup) stays ignored."""
     _received.clear()
     _handle_by(_interrupt)
 
 
 def received() -> bool:
-    """Whether a signal has arrived since `install`."""
+    """Return whether a signal has arrived since `install`."""
     return bool(_received)
 
 

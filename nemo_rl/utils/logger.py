@@ -1,4 +1,4 @@
-"""Where a run's numbers go: `Logger`, built by `build_logger`.
+"""Sends the metrics of a run to its trackers: `Logger`, built by `build_logger`.
 
 Called by the trainer on the driver. A tracker that fails warns once and is switched off; it never stops a run.
 """
@@ -12,11 +12,16 @@ from functools import partial
 from nemo_rl.config.parts import TRACKERS
 from nemo_rl.config.schema import LoggerConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.utils.trackers.base import Tracker
-from nemo_rl.utils.trackers.jsonl import METRICS_FILE, JsonlTracker
-from nemo_rl.utils.trackers.mlflow import MlflowTracker, has_mlflow
-from nemo_rl.utils.trackers.tensorboard import TensorboardTracker
-from nemo_rl.utils.trackers.wandb import WandbTracker, has_wandb
+from nemo_rl.utils.trackers import (
+    METRICS_FILE,
+    JsonlTracker,
+    MlflowTracker,
+    TensorboardTracker,
+    Tracker,
+    WandbTracker,
+    has_mlflow,
+    has_wandb,
+)
 
 __all__ = ["REWARD_METRIC", "VAL_ACCURACY_METRIC", "Logger", "build_logger", "check_trackers"]
 
@@ -37,11 +42,11 @@ class Logger:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """Names of the trackers that have not failed."""
+        """Return the names of the trackers that have not failed."""
         return tuple(tracker.name for tracker in self._trackers)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records `metrics` of `step`; may be called several times for one step with other names."""
+        """Record `metrics` of `step`; may be called several times for one step with other names."""
         plain = {name: float(value) for name, value in metrics.items()}
         for tracker in list(self._trackers):
             if not _attempt(f"tracker {tracker.name!r}", partial(tracker.log, plain, step=step)):
@@ -49,14 +54,14 @@ class Logger:
                 _attempt(f"closing tracker {tracker.name!r}", tracker.close)
 
     def close(self) -> None:
-        """Closes every tracker. Idempotent."""
+        """Close every tracker. Idempotent."""
         for tracker in self._trackers:
             _attempt(f"closing tracker {tracker.name!r}", tracker.close)
         self._trackers.clear()
 
 
 def build_logger(cfg: LoggerConfig, *, run_config: Mapping[str, object], resume_step: int | None = None) -> Logger:
-    """The trackers that `cfg` names.
+    """Return the trackers that `cfg` names.
 
     Args:
         run_config: the resolved config as plain values, shown by trackers that can.
@@ -83,7 +88,7 @@ def build_logger(cfg: LoggerConfig, *, run_config: Mapping[str, object], resume_
 
 
 def check_trackers(cfg: LoggerConfig) -> None:
-    """Raises a ConfigError when a tracker that is on cannot be imported."""
+    """Raise a ConfigError when a tracker that is on cannot be imported."""
     for own in cfg.trackers:
         TRACKERS.load(own, key="logger.trackers")
     for name, is_missing in (

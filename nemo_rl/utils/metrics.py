@@ -1,11 +1,13 @@
-"""Metric values that carry their own reduction, so that whoever merges them cannot pick the wrong one."""
+"""Metric values that carry their own reduction, and the seconds of each stage of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Max", "Mean", "Min", "Reduction", "Sum", "merge_metrics", "values"]
+__all__ = ["Max", "Mean", "Min", "Reduction", "Sum", "Timer", "merge_metrics", "values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ Reduction = Mean | Sum | Max | Min
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, Reduction]:
-    """Merges the same names over microbatches, ranks or replicas, in the order given.
+    """Merge the same names over microbatches, ranks or replicas, in the order given.
 
     Raises:
         TypeError: one name with two kinds of reduction.
@@ -70,5 +72,52 @@ def merge_metrics(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, Reducti
 
 
 def values(metrics: Mapping[str, Reduction]) -> dict[str, float]:
-    """The reduced numbers."""
+    """Return the reduced numbers."""
     return {name: metric.value for name, metric in metrics.items()}
+
+
+class Timer:
+    """Wall-clock seconds by name, in the order in which the names were first entered.
+
+    Example:
+        >>> ticks = iter([10.0, 12.5])
+        >>> timer = Timer(clock=lambda: next(ticks))
+        >>> with timer.time("train"):
+        ...     pass
+        >>> timer.seconds()
+        {'train': 2.5}
+    """
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.perf_counter, on_enter: Callable[[str], None] | None = None
+    ) -> None:
+        """Args:
+        on_enter: called with the name of each stage that begins.
+        """
+        self._clock = clock
+        self._on_enter = on_enter
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to `name`, also when the block raises."""
+        self._seconds.setdefault(name, 0.0)
+        if self._on_enter is not None:
+            self._on_enter(name)
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] += self._clock() - start
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add time that was measured elsewhere, for example inside a worker."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def seconds(self) -> dict[str, float]:
+        """Return a copy of the sums since the last `reset`."""
+        return dict(self._seconds)
+
+    def reset(self) -> None:
+        """Start the next step."""
+        self._seconds.clear()

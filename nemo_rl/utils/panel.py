@@ -21,7 +21,7 @@ from rich.panel import Panel as RichPanel
 from rich.table import Table
 from rich.text import Text
 
-from nemo_rl.utils.units import bytes_text
+from nemo_rl.utils.console import bytes_text
 
 __all__ = ["Panel", "StepReport", "duration_text", "final_lines", "step_line"]
 
@@ -43,20 +43,20 @@ class StepReport:
     val_reward: float | None = None
     """Mean reward of the validation after this step; None after other steps."""
     loss: float | None = None
-    """None when the step had nothing to train on."""
+    """Loss of the step, or None when it had nothing to train on."""
     kl: float | None = None
     """KL to the reference where it is computed, else to the old policy; None without an update, and where it is 0 by
     construction."""
     mismatch: float | None = None
     """Mean factor between the probabilities that rollout and trainer give a sampled token; None without an update."""
     num_engines: int | None = None
-    """Those of the rollout that live; None where it has one alone, without which no step ends."""
+    """Number of live engines, or None where the run has one alone, without which no step ends."""
     all_engines: int | None = None
-    """With which the run has started."""
+    """Number of engines with which the run has started."""
     engine_speeds: Mapping[int, float] = field(default_factory=dict)
     """Tokens per second of each engine that sampled, while it did, by its number."""
     refit: str | None = None
-    """How the refit went, in a few words: milliseconds, bytes, receipt."""
+    """A short text about the refit: milliseconds, bytes, receipt."""
     tokens_per_s: float = 0.0
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     stage_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -65,17 +65,17 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Times:
-    """Where a run stands in time, in seconds."""
+    """The times of a run, in seconds."""
 
     elapsed: float
     left: float | None
-    """None before the first step has ended."""
+    """Seconds left, or None before the first step has ended."""
     stage: str | None = None
-    """What runs now."""
+    """Name of the stage that runs now."""
     stage_elapsed: float = 0.0
 
     def texts(self) -> list[str]:
-        """`elapsed 0:42`, `left 5:10`, as far as they are known."""
+        """Return `elapsed 0:42`, `left 5:10`, as far as they are known."""
         left = [f"left {duration_text(self.left)}"] if self.left is not None else []
         return [f"elapsed {duration_text(self.elapsed)}", *left]
 
@@ -117,26 +117,26 @@ class Panel:
         self.close()
 
     def close(self) -> None:
-        """Ends redrawing. Idempotent."""
+        """End redrawing. Idempotent."""
         self._stage = None
         if self._live is not None and self._is_open:
             self._live.stop()
         self._is_open = False
 
     def note(self, text: str) -> None:
-        """A line above the numbers: what is being started, what is waited for."""
+        """Show a line above the numbers: what is being started, what is waited for."""
         self._console.print(text)
 
     def begin(self) -> None:
-        """The first step starts now: what came before says nothing about how long steps take."""
+        """Start the clock of the first step: the time before it says nothing about how long steps take."""
         self._step_began = self._clock()
 
     def stage(self, name: str) -> None:
-        """What runs from now on."""
+        """Show the stage that runs from now on."""
         self._stage = (name, self._clock())
 
     def validation(self, step: int, reward: float, *, measure: str) -> None:
-        """A validation outside the steps, such as the one before training.
+        """Show a validation outside the steps, such as the one before training.
 
         Args:
             measure: what its mean reward is called, accuracy or reward.
@@ -144,7 +144,7 @@ class Panel:
         self._console.print(f"validation after step {step}: {measure} {reward:.3f}")
 
     def step(self, report: StepReport) -> None:
-        """Shows a finished step."""
+        """Show a finished step."""
         now = self._clock()
         self._durations.append(now - self._step_began)
         self._step_began = now
@@ -155,7 +155,7 @@ class Panel:
         self.refresh()
 
     def refresh(self) -> None:
-        """Redraws now; it happens by itself four times a second."""
+        """Redraw now; it happens by itself four times a second."""
         if self._live is not None:
             self._live.refresh()
 
@@ -175,7 +175,7 @@ class Panel:
 
 
 def duration_text(seconds: float) -> str:
-    """`0:07`, `12:40`, `3:05:00`.
+    """Return `0:07`, `12:40`, `3:05:00`.
 
     Example:
         >>> duration_text(59.6), duration_text(3605)
@@ -187,7 +187,7 @@ def duration_text(seconds: float) -> str:
 
 
 def step_line(report: StepReport, times: Sequence[str] = ()) -> str:
-    """One line with everything the panel shows."""
+    """Return one line with everything the panel shows."""
     width = len(str(report.num_steps))
     parts = [f"step {report.step:>{width}}/{report.num_steps}", f"reward {report.reward:.3f}"]
     parts += [f"{name} {text}" for name, text in _optional_numbers(report)]
@@ -207,7 +207,7 @@ def final_lines(
     peak_bytes: int,
     paths: Mapping[str, Path],
 ) -> list[str]:
-    """The line that sums a run up, what memory it took, and where its files are.
+    """Return the line that sums a run up, what memory it took, and where its files are.
 
     Example:
         >>> run = {"first_reward": 0.3, "last_reward": 0.91, "measure": "accuracy", "num_steps": 60, "seconds": 96.2}
@@ -237,13 +237,13 @@ def _optional_numbers(report: StepReport) -> list[tuple[str, str]]:
 
 
 def _missing_engines(report: StepReport) -> list[tuple[str, str]]:
-    """Nothing while all are there."""
+    """Return a text about lost engines, empty while all are alive."""
     alive, total = report.num_engines, report.all_engines
     return [("engines", f"{alive}/{total}")] if alive is not None and total is not None and alive < total else []
 
 
 def _engines(report: StepReport) -> list[str]:
-    """What each of several has sampled."""
+    """Return the tokens that each of several engines has sampled."""
     if (report.all_engines or 1) == 1:
         return []
     return [f"engine {number} {speed:.0f} tokens/s" for number, speed in sorted(report.engine_speeds.items())]
@@ -261,7 +261,7 @@ def _stage_text(report: StepReport, name: str) -> str:
 
 
 def _curve(values: Sequence[float]) -> str:
-    """Rewards as characters, lowest to highest of those shown."""
+    """Return the rewards as characters, lowest to highest of those shown."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -289,7 +289,7 @@ def _draw(report: StepReport | None, rewards: Sequence[float], times: _Times, *,
 
 
 def _wrapped(texts: Sequence[str], *, style: str = "") -> Columns:
-    """Texts side by side, in as many lines as they need; none is broken."""
+    """Return the texts side by side, in as many lines as they need; none is broken."""
     return Columns([Text(text, style=style, no_wrap=True) for text in texts], padding=(0, 2))
 
 

@@ -26,8 +26,7 @@ from nemo_rl.config.r3_trace_env import (
     trace_limits,
 )
 from nemo_rl.routes.digest import route_digests
-from nemo_rl.utils.r3_trace_file import TraceFile
-from nemo_rl.utils.r3_trace_values import as_array, describe, describe_routes, encode, row_of
+from nemo_rl.utils.r3_trace_records import TraceFile, as_array, describe, describe_routes, encode, row_of
 
 __all__ = [
     "ReplayAction",
@@ -61,27 +60,27 @@ class TraceStage:
 
     stage: str
     trace_step: int
-    """How many passes of this stage the process had before."""
+    """Number of passes of this stage that the process had before."""
     coords: Mapping[str, int]
     """Coordinates of the rank: `{"dp": 0, "cp": 1, "tp": 0, "pp": 0}`."""
     sizes: Mapping[str, int]
-    """Of these axes."""
+    """Sizes of these axes."""
     num_microbatches: int
     """First microbatches that are traced."""
     seen: set[int] = field(default_factory=set)
     """Microbatches that ran, traced or not."""
 
     def traces(self, microbatch: int) -> bool:
-        """Whether a microbatch, counted from 0 in its pass, is traced."""
+        """Return whether a microbatch, counted from 0 in its pass, is traced."""
         self.seen.add(microbatch)
         return microbatch < self.num_microbatches
 
     def as_record(self, microbatch: int) -> dict[str, object]:
-        """The fields that all records of a microbatch share."""
+        """Return the fields that all records of a microbatch share."""
         return {**self.head(), "microbatch_idx": microbatch}
 
     def head(self) -> dict[str, object]:
-        """The fields that all records of the pass share."""
+        """Return the fields that all records of the pass share."""
         return {"stage": self.stage, "trace_step": self.trace_step, "coords": dict(self.coords)}
 
 
@@ -91,14 +90,14 @@ _CALLS_LOCK = threading.Lock()
 
 
 def reset_r3_trace() -> None:
-    """Forgets the counters and closes the file, as if the process were new."""
+    """Forget the counters and close the file, as if the process were new."""
     _FILE.close()
     with _CALLS_LOCK:
         _CALLS.clear()
 
 
 def slot_runs(keys: Sequence[str], rows: Sequence[int], positions: Sequence[int]) -> list[tuple[str | None, int, int]]:
-    """The runs of S slots.
+    """Return the runs of S slots.
 
     Args:
         keys: of the rows of the pass.
@@ -121,13 +120,13 @@ def slot_runs(keys: Sequence[str], rows: Sequence[int], positions: Sequence[int]
 
 
 def trace_plan(*, stages: Sequence[str]) -> None:
-    """Says which stages of the run replay routes, so that a stage without a trace is found missing. By the driver."""
+    """Say which stages of the run replay routes, so that a stage without a trace is found missing. By the driver."""
     if r3_trace_enabled():
         _FILE.write("trace_plan", {"stages": list(stages)})
 
 
 def trace_retired(*, keys: Sequence[str], reason: str) -> None:
-    """Says that these samples are left out of training on purpose: `reason` is for people."""
+    """Say that these samples are left out of training on purpose: `reason` is for people."""
     if r3_trace_enabled() and keys:
         _FILE.write("retired", {"keys": list(keys), "reason": reason})
 
@@ -140,7 +139,7 @@ def trace_rollout_payload(
     routes: Any = None,
     continues: bool = False,
 ) -> None:
-    """The routes of a rollout as they are about to be written, one record per sample.
+    """Trace the routes of a rollout as they are about to be written, one record per sample.
 
     Args:
         keys: N.
@@ -162,7 +161,8 @@ def trace_tq_fetch_payload(
     layers: Sequence[int] | None = None,
     routes: Any = None,
 ) -> None:
-    """The routes of whole samples as a worker got them from the data plane; arguments as `trace_rollout_payload`."""
+    """Trace the routes of whole samples as a worker got them from the data plane; arguments as
+    `trace_rollout_payload`."""
     if r3_trace_enabled() and (step := _next_call(f"fetch/{stage}")) is not None:
         head = {"stage": stage, "trace_step": step}
         _trace_samples("tq_fetch_sample", head, keys, data, layers, routes)
@@ -177,7 +177,7 @@ def r3_trace_stage(
     layers: Sequence[int] | None = None,
     replays: bool = True,
 ) -> Iterator[TraceStage | None]:
-    """One pass of a stage on this rank; the first passes of the process are traced.
+    """Trace one pass of a stage on this rank; the first passes of the process are traced.
 
     Args:
         stage: prev_logprobs or train.
@@ -219,7 +219,7 @@ def maybe_r3_trace_stage(
     sizes: Mapping[str, int] | None = None,
     layers: Sequence[int] | None = None,
 ) -> Iterator[TraceStage | None]:
-    """`r3_trace_stage` where the stage replays routes, else nothing."""
+    """Enter `r3_trace_stage` where the stage replays routes, else nothing."""
     if not enabled:
         yield None
         return
@@ -237,7 +237,7 @@ def trace_cp_routed_experts(
     input_ids: Any = None,
     verified_count: int | None = None,
 ) -> None:
-    """What a rank holds of a microbatch after packing and the cut over context ranks.
+    """Trace the part of a microbatch that a rank holds after packing and the cut over context ranks.
 
     Args:
         runs: S slots.
@@ -274,7 +274,7 @@ def trace_router_replay_assignment(
     runs: Runs | None = None,
     first_slot: int = 0,
 ) -> None:
-    """The routes that the router of one layer was given.
+    """Trace the routes that the router of one layer was given.
 
     Args:
         layer_number: of the layer in the model.
@@ -306,7 +306,7 @@ def trace_router_replay_action(
     runs: Runs | None = None,
     first_slot: int = 0,
 ) -> None:
-    """The instruction of a router about its routes.
+    """Trace the instruction of a router about its routes.
 
     Args:
         ids: `[S, K]` integers that the action uses, None when it uses none. Of `record` only their shape is
@@ -342,7 +342,7 @@ def trace_router_replay_forward_verify(
     first_slot: int = 0,
     pending: tuple[int, int] | None = None,
 ) -> bool:
-    """Whether a forward used the routes whose digests came from the rollout; compares in every pass, traced or not.
+    """Check that a forward pass used the routes whose digests came from the rollout, in every pass, traced or not.
 
     Args:
         action: replay_forward, or replay_backward where it is recomputed.
@@ -380,7 +380,7 @@ def trace_router_replay_forward_verify(
 
 
 def _next_call(name: str, *, continues: bool = False) -> int | None:
-    """The number of this call among those of its name; None when it is beyond the limit.
+    """Return the number of this call among those of its name; None when it is beyond the limit.
 
     Args:
         continues: it has the number of the call before.
@@ -418,7 +418,7 @@ def _trace_samples(
 
 
 def _valid(row: Any, length: int, *, with_preview: bool) -> dict[str, object]:
-    """The region of a row that holds a sample; names as in the records of other tools."""
+    """Return the region of a row that holds a sample; names as in the records of other tools."""
     described = describe(row[:length], with_preview=with_preview)
     named = {f"valid_{name}": described.pop(name) for name in ("shape", "sha256", "preview") if name in described}
     return {"full_shape": list(row.shape), **named, **described}

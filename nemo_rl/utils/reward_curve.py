@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from nemo_rl.utils.files import replace_file
 from nemo_rl.utils.logger import REWARD_METRIC, VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
-from nemo_rl.utils.trackers.jsonl import read_metrics
+from nemo_rl.utils.trackers import read_metrics
 
 __all__ = ["write_reward_curve"]
 
@@ -21,7 +21,7 @@ TRAINING_LABEL = "training reward"
 
 
 def write_reward_curve(metrics: Path, picture: Path) -> Path | None:
-    """Draws the picture; returns None when the file holds no reward yet."""
+    """Draw the picture; return None when the file holds no reward yet."""
     series: dict[str, dict[float, float]] = {}
     for row in read_metrics(metrics):
         for name, label in _labels(row).items():
@@ -43,7 +43,7 @@ def write_reward_curve(metrics: Path, picture: Path) -> Path | None:
 
 
 def _labels(row: Mapping[str, float]) -> dict[str, str]:
-    """What a line of metrics says of rewards: name -> what its curve is called."""
+    """Return the rewards in a line of metrics: name -> label of the curve."""
     measured = VAL_ACCURACY_METRIC if VAL_ACCURACY_METRIC in row else VAL_REWARD_METRIC
     labels = {REWARD_METRIC: TRAINING_LABEL, measured: f"validation {measured.removeprefix('val/')}"}
     components = (name for name in row if name.startswith(f"{REWARD_METRIC}/"))

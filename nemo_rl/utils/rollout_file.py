@@ -1,4 +1,4 @@
-"""Where the readable rollouts of a run lie, and how their numbers are written.
+"""The files of the readable rollouts of a run, and the form of their numbers.
 
 The trainer and the rollout worker write them; `nemo_rl.diagnostics.rollouts` reads them without torch.
 """
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nemo_rl.errors import ResourceError
+from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.files import write_text
-from nemo_rl.utils.last_resort import machine_problem
 
 __all__ = ["ROLLOUTS", "rollout_path", "rounded", "steps_with_rollouts", "write_rollouts"]
 
@@ -25,18 +25,18 @@ _NAME = re.compile(r"step_([0-9]{1,18})\.jsonl", re.ASCII)
 
 
 def rollout_path(log_dir: Path, step: int) -> Path:
-    """The file of a training step."""
+    """Return the file of a training step."""
     return log_dir / ROLLOUTS / f"step_{step}.jsonl"
 
 
 def steps_with_rollouts(log_dir: Path) -> tuple[int, ...]:
-    """Training steps whose rollouts are there, in order; empty without the folder."""
+    """Return the training steps whose rollouts are there, in order; empty without the folder."""
     names = (_NAME.fullmatch(path.name) for path in (log_dir / ROLLOUTS).glob("step_*.jsonl"))
     return tuple(sorted(int(name[1]) for name in names if name is not None))
 
 
 def write_rollouts(path: Path, records: Sequence[Mapping[str, object]]) -> None:
-    """One JSON object per line.
+    """Write one JSON object per line.
 
     Raises:
         ResourceError: the file cannot be written. (An actor's OSError would be a failure of the actor.)
@@ -48,7 +48,7 @@ def write_rollouts(path: Path, records: Sequence[Mapping[str, object]]) -> None:
 
 
 def rounded(value: float) -> float | str:
-    """For JSON, which has no words for what is not finite: `float` reads both.
+    """Return a number for JSON, which has no numbers that are not finite: `float` reads both forms.
 
     Example:
         >>> rounded(-0.123456789), rounded(12345678.0), rounded(float("-inf"))

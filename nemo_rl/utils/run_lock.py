@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".run.lock"
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
-"""What `flock` says on a file system that has none."""
+"""Errors of `flock` on a file system without locks."""
 
 _held: set[int] = set()
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Holds `folder`, made where it is missing, until the block ends. The file is gone afterwards.
+    """Hold `folder`, made where it is missing, until the block ends. The file is gone afterwards.
 
     Raises:
         RunFolderError: another run holds it, or the folder cannot be written.
@@ -51,7 +51,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def lock_problem(folder: Path) -> str | None:
-    """Who else holds `folder`; None where nobody does. Looks only."""
+    """Return who else holds `folder`, or None where nobody does; the lock is not taken."""
     path = folder / LOCK_FILE
     try:
         descriptor = os.open(path, os.O_RDWR)
@@ -102,7 +102,7 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the locked file is still the one that others would open."""
+    """Return whether the locked file is still the one that others would open."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -120,11 +120,11 @@ def _holder(descriptor: int) -> str:
         holder = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "a process that is only starting"
+        return "a process that is still starting"
 
 
 def _leave_to_parent() -> None:
-    """A forked child would keep the lock after its parent's death."""
+    """Close the locks in a forked child, which would keep them after its parent's death."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()

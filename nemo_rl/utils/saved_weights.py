@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nemo_rl.errors import CheckpointError
 from nemo_rl.utils.checkpoint import STEP, WEIGHTS, Checkpoint, checkpoint_paths, read_checkpoint
-from nemo_rl.utils.last_resort import machine_problem
+from nemo_rl.utils.exits import machine_problem
 
 __all__ = ["export_weights", "find_checkpoint"]
 
@@ -21,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def find_checkpoint(place: Path, *, step: int | None = None) -> Checkpoint:
-    """The checkpoint that `place` is or holds, its weights compared with the manifest.
+    """Return the checkpoint that `place` is or holds, its weights compared with the manifest.
 
     Args:
         place: a folder `step_N`, a folder of such, or the log folder of a run.
@@ -34,7 +34,7 @@ def find_checkpoint(place: Path, *, step: int | None = None) -> Checkpoint:
     try:
         checkpoint = read_checkpoint(path)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is no complete checkpoint: {error}") from error
+        raise CheckpointError(f"{path}: is not a complete checkpoint: {error}") from error
     damage = checkpoint.manifest.only(f"{WEIGHTS}/").damage(path)
     if damage is not None:
         raise CheckpointError(f"{path}: {damage}; take another checkpoint")
@@ -42,7 +42,7 @@ def find_checkpoint(place: Path, *, step: int | None = None) -> Checkpoint:
 
 
 def export_weights(checkpoint: Checkpoint, out: Path, *, change: Callable[[Path], None] | None = None) -> Path:
-    """Copies the Hugging Face folder of a checkpoint to `out`, which appears when it is whole.
+    """Copy the Hugging Face folder of a checkpoint to `out`, which appears when it is whole.
 
     Args:
         change: of the copy, once it is known to be what was saved.

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.policy import OptimizerConfig, PolicyConfig
+from nemo_rl.config.dtensor import OptimizerConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded
 from nemo_rl.errors import CheckpointError, NonFiniteError

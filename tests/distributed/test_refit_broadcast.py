@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_rl.config.policy import DTensorConfig
+from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.errors import CollectiveTimeout, WorkerError
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from nemo_rl.config.policy import DTensorConfig, MegatronConfig
+from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.policy import MegatronConfig
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models import hf_writing
 from nemo_rl.models.hf_writing import write_folder, write_shares

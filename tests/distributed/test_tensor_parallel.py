@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import FalconConfig, FalconForCausalLM
 
-from nemo_rl.config.policy import DTensorConfig
+from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
 from nemo_rl.distributed.layout import ParallelLayout

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.parts import TRAINING_ENGINES
-from nemo_rl.config.policy import DTensorConfig
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta

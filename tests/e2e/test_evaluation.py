@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_refused(
         weights.write_bytes(whole[:-4] + b"ruin")
         for name, rest in (("export", ()), ("eval", (folder / "logs" / "config.yaml",))):
             said = refused(capsys, monkeypatch, name, folder / "logs", *rest, "--out", folder / "damaged")
-            assert "policy/weights/model.safetensors is damaged" in " ".join(said.split())
+            assert "policy/weights/model.safetensors is corrupt" in " ".join(said.split())
     finally:
         weights.write_bytes(whole)
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
-from nemo_rl.utils.trackers.jsonl import read_metrics
+from nemo_rl.utils.trackers import read_metrics
 from tests.helpers.runs import LOCAL, ROOT, SMALL, load_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 

@@ -26,7 +26,7 @@ from nemo_rl.diagnostics.step_replay.report import ReplayReport
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError, NonFiniteError, UserError
-from nemo_rl.utils.manifest import Manifest
+from nemo_rl.utils.files import Manifest
 from tests.helpers.families import write_family
 from tests.helpers.planted_loss import row_sums
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, start_cli, write_recipe

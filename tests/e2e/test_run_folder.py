@@ -16,7 +16,7 @@ from rich.console import Console
 from nemo_rl.algorithms.run import run
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.errors import CheckpointError, UserError
-from nemo_rl.utils.save_deadline import SaveDeadline
+from nemo_rl.utils.deadlines import SaveDeadline
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, start_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 

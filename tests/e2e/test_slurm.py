@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.exit_codes import INTERRUPTED, NODE_LOST, TIME_LIMIT
+from nemo_rl.utils.exits import INTERRUPTED, NODE_LOST, TIME_LIMIT
 from tests.helpers.runs import logged_steps, run_cli, write_recipe
 from tests.helpers.slurm import NODES, Job, SlurmCluster, why_no_slurm
 from tests.helpers.tiny_model import write_tiny_folder

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_rl.utils.trackers.jsonl import read_metrics
+from nemo_rl.utils.trackers import read_metrics
 from tests.helpers.families import write_family
 from tests.helpers.hosts import RayHosts, missing, ray_on_two_hosts
 from tests.helpers.runs import ROOT, logged_steps, write_recipe

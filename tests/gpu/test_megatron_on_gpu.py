@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
+from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
-from nemo_rl.config.policy import DTensorConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded

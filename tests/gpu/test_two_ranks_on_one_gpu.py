@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.policy import DTensorConfig
+from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.workers.compose import compose_worker

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl.utils.trackers.jsonl import METRICS_FILE
+from nemo_rl.utils.trackers import METRICS_FILE
 from tests.helpers.kernel_models import write_dense
 from tests.helpers.processes import MARK, end_all, wait_for_none
 from tests.helpers.runs import LOCAL, ROOT, logged_steps, write_recipe

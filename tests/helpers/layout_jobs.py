@@ -16,8 +16,9 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
+from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
-from nemo_rl.config.policy import DTensorConfig, OptimizerConfig, PolicyConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed import differentiable

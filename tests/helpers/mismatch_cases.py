@@ -40,7 +40,7 @@ from nemo_rl.models.logprobs import Sampling, logprobs_from_logits, token_logpro
 from nemo_rl.models.support import SUPPORT, decode_support
 from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import MISSING
-from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
+from nemo_rl.utils.files import MANIFEST_FILE, Manifest
 from tests.helpers.families import write_with_tokenizer
 from tests.helpers.runs import LOCAL, load_recipe, write_recipe
 from tests.helpers.tiny_model import VOCAB, write_tiny_folder

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from nemo_rl.config.generation import VllmConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.vllm import VllmConfig
 from nemo_rl.models.generation.interfaces import (
     EngineSpec,
     GenerationInterface,

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from nemo_rl.cluster.recipe_import.key_rule import Fate
+from nemo_rl.cluster.recipe_import.keys import Fate
 
 __all__ = ["FATES", "KEYS", "nested"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.config.policy import DTensorConfig, PolicyConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.models.policy.workers.tq_worker import TQWorker

@@ -42,15 +42,15 @@ REFUSED_BY_LOSS: Refused = {
         (("loss_fn.dro.beta=1",), "loss_fn.dro.beta: 1.0 would be ignored"),
         (("loss_fn.name=dppo_tv", *FORCED), "loss_fn.force_on_policy_ratio: True would be ignored"),
     ],
-    "rule_dro_has_its_square": [(("loss_fn.name=dro",), "loss_fn.dro.beta: must be set to a number > 0")],
-    "rule_row_losses_are_means_over_rows": [
+    "rule_dro_needs_beta": [(("loss_fn.name=dro",), "loss_fn.dro.beta: must be set to a number > 0")],
+    "rule_row_loss_needs_row_mean": [
         (("loss_fn.name=gspo",), "loss_fn.token_level_loss: gspo has one ratio per row and is a mean over rows; set"),
         ((*GSPO, "loss_fn.constant_length=8"), "loss_fn.constant_length: 8 would be ignored"),
     ],
-    "rule_one_mean_is_named": [
+    "rule_loss_normalization_named_once": [
         ((*ROWS, "loss_fn.constant_length=8"), "loss_fn.token_level_loss: false would be ignored"),
     ],
-    "rule_forced_ratios_are_of_one_update": [
+    "rule_forced_ratio_needs_one_update": [
         (FORCED, "loss_fn.force_on_policy_ratio: the policy is its own pi_old in the first optimizer step"),
         ((*FORCED[1:], *ONE_UPDATE), "grpo.use_generation_logprobs_as_prev: true would be ignored"),
         ((*FORCED[:2], *ONE_UPDATE, "loss_fn.ratio_clip_min=0.1"), "loss_fn.ratio_clip_min: 0.1 would be ignored"),
@@ -69,7 +69,7 @@ REFUSED_BY_LOSS: Refused = {
         ((*GSPO, *corrected("tis", None, 2)), f"{key_of('type')}: gspo has one ratio per row, and 'tis' weighs tokens"),
         (("loss_fn.name=vespo", *corrected("tis", None, 2)), f"{key_of('type')}: vespo has the weights in its own"),
     ],
-    "rule_correction_has_two_policies": [
+    "rule_correction_needs_two_policies": [
         (CORRECTED[1:], "loss_fn.use_importance_sampling_correction: true would be ignored"),
     ],
     "rule_kl_keys_need_a_penalty": [
@@ -80,7 +80,7 @@ REFUSED_BY_LOSS: Refused = {
             "loss_fn.use_on_policy_kl_approximation: True would be ignored",
         ),
     ],
-    "rule_kl_in_reward_is_the_only_one": [
+    "rule_kl_in_reward_excludes_kl_in_loss": [
         (
             (*OWN_PREV, *IN_REWARD, "loss_fn.reference_policy_kl_type=k2"),
             "loss_fn.reference_policy_kl_type: 'k2' would be ignored, because loss_fn.use_kl_in_reward is true",
@@ -103,7 +103,7 @@ REFUSED_BY_LOSS: Refused = {
             "grpo.adv_estimator.name: 'gdpo' reads the components of the reward",
         ),
     ],
-    "rule_kl_has_a_gradient": [
+    "rule_kl_gradient_fits_the_estimator": [
         (
             (*PENALTY, "loss_fn.reference_policy_kl_type=k1"),
             "loss_fn.reference_policy_kl_gradient: that of k1 is 0 in expectation",

@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["REFUSED_BY_REWARDS"]
 
 REFUSED_BY_REWARDS: dict[str, list[tuple[tuple[str, ...], str]]] = {
-    "rule_validation_sets_have_names_of_their_own": [
+    "rule_validation_set_names_are_unique": [
         (
             ("+data.validation_sets.reward={dataset_name: sort_digits, size: 4}",),
             "data.validation_sets.reward: is no name",
@@ -27,7 +27,7 @@ REFUSED_BY_REWARDS: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("+grpo.adv_estimator.component_weights.a=1",), "grpo.adv_estimator.component_weights: would be ignored"),
         (("grpo.adv_estimator.name=reinforce_plus_plus",), "grpo.drop_zero_advantage_groups: true leaves out rows"),
     ],
-    "rule_components_need_a_reward_that_has_some": [
+    "rule_gdpo_needs_reward_components": [
         (
             ("grpo.adv_estimator.name=gdpo", "grpo.drop_zero_advantage_groups=false"),
             "grpo.adv_estimator.name: 'gdpo' needs components of the reward, and env.name 'sort' gives one number",
@@ -44,13 +44,13 @@ REFUSED_BY_REWARDS: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "diagnostics.keep_steps.enabled: a step with grpo.use_dynamic_sampling",
         ),
     ],
-    "rule_logprob_errors_are_of_two_policies": [
+    "rule_logprob_errors_need_two_policies": [
         (
             ("grpo.seq_logprob_error_threshold=2", "grpo.use_generation_logprobs_as_prev=true"),
             "grpo.seq_logprob_error_threshold: 2 has no log-probabilities of the trainer",
         ),
     ],
-    "rule_the_token_baseline_has_whole_distributions": [
+    "rule_token_baseline_needs_prev_logprobs": [
         (
             ("grpo.adv_estimator.name=optimal_token_baseline",),
             "grpo.adv_estimator.name: 'optimal_token_baseline' needs the whole distributions of the trainer",

@@ -115,7 +115,7 @@ def show_cost(recipe: str, log_dir: Path) -> None:
 
 
 def logged_steps_with_times(log_dir: Path) -> list[Mapping[str, float]]:
-    from nemo_rl.utils.trackers.jsonl import read_metrics
+    from nemo_rl.utils.trackers import read_metrics
 
     assert logged_steps(log_dir), f"{log_dir} has no metrics"
     return list(read_metrics(log_dir / "metrics.jsonl"))

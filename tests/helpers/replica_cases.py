@@ -21,7 +21,8 @@ from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.algorithms.row_measures import LOGPROB_ERROR, RowMeasures
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
-from nemo_rl.config.policy import DTensorConfig, PolicyConfig
+from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.data_plane.client.operation_counts import OperationCount
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns

@@ -10,8 +10,9 @@ from unittest.mock import patch
 import torch
 
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.config.policy import DTensorConfig, PolicyConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.data_plane.chunks.ragged import to_nested_by_length
 from nemo_rl.data_plane.column_io import kv_first_write, write_columns

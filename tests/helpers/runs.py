@@ -14,7 +14,7 @@ import yaml
 
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.utils.trackers.jsonl import read_metrics
+from nemo_rl.utils.trackers import read_metrics
 
 ROOT = Path(__file__).parents[2]
 LOCAL = {"cluster.launcher": "local", "cluster.cpu_workers_per_node": "1", "data_plane.impl": "noop"}

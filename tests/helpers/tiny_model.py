@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from nemo_rl.config.policy import OptimizerConfig, PolicyConfig
+from nemo_rl.config.dtensor import OptimizerConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -131,12 +131,12 @@ def test_the_wall_clock_is_written_down_and_never_waited_for() -> None:
     """Deadlines and leases count on the monotonic clock, so that a step of the machine's clock ends nothing."""
     written = {
         "nemo_rl/data_plane/ledger/event_log.py",
-        "nemo_rl/utils/trackers/mlflow.py",
-        "nemo_rl/utils/r3_trace_file.py",
+        "nemo_rl/utils/trackers.py",
+        "nemo_rl/utils/r3_trace_records.py",
         "nemo_rl/tracer/store.py",
         "nemo_rl/tracer/hub/assembly.py",
         # Slurm tells the end of a job by it; what is left is counted on the other clock.
-        "nemo_rl/utils/save_deadline.py",
+        "nemo_rl/utils/deadlines.py",
         # A chat template may print the date: that of the run's first start.
         "nemo_rl/algorithms/identity.py",
         "nemo_rl/data/messages.py",

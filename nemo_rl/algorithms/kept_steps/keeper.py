@@ -38,8 +38,8 @@ from nemo_rl.distributed.calls import Pending
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.experience.rollout_worker import RolloutHandle
 from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.files import write_text
-from nemo_rl.utils.last_resort import machine_problem
 from nemo_rl.utils.metrics import values
 
 __all__ = ["StepKeeper"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from nemo_rl.algorithms.preflight import inputs, machine
 from nemo_rl.algorithms.preflight.inputs import Subject
 from nemo_rl.algorithms.run_folder import CONFIG_FILE
-from nemo_rl.config.duration import AUTO
+from nemo_rl.config.base import AUTO
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, PreflightError, RunFolderError, UserError, name_some

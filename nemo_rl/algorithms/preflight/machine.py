@@ -15,10 +15,10 @@ from nemo_rl.algorithms.run_folder import run_folders, used_folder_problems
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import ClusterConfig
 from nemo_rl.data_plane.store_kinds import kind_named
+from nemo_rl.utils.console import bytes_text
+from nemo_rl.utils.deadlines import seconds_left
 from nemo_rl.utils.memory import available_bytes
 from nemo_rl.utils.run_lock import lock_problem
-from nemo_rl.utils.save_deadline import seconds_left
-from nemo_rl.utils.units import bytes_text
 
 __all__ = [
     "busy_machine",

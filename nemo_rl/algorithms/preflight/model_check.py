@@ -35,8 +35,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 import nemo_rl.models
 from nemo_rl.algorithms.grpo import plan_train
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.config.parallel import ParallelSizes
-from nemo_rl.config.policy import OptimizerConfig, PolicyConfig
+from nemo_rl.config.dtensor import OptimizerConfig
+from nemo_rl.config.policy import ParallelSizes, PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, init_process_group
 from nemo_rl.distributed.layout import ParallelLayout
@@ -54,7 +54,7 @@ from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.tiny_model import WINDOW, language_config, write_small_model
 from nemo_rl.records.sites import Direction, SiteKind, execution_order
-from nemo_rl.utils.versions import package_versions
+from nemo_rl.utils.memory import package_versions
 
 __all__ = ["Trial", "check_model", "trials_of"]
 

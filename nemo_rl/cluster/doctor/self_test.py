@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nemo_rl.cluster.doctor.finding import Finding, green, red
+from nemo_rl.cluster.doctor.checks import Finding, green, red
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
@@ -28,7 +28,7 @@ TIMEOUT_S = 60.0
 
 
 def look_at_self_test(config: DataPlaneConfig = STORE) -> Iterator[Finding]:
-    """Ranks put, meet and read: each reads what the other one has written."""
+    """Let ranks put, meet and read: each reads what the other one has written."""
     started = time.monotonic()
     name = "self-test"
     try:
@@ -72,5 +72,5 @@ def _keys(rank: int) -> list[str]:
 
 
 def _expected(rank: int) -> float:
-    """What the other one wrote, times the number of ranks."""
+    """Return the sum that a rank expects: the value of the other rank, times the number of ranks."""
     return float(ROWS * (2 - rank) * RANKS)

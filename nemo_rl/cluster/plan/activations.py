@@ -1,4 +1,4 @@
-"""What a pass of one rank needs besides weights: tensors kept for the backward pass, logits, and what comes and goes.
+"""The memory of one rank's pass besides weights: tensors kept for the backward pass, logits, and what comes and goes.
 
 Counted are the bytes of all tensors that a pass makes, as torch's allocator sees them, without whole gradients.
 Attention is that of torch's fused kernels, which keep no scores: the CPU's and, on a GPU, the one that is assumed.
@@ -53,18 +53,18 @@ class PassTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerBytes:
-    """What one layer keeps for the backward pass."""
+    """The bytes that one layer keeps for the backward pass."""
 
     norms: int
     attention: int
-    """From the projections of queries, keys and values to the output projection's input."""
+    """Bytes from the projections of queries, keys and values to the input of the output projection."""
     core: int
-    """Of `attention`: the part between the projections, which `core_attn` recomputes."""
+    """The part of `attention` between the projections, which `core_attn` recomputes."""
     mlp: int
     entry: int
     """The layer's input alone, which is what is kept of a recomputed layer."""
     backward: int
-    """What its backward pass makes besides."""
+    """Bytes that the backward pass of the layer makes besides."""
     forward: int
     """The most that a forward pass without gradients makes."""
 
@@ -75,14 +75,14 @@ class LayerBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassActivations:
-    """Bytes of one rank."""
+    """The bytes that a pass of one rank holds besides weights."""
 
     layers: int
     """Kept by the layers of one microbatch."""
     head: int
     """Kept by the last norm and the head's input; 0 before the last stage."""
     logits: int
-    """Of one microbatch, once."""
+    """Bytes of the logits of one microbatch, counted once."""
     in_flight: int
     """Microbatches that this pipeline stage holds at one time."""
     peak: int
@@ -90,7 +90,7 @@ class PassActivations:
 
     @property
     def kept(self) -> int:
-        """Of one microbatch when its loss is computed."""
+        """Return the bytes that one microbatch holds when its loss is computed."""
         return self.layers + self.head + self.logits
 
 
@@ -103,7 +103,7 @@ def pass_activations(
     num_microbatches: int,
     with_gradients: bool,
 ) -> PassActivations:
-    """Of a rank of a pipeline stage.
+    """Return the activations of a rank of a pipeline stage.
 
     Args:
         gathered: what FSDP gathers while the pass runs; it is in the peak.
@@ -137,7 +137,7 @@ def pass_activations(
 
 
 def layer_bytes(setting: Setting, tokens: PassTokens, layer: int) -> LayerBytes:
-    """Of the layer with this number."""
+    """Return the bytes of the layer with this number."""
     count, size, stream = tokens.tokens, setting.element_bytes, _stream_width(setting)
     norms = _norm_bytes(setting, tokens) * 2
     core, projections, moving = _attention_bytes(setting, tokens)
@@ -157,7 +157,7 @@ def layer_bytes(setting: Setting, tokens: PassTokens, layer: int) -> LayerBytes:
 
 
 def scores_bytes(setting: Setting, tokens: PassTokens) -> int:
-    """What attention without a fused kernel keeps in one layer: a probability per head, query and key."""
+    """Return the bytes of attention without a fused kernel in one layer: a probability per head, query and key."""
     heads = setting.model.flops_shape.num_heads // setting.layout.tp
     return heads * tokens.tokens * tokens.sequence * setting.element_bytes
 
@@ -166,7 +166,7 @@ def scores_bytes(setting: Setting, tokens: PassTokens) -> int:
 
 
 def _seam(setting: Setting, tokens: PassTokens, *, logits: int, with_gradients: bool) -> int:
-    """The logits lie there twice, and one chunk of them several times, mostly in float32."""
+    """Return the bytes at the loss: the logits twice, and one chunk of them several times, mostly in float32."""
     elements = tokens.selected * _columns(setting)
     chunk, before = min(elements, CHUNK_ELEMENTS), FLOAT32_BYTES if elements > CHUNK_ELEMENTS else 0
     half = setting.element_bytes if with_gradients and setting.element_bytes < FLOAT32_BYTES else 0
@@ -192,12 +192,12 @@ def _hidden(setting: Setting) -> int:
 
 
 def _stream_width(setting: Setting) -> int:
-    """Of the activations between the blocks, per position of the pass."""
+    """Return the width of the activations between the blocks, per position of the pass."""
     return _hidden(setting) // (setting.layout.tp if setting.layout.sequence_parallel else 1)
 
 
 def _columns(setting: Setting) -> int:
-    """Of the vocabulary."""
+    """Return the columns of the vocabulary on one rank."""
     return setting.model.flops_shape.vocab_size // setting.layout.tp
 
 
@@ -219,7 +219,8 @@ def _expert_layers(setting: Setting) -> frozenset[int]:
 
 
 def _norm_bytes(setting: Setting, tokens: PassTokens) -> int:
-    """Input in float32, the scaled input, and the output, which the block's first matrices keep."""
+    """Return the bytes of the input in float32, the scaled input, and the output, which the block's first matrices
+    keep."""
     width, size = _stream_width(setting), setting.element_bytes
     # A DTensor block keeps what it has gathered; megatron-core gathers again in the backward pass.
     out = _hidden(setting) if not setting.is_megatron else width
@@ -229,7 +230,8 @@ def _norm_bytes(setting: Setting, tokens: PassTokens) -> int:
 
 
 def _attention_bytes(setting: Setting, tokens: PassTokens) -> tuple[int, int, int]:
-    """Of the part between the projections, of head norms and the output projection's input, and while it runs."""
+    """Return the bytes of the part between the projections, of head norms and the input of the output projection, and
+    the bytes while it runs."""
     shape, layout, size = setting.model.flops_shape, setting.layout, setting.element_bytes
     heads, groups = shape.num_heads // layout.tp, max(1, shape.num_kv_heads // layout.tp)
     queries, keys = heads * shape.head_dim, groups * shape.head_dim
@@ -260,7 +262,7 @@ def _mlp_bytes(setting: Setting, tokens: PassTokens, width: int) -> int:
 
 
 def _experts_bytes(setting: Setting, tokens: PassTokens) -> int:
-    """Of a mixture, with its router and the experts that see every token."""
+    """Return the bytes of a mixture, with its router and the experts that see every token."""
     shape, layout, size = setting.model.flops_shape, setting.layout, setting.element_bytes
     sizes = setting.policy.parallel_sizes
     top_k = setting.model.top_k
@@ -277,7 +279,7 @@ def _experts_bytes(setting: Setting, tokens: PassTokens) -> int:
 
 
 def _head_bytes(setting: Setting, tokens: PassTokens) -> int:
-    """The last norm, and its output at the positions that predict."""
+    """Return the bytes of the last norm, and of its output at the positions that predict."""
     width, size = _stream_width(setting), setting.element_bytes
     norm = tokens.tokens * (width * (FLOAT32_BYTES + size) + FLOAT32_BYTES)
     return norm + tokens.rows * tokens.predicted * _hidden(setting) * size
@@ -287,7 +289,7 @@ def _head_bytes(setting: Setting, tokens: PassTokens) -> int:
 
 
 def _kept(setting: Setting, layer: LayerBytes, number: int) -> int:
-    """What a layer keeps where parts of it, or all, are recomputed."""
+    """Return the bytes that a layer keeps where parts of it, or all, are recomputed."""
     if not setting.is_megatron:
         return layer.entry if setting.policy.dtensor_cfg.activation_checkpointing else layer.kept
     section = setting.policy.megatron_cfg
@@ -301,7 +303,7 @@ def _kept(setting: Setting, layer: LayerBytes, number: int) -> int:
 
 
 def _selected(section: MegatronConfig, layer: LayerBytes) -> int:
-    """Of the parts that are named; none of the others is recomputed."""
+    """Return the bytes of the parts that the section names to recompute; none of the others is recomputed."""
     modules = set(section.recompute_modules)
     total = layer.core if "core_attn" in modules else 0
     total += layer.mlp if modules & {"mlp", "moe"} else layer.mlp // 4 if "moe_act" in modules else 0

@@ -20,34 +20,34 @@ __all__ = ["Batches", "pass_tokens", "plan_batches"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batches:
-    """Of one step with rows of full length."""
+    """The batches of one step with rows of full length."""
 
     rows: int
     """Samples of a step."""
     row_tokens: int
-    """Of the longest row."""
+    """Tokens of the longest row."""
     prompt_tokens: int
     response_tokens: int
     global_batches: int
     """Optimizer steps."""
     global_batch_rows: int
     rows_per_rank: int
-    """Of a global batch on one data-parallel rank."""
+    """Rows of a global batch on one data-parallel rank."""
     train_microbatches: int
-    """Of a global batch on one data-parallel rank."""
+    """Microbatches of a global batch on one data-parallel rank."""
     logprob_microbatches: int
-    """Of the step on one data-parallel rank."""
+    """Microbatches of the step on one data-parallel rank."""
     train: PassTokens
     logprob: PassTokens
 
     @property
     def tokens(self) -> int:
-        """Of a step, at most."""
+        """Return the most tokens of a step."""
         return self.rows * self.row_tokens
 
 
 def plan_batches(setting: Setting) -> Batches:
-    """Raises ConfigError where a row does not fit a microbatch, or rows do not divide."""
+    """Raise ConfigError where a row does not fit a microbatch, or rows do not divide."""
     grpo, policy, layout = setting.config.grpo, setting.policy, setting.layout
     rows, size = grpo.num_prompts_per_step * grpo.num_generations_per_prompt, policy.train_global_batch_size
     width, response = policy.max_total_sequence_length, policy.longest_response
@@ -86,7 +86,7 @@ def plan_batches(setting: Setting) -> Batches:
 
 
 def pass_tokens(setting: Setting, *, tokens: int, width: int, predicted: int, is_packed: bool) -> PassTokens:
-    """The pass of the context rank with the most tokens to predict.
+    """Return the pass of the context rank with the most tokens to predict.
 
     Args:
         tokens: of the pass over all context ranks.
@@ -107,7 +107,7 @@ def pass_tokens(setting: Setting, *, tokens: int, width: int, predicted: int, is
 
 
 def passes_of(setting: Setting) -> tuple[WorkerPass, ...]:
-    """The worker passes that a step of this recipe has, in order."""
+    """Return the worker passes that a step of this recipe has, in order."""
     chosen = [WorkerPass.TRAIN]
     if setting.config.loss_fn.reference_policy_kl_penalty > 0:
         chosen.insert(0, WorkerPass.REFERENCE_LOGPROBS)

@@ -1,26 +1,159 @@
-"""`plan_recipe`: from what a person asks to a plan, or to the refusal of a recipe that does not fit."""
+"""`plan_recipe`: the plan of a recipe, or its refusal with the cheapest single change that would make it fit.
+
+Candidates are planned one by one, cheapest first: fewer rows decoded together and a smaller token cap (the same work in
+more passes), recomputation (about a third more arithmetic), other splits over the same GPUs (more communication), state
+in the node's memory, fewer engines (slower rollouts), more room in the data plane, more nodes. Of one kind the smallest
+change comes first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.cluster.known_models import planned_model_config
-from nemo_rl.cluster.plan.gpus import GPU, GPUS, gpu_named
 from nemo_rl.cluster.plan.plan import Plan, make_plan
 from nemo_rl.cluster.plan.report import refusal
-from nemo_rl.cluster.plan.search import cheapest_change, nodes_overrides
-from nemo_rl.cluster.plan.setting import Model, Setting
+from nemo_rl.cluster.plan.setting import GPU, GPUS, Model, Setting, gpu_named
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, ResourceError
 
-__all__ = ["PlanRequest", "plan_recipe"]
+__all__ = ["Change", "PlanRequest", "changes_of", "cheapest_change", "nodes_overrides", "plan_recipe"]
+
+FACTORS = (2, 4, 8)
+CPU_OFFLOADED = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One change, as overrides of the command line."""
+
+    overrides: tuple[str, ...]
+    cost: str
+    """The cost of the change, in a word or two."""
+
+
+def cheapest_change(plan: Plan, replan: Callable[[tuple[str, ...]], Plan]) -> tuple[Change, Plan] | None:
+    """Return the first candidate that fits; None where none does.
+
+    Args:
+        replan: of the same recipe with further overrides.
+    """
+    for change in changes_of(plan.setting):
+        try:
+            found = replan(change.overrides)
+        except ConfigError:
+            # The rules of the recipe, or the model, do not allow it.
+            continue
+        if found.fits:
+            return change, found
+    return None
+
+
+def changes_of(setting: Setting) -> Iterator[Change]:
+    """Yield all candidates, the cheapest first."""
+    yield from _smaller_batches(setting)
+    yield from _recomputation(setting)
+    yield from _splits(setting)
+    yield from _offloads(setting)
+    yield from _fewer_engines(setting)
+    yield from _more_room(setting)
+    nodes = setting.config.cluster.num_nodes
+    for factor in FACTORS:
+        yield Change(overrides=nodes_overrides(nodes * factor), cost="more machines")
+
+
+def nodes_overrides(count: int) -> tuple[str, ...]:
+    """Return the overrides for so many machines; several are nodes of a running Ray."""
+    return (f"cluster.num_nodes={count}", *(["cluster.address=auto"] if count > 1 else []))
+
+
+def _smaller_batches(setting: Setting) -> Iterator[Change]:
+    policy = setting.policy
+    most = policy.generation.max_batch_size
+    while most > 1:
+        most //= 2
+        yield Change(overrides=(f"policy.generation.max_batch_size={most}",), cost="more rounds of decoding")
+    for name, section in (
+        ("sequence_packing", policy.sequence_packing),
+        ("dynamic_batching", policy.dynamic_batching),
+    ):
+        if not section.enabled:
+            continue
+        train, logprob = section.train_mb_tokens, section.logprob_mb_tokens
+        floor = policy.max_total_sequence_length
+        while max(train, logprob) > floor:
+            train, logprob = max(floor, train // 2), max(floor, logprob // 2)
+            caps = (f"policy.{name}.train_mb_tokens={train}", f"policy.{name}.logprob_mb_tokens={logprob}")
+            yield Change(overrides=caps, cost="more microbatches")
+    if not policy.sequence_packing.enabled and not policy.dynamic_batching.enabled:
+        rows = policy.train_micro_batch_size
+        while rows > 1:
+            rows //= 2
+            yield Change(overrides=(f"policy.train_micro_batch_size={rows}",), cost="more microbatches")
+
+
+def _recomputation(setting: Setting) -> Iterator[Change]:
+    section = setting.policy.parallel_section
+    is_on = setting.policy.megatron_cfg if setting.is_megatron else setting.policy.dtensor_cfg
+    if not is_on.activation_checkpointing:
+        yield Change(overrides=(f"{section}.activation_checkpointing=true",), cost="a third more arithmetic")
+
+
+def _splits(setting: Setting) -> Iterator[Change]:
+    sizes, section = setting.policy.parallel_sizes, setting.policy.parallel_section
+    sequence = f"{section}.sequence_parallel=true"
+    if sizes.tensor > 1 and not sizes.sequence_parallel:
+        yield Change(overrides=(sequence,), cost="other communication")
+    model = "_model" if setting.is_megatron else ""
+    axes = [("context_parallel_size", sizes.context), (f"tensor{model}_parallel_size", sizes.tensor)]
+    if setting.is_megatron:
+        axes = [("expert_model_parallel_size", sizes.expert), *axes, ("pipeline_model_parallel_size", sizes.pipeline)]
+        if sizes.expert_tensor > 1:
+            one = (f"{section}.expert_tensor_parallel_size=1",)
+            yield Change(overrides=one, cost="other communication")
+    for name, size in axes:
+        for factor in FACTORS:
+            more: tuple[str, ...] = (f"{section}.{name}={size * factor}",)
+            if name.startswith("tensor") and sizes.tensor == 1:
+                more += (sequence,)
+            yield Change(overrides=more, cost="more communication")
+
+
+def _offloads(setting: Setting) -> Iterator[Change]:
+    if not setting.is_megatron:
+        if not setting.policy.dtensor_cfg.cpu_offload:
+            yield Change(overrides=("policy.dtensor_cfg.cpu_offload=true",), cost="weights cross to the GPU each pass")
+        return
+    if not setting.policy.megatron_cfg.optimizer.optimizer_cpu_offload:
+        optimizer = "policy.megatron_cfg.optimizer"
+        both = (f"{optimizer}.optimizer_cpu_offload=true", f"{optimizer}.optimizer_offload_fraction={CPU_OFFLOADED}")
+        yield Change(overrides=both, cost="the optimizer steps on CPUs")
+
+
+def _fewer_engines(setting: Setting) -> Iterator[Change]:
+    count = setting.policy.generation.num_replicas
+    while count > 1:
+        count //= 2
+        yield Change(overrides=(f"policy.generation.num_replicas={count}",), cost="slower rollouts")
+
+
+def _more_room(setting: Setting) -> Iterator[Change]:
+    plane = setting.config.active_data_plane
+    for factor in FACTORS:
+        if plane.uses_mooncake:
+            room = plane.mooncake.segment_bytes * factor
+            yield Change(overrides=(f"data_plane.mooncake.segment_bytes={room}",), cost="memory of the node")
+        if plane.storage_capacity.bytes is not None:
+            room = plane.storage_capacity.bytes * factor
+            yield Change(overrides=(f"data_plane.storage_capacity.bytes={room}",), cost="memory of the node")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """What is asked for."""
+    """The request of one plan, as the command line gives it."""
 
     recipe: Path
     overrides: tuple[str, ...] = ()
@@ -30,7 +163,7 @@ class PlanRequest:
 
 
 def plan_recipe(request: PlanRequest) -> tuple[Plan, ResourceError | None]:
-    """The plan, and what to raise where it does not fit.
+    """Return the plan, and what to raise where it does not fit.
 
     Raises:
         ConfigError: the recipe is wrong, or cannot run in its layout; the GPU is not known.

@@ -1,6 +1,8 @@
-"""What each GPU and each node must hold, stage by stage of a step.
+"""The memory that each GPU and each node must hold, stage by stage of a step.
 
-Invariant: stages take turns on a device, so what it must hold is the largest of them, not their sum.
+Stages take turns on a device, so it must hold the largest of them, not their sum. An engine holds a whole model on one
+device, also while the policy trains; its cache of keys and values grows with its rows, and prompts of a group are run
+once.
 """
 
 from __future__ import annotations
@@ -10,17 +12,100 @@ from dataclasses import asdict, dataclass
 
 from nemo_rl.cluster.plan.activations import PassActivations, pass_activations
 from nemo_rl.cluster.plan.batches import Batches, passes_of
-from nemo_rl.cluster.plan.generation import EngineMemory, delta_bytes, engine_memory, refit_bytes
-from nemo_rl.cluster.plan.setting import Setting
+from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Setting
 from nemo_rl.cluster.plan.weights import Gathered, RestMemory, gathered_weights, local_weights, rest_memory
+from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
 from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, WeightSlot, bucket_bytes
 
-__all__ = ["PROCESS_BYTES", "RankMemory", "engine_peak", "host_bytes", "rank_memory"]
+__all__ = [
+    "PROCESS_BYTES",
+    "EngineMemory",
+    "RankMemory",
+    "delta_bytes",
+    "engine_memory",
+    "engine_peak",
+    "host_bytes",
+    "plan_slots",
+    "rank_memory",
+    "refit_bytes",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMemory:
+    """The memory of one engine, in bytes."""
+
+    is_known: bool
+    """False for an engine of which nothing is known here: the numbers are those of the embedded one."""
+    rows: int
+    """Decoded together."""
+    weights: int
+    cache: int
+    """Keys and values of all rows at full length."""
+    working: int
+    """Bytes while a token is computed, or while prompts are: the larger of both."""
+
+
+def engine_memory(setting: Setting, batches: Batches) -> EngineMemory:
+    """Return the memory of each engine."""
+    generation, shape = setting.policy.generation, setting.model.flops_shape
+    group, size = setting.config.grpo.num_generations_per_prompt, setting.engine_element_bytes
+    prompts = math.ceil(setting.config.grpo.num_prompts_per_step / generation.num_replicas)
+    rows = min(generation.max_batch_size, prompts * group)
+    per_token = 2 * shape.num_kv_heads * shape.head_dim * size
+    cache = shape.num_layers * rows * batches.row_tokens * per_token
+    # A layer's part is copied when it grows, and spread over the query heads.
+    spread = 2 * shape.num_heads * shape.head_dim * size if shape.num_heads > shape.num_kv_heads else 0
+    decode = rows * (batches.row_tokens * (per_token + spread) + shape.vocab_size * (size + 3 * FLOAT32_BYTES))
+    tokens = math.ceil(rows / group) * batches.prompt_tokens
+    width = max(3 * max(shape.mlp_size, shape.dense_mlp_size), 5 * shape.num_heads * shape.head_dim)
+    prefill = tokens * (size * (width + 2 * shape.hidden_size) + 2 * FLOAT32_BYTES * shape.hidden_size)
+    return EngineMemory(
+        is_known=ENGINE_TRAITS.get(generation.backend, EngineTraits()).has_planned_memory,
+        rows=rows,
+        weights=setting.model.num_parameters * size,
+        cache=cache,
+        working=max(decode, prefill),
+    )
+
+
+def plan_slots(setting: Setting) -> list[WeightSlot]:
+    """Return all weights as a refit sends them."""
+    dtype = setting.policy.generation.precision or setting.policy.precision
+    return [WeightSlot(name=name, dtype=dtype, shape=shape) for name, shape in setting.model.whole_weights.items()]
+
+
+def delta_bytes(setting: Setting, *, ranks: int, engines: int) -> int:
+    """Return the bytes of the weights that were sent last on one node, on which deltas build.
+
+    Args:
+        ranks: policy workers of the node.
+        engines: of the node.
+    """
+    generation = setting.policy.generation
+    if not generation.refit_delta.enabled:
+        return 0
+    senders = ranks if setting.config.refit_transport == "ipc" else 1
+    receivers = engines if ENGINE_TRAITS.get(generation.backend, EngineTraits()).takes_whole_weights else 0
+    return (senders + receivers) * sum(slot.num_bytes for slot in plan_slots(setting))
+
+
+def refit_bytes(setting: Setting) -> int:
+    """Return the bytes of a refit on each rank: a bucket, and the largest weight whole in the policy's dtype and in the
+    engine's."""
+    slots = plan_slots(setting)
+    ratio = setting.policy.generation.refit_buffer_ratio
+    bucket = bucket_bytes(slots, free=int(MAX_BUCKET_BYTES / ratio) + 1, ratio=ratio)
+    largest = max(math.prod(slot.shape) for slot in slots)
+    held = FLOAT32_BYTES if not setting.is_megatron else setting.element_bytes
+    return bucket + largest * (held + setting.engine_element_bytes)
+
 
 CONTEXT_BYTES = 768 << 20
-"""Of CUDA, cuBLAS and NCCL in one process, on its GPU."""
+"""Bytes of CUDA, cuBLAS and NCCL in one process, on its GPU."""
 PROCESS_BYTES = 800 << 20
-"""Of Python, torch and transformers in one process, on its node."""
+"""Bytes of Python, torch and transformers in one process, on its node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +115,7 @@ class RankMemory:
     stage: int
     weights: int
     gradients: int
-    """At the optimizer's step."""
+    """Bytes of the gradients at the optimizer's step."""
     summed_gradients: int
     """While microbatches run: FSDP keeps whole gradients until the last one."""
     optimizer: int
@@ -38,19 +123,19 @@ class RankMemory:
     gathered: Gathered
     train: PassActivations
     logprob: PassActivations | None
-    """None for a recipe without log-probability passes."""
+    """Activations of a log-probability pass, or None for a recipe without one."""
     engine: EngineMemory | None
-    """None where no engine shares the device."""
+    """Memory of the engine, or None where none shares the device."""
     refit: int
     fixed: int
-    """Of the processes themselves."""
+    """Bytes of the processes themselves."""
     offloads: bool
     """Weights, gradients and optimizer stay in the node's memory."""
     read_share: float
     """Most bytes of the model folder that the rank reads when it starts."""
 
     def stages(self) -> dict[str, int]:
-        """Most bytes on the device in each stage of a step."""
+        """Return the most bytes on the device in each stage of a step."""
         engine = self.engine.weights if self.engine is not None else 0
         base, weights = self.fixed + engine, 0 if self.offloads else self.weights
         optimizer = 0 if self.offloads else self.optimizer
@@ -71,7 +156,7 @@ class RankMemory:
 
 
 def rank_memory(setting: Setting, batches: Batches, *, stage: int, with_engine: bool) -> RankMemory:
-    """Of the ranks of a pipeline stage.
+    """Return the memory of the ranks of a pipeline stage.
 
     Args:
         with_engine: an engine shares the device.
@@ -111,14 +196,14 @@ def rank_memory(setting: Setting, batches: Batches, *, stage: int, with_engine: 
 
 
 def engine_peak(setting: Setting, engine: EngineMemory) -> int:
-    """Of the GPU of an engine that stands apart; it takes buckets of new weights when it does not decode."""
+    """Return the peak of the GPU of a non-colocated engine; it takes buckets of new weights when it does not decode."""
     return CONTEXT_BYTES + engine.weights + max(engine.cache + engine.working, refit_bytes(setting))
 
 
 def host_bytes(
     setting: Setting, ranks: list[RankMemory], *, engine: EngineMemory, engines: int, others: int
 ) -> dict[str, int]:
-    """Of one node, by what it is for.
+    """Return the bytes of one node, by their use.
 
     Args:
         ranks: of the node's policy workers.
@@ -148,7 +233,8 @@ def host_bytes(
 
 
 def _copied_bytes(setting: Setting, rank: RankMemory) -> int:
-    """What a rank holds of a checkpoint that is written beside the training, at most: replicas are copied once."""
+    """Return the most bytes that a rank holds of a checkpoint that is written beside the training: replicas are copied
+    once."""
     state = rank.optimizer + rank.optimizer_on_host if setting.config.checkpointing.save_optimizer else 0
     if not setting.is_megatron:
         return rank.weights + state

@@ -1,4 +1,4 @@
-"""Who runs where: policy ranks, engines, rollout, storage and what listens on a port, node by node.
+"""The placement of a run: policy ranks, engines, rollout, storage and listening ports, node by node.
 
 Ranks lie in the order of the run's layout, as many on a node as it has workers; engines share the first GPUs, one each,
 or stand apart on GPUs or nodes of their own; the driver's node has everything else.
@@ -20,7 +20,7 @@ class Device:
     """A GPU, or the share of a CPU that one policy worker has."""
 
     number: int
-    """On its node."""
+    """Number of the device on its node."""
     rank: int
     pp: int
     dp: int
@@ -32,7 +32,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One machine."""
+    """One machine of the run, with the processes on it."""
 
     number: int
     devices: tuple[Device, ...]
@@ -46,18 +46,18 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Port:
-    """Something that listens."""
+    """A port on which a process of the run listens."""
 
     who: str
     node: int
     port: int | None
-    """None: a free one, taken when it starts."""
+    """The number of the port, or None for a free one that is taken at the start."""
     set_by: str
     """The key that fixes it; empty where there is none."""
 
 
 def plan_nodes(setting: Setting) -> list[Node]:
-    """All machines of the run."""
+    """Return all machines of the run."""
     cluster, layout = setting.config.cluster, setting.layout
     per_node = cluster.num_workers // cluster.num_nodes
     engines, has_gpus = setting.policy.generation.num_replicas, cluster.gpus_per_node > 0
@@ -90,7 +90,8 @@ def plan_nodes(setting: Setting) -> list[Node]:
 
 
 def _engines_apart(setting: Setting) -> dict[int, tuple[int, ...]]:
-    """Numbers of the engines by node, where they share nothing with the policy workers; empty where they do."""
+    """Return the numbers of the engines by node, where they share nothing with the policy workers; empty
+    where they do."""
     config = setting.config
     count, colocated = engines_apart(config), config.policy.generation.colocated
     if not count:
@@ -112,7 +113,7 @@ def _cpus(setting: Setting, *, is_first: bool) -> int:
 
 
 def _others(setting: Setting) -> tuple[str, ...]:
-    """Processes of the driver's node besides policy workers and engines."""
+    """Return the processes of the driver's node besides policy workers and engines."""
     config = setting.config
     if config.cluster.launcher == "local":
         return ("driver",)
@@ -132,7 +133,7 @@ def _others(setting: Setting) -> tuple[str, ...]:
 
 
 def plan_ports(setting: Setting) -> list[Port]:
-    """What listens; a port without a number is free whenever the machine has one."""
+    """List the listening ports; a port without a number is free whenever the machine has one."""
     config = setting.config
     if config.cluster.launcher == "local":
         return []

@@ -5,30 +5,137 @@ make_plan -> plan_batches   rows, global batches, microbatches         (the run'
           -> plan_plane     columns of a step                           (what the stages declare)
           -> plan_nodes     who runs where                              (the run's layout)
           -> stage_bounds   seconds, as lower bounds
+
+The time of a stage is a lower bound: its arithmetic at the peak rate, the bytes that must be read from memory, or the
+bytes that must cross the links, whichever is longest; nothing of what makes real runs slower is counted.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 from nemo_rl.algorithms.cpu_needs import engines_apart
 from nemo_rl.cluster.plan.activations import layer_bytes, scores_bytes
-from nemo_rl.cluster.plan.batches import Batches, plan_batches
-from nemo_rl.cluster.plan.generation import EngineMemory, engine_memory
-from nemo_rl.cluster.plan.memory import RankMemory, engine_peak, host_bytes, rank_memory
+from nemo_rl.cluster.plan.batches import Batches, passes_of, plan_batches
+from nemo_rl.cluster.plan.memory import EngineMemory, RankMemory, engine_memory, engine_peak, host_bytes, rank_memory
 from nemo_rl.cluster.plan.placement import Node, Port, plan_nodes, plan_ports
 from nemo_rl.cluster.plan.plane import PLANNED_IDS, PlaneMemory, plan_plane
-from nemo_rl.cluster.plan.setting import Setting
-from nemo_rl.cluster.plan.times import StageBound, stage_bounds
+from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, GPU, Setting
+from nemo_rl.cluster.plan.weights import local_weights
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.utils.console import bytes_text
+from nemo_rl.utils.flops import transformer_flops
 from nemo_rl.utils.memory import available_bytes
-from nemo_rl.utils.units import bytes_text
 
-__all__ = ["FORMAT_VERSION", "Plan", "make_plan"]
+__all__ = ["FORMAT_VERSION", "Plan", "StageBound", "make_plan", "stage_bounds"]
+
+TERA = 1e12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageBound:
+    """A lower bound of the seconds of one stage."""
+
+    stage: str
+    arithmetic_s: float
+    memory_s: float
+    network_s: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.arithmetic_s, self.memory_s, self.network_s)
+
+    @property
+    def limited_by(self) -> str:
+        return max(
+            (("arithmetic", self.arithmetic_s), ("memory", self.memory_s), ("network", self.network_s)),
+            key=lambda part: part[1],
+        )[0]
+
+
+def stage_bounds(setting: Setting, batches: Batches, engine: EngineMemory, plane: PlaneMemory) -> list[StageBound]:
+    """Return the bounds of the stages of a step; empty for CPUs, whose rates are not known."""
+    if setting.gpu is None:
+        return []
+    found = [_rollout(setting, setting.gpu, batches, engine)]
+    found += [_pass(setting, setting.gpu, batches, part) for part in passes_of(setting)]
+    crossing = plane.step_bytes / setting.gpu.network_rate if setting.config.cluster.num_nodes > 1 else 0.0
+    found.append(StageBound(stage="data plane", arithmetic_s=0.0, memory_s=0.0, network_s=crossing))
+    is_far = setting.config.refit_transport == "broadcast" and setting.config.cluster.num_nodes > 1
+    rate = setting.gpu.network_rate if is_far else setting.gpu.link_rate
+    sent = engine.weights / (rate if setting.layout.world_size > 1 else setting.gpu.memory_rate)
+    found.append(
+        StageBound(stage="refit", arithmetic_s=0.0, memory_s=engine.weights / setting.gpu.memory_rate, network_s=sent)
+    )
+    return found
+
+
+def _rollout(setting: Setting, gpu: GPU, batches: Batches, engine: EngineMemory) -> StageBound:
+    """Return the bound of the rollout: every turn reads the weights that its tokens use, and the cache so far."""
+    shape, replicas = setting.model.flops_shape, setting.policy.generation.num_replicas
+    turns = min(batches.response_tokens, batches.row_tokens)
+    rows = math.ceil(batches.rows / replicas)
+    per_token = engine.cache / (engine.rows * batches.row_tokens)
+    start = max(0, batches.row_tokens - turns)
+    cache = rows * per_token * (turns * start + turns * (turns - 1) / 2)
+    precision = setting.policy.generation.precision or setting.policy.precision
+    # Experts that no token of a batch chose are not read: only those that one token uses are sure to be.
+    used = shape.matmul_flops_per_token / 2 * setting.engine_element_bytes
+    weights = math.ceil(rows / engine.rows) * turns * used
+    flops = transformer_flops(shape, [batches.row_tokens], with_backward=False) * rows
+    # Prompts of a group are run once.
+    prompts = transformer_flops(shape, [start], with_backward=False)
+    flops -= prompts * (rows - rows / setting.config.grpo.num_generations_per_prompt)
+    return StageBound(
+        stage="rollout",
+        arithmetic_s=flops / (gpu.tflops(precision) * TERA),
+        memory_s=(weights + cache) / gpu.memory_rate,
+        network_s=0.0,
+    )
+
+
+def _pass(setting: Setting, gpu: GPU, batches: Batches, part: WorkerPass) -> StageBound:
+    layout, shape = setting.layout, setting.model.flops_shape
+    is_training = part is WorkerPass.TRAIN
+    flops = transformer_flops(shape, [batches.row_tokens], with_backward=is_training) * batches.rows
+    steps = batches.global_batches if is_training else 1
+    microbatches = batches.train_microbatches * steps if is_training else batches.logprob_microbatches
+    shared = sum(weight.in_use for weight in local_weights(setting) if not (setting.is_megatron and weight.is_expert))
+    if setting.is_megatron:
+        # Gradients go to the ranks with the same weights and come back as sums, or as weights.
+        sent = 2 * steps * shared * setting.element_bytes if is_training else 0
+    else:
+        # All weights come before each pass of a microbatch, the gradients go after the last one.
+        passes = 2 if is_training else 1
+        sent = microbatches * passes * shared * setting.element_bytes + is_training * steps * shared * FLOAT32_BYTES
+    used = shape.matmul_flops_per_token / 2 / (layout.tp * layout.pp) * setting.element_bytes
+    return StageBound(
+        stage=str(part),
+        arithmetic_s=flops / (gpu.tflops(setting.policy.precision) * TERA * layout.world_size),
+        memory_s=microbatches * used / gpu.memory_rate,
+        network_s=_collective_s(setting, gpu, sent),
+    )
+
+
+def _collective_s(setting: Setting, gpu: GPU, sent: float) -> float:
+    """Return the seconds for bytes that each rank gets from its peers of the data and context axes."""
+    layout, cluster = setting.layout, setting.config.cluster
+    shards = layout.dp * layout.cp
+    if shards == 1:
+        return 0.0
+    inside = sent * (shards - 1) / shards / gpu.link_rate
+    # What enters a node once is passed on inside; all its cards take a part.
+    groups = min(layout.tp, cluster.gpus_per_node)
+    crossing = sent * groups * (1 - 1 / cluster.num_nodes) / (cluster.gpus_per_node * gpu.network_rate)
+    # A pipeline's stages may be nodes: then peers are neighbours.
+    return max(inside, crossing if layout.pp == 1 else 0.0)
+
 
 FORMAT_VERSION = 1
-"""Of `--json`; raised when a key changes its meaning or goes."""
+"""Version of the format of `--json`; raised when a key changes its meaning or goes."""
 USABLE = 0.96
-"""Of a GPU's memory: the rest is lost between blocks of torch's allocator."""
+"""Usable share of a GPU's memory: the rest is lost between blocks of torch's allocator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,28 +151,22 @@ class Plan:
     nodes: tuple[Node, ...]
     ports: tuple[Port, ...]
     hosts: tuple[dict[str, int], ...]
-    """Memory of each node by what it is for."""
+    """Memory of each node by its use."""
     bounds: tuple[StageBound, ...]
     problems: tuple[str, ...]
-    """What does not fit, a line each."""
+    """One line for each part that does not fit."""
 
     @property
     def device_bytes(self) -> int | None:
-        """Of a GPU that a run can use; None on CPUs."""
+        """Return the bytes of a GPU that a run can use, or None on CPUs."""
         return int(self.setting.gpu.memory_bytes * USABLE) if self.setting.gpu is not None else None
 
     @property
     def fits(self) -> bool:
         return not self.problems
 
-    @property
-    def shortfall(self) -> int:
-        """Bytes that the fullest device lacks; 0 where it has enough, or where there is no GPU."""
-        room = self.device_bytes
-        return 0 if room is None else max(0, max(rank.peak for rank in self.ranks) - room)
-
     def reading(self) -> str:
-        """What each process reads of the model folder when it starts."""
+        """Return a sentence about the share of the model folder that each process reads when it starts."""
         shares = [min(1.0, rank.read_share) for rank in self.ranks]
         most, least = max(shares), min(shares)
         if least == 1:
@@ -81,14 +182,14 @@ class Plan:
         return f"model folder: {ranks}, one weight at a time through the node's page cache; {engine}"
 
     def _stored_bytes(self, share: float) -> str:
-        """Nothing where the config does not say in which dtype its weights are stored."""
+        """Return the stored bytes of the weights, or nothing where the config does not name their dtype."""
         dtype = self.setting.model.config.dtype
         if dtype is None:
             return ""
         return f" ({bytes_text(int(share * self.setting.model.num_parameters * dtype.itemsize))})"
 
     def assumptions(self) -> list[str]:
-        """What the numbers rest on, besides the recipe."""
+        """Return the assumptions behind the numbers, besides the recipe."""
         lines = [
             "all rows are as long as they may be, so a real step needs no more",
             self._sets(),
@@ -116,7 +217,7 @@ class Plan:
         return f"top-p {generation.top_p:.4g} keeps {PLANNED_IDS} tokens, whose sets are recorded"
 
     def as_json(self) -> dict[str, object]:
-        """Every number."""
+        """Return every number of the plan."""
         setting, gpu = self.setting, self.setting.gpu
         return {
             "version": FORMAT_VERSION,
@@ -144,7 +245,7 @@ class Plan:
 
 
 def make_plan(setting: Setting) -> Plan:
-    """Raises ConfigError where the recipe cannot run in its layout, whatever the memory."""
+    """Raise ConfigError where the recipe cannot run in its layout, whatever the memory."""
     batches, nodes = plan_batches(setting), plan_nodes(setting)
     engine, plane = engine_memory(setting, batches), plan_plane(setting, batches)
     with_engine = {device.pp for node in nodes for device in node.devices if device.engine is not None}
@@ -196,7 +297,7 @@ def _device_problems(setting: Setting, ranks: tuple[RankMemory, ...]) -> list[st
 
 
 def _engine_problems(setting: Setting, engine: EngineMemory) -> list[str]:
-    """Of engines with GPUs of their own."""
+    """Return the problems of non-colocated engines with GPUs of their own."""
     if setting.gpu is None or not engines_apart(setting.config):
         return []
     needed, room = engine_peak(setting, engine), int(setting.gpu.memory_bytes * USABLE)
@@ -206,7 +307,7 @@ def _engine_problems(setting: Setting, engine: EngineMemory) -> list[str]:
 
 
 def _host_problems(setting: Setting, hosts: tuple[dict[str, int], ...]) -> list[str]:
-    """Of CPU workers on this machine; of other machines nothing is known."""
+    """Return the problems of CPU workers on this machine; other machines are not known."""
     if setting.gpu is not None or len(hosts) > 1 or setting.config.cluster.address is not None:
         return []
     needed, have = sum(hosts[0].values()), available_bytes()

@@ -27,11 +27,13 @@ __all__ = ["PLANNED_IDS", "PlaneMemory", "plan_plane", "row_bytes"]
 BITS = 8
 ROLLOUT_STAGES = ("rollout", "score")
 PLANNED_IDS = 64
-"""Of a set that top-p alone keeps, which may be any size: of sharp distributions 6 at 0.8, 90 to 200 at 0.95."""
+"""Planned ids of a set that top-p alone keeps. It may have any size: sharp distributions have 6 at 0.8, 90 to 200 at
+0.95."""
 LARGER_DISTANCES = ((1 << 7) - BEFORE_STEPS, (1 << 14) - BEFORE_STEPS, (1 << 21) - BEFORE_STEPS)
-"""Between ids of a set, from which a number of `nemo_rl.models.support` takes a byte more."""
+"""Distances between ids of a set, from which a number of `nemo_rl.models.support` takes a byte more."""
 CHUNK_HEADER_BYTES, COLUMN_BYTES, LENGTH_BYTES = 36, 12, 4
-"""Of a chunk's header, of each column in it besides its name, of a row's length (`nemo_rl.data_plane.codec`)."""
+"""Bytes of a chunk's header, of each column in it besides its name, and of a row's length (`nemo_rl.data_plane.codec`).
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +47,11 @@ class PlaneMemory:
     columns: Mapping[str, int]
     """Bytes of each column over all rows that have it."""
     headers: int
-    """What chunks say of themselves."""
+    """Bytes of the headers of chunks."""
     reserved: int
-    """What the store sets aside, in which rows lie; 0 for a store that takes memory as it needs it."""
+    """Bytes that the store sets aside for rows; 0 for a store that takes memory as it needs it."""
     step_bytes: int
-    """Of the rows that a step trains."""
+    """Bytes of the rows that a step trains."""
     room: int | None
     """Bytes that may be live at one time; None: no limit."""
     limited_by: str
@@ -61,12 +63,12 @@ class PlaneMemory:
 
     @property
     def held(self) -> int:
-        """On all nodes together."""
+        """Return the bytes on all nodes together."""
         return max(self.reserved, self.rows_bytes)
 
 
 def plan_plane(setting: Setting, batches: Batches) -> PlaneMemory:
-    """Of the store that the run starts."""
+    """Return the memory of the store that the run starts."""
     plane = setting.config.active_data_plane
     clients, kind = num_clients(setting.config), kind_named(plane.impl or "noop")
     room, key = plane.storage_capacity.bytes, "data_plane.storage_capacity.bytes"
@@ -94,7 +96,7 @@ def plan_plane(setting: Setting, batches: Batches) -> PlaneMemory:
 
 
 def row_bytes(setting: Setting, tokens: int) -> dict[str, int]:
-    """Of a row of so many tokens, by column."""
+    """Return the bytes of a row of so many tokens, by column."""
     return {name: _column_bytes(setting, FIELDS[name], tokens) for name in written_fields(_stages(setting))}
 
 
@@ -103,7 +105,7 @@ def _stages(setting: Setting) -> tuple[StageColumns, ...]:
 
 
 def _header_bytes(columns: Mapping[str, int], *, rows: int, chunk_bytes: int) -> int:
-    """Of all chunks: what each is, what its columns are, and the lengths of rows that differ."""
+    """Return the bytes of the headers of all chunks: kinds, columns, and the lengths of rows that differ."""
     families: dict[str, list[FieldSpec]] = {}
     for name in columns:
         families.setdefault(FIELDS[name].family, []).append(FIELDS[name])
@@ -134,7 +136,8 @@ def _column_bytes(setting: Setting, spec: FieldSpec, tokens: int) -> int:
 
 
 def _set_bytes(setting: Setting) -> int:
-    """At most, of a kept set: every distance takes a byte, and only so many fit the vocabulary that take more."""
+    """Return the most bytes of a kept set: every distance takes a byte, and only so many fit the vocabulary that take
+    more."""
     vocab, top_k = setting.model.flops_shape.vocab_size, setting.policy.generation.top_k
     others = min(PLANNED_IDS if top_k is None else top_k, vocab) - 1
     others = min(others, vocab - 1 - others)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from nemo_rl.cluster.plan.memory import RankMemory
 from nemo_rl.cluster.plan.plan import Plan
-from nemo_rl.utils.units import bytes_text
+from nemo_rl.utils.console import bytes_text
 
 __all__ = ["refusal", "show_plan"]
 
@@ -18,12 +18,12 @@ FEW = 8
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    """Prints everything."""
+    """Print everything."""
     console.print(Group(*_parts(plan)))
 
 
 def refusal(plan: Plan, change: tuple[str, str] | None) -> str:
-    """One message: what does not fit, and the cheapest change that would.
+    """Return one message: what does not fit, and the cheapest change that would.
 
     Args:
         change: its overrides and what it costs; None where no single one is enough.

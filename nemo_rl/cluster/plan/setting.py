@@ -1,8 +1,9 @@
-"""`Setting`: a recipe with the architecture of its model and the device it is planned for; what all estimates read."""
+"""`Setting`: a recipe with the architecture of its model and the GPU it is planned for; what all estimates read."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,16 +11,74 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nemo_rl.cluster.known_models import sizes_of
-from nemo_rl.cluster.plan.gpus import GPU
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.errors import ModelFolderError, boundary
+from nemo_rl.errors import ConfigError, ModelFolderError, boundary
 from nemo_rl.models.loading import DTYPES, named_weights
 from nemo_rl.models.megatron.architecture import Architecture, check_fits, layers_of_stages
-from nemo_rl.utils.flops import TransformerShape
+from nemo_rl.utils.flops import TransformerShape, theoretical_tflops
 
-__all__ = ["FLOAT32_BYTES", "Model", "Setting"]
+__all__ = ["FLOAT32_BYTES", "GPU", "GPUS", "Model", "Setting", "gpu_named"]
+
+GB = 10**9
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPU:
+    """One accelerator and how it is connected; rates of the vendors' data sheets, in bytes per second."""
+
+    name: str
+    device_name: str
+    """The name that CUDA gives the device, by which `utils.flops` knows its peak."""
+    memory_bytes: int
+    """Bytes that the driver gives to processes."""
+    memory_rate: float
+    link_rate: float
+    """Bytes per second to another GPU of the node, in one direction."""
+    network_rate: float
+    """Bytes per second to another node, in one direction, of the usual network card per GPU."""
+
+    def tflops(self, precision: str) -> float:
+        """Return the dense peak in this precision, in 1e12 operations per second."""
+        return theoretical_tflops(self.device_name, dtype=precision)
+
+
+def _gpu(name: str, device: str, *, mib: int, memory: float, link: float, network: float) -> GPU:
+    rates = {"memory_rate": memory * GB, "link_rate": link * GB, "network_rate": network * GB}
+    return GPU(name=name, device_name=device, memory_bytes=mib * MIB, **rates)
+
+
+GPUS: Mapping[str, GPU] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("A10-24G", "NVIDIA A10", mib=23028, memory=600, link=32, network=12.5),
+        _gpu("L4-24G", "NVIDIA L4", mib=23034, memory=300, link=32, network=12.5),
+        _gpu("L40S-48G", "NVIDIA L40S", mib=46068, memory=864, link=32, network=25),
+        _gpu("A100-40G", "NVIDIA A100-SXM4-40GB", mib=40960, memory=1555, link=300, network=25),
+        _gpu("A100-80G", "NVIDIA A100-SXM4-80GB", mib=81920, memory=2039, link=300, network=25),
+        _gpu("H100-80G", "NVIDIA H100 80GB HBM3", mib=81559, memory=3350, link=450, network=50),
+        _gpu("H100-PCIE-80G", "NVIDIA H100 PCIe", mib=81559, memory=2000, link=64, network=25),
+        _gpu("H200-141G", "NVIDIA H200", mib=143771, memory=4800, link=450, network=50),
+        _gpu("B200-180G", "NVIDIA B200", mib=183359, memory=7700, link=900, network=50),
+        _gpu("GB200-186G", "NVIDIA GB200", mib=189471, memory=8000, link=900, network=50),
+    )
+}
+"""GPUs by the name of the product and its memory."""
+
+
+def gpu_named(name: str) -> GPU:
+    """Return the GPU of that name, whatever the case of its letters.
+
+    Raises:
+        ConfigError: the name is not known.
+    """
+    found = {known.lower(): gpu for known, gpu in GPUS.items()}.get(name.lower())
+    if found is None:
+        raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {name!r}")
+    return found
+
 
 FLOAT32_BYTES = 4
 
@@ -36,7 +95,7 @@ class Model:
 
     @cached_property
     def hf(self) -> PreTrainedModel:
-        """The Hugging Face model on the meta device."""
+        """Return the Hugging Face model on the meta device."""
         what = f"--model-config: {self.config.model_type!r} describes no causal language model"
         with boundary(ModelFolderError, what), torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -49,40 +108,40 @@ class Model:
 
     @cached_property
     def has_head_norms(self) -> bool:
-        """Whether queries and keys have norms of their own."""
+        """Return whether queries and keys have norms of their own."""
         return any(name.endswith(".q_norm") for name, _ in self.hf.named_modules())
 
     @cached_property
     def has_gated_mlp(self) -> bool:
-        """Whether a feed-forward block multiplies two projections of its input."""
+        """Return whether a feed-forward block multiplies two projections of its input."""
         return any("gate" in name.rpartition(".")[2] for name, _ in self.hf.named_modules())
 
     @cached_property
     def units(self) -> dict[str, int]:
-        """Number by the prefix of the names of each module that FSDP takes as a unit."""
+        """Return the number of units by the prefix of the names of each module that FSDP takes as a unit."""
         kinds = set(self.hf._no_split_modules or ())
         names = [name for name, module in self.hf.named_modules() if type(module).__name__ in kinds]
         return {f"{name}.": number for number, name in enumerate(names)}
 
     @cached_property
     def whole_weights(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all weights and persistent buffers by their Hugging Face names; tied ones once."""
+        """Return the shapes of all weights and persistent buffers by their Hugging Face names; tied ones once."""
         return {name: tuple(weight.shape) for name, weight in named_weights(self.hf)}
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Of the models that the Megatron worker trains."""
+        """Return the architecture, for the models that the Megatron worker trains."""
         return Architecture.of(self.config)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is planned."""
+    """The recipe that is planned, with its model and its GPU."""
 
     config: MasterConfig
     model: Model
     gpu: GPU | None
-    """None: the workers run on CPUs."""
+    """The GPU of the workers, or None where they run on CPUs."""
 
     @property
     def policy(self) -> PolicyConfig:
@@ -94,7 +153,7 @@ class Setting:
 
     @cached_property
     def layout(self) -> ParallelLayout:
-        """As the run makes it.
+        """Return the layout as the run makes it.
 
         Raises:
             ConfigError: the ranks do not divide.
@@ -103,7 +162,7 @@ class Setting:
 
     @property
     def element_bytes(self) -> int:
-        """Of the dtype that the policy computes in."""
+        """Return the bytes of an element of the dtype in which the policy computes."""
         return DTYPES[self.policy.precision].itemsize
 
     @property
@@ -112,18 +171,18 @@ class Setting:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether Transformer Engine is taken to be installed: on GPUs, for the Megatron worker."""
+        """Return whether Transformer Engine is taken to be installed: on GPUs, for the Megatron worker."""
         return self.is_megatron and self.gpu is not None
 
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
-        """Layers of each pipeline stage."""
+        """Return the layers of each pipeline stage."""
         if not self.is_megatron:
             return (self.model.flops_shape.num_layers,)
         check_fits(self.model.architecture, self.policy)
         return layers_of_stages(self.model.architecture, self.policy)
 
     def layers_of(self, stage: int) -> range:
-        """Numbers of the layers of a pipeline stage."""
+        """Return the numbers of the layers of a pipeline stage."""
         first = sum(self.stage_layers[:stage])
         return range(first, first + self.stage_layers[stage])

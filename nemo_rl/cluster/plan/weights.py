@@ -45,7 +45,7 @@ class LocalWeight:
     in_use: int
     """Elements that it computes with: FSDP gathers them layer by layer."""
     bytes_at_rest: int
-    """Of an element."""
+    """Bytes of one element at rest."""
     read: int
     """Elements that the rank reads of the model folder when it starts, at most: rows of a mapped file are read alone,
     columns are not."""
@@ -59,15 +59,16 @@ class RestMemory:
 
     weights: int
     gradients: int
-    """Of a global batch, when the optimizer steps."""
+    """Bytes of the gradients of a global batch, when the optimizer steps."""
     summed_gradients: int
-    """What a pass finds of earlier microbatches: FSDP shares gradients out after the last one only."""
+    """Bytes of gradients that a pass finds of earlier microbatches: FSDP shares gradients out after the last one only.
+    """
     optimizer: int
     optimizer_on_host: int
 
     @property
     def gradients_in_passes(self) -> int:
-        """The most while microbatches run."""
+        """Return the most bytes of gradients while microbatches run."""
         return max(self.gradients, self.summed_gradients)
 
 
@@ -80,19 +81,19 @@ class Gathered:
     layer: int
     """The largest layer; the next one is gathered while it runs."""
     layer_gradients: int
-    """Of the largest layer, before and while they are shared out."""
+    """Bytes of the gradients of the largest layer, before and while they are shared out."""
 
 
 NOTHING_GATHERED = Gathered(root=0, layer=0, layer_gradients=0)
 
 
 def local_weights(setting: Setting, *, stage: int = 0) -> list[LocalWeight]:
-    """The parts of all weights that a rank of a pipeline stage has."""
+    """Return the parts of all weights that a rank of a pipeline stage has."""
     return list(_of_megatron(setting, stage) if setting.is_megatron else _of_dtensor(setting))
 
 
 def rest_memory(setting: Setting, weights: list[LocalWeight], *, num_microbatches: int) -> RestMemory:
-    """Of a rank with these weights.
+    """Return the memory at rest of a rank with these weights.
 
     Args:
         num_microbatches: of a global batch on one rank.
@@ -112,7 +113,7 @@ def rest_memory(setting: Setting, weights: list[LocalWeight], *, num_microbatche
 
 
 def gathered_weights(setting: Setting, weights: list[LocalWeight]) -> Gathered:
-    """Of a rank with these weights; nothing where no weight is shared between passes."""
+    """Return the gathered weights of a rank; nothing where no weight is shared between passes."""
     if setting.is_megatron:
         return NOTHING_GATHERED
     units: dict[int, int] = {}
@@ -163,7 +164,8 @@ def _check_divides(name: str, size: int, ranks: int) -> None:
 
 @lru_cache(maxsize=4)
 def _splits(model: Model, plan: tuple[tuple[str, str], ...]) -> Mapping[str, int | None]:
-    """A plan of styles names every layer, which takes seconds for a deep model."""
+    """Return the splits of all weights, cached: a plan of styles names every layer, which takes seconds for a deep
+    model."""
     return split_dims(model.hf, dict(plan))
 
 
@@ -214,7 +216,7 @@ def _gradient_bytes(setting: Setting) -> int:
 
 
 def _state_bytes(setting: Setting, weight: LocalWeight) -> int:
-    """Moments in float32, and float32 weights where the model's are not."""
+    """Return the bytes of moments in float32, and of float32 weights where the model's are not."""
     if not setting.is_megatron:
         name = setting.policy.optimizer.name.rpartition(".")[2].lower()
         kwargs = setting.policy.optimizer.kwargs
@@ -227,7 +229,7 @@ def _state_bytes(setting: Setting, weight: LocalWeight) -> int:
 
 
 def _optimizer_ranks(setting: Setting, *, is_expert: bool) -> int:
-    """Ranks that share the optimizer state of one weight."""
+    """Return the number of ranks that share the optimizer state of one weight."""
     optimizer, layout, sizes = setting.policy.megatron_cfg.optimizer, setting.layout, setting.policy.parallel_sizes
     if not optimizer.is_distributed(has_fused_adam=setting.has_kernels):
         return 1

@@ -1,8 +1,8 @@
-"""`import_recipe`: a NeMo-RL recipe as a tree of ours that loads, with what became of every key.
+"""`import_recipe`: a NeMo-RL recipe as a recipe of ours that loads, with a report of what became of every key.
 
 import_recipe
-  |- read_recipe            defaults, overrides of sections, interpolations           (read)
-  |- _by_table              each key by its row; unknown ones with a suggestion       (table_*)
+  |- read_recipe            defaults, overrides of sections, interpolations           (keys)
+  |- _by_table              each key by its row; unknown ones with a suggestion       (table)
   |- convert_sections       keys that belong together                                 (sections, prompts)
   |- _typed                 what the schema does not take is left out, and named
   |- _without_effect        what the rules call ignored is left out, and named
@@ -20,23 +20,22 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from nemo_rl.cluster.recipe_import.key_rule import MANY, Fate, KeyRule, Outcome, Table
-from nemo_rl.cluster.recipe_import.read import MANDATORY, Given, read_recipe
+from nemo_rl.cluster.recipe_import.keys import MANDATORY, MANY, Fate, Given, KeyRule, Outcome, Table, read_recipe
 from nemo_rl.cluster.recipe_import.sections import convert_sections
-from nemo_rl.cluster.recipe_import.table_algorithm import ALGORITHM
-from nemo_rl.cluster.recipe_import.table_policy import POLICY
-from nemo_rl.cluster.recipe_import.table_run import RUN
-from nemo_rl.config.ignored import Ignored
+from nemo_rl.cluster.recipe_import.table import ALGORITHM, POLICY, RUN
+from nemo_rl.config.rule import Ignored
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import lookup, place_of, section_class, suggest
 from nemo_rl.config.validate import RULES
+from nemo_rl.config.yaml_text import YamlProblem, parse_yaml, yaml_line
+from nemo_rl.errors import ConfigError
 
-__all__ = ["TABLE", "Imported", "import_recipe", "rule_of"]
+__all__ = ["TABLE", "Imported", "as_record", "import_recipe", "report_lines", "rule_of", "to_recipe"]
 
 TABLE: Table = {**ALGORITHM, **POLICY, **RUN}
 """Every key of a NeMo-RL GRPO recipe."""
 MAX_ROUNDS = 20
-"""Of leaving keys out: one may let another be seen."""
+"""Most rounds of leaving keys out: one that is left out may reveal another."""
 DECIDE = "model_name"
 WORKERS = ("dtensor_cfg", "megatron_cfg")
 SHARES = "policy.generation.colocated.enabled"
@@ -51,8 +50,8 @@ class Imported:
     tree: dict[str, Any]
     outcomes: tuple[Outcome, ...]
     problems: tuple[str, ...]
-    """What somebody has to decide: rules that the recipe breaks as it is, parents and values that are not there, and
-    keys without which something else is trained."""
+    """Decisions that are left to the user: rules that the recipe breaks as it is, parents and values that are not
+    there, and keys without which something else is trained."""
 
     def of(self, fate: Fate) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.fate is fate]
@@ -79,7 +78,7 @@ def import_recipe(path: Path) -> Imported:
 
 
 def rule_of(key: str) -> KeyRule | None:
-    """The row of a key; of several that stand for many, the longest."""
+    """Return the row of a key; of several that stand for many, the longest."""
     if key in TABLE:
         return TABLE[key]
     wide = [name for name in TABLE if name.endswith(MANY) and key.startswith(name.removesuffix(MANY))]
@@ -106,7 +105,7 @@ def _kept(key: str, value: object, rule: KeyRule) -> Outcome:
     to = rule.to or key
     if not place_of(to.split(".")).is_known:
         if value in (None, key == SHARES, {}):
-            return Outcome(key=key, fate=Fate.SAME, why="nothing is asked for that is not so here")
+            return Outcome(key=key, fate=Fate.SAME, why="it asks for nothing that differs here")
         return Outcome(key=key, fate=Fate.NOT_SUPPORTED, why="there is no such key here yet")
     now = value if rule.convert is None else rule.convert(value)
     if now == value and to == key:
@@ -125,7 +124,7 @@ def _unknown(key: str, value: object) -> Outcome:
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Values by dotted key; lists, empty sections and dictionaries of ours are values."""
+    """Yield the values by dotted key; lists, empty sections and dictionaries of ours are values."""
     for name, value in node.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and not _is_dictionary(key):
@@ -135,7 +134,7 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ob
 
 
 def _is_dictionary(key: str) -> bool:
-    """Whether the key holds one value here, whose names are free."""
+    """Return whether the key holds one dictionary here, whose names are free."""
     field = place_of((TABLE[key].to or key).split(".")).field if key in TABLE else None
     return field is not None and section_class(field.annotation) is None
 
@@ -169,7 +168,7 @@ def _to_decide(given: Given, tree: Mapping[str, Any], outcomes: list[Outcome]) -
 
 
 def _typed(tree: dict[str, Any], outcomes: list[Outcome]) -> list[Outcome]:
-    """Leaves out what the schema does not take; the key that is named is that of the recipe."""
+    """Leave out what the schema does not take; the key that is named is that of the recipe."""
     for _ in range(MAX_ROUNDS):
         try:
             MasterConfig.model_validate_json(json.dumps(tree), strict=True)
@@ -188,7 +187,7 @@ def _typed(tree: dict[str, Any], outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def _not_taken(outcomes: list[Outcome], cut: str, value: object, message: str) -> list[Outcome]:
-    """Outcomes after a key of ours was cut: null asks for the default, anything else is not supported."""
+    """Return the outcomes after a key of ours was cut: null asks for the default, anything else is not supported."""
     found = [one for one in outcomes if one.to == cut or one.to.startswith(f"{cut}.")]
     others = [one for one in outcomes if one not in found]
     names = dict.fromkeys(one.key for one in found if one.key) or {cut: None}
@@ -199,7 +198,7 @@ def _not_taken(outcomes: list[Outcome], cut: str, value: object, message: str) -
 
 
 def _cut(tree: dict[str, Any], path: list[str]) -> tuple[str, object]:
-    """Removes the deepest part of a path that is in the tree."""
+    """Remove the deepest part of a path that is in the tree."""
     node, taken = tree, list[str]()
     for name in path:
         if name not in node:
@@ -212,7 +211,7 @@ def _cut(tree: dict[str, Any], path: list[str]) -> tuple[str, object]:
 
 
 def _without_effect(tree: dict[str, Any], outcomes: list[Outcome]) -> tuple[list[Outcome], list[str]]:
-    """Leaves out what the rules call ignored; what else they say is left to somebody."""
+    """Leave out what the rules call ignored; what else they say is left to somebody."""
     problems: list[str] = []
     for _ in range(MAX_ROUNDS):
         whole = copy.deepcopy(tree)
@@ -243,3 +242,119 @@ def _drop_empty(tree: dict[str, Any]) -> None:
             _drop_empty(value)
             if not value:
                 del tree[name]
+
+
+LOST = "what it sets is not in the result; import again where it lies beside the recipe"
+
+
+def to_recipe(imported: Imported) -> str:
+    """Return the recipe as YAML that loads; what is not supported is listed at its head.
+
+    Raises:
+        ConfigError: what was written does not read as what was meant.
+    """
+    lines = [_comment(f"Imported from {imported.given.file} by `nemo-rl config import`.")]
+    lines += [_comment(f"to decide: {problem}") for problem in imported.problems]
+    named = [*imported.of(Fate.NOT_SUPPORTED), *imported.of(Fate.UNKNOWN)]
+    lines += [_comment(f"{one.fate}: {one.key}: {one.why}") for one in named if not one.must_decide]
+    comments: dict[str, str] = {}
+    for outcome in imported.outcomes:
+        if outcome.to:
+            comments[outcome.to] = _note(outcome)
+    text = "\n".join([*dict.fromkeys(lines), *_section(imported.tree, comments, path="", indent=0)]) + "\n"
+    _check_reads_back(text, imported)
+    return text
+
+
+def _check_reads_back(text: str, imported: Imported) -> None:
+    try:
+        found = parse_yaml(text)
+    except YamlProblem as error:
+        raise ConfigError(f"{imported.given.file}: cannot be written as YAML: {error}; change that value") from error
+    # As text: 1, 1.0 and true are equal in Python.
+    if json.dumps(found or {}, sort_keys=True) != json.dumps(imported.tree, sort_keys=True):
+        raise ConfigError(f"{imported.given.file}: what was written would read as something else; nothing was imported")
+
+
+def _note(outcome: Outcome) -> str:
+    if outcome.fate is Fate.SAME:
+        return ""
+    if not outcome.key:
+        return f"added: {outcome.why}"
+    if outcome.key != outcome.to:
+        return f"{outcome.key}: {outcome.why}" if outcome.why else outcome.key
+    return outcome.why
+
+
+def _section(tree: Mapping[str, Any], comments: Mapping[str, str], *, path: str, indent: int) -> Iterator[str]:
+    pad = "  " * indent
+    for name, value in tree.items():
+        key = f"{path}{name}"
+        if indent == 0:
+            yield ""
+        if isinstance(value, Mapping) and value:
+            yield f"{pad}{yaml_line(name)}:"
+            yield from _section(value, comments, path=f"{key}.", indent=indent + 1)
+            continue
+        if comments.get(key):
+            yield f"{pad}{_comment(comments[key])}"
+        yield f"{pad}{yaml_line(name)}: {yaml_line(value)}"
+
+
+def _comment(text: str) -> str:
+    """Return a comment on one line, with characters that YAML does not take written out."""
+    shown = (each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(text.split()))
+    return "# " + "".join(shown)
+
+
+def report_lines(imported: Imported) -> Iterator[str]:
+    """Return the report for people, line by line."""
+    given = imported.given
+    yield f"import of {given.file}"
+    for parent in given.missing:
+        is_lost = parent in given.lost_parents
+        what = LOST if is_lost else f"its values of August 2026 stand in for it in {len(given.assumed)} keys"
+        yield f"  missing parent: {parent}: {what}"
+    for key, text in given.unresolved.items():
+        yield f"  left out: {key}: {text}"
+    for fate in Fate:
+        found = _unique(imported.of(fate))
+        if fate is Fate.SAME:
+            yield f"same: {len(found)} keys"
+            continue
+        yield f"{fate}: {len(found)} keys"
+        for outcome in found:
+            yield f"  {_line(outcome)}"
+    for problem in imported.problems:
+        yield f"to decide: {problem}"
+
+
+def _unique(outcomes: list[Outcome]) -> list[Outcome]:
+    """Return one outcome for each pair of keys: a section says more of a key than that it was seen."""
+    last = {(outcome.key, outcome.to): outcome for outcome in outcomes}
+    told = {key for key, to in last if to}
+    return [outcome for (key, to), outcome in last.items() if to or key not in told]
+
+
+def _line(outcome: Outcome) -> str:
+    if outcome.to and outcome.to != outcome.key:
+        arrow = f"{outcome.key or 'added'} -> {outcome.to} {yaml_line(outcome.value)}"
+    else:
+        arrow = f"{outcome.key} {yaml_line(outcome.value)}" if outcome.to else outcome.key
+    return f"{arrow}: {outcome.why}" if outcome.why else arrow
+
+
+def as_record(imported: Imported) -> dict[str, object]:
+    """Return the report for JSON."""
+    given = imported.given
+    return {
+        "file": str(given.file),
+        "missing_parents": list(given.missing),
+        "assumed": list(given.assumed),
+        "left_out": dict(given.unresolved),
+        "keys": [
+            {"key": one.key, "fate": str(one.fate), "to": one.to, "value": one.value, "why": one.why}
+            for one in imported.outcomes
+        ],
+        "to_decide": list(imported.problems),
+    }

@@ -1,4 +1,4 @@
-"""Where prompts of a NeMo-RL recipe come from, how they are worded, and which environment scores the responses.
+"""Converts the prompts of a NeMo-RL recipe: their source, their wording, and the environment that scores responses.
 
 Called by `sections`. Invariant: whatever decides prompts or rewards there is the same here, or is named as missing.
 """
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from nemo_rl.cluster.recipe_import.key_rule import OFF, Fate, Outcome, becomes, lacks
-from nemo_rl.cluster.recipe_import.read import Given
-from nemo_rl.config.recipe_paths import find_path
+from nemo_rl.cluster.recipe_import.keys import OFF, Fate, Given, Outcome, becomes, lacks
+from nemo_rl.config.compose import find_path
 from nemo_rl.errors import ConfigError, boundary
 
 __all__ = ["PLAIN_PROCESSORS", "convert_environments", "convert_prompts", "our_template"]
@@ -54,7 +53,7 @@ class Source:
         return {**self.beside, **self.default, **self.own}
 
     def key(self, name: str) -> str:
-        """Dotted path of where the recipe sets it."""
+        """Return the dotted path of where the recipe sets it."""
         if name in self.own:
             return f"{self.where}.{name}"
         return f"data.default.{name}" if name in self.default else f"data.{name}"
@@ -65,7 +64,7 @@ class Source:
 
 
 def convert_prompts(given: Given) -> Iterator[Outcome]:
-    """`data.train`, `data.validation` and `env.name`."""
+    """Yield `data.train`, `data.validation` and `env.name`."""
     if not any(given.has(f"data.{name}") for name in ("train", "validation", "dataset_name", "data_path")):
         return
     train, validation, several = _sources(given)
@@ -85,7 +84,7 @@ def convert_prompts(given: Given) -> Iterator[Outcome]:
 
 
 def convert_environments(given: Given) -> Iterator[Outcome]:
-    """The sections below `env`: of the environments that score, and of others, which nothing reads."""
+    """Convert the sections below `env`: of the environments that score, and of others, which nothing reads."""
     train, validation, _ = _sources(given)
     used = {source.environment for source in (train, validation) if source is not None}
     for name, section in given.section("env").items():
@@ -103,7 +102,7 @@ def convert_environments(given: Given) -> Iterator[Outcome]:
 
 
 def _parts(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Values of a section by dotted name; of what is no section, the value itself without a name."""
+    """Yield the values of a section by dotted name; of what is no section, the value itself without a name."""
     if not isinstance(section, Mapping) or not section:
         yield prefix.removesuffix("."), section
         return
@@ -114,13 +113,13 @@ def _parts(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 def _scoring(key: str, name: str, part: str, value: object) -> Outcome:
     off = SAME_SCORES.get(part, OFF) if name == MATH else OFF
     if value in ({}, [], "") or any(value == each and type(value) is type(each) for each in off):
-        return Outcome(key=key, fate=Fate.SAME, why="nothing is asked for that is not so here")
+        return Outcome(key=key, fate=Fate.SAME, why="it asks for nothing that differs here")
     # Another environment is named by itself.
     return lacks(key, f"{value!r}: {NOT_HERE}; see docs/coming_from_nemo_rl.md", must_decide=name == MATH)
 
 
 def _sources(given: Given) -> tuple[Source, Source | None, list[Outcome]]:
-    """Training prompts, validation prompts, and what is said about further ones."""
+    """Return the training prompts, validation prompts, and what is said about further ones."""
     data, found = given.section("data"), list[Outcome]()
     default = given.section("data.default")
     beside = {name: value for name, value in data.items() if name in SHARED}
@@ -168,7 +167,7 @@ def _dataset(given: Given, source: Source, *, part: str) -> Iterator[Outcome]:
 
 
 def _rows(source: Source, *, is_file: bool, is_folder: bool) -> Iterator[Outcome]:
-    """What else decides which rows there are and what they say."""
+    """Convert the other keys that decide which rows there are and what they say."""
     entry, where = source.entry, source.where
     split = entry.get("split")
     if split and is_folder:
@@ -212,7 +211,8 @@ def _wording(given: Given, source: Source) -> Iterator[Outcome]:
 
 
 def _text_of_file(given: Given, name: str) -> str | None:
-    """Looked for as every path of a recipe, then from each folder above it, one of which is the checkout's root."""
+    """Return the text of a file that is looked for as every path of a recipe, then from each folder above it, one of
+    which is the checkout's root."""
     found = find_path(name, recipe=str(given.file))
     above = (folder / name for folder in given.file.parents if (folder / name).is_file())
     path = found if found is not None and found.is_file() else next(above, None)
@@ -223,7 +223,7 @@ def _text_of_file(given: Given, name: str) -> str | None:
 
 
 def our_template(text: str) -> str:
-    r"""A prompt file that `str.format` fills with one problem, as a template with `{input}`.
+    r"""Return a prompt file that `str.format` fills with one problem, as a template with `{input}`.
 
     Example:
         `"Put it into \\boxed{{}}.\n{}"` becomes `"Put it into \\boxed{}.\n{input}"`.

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from nemo_rl.cluster.recipe_import.key_rule import Outcome, becomes, lacks
+from nemo_rl.cluster.recipe_import.keys import Given, Outcome, becomes, lacks
 from nemo_rl.cluster.recipe_import.prompts import convert_environments, convert_prompts
-from nemo_rl.cluster.recipe_import.read import Given
-from nemo_rl.config.vllm import VllmConfig
+from nemo_rl.config.generation import VllmConfig
 
 __all__ = ["convert_sections"]
 
@@ -61,7 +60,7 @@ def _validation(given: Given) -> Iterator[Outcome]:
 
 
 def _estimator(given: Given) -> Iterator[Outcome]:
-    """The estimator by its word here, and what it asks for."""
+    """Convert the estimator to its name here, and the keys that it needs."""
     prefix, to = "grpo.adv_estimator", "grpo.adv_estimator.name"
     name, weights = given.get(f"{prefix}.name", "grpo"), given.get(f"{prefix}.reward_weights")
     if name == "reinforce_plus_plus" and given.get(f"{prefix}.minus_baseline", True):
@@ -114,7 +113,7 @@ def _kl_in_reward(given: Given) -> Iterator[Outcome]:
 
 
 def _policy_loss(given: Given) -> Iterator[Outcome]:
-    """The loss that switches of theirs make, and the correction that goes with it."""
+    """Convert the switches of the loss to a named loss, and the correction that goes with it."""
     on = [name for name in _LOSS_SWITCHES if given.get(f"loss_fn.{name}")]
     for name in on:
         yield becomes(f"loss_fn.{name}", "loss_fn.name", _LOSS_SWITCHES[name], "one word for each loss")
@@ -142,7 +141,7 @@ _LOSS_SWITCHES = {
 
 
 def _clip(given: Given) -> Iterator[Outcome]:
-    """The Megatron worker clips by a key of its own there, and by one of both workers here."""
+    """Convert gradient clipping: the Megatron worker has a key of its own there, and one with the other worker here."""
     key = "policy.megatron_cfg.optimizer.clip_grad"
     if given.has(key) and given.get("policy.megatron_cfg.enabled"):
         yield becomes(key, "policy.max_grad_norm", given.get(key) or None, "the worker that trains clips by it")
@@ -162,7 +161,7 @@ def _tokenizer(given: Given) -> Iterator[Outcome]:
 
 
 def _caps(given: Given) -> Iterator[Outcome]:
-    """Caps hold the longest sequence, and log-probability passes hold what training passes do."""
+    """Raise the caps to hold the longest sequence, and log-probability passes hold what training passes do."""
     tensor, context = _axis(given, "tensor"), _axis(given, "context")
     multiple = max(tensor, 1) * (2 * context if context > 1 else 1)
     multiple = math.lcm(multiple, _number(given.get("policy.make_sequence_length_divisible_by")) or 1)
@@ -233,7 +232,7 @@ def _precision(given: Given, prefix: str) -> Iterator[Outcome]:
 
 
 def _vllm(given: Given) -> Iterator[Outcome]:
-    """Keys of the engine that both have, and arguments that go to it by vLLM's own names."""
+    """Convert the keys of the engine that both have, and arguments that go to it by vLLM's own names."""
     prefix, total = "policy.generation", given.get("policy.max_total_sequence_length")
     for name in ("gpu_memory_utilization", "enforce_eager"):
         key = f"{prefix}.vllm_cfg.{name}"
@@ -278,7 +277,7 @@ def _store(given: Given) -> Iterator[Outcome]:
 
 
 def _without_a_key(given: Given) -> Iterator[Outcome]:
-    """What NeMo-RL does without being asked, and this does only when asked."""
+    """Set the features that NeMo-RL has by default and that are off here by default."""
     if not given.get("grpo.use_dynamic_sampling"):
         yield becomes("", "grpo.drop_zero_advantage_groups", False, "there such groups stay in the divisors")
     normalizes, leaves_out = (
@@ -305,5 +304,5 @@ CONVERSIONS: tuple[Callable[[Given], Iterator[Outcome]], ...] = (
 
 
 def convert_sections(given: Given) -> list[Outcome]:
-    """Everything that more than one key decides, later ones over earlier ones."""
+    """Convert everything that more than one key decides, later ones over earlier ones."""
     return [outcome for conversion in CONVERSIONS for outcome in conversion(given)]

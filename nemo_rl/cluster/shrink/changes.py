@@ -1,24 +1,119 @@
-"""What is changed in a recipe so that its code runs on this machine: one `Change` per key, each with its reason.
+"""The changes of a recipe that let its code run on this machine: one `Change` per key, each with its reason.
 
-Invariant: what is not changed here is as in the recipe: stages, loss, advantages, store, batching, replay, refit.
+What is not changed here is as in the recipe: stages, loss, advantages, store, batching, replay, refit. `SmallLayout`
+has the parallel axes of the recipe at 2 each, as far as this machine bears so many processes: an axis that is above 1
+in the recipe is above 1 here unless `reduced` says why not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.cluster.shrink.layout import SmallLayout
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.policy import ParallelSizes
 from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
 from nemo_rl.config.schema_walk import lookup
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.errors import UserError
 
-__all__ = ["Change", "Changes", "changes_of"]
+__all__ = ["Change", "Changes", "SmallLayout", "changes_of", "small_layout"]
+
+KEPT = 2
+"""Ranks along an axis that has several: the fewest that exchange anything."""
+GIVEN_UP_IN_TURN = ("expert_tensor", "pipeline", "context", "tensor", "expert")
+"""Axes in the order in which they are given up where all of them at 2 are too many processes; the data axis goes before
+them all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SmallLayout:
+    """Sizes of the axes here."""
+
+    sizes: ParallelSizes
+    workers: int
+    """Policy workers in all."""
+    real: ParallelSizes
+    real_workers: int
+    reduced: tuple[str, ...]
+    """Axes of the recipe that are 1 here, each with the reason."""
+
+    @property
+    def data(self) -> int:
+        """Return the number of data-parallel shards."""
+        return self.workers // self.sizes.replica_size
+
+    @property
+    def text(self) -> str:
+        """Return the layout as a text for people.
+
+        Example:
+            >>> small_layout(ParallelSizes(tensor=4, sequence_parallel=True), 16, max_workers=8).text
+            '16 workers (tp 4, dp 4, sp) -> 4 workers (tp 2, dp 2, sp)'
+        """
+        return f"{_said(self.real, self.real_workers)} -> {_said(self.sizes, self.workers)}"
+
+
+def small_layout(real: ParallelSizes, workers: int, *, max_workers: int) -> SmallLayout:
+    """Return the layout here of a recipe with so many workers."""
+    sizes = ParallelSizes(
+        tensor=min(real.tensor, KEPT),
+        pipeline=min(real.pipeline, KEPT),
+        context=min(real.context, KEPT),
+        expert=min(real.expert, KEPT),
+        expert_tensor=min(real.expert_tensor, KEPT),
+        sequence_parallel=real.sequence_parallel,
+    )
+    kept, given_up = sizes, list[str]()
+    for name in GIVEN_UP_IN_TURN:
+        if _fewest(sizes) > max_workers:
+            sizes = _without(sizes, name)
+            given_up.append(name)
+    # One that was given up before a larger one may fit after all.
+    for name in list(given_up):
+        others = [other for other in given_up if other != name]
+        if _fewest(_without(kept, *others)) <= max_workers:
+            sizes, given_up = _without(kept, *others), others
+    reduced = [
+        f"{name.replace('_', ' ')} parallel: {_fewest(kept)} processes are more than {max_workers}" for name in given_up
+    ]
+    fewest = _fewest(sizes)
+    real_data, data = workers // real.replica_size, fewest // sizes.replica_size
+    if real_data > 1 and data == 1:
+        if fewest * KEPT <= max_workers:
+            fewest *= KEPT
+        else:
+            reduced.append(f"data parallel: {fewest * KEPT} processes are more than {max_workers}")
+    return SmallLayout(sizes=sizes, workers=fewest, real=real, real_workers=workers, reduced=tuple(reduced))
+
+
+def _fewest(sizes: ParallelSizes) -> int:
+    """Return the fewest workers that both the dense weights and the experts divide."""
+    return math.lcm(sizes.replica_size, sizes.expert_tensor * sizes.expert * sizes.pipeline)
+
+
+def _without(sizes: ParallelSizes, *names: str) -> ParallelSizes:
+    changes: dict[str, int] = dict.fromkeys(names, 1)
+    is_split = sizes.sequence_parallel and "tensor" not in names
+    return replace(sizes, **changes, sequence_parallel=is_split)  # type: ignore[arg-type]
+
+
+def _said(sizes: ParallelSizes, workers: int) -> str:
+    axes = {
+        "tp": sizes.tensor,
+        "pp": sizes.pipeline,
+        "cp": sizes.context,
+        "ep": sizes.expert,
+        "etp": sizes.expert_tensor if sizes.expert > 1 else 1,
+        "dp": workers // sizes.replica_size,
+    }
+    shown = [f"{name} {size}" for name, size in axes.items() if size > 1]
+    shown += ["sp"] if sizes.sequence_parallel else []
+    return f"{workers} worker{'s' if workers > 1 else ''}" + (f" ({', '.join(shown)})" if shown else "")
+
 
 REWARD = "nemo_rl.cluster.shrink.reward:odd_share"
 PROMPT_TOKENS, NEW_TOKENS = 40, 16
@@ -48,7 +143,7 @@ ON_GPUS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One key."""
+    """One changed key, with its reason."""
 
     key: str
     was: object
@@ -57,7 +152,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """Return the text for people."""
         return f"{self.key} {_shown(self.was)} -> {_shown(self.now)}"
 
 
@@ -74,19 +169,19 @@ class Changes:
             self.found.append(Change(key=key, was=was, now=now, why=why))
 
     def cap(self, key: str, most: float, why: str) -> None:
-        """At most so much; null stays."""
+        """Lower a number to at most so much; null stays."""
         _, was = lookup(self._tree, key.split("."))
         if isinstance(was, (int, float)) and was > most:
             self.set(key, most, why)
 
     def at_least(self, key: str, least: float, why: str) -> None:
-        """No less than so much."""
+        """Raise a number to at least so much."""
         _, was = lookup(self._tree, key.split("."))
         if isinstance(was, (int, float)) and was < least:
             self.set(key, least, why)
 
     def tree(self) -> dict[str, Any]:
-        """As a recipe that inherits from the real one."""
+        """Return the changes as a recipe that inherits from the real one."""
         tree: dict[str, Any] = {}
         for change in self.found:
             *sections, name = change.key.split(".")
@@ -101,7 +196,7 @@ class Changes:
 def changes_of(
     config: MasterConfig, layout: SmallLayout, *, steps: int, out: Path, model: Path, num_layers: int
 ) -> Changes:
-    """Everything that is other than in the recipe.
+    """Return everything that is other than in the recipe.
 
     Args:
         model: folder of the small model.
@@ -248,7 +343,7 @@ def _prompts(changes: Changes, config: MasterConfig) -> None:
 
 
 def _sampling(changes: Changes, grpo: GRPOConfig) -> None:
-    """What depends on rewards and lengths that are others here."""
+    """Change the keys that depend on rewards and lengths, which differ here."""
     if grpo.use_dynamic_sampling:
         why = "rewards that differ in every group, steps that are run again"
         changes.set("grpo.use_dynamic_sampling", False, why)
@@ -274,7 +369,7 @@ def _steps(changes: Changes, config: MasterConfig, steps: int) -> None:
 
 
 def _rates(changes: Changes, config: MasterConfig) -> None:
-    """Rates at which three steps move the weights by more than rounding does."""
+    """Set rates at which three steps move the weights by more than rounding does."""
     why = "an update that shows"
     if config.policy.megatron_cfg.enabled:
         changes.at_least("policy.megatron_cfg.optimizer.lr", RATE, why)

@@ -1,4 +1,4 @@
-"""What a shrunk run is asked after it: questions whose answers a wrong layout changes.
+"""The checks of a shrunk run, whose answers a wrong layout changes, and the report of the run.
 
 Float32 on one machine leaves no other reason for a difference: the same rows in one process must give the same
 log-probabilities, loss, gradient norm and weights, engines must sample with the trainer's weights, and the checkpoint
@@ -7,10 +7,12 @@ must hold them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
-from nemo_rl.cluster.shrink.report import Check
+from nemo_rl.cluster.shrink.changes import Change
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.diagnostics.step_replay.chain import checkpoints_of
 from nemo_rl.diagnostics.step_replay.replay import replay_step
@@ -18,19 +20,99 @@ from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.models.loading import load_causal_lm, named_weights
 from nemo_rl.models.weights_digest import digest_weights
-from nemo_rl.utils.trackers.jsonl import read_metrics
+from nemo_rl.utils.trackers import read_metrics
 
-__all__ = ["checks_of", "stages_of"]
+__all__ = ["Check", "ShrinkReport", "checks_of", "stages_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One question about the run."""
+
+    name: str
+    holds: bool | None
+    """The answer of the check, or None where there was nothing to look at."""
+    text: str
+    """The finding, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShrinkReport:
+    """The report of one shrunk recipe."""
+
+    recipe: Path
+    out: Path
+    model: str
+    """The real one and the small one, for people."""
+    layout: str
+    reduced: tuple[str, ...]
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
+    stages: Mapping[str, float] | None = None
+    """Seconds of each stage over all steps; None: it was not run."""
+    steps: int = 0
+    checks: tuple[Check, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict.MISMATCH if any(check.holds is False for check in self.checks) else Verdict.PASS
+
+    def lines(self) -> Iterator[str]:
+        """Return the report for people, line by line."""
+        yield f"shrink of {self.recipe}: {self.layout}"
+        yield f"  model: {self.model}"
+        for text in self.reduced:
+            yield f"  not kept: {text}"
+        for text in self.notes:
+            yield f"  note: {text}"
+        yield f"changed ({len(self.changes)} keys)"
+        for why in dict.fromkeys(change.why for change in self.changes):
+            yield f"  {why}: {', '.join(change.text for change in self.changes if change.why == why)}"
+        if self.stages is not None:
+            yield f"stages ({self.steps} steps)"
+            for name, seconds in self.stages.items():
+                yield f"  {name:<22} ran    {seconds:.2f} s"
+        if self.checks:
+            yield "checks"
+        for check in self.checks:
+            word = "-" if check.holds is None else "ok" if check.holds else "FAILS"
+            yield f"  {check.name:<22} {word:<6} {check.text}"
+        again = f"python examples/run_grpo.py --config {self.out / 'shrunk.yaml'}"
+        if self.stages is None:
+            yield f"written, not run; to run it: {again}"
+        else:
+            yield f"{self.verdict.label} in {self.seconds:.0f} s; again: {again}"
+
+    def as_record(self) -> dict[str, object]:
+        """Return the report for JSON."""
+        return {
+            "recipe": str(self.recipe),
+            "out": str(self.out),
+            "model": self.model,
+            "layout": self.layout,
+            "not_kept": list(self.reduced),
+            "notes": list(self.notes),
+            "changes": [
+                {"key": change.key, "was": change.was, "now": change.now, "why": change.why} for change in self.changes
+            ],
+            "stages": self.stages,
+            "steps": self.steps,
+            "checks": [{"name": check.name, "holds": check.holds, "text": check.text} for check in self.checks],
+            "verdict": self.verdict.label,
+            "seconds": self.seconds,
+        }
+
 
 LOG = "log"
 """The stage that writes readable rollouts."""
 ENGINE_BOUNDS: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.25}
-"""Of the mean of exp(|log-probability of the trainer - of the engine|) above 1, by the engine's precision."""
+"""Bounds of the mean of exp(|log-probability of the trainer - of the engine|) above 1, by the engine's precision."""
 ERROR_METRIC, NORM_METRIC = "train/token_mult_prob_error", "train/grad_norm"
 
 
 def stages_of(config: MasterConfig) -> dict[str, float]:
-    """Seconds of every stage of the run, over all steps."""
+    """Return the seconds of every stage of the run, over all steps."""
     seconds: dict[str, float] = {}
     for row in _rows(config):
         for name, value in row.items():
@@ -41,7 +123,7 @@ def stages_of(config: MasterConfig) -> dict[str, float]:
 
 
 def checks_of(config: MasterConfig, *, steps: int) -> tuple[Check, ...]:
-    """All checks, in the order of what they look at."""
+    """Return all checks, in the order of what they look at."""
     rows = _rows(config)
     return (
         _every_stage(config, rows, steps=steps),
@@ -81,7 +163,7 @@ def _gradients(rows: Sequence[Mapping[str, float]]) -> Check:
 
 
 def _one_process(config: MasterConfig, *, steps: int) -> Check:
-    """Every step again in one process, from the initial model."""
+    """Check every step again in one process, from the initial model."""
     name = "one process"
     workers = config.cluster.num_workers
     if workers == 1:
@@ -114,7 +196,7 @@ def _engines(config: MasterConfig, rows: Sequence[Mapping[str, float]]) -> Check
 
 
 def _checkpoint(config: MasterConfig, *, steps: int) -> Check:
-    """That of the last step is whole, and its weights are those that the step ended with."""
+    """Check that the checkpoint of the last step is whole and holds the weights with which the step ended."""
     name = "checkpoint"
     if not config.checkpointing.enabled:
         return Check(name=name, holds=None, text="checkpointing.enabled is false")

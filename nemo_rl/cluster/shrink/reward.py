@@ -6,5 +6,6 @@ __all__ = ["odd_share"]
 
 
 def odd_share(prompt: str, response: str, answer: object) -> float:
-    """Share of characters with an odd code: differs from sample to sample, so that every group has advantages."""
+    """Return the share of characters with an odd code: differs from sample to sample, so that every group has
+    advantages."""
     return sum(ord(character) % 2 for character in response) / max(len(response), 1)

@@ -3,36 +3,91 @@
 shrink
   |- load_config                   every rule, on the real sizes                       (config)
   |- check_planned_model_fits      the real model in the real layout                   (models.policy.fit)
-  |- small_layout                  two ranks along each axis                           (layout)
+  |- small_layout                  two ranks along each axis                           (changes)
   |- write_small_model             random weights of the family, a tokenizer           (model)
-  |- changes_of, write_recipe      what else is other here, as a recipe                (changes, recipe)
+  |- changes_of, write_recipe      what else is other here, as a recipe                (changes)
   |- run                           the very same trainer                               (algorithms.run)
   `- checks_of                     against one process, engines, the checkpoint        (checks)
+
+The shrunk recipe is a child of the user's recipe; `python examples/run_grpo.py --config DIR/shrunk.yaml` is the run.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import yaml
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
 from nemo_rl.cluster.known_models import planned_model_config
-from nemo_rl.cluster.shrink.changes import changes_of
-from nemo_rl.cluster.shrink.checks import checks_of, stages_of
-from nemo_rl.cluster.shrink.layout import small_layout
-from nemo_rl.cluster.shrink.recipe import write_recipe
-from nemo_rl.cluster.shrink.report import ShrinkReport
+from nemo_rl.cluster.shrink.changes import Changes, changes_of, small_layout
+from nemo_rl.cluster.shrink.checks import ShrinkReport, checks_of, stages_of
+from nemo_rl.config.compose import COMMAND_LINE, apply_overrides, compose
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.schema_walk import default_tree, lookup, place_of
 from nemo_rl.data.datasets import raw_prompts
+from nemo_rl.errors import RunFolderError, boundary
 from nemo_rl.models.policy.fit import check_planned_model_fits
 from nemo_rl.models.tiny_model import write_small_model
 
-__all__ = ["ShrinkRequest", "shrink"]
+__all__ = ["SHRUNK", "ShrinkRequest", "shrink", "write_recipe"]
+
+GIVEN, SHRUNK = "recipe.yaml", "shrunk.yaml"
+DELETES = "~"
+
+
+def write_recipe(folder: Path, recipe: Path, overrides: Sequence[str], changes: Changes) -> MasterConfig:
+    """Write both files and load the small one, so that every rule has checked it.
+
+    Raises:
+        ConfigError: the small recipe breaks a rule.
+        RunFolderError: the folder cannot be written.
+    """
+    given = {"defaults": str(recipe.absolute()), **_overridden(recipe, overrides)}
+    _write(folder / GIVEN, [f"{recipe.name} with what was set over it."], given)
+    head = f"What `nemo-rl shrink` changed. To run it: python examples/run_grpo.py --config {folder / SHRUNK}"
+    why = [f"{change.key}: {change.why}" for change in changes.found]
+    _write(folder / SHRUNK, [head, *why], {"defaults": GIVEN, **changes.tree()})
+    return load_config(folder / SHRUNK)
+
+
+def _overridden(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the overrides of a command line as a recipe; a deleted key has its default again."""
+    composed, tree = compose(recipe), dict[str, Any]()
+    apply_overrides(composed, overrides)
+    for path, layer in composed.layers.items():
+        if layer is COMMAND_LINE:
+            _set(tree, path, lookup(composed.tree, path)[1])
+    for text in overrides:
+        path = tuple(text.removeprefix(DELETES).split("."))
+        if not text.startswith(DELETES) or lookup(composed.tree, path)[0]:
+            continue
+        if place_of(path).is_free:
+            _set(tree, path[:-1], {"_override_": True, **lookup(composed.tree, path[:-1])[1]})
+        else:
+            _set(tree, path, lookup(default_tree(), path)[1])
+    return tree
+
+
+def _set(tree: dict[str, Any], path: Sequence[str], value: object) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
+
+
+def _write(path: Path, head: Sequence[str], tree: Mapping[str, Any]) -> None:
+    text = yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True, width=116)
+    with boundary(RunFolderError, f"{path}: cannot be written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"# {line}\n" for line in head) + text, encoding="utf-8")
+
 
 WORKERS_PER_CPU, MAX_WORKERS = 4, 8
 """Processes of the policy that a core bears in a run of so few numbers, and the most of them anywhere."""
@@ -42,7 +97,7 @@ PROMPTS_READ = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShrinkRequest:
-    """What is to be made small, and where."""
+    """The request to shrink one recipe."""
 
     recipe: Path
     overrides: tuple[str, ...] = ()
@@ -57,7 +112,7 @@ class ShrinkRequest:
 
 
 def shrink(request: ShrinkRequest, *, console: Console) -> ShrinkReport:
-    """Checks the real recipe, writes a small one, runs it and looks at what it did.
+    """Check the real recipe, write a small one, run it and check the run.
 
     Raises:
         UserError: the recipe is at fault, as it is or made small; the message is that of the rule or the run.
@@ -98,7 +153,7 @@ def shrink(request: ShrinkRequest, *, console: Console) -> ShrinkReport:
 
 
 def _prompt_notes(config: MasterConfig) -> tuple[str, ...]:
-    """Files of prompts that are here are opened, so that a wrong key shows; raises a DatasetError of theirs."""
+    """Open the files of prompts that are here, so that a wrong key shows; raise a DatasetError of theirs."""
     notes = []
     for key, source in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         if source is None or source.data_path is None:

@@ -22,7 +22,7 @@ READY_FILE = "ray_current_cluster"
 LOG_FILE, RAY_LOGS = "ray_start.log", "ray_logs"
 POLL_S = 0.1
 END_S = 6.0
-"""For an orderly end of Ray, after which it is killed; Slurm itself waits 30 s for all of it."""
+"""Seconds for an orderly end of Ray, after which it is killed; Slurm itself waits 30 s for all of it."""
 COMMAND_END_S = 12.0
 """The same for the command, which ends its workers first."""
 PIPE_END_S = 2.0
@@ -48,7 +48,7 @@ class RayChild:
         self._process: asyncio.subprocess.Process | None = None
 
     async def begin(self, environment: Mapping[str, str]) -> None:
-        """Starts the process, which imports Ray meanwhile."""
+        """Start the process, which imports Ray meanwhile."""
         self._logs.mkdir(parents=True, exist_ok=True)
         with (self._logs / LOG_FILE).open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -61,7 +61,7 @@ class RayChild:
             )
 
     async def start(self, words: Sequence[str], *, timeout_s: float) -> str:
-        """Lets it go on with `ray start WORDS`; the address of Ray's head when this node has joined.
+        """Let the child go on with `ray start WORDS`; return the address of Ray's head when this node has joined.
 
         Raises:
             RayFailed: it has ended, or is not there in time.
@@ -86,18 +86,18 @@ class RayChild:
         return self._process is not None and self._process.returncode is not None
 
     async def ended(self) -> str:
-        """Waits for its end, and says how it came."""
+        """Wait for its end, and say how it came."""
         assert self._process is not None
         await self._process.wait()
         return self._ended()
 
     async def stop(self) -> None:
-        """Ends Ray's processes in order. Idempotent."""
+        """End Ray's processes in order. Idempotent."""
         if self._process is not None:
             await _end(self._process, to_group=False, timeout_s=END_S)
 
     def keep_logs(self) -> None:
-        """Copies Ray's own logs into the job's folder."""
+        """Copy Ray's own logs into the job's folder."""
         source = self.temp_dir / "session_latest" / "logs"
         if source.is_dir():
             with suppress(OSError, shutil.Error):
@@ -105,14 +105,14 @@ class RayChild:
 
     def _ended(self) -> str:
         assert self._process is not None
-        return f"Ray has ended with exit code {self._process.returncode}: {self._last_words()}"
+        return f"Ray exited with code {self._process.returncode}: {self._last_words()}"
 
     def _last_words(self) -> str:
         try:
             text = read_tail(self._logs / LOG_FILE, LAST_WORDS).decode(errors="replace")
         except OSError:
             text = ""
-        return f"{text.strip() or 'it said nothing'} (all of it: {self._logs})"
+        return f"{text.strip() or 'no output'} (all of it: {self._logs})"
 
 
 class CommandChild:
@@ -129,7 +129,7 @@ class CommandChild:
         self._pump: asyncio.Task[None] | None = None
 
     async def run(self, environment: Mapping[str, str]) -> int:
-        """Runs it to its end; its exit code, of a signal as a shell gives it."""
+        """Run it to its end; its exit code, of a signal as a shell gives it."""
         self._process = await asyncio.create_subprocess_exec(
             *("bash", "-c", self._command),
             stdin=asyncio.subprocess.DEVNULL,
@@ -144,7 +144,7 @@ class CommandChild:
         return code if code >= 0 else 128 - code
 
     async def stop(self, *, is_signalled: bool) -> None:
-        """Ends it and all of its process group, and copies the last of its output. Idempotent.
+        """End the command and all of its process group, and copy the last of its output. Idempotent.
 
         Args:
             is_signalled: it has got a signal already (`scancel` reaches every process of a job); a second one would

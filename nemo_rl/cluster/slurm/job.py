@@ -1,11 +1,14 @@
-"""A Slurm job out of a recipe: what `nemo-rl launch slurm` shows or submits. Imports neither torch nor Ray.
+"""The Slurm job of a recipe: the script that `nemo-rl launch slurm` shows or submits, and commands inside the job.
 
-Invariant: what is rendered is what is submitted: variables and one call of `sbatch`. Writing it needs no cluster.
+What is rendered is what is submitted: variables and one call of `sbatch`. Writing it needs no cluster. Imports neither
+torch nor Ray.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,12 +18,13 @@ from pathlib import Path
 
 from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, other_cpus
 from nemo_rl.algorithms.worker_forks import forked_modules
+from nemo_rl.cluster.slurm.settings import HEAD_FILE, TOKEN_FILE
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import UserError
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import printable
 
-__all__ = ["JobOptions", "render_job", "submit_job"]
+__all__ = ["JobOptions", "attach_words", "render_job", "submit_job"]
 
 SCRIPT = "ray.sub"
 NAME_LIMIT = 300
@@ -31,11 +35,11 @@ SBATCH_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """What is asked of Slurm; None leaves it to the recipe or to Slurm."""
+    """The options of a Slurm job; None leaves one to the recipe or to Slurm."""
 
     nodes: int | None = None
     time: str | None = None
-    """As Slurm writes it, for example `4:00:00`."""
+    """Time limit as Slurm writes it, for example `4:00:00`."""
     account: str | None = None
     partition: str | None = None
     job_name: str | None = None
@@ -50,7 +54,7 @@ class JobOptions:
 
 
 def render_job(recipe: Path, overrides: Sequence[str], options: JobOptions) -> str:
-    """The script that submits the job; to be run in the repository's root.
+    """Return the script that submits the job; to be run in the repository's root.
 
     Raises:
         ConfigError: the recipe cannot be read, or not be run so.
@@ -81,7 +85,7 @@ def render_job(recipe: Path, overrides: Sequence[str], options: JobOptions) -> s
 
 
 def submit_job(script: str) -> str:
-    """Runs what `render_job` gives; Slurm's answer.
+    """Run what `render_job` gives; Slurm's answer.
 
     Raises:
         UserError: there is no Slurm here, or it refuses.
@@ -114,7 +118,7 @@ def submit_job(script: str) -> str:
 
 
 def _added(config: MasterConfig, options: JobOptions) -> Iterator[str]:
-    """What a job that is requeued needs, where neither the recipe nor the command line says otherwise."""
+    """Return the overrides that a requeued job needs, where neither the recipe nor the command line says otherwise."""
     section = config.checkpointing
     if not options.requeue or not section.enabled:
         return
@@ -150,12 +154,67 @@ def _sbatch_words(config: MasterConfig, options: JobOptions, nodes: int) -> list
 
 
 def _path(path: Path) -> str:
-    """One that no command takes for an option."""
+    """Return a path that no command takes for an option."""
     return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def _cpus_per_node(config: MasterConfig) -> int:
-    """Each actor is on one node: what does not divide is rounded up for all."""
+    """Return the CPUs of each node. Each actor is on one node: what does not divide is rounded up for all."""
     nodes = config.cluster.num_nodes
     bundles = config.cluster.num_workers // nodes * cpus_per_bundle(config)
     return bundles + math.ceil(other_cpus(config) / nodes)
+
+
+CONTAINER_FILE = "container"
+"""Options of `srun` for the job's container, a line each, written by `ray.sub`."""
+SCONTROL_S = 30.0
+
+
+def attach_words(job: str, command: Sequence[str]) -> list[str]:
+    """Return the words of the call of `srun`.
+
+    Args:
+        command: empty: a shell on a terminal.
+
+    Raises:
+        UserError: there is no such job of ours, or its Ray is not there (yet).
+    """
+    folder = _job_folder(job)
+    try:
+        facts = json.loads((folder / HEAD_FILE).read_text(encoding="utf-8"))
+        container = (folder / CONTAINER_FILE).read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise UserError(f"job {job}: {folder} does not name its head yet ({error}); try again in a while") from error
+    if "ray" not in facts:
+        raise UserError(f"job {job}: Ray is still starting on {facts['node']}; try again in a while")
+    variables = {
+        "RAY_ADDRESS": facts["ray"],
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(folder / TOKEN_FILE),
+    }
+    words = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={facts['node']}"]
+    words += ["--cpu-bind=none", *filter(None, container)]
+    inside = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    if command:
+        return [*words, *inside, "bash", "-c", shlex.join(command)]
+    return [*words, "--pty", *inside, "bash", "-i"]
+
+
+def _job_folder(job: str) -> Path:
+    """Return the folder of the job, as the job itself has noted it in Slurm."""
+    if shutil.which("scontrol") is None:
+        raise UserError("no Slurm here: scontrol is not on PATH; run this on a login node of the cluster")
+    done = subprocess.run(
+        ["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True, timeout=SCONTROL_S, check=False
+    )
+    state = re.search(r" JobState=(\S+)", done.stdout)
+    if done.returncode or state is None:
+        raise UserError(f"job {job}: Slurm knows no such job ({done.stderr.strip()}); squeue --me lists yours")
+    if state[1] != "RUNNING":
+        raise UserError(
+            f"job {job}: expected a running job, got one that is {state[1]}; wait for it, or submit it again"
+        )
+    folder = re.search(r" Comment=NEMO_RL_JOB_DIR=(\S+)", done.stdout)
+    if folder is None:
+        raise UserError(f"job {job}: runs, but has not begun as a job of ray.sub; try again in a while")
+    return Path(folder[1])

@@ -32,7 +32,7 @@ from nemo_rl.distributed.ray_environment import ray_environment
 from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.distributed.worker_environment import worker_environment
 from nemo_rl.errors import NemoRLError, UserError
-from nemo_rl.utils.exit_codes import INTERRUPTED, NODE_LOST
+from nemo_rl.utils.exits import INTERRUPTED, NODE_LOST
 from nemo_rl.utils.files import write_text
 
 __all__ = ["Node", "main"]
@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 HEAD_ATTEMPTS = 3
 LEAVE_S = 12.0
-"""For the other nodes to end their Ray, in order or not."""
+"""Seconds for the other nodes to end their Ray, in order or not."""
 DISCARD_PORT = 9
-"""Nothing is sent: only the route to the other node is asked for."""
+"""Port of the route to the other node; nothing is sent to it."""
 
 
 class Node:
-    """This node's part.
+    """This node's part of the job.
 
     Args:
         settings: read from the environment.
@@ -60,7 +60,7 @@ class Node:
         self._forks: Mapping[str, str] = {}
 
     async def run(self) -> int:
-        """The exit code of this node's process."""
+        """Run this node's process, and return its exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -75,7 +75,8 @@ class Node:
                 return await (self.head(ray, stack) if self._settings.is_head else self.member(ray, stack))
 
     async def _open_folder(self, stack: AsyncExitStack) -> RunFolder:
-        """Temporary, of Ray on this node; on a node without GPUs its workers begin with their imports done."""
+        """Open the temporary folder of Ray on this node; on a node without GPUs its workers begin with their imports
+        done."""
         settings = self._settings
         if settings.num_gpus or not settings.preload:
             folder = RunFolder()
@@ -108,7 +109,8 @@ class Node:
         return await self._command(ray, roll, begun)
 
     async def _start_head(self, ray: RayChild, address: str) -> str:
-        """Ray binds its port itself: on one that is free now, or is taken by then and another is tried."""
+        """Start the head on a port that is free now; Ray binds it itself, and where it is taken by then another is
+        tried."""
         settings = self._settings
         for attempt in range(1, HEAD_ATTEMPTS + 1):
             port = free_port(settings.head_ports, address)
@@ -169,7 +171,7 @@ class Node:
                 await ray.stop()
 
     async def _report(self) -> Attendance | None:
-        """Connects to the head as soon as that is possible; None: the head has ended already."""
+        """Connect to the head as soon as that is possible; None: the head has ended already."""
         settings = self._settings
         try:
             async with asyncio.timeout(settings.node_timeout_s):
@@ -197,7 +199,7 @@ class Node:
             logger.error("error: node %s has not left within %g s", ", ".join(late), LEAVE_S)
 
     def _failed_node(self) -> str | None:
-        """What `ray.sub` notes where a node's process could not even begin."""
+        """Return the note of `ray.sub` about a node whose process could not even begin."""
         for node in self._settings.nodes:
             note = self._settings.folder / f"failed_{node.name}"
             if note.is_file():
@@ -205,7 +207,7 @@ class Node:
         return None
 
     async def _first(self, *awaited: Coroutine[object, object, object]) -> object:
-        """What the first one gives; the others are cancelled."""
+        """Return the result of the first task that ends; cancel the others."""
         tasks = [asyncio.ensure_future(one) for one in awaited]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -224,7 +226,7 @@ class Node:
 
 
 def own_address(settings: NodeSettings) -> str:
-    """Of this node, in numbers, as the other nodes reach it.
+    """Return the numeric address at which the other nodes reach this node.
 
     A host name often stands for loopback on its own machine; then the route to another node says more.
     """
@@ -244,7 +246,7 @@ def own_address(settings: NodeSettings) -> str:
 
 
 def free_port(ports: PortRange | None, address: str) -> int:
-    """One that is free now.
+    """Return a port that is free now.
 
     Raises:
         UserError: all of them are taken.
@@ -272,7 +274,7 @@ def _new_token(path: Path) -> str:
 
 
 def main() -> int:
-    """Entry point of `python -m nemo_rl.cluster.slurm.node`; returns the exit code."""
+    """Run `python -m nemo_rl.cluster.slurm.node`; return the exit code."""
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     logging.basicConfig(level=logging.INFO, format=f"[{name}] %(message)s", stream=sys.stderr, force=True)
     settings, code = None, NemoRLError.exit_code

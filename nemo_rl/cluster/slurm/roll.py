@@ -1,4 +1,4 @@
-"""Who is there: every node of a job keeps one connection to the head, which says when to join and when to leave.
+"""The roll call of a job: every node keeps one connection to the head, which says when to join and when to leave.
 
 The head holds a `Roll`, every other node an `Attendance`. A node that ends closes its connection at once; one that
 hangs, or whose machine is gone, is silent. Lines of JSON, and whoever connects proves that it knows the job's token.
@@ -35,7 +35,7 @@ class NodesMissing(NemoRLError):
 
 
 class Place(StrEnum):
-    """How far a node has come."""
+    """The progress of a node."""
 
     ABSENT = "has not reported"
     HERE = "has reported, but its Ray has not joined"
@@ -54,7 +54,7 @@ class _Member:
 
 
 class Roll:
-    """The head's side.
+    """The head's side of the roll call.
 
     Args:
         names: the other nodes.
@@ -71,13 +71,13 @@ class Roll:
         self._talks: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def open(self, address: str) -> int:
-        """Listens on a free port of `address`, which it returns."""
+        """Listen on a free port of `address`, which it returns."""
         self._server = await asyncio.start_server(self._meet, address, 0, limit=LINE_BYTES)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     def call(self, ray: str) -> None:
-        """Ray's head is there: all nodes may join it, also those that report later."""
+        """Tell all nodes that Ray's head is there and they may join it, also those that report later."""
         self._ray = ray
         for member in self._members.values():
             _say(member.writer, ray=ray)
@@ -106,18 +106,18 @@ class Roll:
             ) from None
 
     def problem(self) -> str | None:
-        """The first node that is lost, and why."""
+        """Return the first node that is lost, and why."""
         lost = (member for member in self._members.values() if member.place is Place.LOST)
         return next((f"node {member.name} ({member.host}) is lost: {member.why}" for member in lost), None)
 
     async def lost(self) -> str:
-        """Waits until a node is lost, and names it."""
+        """Wait until a node is lost, and name it."""
         while (reason := self.problem()) is None:
             await self._change()
         return reason
 
     async def dismiss(self, *, timeout_s: float) -> list[str]:
-        """Tells all nodes to leave; those that have not said so in time are returned."""
+        """Tell all nodes to leave; those that have not said so in time are returned."""
         for member in self._members.values():
             _say(member.writer, leave=True)
         over = (Place.LEFT, Place.LOST, Place.ABSENT)
@@ -128,7 +128,7 @@ class Roll:
         return [member.name for member in self._members.values() if member.place not in over]
 
     async def close(self) -> None:
-        """Closes all connections. Idempotent."""
+        """Close all connections. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -153,7 +153,7 @@ class Roll:
             if member is not None:
                 await self._listen(member, reader)
         except (OSError, TimeoutError, ValueError) as error:
-            logger.debug("a stranger was sent away: %s", error)
+            logger.debug("an unknown connection was refused: %s", error)
         finally:
             await _close(writer)
             self._talks.pop(talk, None)
@@ -224,7 +224,7 @@ class Attendance:
         return cls(reader, writer)
 
     async def ray(self) -> str | None:
-        """The address of Ray's head, once it is there; None: the head wants this node to leave."""
+        """Return the address of Ray's head, once it is there; None: the head wants this node to leave."""
         while True:
             said = await self._hear()
             if "ray" in said or "leave" in said:
@@ -232,7 +232,7 @@ class Attendance:
                 return None if found is None else str(found)
 
     async def dismissed(self) -> None:
-        """Waits until the head wants this node to leave.
+        """Wait until the head wants this node to leave.
 
         Raises:
             NodesMissing: the head is lost.
@@ -247,7 +247,7 @@ class Attendance:
         _say(self._writer, failed=why)
 
     async def leave(self) -> None:
-        """The last word. Idempotent."""
+        """Send the last message. Idempotent."""
         self._beats.cancel()
         _say(self._writer, place=Place.LEFT.name)
         await _close(self._writer)
@@ -264,11 +264,11 @@ class Attendance:
         except OSError as error:
             raise NodesMissing(f"the head is lost: {error}") from error
         except ValueError as error:
-            raise NodesMissing(f"the head is lost: what it says cannot be read: {error}") from error
+            raise NodesMissing(f"the head is lost: its message cannot be read: {error}") from error
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
-    """What was said is sent first."""
+    """Close a connection after its pending messages are sent."""
     writer.close()
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(BEAT_S):
@@ -295,7 +295,7 @@ def _words(line: bytes) -> dict[str, object]:
     try:
         said = json.loads(line or b"{}")
     except RecursionError as error:
-        raise ValueError("lists in lists without end") from error
+        raise ValueError("lists nested too deeply") from error
     if not isinstance(said, dict):
         raise ValueError(f"expected an object, got {type(said).__name__}")
     return said

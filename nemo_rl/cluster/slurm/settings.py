@@ -1,4 +1,5 @@
-"""What one node of a Slurm job is told by its environment: Slurm's variables, those of `ray.sub`, the job's folder.
+"""The settings of one node of a Slurm job, from its environment: Slurm's variables, those of `ray.sub`, the job's
+folder.
 
 `node.py` reads it once. Invariant: whatever is wrong is said with the name of the variable, before anything is started.
 """
@@ -20,9 +21,9 @@ NODES_FILE = "nodes.txt"
 """`scontrol show node --oneliner` of the job's nodes, written by `ray.sub`."""
 HEAD_FILE, TOKEN_FILE, RESULT_FILE = "head.json", "token", "result"
 NODE_TIMEOUT_S = 300.0
-"""Until all nodes have joined: pulling a container image takes minutes."""
+"""Seconds until all nodes must have joined: pulling a container image takes minutes."""
 PRELOAD = "nemo_rl.models.policy.workers.compose transformers"
-"""What every policy worker imports."""
+"""Modules that every policy worker imports."""
 FOLDER = "NEMO_RL_JOB_DIR"
 
 
@@ -54,7 +55,7 @@ class NodeRecord:
 
     @classmethod
     def parse_all(cls, text: str) -> tuple[NodeRecord, ...]:
-        """Of one line per node, `NodeName=n1 ... NodeAddr=10.0.0.1 ...`."""
+        """Parse one line per node, `NodeName=n1 ... NodeAddr=10.0.0.1 ...`."""
         records = []
         for line in filter(None, map(str.strip, text.splitlines())):
             found = dict(word.partition("=")[::2] for word in line.split())
@@ -71,15 +72,15 @@ class NodeSettings:
     name: str
     """Slurm's name of this node."""
     folder: Path
-    """Of this start of the job, on a file system that all nodes share."""
+    """The folder of this start of the job, on a file system that all nodes share."""
     nodes: tuple[NodeRecord, ...]
     """All of the job; the first is the head."""
     command: str
-    """What the head runs when all nodes are there."""
+    """The command that the head runs when all nodes have joined."""
     num_cpus: int
     num_gpus: int
     head_ports: PortRange | None
-    """Of Ray's head; None: any that is free."""
+    """Ports of Ray's head, or None for any that are free."""
     worker_ports: PortRange | None
     node_timeout_s: float
     preload: tuple[str, ...]
@@ -109,7 +110,7 @@ class NodeSettings:
             ) from error
         name = _needed(variables, "SLURMD_NODENAME")
         if name not in {node.name for node in nodes}:
-            raise UserError(f"SLURMD_NODENAME: {name!r} is none of the job's nodes in {folder / NODES_FILE}")
+            raise UserError(f"SLURMD_NODENAME: {name!r} is not one of the job's nodes in {folder / NODES_FILE}")
         ordered = sorted(nodes, key=lambda node: node.name != _head_name(variables, nodes))
         return cls(
             name=name,
@@ -125,7 +126,7 @@ class NodeSettings:
         )
 
     def ray_words(self, *, address: str, temp_dir: Path, head: str | None, port: int) -> list[str]:
-        """What follows `ray start` on this node.
+        """Return the words that follow `ray start` on this node.
 
         Args:
             address: of this node.
@@ -146,10 +147,10 @@ class NodeSettings:
 
 
 def _head_name(variables: Mapping[str, str], nodes: tuple[NodeRecord, ...]) -> str:
-    """Task 0 of the step is on the first node of the job, which runs `ray.sub` itself."""
+    """Return the name of the head: task 0 of the step is on the first node of the job, which runs `ray.sub` itself."""
     name = variables.get("NEMO_RL_HEAD_NODE", nodes[0].name)
     if name not in {node.name for node in nodes}:
-        raise UserError(f"NEMO_RL_HEAD_NODE: {name!r} is none of the job's nodes")
+        raise UserError(f"NEMO_RL_HEAD_NODE: {name!r} is not one of the job's nodes")
     return name
 
 
@@ -161,7 +162,7 @@ def _needed(variables: Mapping[str, str], name: str) -> str:
 
 
 def _number(variables: Mapping[str, str], name: str, of_slurm: str, *, least: int, default: int) -> int:
-    """Ours decides, then Slurm's own."""
+    """Return a number of our variable, or else of Slurm's own."""
     for source in (name, of_slurm):
         text = variables.get(source, "")
         if text:

@@ -21,8 +21,8 @@ from pathlib import Path
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.data_plane.adapters import process_guard
 from nemo_rl.errors import ResourceError
+from nemo_rl.utils.deadlines import read_line
 from nemo_rl.utils.files import read_tail
-from nemo_rl.utils.readable import read_line
 
 __all__ = ["GuardedProcess", "answers", "free_port"]
 

@@ -37,7 +37,7 @@ from nemo_rl.data_plane.adapters.mooncake_master import (
 )
 from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, name_some
-from nemo_rl.utils.start_up import DEFAULT_START, StartUp
+from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
 __all__ = ["MooncakeStore"]
 

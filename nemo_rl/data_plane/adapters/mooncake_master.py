@@ -19,7 +19,7 @@ from pathlib import Path
 from nemo_rl.config.data_plane import MooncakeConfig
 from nemo_rl.data_plane.adapters.guarded_process import GuardedProcess, answers, free_port
 from nemo_rl.errors import DataPlaneClosed, ResourceError
-from nemo_rl.utils.start_up import DEFAULT_START, StartUp
+from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
 __all__ = [
     "MooncakeServers",

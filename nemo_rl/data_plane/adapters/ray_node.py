@@ -25,7 +25,7 @@ from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
 from nemo_rl.data_plane.labels import owner_of, place_of
 from nemo_rl.data_plane.ledger.host_ray import NAMESPACE
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, KeysNotFound, PayloadLost, name_some
-from nemo_rl.utils.start_up import DEFAULT_START, StartUp
+from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
 __all__ = ["RayNodeStore"]
 

@@ -31,7 +31,7 @@ from nemo_rl.errors import (
     PayloadLost,
     name_some,
 )
-from nemo_rl.utils.start_up import DEFAULT_START, StartUp
+from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
 __all__ = ["RayStore", "check_connected", "node_place", "owners"]
 

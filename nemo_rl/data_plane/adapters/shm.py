@@ -22,8 +22,7 @@ from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
 from nemo_rl.data_plane.labels import owner_of, process_of
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError
-from nemo_rl.utils.readable import wait_readable
-from nemo_rl.utils.start_up import DEFAULT_START, StartUp
+from nemo_rl.utils.deadlines import DEFAULT_START, StartUp, wait_readable
 
 __all__ = ["SegmentWatcher", "SharedMemoryStore"]
 

@@ -64,7 +64,7 @@ from nemo_rl.errors import (
     name_some,
 )
 from nemo_rl.jagged import nest
-from nemo_rl.utils.start_up import DEFAULT_START, StartUp
+from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
 __all__ = ["CONTROLLER", "CONTROLLER_NAMESPACE", "CPU_WAIT_S", "TransferQueueStore"]
 

@@ -23,7 +23,7 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.store_kinds import num_storage_units
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, ResourceError
-from nemo_rl.utils.start_up import StartUp
+from nemo_rl.utils.deadlines import StartUp
 
 __all__ = [
     "CONTROLLER",

@@ -24,7 +24,7 @@ from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.data_plane.ledger.reference_table import Place, ReferenceTable
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout
-from nemo_rl.utils.start_up import DEFAULT_START, StartUp
+from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
 __all__ = ["NAMESPACE", "RayLedgerHost", "ledger_actor_name"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo_rl.diagnostics.rollouts.row import RolloutRow, read_rows
 from nemo_rl.errors import UserError, name_some
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import printable
 from nemo_rl.utils.rollout_file import ROLLOUTS, rollout_path, steps_with_rollouts
 
 __all__ = ["Group", "ShownRollouts", "choose_rollouts"]

@@ -23,8 +23,8 @@ from nemo_rl.diagnostics.rollouts.pieces import (
     signed,
 )
 from nemo_rl.diagnostics.rollouts.row import RolloutRow, RowTokens
+from nemo_rl.utils.console import printable
 from nemo_rl.utils.files import write_text
-from nemo_rl.utils.plain_text import printable
 
 __all__ = ["page_text", "write_rollout_page"]
 

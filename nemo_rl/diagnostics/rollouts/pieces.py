@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from nemo_rl.diagnostics.rollouts.row import RolloutRow, RowTokens
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import printable
 
 __all__ = ["BOUNDS", "Grade", "Piece", "difference_text", "grade_of", "legend", "pieces_of", "shared_reason", "signed"]
 

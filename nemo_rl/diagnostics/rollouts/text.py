@@ -13,7 +13,7 @@ from rich.text import Text
 from nemo_rl.diagnostics.rollouts.choice import Group, ShownRollouts
 from nemo_rl.diagnostics.rollouts.pieces import Grade, Piece, difference_text, legend, pieces_of, signed
 from nemo_rl.diagnostics.rollouts.row import RolloutRow
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import printable
 
 __all__ = ["rollout_lines"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl.diagnostics.route_chain.records import Record, RecordError, Trace, decode_array
-from nemo_rl.utils.r3_trace_values import token_digests
+from nemo_rl.utils.r3_trace_records import token_digests
 
 __all__ = ["Hop", "Observation", "Sample", "digest_of", "named_layers", "observe", "read_sample"]
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl.utils.r3_trace_file import FORMAT
+from nemo_rl.utils.r3_trace_records import FORMAT
 
 __all__ = ["Record", "RecordError", "Trace", "decode_array", "read_trace"]
 
 DTYPES = frozenset({"<i4", "<i8"})
 FILES = "r3_trace_*_pid*.jsonl"
-"""Names that `r3_trace_file.file_name` gives."""
+"""Names that `r3_trace_records.file_name` gives."""
 STARTED = "trace_started"
 """The first record of a process."""
 
@@ -112,7 +112,7 @@ def read_trace(folder: Path) -> Trace:
 
 
 def decode_array(packed: object, where: str) -> np.ndarray:
-    """The array that `r3_trace_values.encode` packed.
+    """The array that `r3_trace_records.encode` packed.
 
     Raises:
         RecordError: it is none.

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from nemo_rl.config.parallel import ParallelSizes
-from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.policy import ParallelSizes, PolicyConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.errors import UserError
 

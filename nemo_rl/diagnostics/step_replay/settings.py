@@ -19,18 +19,18 @@ from nemo_rl.algorithms.identity import differences, model_digest
 from nemo_rl.algorithms.kept_steps.folder import STEP_FILE
 from nemo_rl.algorithms.kept_steps.record import KeptStep
 from nemo_rl.algorithms.run_folder import STEPS
-from nemo_rl.config.compose import compose
+from nemo_rl.config.compose import apply_overrides, compose
+from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig, SchedulerConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
-from nemo_rl.config.overrides import apply_overrides
-from nemo_rl.config.policy import DTensorConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest, Worker
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ConfigError, shorten
-from nemo_rl.utils.versions import package_versions
+from nemo_rl.utils.memory import package_versions
 
 __all__ = ["ReplaySettings", "replay_settings"]
 

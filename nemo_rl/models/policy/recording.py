@@ -27,7 +27,7 @@ from nemo_rl.records.record import Manifest
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import SITES, Direction, SiteKind
 from nemo_rl.records.writer import RecordWriter, new_folder
-from nemo_rl.utils.versions import package_versions
+from nemo_rl.utils.memory import package_versions
 
 __all__ = ["NO_RECORDING", "RecordSink", "RecordSpec", "Recording", "SiteRecording", "model_identity", "record_spec"]
 

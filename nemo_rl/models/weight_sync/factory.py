@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from nemo_rl.config.policy import PolicyConfig, RefitTransport
+from nemo_rl.config.generation import RefitTransport
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker

@@ -19,7 +19,7 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
-from nemo_rl.utils.units import bytes_text
+from nemo_rl.utils.console import bytes_text
 
 __all__ = [
     "Answer",

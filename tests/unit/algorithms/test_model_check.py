@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.algorithms.preflight.model_check import Found, check_config, check_model, difference, trials_of
-from nemo_rl.config.policy import DTensorConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
 from nemo_rl.records.sites import SiteKind
 from tests.helpers.families import write_family
 from tests.repo import model_support

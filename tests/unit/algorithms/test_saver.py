@@ -16,7 +16,7 @@ from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.errors import CheckpointError, UserError, WorkerError
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.save_deadline import SaveDeadline
+from nemo_rl.utils.deadlines import SaveDeadline
 
 STATE = {"sampler": {}}
 FAR_S = 60.0

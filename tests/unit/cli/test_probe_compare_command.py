@@ -91,8 +91,8 @@ def test_errors_of_the_user_are_one_line(folders, command, tmp_path: Path) -> No
     (tmp_path / "bad.yaml").write_text("- {sites: logprob, metric: max_abs, maximum: 1, max: 1}")
     (tmp_path / "file").write_text("")
     cases = (
-        ((a, tmp_path / "absent"), "no folder of records"),
-        ((tmp_path / "file", b), "no folder of records"),
+        ((a, tmp_path / "absent"), "not a folder of records"),
+        ((tmp_path / "file", b), "not a folder of records"),
         ((a, b, "--limits", tmp_path / "bad.yaml"), "bad.yaml: rule 1: unknown key 'maximum'"),
         ((a, b, "--limits", tmp_path / "absent.yaml"), "absent.yaml: cannot be read: No such file"),
         ((a, b, "--propose", tmp_path / "p.yaml"), "name them with --noise DIR"),

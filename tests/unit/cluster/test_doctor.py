@@ -10,11 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.cluster.doctor.examine import examine, worst
-from nemo_rl.cluster.doctor.finding import Finding, State, green, red, yellow
-from nemo_rl.cluster.doctor.machine import look_at_machine
-from nemo_rl.cluster.doctor.network import look_at_network
-from nemo_rl.cluster.doctor.packages import installed_packages, look_at_packages
+from nemo_rl.cluster.doctor.checks import (
+    Finding,
+    State,
+    examine,
+    green,
+    installed_packages,
+    look_at_machine,
+    look_at_network,
+    look_at_packages,
+    red,
+    worst,
+    yellow,
+)
 from nemo_rl.cluster.doctor.self_test import look_at_self_test
 from nemo_rl.config.data_plane import DataPlaneConfig, SharedMemoryConfig
 
@@ -57,7 +65,7 @@ def test_the_worst_finding_decides_and_a_look_that_fails_is_one(monkeypatch: pyt
     def broken() -> list[Finding]:
         raise ValueError("the disk is on fire")
 
-    monkeypatch.setattr("nemo_rl.cluster.doctor.examine.LOOKS", (("packages", broken), ("machine", look_at_machine)))
+    monkeypatch.setattr("nemo_rl.cluster.doctor.checks.LOOKS", (("packages", broken), ("machine", look_at_machine)))
     found = list(examine(with_self_test=False))
     assert (found[0].state, found[0].found) == (State.RED, "ValueError: the disk is on fire") and len(found) > 3
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.cluster.known_models import KNOWN_MODELS, planned_model_config
 from nemo_rl.cluster.plan.setting import Model
-from nemo_rl.config.parallel import ParallelSizes
+from nemo_rl.config.policy import ParallelSizes
 from nemo_rl.errors import ModelFolderError
 from nemo_rl.models.tiny_model import small_model_config
 

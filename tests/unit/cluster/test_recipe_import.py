@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from nemo_rl.cli.main import app
-from nemo_rl.cluster.recipe_import.convert import Imported, import_recipe, rule_of
-from nemo_rl.cluster.recipe_import.emit import report_lines, to_recipe
-from nemo_rl.cluster.recipe_import.key_rule import Fate
+from nemo_rl.cluster.recipe_import.convert import Imported, import_recipe, report_lines, rule_of, to_recipe
+from nemo_rl.cluster.recipe_import.keys import Fate
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema_walk import place_of
 from nemo_rl.config.yaml_text import parse_yaml, text_problem, yaml_line

@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from nemo_rl.cli.main import app
-from nemo_rl.cluster.shrink.changes import changes_of
-from nemo_rl.cluster.shrink.layout import small_layout
-from nemo_rl.cluster.shrink.recipe import SHRUNK, write_recipe
+from nemo_rl.cluster.shrink.changes import changes_of, small_layout
 from nemo_rl.cluster.shrink.reward import odd_share
-from nemo_rl.cluster.shrink.run import ShrinkRequest, shrink
+from nemo_rl.cluster.shrink.run import SHRUNK, ShrinkRequest, shrink, write_recipe
 from nemo_rl.config.load import load_config
-from nemo_rl.config.parallel import ParallelSizes
+from nemo_rl.config.policy import ParallelSizes
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, DatasetError, ModelFolderError
 from nemo_rl.utils.console import make_console

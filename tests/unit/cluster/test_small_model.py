@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from nemo_rl.cluster.known_models import planned_model_config
-from nemo_rl.config.parallel import ParallelSizes
+from nemo_rl.config.policy import ParallelSizes
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import UserError
 from nemo_rl.models.loading import load_causal_lm

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config import validate
+from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.load import load_config
-from nemo_rl.config.policy import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.render import to_yaml
 from nemo_rl.errors import ConfigError
 from tests.helpers.refused_by_cluster import GPUS, LOCAL, REFUSED_BY_CLUSTER
@@ -54,7 +54,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_cpu_offload_needs_a_gpu": [
         (("policy.dtensor_cfg.cpu_offload=true",), "policy.dtensor_cfg.cpu_offload: True")
     ],
-    "rule_recorded_support_has_a_use_and_a_reader": [
+    "rule_sampling_mask_needs_top_p_or_top_k": [
         ((RECORDED,), "policy.generation.record_support: policy.generation.top_p is 1 and"),
         ((RECORDED, FILTERED, "policy.generation.backend=vllm"), "policy.generation.backend is 'vllm', and only the"),
     ],
@@ -64,7 +64,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "policy.generation.receipt.every: 2 would be ignored, because policy.generation.receipt.enabled is false",
         )
     ],
-    "rule_logprob_microbatches_are_not_smaller": [
+    "rule_logprob_microbatch_tokens_not_below_train": [
         (
             ("policy.dynamic_batching.enabled=true", "policy.dynamic_batching.logprob_mb_tokens=100"),
             "policy.dynamic_batching.logprob_mb_tokens: expected at least train_mb_tokens",
@@ -95,7 +95,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "data_plane.backend: 'mooncake_cpu' would be",
         ),
     ],
-    "rule_mooncake_fits_its_user": [
+    "rule_mooncake_keys_fit_the_store": [
         (
             ("data_plane.impl=mooncake", "cluster.num_nodes=2", "cluster.address=auto"),
             "data_plane.mooncake.host: 2 nodes cannot reach 127.0.0.1",
@@ -119,13 +119,13 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "because the store is 'ray' with owner 'producer'; leave it out, or change data_plane.enabled",
         ),
     ],
-    "rule_store_that_is_off_is_not_named": [
+    "rule_data_plane_impl_needs_its_switch": [
         (
             ("data_plane.enabled=false", "data_plane.impl=mooncake"),
             "data_plane.impl: 'mooncake' would be ignored, because data_plane.enabled is false",
         ),
     ],
-    "rule_one_way_of_batching": [
+    "rule_packing_excludes_dynamic_batching": [
         (("policy.sequence_packing.enabled=true",), "policy.dynamic_batching.enabled: packing and dynamic"),
     ],
     "rule_batching_keys_need_their_switch": [
@@ -139,7 +139,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_step_divides_into_global_batches": [
         (("policy.train_global_batch_size=300",), "grpo.num_prompts_per_step x num_generations_per_prompt = 1024"),
     ],
-    "rule_sampling_is_random_in_training": [
+    "rule_training_temperature_above_zero": [
         (("policy.generation.temperature=0",), "policy.generation.temperature: 0 is greedy"),
     ],
     "rule_lengths_fit": [(("policy.generation.max_new_tokens=17",), "policy.max_total_sequence_length: 48 does not")],
@@ -150,17 +150,17 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("policy.router_replay.bit_packed=true",), "policy.router_replay.bit_packed: True would be ignored"),
         (("policy.router_replay.source=prev_logprobs",), "policy.router_replay.source: 'prev_logprobs' would be"),
     ],
-    "rule_routes_are_recorded_by_a_stage_that_runs": [
+    "rule_route_recording_needs_its_pass": [
         ((*BY_POLICY, *FORCED_RATIO), "'prev_logprobs' never records, because loss_fn.force_on_policy_ratio is true"),
         ((*BY_POLICY, NO_LOGPROBS), "policy.router_replay.source: 'prev_logprobs' never records"),
     ],
-    "rule_missing_routes_come_from_rollouts": [
+    "rule_missing_route_share_needs_rollout_routes": [
         (
             (*BY_POLICY, "policy.router_replay.max_missing_share=0.1"),
             "policy.router_replay.max_missing_share: 0.1 would",
         ),
     ],
-    "rule_routes_are_compared_in_logprob_passes": [
+    "rule_route_comparison_needs_logprob_pass": [
         (
             (REPLAY, NO_LOGPROBS, "policy.router_replay.compare_microbatches=2"),
             "policy.router_replay.compare_microbatches: 2 would be ignored, because grpo.use_generation",
@@ -188,7 +188,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "policy.scheduler.warmup_steps: 7 would be ignored",
         ),
     ],
-    "rule_milestones_part_the_phases": [
+    "rule_scheduler_milestones_separate_the_phases": [
         (("policy.scheduler=[{name: a.B}, {name: a.C}]",), "policy.scheduler.milestones: expected 1"),
         (("policy.scheduler.milestones=[3]",), "policy.scheduler.milestones: expected 0"),
         (
@@ -200,11 +200,11 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "policy.scheduler.phases: ReduceLROnPlateau",
         ),
     ],
-    "rule_one_worker_trains": [
+    "rule_exactly_one_worker_is_enabled": [
         (("policy.dtensor_cfg.enabled=false",), "policy.dtensor_cfg.enabled: false, and so is policy.megatron_cfg.en"),
         (("policy.megatron_cfg.enabled=true",), "policy.megatron_cfg.enabled: true, and so is policy.dtensor_cfg.en"),
     ],
-    "rule_keys_of_the_other_worker_stay_out": [
+    "rule_worker_keys_fit_the_worker": [
         (("policy.megatron_cfg.freeze_moe_router=true",), "policy.megatron_cfg.freeze_moe_router: True would be"),
         (
             ("policy.megatron_cfg.optimizer.adam_beta2=0.9",),
@@ -218,7 +218,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("data.validation=null", "grpo.val_at_start=true"), "grpo.val_at_start: True would be ignored"),
         ((*NO_VALIDATION, "grpo.stop_at_validation_accuracy=0.5"), "grpo.stop_at_validation_accuracy: 0.5 would be"),
     ],
-    "rule_validation_prompts_are_used": [(NO_VALIDATION[1:], "data.validation: is never used")],
+    "rule_validation_prompts_need_a_validation": [(NO_VALIDATION[1:], "data.validation: is never used")],
     "rule_dataset_keys_fit_their_kind": [
         (("data.train.size=null",), "data.train.size: must be set"),
         (("data.validation.task=chain_sum",), "data.validation.task: 'chain_sum' would be ignored"),
@@ -229,12 +229,12 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((*JSONL, "data.train.data_path=a", "data.train.split=b"), "data.train.split: 'b' would be ignored"),
         (("data.train.prompt_template=text",), "data.train.prompt_template: expected a text with {input}"),
     ],
-    "rule_custom_reward_is_named": [
+    "rule_custom_reward_needs_a_function": [
         (("env.name=custom",), "env.reward_function: must be set"),
         (("env.reward_function=a:b",), "env.reward_function: 'a:b' would be ignored"),
         (("env.name=custom", "env.reward_function=a.b"), "env.reward_function: expected module:function"),
     ],
-    "rule_reasoning_gym_scores_its_own_prompts": [
+    "rule_reasoning_gym_reward_needs_its_prompts": [
         (("env.name=reasoning_gym",), "data.validation.dataset_name: env.name 'reasoning_gym'"),
     ],
     "rule_scorer_keys_fit_the_environment": [
@@ -244,23 +244,23 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("env.reward_batch_size=8",), "env.reward_batch_size: 8 would be ignored"),
         (("env.name=a:B", "env.score_threshold=0.5"), "env.score_threshold: 0.5 would be ignored"),
     ],
-    "rule_options_need_a_part_of_your_own": [
+    "rule_options_need_a_plugin": [
         ((f"+{name.rpartition('.')[0]}.options.x=1",), f".options: would be ignored, because {name} is ")
         for name in NAMES_OF_PARTS
     ],
-    "rule_accuracy_needs_rewards_that_are_right_or_wrong": [
+    "rule_accuracy_needs_binary_rewards": [
         (
             (*GRADED, "grpo.stop_at_validation_accuracy=0.5"),
             "grpo.stop_at_validation_accuracy: env.name 'custom' gives",
         ),
         ((*GRADED, "checkpointing.metric_name=val:accuracy"), "checkpointing.metric_name: env.name 'custom' gives"),
     ],
-    "rule_checkpoint_keys_need_checkpoints": [
+    "rule_checkpoint_keys_need_checkpointing": [
         (("checkpointing.enabled=false", "checkpointing.resume=true"), "checkpointing.resume: needs"),
         (("checkpointing.enabled=false", "checkpointing.save_optimizer=false"), "checkpointing.save_optimizer: False"),
         (("checkpointing.enabled=false", "checkpointing.async_save=true"), "checkpointing.async_save: True would be"),
     ],
-    "rule_checkpoints_are_ranked_by_something_logged": [
+    "rule_checkpoint_metric_is_logged": [
         (("checkpointing.metric_name=accuracy",), "checkpointing.metric_name: expected val:NAME or train:NAME"),
         (("data.validation=null", "checkpointing.metric_name=val:pass_at_1"), "'val:pass_at_1' is never measured"),
         (("checkpointing.keep_top_k=null", "checkpointing.metric_name=a"), "checkpointing.metric_name: 'a' would be"),
@@ -270,11 +270,11 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("checkpointing.load_optimizer=false",), "checkpointing.load_optimizer: False would be ignored"),
         (("checkpointing.allow_changed=[data]",), "checkpointing.allow_changed: would be ignored"),
     ],
-    "rule_recorded_sites_need_steps": [(("diagnostics.record.sites=logits",), "sites: 'logits' would be ignored")],
-    "rule_kept_steps_need_their_switch": [(("diagnostics.keep_steps.max_bytes=5",), "max_bytes: 5 would be ignored")],
-    "rule_the_tracer_needs_its_switch": [(("policy.tracer.hidden_states=true",), "hidden_states: True would be")],
-    "rule_every_node_reaches_the_hub": [(("diagnostics.tracer.enabled=true", "cluster.num_nodes=2"), "is reached")],
-    "rule_a_run_is_resumed_or_overwritten": [(("checkpointing.resume=true", "logger.overwrite=true"), "removes")],
+    "rule_record_keys_need_steps": [(("diagnostics.record.sites=logits",), "sites: 'logits' would be ignored")],
+    "rule_keep_steps_need_their_switch": [(("diagnostics.keep_steps.max_bytes=5",), "max_bytes: 5 would be ignored")],
+    "rule_tracer_keys_need_their_switch": [(("policy.tracer.hidden_states=true",), "hidden_states: True would be")],
+    "rule_tracer_host_reachable": [(("diagnostics.tracer.enabled=true", "cluster.num_nodes=2"), "is reached")],
+    "rule_resume_excludes_overwrite": [(("checkpointing.resume=true", "logger.overwrite=true"), "removes")],
     "rule_tracker_keys_need_their_tracker": [
         (("logger.wandb.mode=offline",), "logger.wandb.mode: 'offline' would be ignored"),
         (("logger.mlflow.run_name=a",), "logger.mlflow.run_name: 'a' would be ignored"),
@@ -305,7 +305,7 @@ RISING = (
 )
 
 REFUSED_BY_MEGATRON: dict[str, list[tuple[tuple[str, ...], str]]] = {
-    "rule_keys_of_the_other_worker_stay_out": [
+    "rule_worker_keys_fit_the_worker": [
         (("policy.optimizer.kwargs={lr: 0.1}",), "policy.optimizer.kwargs: would be ignored, because the Megatron w"),
         (("policy.scheduler.warmup_steps=3",), "policy.scheduler.warmup_steps: 3 would be ignored"),
         (("policy.dtensor_cfg.context_parallel_size=2",), "policy.dtensor_cfg.context_parallel_size: 2 would be"),
@@ -341,7 +341,7 @@ REFUSED_BY_MEGATRON: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_megatron_precision_is_not_half": [
         (("policy.precision=float16",), "policy.precision: the Megatron worker has no loss scaling for 'float16'"),
     ],
-    "rule_megatron_pipeline_is_simple": [
+    "rule_megatron_pipeline_layout_is_supported": [
         (
             (f"{_M}.virtual_pipeline_model_parallel_size=2",),
             f"{_M}.virtual_pipeline_model_parallel_size: interleaved pipelines are not supported, got 2",
@@ -398,7 +398,7 @@ REFUSED_BY_MEGATRON: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((*SELECTIVE, f"{_M}.recompute_modules=[]"), f"{_M}.recompute_modules: expected a list of at least 1, got []"),
         ((*SELECTIVE, f"{_M}.recompute_modules=[mla_up_proj]"), f"{_M}.recompute_modules.0: expected one of"),
     ],
-    "rule_megatron_auxiliary_loss_is_whole": [
+    "rule_megatron_auxiliary_loss_needs_its_keys": [
         (AUX_LOSS[:1], f"{_M}.moe_aux_loss_coeff: 0 gives 'aux_loss' no weight"),
         (AUX_LOSS[1:], f"{_M}.moe_aux_loss_coeff: 0.01 would be ignored"),
         (
@@ -420,7 +420,7 @@ REFUSED_BY_MEGATRON: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((f"{_M}.optimizer.sgd_momentum=0.5",), f"{_M}.optimizer.sgd_momentum: 0.5 would be ignored"),
         ((*SGD[:1], SGD[1], f"{_M}.optimizer.adam_beta2=0.5"), f"{_M}.optimizer.adam_beta2: 0.5 would be ignored"),
     ],
-    "rule_megatron_optimizer_is_distributed_where_it_must": [
+    "rule_megatron_optimizer_must_be_distributed": [
         (
             (*GPUS, *SGD, f"{_M}.optimizer.use_distributed_optimizer=true"),
             f"{_M}.optimizer.use_distributed_optimizer: true shards the state of 'adam' only",
@@ -436,7 +436,7 @@ REFUSED_BY_MEGATRON: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((*OVERLAP, *SGD), f"{_M}.distributed_data_parallel_config.overlap_param_gather: true needs"),
         ((*GPUS, OVERLAP[-1]), f"{_M}.distributed_data_parallel_config.overlap_grad_reduce: must be true"),
     ],
-    "rule_megatron_offload_is_whole": [
+    "rule_megatron_offload_needs_its_keys": [
         ((f"{_M}.optimizer.optimizer_offload_fraction=0.5",), f"{_M}.optimizer.optimizer_offload_fraction: 0.5 would"),
         (OFFLOAD, f"{_M}.optimizer.optimizer_offload_fraction: 0 offloads nothing"),
         (
@@ -444,7 +444,7 @@ REFUSED_BY_MEGATRON: dict[str, list[tuple[tuple[str, ...], str]]] = {
             f"{_M}.optimizer.use_precision_aware_optimizer: must be true",
         ),
     ],
-    "rule_megatron_gradient_dtype_matters": [
+    "rule_megatron_gradient_dtype_needs_low_precision": [
         (
             (f"{_M}.distributed_data_parallel_config.grad_reduce_in_fp32=false",),
             f"{_M}.distributed_data_parallel_config.grad_reduce_in_fp32: False would be ignored",
@@ -463,7 +463,7 @@ REFUSED_BY_MEGATRON: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((CONSTANT[0], f"{_M}.optimizer.min_lr=1e-6"), f"{_M}.optimizer.min_lr: 1e-06 would be ignored"),
         ((f"{_M}.scheduler.lr_decay_iters=4",), f"{_M}.scheduler.lr_warmup_iters: 4 leaves no step"),
     ],
-    "rule_megatron_weight_decay_rises": [
+    "rule_megatron_weight_decay_is_increasing": [
         ((f"{_M}.scheduler.end_weight_decay=0.1",), f"{_M}.scheduler.end_weight_decay: 0.1 would be ignored"),
         (RISING[:1], f"{_M}.scheduler.start_weight_decay: must be set"),
         (RISING[:2], f"{_M}.scheduler.end_weight_decay: must be set"),

@@ -314,7 +314,7 @@ def test_values_of_columns_become_json_values() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (b"\xff\xfe", "2 bytes that are no UTF-8 text"),
+        (b"\xff\xfe", "2 bytes that are not UTF-8 text"),
         ({"a": [object()]}, r"got object at a\[0\]"),
         ({"x"}, "got set"),
         ({(1, 2): 3}, r"texts as keys, got \(1, 2\)"),

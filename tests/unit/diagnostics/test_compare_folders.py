@@ -236,8 +236,8 @@ FAULTS: dict[str, Fault] = {
         *(nothing, lambda f: drop_line(f, '"tokens"'), Layout(), {}),
         *(Verdict.CORRUPT, "names the tokens 't0', of which there are none"),
     ),
-    "digest": (nothing, lambda f: flip_byte(f, at=3000), Layout(), {}, Verdict.CORRUPT, "are not those that were"),
-    "digest of tokens": (nothing, lambda f: flip_byte(f, at=9), Layout(), {}, Verdict.CORRUPT, "are not those that"),
+    "digest": (nothing, lambda f: flip_byte(f, at=3000), Layout(), {}, Verdict.CORRUPT, "differ from those written"),
+    "digest of tokens": (nothing, lambda f: flip_byte(f, at=9), Layout(), {}, Verdict.CORRUPT, "differ from those"),
     "digest and other": (shifted, lambda f: flip_byte(f, at=3000), Layout(), {}, Verdict.CORRUPT, "digest differs"),
     "no JSON": (nothing, spoil_line, Layout(), {}, Verdict.CORRUPT, "B: rank_00000.jsonl, line 1: no record"),
     "manifest": (
@@ -286,7 +286,7 @@ def test_a_folder_is_not_compared_with_itself(right: Path, tmp_path: Path) -> No
     for other in (right, right / ".." / right.name, tmp_path / "link"):
         found = compare_folders(right, other)
         assert found.verdict is Verdict.VACUOUS and "with itself" in found.reason
-    with pytest.raises(UserError, match="no folder of records"):
+    with pytest.raises(UserError, match="not a folder of records"):
         compare_folders(right, tmp_path / "absent")
 
 

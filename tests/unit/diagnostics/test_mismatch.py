@@ -30,7 +30,7 @@ from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.jagged import nest
 from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.support import SUPPORT
-from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
+from nemo_rl.utils.files import MANIFEST_FILE, Manifest
 from tests.helpers.mismatch_cases import (
     CASES,
     KEEPS,

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.parallel import ParallelSizes
+from nemo_rl.config.policy import ParallelSizes
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.diagnostics.runner.layout_text import LayoutText, smallest_world
 from nemo_rl.diagnostics.runner.prompts import PromptSpec, Rows, batch_of, make_rows

@@ -23,7 +23,7 @@ from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.errors import ResourceError, WorkerError
-from nemo_rl.utils.start_up import StartUp
+from nemo_rl.utils.deadlines import StartUp
 
 pytestmark = pytest.mark.slow
 

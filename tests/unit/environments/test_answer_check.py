@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl.data.datasets import Prompt, PromptSet
 from nemo_rl.environments.answers import AnswerCheck
-from nemo_rl.environments.sort import SortEnvironment
+from nemo_rl.environments.factory import SortEnvironment
 from nemo_rl.errors import DatasetError
 
 

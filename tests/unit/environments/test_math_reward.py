@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.environments.rewards.math import make_math_reward
+from nemo_rl.environments.rewards import make_math_reward
 from nemo_rl.experience.evaluation.measures import stated_answer
 
 PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

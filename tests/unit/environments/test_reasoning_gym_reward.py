@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_rl.data.reasoning_gym_wrapper import Task, questions
-from nemo_rl.environments.rewards.reasoning_gym import make_reasoning_gym_reward
+from nemo_rl.environments.rewards import make_reasoning_gym_reward
 
 TASK = Task(name="chain_sum", size=1, seed=1)
 

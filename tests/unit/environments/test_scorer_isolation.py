@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_rl.environments.reward_log import RewardLog
+from nemo_rl.environments.process_environment import RewardLog
 from nemo_rl.errors import RewardError
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import printable
 from tests.unit.environments.test_process_environment import custom, environment, score
 
 
@@ -27,7 +27,7 @@ def test_prints_are_shown_a_few_at_a_time_and_kept_in_the_log(tmp_path: Path) ->
 
 
 def test_the_log_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_rl.environments.reward_log._FILE_LIMIT_BYTES", 100)
+    monkeypatch.setattr("nemo_rl.environments.process_environment._FILE_LIMIT_BYTES", 100)
     log = RewardLog(tmp_path / "reward.log")
     for _ in range(50):
         log.hear("ten bytes.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from nemo_rl.config.policy import GenerationConfig
+from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.environments.interfaces import EnvReport, Response

@@ -21,8 +21,9 @@ from transformers import (
     PretrainedConfig,
 )
 
+from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.config.policy import DTensorConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.errors import ConfigError, ModelFolderError
 from nemo_rl.models.dtensor.tensor_plans import plan_of

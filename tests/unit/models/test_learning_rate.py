@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from nemo_rl.config.dtensor import SchedulerConfig
 from nemo_rl.config.load import load_config
-from nemo_rl.config.policy import SchedulerConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.dtensor.optim import LearningRate, learning_rate_factor
 

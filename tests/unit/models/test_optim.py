@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from nemo_rl.config.policy import OptimizerConfig
+from nemo_rl.config.dtensor import OptimizerConfig
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.dtensor.optim import GROWTH_INTERVAL, LossScaler, build_optimizer

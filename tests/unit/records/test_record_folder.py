@@ -178,7 +178,7 @@ def test_other_formats_are_unsupported_and_other_folders_are_none(folder: Path, 
         _changed(folder, '"world": 1', '"world": "1"')
     with pytest.raises(CorruptRecord, match="not JSON"):
         _changed(folder, "{", "")
-    with pytest.raises(UserError, match="no folder of records"):
+    with pytest.raises(UserError, match="not a folder of records"):
         read_folder(tmp_path)
 
 

@@ -163,7 +163,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest is no manifest": (lambda step: (step / "manifest.json").write_text('{"files": [1]}'), "damaged"),
     "a byte of the weights": (
         lambda step: flip_a_byte(step / "policy/weights/shard.bin"),
-        "weights/shard.bin is damaged",
+        "weights/shard.bin is corrupt",
     ),
     "a byte of the optimizer": (
         lambda step: flip_a_byte(step / "policy/optimizer/shard.bin"),
@@ -205,7 +205,7 @@ def test_folders_with_strange_names_block_neither_resume_nor_pruning(tmp_path, c
     store.save(1, write=write_policy, state=state(0.9))
     (tmp_path / name).mkdir()
     store.save(2, write=write_policy, state=state(0.1))
-    assert store.choose().checkpoint.step == 2 and f"{name} is damaged" in caplog.text
+    assert store.choose().checkpoint.step == 2 and f"{name} is corrupt" in caplog.text
     assert {path.name for path in tmp_path.iterdir()} == {"step_1", "step_2", "latest", name}
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.cli.run_recipe import resume_hint
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.resume_hint import resume_hint
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_rl.errors import NemoRLError
-from nemo_rl.utils.last_resort import crash_line, machine_problem, text_of
+from nemo_rl.utils.exits import crash_line, machine_problem, text_of
 
 
 def test_a_full_disk_is_named_with_its_file_and_what_to_do() -> None:
@@ -24,7 +24,7 @@ def test_memory_that_torch_does_not_get_is_named() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.zeros(2**50)
     told = machine_problem(caught.value)
-    assert told is not None and told.startswith("no memory is left")
+    assert told is not None and told.startswith("out of memory")
     assert machine_problem(MemoryError()) is not None
 
 

@@ -17,9 +17,7 @@ import pytest
 from nemo_rl.config.schema import LoggerConfig
 from nemo_rl.utils.logger import REWARD_METRIC, VAL_ACCURACY_METRIC, Logger, build_logger
 from nemo_rl.utils.reward_curve import write_reward_curve
-from nemo_rl.utils.trackers.base import Tracker
-from nemo_rl.utils.trackers.jsonl import JsonlTracker, read_metrics
-from nemo_rl.utils.trackers.mlflow import has_mlflow
+from nemo_rl.utils.trackers import JsonlTracker, Tracker, has_mlflow, read_metrics
 
 
 class Recorder(Tracker):

@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from nemo_rl.utils.manifest import BLOCK_BYTES, Manifest
+from nemo_rl.utils.files import BLOCK_BYTES, Manifest
 
 
 def test_every_file_is_listed_with_size_and_checksum(tmp_path):

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from nemo_rl.config.duration import seconds_of
+from nemo_rl.config.base import seconds_of
 from nemo_rl.config.schema import CheckpointingConfig
 from nemo_rl.errors import UserError
-from nemo_rl.utils.save_deadline import END_S, SaveDeadline, seconds_left
+from nemo_rl.utils.deadlines import END_S, SaveDeadline, seconds_left
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import threading
 from pathlib import Path
 
 from nemo_rl.config.schema import ClusterConfig
-from nemo_rl.utils.start_up import StartUp
+from nemo_rl.utils.deadlines import StartUp
 
 ROOT = Path(__file__).parents[3] / "nemo_rl"
 HOME = ROOT / "config" / "base.py"
-OTHERS = {ROOT / "environments" / "scorer_pool.py", ROOT / "utils" / "trackers" / "wandb.py"}
+OTHERS = {ROOT / "environments" / "scorer_pool.py", ROOT / "utils" / "trackers.py"}
 """Not of the cluster: a reward is a user's own code, a tracker goes on without the run."""
 
 

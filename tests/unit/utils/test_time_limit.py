@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from nemo_rl.utils.time_limit import time_limit
+from nemo_rl.utils.deadlines import time_limit
 
 
 def spin() -> None:
@@ -17,7 +17,7 @@ def spin() -> None:
 
 def test_what_has_no_end_is_ended_and_what_ends_is_left_alone():
     handler = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(TimeoutError, match=r"no end within 0\.1 s"), time_limit(0.1):
+    with pytest.raises(TimeoutError, match=r"not finished within 0\.1 s"), time_limit(0.1):
         spin()
     with time_limit(60):
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.utils.timer import Timer
+from nemo_rl.utils.metrics import Timer
 
 
 def test_repeated_and_failing_blocks_add_up_until_reset() -> None:

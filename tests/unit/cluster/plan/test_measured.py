@@ -16,14 +16,10 @@ from nemo_rl.cluster.plan.activations import pass_activations
 from nemo_rl.cluster.plan.batches import pass_tokens
 from nemo_rl.cluster.plan.setting import Model, Setting
 from nemo_rl.cluster.plan.weights import gathered_weights, local_weights, rest_memory
+from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.config.policy import (
-    DTensorConfig,
-    DynamicBatchingConfig,
-    GenerationConfig,
-    PolicyConfig,
-    SequencePackingConfig,
-)
+from nemo_rl.config.policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.config.schema import ClusterConfig, LossConfig, MasterConfig
 from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS
 from tests.helpers.gloo import JOB_S, run_ranks

@@ -80,7 +80,7 @@ def test_a_head_that_says_what_cannot_be_read_is_lost(said):
     async def talk() -> None:
         server = await asyncio.start_server(head, HOST, 0)
         node = await Attendance.connect(HOST, server.sockets[0].getsockname()[1], name="a", token=TOKEN)
-        with pytest.raises(NodesMissing, match="the head is lost: what it says cannot be read"):
+        with pytest.raises(NodesMissing, match="the head is lost: its message cannot be read"):
             await node.ray()
         await node.leave()
         server.close()

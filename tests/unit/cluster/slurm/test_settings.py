@@ -56,8 +56,8 @@ def test_words_of_ray_start(variables, tmp_path):
     ("name", "value", "said"),
     [
         ("COMMAND", "", "COMMAND is not set: start this through ray.sub"),
-        ("SLURMD_NODENAME", "n9", "SLURMD_NODENAME: 'n9' is none of the job's nodes"),
-        ("NEMO_RL_HEAD_NODE", "n9", "NEMO_RL_HEAD_NODE: 'n9' is none of the job's nodes"),
+        ("SLURMD_NODENAME", "n9", "SLURMD_NODENAME: 'n9' is not one of the job's nodes"),
+        ("NEMO_RL_HEAD_NODE", "n9", "NEMO_RL_HEAD_NODE: 'n9' is not one of the job's nodes"),
         ("GPUS_PER_NODE", "-1", "GPUS_PER_NODE: expected a whole number of at least 0, got '-1'"),
         ("SLURM_CPUS_ON_NODE", "0", "SLURM_CPUS_ON_NODE: expected a whole number of at least 1, got '0'; set CPUS_"),
         ("RAY_PORT", "70000", "RAY_PORT: expected a port, or LOW-HIGH within 1 to 65535, got '70000'"),

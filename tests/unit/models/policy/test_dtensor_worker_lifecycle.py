@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.policy import OptimizerConfig, SchedulerConfig
+from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.models.dtensor.optim import INITIAL_SCALE

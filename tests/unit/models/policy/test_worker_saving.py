@@ -13,7 +13,8 @@ import torch
 
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.saver import Saver
-from nemo_rl.config.policy import DTensorConfig, MegatronConfig
+from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.policy import MegatronConfig
 from nemo_rl.config.schema import CheckpointingConfig
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.errors import CheckpointError

@@ -1,10 +1,10 @@
-"""What becomes of `policy` of NeMo-RL: model, workers, batches, optimizers, generation."""
+"""The tables of NeMo-RL keys: every key of every section, and what becomes of it here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nemo_rl.cluster.recipe_import.key_rule import (
+from nemo_rl.cluster.recipe_import.keys import (
     OFF,
     Table,
     moved,
@@ -15,7 +15,112 @@ from nemo_rl.cluster.recipe_import.key_rule import (
     with_others,
 )
 
-__all__ = ["POLICY"]
+__all__ = ["ALGORITHM", "POLICY", "RUN"]
+
+ASYNC = "rollouts and training take turns here; there is no asynchronous trainer"
+ONE_TRAINER = "a debugging switch of another trainer"
+DISTILLATION = "distillation is not here"
+OTHER_ALGORITHMS: Mapping[str, str] = {
+    **{"sft": "supervised fine-tuning", "dpo": "DPO", "rm": "reward-model training", "ppo": "PPO"},
+    **{"distillation": "distillation", "teacher": "distillation", "value": "PPO", "eval": "evaluation"},
+}
+"""Sections of NeMo-RL's other recipes."""
+OWN_LOSS = "write it as a loss of your own (loss_fn.name=module:Class)"
+TOOLS = "messages of tools and NeMo-Gym are not here"
+
+_GRPO: Table = {
+    **{
+        f"grpo.{name}": same()
+        for name in (
+            *("num_prompts_per_step", "num_generations_per_prompt", "max_num_epochs", "max_num_steps"),
+            *("normalize_rewards", "use_leave_one_out_baseline", "advantage_clip_low", "advantage_clip_high"),
+            *("val_at_start", "val_at_end", "seed", "overlong_filtering"),
+        )
+    },
+    "grpo.val_period": same(convert=lambda value: value or 0, why="0 turns it off"),
+    "grpo.max_val_samples": with_others("all prompts where it is null"),
+    "grpo.max_rollout_turns": refused("rollouts of several turns are not here", off=(None, 1)),
+    "grpo.val_start_at": not_supported("validation begins with val_at_start or val_period", off=(None, -1, 0)),
+    "grpo.val_batch_size": no_effect("validation decodes policy.generation.max_batch_size rows together"),
+    "grpo.val_num_generations_per_prompt": moved("evaluation.num_samples", convert=lambda value: value or 1),
+    "grpo.stop_at_validation_metric": with_others("becomes grpo.stop_at_validation_accuracy"),
+    "grpo.stop_at_validation_threshold": with_others("becomes grpo.stop_at_validation_accuracy"),
+    "grpo.use_dynamic_sampling": same(),
+    "grpo.dynamic_sampling_max_gen_batches": same(),
+    "grpo.batch_multiplier": same(),
+    **{
+        f"grpo.reward_{part}.{name}": same()
+        for part, names in (
+            ("scaling", ("enabled", "source_min", "source_max", "target_min", "target_max")),
+            ("shaping", ("enabled", "overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")),
+            ("shaping", ("stop_properly_penalty_coef",)),
+        )
+        for name in names
+    },
+    "grpo.adv_estimator.name": with_others("with what it reads"),
+    "grpo.adv_estimator.normalize_rewards": moved("grpo.normalize_rewards"),
+    "grpo.adv_estimator.use_leave_one_out_baseline": moved("grpo.use_leave_one_out_baseline"),
+    "grpo.adv_estimator.minus_baseline": with_others("becomes a part of grpo.adv_estimator.name"),
+    "grpo.adv_estimator.reward_weights": with_others("weights of a reward's components"),
+    "grpo.adv_estimator.reward_weights.*": with_others("weights of a reward's components"),
+    "grpo.seq_logprob_error_threshold": same(),
+    "grpo.invalid_tool_call_advantage": refused(TOOLS),
+    "grpo.malformed_thinking_advantage": refused(TOOLS),
+    "grpo.skip_reference_policy_logprobs_calculation": with_others(
+        "here loss_fn.reference_policy_kl_penalty=0 leaves the pass out"
+    ),
+    "grpo.calculate_advantages_on_gpu": no_effect("advantages are a few numbers per row"),
+    "grpo.deduplicate_multimodal_data": refused("prompts are text: images, video and sound are not here"),
+    "grpo.debug_payload_metrics": no_effect(ONE_TRAINER),
+    "grpo.async_grpo.enabled": not_supported(ASYNC),
+    "grpo.async_grpo.*": no_effect("belongs to async_grpo.enabled"),
+    "grpo.async_grpo": not_supported(ASYNC),
+}
+
+_LOSS: Table = {
+    **{
+        f"loss_fn.{name}": same()
+        for name in (
+            *("reference_policy_kl_penalty", "use_on_policy_kl_approximation"),
+            *("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "force_on_policy_ratio", "token_level_loss"),
+            *("use_importance_sampling_correction", "truncated_importance_sampling_ratio"),
+            "truncated_importance_sampling_ratio_min",
+        )
+    },
+    "loss_fn.reference_policy_kl_type": with_others("with the gradient that it has there"),
+    "loss_fn.kl_input_clamp_value": same(
+        convert=lambda value: 80.0 if value is None else value, why="null is a number that no token reaches"
+    ),
+    "loss_fn.kl_output_clamp_value": same(
+        convert=lambda value: 1e30 if value is None else value, why="null is a number that no token reaches"
+    ),
+    "loss_fn.truncated_importance_sampling_type": with_others("of a ratio per row it weighs rows"),
+    "loss_fn.sequence_level_importance_ratios": with_others("becomes loss_fn.name=gspo"),
+    "loss_fn.use_kl_in_reward": with_others("of reinforce_plus_plus, which alone takes it there"),
+    "loss_fn.use_cispo": with_others("becomes loss_fn.name=cispo"),
+    "loss_fn.disable_ppo_ratio": with_others("becomes loss_fn.name=reinforce"),
+    "loss_fn.positive_example_nll_weight": refused(OWN_LOSS, off=(None, 0, 0.0)),
+}
+
+_REST: Table = {
+    "reward_penalties.token_ids.*": no_effect("belongs to penalties of NeMo-Gym"),
+    "reward_penalties.*": refused(TOOLS),
+    "reward_penalties": refused(TOOLS, off=(None, {})),
+    "on_policy_distillation": refused(DISTILLATION, off=(None, {})),
+    "on_policy_distillation.enabled": refused(DISTILLATION),
+    "on_policy_distillation.*": no_effect("belongs to on_policy_distillation.enabled"),
+    **{
+        section: refused(f"this is a recipe of {name}, and GRPO alone is here", off=(None, {}))
+        for word, name in OTHER_ALGORITHMS.items()
+        for section in (word, f"{word}.*")
+    },
+    "async_rl": not_supported(ASYNC, off=(None, {})),
+    "async_rl.*": not_supported(ASYNC, off=()),
+}
+
+ALGORITHM: Table = {**_GRPO, **_LOSS, **_REST}
+"""Rules by key; a key that ends in `.*` stands for all below it."""
+
 
 OTHER_ENGINE = "a setting of an engine that is not here; see policy.generation.backend"
 IMAGES = "prompts are text: images, video and sound are not here"
@@ -235,7 +340,7 @@ _GENERATION: Table = {
         "log-probabilities are those of the sampling distribution", off=(None, "processed_logprobs")
     ),
     **{
-        f"policy.generation.vllm_cfg.{axis}_parallel_size": with_others("1, where an engine stands on one GPU")
+        f"policy.generation.vllm_cfg.{axis}_parallel_size": with_others("1, where an engine uses one GPU")
         for axis in ("tensor", "pipeline", "expert")
     },
     "policy.generation.vllm_cfg.async_engine": no_effect("the rollout waits for all rows of a step"),
@@ -273,4 +378,123 @@ _GENERATION: Table = {
 }
 
 POLICY: Table = {**_MAIN, **_DTENSOR, **_MEGATRON, **_GENERATION}
-"""By key; `.*` ends one that stands for all below it."""
+"""Rules by key; a key that ends in `.*` stands for all below it."""
+
+
+PROMPTS = "becomes data.train, data.validation and env.name"
+GYM = "NeMo-Gym is not here"
+_DATASET = (
+    *("dataset_name", "data_path", "input_key", "output_key", "split", "split_validation_size", "seed"),
+    *("prompt_file", "system_prompt_file", "processor", "env_name"),
+)
+
+
+def _metric(value: object) -> object:
+    """Return the name of a metric as it is here: `val_reward` and `val:reward` mean the same."""
+    text = str(value)
+    for area in ("val", "train"):
+        if text.startswith((f"{area}_", f"{area}/")):
+            return f"{area}:{text[len(area) + 1 :]}"
+    return value
+
+
+_DATA: Table = {
+    "data.max_input_seq_length": with_others("prompt and response together fit policy.max_total_sequence_length"),
+    "data.shuffle": same(),
+    "data.num_workers": no_effect("prompts are read once, before the first step"),
+    "data.use_multiple_dataloader": refused("one source of prompts"),
+    "data.num_prompts_per_dataloader": no_effect("belongs to use_multiple_dataloader"),
+    "data.custom_dataloader": refused("write a dataset of your own (data.train.dataset_name=module:function)"),
+    **{f"data.{part}": with_others(PROMPTS) for part in ("train", "validation", "default")},
+    **{f"data.{part}.{name}": with_others(PROMPTS) for part in ("train", "validation", "default") for name in _DATASET},
+    **{f"data.{part}download_dir": no_effect("nothing is downloaded here") for part in ("", "train.", "default.")},
+    "data.validation.download_dir": no_effect("nothing is downloaded here"),
+    # Older recipes have these beside the sections.
+    **{f"data.{name}": with_others(PROMPTS) for name in _DATASET},
+    **{f"data.{name}": not_supported("the chat template decides") for name in ("add_bos", "add_eos")},
+    "data.add_generation_prompt": refused("the chat template's generation prompt is always added", off=(None, True)),
+}
+
+_ENV: Table = {
+    "env.should_use_nemo_gym": refused(GYM),
+    "env.should_log_nemo_gym_responses": no_effect("belongs to should_use_nemo_gym"),
+    "env.nemo_gym.*": no_effect("belongs to should_use_nemo_gym"),
+    "env.nemo_gym": no_effect("belongs to should_use_nemo_gym"),
+    "env.*": with_others("of the environments that data sets name"),
+    "env": no_effect("an empty section"),
+}
+
+_CLUSTER: Table = {
+    "cluster.gpus_per_node": same(),
+    "cluster.num_nodes": same(),
+    "cluster.master_port_range_low": no_effect("ports are bound before they are announced"),
+    "cluster.master_port_range_high": no_effect("ports are bound before they are announced"),
+    "cluster.segment_size": not_supported("nodes are taken as Ray offers them"),
+    "cluster.env_vars": same(),
+    "cluster.env_vars.*": same(),
+}
+
+_CHECKPOINTING: Table = {
+    **{
+        f"checkpointing.{name}": same()
+        for name in ("enabled", "checkpoint_dir", "higher_is_better", "keep_top_k", "save_period", "save_optimizer")
+    },
+    "checkpointing.metric_name": same(convert=_metric, why="val:NAME or train:NAME"),
+    "checkpointing.checkpoint_must_save_by": moved("checkpointing.must_save_by"),
+    "checkpointing.ft_save_period": not_supported("one period of saving: checkpointing.save_period"),
+    "checkpointing.ft_keep_latest_k": not_supported("the latest checkpoint is always kept", off=(None, 0, 1)),
+    "checkpointing.model_save_format": not_supported(
+        "weights are saved as Hugging Face safetensors", off=(None, "safetensors")
+    ),
+    "checkpointing.save_consolidated": no_effect("weights are always one Hugging Face folder"),
+    "checkpointing.is_peft": refused("adapters (LoRA) are not here"),
+    "checkpointing.peft_config": no_effect("belongs to is_peft"),
+    "checkpointing.peft_config.*": no_effect("belongs to is_peft"),
+    "checkpointing.pretrained_checkpoint": refused("policy.model_name is a Hugging Face folder", off=(None, {})),
+    "checkpointing.pretrained_checkpoint.*": refused("policy.model_name is a Hugging Face folder"),
+}
+
+_LOGGER: Table = {
+    **{
+        f"logger.{name}": same()
+        for name in (
+            *("log_dir", "wandb_enabled", "tensorboard_enabled", "mlflow_enabled", "wandb.project", "wandb.name"),
+            *("mlflow.experiment_name", "mlflow.run_name", "mlflow.tracking_uri"),
+        )
+    },
+    "logger.wandb.*": not_supported("wandb has project, name and mode here"),
+    "logger.mlflow.*": not_supported("mlflow has experiment_name, run_name and tracking_uri here"),
+    "logger.swanlab_enabled": not_supported("write a tracker of your own (logger.trackers)"),
+    "logger.swanlab": no_effect("belongs to swanlab_enabled"),
+    "logger.swanlab.*": no_effect("belongs to swanlab_enabled"),
+    "logger.tensorboard": no_effect("events lie in tensorboard/ of logger.log_dir"),
+    "logger.tensorboard.*": no_effect("events lie in tensorboard/ of logger.log_dir"),
+    "logger.num_val_samples_to_print": no_effect(
+        "nothing is printed: rollouts are written to files (logger.num_rollouts_to_log)"
+    ),
+    "logger.monitor_gpus": no_effect("memory of the workers is always logged"),
+    "logger.gpu_monitoring.*": no_effect("memory of the workers is always logged"),
+    "logger.gpu_monitoring": no_effect("memory of the workers is always logged"),
+}
+
+_DATA_PLANE: Table = {
+    "data_plane.enabled": with_others("there is one trainer; false takes the store that fits, with its defaults"),
+    "data_plane.impl": same(),
+    "data_plane.backend": same(),
+    "data_plane.storage_capacity": moved("data_plane.storage_capacity.rows", why="a limit that holds: puts wait"),
+    "data_plane.num_storage_units": moved("data_plane.simple.num_storage_units"),
+    "data_plane.simple.num_storage_units": same(),
+    "data_plane.simple.storage_capacity": moved("data_plane.storage_capacity.rows", why="a limit that holds"),
+    "data_plane.claim_meta_poll_interval_s": no_effect("a claim is answered when rows are there, without polling"),
+    "data_plane.global_segment_size": moved("data_plane.mooncake.segment_bytes"),
+    "data_plane.local_buffer_size": moved("data_plane.mooncake.local_buffer_bytes"),
+    "data_plane.mooncake_cpu.global_segment_size": moved("data_plane.mooncake.segment_bytes"),
+    "data_plane.mooncake_cpu.local_buffer_size": moved("data_plane.mooncake.local_buffer_bytes"),
+    "data_plane.observability.enabled": same(),
+    "data_plane.observability.callback": same(),
+    "data_plane.controller_address": no_effect("NeMo-RL never reads it"),
+    "data_plane.ack_timeout_ms": no_effect("NeMo-RL never reads it"),
+}
+
+RUN: Table = {**_DATA, **_ENV, **_CLUSTER, **_CHECKPOINTING, **_LOGGER, **_DATA_PLANE}
+"""Rules by key; a key that ends in `.*` stands for all below it."""

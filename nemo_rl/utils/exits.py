@@ -1,6 +1,7 @@
-"""Unexpected errors, caught at the top of a command: one line for the user, the traceback in a file.
+"""The ways in which a command ends: its exit code, and what the user reads about an unexpected error.
 
-Called by the command lines. A file system that refuses is the user's to mend; anything else is a fault of this package.
+`ray.sub` knows the two exit codes that may start the job again. A file system that refuses is for the user to mend; any
+other unexpected error is an error of this package: one line for the user, the traceback in a file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,31 @@ from pathlib import Path
 
 from nemo_rl.errors import shorten
 
-__all__ = ["CRASH_FILE", "crash_line", "machine_problem", "text_of"]
+__all__ = [
+    "CHILD_FAILED",
+    "CRASH_FILE",
+    "FAILURE",
+    "INTERRUPTED",
+    "NODE_LOST",
+    "TIME_LIMIT",
+    "USER_ERROR",
+    "crash_line",
+    "machine_problem",
+    "text_of",
+]
+
+FAILURE = 1
+"""A worker, the data plane or Ray failed."""
+USER_ERROR = 2
+"""Something the user can fix."""
+CHILD_FAILED = 8
+"""A process that a command started for its work ended with an error."""
+TIME_LIMIT = 75
+"""Saved and ended before `checkpointing.must_save_by`; to be continued."""
+NODE_LOST = 76
+"""A node of the job has ended in the middle of it."""
+INTERRUPTED = 130
+"""A signal ended the command."""
 
 CRASH_FILE = "error.txt"
 _ADVICE = {
@@ -23,14 +48,14 @@ _ADVICE = {
     errno.EACCES: "change its permissions, or choose another path",
     errno.EPERM: "change its permissions, or choose another path",
     errno.EMFILE: "the limit on open files is reached: raise it (ulimit -n)",
-    errno.ENFILE: "the machine has no open file left",
+    errno.ENFILE: "the machine has no file handle left",
     errno.ENAMETOOLONG: "choose a shorter path",
     errno.EIO: "the disk fails: see the system's log",
 }
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says, also where making its text fails."""
+    """Return the text of an error, also where making it fails."""
     try:
         return str(error)
     except Exception as second:  # noqa: BLE001  (the class of somebody else)
@@ -38,11 +63,11 @@ def text_of(error: BaseException) -> str:
 
 
 def machine_problem(error: BaseException) -> str | None:
-    """What a file system or the memory refused, and what to do; None for an error of another kind."""
+    """Return what a file system or the memory refused, and what to do; None for an error of another kind."""
     # Torch has no kind of its own for the memory of the CPU.
     said = text_of(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in said or "out of memory" in said:
-        return f"no memory is left ({shorten(said)}); shorter rows, smaller batches or a smaller model need less"
+        return f"out of memory ({shorten(said)}); shorter rows, smaller batches or a smaller model need less"
     if not isinstance(error, OSError) or error.errno is None:
         return None
     advice = _ADVICE.get(error.errno)
@@ -53,7 +78,7 @@ def machine_problem(error: BaseException) -> str | None:
 
 
 def crash_line(error: BaseException, *, folder: Path | None) -> str:
-    """One line about an error of ours; its traceback goes to `folder`, or to a temporary file."""
+    """Return one line about an error of ours; its traceback goes to `folder`, or to a temporary file."""
     said = shorten(" ".join(text_of(error).split()))
     line = f"{type(error).__name__}{': ' if said else ''}{said}"
     text = "".join(traceback.format_exception(error))
@@ -64,5 +89,5 @@ def crash_line(error: BaseException, *, folder: Path | None) -> str:
                 path.write_text(text, encoding="utf-8", errors="backslashreplace")
             except OSError:
                 continue
-            return f"{line}\n  (not foreseen: a fault of nemo_rl; the whole text is in {path})"
+            return f"{line}\n  (internal error, please report it; the traceback is in {path})"
     return f"{line}\n{text}"

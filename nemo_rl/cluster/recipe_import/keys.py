@@ -1,12 +1,14 @@
-"""Reads a NeMo-RL recipe: its `defaults:`, `_override_` and interpolations are as ours, but parents may be missing.
+"""The keys of a NeMo-RL recipe: how they are read, and `KeyRule`, the record of what becomes of one key.
 
-Where the exemplar recipe that everything inherits from is missing, its values of August 2026 stand in for it.
+`defaults:`, `_override_` and interpolations are read as in recipes of this library, but parents may be missing. Where
+the exemplar recipe that all others inherit from is missing, its values of August 2026 stand in for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,126 @@ from nemo_rl.config.compose import Layer, compose
 from nemo_rl.config.interpolate import resolve_interpolations
 from nemo_rl.config.schema_walk import lookup
 
-__all__ = ["EXEMPLAR", "EXEMPLAR_NAME", "MANDATORY", "Given", "read_recipe"]
+__all__ = [
+    "EXEMPLAR",
+    "EXEMPLAR_NAME",
+    "MANDATORY",
+    "MANY",
+    "OFF",
+    "Fate",
+    "Given",
+    "KeyRule",
+    "Outcome",
+    "Table",
+    "becomes",
+    "lacks",
+    "moved",
+    "no_effect",
+    "not_supported",
+    "read_recipe",
+    "refused",
+    "same",
+    "with_others",
+]
+
+MANY = "*"
+"""Ends a key of a table that stands for all keys that begin so."""
+OFF: tuple[object, ...] = (None, False)
+"""Values that ask for nothing."""
+
+
+class Fate(StrEnum):
+    """The fate of a key."""
+
+    SAME = "same"
+    """The same key with the same value; or switched off there, and not here at all."""
+    MAPPED = "mapped"
+    """Another key, or another value."""
+    NOT_SUPPORTED = "not supported"
+    IGNORED = "without effect"
+    """The key has no effect here."""
+    UNKNOWN = "unknown"
+    """Neither NeMo-RL's nor ours."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyRule:
+    """The rule for one key of NeMo-RL."""
+
+    fate: Fate
+    to: str = ""
+    """Key here; empty for the same one."""
+    why: str = ""
+    """The reason, or the meaning of the value here, for people."""
+    off: tuple[object, ...] = ()
+    """Values of an unsupported key that ask for nothing."""
+    convert: Callable[[object], object] | None = None
+    """Value there -> value here; None takes it as it is."""
+    is_with_others: bool = False
+    """Several keys are converted together, see `sections`."""
+    must_decide: bool = False
+    """True where something else is trained without this unsupported key, so that the import ends with exit code 2."""
+
+
+Table = Mapping[str, KeyRule]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The outcome for one key of a recipe."""
+
+    key: str
+    """The key in NeMo-RL; empty for one that was added here."""
+    fate: Fate
+    to: str = ""
+    """The key in this library."""
+    value: object = None
+    """The value in this library, where it has a key."""
+    why: str = ""
+    must_decide: bool = False
+    """Left out, the run would train something else: somebody has to decide."""
+
+
+def same(*, convert: Callable[[object], object] | None = None, why: str = "") -> KeyRule:
+    """Make the rule of a key that is here as well."""
+    return KeyRule(fate=Fate.SAME if convert is None else Fate.MAPPED, convert=convert, why=why)
+
+
+def moved(to: str, *, convert: Callable[[object], object] | None = None, why: str = "") -> KeyRule:
+    """Make the rule of a key with another name here."""
+    return KeyRule(fate=Fate.MAPPED, to=to, convert=convert, why=why)
+
+
+def not_supported(why: str, *, off: tuple[object, ...] = OFF) -> KeyRule:
+    """Make the rule of a key whose feature does not exist here."""
+    return KeyRule(fate=Fate.NOT_SUPPORTED, why=why, off=off)
+
+
+def refused(why: str, *, off: tuple[object, ...] = OFF) -> KeyRule:
+    """Make the rule of a key whose feature does not exist here and without which a run trains another model, other data
+    or another loss."""
+    return KeyRule(fate=Fate.NOT_SUPPORTED, why=why, off=off, must_decide=True)
+
+
+def no_effect(why: str) -> KeyRule:
+    """Make the rule of a key that would change nothing here."""
+    return KeyRule(fate=Fate.IGNORED, why=why)
+
+
+def with_others(why: str) -> KeyRule:
+    """Make the rule of a key that is converted together with others of its section."""
+    return KeyRule(fate=Fate.MAPPED, why=why, is_with_others=True)
+
+
+def becomes(key: str, here: str, value: object, why: str) -> Outcome:
+    """Return the outcome of a key that becomes one of ours; an empty one is added."""
+    return Outcome(key=key, fate=Fate.MAPPED, to=here, value=value, why=why)
+
+
+def lacks(key: str, why: str, *, must_decide: bool = False) -> Outcome:
+    """Return the outcome of a key that has no counterpart here."""
+    return Outcome(key=key, fate=Fate.NOT_SUPPORTED, why=why, must_decide=must_decide)
+
 
 EXEMPLAR_NAME = "grpo_math_1B.yaml"
 MANDATORY = "???"
@@ -89,7 +210,7 @@ class Given:
 
     @property
     def lost_parents(self) -> tuple[str, ...]:
-        """Missing parents that nothing stands in for."""
+        """Return the missing parents that nothing stands in for."""
         return tuple(parent for parent in self.missing if Path(parent).name != EXEMPLAR_NAME)
 
     def get(self, key: str, default: object = None) -> Any:
@@ -100,7 +221,7 @@ class Given:
         return lookup(self.tree, key.split("."))[0]
 
     def section(self, key: str) -> Mapping[str, Any]:
-        """A section that may be missing, or null."""
+        """Return a section that may be missing, or null."""
         found = self.get(key)
         return found if isinstance(found, Mapping) else {}
 
@@ -127,7 +248,7 @@ def read_recipe(path: Path) -> Given:
 
 
 def _is_left(tree: Mapping[str, Any], path: list[str]) -> bool:
-    """Neither the key nor a section above it that is null or a value."""
+    """Return whether neither the key nor a section above it is null or a value."""
     node: Any = tree
     for name in path[:-1]:
         node = node.get(name, {})

@@ -1,4 +1,4 @@
-"""`nemo-rl replay`: a kept step of a run once more, compared stage by stage; or its KL to the rollout explained."""
+"""`nemo-rl replay` and `nemo-rl rollouts`: run the kept steps of a run again, and show its samples."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nemo_rl.diagnostics.rollouts.choice import choose_rollouts
+from nemo_rl.diagnostics.rollouts.page import write_rollout_page
+from nemo_rl.diagnostics.rollouts.text import rollout_lines
 from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.errors import UserError, boundary
 from nemo_rl.utils.console import make_console
 
 if TYPE_CHECKING:
     from nemo_rl.diagnostics.mismatch.report import MismatchReport
     from nemo_rl.diagnostics.step_replay.report import ReplayReport
 
-__all__ = ["replay"]
+__all__ = ["app", "replay"]
 
 
 class Layout(StrEnum):
-    """Of the replay."""
+    """The layout of the replay."""
 
     RUN = "run"
     ONE = "one"
@@ -57,7 +61,7 @@ def replay(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
-    """Runs kept steps from the last checkpoint to STEP again and names the first stage that differs.
+    """Run kept steps from the last checkpoint to STEP again and name the first stage that differs.
 
     With --explain-mismatch: what the KL between rollout and trainer of STEP comes from, by scoring its rows again.
 
@@ -105,3 +109,41 @@ def _tell(text: str) -> None:
 def _end(text: str, verdict: Verdict) -> typer.Exit:
     make_console(stderr=True).print(f"{verdict.label}: {text}", style="red")
     return typer.Exit(verdict.value)
+
+
+app = typer.Typer(no_args_is_help=True, help="Samples of a run.")
+
+
+@app.callback()
+def _group() -> None:
+    """Show the samples of a run."""
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="log folder of a run (logger.log_dir)")],
+    step: Annotated[int | None, typer.Option("--step", help="default: the newest that has rollouts")] = None,
+    every_step: Annotated[bool, typer.Option("--all-steps", help="all steps that have rollouts")] = False,
+    group: Annotated[str | None, typer.Option("--group", metavar="ID", help="one group, by the beginning")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="write a page instead")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", metavar="K", min=1, help="at most so many rows of a step")
+    ] = None,
+) -> None:
+    """Show prompts, responses, rewards, advantages, and the log-probabilities of rollout and trainer token by token.
+
+    Exit code: 0, or 2 where the run, the step or the group has no readable rollouts.
+    """
+    if every_step and step is not None:
+        raise UserError(f"--step {step} and --all-steps: expected one of them")
+    with boundary(UserError, f"{run}: the rollouts of a run"):
+        shown = choose_rollouts(run, step=step, group=group, limit=limit, every_step=every_step)
+    console = make_console()
+    if html is not None:
+        with boundary(UserError, f"--html {html}: cannot be written"):
+            write_rollout_page(html, shown)
+        console.print(f"{shown.num_shown} rows of {shown.title} are in {html}")
+        return
+    is_plain = console.no_color or not console.is_terminal
+    for line in rollout_lines(shown, width=console.width):
+        console.print(line.plain if is_plain else line)

@@ -1,4 +1,4 @@
-"""`nemo-rl eval`: measures a checkpoint on the held-out prompts of a recipe."""
+"""`nemo-rl eval` and `nemo-rl export`: measure the weights of a checkpoint, or copy them into a folder of their own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,20 +20,20 @@ from nemo_rl.errors import CheckpointError
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.files import write_text
-from nemo_rl.utils.saved_weights import find_checkpoint
-from nemo_rl.utils.versions import package_versions
+from nemo_rl.utils.memory import package_versions
+from nemo_rl.utils.saved_weights import export_weights, find_checkpoint
 
 if TYPE_CHECKING:
     from nemo_rl.experience.evaluation.result import ValidationResult
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "export"]
 
 RESULT_FILE, SAMPLES_FILE = "evaluation.json", "samples.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Weights:
-    """What is evaluated."""
+    """The weights that are evaluated."""
 
     model: str
     """Folder, or name on the hub."""
@@ -58,7 +60,7 @@ def evaluate(
     ),
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Samples the held-out prompts of RECIPE with the weights of CHECKPOINT, and measures the responses.
+    """Sample the held-out prompts of RECIPE with the weights of CHECKPOINT, and measure the responses.
 
     Without a change of settings a checkpoint of step N gets the numbers of the run's validation after step N.
 
@@ -102,7 +104,7 @@ def _for_evaluation(config: MasterConfig, model: str, out: Path) -> MasterConfig
 def _evaluated(
     config: MasterConfig, weights: _Weights, limit: int | None, out: Path, *, report: Callable[[str], None]
 ) -> ValidationResult:
-    """Imports torch and Ray only here."""
+    """Import torch and Ray only here."""
     from nemo_rl.algorithms.worker_forks import worker_forks  # noqa: PLC0415
 
     with worker_forks(config) as forks:
@@ -122,7 +124,7 @@ def _evaluated(
 
 
 def _record(config: MasterConfig, weights: _Weights, result: ValidationResult, *, seconds: float) -> dict[str, object]:
-    """All that is needed to quote the numbers, or to get them again."""
+    """Return all that is needed to quote the numbers, or to get them again."""
     return {
         "checkpoint": weights.model,
         "step": weights.step,
@@ -135,3 +137,39 @@ def _record(config: MasterConfig, weights: _Weights, result: ValidationResult, *
         "packages": dict(package_versions()),
         "seconds": round(seconds, 3),
     }
+
+
+class Dtype(StrEnum):
+    """Dtypes of exported weights."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="log folder of a run, or its folder of checkpoints")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="folder to make")],
+    step: Annotated[int | None, typer.Option("--step", min=0, help="default: the newest")] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option("--dtype", help="default: that of the model which the run started from")
+    ] = None,
+) -> None:
+    """Copy weights, config and tokenizer of a checkpoint to DIR, which transformers and vLLM read.
+
+    Every file is compared with the checkpoint's manifest before it is written in another dtype.
+
+    Exit code: 0, or 2 where there is no such checkpoint, DIR exists, or a weight is too large for the dtype.
+    """
+    # torch takes seconds to import, and other commands need none.
+    from nemo_rl.algorithms.identity import exported_dtype, model_dtype  # noqa: PLC0415
+    from nemo_rl.models.hf_writing import cast_folder  # noqa: PLC0415
+    from nemo_rl.models.loading import DTYPES  # noqa: PLC0415
+
+    checkpoint = find_checkpoint(run, step=step)
+    stored = model_dtype(checkpoint.weights)
+    wanted = exported_dtype(checkpoint.state) if dtype is None else dtype.value
+    is_cast = wanted in DTYPES and wanted != stored
+    export_weights(checkpoint, out, change=partial(cast_folder, dtype=DTYPES[wanted]) if wanted and is_cast else None)
+    how = f"{wanted if is_cast else stored}" + ("" if wanted in DTYPES else ", as it was saved")
+    make_console().print(f"step {checkpoint.step} of {run} is in {out} ({how})", soft_wrap=True)

@@ -1,33 +1,47 @@
-"""Mathematical equality by math-verify (extra `envs`). The only file that names the library.
+"""The built-in rewards: an exact match, equality by math-verify (extra `envs`), and the own score of reasoning_gym.
 
-Runs in a scoring process, because sympy can compute for hours on a short text; that process calls `make_math_reward`.
+The only file that names math-verify. Rewards of the last two kinds run in scoring processes, because sympy can compute
+for hours on a short text; those processes call `make_math_reward` and `make_reasoning_gym_reward`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import math
 import re
 from typing import Any
 
+from nemo_rl.data.reasoning_gym_wrapper import Task, TaskScorer
 from nemo_rl.data.thinking import final_answer, last_boxes
 
-__all__ = ["answer_problem", "has_math_verify", "make_math_reward"]
+__all__ = ["answer_problem", "exact_match", "has_math_verify", "make_math_reward", "make_reasoning_gym_reward"]
 
 logger = logging.getLogger(__name__)
+
+
+def exact_match(response: str, answer: object) -> float:
+    """Return 1 when the response, white space at its ends aside, is the answer; else 0.
+
+    Example:
+        >>> exact_match(" 1345\\n", "1345"), exact_match("1354", "1345")
+        (1.0, 0.0)
+    """
+    return float(response.strip() == str(answer).strip())
+
 
 BOX = re.compile(r"\\boxed\{.+\}", re.DOTALL)
 """A boxed answer, as math-verify finds it."""
 
 
 def has_math_verify() -> bool:
-    """Whether the extra is installed."""
+    """Return whether the extra is installed."""
     return importlib.util.find_spec("math_verify") is not None
 
 
 def answer_problem(answer: object) -> str | None:
-    """Why a gold answer is none that a text could equal; None where it is one.
+    """Return why no text can equal a gold answer; None where it is one.
 
     Example:
         >>> answer_problem(12), answer_problem(" "), answer_problem(None)
@@ -41,7 +55,7 @@ def answer_problem(answer: object) -> str | None:
 
 
 def make_math_reward() -> MathReward:
-    """Imports the library, which takes a second, before the first response has to be scored."""
+    """Import the library, which takes a second, before the first response has to be scored."""
     return MathReward()
 
 
@@ -76,7 +90,9 @@ class MathReward:
             raise ValueError(f"math-verify cannot read the gold answer {text!r}")
         if not self._told_of_text and all(isinstance(part, str) for part in gold):
             self._told_of_text = True
-            logger.warning("gold answer %r is no LaTeX that math-verify reads: only the same text is right", text)
+            logger.warning(
+                "gold answer %r is not LaTeX that math-verify can read: only the same text counts as right", text
+            )
         said = final_answer(response)
         boxed = last_boxes(said)
         if boxed is not None:
@@ -85,7 +101,7 @@ class MathReward:
         return float(self._library.verify(gold, stated, timeout_seconds=None))
 
     def check_answer(self, answer: object) -> str | None:
-        """Why the gold answer cannot be read; None where it can."""
+        """Return why the gold answer cannot be read; None where it can."""
         problem = answer_problem(answer)
         if problem is not None:
             return problem
@@ -93,7 +109,7 @@ class MathReward:
         return None if gold else f"math-verify cannot read {text[:80]!r}"
 
     def _gold(self, answer: object) -> tuple[str, list[Any]]:
-        """The answer's text and what it says; nothing where it cannot be read."""
+        """Return the text of the answer and its parsed form, which is empty where it cannot be read."""
         # GSM8K's solutions end with their answer behind this mark.
         text = str(answer).rpartition("####")[2].strip()
         return text, self._parse(text if "\\boxed" in text else f"\\boxed{{{text}}}", self._latex)
@@ -102,3 +118,24 @@ class MathReward:
         # Its own limits use SIGALRM, which sympy can swallow; the process that runs this has a limit that it cannot.
         parsed: list[Any] = self._library.parse(text, extraction_config=readers, parsing_timeout=None)
         return parsed
+
+
+def make_reasoning_gym_reward() -> ReasoningGymReward:
+    """Return a reward that makes each task once and keeps it."""
+    return ReasoningGymReward()
+
+
+class ReasoningGymReward:
+    """Partial credit in 0..1 for what a response says after its thoughts (`</think>`), or for all of it."""
+
+    def __init__(self) -> None:
+        self._scorers: dict[str, TaskScorer] = {}
+
+    def __call__(self, prompt: str, response: str, answer: Any) -> float:
+        """Args:
+        answer: `{"task": Task.to_json(), "index": i}`, as the dataset put it into the prompt's metadata.
+        """
+        key = json.dumps(answer["task"], sort_keys=True)
+        if key not in self._scorers:
+            self._scorers[key] = TaskScorer(Task(**answer["task"]))
+        return self._scorers[key].score(answer["index"], final_answer(response), question=prompt)

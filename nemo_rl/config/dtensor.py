@@ -1,0 +1,178 @@
+"""Settings of the DTensor worker, its optimizer and its scheduler, and the rules over them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from nemo_rl.config.base import EnvVars, Section
+from nemo_rl.config.rule import would_be_ignored
+
+if TYPE_CHECKING:
+    from nemo_rl.config.schema import MasterConfig
+
+__all__ = ["DTensorConfig", "OptimizerConfig", "SchedulerConfig", "SchedulerPhase"]
+
+
+def _import_path(text: str) -> str:
+    parts = text.replace(":", ".", 1).split(".")
+    if len(parts) < 2 or not all(map(str.isidentifier, parts)):
+        raise PydanticCustomError("import_path", "module:name, such as my_package.plans:PLAN")
+    return text
+
+
+ImportPath = Annotated[str, AfterValidator(_import_path)]
+"""`module:name` or `module.name`."""
+
+
+class DTensorConfig(Section):
+    """The DTensor worker: FSDP2 over data x context parallel ranks, with tensor parallelism."""
+
+    enabled: bool = True
+    """Train with it; false where `policy.megatron_cfg.enabled` is true."""
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks that share every weight matrix, and the experts of a mixture."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share every sequence."""
+    sequence_parallel: bool = False
+    """Split activations between the blocks over the tensor-parallel ranks; needs `tensor_parallel_size` above 1."""
+    custom_parallel_plan: dict[str, str] | ImportPath | None = None
+    """Module pattern (`model.layers.*.mlp.up_proj`) -> style (`colwise`, `rowwise`, ...), or where such a dictionary is
+    imported from (`my_package.plans:PLAN`, `my_package.plans.PLAN`); null takes the model's."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state on the CPU and move each layer to the GPU when it runs."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    env_vars: EnvVars = {}
+    """Variables of the policy workers' processes; they win over `cluster.env_vars`."""
+
+
+class OptimizerConfig(Section):
+    """An optimizer of the DTensor worker by import path; null where `policy.megatron_cfg.enabled` is true."""
+
+    name: str = "torch.optim.AdamW"
+    """`module.Class` of a torch optimizer."""
+    kwargs: dict[str, float | bool | int | list[float]] = {"lr": 1e-6, "weight_decay": 0.01}
+    """Arguments of the optimizer; `lr` is the peak that the scheduler's factor multiplies."""
+
+
+class SchedulerPhase(Section):
+    """One torch scheduler of a chain."""
+
+    name: str
+    """`module.Class` of a torch scheduler, such as `torch.optim.lr_scheduler.LinearLR`."""
+    kwargs: dict[str, float | bool | int | str | list[float]] = {}
+    """Arguments of the scheduler besides the optimizer."""
+
+
+class SchedulerConfig(Section):
+    """Learning rate of the DTensor worker as a factor of the optimizer's `lr`, advanced once per GRPO step.
+
+    Null where `policy.megatron_cfg.enabled` is true. A list of `{name, kwargs}`, one of them `{milestones}`, is taken
+    for `phases` and `milestones`.
+    """
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up: flat, a straight line or half a cosine down to `min_factor`."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up from zero."""
+    decay_steps: PositiveInt | None = None
+    """Step at which `min_factor` is reached; null uses `grpo.max_num_steps`."""
+    min_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Factor at the end of the decay and from there on."""
+    phases: list[SchedulerPhase] = []
+    """Torch schedulers by import path, one by one, in place of the shape above; `scheduler: [...]` means this."""
+    milestones: list[PositiveInt] = []
+    """Steps at which the second, third, ... phase begins."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_list(cls, given: object) -> object:
+        """Accept the forms that torch users write: a list of schedulers with an element of milestones, or one
+        scheduler."""
+        if isinstance(given, dict) and "." in str(given.get("name", "")):
+            phase = {key: value for key, value in given.items() if key in SchedulerPhase.model_fields}
+            return {**{key: value for key, value in given.items() if key not in phase}, "phases": [phase]}
+        if not isinstance(given, list):
+            return given
+        chain: dict[str, object] = {"phases": [part for part in given if not _is_milestones(part)]}
+        for part in given:
+            chain |= part if _is_milestones(part) else {}
+        return chain
+
+
+def _is_milestones(part: object) -> bool:
+    return isinstance(part, dict) and set(part) == {"milestones"}
+
+
+def rule_tensor_parallel_keys_need_ranks(config: MasterConfig) -> list[str]:
+    sizes = config.policy.dtensor_cfg
+    if not sizes.enabled or sizes.tensor_parallel_size > 1:
+        return []
+    switch, names = "policy.dtensor_cfg.tensor_parallel_size", ("sequence_parallel", "custom_parallel_plan")
+    return would_be_ignored(sizes, "policy.dtensor_cfg", names, switch=switch, because=f"{switch} is 1")
+
+
+def rule_sequence_parallel_has_a_plan(config: MasterConfig) -> list[str]:
+    sizes = config.policy.dtensor_cfg
+    if not sizes.enabled or sizes.tensor_parallel_size == 1:
+        return []
+    if sizes.sequence_parallel and sizes.custom_parallel_plan is not None:
+        return [
+            "policy.dtensor_cfg.sequence_parallel: a custom_parallel_plan does not say where sequences are split and "
+            "brought together; set it to false, or leave the plan out"
+        ]
+    return []
+
+
+def rule_cpu_offload_needs_a_gpu(config: MasterConfig) -> list[str]:
+    because = "cluster.gpus_per_node is 0: everything is on the CPU already"
+    if config.policy.dtensor_cfg.enabled and config.cluster.gpus_per_node == 0:
+        sizes, switch = config.policy.dtensor_cfg, "cluster.gpus_per_node"
+        return would_be_ignored(sizes, "policy.dtensor_cfg", ["cpu_offload"], switch=switch, because=because)
+    return []
+
+
+# ---- the schedule
+
+
+def rule_scheduler_keys_need_a_decay(config: MasterConfig) -> list[str]:
+    scheduler = config.policy.scheduler
+    if scheduler.phases:
+        because = "policy.scheduler.phases make the whole curve"
+        shape = ("name", "warmup_steps", "decay_steps", "min_factor")
+        return would_be_ignored(scheduler, "policy.scheduler", shape, switch="policy.scheduler.phases", because=because)
+    if scheduler.name == "constant":
+        switch, names = "policy.scheduler.name", ("decay_steps", "min_factor")
+        because = f"{switch} is 'constant', which never decays"
+        return would_be_ignored(scheduler, "policy.scheduler", names, switch=switch, because=because)
+    end = scheduler.decay_steps
+    if end is not None and scheduler.warmup_steps >= end:
+        return [
+            f"policy.scheduler.warmup_steps: {scheduler.warmup_steps} leaves no step to decay before "
+            f"policy.scheduler.decay_steps {end}"
+        ]
+    return []
+
+
+def rule_scheduler_milestones_separate_the_phases(config: MasterConfig) -> list[str]:
+    scheduler = config.policy.scheduler
+    phases, milestones = scheduler.phases, scheduler.milestones
+    if len(milestones) != max(0, len(phases) - 1):
+        return [
+            f"policy.scheduler.milestones: expected {max(0, len(phases) - 1)}, one less than the {len(phases)} "
+            f"phases, got {milestones}"
+        ]
+    if milestones != sorted(set(milestones)):
+        return [f"policy.scheduler.milestones: expected rising steps, got {milestones}"]
+    if any(phase.name.endswith("ReduceLROnPlateau") for phase in phases):
+        return ["policy.scheduler.phases: ReduceLROnPlateau follows a metric, not the steps; choose another"]
+    return []

@@ -1,0 +1,307 @@
+"""Settings of the rollout engines (`policy.generation` section), and the rules over them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import (
+    Field,
+    JsonValue,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+from nemo_rl.config.base import EnvVars, Options, Section, Text
+from nemo_rl.config.parts import ENGINE_TRAITS, ENGINES, EngineTraits
+from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
+
+if TYPE_CHECKING:
+    from nemo_rl.config.schema import MasterConfig
+
+__all__ = ["ColocatedConfig", "GenerationConfig", "ReceiptConfig", "RefitDeltaConfig", "VllmConfig"]
+
+
+class VllmConfig(Section):
+    """Settings of vLLM (`policy.generation.backend: vllm`); an argument of vLLM without a key here goes to
+    `policy.generation.vllm_kwargs`."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Processes of one engine that share every weight matrix."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Processes of one engine that have a part of the layers each; routes of experts need 1."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the GPU's memory for weights and cache together, which the engine also keeps while the policy trains."""
+    kv_cache_gib: PositiveFloat = 1.0
+    """Cache of keys and values of an engine on CPUs, in GiB; on a GPU `gpu_memory_utilization` decides."""
+    max_model_len: PositiveInt | None = None
+    """Prompt and response together, in tokens; null uses `policy.max_total_sequence_length`, and less is refused."""
+    enforce_eager: bool | None = None
+    """True runs layer by layer, false compiles first, which takes a minute on CPUs; null: eager on CPUs alone."""
+    block_size: PositiveInt | None = None
+    """Tokens of a block of the cache; whole blocks of a prompt are shared. On CPUs a multiple of 32. Null: 32 on CPUs,
+    vLLM's choice on GPUs."""
+    enable_prefix_caching: bool = True
+    """Samples of a group share the blocks of their prompt."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Most tokens of one forward pass; longer prompts run in chunks. Null: vLLM's choice."""
+    max_num_seqs: PositiveInt | None = None
+    """Rows decoded together; null uses `policy.generation.max_batch_size`."""
+
+
+class ReceiptConfig(Section):
+    """Every engine proves after a refit that it samples from the weights it was sent; else the run stops."""
+
+    enabled: bool = True
+    """Compare fingerprints of all weights, and log-probabilities of fixed rows, before anything is sampled."""
+    every: PositiveInt | None = None
+    """Refits from one whose rows are scored to the next; an engine that was replaced is scored at once, and
+    fingerprints are compared after each refit. null: after each, or as often as 2 % of the time allow."""
+    num_tokens: PositiveInt = 18
+    """Tokens that each engine decodes, and the policy scores, for one receipt: 6 rows of at least one."""
+    tolerance: PositiveFloat | None = None
+    """Largest mean difference of log-probabilities between policy and engine, and between engines; null measures it at
+    the first refit, with the same weights on both sides."""
+
+
+Probability = Annotated[float, Field(gt=0, le=1)]
+RefitTransport = Literal["payload", "ipc", "broadcast"]
+
+
+class ColocatedConfig(Section):
+    """The placement of engines: on the GPUs of the policy workers, or on others."""
+
+    enabled: bool = True
+    """True: on GPUs an engine takes turns with a policy worker on the same one; on CPUs Ray places the engines. False:
+    engines stand apart, on GPUs or nodes of their own."""
+    num_nodes: NonNegativeInt = 0
+    """Nodes with engines alone, besides `cluster.num_nodes`; 0: on the policy's nodes. Only with `enabled: false`."""
+    gpus_per_node: NonNegativeInt = 0
+    """GPUs of each node with engines, one engine each, besides those of policy workers. Only with `enabled: false`."""
+
+
+class RefitDeltaConfig(Section):
+    """Refits that send only what has changed in the engines' precision; the engines hold the same bits either way."""
+
+    enabled: bool = False
+    """Policy rank 0, and each vLLM engine, keep a copy of all weights on the CPU in the engines' precision. Wins where
+    little changes in a step (bfloat16 engines, small learning rates) and the way to the engines is slow."""
+    full_every: Annotated[int, Field(ge=2)] = 50
+    """One of so many refits sends all weights; so does each one after an engine was replaced or a refit failed."""
+
+    @property
+    def period(self) -> int | None:
+        """Return the number of refits from one with all weights to the next; None where every refit sends all."""
+        return self.full_every if self.enabled else None
+
+
+class GenerationConfig(Section):
+    """The engines of the rollouts, and how they sample."""
+
+    backend: Annotated[str, ENGINES] = "torch"
+    """`torch`: the embedded engine, a batched KV-cache loop on the HF model; `vllm`: vLLM, which `make vllm` installs;
+    or `module:name` of an engine of your own, see docs/extending.md."""
+    options: Options = Field(default_factory=dict)
+    """Settings of your own engine."""
+    vllm_cfg: VllmConfig = Field(default_factory=VllmConfig)
+    vllm_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine, by vLLM's own names."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Weights and computation of the engines; null uses `policy.precision`."""
+    engine_timeout_s: PositiveFloat | None = None
+    """An engine that needs longer for its share of the rows is given up, and another one samples them; None: half of
+    `cluster.stage_timeout_s`."""
+    num_replicas: PositiveInt = 1
+    """Engines that share the prompts of a step."""
+    colocated: ColocatedConfig = Field(default_factory=ColocatedConfig)
+    env_vars: EnvVars = {}
+    """Variables of the engines' processes; they win over `cluster.env_vars`."""
+    max_new_tokens: PositiveInt | None = 512
+    """Longest response in tokens, the stop token included; null: what the prompt leaves of
+    `policy.max_total_sequence_length`."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature of training rollouts; 0 is greedy and refused for training."""
+    top_p: Probability = 1.0
+    """Sample from the smallest set of tokens with this probability; 1 keeps all."""
+    top_k: PositiveInt | None = None
+    """Sample from the k most likely tokens; null keeps all."""
+    record_support: bool = False
+    """The embedded engine records the set of tokens that `top_p` and `top_k` kept, and the trainer scores under that
+    very set; false: the trainer finds a set of its own from its own logits, which moves with the weights."""
+    val_temperature: NonNegativeFloat | None = None
+    """Temperature in validation; null uses `temperature`; 0 is greedy."""
+    stop_token_ids: list[NonNegativeInt] | None = None
+    """Tokens that end a response; null uses the tokenizer's end-of-sequence token and those that the model folder's
+    generation_config.json and config.json list."""
+    stop_strings: list[Text] = Field(default_factory=list)
+    """Strings that end a response at the token that completes them; the string stays in the response."""
+    max_batch_size: PositiveInt = 1024
+    """Rows decoded together by one engine."""
+    refit_transport: Literal["auto"] | RefitTransport = "auto"
+    """The transport of new weights to the engines: `payload` through the run's object store, `ipc` through GPU memory
+    that engine and policy worker share, `broadcast` from policy rank 0 to all; `auto`: on GPUs `ipc`, or `broadcast` to
+    engines that stand apart; else `payload`."""
+    refit_buffer_ratio: Probability = 0.3
+    """Most of the free memory (of the GPU with `ipc`, else RAM) that one bucket of weights takes in a refit."""
+    refit_delta: RefitDeltaConfig = Field(default_factory=RefitDeltaConfig)
+    receipt: ReceiptConfig = Field(default_factory=ReceiptConfig)
+
+
+def rule_receipt_keys_need_receipts(config: MasterConfig) -> list[str]:
+    receipt, prefix = config.policy.generation.receipt, "policy.generation.receipt"
+    if receipt.enabled:
+        return []
+    names, switch = keys_besides_the_switch(receipt), f"{prefix}.enabled"
+    return would_be_ignored(receipt, prefix, names, switch=switch, because=f"{switch} is false")
+
+
+def rule_sampling_mask_needs_top_p_or_top_k(config: MasterConfig) -> list[str]:
+    generation, key = config.policy.generation, "policy.generation.record_support"
+    if not generation.record_support:
+        return []
+    lines: list[str] = []
+    if generation.top_p == 1 and generation.top_k is None:
+        lines.append(
+            f"{key}: policy.generation.top_p is 1 and policy.generation.top_k is null: every token is kept; set it to "
+            "false"
+        )
+    if generation.backend != "torch":
+        lines.append(
+            f"{key}: policy.generation.backend is {generation.backend!r}, and only the embedded engine, torch, records "
+            "the kept sets; set it to false"
+        )
+    return lines
+
+
+_APART = "policy.generation.colocated"
+
+
+def rule_engine_fits_launcher(config: MasterConfig) -> list[str]:
+    backend = config.policy.generation.backend
+    traits = ENGINE_TRAITS.get(backend, EngineTraits())
+    if config.cluster.launcher == "local" and traits.needs_own_process:
+        return [
+            f"policy.generation.backend: {backend!r} needs a process of its own, and cluster.launcher 'local' runs "
+            "everything in one; set cluster.launcher=ray, or policy.generation.backend=torch"
+        ]
+    return []
+
+
+def rule_engine_keys_fit_the_engine(config: MasterConfig) -> list[str]:
+    generation, lines = config.policy.generation, list[str]()
+    switch = "policy.generation.backend"
+    for name, traits in ENGINE_TRAITS.items():
+        if name != generation.backend:
+            because = f"{switch} is {generation.backend!r}"
+            lines += would_be_ignored(generation, "policy.generation", traits.keys, switch=switch, because=because)
+    return lines
+
+
+def rule_engine_needs_one_gpu(config: MasterConfig) -> list[str]:
+    sizes, gpus = config.policy.generation.vllm_cfg, config.cluster.gpus_per_node
+    return [
+        f"policy.generation.vllm_cfg.{name}: {size} with cluster.gpus_per_node {gpus}: an engine uses one GPU; "
+        "set it to 1, and policy.generation.num_replicas to the number of engines"
+        for name, size in (
+            ("tensor_parallel_size", sizes.tensor_parallel_size),
+            ("pipeline_parallel_size", sizes.pipeline_parallel_size),
+        )
+        if size > 1 and gpus > 0
+    ]
+
+
+def rule_colocated_engines_fit_the_workers(config: MasterConfig) -> list[str]:
+    cluster, replicas = config.cluster, config.policy.generation.num_replicas
+    is_shared = cluster.launcher == "ray" and cluster.gpus_per_node > 0 and config.policy.generation.colocated.enabled
+    if is_shared and replicas > cluster.num_workers:
+        return [
+            f"policy.generation.num_replicas: an engine shares a GPU with a policy worker; expected at most "
+            f"{cluster.num_workers}, got {replicas}; lower it, or set policy.generation.colocated.enabled=false"
+        ]
+    return []
+
+
+def rule_refit_transport_fits_the_processes(config: MasterConfig) -> list[str]:
+    cluster, transport = config.cluster, config.policy.generation.refit_transport
+    key = f"policy.generation.refit_transport: {transport!r}"
+    if transport in ("ipc", "broadcast") and cluster.launcher == "local":
+        return [f"{key} moves weights between processes, but cluster.launcher is 'local'; set it to payload or auto"]
+    if transport == "ipc" and cluster.gpus_per_node == 0:
+        return [f"{key} shares GPU memory, but cluster.gpus_per_node is 0; set it to payload, broadcast or auto"]
+    if transport == "ipc" and not config.policy.generation.colocated.enabled:
+        return [f"{key} needs engines on the workers' GPUs, but {_APART}.enabled is false; set it to broadcast or auto"]
+    return []
+
+
+def rule_delta_refit_needs_processes(config: MasterConfig) -> list[str]:
+    delta, key = config.policy.generation.refit_delta, "policy.generation.refit_delta"
+    if not delta.enabled:
+        switch = f"{key}.enabled"
+        return would_be_ignored(delta, key, ("full_every",), switch=switch, because=f"{switch} is false")
+    if config.cluster.launcher == "local":
+        return [
+            f"{key}.enabled: true, but with cluster.launcher 'local' weights never leave the process, so that a delta "
+            "saves nothing; set it to false, or cluster.launcher=ray"
+        ]
+    return []
+
+
+def rule_colocated_keys_need_engines_apart(config: MasterConfig) -> list[str]:
+    colocated = config.policy.generation.colocated
+    if not colocated.enabled:
+        return []
+    switch = f"{_APART}.enabled"
+    return would_be_ignored(
+        colocated, _APART, ("num_nodes", "gpus_per_node"), switch=switch, because=f"{switch} is true"
+    )
+
+
+def rule_engines_apart_need_their_own_gpus(config: MasterConfig) -> list[str]:
+    cluster, colocated = config.cluster, config.policy.generation.colocated
+    if colocated.enabled:
+        return []
+    if cluster.launcher == "local":
+        return [f"{_APART}.enabled: false needs processes, but cluster.launcher is 'local'; set launcher=ray"]
+    lines = []
+    if colocated.num_nodes and cluster.address is None:
+        lines.append(f"{_APART}.num_nodes: nodes of their own need a running Ray cluster; set cluster.address=auto")
+    if (colocated.gpus_per_node > 0) != (cluster.gpus_per_node > 0):
+        expected = "at least 1" if cluster.gpus_per_node > 0 else "0"
+        lines.append(
+            f"{_APART}.gpus_per_node: expected {expected} as cluster.gpus_per_node is {cluster.gpus_per_node}, got "
+            f"{colocated.gpus_per_node}; engines and policy workers are both on GPUs, or both on CPUs"
+        )
+    return lines or _engines_per_node(config)
+
+
+def _engines_per_node(config: MasterConfig) -> list[str]:
+    colocated, replicas = config.policy.generation.colocated, config.policy.generation.num_replicas
+    nodes, key = colocated.num_nodes or config.cluster.num_nodes, "policy.generation.num_replicas"
+    if colocated.gpus_per_node and replicas != nodes * colocated.gpus_per_node:
+        return [
+            f"{key}: expected {nodes * colocated.gpus_per_node}, one for each of the {colocated.gpus_per_node} GPUs on "
+            f"{nodes} nodes, got {replicas}"
+        ]
+    if replicas % nodes:
+        return [f"{key}: expected a multiple of the {nodes} nodes that engines stand on, got {replicas}"]
+    return []
+
+
+def rule_engine_timeout_below_stage_timeout(config: MasterConfig) -> list[str]:
+    engine_s, stage_s = config.policy.generation.engine_timeout_s, config.cluster.stage_timeout_s
+    if engine_s is None or engine_s < stage_s:
+        return []
+    return [
+        f"policy.generation.engine_timeout_s: expected less than cluster.stage_timeout_s={stage_s:g}, so that another "
+        f"engine still has time for the rows, got {engine_s:g}"
+    ]
+
+
+def rule_training_temperature_above_zero(config: MasterConfig) -> list[str]:
+    if config.policy.generation.temperature == 0:
+        return [
+            "policy.generation.temperature: 0 is greedy: all samples of a group are equal and nothing is learned; "
+            "expected a number > 0 (greedy validation is val_temperature=0)"
+        ]
+    return []
