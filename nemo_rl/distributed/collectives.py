@@ -1,8 +1,9 @@
-"""Process groups with deadlines, and the status-first broadcast inside a replica group.
+"""Process groups with deadlines, the status-first broadcast in a replica group, and the comparison of plan digests.
 
 Policy workers call `init_process_group` once, then build their groups eagerly. Invariant: a leader always sends a
-status word before anything else, so that its error reaches the followers as text and nobody waits for data that
-will never come.
+status word before anything else, so that its error reaches the followers as text and nobody waits for data that will
+never come. A worker never plans, so `check_plans` compares digests before any row is touched: ranks with different
+plans would wait for each other in different microbatches.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_rl.distributed.job_store import choose_interface, open_client, open_server
-from nemo_rl.errors import WorkerError, from_record, to_record
+from nemo_rl.distributed.layout import Coordinates, ParallelLayout
+from nemo_rl.distributed.pack_plan import DIGEST_BYTES, PackPlan
+from nemo_rl.errors import SchemaMismatch, WorkerError, from_record, to_record
 from nemo_rl.torch_private import default_store, timeout_of
 
 __all__ = [
     "MESSAGE_BYTES",
     "Fields",
+    "ParallelGroups",
     "RankSpec",
     "broadcast_from_leader",
+    "check_plans",
     "destroy_process_group",
     "init_process_group",
     "job_store",
@@ -328,3 +334,121 @@ def _receive_header(group: dist.ProcessGroup, leader: int) -> tuple[int, Json]:
     if not isinstance(header, dict):
         raise WorkerError(f"leader header: expected an object, got {type(header).__name__}", stage="fetch")
     return status, header
+
+
+@dataclass(frozen=True, slots=True)
+class _Digests:
+    found: str
+    """Of the plan as it arrived."""
+    sealed: str
+    """Of the plan as the driver sent it."""
+    whole: str
+    """Of the plan of all ranks."""
+
+
+def check_plans(plan: PackPlan | None, *, rank: int, replica: Sequence[int]) -> None:
+    """(collective over the default group, if there is one) Compares this rank's view with everybody's.
+
+    Args:
+        plan: this rank's part, sealed by `PackPlan.for_rank`; None on every rank where there is no plan.
+        replica: ranks that share this rank's shard, itself included.
+
+    Raises:
+        SchemaMismatch: names the rank whose plan changed on its way, or that follows another plan than its peers. A
+            changed plan, or one of another step, is an error on every rank.
+    """
+    mine = _Digests(plan.digest(), plan.sealed_digest, plan.whole_digest) if plan is not None else _Digests("", "", "")
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    everybody = {rank: mine} if is_alone else dict(enumerate(_gather(mine)))
+    first = min(everybody)
+    for other, digests in everybody.items():
+        if digests.found != digests.sealed:
+            _refuse(other, f"its part changed since the driver sealed it with {_name(digests.sealed)}", digests.found)
+        if digests.whole != everybody[first].whole:
+            _refuse(other, f"rank {first} follows the plan {_name(everybody[first].whole)}", digests.whole)
+    for other in replica:
+        if everybody.get(other, mine).sealed != everybody[replica[0]].sealed:
+            _refuse(
+                other,
+                f"rank {replica[0]} of its replica group follows the view {_name(everybody[replica[0]].sealed)}",
+                everybody[other].sealed,
+            )
+
+
+def _refuse(rank: int, expected: str, got: str) -> None:
+    raise SchemaMismatch(
+        f"pack plan of rank {rank}: {expected}, got {_name(got)}; workers follow the driver's plan (PackPlan.for_rank "
+        "of one plan for all ranks) and never make their own"
+    )
+
+
+def _name(digest: str) -> str:
+    return f"digest {digest}" if digest.strip("0") else "no digest"
+
+
+def _gather(mine: _Digests) -> list[_Digests]:
+    raw = b"".join(_bytes(digest) for digest in (mine.found, mine.sealed, mine.whole))
+    row = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return [_Digests(*(_text(part) for part in row.split(DIGEST_BYTES))) for row in rows]
+
+
+def _bytes(digest: str) -> bytes:
+    return bytes.fromhex(digest).ljust(DIGEST_BYTES, b"\0")
+
+
+def _text(part: torch.Tensor) -> str:
+    return bytes(part.tolist()).hex()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelGroups:
+    """Where this rank stands, and with whom it talks. A group of one rank is None."""
+
+    layout: ParallelLayout
+    coordinates: Coordinates
+    context: dist.ProcessGroup | None
+    fsdp_mesh: DeviceMesh
+    """Data x context ranks, which share the weights' shards; one-dimensional."""
+    tensor_mesh: DeviceMesh | None
+    """None without tensor parallelism."""
+
+    @classmethod
+    def build(cls, layout: ParallelLayout, *, rank: int, device: torch.device) -> ParallelGroups:
+        """(collective: every rank of the job, with the same layout) Makes all groups at once."""
+        if layout.tp == 1:
+            mesh = DeviceMesh.from_group(_world(), device.type, mesh_dim_names=("fsdp",))
+            tensor_mesh = None
+        else:
+            shape = torch.arange(layout.world_size).view(-1, layout.tp)
+            groups = [_group(rank, shape.t().tolist()), _group(rank, shape.tolist())]
+            both = DeviceMesh.from_group(groups, device.type, mesh=shape, mesh_dim_names=("fsdp", "tp"))
+            mesh, tensor_mesh = both["fsdp"], both["tp"]
+        return cls(
+            layout=layout,
+            coordinates=layout.coordinates(rank),
+            context=_group(rank, layout.context_groups()) if layout.cp > 1 else None,
+            fsdp_mesh=mesh,
+            tensor_mesh=tensor_mesh,
+        )
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank speaks for its data-parallel shard."""
+        return self.layout.rank_of(self.coordinates) == self.layout.writer(self.coordinates.dp)
+
+
+def _group(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup:
+    """This rank's bucket as a group; meshes want one even where a rank is alone."""
+    if len(buckets) == 1:
+        return _world()
+    mine = [group for ranks in buckets if (group := new_group(ranks)) is not None]
+    assert len(mine) == 1, f"rank {rank} is in {len(mine)} of {buckets}"
+    return mine[0]
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "initialise the default process group first"
+    return group

@@ -1,6 +1,6 @@
 """`PackPlan`: which rows form which microbatch on which data-parallel rank, and what that costs.
 
-Made by `packing`, sent to the workers, who compare its digests (`plan_check`) and follow it. Invariant: every rank has
+Made by `packing`, sent to the workers, who compare its digests (`check_plans`) and follow it. Invariant: every rank has
 the same number of microbatches in every global batch.
 """
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch.distributed.tensor import DTensor
 
-from nemo_rl.distributed.parallel_groups import ParallelGroups
+from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
 from nemo_rl.models.hf_sites import HFSites

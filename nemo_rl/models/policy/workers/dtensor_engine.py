@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.distributed.parallel_groups import ParallelGroups
+from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.models.dtensor import checkpoint
 from nemo_rl.models.dtensor.learning_rate import LearningRate
 from nemo_rl.models.dtensor.optim import LossScaler, build_optimizer
