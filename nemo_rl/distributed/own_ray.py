@@ -2,6 +2,11 @@
 
 `RayVirtualCluster` opens it for a run without `cluster.address`. Invariant: every socket of it is on loopback and asks
 for a token that only this user can read, and neither its processes nor its files outlive this process.
+
+Ray's own clients wait a minute for a metadata server that is gone, in calls that no signal and no exception reaches,
+and end the process then with a text of their own. So `watch_ray_start` ends this process when the metadata server dies
+while `ray.init` waits for it. A raylet that dies (it does where its agents take longer than half a minute to import)
+makes `ray.init` raise, and is started again.
 """
 
 from __future__ import annotations
@@ -12,31 +17,41 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
+import psutil
 import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from nemo_rl.distributed import fork_stub
+from nemo_rl.distributed.environment import ray_environment
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.liveness import ProcessIdentity
-from nemo_rl.distributed.ray_environment import ray_environment
 from nemo_rl.distributed.ray_private import on_loopback, started_by, without_what_nobody_asks
-from nemo_rl.distributed.ray_start_watch import end_servers, leave, watch_ray_start
 from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.utils.start_up import StartUp
 
-__all__ = ["LOOPBACK", "OwnRay", "check_own_ray", "keep_sigterm_handler", "shut_down_ray"]
+__all__ = [
+    "LOOPBACK",
+    "OwnRay",
+    "check_own_ray",
+    "end_servers",
+    "keep_sigterm_handler",
+    "leave",
+    "shut_down_ray",
+    "watch_ray_start",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -287,3 +302,63 @@ def _bring_token(folder: Path) -> None:
         file.write(secrets.token_hex(32))
     os.environ[TOKEN_PATH] = str(path)
     AuthenticationTokenLoader.instance().reset_cache()
+
+
+SERVER = "gcs_server"
+GRACE_S = 12.0
+"""From the server's end to ours: a start that fails by itself within this time raises what it knows."""
+START_LOOK_S = 0.5
+
+
+@contextmanager
+def watch_ray_start() -> Iterator[None]:
+    """Inside it, a metadata server that this process has started and that ends takes this process along, with a word.
+
+    The files and processes of the run are then left to its sweeper, as after a kill.
+    """
+    is_over = threading.Event()
+    watch = threading.Thread(target=_watch, args=(is_over, _started_servers()), name="ray-start", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watch.join()
+
+
+def end_servers() -> None:
+    """Kills metadata servers that this process has started: a start that fails leaves its own behind."""
+    for server in _started_servers():
+        with suppress(psutil.NoSuchProcess):
+            child = psutil.Process(server.pid)
+            child.kill()
+            child.wait(GRACE_S)
+
+
+def _watch(is_over: threading.Event, earlier: set[ProcessIdentity]) -> None:
+    seen: set[ProcessIdentity] = set()
+    ended: dict[ProcessIdentity, float] = {}
+    while not is_over.wait(START_LOOK_S):
+        seen |= _started_servers() - earlier
+        for server in seen:
+            if not server.is_alive() and time.monotonic() - ended.setdefault(server, time.monotonic()) > GRACE_S:
+                leave(f"Ray has lost its {SERVER} (process {server.pid}) while it started")
+
+
+def _started_servers() -> set[ProcessIdentity]:
+    """Metadata servers among this process's children."""
+    found = set()
+    for child in psutil.Process().children():
+        try:
+            if child.name() == SERVER:
+                found.add(ProcessIdentity.of(child.pid))
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def leave(what: str) -> None:
+    """Ends this process where no exception is heard; its sweeper ends and removes the rest."""
+    sys.stderr.write(f"error: cluster: {what}; look for a kill or an out-of-memory\n")
+    sys.stderr.flush()
+    os._exit(1)

@@ -32,9 +32,9 @@ from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.distributed import fork_stub
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
+from nemo_rl.distributed.environment import FAIR_SHARE, NO_SPARE_WORKERS
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.packing import plan_padded
-from nemo_rl.distributed.ray_environment import FAIR_SHARE, NO_SPARE_WORKERS
 from nemo_rl.distributed.ray_private import started_by
 from nemo_rl.distributed.worker_pass import RowPass
 from nemo_rl.errors import DataPlaneClosed
