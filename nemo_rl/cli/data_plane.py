@@ -20,7 +20,7 @@ import typer
 from nemo_rl.cli.row_history import history_of_key, read_history
 from nemo_rl.data_plane.attach_file import ATTACH_FILE, AttachPoint, read_attach_file
 from nemo_rl.data_plane.chunks.tags import TagTable
-from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE
+from nemo_rl.data_plane.ledger.events import EVENTS_FILE
 from nemo_rl.data_plane.ledger.host import LedgerHost
 from nemo_rl.errors import DataPlaneClosed, UserError, name_some
 from nemo_rl.utils.console import make_console

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from nemo_rl.data_plane.ledger.event_log import expand_keys, names_key, read_events
+from nemo_rl.data_plane.ledger.events import expand_keys, names_key, read_events
 
 __all__ = ["RowHistory", "RunHistory", "history_of_key", "read_history"]
 

@@ -20,7 +20,7 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import DataPlaneAddress, HostKind, LedgerAddress
 from nemo_rl.data_plane.attach_file import AttachPoint, write_attach_file
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
-from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
+from nemo_rl.data_plane.client.link import CLEAR, working_for
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerHost, LedgerService, build_service
 from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost

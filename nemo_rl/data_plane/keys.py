@@ -1,14 +1,33 @@
-"""Keys of rows: `<group uid>_g<index>`. The only place that puts keys together or takes them apart.
+"""Names of rows, clients and chunks: the only place that puts them together or takes them apart.
 
-The driver mints the uids of a step, so it knows the keys of all rows that the step may put before any is there.
+The key of a row is `<group uid>_g<index>`; the driver mints the uids of a step, so it knows the keys of all rows that
+the step may put before any is there. A client is `<place>:<process id>.<6 hex digits>` and a chunk `<run
+id>/<client>/<number>`, so an error message can say who made what.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import secrets
+import uuid
 from collections.abc import Iterable
 
-__all__ = ["cut_key", "group_uid", "index_of", "key_of", "keys_of_groups", "mint_uids", "split_key"]
+__all__ = [
+    "chunk_id",
+    "chunk_tag",
+    "client_label",
+    "cut_key",
+    "group_uid",
+    "index_of",
+    "key_of",
+    "keys_of_groups",
+    "mint_uids",
+    "owner_of",
+    "place_of",
+    "process_of",
+    "split_key",
+]
 
 MARK = "_g"
 MOST_DIGITS = 9
@@ -60,3 +79,34 @@ def index_of(digits: str) -> int | None:
     """A plain number, or None for any other text."""
     is_plain = digits.isascii() and digits.isdigit() and len(digits) <= MOST_DIGITS
     return int(digits) if is_plain and str(int(digits)) == digits else None
+
+
+def client_label(place: str) -> str:
+    """A new client of this process at `place` (host name, or what the store calls its node)."""
+    return f"{place}:{os.getpid()}.{uuid.uuid4().hex[:6]}"
+
+
+def chunk_id(run_id: str, client: str, number: int) -> str:
+    """The id of a client's chunk."""
+    return f"{run_id}/{client}/{number}"
+
+
+def chunk_tag(chunk: str) -> int:
+    """64 bits, never 0, that distinguish a chunk's bytes from those of another one where a store reuses places."""
+    digest = hashlib.blake2b(chunk.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+def owner_of(chunk: str) -> str:
+    """The client that made a chunk."""
+    return chunk.rsplit("/", 2)[1]
+
+
+def process_of(client: str) -> int:
+    """The number of a client's process, at its place."""
+    return int(client.rpartition(":")[2].partition(".")[0])
+
+
+def place_of(client: str) -> str:
+    """Where a client runs."""
+    return client.rpartition(":")[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from nemo_rl.data_plane.labels import owner_of
+from nemo_rl.data_plane.keys import owner_of
 from nemo_rl.errors import (
     CapacityExceeded,
     DataPlaneClosed,

@@ -22,7 +22,7 @@ from nemo_rl.data_plane.adapters.ray_store import check_connected, node_place, o
 from nemo_rl.data_plane.adapters.shm import SharedMemoryStore
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
-from nemo_rl.data_plane.labels import owner_of, place_of
+from nemo_rl.data_plane.keys import owner_of, place_of
 from nemo_rl.data_plane.ledger.host_ray import NAMESPACE
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, KeysNotFound, PayloadLost, name_some
 from nemo_rl.utils.start_up import DEFAULT_START, StartUp

@@ -21,7 +21,7 @@ from ray import exceptions as ray_errors
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
-from nemo_rl.data_plane.labels import owner_of
+from nemo_rl.data_plane.keys import owner_of
 from nemo_rl.data_plane.ledger.host_ray import NAMESPACE, ledger_actor_name
 from nemo_rl.errors import (
     CapacityExceeded,

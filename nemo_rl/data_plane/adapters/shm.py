@@ -20,7 +20,7 @@ from nemo_rl.config.data_plane import SharedMemoryConfig
 from nemo_rl.data_plane.adapters.shm_segments import SegmentFolder, folder_of
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
-from nemo_rl.data_plane.labels import owner_of, process_of
+from nemo_rl.data_plane.keys import owner_of, process_of
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError
 from nemo_rl.utils.readable import wait_readable
 from nemo_rl.utils.start_up import DEFAULT_START, StartUp

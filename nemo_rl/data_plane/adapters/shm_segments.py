@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from nemo_rl.data_plane.interfaces import Parts
-from nemo_rl.data_plane.labels import chunk_tag
+from nemo_rl.data_plane.keys import chunk_tag
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, KeysNotFound
 
 __all__ = ["SegmentFolder", "folder_of"]

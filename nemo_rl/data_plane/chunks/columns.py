@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nemo_rl.data_plane.chunks.ragged import object_rows
-from nemo_rl.data_plane.chunks.tables import is_object_stack, is_object_value
+from nemo_rl.data_plane.chunks.ragged import is_object_stack, is_object_value, object_rows
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable
 from nemo_rl.data_plane.interfaces import Columns
 from nemo_rl.data_plane.schema import FieldSpec

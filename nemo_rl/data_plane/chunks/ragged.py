@@ -1,27 +1,32 @@
 """Ragged columns: padded tensors to jagged ones and back, without loops over rows.
 
 Used by `column_io` and by workers. The one invariant: padding exists only in dense batches, never on the wire.
+tensordict's types are recognised without importing tensordict, which costs a process as much as torch does: a value can
+only be one of them where tensordict is loaded already.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 import torch
 
 from nemo_rl.data_plane.chunks.dense import pad_rows
-from nemo_rl.data_plane.chunks.tables import is_object_stack, is_object_value, is_table
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, Column
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.jagged import lengths_of, nest, values_of
 
 if TYPE_CHECKING:
-    from tensordict import NonTensorData, TensorDictBase
+    from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 __all__ = [
+    "is_object_stack",
+    "is_object_value",
+    "is_table",
     "materialize",
     "object_rows",
     "pack_per_token_field",
@@ -30,6 +35,28 @@ __all__ = [
     "to_nested_by_length",
     "unwrap_wire_stripped_payload",
 ]
+
+
+def is_table(value: object) -> TypeGuard[TensorDictBase]:
+    """Whether it is a TensorDict of any kind."""
+    return _is_kind(value, "TensorDictBase")
+
+
+def is_object_value(value: object) -> TypeGuard[NonTensorData]:
+    """Whether it is the NonTensorData that a TensorDict holds in place of an object."""
+    return _is_kind(value, "NonTensorData")
+
+
+def is_object_stack(value: object) -> TypeGuard[NonTensorStack]:
+    """Whether it is an object column, one NonTensorData per row."""
+    return _is_kind(value, "NonTensorStack")
+
+
+def _is_kind(value: object, name: str) -> bool:
+    loaded = sys.modules.get("tensordict")
+    # While another thread imports it, the module lacks its names.
+    kind = vars(loaded).get(name) if loaded is not None else None
+    return kind is not None and isinstance(value, kind)
 
 
 _NO_BYTES = np.empty(0, dtype=np.uint8)

@@ -24,15 +24,22 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.chunks.columns import check_columns, check_keys, check_tags, token_lengths
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
-from nemo_rl.data_plane.client.assembly import Located, assemble, assemble_padded
-from nemo_rl.data_plane.client.backpressure import FIRST_POLL_S, LONGEST_POLL_S
 from nemo_rl.data_plane.client.leases import LeaseKeeper
-from nemo_rl.data_plane.client.link import Call, ClientLink, names_of, plain_versions, versions_of
+from nemo_rl.data_plane.client.link import (
+    FIRST_POLL_S,
+    LONGEST_POLL_S,
+    Call,
+    ClientLink,
+    Declaration,
+    SchemaCache,
+    names_of,
+    plain_versions,
+    versions_of,
+    working_for,
+)
 from nemo_rl.data_plane.client.meter import Meter
 from nemo_rl.data_plane.client.operation_counts import Totals
-from nemo_rl.data_plane.client.reads import RowReader
-from nemo_rl.data_plane.client.schemas import Declaration, SchemaCache
-from nemo_rl.data_plane.client.stage_context import working_for
+from nemo_rl.data_plane.client.reads import Located, RowReader, assemble, assemble_padded
 from nemo_rl.data_plane.client.writes import RowFacts, RowWriter
 from nemo_rl.data_plane.interfaces import Columns, DataPlaneClient, PayloadStore
 from nemo_rl.data_plane.ledger.host import LedgerHost

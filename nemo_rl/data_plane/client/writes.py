@@ -14,9 +14,8 @@ from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.batch_meta import Version
 from nemo_rl.data_plane.chunks.columns import FlatColumn
 from nemo_rl.data_plane.chunks.tags import TagTable
-from nemo_rl.data_plane.client.backpressure import RoomWait
 from nemo_rl.data_plane.client.leases import LeaseKeeper
-from nemo_rl.data_plane.client.link import Call, ClientLink, names_of, versions_of
+from nemo_rl.data_plane.client.link import Call, ClientLink, RoomWait, names_of, versions_of
 from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
 from nemo_rl.data_plane.ledger.ledger import Args
 from nemo_rl.errors import CapacityExceeded, DataPlaneError, DataPlaneTimeout

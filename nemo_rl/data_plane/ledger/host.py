@@ -14,8 +14,7 @@ from typing import Protocol
 
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import Handles, LedgerAddress
-from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE, EventLog
-from nemo_rl.data_plane.ledger.events import EventSink
+from nemo_rl.data_plane.ledger.events import EVENTS_FILE, EventLog, EventSink
 from nemo_rl.data_plane.ledger.ledger import Args, Ledger, Reply
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, from_record
 
