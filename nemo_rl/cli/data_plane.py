@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from nemo_rl.cli.row_history import history_of_key, read_history
-from nemo_rl.data_plane.attach_file import ATTACH_FILE, AttachPoint, read_attach_file
+from nemo_rl.data_plane.address import ATTACH_FILE, AttachPoint, read_attach_file
 from nemo_rl.data_plane.chunks.tags import TagTable
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE
 from nemo_rl.data_plane.ledger.host import LedgerHost

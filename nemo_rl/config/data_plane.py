@@ -10,6 +10,7 @@ from nemo_rl.config.base import Options, Section
 from nemo_rl.config.parts import STORES
 
 __all__ = [
+    "CONTROLLER_CPUS",
     "DataPlaneConfig",
     "FetchPolicy",
     "MooncakeConfig",
@@ -20,6 +21,8 @@ __all__ = [
     "StorageCapacityConfig",
 ]
 
+CONTROLLER_CPUS = 1
+"""Logical CPUs that TransferQueue's controller asks Ray for."""
 
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 
@@ -137,6 +140,11 @@ class DataPlaneConfig(Section):
     simple: SimpleBackendConfig = Field(default_factory=SimpleBackendConfig)
     mooncake: MooncakeConfig = Field(default_factory=MooncakeConfig)
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig)
+
+    @property
+    def num_storage_units(self) -> int:
+        """Storage actors of TransferQueue's backend."""
+        return self.simple.num_storage_units if self.backend == "simple" else 0
 
     @property
     def uses_mooncake(self) -> bool:

@@ -1,18 +1,35 @@
-"""How other processes find a data plane: plain, picklable records.
+"""How other processes find a data plane: plain, picklable records, and `data_plane.json` for the command line.
 
 The driver's client makes a `DataPlaneAddress`; it travels to workers in actor arguments or through a job store.
+`factory` writes the attach file of a running job, the command line reads it: it holds the token of the ledger's socket,
+so only its owner may read it (mode 0600), and it is gone after the run.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.errors import UserError
+from nemo_rl.utils.files import replace_file
 
-__all__ = ["DataPlaneAddress", "Handles", "HostKind", "LedgerAddress"]
+__all__ = [
+    "ATTACH_FILE",
+    "AttachPoint",
+    "DataPlaneAddress",
+    "Handles",
+    "HostKind",
+    "LedgerAddress",
+    "read_attach_file",
+    "write_attach_file",
+]
 
 HostKind: TypeAlias = Literal["in_process", "ray_actor", "socket"]
 """Where a ledger lives."""
@@ -52,3 +69,49 @@ class DataPlaneAddress:
     """How long a process may take to join."""
     store: str = ""
     """Where the payload store answers, in its own form; empty for stores that are found by the run id."""
+
+
+ATTACH_FILE = "data_plane.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttachPoint:
+    """Where the ledger of a run answers to onlookers."""
+
+    run_id: str
+    ledger: LedgerAddress
+    process_id: int = 0
+    host_name: str = ""
+    """Machine of the owner; the ledger's socket is on its loopback interface."""
+
+
+def write_attach_file(log_dir: Path, *, ledger: LedgerAddress) -> Path:
+    """Writes the file for this process's run."""
+    point = AttachPoint(
+        run_id=ledger.run_id,
+        ledger=ledger,
+        process_id=os.getpid(),
+        host_name=socket.gethostname(),
+    )
+    return replace_file(log_dir / ATTACH_FILE, lambda path: _write_private(path, json.dumps(asdict(point), indent=1)))
+
+
+def read_attach_file(log_dir: Path) -> AttachPoint | None:
+    """The point of a running job; None when there is no file.
+
+    Raises:
+        UserError: the file is not what a run writes, or may not be read.
+    """
+    path = log_dir / ATTACH_FILE
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return AttachPoint(**{**record, "ledger": LedgerAddress(**record["ledger"])})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: expected the file that a running job writes, got {error!r}") from error
+
+
+def _write_private(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)

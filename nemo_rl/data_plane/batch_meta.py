@@ -1,13 +1,18 @@
-"""`KVBatchMeta`: which rows a call is about. Keys, lengths, tags, versions, claims and the pack plan; never tensors.
+"""`KVBatchMeta`: the rows that a call is about. Keys, lengths, tags, versions, claims, the pack plan; never tensors.
 
 Made by the client, handed from process to process in compact form. The one invariant: everything per row is aligned
-with `keys`, whatever the meta was cut from or joined from.
+with `keys`, whatever the meta was cut from or joined from. `extra_info` holds facts about a batch as a whole, for
+people and for code of the user's own: JSON-like, copied, with finite numbers; nothing there decides what runs. A meta
+that was cut keeps them; one that was joined has those of all parts. `shard_meta_for_dp` cuts a meta by the driver's
+plan.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
@@ -16,11 +21,70 @@ import torch
 
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue, plain_column
 from nemo_rl.data_plane.chunks.wire import Counted, Packed, message_bytes, pack_rows, unpack_rows
-from nemo_rl.data_plane.extra_info import JsonLike, checked_info, join_info
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 
-__all__ = ["KVBatchMeta", "Version"]
+__all__ = ["JsonLike", "KVBatchMeta", "Version", "checked_info", "join_info", "shard_meta_for_dp"]
+
+JsonLike: TypeAlias = "bool | int | float | str | Sequence[JsonLike] | Mapping[str, JsonLike] | None"
+_PLANS = frozenset(
+    ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb", "pad_to_multiple", "global_forward_pad_seqlen")
+)
+"""Names under which NeMo-RL keeps a plan in its `extra_info`; here it has a typed field."""
+_DEPTH = 32
+"""Containers in one another: deeper ones are a loop, or no facts about a batch."""
+
+
+def checked_info(given: Mapping[str, JsonLike], where: str) -> dict[str, JsonLike]:
+    """A copy.
+
+    Raises:
+        SchemaMismatch: a value is not JSON-like, or an entry has the name of a plan.
+    """
+    where = f"{where}: extra_info"
+    if not isinstance(given, Mapping):
+        raise SchemaMismatch(f"{where}: expected a mapping, got {type(given).__name__}")
+    for name in given.keys() & _PLANS:
+        raise SchemaMismatch(f"{where}: {name!r} is a plan; it belongs in KVBatchMeta.pack")
+    return {_text_key(name, where): _copied(value, f"{where}[{name!r}]") for name, value in given.items()}
+
+
+def join_info(parts: Sequence[Mapping[str, JsonLike]]) -> dict[str, JsonLike]:
+    """The entries of all parts.
+
+    Raises:
+        SchemaMismatch: two parts have other values under one name.
+    """
+    joined: dict[str, JsonLike] = {}
+    for part in parts:
+        for name, value in part.items():
+            if joined.setdefault(name, value) != value:
+                raise SchemaMismatch(
+                    f"concat: extra_info[{name!r}] differs: {joined[name]!r} and {value!r}; give one value to all parts"
+                )
+    return joined
+
+
+def _text_key(name: object, where: str) -> str:
+    if not isinstance(name, str):
+        raise SchemaMismatch(f"{where}: expected texts as names, got {name!r}")
+    return name
+
+
+def _copied(value: JsonLike, where: str, depth: int = 0) -> JsonLike:
+    """A JSON-like value that shares nothing with the given one; tuples become lists, as JSON has them."""
+    if depth > _DEPTH:
+        raise SchemaMismatch(f"{where}: expected at most {_DEPTH} containers in one another")
+    # Exact types: numbers of numpy are floats, too, and a pickle of them is not small.
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and isfinite(value)):
+        return value
+    if isinstance(value, Mapping):
+        return {_text_key(name, where): _copied(part, f"{where}[{name!r}]", depth + 1) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(part, f"{where}[{at}]", depth + 1) for at, part in enumerate(value)]
+    shown = value if isinstance(value, float) else type(value).__name__
+    raise SchemaMismatch(f"{where}: expected a JSON-like value (texts, finite numbers, lists, mappings), got {shown}")
+
 
 _T = TypeVar("_T")
 
@@ -57,7 +121,7 @@ class KVBatchMeta(Counted):
     pack: PackPlan | None = None
     """Which rows form which microbatch on which rank, in indices into `keys`."""
     extra_info: Mapping[str, JsonLike] = field(default_factory=dict)
-    """Facts about the batch as a whole, see `extra_info`; the library reads none of them."""
+    """Facts about the batch as a whole; the library reads none of them."""
     _packed: list[Packed] = field(default_factory=list, init=False, repr=False, compare=False)
     """The compact form of keys, lengths and tags, once it was needed."""
 
@@ -261,3 +325,23 @@ def _join(parts: Sequence[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
 
 def _pick(values: tuple[_T, ...] | None, indices: Sequence[int]) -> tuple[_T, ...] | None:
     return None if values is None else tuple(values[i] for i in indices)
+
+
+def shard_meta_for_dp(meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
+    """Rank r's rows in the order in which its microbatches meet them, with its sealed part of the plan.
+
+    Tags, lengths and versions are kept. Rows that the plan leaves out go to no rank.
+
+    Raises:
+        SchemaMismatch: the plan names a row twice, or one that the meta does not have.
+    """
+    rows = [plan.rows_of_rank(rank) for rank in range(plan.num_ranks)]
+    counts = Counter(row for mine in rows for row in mine)
+    outside = sorted(row for row in counts if not 0 <= row < meta.size)
+    twice = sorted(row for row, count in counts.items() if count > 1)
+    if outside or twice:
+        raise SchemaMismatch(
+            f"pack plan for partition {meta.partition_id!r} with {meta.size} rows: rows that do not exist: "
+            f"{name_some(outside) or 'none'}; rows named more than once: {name_some(twice) or 'none'}"
+        )
+    return [meta.subset(mine).with_pack(view) for mine, view in zip(rows, plan.rank_plans(), strict=True)]

@@ -1,7 +1,9 @@
 """Builds data plane clients: the only place that knows which store and which ledger host a run uses.
 
 The driver calls `build_data_plane_client(..., role="owner")`; workers call `attach_data_plane(address)`. `open_step`
-opens a partition for the rows of one step and leaves none of them, whatever happens inside.
+opens a partition for the rows of one step and leaves none of them, whatever happens inside. What differs from store to
+store is in `store_kinds`; adapters are imported when they are used, since a process needs the engines of its own store
+only.
 """
 
 from __future__ import annotations
@@ -17,15 +19,14 @@ from pathlib import Path
 from typing import Literal
 
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.address import DataPlaneAddress, HostKind, LedgerAddress
-from nemo_rl.data_plane.attach_file import AttachPoint, write_attach_file
+from nemo_rl.data_plane.adapters.noop import NoopStore
+from nemo_rl.data_plane.address import AttachPoint, DataPlaneAddress, HostKind, LedgerAddress, write_attach_file
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.client.link import CLEAR, working_for
-from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.interfaces import DataPlaneClient, PayloadStore
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerHost, LedgerService, build_service
 from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
-from nemo_rl.data_plane.store_kinds import kind_named
-from nemo_rl.data_plane.stores import forget_store, impl_of, join_store, start_store
+from nemo_rl.data_plane.store_kinds import kind_named, memory_plan
 from nemo_rl.errors import ConfigError, DataPlaneClosed, DataPlaneError, name_some
 from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
@@ -35,8 +36,12 @@ __all__ = [
     "build_data_plane_client",
     "check_empty",
     "cleared_after_error",
+    "forget_store",
+    "impl_of",
+    "join_store",
     "observe",
     "open_step",
+    "start_store",
 ]
 
 logger = logging.getLogger(__name__)
@@ -240,3 +245,30 @@ def _join_host(address: LedgerAddress) -> LedgerHost:
     if service is None:
         raise DataPlaneClosed(f"run {address.run_id!r} has no ledger in this process, or its owner has closed it")
     return InProcessHost(service, is_owner=False)
+
+
+def impl_of(config: DataPlaneConfig) -> str:
+    """The adapter's name; a config that nobody has resolved means one process."""
+    return config.resolved(has_actors=False).impl or "noop"
+
+
+def start_store(config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> PayloadStore:
+    """The owner's store; its close ends the service."""
+    plan = memory_plan(config)
+    if plan:
+        logger.info("%s", plan)
+    return kind_named(impl_of(config)).start(config, run_id=run_id, start=start)
+
+
+def join_store(address: DataPlaneAddress) -> PayloadStore:
+    """A store for another client of the run.
+
+    Raises:
+        DataPlaneClosed: the run's store is gone, or this process cannot reach it.
+    """
+    return kind_named(impl_of(address.config)).join(address)
+
+
+def forget_store(run_id: str) -> None:
+    """The run has ended."""
+    NoopStore.forget(run_id)

@@ -1,7 +1,8 @@
 """One record per payload store: what the rest of the library asks about it. Reading a record imports no store.
 
-`stores` starts and joins, `factory` places the ledger, `environment` and `memory_plan` speak for a run, and CPU needs,
-preflight and fork server ask before anything starts. A store of the user's own (`module:Class`) has a record as well.
+`factory` starts and joins stores and places the ledger, `transport_environment` and `memory_plan` speak for a run, and
+CPU needs, preflight and fork server ask before anything starts. A store of the user's own (`module:Class`) has a record
+as well.
 """
 
 from __future__ import annotations
@@ -11,23 +12,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.data_plane import CONTROLLER_CPUS, DataPlaneConfig
 from nemo_rl.config.parts import STORES
 from nemo_rl.data_plane.address import DataPlaneAddress, HostKind
 
 if TYPE_CHECKING:
     from nemo_rl.data_plane.adapters.mooncake import MooncakeStore
-    from nemo_rl.data_plane.adapters.ray_node import RayNodeStore
-    from nemo_rl.data_plane.adapters.ray_store import RayStore
+    from nemo_rl.data_plane.adapters.ray_store import RayNodeStore, RayStore
     from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore
     from nemo_rl.data_plane.interfaces import PayloadStore
     from nemo_rl.utils.start_up import StartUp
 
-__all__ = ["CONTROLLER_CPUS", "StoreKind", "kind_named", "num_storage_units"]
+__all__ = ["StoreKind", "kind_named", "memory_plan", "transport_environment"]
 
 MIB = 1 << 20
-CONTROLLER_CPUS = 1
-"""Of TransferQueue's controller."""
 MOONCAKE_WAIT_S = 5.0
 """Longest wait of Mooncake for one answer, in seconds."""
 WARM_MEMORY = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -112,7 +110,7 @@ def _join_shm(address: DataPlaneAddress) -> PayloadStore:
 
 def _ray(config: DataPlaneConfig) -> type[RayNodeStore] | type[RayStore]:
     if config.ray.owner == "node":
-        from nemo_rl.data_plane.adapters.ray_node import RayNodeStore  # noqa: PLC0415 - Ray is optional here
+        from nemo_rl.data_plane.adapters.ray_store import RayNodeStore  # noqa: PLC0415 - Ray is optional here
 
         return RayNodeStore
     from nemo_rl.data_plane.adapters.ray_store import RayStore  # noqa: PLC0415 - Ray is optional here
@@ -134,11 +132,6 @@ def _ray_environment(config: DataPlaneConfig) -> Mapping[str, str]:
 
 
 # ---- transfer_queue
-
-
-def num_storage_units(config: DataPlaneConfig) -> int:
-    """Storage actors of TransferQueue's backend."""
-    return config.simple.num_storage_units if config.backend == "simple" else 0
 
 
 def _transfer_queue(config: DataPlaneConfig) -> type[TransferQueueStore]:
@@ -283,7 +276,7 @@ _BUILTIN: Mapping[str, StoreKind] = {
         join=_join_transfer_queue,
         has_processes=True,
         environment=_transfer_queue_environment,
-        cpus=lambda config: CONTROLLER_CPUS + num_storage_units(config),
+        cpus=lambda config: CONTROLLER_CPUS + config.num_storage_units,
         memory_plan=_mooncake_memory,
         reserved_bytes=_mooncake_bytes,
         check_installed=_check_mooncake,
@@ -301,3 +294,21 @@ _BUILTIN: Mapping[str, StoreKind] = {
     ),
 }
 """The words of `STORES`."""
+
+
+def transport_environment(config: DataPlaneConfig) -> Mapping[str, str]:
+    """Variables for every process that uses the payload store; empty for stores that need none."""
+    return kind_named(config.impl).environment(config) if config.enabled and config.impl is not None else {}
+
+
+def memory_plan(config: DataPlaneConfig, *, num_processes: int | None = None) -> str:
+    """One line; empty for a store that reserves nothing.
+
+    Args:
+        num_processes: clients of the data plane in all, None where that is not known.
+
+    Example:
+        >>> memory_plan(DataPlaneConfig(impl="mooncake"), num_processes=3)
+        'Mooncake memory: 512 MiB of segments (one holder), up to 3 x 256 MiB of transfer buffers, 1280 MiB in all'
+    """
+    return kind_named(config.impl or "noop").memory_plan(config, num_processes)

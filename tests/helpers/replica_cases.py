@@ -23,11 +23,11 @@ from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig
 from nemo_rl.config.schema import LossConfig
+from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
 from nemo_rl.data_plane.client.operation_counts import OperationCount
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.distributed import fork_stub
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

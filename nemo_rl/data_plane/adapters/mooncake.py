@@ -19,7 +19,6 @@ import numpy as np
 
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.adapters.mooncake_buffers import Lease
 from nemo_rl.data_plane.adapters.mooncake_codes import (
     CONNECTION_BROKEN,
     NO_SPACE,
@@ -28,7 +27,7 @@ from nemo_rl.data_plane.adapters.mooncake_codes import (
     call_error,
     read_error,
 )
-from nemo_rl.data_plane.adapters.mooncake_link import CLOSE_GRACE_S, MooncakeLink
+from nemo_rl.data_plane.adapters.mooncake_link import CLOSE_GRACE_S, Lease, MooncakeLink
 from nemo_rl.data_plane.adapters.mooncake_master import (
     MooncakeServers,
     StoreAddress,

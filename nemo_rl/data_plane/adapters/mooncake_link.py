@@ -1,23 +1,33 @@
 """A process's one connection to a run's Mooncake store, shared by its clients. Used by `mooncake.MooncakeStore`.
 
 Mooncake's client has dozens of threads, and closing one holds Python's interpreter lock for a second, so a process has
-one per run. The invariant: no native call starts after the connection has ended, and it is not torn down under a call;
-either would crash the process.
+one per run. `DeadlineCalls` runs its blocking calls in daemon threads, so that each caller gets its answer by a
+deadline; `BufferPool` holds registered, warm memory for transfers, since a fresh buffer costs a page fault per page and
+a registration. Invariants: no native call starts after the connection has ended, and it is not torn down under a call,
+since either would crash the process; a buffer is leased to one call at a time, and as long as anybody can still see its
+bytes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import os
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.adapters.deadline_calls import DeadlineCalls
-from nemo_rl.data_plane.adapters.mooncake_buffers import BufferPool
 from nemo_rl.data_plane.adapters.mooncake_codes import OK
 from nemo_rl.data_plane.adapters.mooncake_master import (
     MooncakeServers,
@@ -28,11 +38,181 @@ from nemo_rl.data_plane.adapters.mooncake_master import (
 )
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, DataPlaneError, DataPlaneTimeout
 
-__all__ = ["CLOSE_GRACE_S", "MooncakeLink"]
+__all__ = ["CLOSE_GRACE_S", "BufferPool", "DeadlineCalls", "Lease", "MooncakeLink"]
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+class DeadlineCalls:
+    """Threads that are made on demand and reused."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._idle: list[_Worker] = []
+        self._busy: set[_Worker] = set()
+        self._is_closed = False
+
+    def run(self, action: Callable[[], _T], *, timeout_s: float) -> _T:
+        """The result of `action`.
+
+        Raises:
+            DataPlaneTimeout: it is not there in time; the action goes on alone, with what it refers to.
+            DataPlaneClosed: after `close`.
+        """
+        outcome: Future[_T] = Future()
+
+        def job() -> None:
+            try:
+                result = action()
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller
+                self._rest(worker)
+                outcome.set_exception(error)
+            else:
+                self._rest(worker)
+                outcome.set_result(result)
+
+        with self._changed:
+            if self._is_closed:
+                raise DataPlaneClosed(f"this {self._name} client is closed")
+            worker = self._idle.pop() if self._idle else _Worker(self._name)
+            self._busy.add(worker)
+        worker.jobs.put(job)
+        try:
+            return outcome.result(timeout=max(timeout_s, 0.0))
+        except TimeoutError as error:
+            if outcome.done():
+                raise
+            raise DataPlaneTimeout(f"{self._name} did not answer within {timeout_s:.1f} s") from error
+
+    def close(self, *, grace_s: float) -> bool:
+        """Ends the threads; whether none is left inside a call. May be called again to wait for the rest."""
+        give_up = time.monotonic() + grace_s
+        with self._changed:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            while self._busy and time.monotonic() < give_up:
+                self._changed.wait(give_up - time.monotonic())
+            is_idle = not self._busy
+            idle += self._idle
+            self._idle = []
+        for worker in idle:
+            worker.jobs.put(None)
+        for worker in idle:
+            worker.thread.join(grace_s)
+        return is_idle
+
+    def _rest(self, worker: _Worker) -> None:
+        with self._changed:
+            self._busy.discard(worker)
+            if self._is_closed:
+                worker.jobs.put(None)
+            else:
+                self._idle.append(worker)
+            self._changed.notify_all()
+
+
+class _Worker:
+    def __init__(self, name: str) -> None:
+        self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._serve, name=f"{name}-call", daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            job()
+            del job
+
+
+SMALLEST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Memory of one call: `view` keeps it, and so does every memoryview of `view`."""
+
+    view: npt.NDArray[np.uint8]
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    memory: mmap.mmap
+    address: int
+    size: int
+
+
+class BufferPool:
+    """Buffers of powers of two; at most `keep_bytes` of free ones are kept."""
+
+    def __init__(
+        self, *, register: Callable[[int, int], int], unregister: Callable[[int], int], keep_bytes: int
+    ) -> None:
+        self._register, self._unregister, self._keep_bytes = register, unregister, keep_bytes
+        self._lock = threading.Lock()
+        self._free: list[_Buffer] = []
+        self._returned: deque[_Buffer] = deque()
+        self._is_closed = False
+
+    def lease(self, num_bytes: int) -> Lease:
+        """At least `num_bytes` of registered memory with unspecified content.
+
+        Raises:
+            DataPlaneError: Mooncake refuses to register memory.
+        """
+        with self._lock:
+            self._collect()
+            fitting = [buffer for buffer in self._free if buffer.size >= num_bytes]
+            buffer = min(fitting, key=lambda buffer: buffer.size, default=None)
+            if buffer is not None:
+                self._free.remove(buffer)
+        if buffer is None:
+            buffer = self._make(max(SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length()))
+        view = np.frombuffer(buffer.memory, dtype=np.uint8, count=num_bytes)
+        # A finalizer may run at any allocation, also under our lock, so it only appends.
+        weakref.finalize(view, self._returned.append, buffer).atexit = False
+        return Lease(view=view, address=buffer.address)
+
+    def free_bytes(self) -> int:
+        """Bytes of buffers that nobody uses now."""
+        with self._lock:
+            self._collect()
+            return sum(buffer.size for buffer in self._free)
+
+    def close(self) -> None:
+        """Forgets all buffers; Mooncake's client is about to end, which ends its registrations."""
+        with self._lock:
+            self._is_closed = True
+            self._collect()
+
+    def _collect(self) -> None:
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        if self._is_closed:
+            self._free.clear()
+            return
+        self._free.sort(key=lambda buffer: buffer.size)
+        kept = 0
+        for index, buffer in enumerate(self._free):
+            kept += buffer.size
+            if kept > self._keep_bytes:
+                for old in self._free[index:]:
+                    self._unregister(old.address)
+                del self._free[index:]
+                return
+
+    def _make(self, size: int) -> _Buffer:
+        memory = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+        code = self._register(address, size)
+        if code != 0:
+            raise DataPlaneError(f"Mooncake refused to register {size} bytes of memory: code {code}")
+        return _Buffer(memory, address, size)
+
 
 LOCAL_TIMEOUT_S = 60.0
 """For calls that stay in this process; they take milliseconds on a quiet machine."""

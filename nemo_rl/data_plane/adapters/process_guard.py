@@ -1,4 +1,4 @@
-"""Runs a command that must not outlive the process that asked for it; started as a script by `guarded_process`.
+"""Runs a command that must not outlive the process that asked for it; started as a script by `mooncake_master`.
 
 `python process_guard.py LOG_FILE COMMAND...` prints the command's process id. When its standard input ends, which the
 kernel does however the owner dies, the command is ended and the folder of the log file removed. When the guard itself

@@ -25,7 +25,7 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
-from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.data_plane import CONTROLLER_CPUS, DataPlaneConfig
 from nemo_rl.data_plane.adapters.mooncake_codes import NO_SPACE, NOT_FOUND, TRANSFER_FAILED
 from nemo_rl.data_plane.adapters.mooncake_master import (
     MooncakeServers,
@@ -51,7 +51,6 @@ from nemo_rl.data_plane.adapters.transfer_queue_service import (
     wait_for_cpus,
 )
 from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
-from nemo_rl.data_plane.store_kinds import CONTROLLER_CPUS, num_storage_units
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import (
     CapacityExceeded,
@@ -145,7 +144,7 @@ class TransferQueueStore(PayloadStore):
             if known is not None:
                 raise ResourceError(f"this process uses TransferQueue of run {known.run_id!r} already; close it first")
             refuse_other_controller(run_id)
-            units, namespace = num_storage_units(config), ray.get_runtime_context().namespace
+            units, namespace = config.num_storage_units, ray.get_runtime_context().namespace
             wait_for_cpus(CONTROLLER_CPUS + units, start)
             servers = _start_mooncake(config, start)
             address = "" if servers is None else str(servers.address)

@@ -20,7 +20,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transfer_queue import interface as tq_interface
 
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.store_kinds import num_storage_units
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, ResourceError
 from nemo_rl.utils.start_up import StartUp
@@ -59,7 +58,7 @@ def service_config(config: DataPlaneConfig, *, run_id: str, namespace: str, moon
     Args:
         mooncake: address of the run's Mooncake servers; empty for backend `simple`.
     """
-    units = num_storage_units(config)
+    units = config.num_storage_units
     is_spread = config.simple.placement == "spread"
     backend: dict[str, object] = {
         "storage_backend": "SimpleStorage",

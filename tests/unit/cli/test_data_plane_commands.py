@@ -11,7 +11,7 @@ import torch
 
 from nemo_rl.cli.main import app, main
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.attach_file import ATTACH_FILE
+from nemo_rl.data_plane.address import ATTACH_FILE
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE

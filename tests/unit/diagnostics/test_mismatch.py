@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
-from nemo_rl.data_plane.column_file import read_column_file, write_column_file
+from nemo_rl.data_plane.column_io import read_column_file, write_column_file
 from nemo_rl.diagnostics.mismatch import progress
 from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
 from nemo_rl.diagnostics.mismatch.measure import divergence
