@@ -170,8 +170,8 @@ def ab(
     Exit code: as of compare; 8 a rank failed.
     """
     from nemo_rl.cli.comparison import show_comparison  # noqa: PLC0415
-    from nemo_rl.diagnostics.runner.ab import run_ab  # noqa: PLC0415
     from nemo_rl.diagnostics.runner.layout_text import LayoutText  # noqa: PLC0415
+    from nemo_rl.diagnostics.runner.run import run_ab  # noqa: PLC0415
 
     given = _Rows(
         kind=prompt,

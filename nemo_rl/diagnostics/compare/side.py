@@ -1,23 +1,42 @@
 """`Side`: a folder of records opened for a comparison: its sites, its tokens, and what was wrong with it.
 
-Invariant: nothing that a folder holds raises; it becomes a finding, and what is left is compared.
+A `Finding` is one thing that is wrong; `gravest` is the verdict that follows from all of them. Invariant: nothing that
+a folder holds raises; it becomes a finding, and what is left is compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from nemo_rl.diagnostics.compare.findings import Finding
 from nemo_rl.diagnostics.compare.site import Site
 from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.errors import UserError, boundary, shorten
 from nemo_rl.records.reader import CorruptRecord, Record, RecordFolder
 from nemo_rl.records.record import TokenTable
 from nemo_rl.records.writer import bytes_of, digest_of
 
-__all__ = ["POSITIONS", "Side", "Tokens"]
+__all__ = ["POSITIONS", "Finding", "Side", "Tokens", "gravest", "token_texts"]
+
+_GRAVITY = (Verdict.CORRUPT, Verdict.UNSUPPORTED, Verdict.VACUOUS, Verdict.MISMATCH, Verdict.INCOMPLETE)
+"""Of damaged bytes nothing follows. A difference beyond its limit is one, whatever else is missing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Why two recordings cannot be said to agree."""
+
+    verdict: Verdict
+    text: str
+
+
+def gravest(findings: Sequence[Finding]) -> Finding | None:
+    """The first of those of the gravest kind; None where nothing is wrong."""
+    return min(findings, key=lambda finding: _GRAVITY.index(finding.verdict), default=None)
+
 
 POSITIONS = 1 << 40
 """More than a row has; a token's code is its sample's number times this plus its position."""
@@ -130,3 +149,24 @@ class Side:
         number_K = torch.tensor([self.samples.setdefault(key, len(self.samples)) for key in table.keys] or [0])
         code_R = number_K[row_R] * POSITIONS + position_R
         return Tokens(code_R=code_R, token_R=token_R, identity=digest_of(bytes_of(torch.stack((code_R, token_R)))))
+
+
+TEXT_SHOWN = 40
+
+
+def token_texts(tokenizer: str, tokens: Iterable[int]) -> tuple[Mapping[int, str], str | None]:
+    """Token -> text, and why there is none; an empty folder name has neither."""
+    wanted = sorted(set(tokens))
+    if not tokenizer or not wanted:
+        return {}, None
+    if not Path(tokenizer).is_dir():
+        return {}, f"no texts of tokens: {tokenizer} is no folder"
+    from nemo_rl.data.tokenizer import load_tokenizer  # noqa: PLC0415 - transformers takes seconds to import
+
+    try:
+        loaded = load_tokenizer(tokenizer)
+        with boundary(UserError, f"tokenizer {tokenizer!r}"):
+            known = [token for token in wanted if 0 <= token < len(loaded)]
+            return {token: shorten(str(loaded.decode([token])), limit=TEXT_SHOWN) for token in known}, None
+    except UserError as error:
+        return {}, f"no texts of tokens: {error}"

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nemo_rl.diagnostics.compare.limits import Limits, coarsest
-from nemo_rl.diagnostics.compare.match import MatchedRows, SampleMap, match_rows
-from nemo_rl.diagnostics.compare.measurement import Measurement, Metric, measure
-from nemo_rl.diagnostics.compare.merge import Merged
-from nemo_rl.diagnostics.compare.row_stats import take_rows
+from nemo_rl.diagnostics.compare.measurement import Measurement, Metric, measure, take_rows
+from nemo_rl.diagnostics.compare.merge import MatchedRows, Merged, SampleMap, match_rows
 from nemo_rl.diagnostics.compare.side import POSITIONS, Side
 from nemo_rl.diagnostics.compare.site import Site
 

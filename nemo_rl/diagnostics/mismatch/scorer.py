@@ -7,7 +7,7 @@ pass, N all rows, T tokens, M sampled tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.diagnostics.mismatch.progress import Progress
-from nemo_rl.diagnostics.mismatch.rope import has_rope, scaled_rope
 from nemo_rl.diagnostics.mismatch.setting import Cut, Setting
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.distributed.local_job import quiet_libraries
@@ -25,7 +24,35 @@ from nemo_rl.models.logprobs import filter_logits, token_logprobs
 from nemo_rl.models.support import KeptSets, SupportRecorder, decode_support
 from nemo_rl.routes.shape import MISSING, RouteShape
 
-__all__ = ["RoutesOf", "Scorer"]
+__all__ = ["RoutesOf", "Scorer", "has_rope", "scaled_rope"]
+
+FREQUENCIES = "inv_freq"
+"""End of the name of the buffers: frequency i of n is base ** (-i / n), some scaled for long rows."""
+
+
+def has_rope(model: torch.nn.Module) -> bool:
+    """Whether the model has frequencies whose base can be changed."""
+    return bool(_frequencies(model))
+
+
+@contextmanager
+def scaled_rope(model: torch.nn.Module, factor: float) -> Iterator[None]:
+    """The base of all layers is `factor` times what it is."""
+    before = [(buffer, buffer.clone()) for buffer in _frequencies(model)]
+    try:
+        for buffer, _ in before:
+            part = torch.arange(len(buffer), device=buffer.device) / len(buffer)
+            buffer.mul_(factor**-part)
+        yield
+    finally:
+        for buffer, kept in before:
+            buffer.copy_(kept)
+
+
+def _frequencies(model: torch.nn.Module) -> list[torch.Tensor]:
+    found = {id(buffer): buffer for name, buffer in model.named_buffers() if name.endswith(FREQUENCIES)}
+    return list(found.values())
+
 
 PASS_TOKENS = 4096
 """Of one pass: bounds its logits."""

@@ -13,16 +13,17 @@ from statistics import fmean
 
 from nemo_rl.diagnostics.compare.markup import Markup, tag
 from nemo_rl.diagnostics.rollouts.choice import Group, ShownRollouts
-from nemo_rl.diagnostics.rollouts.pieces import (
+from nemo_rl.diagnostics.rollouts.row import (
     BOUNDS,
     Grade,
     Piece,
+    RolloutRow,
+    RowTokens,
     difference_text,
     pieces_of,
     shared_reason,
     signed,
 )
-from nemo_rl.diagnostics.rollouts.row import RolloutRow, RowTokens
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.plain_text import printable
 

@@ -11,8 +11,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from nemo_rl.diagnostics.rollouts.choice import Group, ShownRollouts
-from nemo_rl.diagnostics.rollouts.pieces import Grade, Piece, difference_text, legend, pieces_of, signed
-from nemo_rl.diagnostics.rollouts.row import RolloutRow
+from nemo_rl.diagnostics.rollouts.row import Grade, Piece, RolloutRow, difference_text, legend, pieces_of, signed
 from nemo_rl.utils.plain_text import printable
 
 __all__ = ["rollout_lines"]

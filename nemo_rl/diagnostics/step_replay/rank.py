@@ -1,14 +1,15 @@
 """One rank of a replay: builds its worker, loads the start, and runs the kept steps one after another.
 
 `run_job` calls `replay_rank` on every rank, without Ray and without a data plane. Invariant: the worker is given what
-the data plane gave it in the run: the same rows in the same order, the same columns, the same padding.
+the data plane gave it in the run: the same rows in the same order, the same columns, the same padding. `KeptRates` are
+the learning rates of the kept steps in place of a schedule, for a worker that has other schedules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,7 +17,6 @@ from nemo_rl.algorithms.kept_steps.record import KeptError
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.diagnostics.step_replay.columns import KeptColumns
-from nemo_rl.diagnostics.step_replay.rates import KeptRates
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork
@@ -31,6 +31,7 @@ from nemo_rl.models.policy.recording.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.engine import Schedule
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.models.weights_digest import WeightsDigest
@@ -38,7 +39,34 @@ from nemo_rl.routes.shape import MISSING
 from nemo_rl.utils.checkpoint import Checkpoint
 from nemo_rl.utils.metrics import merge_metrics
 
-__all__ = ["Logprobs", "RankJob", "RankStep", "ReplayRank", "Routes", "Visit", "replay_rank"]
+__all__ = ["KeptRates", "Logprobs", "RankJob", "RankStep", "ReplayRank", "Routes", "Visit", "replay_rank"]
+
+
+class KeptRates(Schedule):
+    """One rate per training call.
+
+    Args:
+        own: of the worker, which sets whatever else follows a schedule.
+        groups: of the optimizer.
+    """
+
+    def __init__(self, own: Schedule, groups: Callable[[], list[dict[str, Any]]], rates: Sequence[float]) -> None:
+        self._own, self._groups, self._rates = own, groups, list(rates)
+        self._calls = 0
+
+    def apply(self) -> float:
+        """The rate of the next call is in the optimizer."""
+        self._own.apply()
+        # A step that did not end has kept no rate.
+        rate = self._rates[min(self._calls, len(self._rates) - 1)]
+        for group in self._groups():
+            group["lr"] = rate
+        return rate
+
+    def advance(self) -> None:
+        """One call is done."""
+        self._own.advance()
+        self._calls += 1
 
 
 SAMPLE_MASK = "sample_mask"

@@ -11,10 +11,9 @@ import torch
 from nemo_rl.diagnostics.compare import noise
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.limits import DEFAULT, Limits, coarsest, limits_text, read_limits
-from nemo_rl.diagnostics.compare.measurement import Metric, measure
+from nemo_rl.diagnostics.compare.measurement import ULP_BUCKETS, Metric, measure, ulp_counts
 from nemo_rl.diagnostics.compare.noise import propose_limits
 from nemo_rl.diagnostics.compare.site import Site
-from nemo_rl.diagnostics.compare.ulps import ULP_BUCKETS, ulp_counts
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.records.sites import Direction, SiteKind

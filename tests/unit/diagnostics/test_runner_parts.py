@@ -20,7 +20,7 @@ from nemo_rl.config.parallel import ParallelSizes
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.diagnostics.runner.layout_text import LayoutText, smallest_world
 from nemo_rl.diagnostics.runner.prompts import PromptSpec, Rows, batch_of, make_rows
-from nemo_rl.diagnostics.runner.routes_file import FORMAT, read_routes, write_routes
+from nemo_rl.diagnostics.runner.rank import FORMAT, read_routes, write_routes
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.local_job import ChildFailed, run_job
 from nemo_rl.errors import UserError
