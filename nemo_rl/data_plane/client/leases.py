@@ -10,8 +10,9 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.schema import stage_of_task, writes_that_end_claims
-from nemo_rl.errors import DataPlaneClosed, DataPlaneError
+from nemo_rl.errors import DataPlaneClosed, DataPlaneError, SchemaMismatch
 
 __all__ = ["LeaseKeeper"]
 
@@ -52,6 +53,16 @@ class LeaseKeeper:
                 if partition == partition_id
             }
         return {task: claims for task, claims in found.items() if claims}
+
+    def claims_of(self, partition_id: str, keys: Sequence[str], meta: KVBatchMeta | None) -> dict[str, dict[str, int]]:
+        """Task -> key -> claim id: what the meta says, and for other tasks what this client holds."""
+        claims = self.held(partition_id, keys)
+        if meta is not None and meta.claims is not None and meta.task_name is not None:
+            if meta.partition_id != partition_id:
+                raise SchemaMismatch(f"the claimed meta is of partition {meta.partition_id!r}, not {partition_id!r}")
+            its = meta.claims_by_key()
+            claims[meta.task_name] = {key: its[key] for key in keys if key in its}
+        return claims
 
     def forget(self, partition_id: str, keys: Collection[str] | None) -> None:
         """Drops rows (all when None) of all tasks: they are gone."""

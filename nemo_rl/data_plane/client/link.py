@@ -32,6 +32,7 @@ from nemo_rl.errors import (
     DataPlaneTimeout,
     PayloadLost,
     SchemaMismatch,
+    name_some,
 )
 
 __all__ = [
@@ -276,8 +277,17 @@ class Declaration:
     """Columns of a partition."""
 
     number: int
-    """Which declaration of the ledger it is."""
+    """The ledger's count of declarations when this one was made."""
     specs: Mapping[str, FieldSpec]
+    """The columns by name."""
+
+    def check_declared(self, names: Sequence[str], *, where: str) -> None:
+        """Refuse names of columns that the partition does not have."""
+        unknown = [name for name in names if name not in self.specs]
+        if unknown:
+            raise SchemaMismatch(
+                f"{where}: fields {name_some(unknown)} are not declared; declared: {', '.join(self.specs)}"
+            )
 
 
 class SchemaCache:

@@ -9,26 +9,74 @@ asks the ledger again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
 
+from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.chunks.columns import Lengths
-from nemo_rl.data_plane.client.link import FIRST_POLL_S, LONGEST_POLL_S, Call, ClientLink, names_of
+from nemo_rl.data_plane.client.link import (
+    FIRST_POLL_S,
+    LONGEST_POLL_S,
+    Call,
+    ClientLink,
+    Declaration,
+    names_of,
+    plain_versions,
+)
 from nemo_rl.data_plane.codec import ChunkReader, Run, gather, gather_padded
 from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.errors import KeysNotFound, PayloadLost
+from nemo_rl.errors import KeysNotFound, PayloadLost, SchemaMismatch
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["Located", "RowReader", "assemble", "assemble_padded"]
+__all__ = ["Located", "Read", "RowReader", "assemble", "assemble_padded"]
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read(Generic[_T]):
+    """One read, as the caller of the client asked for it."""
+
+    keys: Sequence[str]
+    partition_id: str
+    fields: Sequence[str]
+    """Names of the columns, in the order in which they are returned."""
+    build: Callable[[Located], _T]
+    """Makes the result of the fetched chunks."""
+    versions: Mapping[str, Version] = field(default_factory=dict)
+    """Family -> the version that its rows must have; families that are not named may have any."""
+    task_name: str | None = None
+    """Task under whose claim the rows are read, for errors; None outside every task."""
+
+    @classmethod
+    def of_meta(cls, meta: KVBatchMeta, fields: Sequence[str], *, build: Callable[[Located], _T]) -> Read[_T]:
+        """Make the read of the rows of a meta, in the versions that the meta knows."""
+        if not fields:
+            raise SchemaMismatch(f"get_data of partition {meta.partition_id!r}: the meta names no fields; pass them")
+        return cls(
+            keys=meta.keys,
+            partition_id=meta.partition_id,
+            fields=fields,
+            build=build,
+            versions=meta.versions,
+            task_name=meta.task_name,
+        )
+
+    @property
+    def where(self) -> str:
+        """The read as errors name it."""
+        return f"read of partition {self.partition_id!r}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,8 +154,6 @@ def _nest_shared(values: torch.Tensor, lengths: Lengths, known: list[tuple[Lengt
     return torch.nested.nested_tensor_from_jagged(values, known[-1][1])
 
 
-_T = TypeVar("_T")
-
 LOST_AFTER_S = 1.0
 """A chunk that the ledger names and the store lacks for so long is lost: its producer died before it was reachable."""
 
@@ -118,8 +164,17 @@ class RowReader:
     def __init__(self, link: ClientLink) -> None:
         self._link = link
 
-    def read(self, call: Call, args: Args, specs: Sequence[FieldSpec], build: Callable[[Located], _T]) -> _T:
-        """What `build` makes of the rows that `args` (of `locate`) names."""
+    def read(self, call: Call, read: Read[_T], declaration: Declaration) -> _T:
+        """Fetch the chunks of the rows; return what `read.build` makes of them."""
+        declaration.check_declared(read.fields, where=read.where)
+        specs = [declaration.specs[name] for name in read.fields]
+        args: Args = {
+            "partition": read.partition_id,
+            "keys": read.keys,
+            "fields": list(read.fields),
+            "versions": plain_versions(read.versions),
+            "declared": declaration.number,
+        }
         before: list[str] = []
         lost_after, poll_s = 0.0, FIRST_POLL_S
         while True:
@@ -129,7 +184,9 @@ class RowReader:
                 with self._link.clock.measure("store_get"):
                     payloads = self._fetch(call, chunk_ids, reply)
                 self._check_live(call, chunk_ids)
-                located, rows = self._build(specs, reply, payloads, len(names_of(args["keys"])), build)
+                with self._confirmed_errors(chunk_ids), self._link.clock.measure("build"):
+                    located = Located(specs=specs, reply=reply, payloads=payloads, num_rows=len(read.keys))
+                    rows = read.build(located)
                 self._link.store.confirm(chunk_ids)
             except KeysNotFound as error:
                 # Rewritten or cleared since the ledger's answer: its next one says which, or names other chunks. When
@@ -155,23 +212,16 @@ class RowReader:
         assert isinstance(handles, dict), f"malformed reply: {reply}"
         return self._link.timed(call, lambda: self._link.store.get(chunk_ids, timeout_s=call.left(), handles=handles))
 
-    def _build(
-        self,
-        specs: Sequence[FieldSpec],
-        reply: Reply,
-        payloads: list[Parts],
-        num_rows: int,
-        build: Callable[[Located], _T],
-    ) -> tuple[Located, _T]:
-        """Where a chunk was freed and its memory overwritten since `_fetch`, anything can be wrong with its bytes:
-        whether they still are the chunk's is asked before an error is believed.
+    @contextmanager
+    def _confirmed_errors(self, chunk_ids: list[str]) -> Iterator[None]:
+        """Ask the store on an error inside whether the bytes are still those of the chunks.
+
+        Where a chunk was freed and its memory overwritten since `_fetch`, anything can be wrong with its bytes.
         """
         try:
-            with self._link.clock.measure("build"):
-                located = Located(specs=specs, reply=reply, payloads=payloads, num_rows=num_rows)
-                return located, build(located)
+            yield
         except Exception:
-            self._link.store.confirm(names_of(reply["chunks"]))
+            self._link.store.confirm(chunk_ids)
             raise
 
     def _check_live(self, call: Call, chunk_ids: list[str]) -> None:
