@@ -65,6 +65,8 @@ class FieldSpec:
     rewritten_by: tuple[str, ...] = ()
     condition: str | None = None
     """The field exists only when this holds; None means always."""
+    may_be_absent: bool = False
+    """True where only some runs write the field, so that neither fetch lists nor the end of a claim count on it."""
 
     @property
     def is_ragged(self) -> bool:
@@ -118,6 +120,7 @@ _ROWS = (
         produced_by=WorkerPass.PREV_LOGPROBS,
         read_by=(RowPass.ADVANTAGES,),
         condition="squared_probs",
+        may_be_absent=True,
     ),
     FieldSpec(
         name=WorkerPass.REFERENCE_LOGPROBS.column,
@@ -144,6 +147,7 @@ _ROWS = (
         produced_by=RowPass.ADVANTAGES,
         read_by=(WorkerPass.TRAIN,),
         condition="token_advantages",
+        may_be_absent=True,
     ),
     FieldSpec(
         name="token_mask",
@@ -169,6 +173,7 @@ _ROWS = (
         produced_by="rollout",
         read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="sampling_support",
+        may_be_absent=True,
     ),
     FieldSpec(
         name="routed_experts",
@@ -178,6 +183,7 @@ _ROWS = (
         produced_by="rollout",
         read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="routes_whole",
+        may_be_absent=True,
     ),
     FieldSpec(
         name="routed_experts_bits",
@@ -187,6 +193,7 @@ _ROWS = (
         produced_by="rollout",
         read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="routes_bit_packed",
+        may_be_absent=True,
     ),
     FieldSpec(
         name="routed_experts_missing",
@@ -196,6 +203,7 @@ _ROWS = (
         produced_by="rollout",
         read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="routes",
+        may_be_absent=True,
     ),
     FieldSpec(
         name="routed_experts_digests",
@@ -205,6 +213,7 @@ _ROWS = (
         produced_by="rollout",
         read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="route_digests",
+        may_be_absent=True,
     ),
 )
 
@@ -234,6 +243,10 @@ def writes_of(stage: str, *, conditions: Collection[str] | None = None, rewrites
     )
 
 
+def _always_there(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if not FIELDS[name].may_be_absent)
+
+
 def route_fields(conditions: Collection[str]) -> tuple[str, ...]:
     """Fields with routes of experts that exist under `conditions`; workers fetch them apart from the rest."""
     return tuple(s.name for s in _ROWS if s.name in ROUTE_FIELDS and s.condition in conditions)
@@ -241,17 +254,14 @@ def route_fields(conditions: Collection[str]) -> tuple[str, ...]:
 
 _ROUTE_FAMILIES = ("routed_experts", "routed_experts_digests")
 ROUTE_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.family in _ROUTE_FAMILIES)
-_OF_SOME_RUNS = (*ROUTE_FIELDS, "sampling_support", "squared_probs", "token_advantages")
-DP_TRAIN_FIELDS: tuple[str, ...] = tuple(name for name in reads_of(WorkerPass.TRAIN) if name not in _OF_SOME_RUNS)
-LP_SEED_FIELDS: tuple[str, ...] = tuple(
-    name for name in reads_of(WorkerPass.PREV_LOGPROBS) if name not in _OF_SOME_RUNS
-)
+DP_TRAIN_FIELDS: tuple[str, ...] = _always_there(reads_of(WorkerPass.TRAIN))
+LP_SEED_FIELDS: tuple[str, ...] = _always_there(reads_of(WorkerPass.PREV_LOGPROBS))
 TOKEN_ALIGNED_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.is_token_aligned)
 
 
 def writes_that_end_claims(stage: str) -> tuple[str, ...]:
     """Fields with which a task of `stage` is done with its rows; what it writes in some runs alone comes with them."""
-    return tuple(name for name in writes_of(stage, rewrites=False) if name not in _OF_SOME_RUNS)
+    return _always_there(writes_of(stage, rewrites=False))
 
 
 def extra_field(
