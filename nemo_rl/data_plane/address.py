@@ -1,4 +1,4 @@
-"""How other processes find a data plane: plain, picklable records, and `data_plane.json` for the command line.
+"""The addresses by which other processes find a data plane: plain, picklable records, and `data_plane.json`.
 
 The driver's client makes a `DataPlaneAddress`; it travels to workers in actor arguments or through a job store.
 `factory` writes the attach file of a running job, the command line reads it: it holds the token of the ledger's socket,
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 HostKind: TypeAlias = Literal["in_process", "ray_actor", "socket"]
-"""Where a ledger lives."""
+"""The kind of process in which a ledger lives."""
 
 Handles: TypeAlias = Mapping[str, object]
 """Chunk id -> plain values that a reader needs to reach the chunk; the ledger's host keeps them."""
@@ -40,7 +40,7 @@ Handles: TypeAlias = Mapping[str, object]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerAddress:
-    """Where the ledger of a run answers."""
+    """The address at which the ledger of a run answers."""
 
     kind: HostKind
     run_id: str
@@ -53,7 +53,7 @@ class LedgerAddress:
     token: str = ""
     """Secret that a caller must show, for `socket`."""
     process_id: int = 0
-    """Of the process that the ledger is in, for people; 0 for a ledger of this process."""
+    """Id of the process that the ledger is in, for people; 0 for a ledger of this process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +66,9 @@ class DataPlaneAddress:
     process_id: int
     """The owner's process; the `noop` store can only be reached inside it."""
     start_timeout_s: float = START_TIMEOUT_S
-    """How long a process may take to join."""
+    """Seconds that a process may take to join."""
     store: str = ""
-    """Where the payload store answers, in its own form; empty for stores that are found by the run id."""
+    """The address of the payload store, in its own form; empty for stores that are found by the run id."""
 
 
 ATTACH_FILE = "data_plane.json"
@@ -76,7 +76,7 @@ ATTACH_FILE = "data_plane.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttachPoint:
-    """Where the ledger of a run answers to onlookers."""
+    """The address at which the ledger of a run answers to the command line."""
 
     run_id: str
     ledger: LedgerAddress

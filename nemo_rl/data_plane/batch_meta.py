@@ -94,7 +94,7 @@ Version: TypeAlias = int | tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVBatchMeta(Counted):
-    """Which rows: keys, lengths, tags and the pack plan; never tensors.
+    """The rows of a batch by key: keys, lengths, tags and the pack plan; never tensors.
 
     Example:
         >>> meta = KVBatchMeta(partition_id="train", keys=("a_g0", "a_g1"), sequence_lengths=(3, 5))
@@ -119,7 +119,7 @@ class KVBatchMeta(Counted):
     """The claim under which each row was handed out, for `release` and for writes by whoever has this meta; None when
     nothing was claimed."""
     pack: PackPlan | None = None
-    """Which rows form which microbatch on which rank, in indices into `keys`."""
+    """The rows of each microbatch on each rank, as indices into `keys`; None without a plan."""
     extra_info: Mapping[str, JsonLike] = field(default_factory=dict)
     """Facts about the batch as a whole; the library reads none of them."""
     _packed: list[Packed] = field(default_factory=list, init=False, repr=False, compare=False)

@@ -94,7 +94,7 @@ class _Source:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether rows can differ in size."""
+        """True where rows can differ in size."""
         return self.column.objects is not None or self.column.lengths is not None
 
 
@@ -187,7 +187,7 @@ def _encode_chunk(sources: Sequence[_Source], first: int, stop: int) -> list[mem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ColumnIndex:
-    """Where one column of a chunk is."""
+    """The place of one column in a chunk."""
 
     dtype: str
     trailing: tuple[int, ...]

@@ -125,7 +125,7 @@ def _pads(specs: Sequence[FieldSpec], given: Mapping[str, float], partition_id: 
 
 
 LENGTHS = "@lengths"
-"""Behind the name of a jagged column: the length of each row."""
+"""Suffix of a jagged column's name, for the column of its row lengths."""
 
 
 def write_column_file(path: Path, columns: Mapping[str, torch.Tensor]) -> int:

@@ -203,7 +203,7 @@ def _host_kind(config: DataPlaneConfig) -> HostKind:
 
 
 def _is_in_ray() -> bool:
-    """Whether this process is connected to Ray; asked without importing it."""
+    """Return whether this process is connected to Ray; asked without importing it."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 

@@ -50,7 +50,7 @@ Parts: TypeAlias = Sequence[memoryview]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreHealth:
-    """What a payload store says about itself."""
+    """The health of a payload store, in its own words."""
 
     is_alive: bool
     detail: str = ""
@@ -66,7 +66,7 @@ class PayloadStore(ABC):
 
     @property
     def address(self) -> str:
-        """What other processes need to join, besides the run id; empty when that is enough."""
+        """The address that other processes need to join, besides the run id; empty when the run id is enough."""
         return ""
 
     @property
@@ -79,7 +79,7 @@ class PayloadStore(ABC):
 
     @property
     def place(self) -> str:
-        """Where this process is, for the names of its chunks."""
+        """The name of this process's place, for the names of its chunks."""
         return socket.gethostname()
 
     @abstractmethod
@@ -118,7 +118,7 @@ class PayloadStore(ABC):
 
     @abstractmethod
     def health(self) -> StoreHealth:
-        """Whether the backend answers."""
+        """Return whether the backend answers, with details."""
 
     @abstractmethod
     def close(self) -> None:
@@ -131,7 +131,7 @@ class DataPlaneClient(ABC):
     @property
     @abstractmethod
     def address(self) -> DataPlaneAddress:
-        """What another process passes to `factory.attach_data_plane`; picklable."""
+        """The address that another process passes to `factory.attach_data_plane`; picklable."""
 
     @property
     @abstractmethod
@@ -144,7 +144,7 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def snapshot(self, *, reset: bool = False) -> Totals:
-        """What this client's calls have cost since the start or the last reset; picklable.
+        """Return the cost of this client's calls since the start or the last reset; picklable.
 
         Nothing is counted where `data_plane.observability.enabled` is false.
 
@@ -210,7 +210,7 @@ class DataPlaneClient(ABC):
         *,
         claimed: KVBatchMeta | None = None,
     ) -> Future[KVBatchMeta]:
-        """As `kv_batch_put`, in the background; the columns must not be changed until the future is done."""
+        """Put in the background like `kv_batch_put`; the columns must not be changed until the future is done."""
 
     @abstractmethod
     def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
@@ -265,7 +265,7 @@ class DataPlaneClient(ABC):
         pad_values: Mapping[str, float],
         pad_to: int | None = None,
     ) -> BatchedDataDict:
-        """As `get_data`, as a dense batch: rows `[N, width, ...]` padded on the right, object columns as lists.
+        """Read into a dense batch, as `get_data`: rows `[N, width, ...]` padded on the right, object columns as lists.
 
         Args:
             pad_values: field -> padding; 0 for others.

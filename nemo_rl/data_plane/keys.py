@@ -31,7 +31,7 @@ __all__ = [
 
 MARK = "_g"
 MOST_DIGITS = 9
-"""Of an index."""
+"""Most digits of an index."""
 UID_BYTES = 6
 """Random bytes of a group uid: with 2^48 values a collision among the live groups of all steps is out of reach."""
 
@@ -63,7 +63,7 @@ def group_uid(key: str) -> str:
 
 
 def cut_key(key: str) -> tuple[str, str]:
-    """What is before the last `_g` and what is behind it; nothing, and the whole key, for a key without one."""
+    """Return the parts before and behind the last `_g`; nothing, and the whole key, for a key without one."""
     uid, _, index = key.rpartition(MARK)
     return uid, index
 
@@ -108,5 +108,5 @@ def process_of(client: str) -> int:
 
 
 def place_of(client: str) -> str:
-    """Where a client runs."""
+    """Return the place where a client runs."""
     return client.rpartition(":")[0]

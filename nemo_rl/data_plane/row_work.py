@@ -21,12 +21,12 @@ __all__ = ["RowWork", "RowWorkDone", "RowWorkOutput", "RowWorkResult"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowWorkOutput:
-    """What the work has made of its rows."""
+    """The result of the work on the rows of one shard."""
 
     numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """For the driver: nothing per token."""
+    """Numbers per row for the driver; nothing per token."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """For the data plane, `[N, T]`."""
+    """Columns for the data plane, `[N, T]`."""
 
 
 class RowWork(Protocol):
@@ -45,7 +45,7 @@ class RowWork(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowWorkResult:
-    """What one rank returns."""
+    """The result that one rank returns."""
 
     meta: KVBatchMeta
     """Its rows, with the columns that were written."""
@@ -55,10 +55,10 @@ class RowWorkResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowWorkDone:
-    """What `RowWork` has given, over all data-parallel shards."""
+    """The result of `RowWork` over all data-parallel shards."""
 
     meta: KVBatchMeta
-    """Of all rows, with the columns that were written."""
+    """The meta of all rows, with the columns that were written."""
     shards: tuple[Mapping[str, torch.Tensor], ...]
     """Numbers of each shard, its rows in the order of the plan."""
     plan: PackPlan

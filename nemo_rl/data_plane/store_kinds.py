@@ -52,13 +52,13 @@ class StoreKind:
     join: Callable[[DataPlaneAddress], PayloadStore]
     """A store for another client of the run."""
     ledger_host: HostKind = "ray_actor"
-    """Where the ledger lives unless the config says."""
+    """The default host of the ledger, where the config names none."""
     ledger_host_without_ray: HostKind | None = None
     """The same in a process that is not connected to Ray; None for a store where that makes no difference."""
     has_processes: bool = False
     """Its clients are in several processes, so a ledger of one process cannot serve them."""
     needs_ledger_actor: Callable[[DataPlaneConfig], bool] = lambda config: False
-    """Whether references to its payloads are kept in the ledger's actor."""
+    """Returns whether references to its payloads are kept in the ledger's actor."""
     environment: Callable[[DataPlaneConfig], Mapping[str, str]] = lambda config: WARM_MEMORY
     """Variables for every process that uses the store."""
     cpus: Callable[[DataPlaneConfig], int] = lambda config: 0
@@ -236,7 +236,7 @@ def _check_mooncake(config: DataPlaneConfig) -> None:
 
 
 class _OpenableStore(Protocol):
-    """What `data_plane.impl: module:Class` names, besides being a `PayloadStore`."""
+    """The class that `data_plane.impl: module:Class` names, besides being a `PayloadStore`."""
 
     def start(self, config: DataPlaneConfig, *, run_id: str, start: StartUp) -> PayloadStore:
         """(class method) The owner's store; its close ends the service."""

@@ -42,7 +42,7 @@ _LossT = TypeVar("_LossT", contravariant=True)
 _ResultT = TypeVar("_ResultT", covariant=True)
 
 FIRST_STAGE_FIELDS = ("input_ids", "input_lengths")
-"""What the first stage of a pipeline reads; the last one reads everything, those between only lengths."""
+"""Fields that the first stage of a pipeline reads; the last one reads everything, those between only lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Channel:
     group: dist.ProcessGroup
     """The leader, and the ranks that need these columns."""
     names: tuple[str, ...] | None = None
-    """Which columns; None means those that no other channel carries."""
+    """Names of the columns; None means those that no other channel carries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +62,15 @@ class ReplicaMember:
     leader: int
     """Global rank that reads the store; this one where it is alone."""
     group: dist.ProcessGroup | None = None
-    """None: this rank is alone."""
+    """The process group of the replica, or None where this rank is alone."""
     is_write_back_leader: bool = True
-    """Whether this rank writes the shard's results."""
+    """True where this rank writes the shard's results."""
     ranks: tuple[int, ...] = ()
     """Global ranks of the group; empty when this rank is alone."""
     needs: tuple[str, ...] | None = None
     """Columns that this rank's pipeline stage reads; None means all."""
     channels: tuple[Channel, ...] = ()
-    """Those that this rank is in, in the order in which they are used; empty when every rank needs every column."""
+    """The channels of this rank, in the order in which they are used; empty when every rank needs every column."""
 
     @classmethod
     def build(cls, layout: ParallelLayout, *, rank: int) -> ReplicaMember:
@@ -100,7 +100,7 @@ def _channels(layout: ParallelLayout, *, rank: int) -> tuple[Channel, ...]:
 
 
 class ShardWorker(Protocol[_LossT, _ResultT]):
-    """What the data plane half needs from the worker that it is mixed into: the passes over a shard that is there.
+    """The passes over a shard that the data plane half needs from the worker that it is mixed into.
 
     In each of them `meta` names the rows of `batch` in their order and has this rank's plan, in indices into them.
     """
@@ -110,7 +110,7 @@ class ShardWorker(Protocol[_LossT, _ResultT]):
     @property
     @abstractmethod
     def _prev_logprobs_fields(self) -> tuple[str, ...]:
-        """What `_prev_logprobs` reads."""
+        """Return the fields that `_prev_logprobs` reads."""
 
     @abstractmethod
     def _train(self, meta: KVBatchMeta, batch: BatchedDataDict, loss_fn: _LossT, *, eval_mode: bool) -> _ResultT:
@@ -171,10 +171,10 @@ class _NoStore:
         return None
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no rows are kept."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no client is open."""
 
 
 class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
@@ -232,7 +232,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
 
     @property
     def first_cause(self) -> FirstCause | None:
-        """What ended the step, if anything has."""
+        """The cause that ended the step, or None while nothing has."""
         return self._watch.cause
 
     @property

@@ -48,7 +48,7 @@ TASKS = Path("/proc/self/task")
 GLOO_LOOP = "gloo_tcp_loop"
 """Name of the thread in which a gloo device polls its connections."""
 LOOKS = 5
-"""How often a thread is looked at that was not in its poll just then."""
+"""Number of looks at a thread that was not in its poll just then."""
 _one_at_a_time = threading.Lock()
 
 
@@ -118,22 +118,22 @@ def _link(fd: int) -> str:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
-"""Between two looks at the error key: with it a peer is out of its collective well within the 5 s of the contract."""
+"""Seconds between two looks at the error key: a peer is out of its collective well within the 5 s of the contract."""
 SYMPTOM_WAIT_S = 2.0
-"""How long a rank whose connection broke waits for the record of the cause, and watches the signs of life."""
+"""Seconds that a rank with a broken connection waits for the record of the cause and watches the signs of life."""
 SEEN_WAIT_S = 2.0
-"""How long a failed rank stays so that its peers can read the record: the store may end with its process."""
+"""Seconds that a failed rank stays so that its peers can read the record: the store may end with its process."""
 EXIT_GRACE_S = 3.0
-"""How long a rank may take to leave its stage after the abort."""
+"""Seconds that a rank may take to leave its stage after the abort."""
 STORE_TIMEOUT_S = 10.0
 CLOSE_WAIT_S = 5.0
-"""How long rank 0, which keeps the store, waits for the others to close their watches."""
+"""Seconds that rank 0, which keeps the store, waits for the others to close their watches."""
 EXIT_CODE = 70
 PREFIX = "nemo_rl/abort"
 
 
 class Watch(Protocol):
-    """What a worker asks of its watch; `AbortWatch` says more."""
+    """The methods of its watch that a worker calls; `AbortWatch` documents them."""
 
     @property
     def cause(self) -> FirstCause | None: ...
@@ -142,7 +142,7 @@ class Watch(Protocol):
 
 
 class NoWatch:
-    """Of a job of one rank: nobody waits for it."""
+    """The watch of a job of one rank, where no peer waits for it."""
 
     @property
     def cause(self) -> FirstCause | None:
@@ -153,7 +153,7 @@ class NoWatch:
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing is watched."""
+        """Do nothing, since nothing is watched."""
 
 
 class AbortWatch:
@@ -185,7 +185,7 @@ class AbortWatch:
 
     @property
     def cause(self) -> FirstCause | None:
-        """What ended the step, if anything has."""
+        """The cause that ended the step, or None while nothing has."""
         return self._cause
 
     @contextmanager
@@ -230,7 +230,7 @@ class AbortWatch:
     # On the rank that fails.
 
     def _settle(self, error: BaseException, stage: str) -> BaseException:
-        """What this rank raises for an error that leaves the stage, after every peer was informed."""
+        """Return the error that this rank raises for one that leaves the stage, after every peer was informed."""
         if error is self._raised:
             return error
         mine = FirstCause.of(error, rank=self.rank, stage=stage)
@@ -258,7 +258,10 @@ class AbortWatch:
             return self._cause or self._without_store(lost, mine.stage)
 
     def _wait_for_cause(self, mine: FirstCause) -> FirstCause:
-        """For a broken connection: the record that comes, the ranks that fell silent, or just what was seen."""
+        """Return the cause of a broken connection.
+
+        It is the record that comes, the ranks that fell silent, or what this rank has seen.
+        """
         before = self._signs_of_life()
         deadline = time.monotonic() + SYMPTOM_WAIT_S
         while time.monotonic() < deadline:

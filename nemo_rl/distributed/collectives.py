@@ -66,11 +66,11 @@ class RankSpec:
     is_store_running: bool = False
     """The launcher (torchrun) keeps the store; else rank 0 opens it."""
     attempt: int = 0
-    """How often the launcher has restarted the job on the same store."""
+    """Number of times that the launcher has restarted the job on the same store."""
 
     @classmethod
     def of_torchrun(cls, environment: Mapping[str, str]) -> RankSpec:
-        """What `torchrun` set for this process; called by launchers, which are allowed to read the environment."""
+        """Read what `torchrun` set for this process; called by launchers, which are allowed to read the environment."""
         return cls(
             rank=int(environment["RANK"]),
             world_size=int(environment["WORLD_SIZE"]),
@@ -339,11 +339,11 @@ def _receive_header(group: dist.ProcessGroup, leader: int) -> tuple[int, Json]:
 @dataclass(frozen=True, slots=True)
 class _Digests:
     found: str
-    """Of the plan as it arrived."""
+    """Digest of the plan as it arrived."""
     sealed: str
-    """Of the plan as the driver sent it."""
+    """Digest of the plan as the driver sent it."""
     whole: str
-    """Of the plan of all ranks."""
+    """Digest of the plan of all ranks."""
 
 
 def check_plans(plan: PackPlan | None, *, rank: int, replica: Sequence[int]) -> None:
@@ -404,7 +404,7 @@ def _text(part: torch.Tensor) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelGroups:
-    """Where this rank stands, and with whom it talks. A group of one rank is None."""
+    """The coordinates of this rank and the groups with which it communicates. A group of one rank is None."""
 
     layout: ParallelLayout
     coordinates: Coordinates
@@ -412,7 +412,7 @@ class ParallelGroups:
     fsdp_mesh: DeviceMesh
     """Data x context ranks, which share the weights' shards; one-dimensional."""
     tensor_mesh: DeviceMesh | None
-    """None without tensor parallelism."""
+    """The mesh of the tensor axis, or None without tensor parallelism."""
 
     @classmethod
     def build(cls, layout: ParallelLayout, *, rank: int, device: torch.device) -> ParallelGroups:
@@ -435,7 +435,7 @@ class ParallelGroups:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank speaks for its data-parallel shard."""
+        """True where this rank writes the results of its data-parallel shard."""
         return self.layout.rank_of(self.coordinates) == self.layout.writer(self.coordinates.dp)
 
 

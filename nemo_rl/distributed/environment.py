@@ -37,7 +37,7 @@ FAIR_SHARE = {"RAY_worker_niceness": "0"}
 NO_SPARE_WORKERS = {"RAY_enable_worker_prestart": "false", "RAY_prestart_worker_first_driver": "false"}
 """Ray starts an idle worker per CPU in advance; ours bring an environment of their own and can use none of them."""
 DEAF_S = 30.0
-"""How long Ctrl-C, or the death of one of Ray's servers, may go unheard while Ray starts."""
+"""Seconds that Ctrl-C, or the death of one of Ray's servers, may go unnoticed while Ray starts."""
 
 
 def ray_environment(timeout_s: float) -> dict[str, str]:

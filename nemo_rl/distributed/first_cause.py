@@ -1,4 +1,4 @@
-"""What ended a step: the record that every rank and the driver agree on, and the error that they raise from it.
+"""`FirstCause`: the record of what ended a step, and the error that every rank and the driver raise from it.
 
 Written by `abort` on the ranks, read by `worker_groups` on the driver.
 """
@@ -29,7 +29,7 @@ WORKER_ERRORS = {kind.__name__: kind for kind in (WorkerError, CollectiveTimeout
 
 
 def is_symptom(error: BaseException) -> bool:
-    """Whether the error looks like what a peer's failure does to this rank."""
+    """Return whether the error looks like what a peer's failure does to this rank."""
     if isinstance(error, UserError):
         return False
     text = str(error).lower()
@@ -38,7 +38,7 @@ def is_symptom(error: BaseException) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstCause:
-    """What ended a step."""
+    """The error that ended a step, with its rank and stage."""
 
     rank: int
     stage: str
@@ -57,7 +57,10 @@ class FirstCause:
         return cls(rank=rank, stage=stage, **to_record(error))
 
     def to_error(self) -> NemoRLError:
-        """What every rank and the driver raise: the same kind if the user can fix it, else a `WorkerError`."""
+        """Return the error that every rank and the driver raise.
+
+        It is of the same kind if the user can fix it, else a `WorkerError`.
+        """
         error = from_record({"kind": self.kind, "text": self.text})
         if isinstance(error, UserError):
             error.origin_rank = self.rank
@@ -81,10 +84,10 @@ class GuardedWorker(Protocol):
     """A worker whose calls can be aborted."""
 
     def guarded(self, stage: str) -> AbstractContextManager[None]:
-        """Inside it an error ends the stage on every rank."""
+        """Guard a stage: an error inside ends it on every rank."""
         ...
 
     @property
     def first_cause(self) -> FirstCause | None:
-        """What ended the step, if anything has."""
+        """The cause that ended the step, or None while nothing has."""
         ...

@@ -45,7 +45,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class Server:
-    """What is open in this process, all of which a child closes."""
+    """The files and workers that are open in this process; a child closes all of them."""
 
     listener: socket.socket
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -104,7 +104,7 @@ class Server:
             os.kill(worker.process_id, signal.SIGKILL)
 
     def _become_worker(self, stub: socket.socket, files: Sequence[int], request: dict[str, object]) -> None:
-        """In the child; does not return."""
+        """Run the worker in the child; does not return."""
         code = 1
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

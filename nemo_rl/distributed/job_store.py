@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: the TCP store of rank 0, on a socket that is bound before its port is announced.
+"""The store where the ranks of a job meet: rank 0's, on a socket that is bound before its port is announced.
 
 `reserve_port` runs in the process of rank 0, `open_server` takes its socket over there, `open_client` is what the other
 ranks do. Invariant: a reserved port is never given back in between, so no other program can take it, and the store
@@ -29,7 +29,7 @@ def reserve_port(address: str) -> int:
 
 
 def adopt_listener(listener: socket.socket) -> int:
-    """As `reserve_port`, for a listening socket that was bound elsewhere and handed to this process."""
+    """Reserve a port as `reserve_port` does, for a listening socket that another process has bound."""
     port: int = listener.getsockname()[1]
     _listeners[port] = listener
     return port
@@ -72,7 +72,7 @@ def choose_interface(address: str) -> None:
 
 
 def _interface_towards(address: str) -> str | None:
-    """None where that cannot be found out; then gloo chooses."""
+    """Return the interface that reaches the address, or None where it cannot be found out; then gloo chooses."""
     try:
         ((family, _, _, _, place), *_) = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

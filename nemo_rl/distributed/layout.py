@@ -1,4 +1,4 @@
-"""Which rank of the policy holds which part: pipeline, data, context and tensor parallel coordinates. Pure integers.
+"""`ParallelLayout`: the pipeline, data, context and tensor parallel coordinates of each rank. Pure integers.
 
 Called by the driver, which sends a data-parallel shard to every rank of its replica group, and by the workers, which
 build their meshes and groups from it. Ranks count through the tensor axis first and the pipeline axis last: `rank =
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where one rank is on each axis."""
+    """The index of one rank on each axis."""
 
     dp: int
     cp: int
@@ -109,12 +109,12 @@ class ParallelLayout:
 
     @property
     def length_multiple(self) -> int:
-        """What the tokens of every sequence are rounded up to."""
+        """The number of tokens of which every sequence is padded to a multiple."""
         sizes = ParallelSizes(context=self.cp, tensor=self.tp, sequence_parallel=self.sequence_parallel)
         return sizes.length_multiple
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank is on each axis."""
+        """Return the index of a rank on each axis."""
         pp, rest = divmod(rank, self.dp * self._stage_size)
         dp, rest = divmod(rest, self._stage_size)
         cp, tp = divmod(rest, self.tp)

@@ -20,7 +20,7 @@ __all__ = ["LOST_S", "Lifeline", "ProcessIdentity"]
 
 PROC = Path("/proc")
 STATE_FIELD, START_FIELD = 0, 19
-"""In `/proc/<pid>/stat`, counted after the command's closing parenthesis."""
+"""Indices in `/proc/<pid>/stat`, counted after the command's closing parenthesis."""
 STOPPED_STATES = frozenset("Tt")
 ENDED_STATES = frozenset("ZX")
 """A zombie has ended, whether or not its parent has noticed."""
@@ -42,7 +42,7 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
-        """Of a process of this machine that lives now."""
+        """Return the identity of a process of this machine that lives now."""
         stat = _stat(pid)
         if stat is None:
             return cls(namespace="", pid=pid, start=0)
@@ -50,7 +50,7 @@ class ProcessIdentity:
         return cls(namespace=f"{boot}/{os.readlink(PROC / 'self/ns/pid')}", pid=pid, start=int(stat[START_FIELD]))
 
     def is_visible_from(self, other: ProcessIdentity) -> bool:
-        """Whether `other` can ask for it: both share the machine and its process numbers."""
+        """Return whether `other` can ask for this process: both share the machine and its process numbers."""
         return bool(self.namespace) and self.namespace == other.namespace
 
     def is_alive(self) -> bool:

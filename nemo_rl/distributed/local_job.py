@@ -32,9 +32,9 @@ __all__ = ["ChildFailed", "quiet_libraries", "run_job"]
 Target = Callable[..., object]
 LOOPBACK = "127.0.0.1"
 IMPORTED = ("nemo_rl.models.imported_by_ranks",)
-"""By the server, before the first rank."""
+"""Modules that the server imports before the first rank starts."""
 GRACE_S = 2.0
-"""For the other ranks after one has failed: they mostly wait for it."""
+"""Seconds that the other ranks have to end after one has failed: they mostly wait for it."""
 
 
 class ChildFailed(NemoRLError):

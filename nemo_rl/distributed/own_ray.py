@@ -57,20 +57,20 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 SLOW_START = ("timed out during startup", "Timed out waiting for", "Failed to connect to GCS")
-"""What Ray says when its own processes did not come up in half a minute, which has no option."""
+"""Texts with which Ray reports that its own processes did not come up in half a minute, a limit without an option."""
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 STOPPED_S = 15.0
 """Longer than a look with a debugger, shorter than Ray's own health checks take."""
 LOOK_S = 1.0
 UNHEARD_S = 40.0
-"""From the metadata server's death until this process is left, if nobody has closed Ray by then: after 60 s Ray itself
-ends it with a text of its own, and calls that wait for the server hear nobody."""
+"""Seconds from the metadata server's death until this process exits, if Ray was not closed by then: after 60 s Ray
+itself ends it with a text of its own, and calls that wait for the server cannot be interrupted."""
 HANDLER_S = 0.005
-"""Until a handler that Ray has reset is there again."""
+"""Seconds until a signal handler that Ray has reset is installed again."""
 _ended: set[str] = set()
 """Servers that were ended because somebody had stopped them."""
 _servers: dict[str, ProcessIdentity] = {}
-"""Of the Ray that this process has open, if it is its own."""
+"""The servers of the Ray that this process has started, by name; empty without one."""
 
 
 class OwnRay:
@@ -238,7 +238,7 @@ def _watch_servers(is_closed: threading.Event) -> None:
 
 
 def _ray_servers() -> dict[str, ProcessIdentity]:
-    """What Ray has started in this process's name, by the name that its logs use."""
+    """Return the processes that Ray has started for this process, by the names that its logs use."""
     node = ray._private.worker._global_node
     running = {} if node is None else node.all_processes
     return {
@@ -306,13 +306,13 @@ def _bring_token(folder: Path) -> None:
 
 SERVER = "gcs_server"
 GRACE_S = 12.0
-"""From the server's end to ours: a start that fails by itself within this time raises what it knows."""
+"""Seconds from the server's end to ours: a start that fails by itself within this time raises what it knows."""
 START_LOOK_S = 0.5
 
 
 @contextmanager
 def watch_ray_start() -> Iterator[None]:
-    """Inside it, a metadata server that this process has started and that ends takes this process along, with a word.
+    """Exit this process, with a message, when a metadata server that it started inside the block ends.
 
     The files and processes of the run are then left to its sweeper, as after a kill.
     """

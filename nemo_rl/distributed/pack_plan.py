@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 __all__ = ["PackLoad", "PackPlan"]
 
 DIGEST_BYTES = 16
-"""Of the sha256: two plans of a run agree by chance once in 2^64 plans."""
+"""Bytes of the sha256 that a digest keeps: two plans of a run agree by chance once in 2^64 plans."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackLoad:
-    """What a plan costs, in units of the cost model, besides what no plan could avoid."""
+    """The cost of a plan, in units of the cost model, beside the least cost that any plan could have."""
 
     rank_costs: tuple[float, ...]
     """Cost of each rank over all global batches."""
@@ -45,7 +45,7 @@ class PackLoad:
 
     @property
     def synchronised_ratio(self) -> float:
-        """As `imbalance`, for ranks that meet in every microbatch."""
+        """The imbalance of ranks that meet in every microbatch; compare `imbalance`."""
         return self.synchronised / self.cost_bound if self.cost_bound else 1.0
 
     @property

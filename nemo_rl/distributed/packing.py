@@ -1,4 +1,4 @@
-"""Which rows form which microbatch on which data-parallel rank: integers in, `PackPlan` out.
+"""Plans the microbatches of each data-parallel rank: integers in, `PackPlan` out.
 
 The driver plans once per step from row lengths; workers follow the plan and never re-pack, so all ranks meet the
 same number of microbatches and no collective is left waiting.
@@ -112,7 +112,7 @@ def plan_padded(
     microbatch_order: MicrobatchOrder = "packer",
     keys: Sequence[str] | None = None,
 ) -> PackPlan:
-    """As `plan_packs` for padded microbatches: rows x longest row is at most `capacity`, and costs count padding."""
+    """Plan padded microbatches: rows x longest row is at most `capacity`, and costs count padding. See `plan_packs`."""
     _check_counts(dp_world=dp_world, multiple_of=multiple_of)
 
     def form(rows: Rows) -> list[Bins]:
@@ -236,7 +236,9 @@ def microbatches_needed(
     multiple_of: int = 1,
     pad_multiple: int = 1,
 ) -> int:
-    """With as many rows as this, one global batch of these lengths can surely be planned; a plan may need fewer."""
+    """Return a number of rows with which one global batch of these lengths can surely be planned; a plan may need
+    fewer.
+    """
     _check_counts(dp_world=dp_world, multiple_of=multiple_of)
     rows = _Planner(lengths, capacity, DEFAULT_COST, pad_multiple, packed=packed).rows(range(len(lengths)))
     return bins_needed(rows, num_ranks=dp_world, multiple_of=multiple_of, packed=packed)

@@ -186,8 +186,8 @@ BIN_ALGORITHMS: Mapping[str, Callable[[Sequence[int], int], Bins]] = {
     "first_fit_shuffle": first_fit_shuffle,
     "concatenative": next_fit,
 }
-"""What users name in `policy.sequence_packing.algorithm`, besides `balanced` and `karmarkar_karp`, which also assign
-rows to ranks."""
+"""Algorithms that users name in `policy.sequence_packing.algorithm`, besides `balanced` and `karmarkar_karp`, which
+also assign rows to ranks."""
 
 
 EXACT_WORK = 200_000
@@ -242,7 +242,7 @@ def repair(bins: Bins, sizes: Sequence[int], capacity: int, *, most_exchanges: i
 
 
 def tight_bins(order: Sequence[int], sizes: Sequence[int], count: int, capacity: int) -> Bins | None:
-    """At most `count` bins with next to no room to spare; None when this way needs more.
+    """Pack into at most `count` bins with next to no room to spare; None when this way needs more.
 
     One bin after the other: the longest row that fits, again and again, and two rows instead where these leave less
     room. The sizes that are left are the bits of an integer, so that one shift and one `and` find every pair of a sum.

@@ -138,7 +138,7 @@ def pack_on_rank(rows: Rows, count: int | None, *, packed: bool) -> Bins:
 
 
 def _balanced_bins(rows: Rows, num_ranks: int, multiple_of: int) -> Bins:
-    """As few bins as we can find, of about the same cost where the cap leaves a choice."""
+    """Return as few bins as we can find, of about the same cost where the cap leaves a choice."""
     unit, num_rows = num_ranks * multiple_of, len(rows.sizes)
     order = longest_first(rows.sizes)
     least = round_up(-(-sum(rows.sizes) // rows.capacity), unit)
@@ -213,7 +213,7 @@ def _sums(bins: Bins, costs: Sequence[float]) -> list[float]:
 
 
 def _most_expensive_first(bins: Bins, bin_costs: Sequence[float]) -> Bins:
-    """So that microbatches that meet on all ranks cost about the same."""
+    """Sort the bins by falling cost, so that microbatches that meet on all ranks cost about the same."""
     return [bins[place] for place in sorted(range(len(bins)), key=lambda place: -bin_costs[place])]
 
 
@@ -390,7 +390,7 @@ def _exchange_rows(
 
 
 HALVINGS = 14
-"""Of the search for the least cost: exact to 1 in 2^14."""
+"""Steps of the search for the least cost, which is then exact to 1 in 2^14."""
 
 
 def runs_under_cap(order: Sequence[int], sizes: Sequence[int], capacity: int) -> Bins:
@@ -401,7 +401,7 @@ def runs_under_cap(order: Sequence[int], sizes: Sequence[int], capacity: int) ->
 def level_runs(
     order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], *, count: int, capacity: int
 ) -> Bins:
-    """At most `count` microbatches under the cap, the most expensive as cheap as can be.
+    """Cut the rows into at most `count` microbatches under the cap, the most expensive as cheap as can be.
 
     Args:
         order: rows by falling size.

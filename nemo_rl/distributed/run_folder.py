@@ -55,7 +55,7 @@ class RunFolder:
 
     @contextmanager
     def marking(self) -> Iterator[None]:
-        """What is started inside belongs to the run: it and its descendants end with it at the latest."""
+        """Mark the processes that are started inside the block: they and their descendants end with the run."""
         os.environ[run_sweeper.MARK] = str(self.path)
         try:
             yield

@@ -19,7 +19,7 @@ SWEEP_S = 10.0
 """A killed process is gone in milliseconds; one in the kernel may take longer."""
 POLL_S = 0.05
 LEFT_IN_PEACE = b"closed"
-"""What the driver says when it has swept by itself."""
+"""The message of a driver that has swept by itself."""
 
 
 def marked(folder: str) -> list[int]:

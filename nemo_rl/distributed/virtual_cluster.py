@@ -32,7 +32,7 @@ from nemo_rl.utils.start_up import StartUp
 __all__ = ["EngineNodes", "Node", "RayVirtualCluster", "Share", "alive_nodes", "choose_nodes", "node_resource"]
 
 A_LITTLE = 0.001
-"""Of the resource that each node has under its own address: asking for it means asking for that node."""
+"""Share of the resource that each node has under its own address: asking for it means asking for that node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class Node:
     address: str
     """Under which the other machines reach it."""
     name: str
-    """What it calls itself."""
+    """The node's own name."""
     num_cpus: float
     num_gpus: float
 
@@ -54,7 +54,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What a run needs on each of some nodes."""
+    """The resources that a run needs on each of some nodes."""
 
     num_nodes: int
     num_cpus: int
@@ -64,7 +64,7 @@ class Share:
 
 
 def alive_nodes() -> list[Node]:
-    """Those of the cluster that this process is connected to."""
+    """Return the live nodes of the cluster that this process is connected to."""
     return [
         Node(
             id=str(found["NodeID"]),
@@ -100,7 +100,7 @@ def choose_nodes(nodes: Sequence[Node], shares: Sequence[Share], *, first: str) 
 
 
 def node_resource(node: Node) -> dict[str, float]:
-    """What pins a bundle of a placement group to a node."""
+    """Return the resource that pins a bundle of a placement group to a node."""
     return {f"node:{node.address}": A_LITTLE}
 
 
@@ -133,9 +133,9 @@ class EngineNodes:
 
     num_engines: int
     num_nodes: int
-    """That hold engines alone; 0: they stand on the nodes of the policy, beside its workers."""
+    """Nodes that hold engines alone; with 0 the engines run on the nodes of the policy, beside its workers."""
     gpus_per_node: int = 0
-    """Of each of these nodes, one for an engine."""
+    """GPUs of each of these nodes, one for an engine."""
 
 
 class RayVirtualCluster:
@@ -191,12 +191,12 @@ class RayVirtualCluster:
 
     @property
     def policy_bundles(self) -> range:
-        """Of the placement group, in the order of the ranks."""
+        """The policy's bundles of the placement group, in the order of the ranks."""
         return range(self.num_workers)
 
     @property
     def engine_bundles(self) -> range:
-        """Of the engines that stand apart; empty without such."""
+        """The bundles of engines on nodes of their own; empty without such engines."""
         return range(self.num_workers, self.num_workers + self._engines.num_engines)
 
     @property
@@ -286,7 +286,7 @@ class RayVirtualCluster:
         return self.num_workers + self._engines.num_engines if self.uses_gpu else 0
 
     def _shares(self) -> list[Share]:
-        """Of the policy's nodes, and of those that hold engines alone."""
+        """The needs of the policy's nodes, and of those that hold engines alone."""
         config, engines = self._config, self._engines
         workers = self.num_workers // config.num_nodes
         beside = 0 if engines.num_nodes else -(-engines.num_engines // config.num_nodes)

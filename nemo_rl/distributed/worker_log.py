@@ -16,7 +16,7 @@ __all__ = ["WORKER_LOGS", "WorkerLog"]
 WORKER_LOGS = "workers"
 """Folder in `logger.log_dir`."""
 KEPT_WARNINGS = 20
-"""Of one call; more of them say nothing new."""
+"""Warnings of one call that are kept; more of them say nothing new."""
 WARNING_LENGTH = 500
 
 

@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 FULL_POLL_S = 0.05
-"""Between tries of a put into a full segment."""
+"""Seconds between tries of a put into a full segment."""
 LEAST_CALL_S = 0.2
 """A try that has less time would end as one that Mooncake did not answer, and hide that there was no space."""
 DYING_S, DYING_POLL_S = 2.0, 0.02
-"""How long a process that was killed may still seem to listen, and how often to look."""
+"""Seconds that a process that was killed may still seem to listen, and seconds between two looks."""
 
 
 class MooncakeStore(PayloadStore):
@@ -100,7 +100,7 @@ class MooncakeStore(PayloadStore):
 
     @property
     def address(self) -> str:
-        """What `join` takes."""
+        """The address that `join` takes."""
         return str(self._address)
 
     @property
@@ -226,7 +226,7 @@ class MooncakeStore(PayloadStore):
         return self._run("put", write, deadline)
 
     def _may_wait(self, call: _Put, full: Sequence[str], deadline: float) -> bool:
-        """Whether space may still come; sleeps a moment if so."""
+        """Return whether space may still come; sleeps a moment if so."""
         fits = max(call.sizes[chunk_id] for chunk_id in full) < self._config.segment_bytes
         if not fits or time.monotonic() + FULL_POLL_S + LEAST_CALL_S >= deadline or self._dead_servers():
             return False
@@ -261,7 +261,7 @@ class MooncakeStore(PayloadStore):
         return [f"its holder at {holder}"] if holder and not is_listening(holder) else []
 
     def _dead_holders(self, chunk_ids: Sequence[str], codes: Sequence[int], handles: Handles) -> list[str]:
-        """Who held the chunks and listens no more; `codes` as in `_dead_servers`."""
+        """Return the holders of the chunks that listen no more; `codes` are those of `_dead_servers`."""
         endpoints = {str(handles[chunk_id][1]) for chunk_id in chunk_ids} - {""}  # type: ignore[index]
         return self._dead_servers(codes) + [
             f"a producer at {where}" for where in sorted(endpoints) if not is_listening(where)

@@ -157,7 +157,7 @@ class BufferPool:
         self._is_closed = False
 
     def lease(self, num_bytes: int) -> Lease:
-        """At least `num_bytes` of registered memory with unspecified content.
+        """Lease at least `num_bytes` of registered memory with unspecified content.
 
         Raises:
             DataPlaneError: Mooncake refuses to register memory.
@@ -215,13 +215,13 @@ class BufferPool:
 
 
 LOCAL_TIMEOUT_S = 60.0
-"""For calls that stay in this process; they take milliseconds on a quiet machine."""
+"""Deadline of calls that stay in this process; they take milliseconds on a quiet machine."""
 CLOSE_GRACE_S = 1.0
-"""For calls that are about to end; then the owner ends the servers, which ends calls that wait for them."""
+"""Seconds for calls that are about to end; then the owner ends the servers, which ends calls that wait for them."""
 CLOSE_TIMEOUT_S = 10.0
 
 _links: dict[tuple[str, str], MooncakeLink] = {}
-"""Of this process, by run and address of the servers."""
+"""Connections of this process, by run and address of the servers."""
 _links_lock = threading.Lock()
 
 
@@ -238,9 +238,9 @@ class MooncakeLink:
         self.placement: Any = ReplicateConfig()
         self.placement.with_hard_pin = True
         self.endpoint = ""
-        """Where peers reach this process's own segment; empty while it has none."""
+        """The address at which peers reach this process's own segment; empty while it has none."""
         self.ended = ""
-        """Why the connection cannot be used any more."""
+        """The reason for which the connection cannot be used any more; empty while it can."""
         self._config, self._run_id, self._address = config.mooncake, run_id, address
         self._users = 0
         self._mounting = threading.Lock()

@@ -88,11 +88,11 @@ class GuardedProcess:
         self.pid = int(first)
 
     def is_alive(self) -> bool:
-        """Whether the command runs."""
+        """Return whether the command runs."""
         return self._guard.poll() is None
 
     def wait_for_port(self, host: str, port: int, *, timeout_s: float) -> None:
-        """Until something listens there.
+        """Wait until a process listens on the port.
 
         Raises:
             ResourceError: the command ended, or nothing listens after `timeout_s`; the text has the end of its log.
@@ -138,7 +138,7 @@ def free_port(host: str) -> int:
 
 
 def answers(host: str, port: int, *, timeout_s: float = CONNECT_S) -> bool:
-    """Whether somebody listens on the port; a stopped process still does."""
+    """Return whether a process listens on the port; a stopped process still does."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError:
@@ -163,7 +163,7 @@ SYSTEM_LIBRARIES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreAddress:
-    """What joins a run's Mooncake store.
+    """The address with which a process joins a run's Mooncake store.
 
     Example:
         >>> StoreAddress.parse("127.0.0.1:50051,127.0.0.1:50052").holder
@@ -177,7 +177,7 @@ class StoreAddress:
 
     @classmethod
     def parse(cls, text: str) -> StoreAddress:
-        """From the form that travels in a `DataPlaneAddress`."""
+        """Parse the form that travels in a `DataPlaneAddress`."""
         master, _, holder = text.partition(",")
         return cls(master=master, holder=holder)
 
@@ -270,7 +270,7 @@ def executable(program: Path) -> Path:
 
 
 def missing_library(problem: str) -> str:
-    """What to install, from the text of an ImportError."""
+    """Return what to install, from the text of an ImportError."""
     for name, what in SYSTEM_LIBRARIES.items():
         if name in problem:
             return f"Mooncake needs the system library {what}: {problem}"
@@ -278,7 +278,7 @@ def missing_library(problem: str) -> str:
 
 
 def is_listening(address: str) -> bool:
-    """Whether somebody listens at `host:port`; a stopped process still does."""
+    """Return whether a process listens at `host:port`; a stopped process still does."""
     return answers(*_split(address))
 
 

@@ -17,7 +17,7 @@ from nemo_rl.errors import DataPlaneClosed, DataPlaneError, KeysNotFound, name_s
 __all__ = ["NoopStore", "SharedNoopStore"]
 
 _stores: dict[str, NoopStore] = {}
-"""Of the runs whose owner is in this process."""
+"""Stores of the runs whose owner is in this process."""
 
 
 class NoopStore(PayloadStore):
@@ -112,4 +112,4 @@ class SharedNoopStore(PayloadStore):
         return self._store.health()
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: the store has nothing to end."""

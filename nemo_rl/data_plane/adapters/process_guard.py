@@ -16,9 +16,9 @@ import subprocess
 import sys
 
 GRACE_S = 3.0
-"""From SIGTERM to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 POLL_S = 0.2
-"""How long the death of the command may go unnoticed."""
+"""Seconds that the death of the command may go unnoticed."""
 PR_SET_PDEATHSIG = 1
 
 

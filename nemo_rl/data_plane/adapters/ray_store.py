@@ -44,7 +44,7 @@ from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 __all__ = ["RayNodeStore", "RayStore", "check_connected", "node_place", "owners"]
 
 PROBE_S = 1.0
-"""How long the holder may take to say that it lives."""
+"""Seconds that the holder may take to answer that it is alive."""
 
 
 class _Holder:

@@ -88,7 +88,7 @@ class SegmentFolder:
         self._live, self._free, self._keep_bytes = folder / "live", folder / "free", keep_bytes
         self._folder = folder
         self._mapped: dict[int, _Segment] = {}
-        """By inode. tmpfs never numbers two files of one boot alike; the tag would show it."""
+        """Mapped segments by inode. tmpfs never numbers two files of one boot alike; the tag would show it."""
         self._lock = threading.Lock()
         self._num_calls = 0
 

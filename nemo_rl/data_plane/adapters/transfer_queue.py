@@ -73,7 +73,7 @@ _T = TypeVar("_T")
 
 FIELD = "payload"
 UNIT_LACKS_KEY = "TQKeyNotFound"
-"""What a storage unit calls a row that was cleared; the error arrives as text."""
+"""The error text of a storage unit for a row that was cleared; the error arrives as text."""
 CLOSE_TIMEOUT_S = 30.0
 END_ACTORS_S = 10.0
 PROBE_S = 1.0
@@ -81,7 +81,7 @@ PROBE_S = 1.0
 LONGEST_TRIES_S = 4.0
 """TransferQueue tries a put into a full Mooncake segment for 2 s before it says so."""
 CLEAR_S = 5.0
-"""For clearing what a failed put has left, past its deadline."""
+"""Seconds for clearing what a failed put has left, past its deadline."""
 CLEAR_BATCH = 4096
 """Keys per clear: the controller answers all clients from one thread."""
 
@@ -102,14 +102,14 @@ class _Session:
     """The same for their owner."""
     users: int = 0
     processes: Mapping[str, ProcessIdentity] = field(default_factory=dict)
-    """Of controller and units, by actor name."""
+    """Processes of controller and units, by actor name."""
     ended: str = ""
-    """Why the session cannot be used any more."""
+    """The reason for which the session cannot be used any more; empty while it can."""
 
 
 @dataclass(slots=True)
 class _Process:
-    """What this process has of TransferQueue."""
+    """This process's client of TransferQueue and the session that it is in."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     session: _Session | None = None
@@ -402,7 +402,7 @@ def _dead(session: _Session) -> list[str]:
 
 
 def _kind_of(error: Exception) -> type[DataPlaneError]:
-    """What an engine's error means while all of its processes live."""
+    """Return the kind of error that an engine's error means while all of its processes live."""
     if UNIT_LACKS_KEY in str(error):
         return KeysNotFound  # cleared between the controller's answer and the unit's
     codes = {int(code) for code in re.findall(r"-\d{3}\b", str(error))}

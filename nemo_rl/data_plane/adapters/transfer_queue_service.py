@@ -47,13 +47,13 @@ CONTROLLER_NAMESPACE = "transfer_queue"
 CPU_WAIT_S = 5.0
 """The name of an actor that has just ended is free a moment later."""
 GIVE_UP_S = 5.0
-"""How long a function that was made to fail may take to notice."""
+"""Seconds that a function that was made to fail may take to notice."""
 RAY_LINES = 2
-"""Of Ray's text about a dead actor: that it died, and its class."""
+"""Lines of Ray's text about a dead actor that are kept: that it died, and its class."""
 
 
 def service_config(config: DataPlaneConfig, *, run_id: str, namespace: str, mooncake: str) -> Any:
-    """What `tq.init` takes; `nemo_rl` in it is ours, and informs those that join.
+    """Build the config that `tq.init` takes; `nemo_rl` in it is ours, and informs those that join.
 
     Args:
         mooncake: address of the run's Mooncake servers; empty for backend `simple`.
@@ -116,7 +116,7 @@ def _read_config(controller: Any, timeout_s: float) -> Mapping[str, Any] | None:
 
 
 def refuse_other_controller(run_id: str) -> None:
-    """There is one TransferQueue per Ray cluster: a second `init` would silently join the first.
+    """Refuse a controller of another run: each Ray cluster has one, and a second `init` would silently join it.
 
     Raises:
         ResourceError: a controller exists already.
@@ -168,7 +168,7 @@ def await_controller(run_id: str, timeout_s: float) -> Mapping[str, Any]:
 
 
 def wait_for_cpus(needed: int, start: StartUp) -> None:
-    """Without CPUs for its actors, TransferQueue's start never returns."""
+    """Wait for CPUs for TransferQueue's actors; without them its start never returns."""
     give_up = time.monotonic() + start.timeout_s
     with start.waiting_for(f"{needed} free CPUs of Ray for TransferQueue"):
         while (free := ray.available_resources().get("CPU", 0.0)) < needed:

@@ -38,17 +38,17 @@ __all__ = [
 
 
 def is_table(value: object) -> TypeGuard[TensorDictBase]:
-    """Whether it is a TensorDict of any kind."""
+    """Return whether the value is a TensorDict of any kind."""
     return _is_kind(value, "TensorDictBase")
 
 
 def is_object_value(value: object) -> TypeGuard[NonTensorData]:
-    """Whether it is the NonTensorData that a TensorDict holds in place of an object."""
+    """Return whether the value is the NonTensorData that a TensorDict holds in place of an object."""
     return _is_kind(value, "NonTensorData")
 
 
 def is_object_stack(value: object) -> TypeGuard[NonTensorStack]:
-    """Whether it is an object column, one NonTensorData per row."""
+    """Return whether the value is an object column, one NonTensorData per row."""
     return _is_kind(value, "NonTensorStack")
 
 
@@ -95,7 +95,7 @@ def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor) -> torch.T
 
 
 def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """What each response token was predicted from: the entries one position to the left of the masked ones.
+    """Return the entries that predict each response token: one position to the left of the masked ones.
 
     Args:
         full: jagged `[N, (length), ...]` over prompt and response.
@@ -174,7 +174,7 @@ def _rows_of_data(column: NonTensorData) -> object:
 
 
 def unwrap_wire_stripped_payload(payload: object) -> object:
-    """None for a `NonTensorData` that lost its value on the wire; all else passes through.
+    """Return None for a `NonTensorData` that lost its value on the wire; all else passes through.
 
     An encoder that knows only tensors sends a `NonTensorData` as what it inherits: a TensorDict without batch dims and
     without entries. Exactly that signature means "nothing is left".

@@ -32,7 +32,7 @@ class _Listed(Protocol):
 
 
 class _Absent:
-    """Where a row lacks a tag that others have."""
+    """The value of a tag in a row that lacks it while others have it."""
 
 
 _ABSENT = _Absent()
@@ -124,7 +124,7 @@ class TagTable(Sequence[Tags]):
         return TagTable.from_plain, (self.plain(), self._size)
 
     def columns(self) -> Iterator[tuple[str, list[bool] | None, list[TagValue]]]:
-        """Of each tag its name, which rows have it (None: all) and their values."""
+        """Yield each tag's name, the rows that have it (None: all) and their values."""
         for name, values in self._columns.items():
             there = [value is not _ABSENT for value in values] if self._has_gaps else None
             is_whole = there is None or all(there)
@@ -133,7 +133,7 @@ class TagTable(Sequence[Tags]):
 
     @classmethod
     def from_columns(cls, parts: Iterable[tuple[str, Sequence[bool] | None, list[TagValue]]], *, size: int) -> TagTable:
-        """What `columns` gave."""
+        """Build the table from the result of `columns`."""
         columns: dict[str, list[TagValue | _Absent]] = {}
         has_gaps = False
         for name, there, values in parts:
@@ -152,7 +152,7 @@ class TagTable(Sequence[Tags]):
 
     @classmethod
     def from_plain(cls, plain: object, size: int) -> TagTable:
-        """What `plain` gave."""
+        """Build the table from the result of `plain`."""
         if isinstance(plain, dict):
             return cls(plain, size=size, has_gaps=False)
         assert isinstance(plain, list) and len(plain) == size, f"malformed tags: {plain!r}"

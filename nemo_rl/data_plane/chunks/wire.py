@@ -102,7 +102,7 @@ _INT_LIMITS = ((1 << 8, 2), (1 << 16, 3), (1 << 31, 5), (1 << 63, 10))
 
 
 def _sum_of(values: Collection[object]) -> int:
-    """Of all values; those of one plain type, the usual case, are added up without a look at each."""
+    """Return the bytes of all values; those of one plain type, the usual case, are added up without a look at each."""
     kinds = set(map(type, values))
     if kinds == {int}:
         return len(values) * _int_bytes(max(map(abs, values)))  # type: ignore[arg-type]

@@ -101,7 +101,7 @@ class LedgerClient(DataPlaneClient):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Where the time of this client's calls went: `encode`, `store_put`, `ledger`, `store_get`, `build`."""
+        """Seconds of this client's calls by part: `encode`, `store_put`, `ledger`, `store_get`, `build`."""
         return self._link.clock.snapshot()
 
     def stage(self, name: str) -> AbstractContextManager[None]:
@@ -276,7 +276,7 @@ class LedgerClient(DataPlaneClient):
     def _wait_for_rows(
         self, call: Call, partition_id: str, ask: Callable[[Declaration], Reply], consumer_id: str, limit: float | None
     ) -> Reply:
-        """What `ask` gets once there are rows, or past `limit` seconds an error; None asks once."""
+        """Ask until there are rows; past `limit` seconds it is an error, and None asks once."""
         poll_s = FIRST_POLL_S
         while True:
             reply = self._schemas.use(call, partition_id, ask)
@@ -409,7 +409,7 @@ class LedgerClient(DataPlaneClient):
 
 
 def _why(reply: Reply) -> str:
-    """Why a claim got nothing, in words."""
+    """Return the reason for which a claim got nothing, in words."""
     why = reply["why"]
     assert isinstance(why, dict), f"malformed reply: {reply}"
     groups = [f"{uid} ({what})" for uid, what in why["groups"]]

@@ -116,7 +116,7 @@ class RoomWait:
     waited_s: float = 0.0
     """Seconds blocked so far."""
     _told_s: float = 0.0
-    """Of these, what the ledger knows."""
+    """Seconds of `waited_s` that the ledger knows."""
 
     def granted(self, op: str, args: Args) -> Reply:
         """The reply of `op` once it is not blocked.

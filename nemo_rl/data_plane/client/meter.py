@@ -123,7 +123,7 @@ class _Guarded:
 
 
 class Cost:
-    """What one call is about and what it moved; filled by the call itself."""
+    """The partition, rows and fields of one call and the bytes that it moved; filled by the call itself."""
 
     __slots__ = ("_is_wanted", "fields", "meta_bytes", "partition", "rows", "sizes")
 

@@ -225,7 +225,7 @@ class RowReader:
             raise
 
     def _check_live(self, call: Call, chunk_ids: list[str]) -> None:
-        """Where a store reuses memory, a chunk that is live after it was fetched was not overwritten meanwhile."""
+        """Check, where a store reuses memory, that no chunk was freed, and maybe overwritten, while it was fetched."""
         if not chunk_ids or not self._link.store.reuses_memory:
             return
         gone = names_of(self._link.ask(call, "gone", {"chunks": chunk_ids})["chunks"])

@@ -17,7 +17,7 @@ __all__ = ["Capacity", "Demand", "Reservation"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What one put needs."""
+    """The rows and bytes that one put needs."""
 
     num_keys: int
     new_rows: int
@@ -46,9 +46,9 @@ class Capacity:
     lease_s: float
     live_rows: int = 0
     live_bytes: int = 0
-    """Of live rows, and of the headers of their chunks: what the limit is about."""
+    """Bytes of live rows and of the headers of their chunks, to which the limit applies."""
     stored_bytes: int = 0
-    """Of whole chunks: cleared rows stay in the store until the last row of their chunk goes."""
+    """Bytes of whole chunks: cleared rows stay in the store until the last row of their chunk goes."""
     live_chunks: int = 0
     peak_rows: int = 0
     peak_bytes: int = 0
@@ -70,7 +70,7 @@ class Capacity:
         self.reserved.pop(reservation, None)
 
     def lacks_capacity(self, partition: Partition, demand: Demand, *, now: float) -> str | None:
-        """Why a put has to wait, or None.
+        """Return the reason for which a put has to wait, or None.
 
         Raises:
             CapacityExceeded: it would not fit into an empty data plane either.

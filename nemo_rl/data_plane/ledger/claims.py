@@ -77,7 +77,7 @@ def _rows_left(partition: Partition, cursor: TaskCursor, uid: str) -> list[str]:
 def _why_group_waits(
     partition: Partition, cursor: TaskCursor, uid: str, needed: Mapping[str, frozenset[str]]
 ) -> str | None:
-    """What a group lacks before it can be claimed, in words; None when it can be."""
+    """Return what a group lacks before it can be claimed, in words; None when it can be claimed."""
     assert partition.group_size is not None
     group, keys = partition.groups[uid], _rows_left(partition, cursor, uid)
     if len(group.put) < partition.group_size:
@@ -92,7 +92,7 @@ def _why_group_waits(
 def explain(
     partition: Partition, cursor: TaskCursor, *, needed: Mapping[str, frozenset[str]], now: float
 ) -> dict[str, object]:
-    """Why nothing can be claimed: for the text of a deadline error."""
+    """Explain why no row can be claimed, for the text of a deadline error."""
     late: Counter[str] = Counter()
     for key in cursor.pending:
         for family, names in needed.items():

@@ -41,7 +41,7 @@ EventSink: TypeAlias = Callable[[Event], None]
 MAX_HISTORY = 64
 """Events remembered per live row: four times what a row sees in a step; of a longer life the middle is forgotten."""
 KEPT_FIRST = 8
-"""Of a longer life the first events stay: who made the row and what it was written with."""
+"""First events of a longer life that are kept: who made the row and what it was written with."""
 
 
 class Recorder:
@@ -192,7 +192,7 @@ def expand_keys(event: Mapping[str, object]) -> list[str]:
 
 
 def names_key(event: Mapping[str, object], key: str) -> bool:
-    """Whether an event of the file is about `key`."""
+    """Return whether an event of the file names `key`."""
     others, parts = event.get("keys", []), split_key(key)
     assert isinstance(others, list), f"malformed event: {event}"
     ranges = None if parts is None else _groups(event).get(parts[0])

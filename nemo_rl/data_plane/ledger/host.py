@@ -1,4 +1,4 @@
-"""Where a ledger lives: the protocol of its hosts, and the host inside this process.
+"""The hosts of a ledger: their protocol, and the host inside this process.
 
 `LedgerClient` talks to a `LedgerHost`. Every call ends by its deadline, and a host raises only errors of the
 data plane: what the ledger refused, `DataPlaneTimeout` when it is slow, `DataPlaneClosed` when it is gone.

@@ -57,7 +57,7 @@ class ReferenceTable:
                 self._places[chunk_id] = place
 
     def lend(self, chunk_ids: Sequence[str]) -> dict[str, Place]:
-        """Those of the references that are here."""
+        """Return the references of these chunks that are here."""
         return {chunk_id: self._places[chunk_id] for chunk_id in chunk_ids if chunk_id in self._places}
 
     def let_go(self, chunk_ids: Sequence[str]) -> None:

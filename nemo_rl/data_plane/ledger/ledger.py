@@ -41,7 +41,7 @@ Args: TypeAlias = dict[str, object]
 Reply: TypeAlias = dict[str, object]
 
 DECLARATION = ("partition", "fields", "num_samples", "tasks", "task_writes", "group_size")
-"""What of a `register` request must be the same when it is repeated."""
+"""Arguments of a `register` request that must be the same when it is repeated."""
 
 
 class Ledger:
@@ -313,7 +313,7 @@ class Ledger:
         }
 
     def _explain(self, args: Args, now: float) -> Reply:
-        """What is known about one key, for every partition that holds it."""
+        """Return the history of one key, for every partition that holds it."""
         key = _text(args, "key")
         return {"rows": [explain_row(p, key, now=now) for p in self._partitions.values() if key in p.rows]}
 

@@ -1,4 +1,4 @@
-"""Where the bytes of rows are: the ledger's answer to a read.
+"""The ledger's answer to a read: the chunks that hold the bytes of the rows.
 
 Called by `ledger.py` only. The answer names every row and every field asked for, or it is an error.
 """

@@ -59,7 +59,7 @@ class Chunk:
 
     @property
     def live_bytes(self) -> int:
-        """Of its cells that are read, and of its header."""
+        """Bytes of the chunk's live cells and of its header."""
         return self.nbytes - sum(self.sizes.values()) + sum(self.live.values())
 
     def size_of(self, name: str, at: int) -> int:
@@ -69,7 +69,7 @@ class Chunk:
 
 
 class Piece(NamedTuple):
-    """Where some fields of one row are."""
+    """The chunk that holds some fields of one row, and the row's index in it."""
 
     chunk: Chunk
     at: int
@@ -105,7 +105,7 @@ class FamilyColumn:
         return key in self.split and self.split[key].has(fields)
 
     def has_all(self, keys: Iterable[str]) -> bool:
-        """Whether something is written of each row."""
+        """Return whether every row has something written."""
         return all(key in self.whole or key in self.split for key in keys)
 
     def version_of(self, key: str) -> int:
@@ -199,12 +199,12 @@ class Lease:
 
 @dataclass(slots=True)
 class TaskCursor:
-    """What one consumer task has claimed. Each live row is pending, under a lease, or done."""
+    """The claims of one consumer task. Each live row is pending, under a lease, or done."""
 
     writes: frozenset[str]
     """Fields the task produces: a row that has them all is done for it."""
     pending: dict[str, None] = field(default_factory=dict)
-    """In order of first put."""
+    """Keys of pending rows, in order of first put."""
     leases: dict[str, Lease] = field(default_factory=dict)
     """Rows of expired leases stay here, and are pending too, until another consumer claims them."""
     done: dict[str, int] = field(default_factory=dict)
@@ -271,7 +271,7 @@ class Partition:
     group_size: int | None
     tasks: dict[str, TaskCursor]
     declared: int = 1
-    """Which declaration of this ledger it is; another number means that it was dropped and declared anew."""
+    """Number of this declaration; another number means that the partition was dropped and declared anew."""
     rows: dict[str, Row] = field(default_factory=dict)
     columns: dict[str, FamilyColumn] = field(default_factory=dict)
     """Family -> its cells."""
@@ -344,7 +344,7 @@ class Partition:
                     self.tags.setdefault(name, {})[key] = value
 
     def tags_of(self, keys: Sequence[str]) -> dict[str, list[TagScalar]] | list[dict[str, TagScalar]]:
-        """By name, or by row where rows differ."""
+        """Return tags by name, or by row where rows differ."""
         held = {name: values for name, values in self.tags.items() if values}
         asked = set(keys)
         if all(values.keys() >= asked for values in held.values()):
@@ -386,7 +386,7 @@ class Partition:
         return all(self.columns[family].has(key, names) for family, names in needed.items())
 
     def oldest_put(self) -> float | None:
-        """When the oldest live row was first put; None when there is none."""
+        """Seconds of the host's clock at which the oldest live row was first put; None when there is none."""
         return next(iter(self.rows.values())).put_at if self.rows else None
 
 
