@@ -60,7 +60,7 @@ class Share:
     num_cpus: int
     num_gpus: int
     what: str
-    """For messages."""
+    """The purpose of the nodes, for messages."""
 
 
 def alive_nodes() -> list[Node]:

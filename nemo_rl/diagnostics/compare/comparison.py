@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 BLOCKS = ((SiteKind.LAYER_IN, SiteKind.LAYER_OUT), (SiteKind.MLP_IN, SiteKind.MLP_OUT))
-"""What goes in and what comes out of a part of a layer."""
+"""Pairs of sites: the input and the output of a part of a layer."""
 NO_SIZE = frozenset({SiteKind.LOSS, SiteKind.GRAD})
 """A loss may be zero, and gradients of parameters do not run into each other."""
 
@@ -45,11 +45,13 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contribution:
-    """What lies between two sites, and by how much the relative difference grows in it. A difference that was only
-    carried along adds nothing."""
+    """The part between two sites, and the growth of the relative difference in it.
+
+    A difference that was only carried along adds nothing.
+    """
 
     start: Site | None
-    """None for all that ran before the first site of a pass."""
+    """The site before the part; None for all that ran before the first site of a pass."""
     end: Site
     rms_rel_in: float
     rms_rel_out: float
@@ -61,7 +63,7 @@ class Contribution:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """The text shown in reports."""
         place = f"{'before' if self.start is None else f'{self.start.label} ->'} {self.end.label}"
         return f"{place}: rms_rel from {self.rms_rel_in:.3g} to {self.rms_rel_out:.3g}"
 
@@ -78,12 +80,12 @@ class NonFinite:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """The text shown in reports."""
         return f"{self.side}: {self.site.label}, {self.row.text} ({self.num_nan} NaN, {self.num_inf} infinite)"
 
 
 def first_divergence(results: Sequence[SiteResult]) -> Divergence | None:
-    """Of results in the order of a step."""
+    """Return the first site that fails; the results are in the order of a step."""
     before = None
     for result in results:
         if result.failures:
@@ -93,7 +95,7 @@ def first_divergence(results: Sequence[SiteResult]) -> Divergence | None:
 
 
 def largest_contribution(results: Sequence[SiteResult]) -> Contribution | None:
-    """None where no two sites of a pass can be compared, or nothing differs."""
+    """Return the part that adds most, or None where no two sites of a pass can be compared, or nothing differs."""
     found = [
         Contribution(
             start=None if first is None else first.site,
@@ -109,7 +111,7 @@ def largest_contribution(results: Sequence[SiteResult]) -> Contribution | None:
 
 
 def first_non_finite(results: Sequence[SiteResult]) -> list[NonFinite]:
-    """At most one of each side."""
+    """Return the first NaN or infinity of each side, at most one of each."""
     found: dict[str, NonFinite] = {}
     for result in results:
         told = result.measurement
@@ -154,7 +156,7 @@ _COLUMNS = (Metric.TOKEN_REL, Metric.MAX_ABS, Metric.RMS_REL, Metric.COSINE_DIST
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideFacts:
-    """Which folder a side is."""
+    """The folder of a side and what its manifest says."""
 
     path: str
     manifest: Mapping[str, object]
@@ -173,16 +175,16 @@ class Comparison:
     a: SideFacts
     b: SideFacts
     sites: Sequence[SiteResult] = ()
-    """Of both sides, in the order in which a step meets them."""
+    """Results of the sites of both sides, in the order in which a step meets them."""
     first: Divergence | None = None
     contribution: Contribution | None = None
     non_finite: Sequence[NonFinite] = ()
     findings: Sequence[Finding] = ()
-    """What is wrong, except for sites that fail."""
+    """Problems of the comparison, except for sites that fail."""
     notes: Sequence[str] = ()
-    """What does not change the verdict."""
+    """Remarks that do not change the verdict."""
     texts: Mapping[int, str] = field(default_factory=dict)
-    """Of the tokens that are named, where the tokenizer of a side could be loaded."""
+    """Texts of the tokens that are named, where the tokenizer of a side could be loaded."""
 
     @property
     def num_failing(self) -> int:
@@ -190,7 +192,7 @@ class Comparison:
         return sum(bool(result.failures) for result in self.sites)
 
     def as_record(self) -> dict[str, object]:
-        """For machines."""
+        """Return the comparison as JSON-like values."""
         first, most = self.first, self.contribution
         return {
             "verdict": self.verdict.label,
@@ -226,7 +228,7 @@ class Comparison:
         }
 
     def lines(self, *, is_all: bool = False) -> list[str]:
-        """For people; `is_all` names every site, rather than those that fail and the worst of the others."""
+        """Return the lines of the report; `is_all` names every site, else the worst and those that fail."""
         lines = [f"{self.verdict.name}: {self.reason}"]
         lines += [] if self.first is None else self._first_lines(self.first)
         if self.contribution is not None:
@@ -282,12 +284,12 @@ class Comparison:
 
 
 def _printable(line: str) -> str:
-    """What a recording says is shown to a terminal, which must not obey it."""
+    """Escape control characters: a recording is shown to a terminal, which must not obey it."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
 
 
 def _severity(result: SiteResult) -> float:
-    """How near a site is to its limits; 1 is at the limit."""
+    """Return how near a site is to its limits; 1 is at the limit."""
     if result.measurement is None:
         return 0.0
     metrics = result.measurement.metrics

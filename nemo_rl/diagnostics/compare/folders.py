@@ -42,7 +42,7 @@ class Coverage:
     """Sites of both sides, and why others are of one side only."""
 
     common: list[Site] = field(default_factory=list)
-    """In the order in which a step meets them."""
+    """Sites of both sides, in the order in which a step meets them."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -77,7 +77,7 @@ def check_rows(a: Side, b: Side, results: Sequence[SiteResult]) -> None:
 
 
 def _check_promised(side: Side) -> None:
-    """What a complete folder holds by its own manifest."""
+    """Check that a complete folder holds what its own manifest promises."""
     manifest = side.folder.manifest
     held = {(site.kind, site.layer, site.direction) for site in side.sites}
     held |= {(site.kind, None, site.direction) for site in side.sites if site.kind is SiteKind.GRAD}
@@ -103,7 +103,7 @@ def _check_promised(side: Side) -> None:
 
 
 def _excuse(site: Site, side: Side) -> str | None:
-    """Why a side may lack a site that the other has; None where it may not."""
+    """Return the reason for which a side may lack a site that the other has; None where it may not."""
     manifest = side.folder.manifest
     if site.is_recomputed:
         return f"where {side.name} recomputed nothing"
@@ -125,7 +125,7 @@ def _takes(selector: str, site: Site) -> bool:
 
 
 def _is_named(asked: str, site: Site) -> bool:
-    """Whether a site that was asked for, written as a selector or beginning with its kind, is this one."""
+    """Return whether a site that was asked for, written as a selector or beginning with its kind, is this one."""
     try:
         return site.is_taken_by(Selector.parse(asked))
     except UserError:
@@ -173,7 +173,7 @@ def _open(path: Path, name: str) -> RecordFolder | Finding:
 
 
 def _refusals(a: Side, b: Side) -> list[Finding]:
-    """Why there is nothing to compare."""
+    """Return the reasons for which there is nothing to compare."""
     if a.folder.manifest.run_id == b.folder.manifest.run_id:
         text = f"both folders hold the recording {a.folder.manifest.run_id!r}: it was compared with itself"
         return [Finding(verdict=Verdict.VACUOUS, text=text)]

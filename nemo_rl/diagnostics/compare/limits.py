@@ -84,7 +84,9 @@ DEFAULT = Limits()
 
 
 def coarsest(*names: str) -> Precision:
-    """Of the dtypes and precisions of both sides: float32 values of a bfloat16 model are no more exact than it."""
+    """Return the coarsest of the given dtypes and precisions: float32 values of a bfloat16 model are no more exact than
+    it.
+    """
     known = [name for text in names for name in PRECISIONS if name in text.replace("bf16", "bfloat16").split(" ")]
     return min(known, key=PRECISIONS.index, default="float32")
 
@@ -127,7 +129,7 @@ def _default(site: Site, precision: Precision, *, is_integer: bool) -> Mapping[M
 
 
 def _read_rule(rule: object, where: str, problems: list[str]) -> Rule | None:
-    """None after a problem."""
+    """Read one rule; return None after a problem."""
     if not isinstance(rule, dict):
         problems.append(f"{where}: expected {{sites: ..., metric: ..., max: ...}}, got {rule!r}")
         return None

@@ -43,7 +43,7 @@ class RowStats:
     max_abs: torch.Tensor
     sum_abs: torch.Tensor
     max_rel: torch.Tensor
-    """Of |a - b| / max(|a|, |b|), so at most 2."""
+    """Maximum of |a - b| / max(|a|, |b|), so at most 2."""
     nan_a: torch.Tensor
     nan_b: torch.Tensor
     inf_a: torch.Tensor
@@ -77,7 +77,7 @@ def take_rows(value: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
 
 
 def row_stats(a: torch.Tensor, b: torch.Tensor) -> RowStats:
-    """Of two tensors `[R, D]` of equal shape and any dtypes."""
+    """Compare two tensors `[R, D]` of equal shape and any dtypes row by row."""
     step = max(1, CHUNK // max(1, a.shape[1]))
     parts = [_chunk(a[start : start + step], b[start : start + step]) for start in range(0, max(1, len(a)), step)]
     names = [part.name for part in fields(RowStats)]
@@ -86,7 +86,7 @@ def row_stats(a: torch.Tensor, b: torch.Tensor) -> RowStats:
 
 
 def _chunk(raw_a: torch.Tensor, raw_b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """In the order of the fields of `RowStats`."""
+    """Return the statistics of some rows, in the order of the fields of `RowStats`."""
     is_different = (raw_a != raw_b).any(1)
     a, b = raw_a.to(torch.float64), raw_b.to(torch.float64)
     nan_a, nan_b = a.isnan(), b.isnan()
@@ -167,7 +167,7 @@ WORST_SHOWN = 5
 
 
 class Metric(StrEnum):
-    """What a limit can be set for; 0 is equality, and infinity stands for a value that is not finite on one side."""
+    """A number that a limit can be set for; 0 is equality, infinity a value that is not finite on one side."""
 
     TOKEN_REL = "token_rel"
     """Largest over rows t of ||a_t - b_t|| / max(||a_t||, root mean square of ||a_t||): one bad token in a thousand
@@ -189,11 +189,11 @@ class WorstRow:
     """A row that differs, and its element that differs most."""
 
     row: int
-    """Of the matched rows."""
+    """Index among the matched rows."""
     token_rel: float
     max_abs: float
     element: int
-    """In the row, flattened."""
+    """Index in the row, flattened."""
     a: float
     b: float
 
@@ -230,7 +230,7 @@ class Measurement:
 
 
 def measure(a: torch.Tensor, b: torch.Tensor) -> Measurement:
-    """Of two tensors `[R, ...]` of the same shape with at least one value."""
+    """Measure two tensors `[R, ...]` of the same shape with at least one value."""
     a, b = as_rows(a), as_rows(b)
     stats = row_stats(a, b)
     relative = stats.relative
@@ -271,7 +271,7 @@ def measure(a: torch.Tensor, b: torch.Tensor) -> Measurement:
 
 
 def _cosine(stats: RowStats, squares_a: float, squares_b: float, squares_diff: float) -> float:
-    """Of the finite pairs; two zeros point the same way."""
+    """Return the cosine over the finite pairs; two zeros point the same way."""
     if squares_diff == 0:
         return 1.0
     return float(stats.dots.sum()) / math.sqrt(squares_a * squares_b) if squares_a and squares_b else 0.0

@@ -25,7 +25,7 @@ from nemo_rl.records.sites import SiteKind
 __all__ = ["MatchedRows", "Merged", "SampleMap", "match_rows", "match_samples", "merge"]
 
 REPLICA_LIMIT = 1e-6
-"""Of the relative difference of a row. Replicas are copies of one result, or were summed by one collective."""
+"""Limit of the relative difference of a row. Replicas are copies of one result, or were summed by one collective."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class _Piece:
 
 
 def merge(site: Site, side: Side) -> Merged | None:
-    """None where nothing can be used; the side's findings say why."""
+    """Merge the records of a site; return None where nothing can be used, for which the side's findings say why."""
     records = side.sites[site]
     if site.kind is SiteKind.LOSS:
         return _merge_loss(site, records, side)
@@ -182,7 +182,7 @@ def _merge_loss(site: Site, records: Sequence[Record], side: Side) -> Merged | N
 
 
 def _check_copies(site: Site, side: Side, first: tuple[int, torch.Tensor], other: tuple[int, torch.Tensor]) -> None:
-    """Of rank and tensor."""
+    """Check that two ranks agree; `first` and `other` are a rank and its tensor."""
     (rank_a, a), (rank_b, b) = first, other
     ranks = f"ranks {rank_a} and {rank_b}" if rank_a != rank_b else f"records of rank {rank_a}"
     if a.shape != b.shape:
@@ -230,7 +230,7 @@ class MatchedRows:
     rows_a: torch.Tensor
     rows_b: torch.Tensor
     code_M: torch.Tensor | None
-    """In numbers of side A; None for a tensor without tokens, whose rows are all there."""
+    """Codes in numbers of side A; None for a tensor without tokens, whose rows are all there."""
     token_M: torch.Tensor | None
     only_a: torch.Tensor
     """Codes of A's rows that B has not."""
@@ -239,11 +239,11 @@ class MatchedRows:
     differing_tokens: torch.Tensor
     """Matched rows whose token ids differ."""
     token_b_M: torch.Tensor | None
-    """As `token_M`, of B."""
+    """Tokens of side B, like `token_M`."""
 
 
 def match_samples(a: Side, b: Side) -> SampleMap:
-    """By key; where no key is on both sides, by the tokens of samples of which each side has one."""
+    """Match samples by key; where no key is on both sides, by the tokens of samples of which each side has one."""
     pairs: Mapping[str, str] = {key: key for key in b.samples if key in a.samples}
     is_by_tokens = not pairs and bool(a.samples) and bool(b.samples)
     if is_by_tokens:

@@ -43,7 +43,7 @@ class Proposal:
 
     num_pairs: int
     floors: Sequence[Floor]
-    """In the order of a step."""
+    """Floors in the order of a step."""
     text: str
     """A file of limits."""
 
@@ -101,7 +101,7 @@ def _rules(floors: Sequence[Floor], *, with_layers: bool) -> list[Mapping[str, o
 
 
 def _rounded_up(value: float) -> float:
-    """To two digits."""
+    """Round up to two digits."""
     if value == 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)

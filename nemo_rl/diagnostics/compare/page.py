@@ -21,7 +21,7 @@ from nemo_rl.utils.files import write_text
 __all__ = ["layer_plot", "page_text", "ulp_bars", "write_page"]
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 340, 60, 190, 16, 34
-"""In pixels, the legend to the right."""
+"""Sizes of a plot in pixels, with the legend to the right."""
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf", "#000000")
 LOWEST, HIGHEST = -9, 1
 """Powers of ten of the axis at most: what is smaller is drawn at its foot, what is larger or infinite at its head."""

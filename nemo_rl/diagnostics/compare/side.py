@@ -22,12 +22,13 @@ from nemo_rl.records.writer import bytes_of, digest_of
 __all__ = ["POSITIONS", "Finding", "Side", "Tokens", "gravest", "token_texts"]
 
 _GRAVITY = (Verdict.CORRUPT, Verdict.UNSUPPORTED, Verdict.VACUOUS, Verdict.MISMATCH, Verdict.INCOMPLETE)
-"""Of damaged bytes nothing follows. A difference beyond its limit is one, whatever else is missing."""
+"""Verdicts, gravest first. Damaged bytes prove nothing; a difference beyond its limit is one, whatever else is
+missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Why two recordings cannot be said to agree."""
+    """A reason for which two recordings cannot be said to agree."""
 
     verdict: Verdict
     text: str
@@ -80,7 +81,7 @@ class Side:
             self.findings.append(finding)
 
     def load(self, record: Record) -> torch.Tensor | None:
-        """None for bytes that are not those that were written."""
+        """Load a tensor; return None for bytes that are not those that were written."""
         try:
             return record.load()
         except CorruptRecord as error:
@@ -88,7 +89,7 @@ class Side:
             return None
 
     def tokens(self, record: Record) -> Tokens | None:
-        """Of the rows of a record that has them; None for a damaged table."""
+        """Return the tokens of the rows of a record that has them; None for a damaged table."""
         at = (record.rank, record.table)
         if at not in self._tokens:
             self._tokens[at] = self._read_tokens(record)
@@ -117,7 +118,7 @@ class Side:
         return {key: digests[number] for key, number in self.samples.items() if number in digests}
 
     def key_of(self, code: int) -> str:
-        """Of the sample of a token's code."""
+        """Return the key of the sample of a token's code."""
         return list(self.samples)[code // POSITIONS]
 
     def _sites(self) -> Mapping[Site, list[Record]]:

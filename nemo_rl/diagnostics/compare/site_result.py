@@ -17,16 +17,16 @@ __all__ = ["RowName", "SiteResult", "WorstToken", "compare_site", "finite_or_tex
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowName:
-    """Which row of a site."""
+    """The name of one row of a site."""
 
     key: str | None
-    """Of the sample; None for a row of a tensor without tokens."""
+    """Key of the sample; None for a row of a tensor without tokens."""
     position: int
     token: int | None
 
     @property
     def text(self) -> str:
-        """For people."""
+        """The text shown in reports."""
         if self.key is None:
             return f"row {self.position}"
         return f"sample {self.key!r}, position {self.position}, token {self.token}"
@@ -60,7 +60,7 @@ class SiteResult:
 
     site: Site
     num_rows: int
-    """That were compared."""
+    """Number of rows that were compared."""
     num_only_a: int
     num_only_b: int
     num_other_tokens: int
@@ -69,7 +69,7 @@ class SiteResult:
     """Empty where it passes."""
     limits: Mapping[Metric, float]
     measurement: Measurement | None
-    """None where there was nothing to measure: no row, no value, or other shapes."""
+    """The measurement, or None where there was nothing to measure: no row, no value, or other shapes."""
     max_abs_at: RowName | None = None
     worst: tuple[WorstToken, ...] = ()
     bad_a: RowName | None = None
@@ -78,7 +78,7 @@ class SiteResult:
 
     @property
     def is_noise(self) -> bool:
-        """Whether it fails by nothing but its limits."""
+        """True where the site fails by nothing but its limits."""
         return self.num_other_tokens == 0 and self.measurement is not None and not _broken(self.measurement)
 
     def as_record(self) -> dict[str, object]:
@@ -170,7 +170,7 @@ class _Names:
         return RowName(key=self._side.key_of(code), position=code % POSITIONS, token=int(token_M[row]))
 
     def other_tokens(self) -> list[str]:
-        """Where the sides speak of other tokens, if they do."""
+        """Return the places where the sides have different tokens, if any."""
         bad = self._rows.differing_tokens
         if not len(bad) or self._rows.token_b_M is None:
             return []

@@ -39,16 +39,16 @@ __all__ = ["Divergence", "Part", "Split", "divergence", "find_trainer", "named_f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """Between two sides, over the tokens of all rows."""
+    """The divergence between two sides, over the tokens of all rows."""
 
     kl: float
     """Mean of k3, nats per token."""
     std_error: float
-    """Of the mean; rows are independent of one another, tokens of a row are not."""
+    """Standard error of the mean; rows are independent of one another, tokens of a row are not."""
     mean_abs: float
     """Mean of |d|."""
     largest: float
-    """Of |d|."""
+    """Largest |d|."""
     num_tokens: int
 
 
@@ -81,21 +81,21 @@ FLOOR = 1e-9
 NOISE_FACTOR = 10.0
 NOISE_ROWS = 32
 SMALL_SHARE = 0.02
-"""Of the total: what the run states explains at least this, or nothing."""
+"""Share of the total that a difference stated by the run must explain to be named."""
 FITTED_SHARE = 0.7
-"""Of what is left: a fitted number is believed where it explains at least this. A flat guess is nearer to any."""
+"""Share of the rest that a fitted number must explain to be believed. A flat guess is nearer to any."""
 FIXED_SHARE = 0.3
-"""Of what is left, for suppositions without a number to fit: what is not the cause makes both sides differ more."""
+"""Share of the rest for suppositions without a number to fit: a wrong one makes both sides differ more."""
 SETS_SHARE = 0.5
-"""Of what is left: sets that were not recorded are named for what moved them, too, where they are most of it."""
+"""Share of the rest from which on sets that were not recorded are named for what moved them, too."""
 DONE_SHARE = 0.1
-"""Of what is left: a change that leaves no more is taken before others are tried."""
+"""Share of the rest: a change that leaves no more is taken before others are tried."""
 WORTH_SHARE = 0.2
-"""Of what is left: another rope base that removes less on a coarse grid is not refined, for each is a pass."""
+"""Share of the rest: another rope base that removes less on a coarse grid is not refined, for each is a pass."""
 FITTED_SAMPLINGS: tuple[Cause, ...] = ("temperature", "top_p", "top_k")
 FITTED: tuple[Cause, ...] = (*FITTED_SAMPLINGS, "rope")
 PRECISE_SHARE = 1e-3
-"""Of what is left: a fit that leaves no more is exact enough."""
+"""Share of the rest: a fit that leaves no more is exact enough."""
 MAX_CHANGES = 6
 EXACT = "float32"
 UNEXPLAINED = "no change explains it"
@@ -103,13 +103,13 @@ UNEXPLAINED = "no change explains it"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What one change has removed."""
+    """The KL that one change has removed."""
 
     cause: Cause
     what: str
     kl: float
     share: float
-    """Of the total."""
+    """Share of the total."""
     is_stated: bool
     """Config and tags say so; False: it was found by trying."""
 
@@ -120,10 +120,10 @@ class Split:
 
     total: Divergence
     floor: float
-    """Below it a KL is noise."""
+    """The KL below which a difference is noise."""
     trainer: Setting
     parts: tuple[Part, ...]
-    """In the order of the changes; the last one is the rest."""
+    """Parts in the order of the changes; the last one is the rest."""
     rest_M: torch.Tensor
     """Log-probabilities after all changes."""
 
@@ -159,7 +159,7 @@ def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision:
 
 
 def noise_floor(scorer: Scorer, as_run: Setting, stated: Stated) -> float:
-    """What one model gives against itself: rows one by one against rows of one length together.
+    """Return the KL of one model against itself: rows one by one against rows of one length together.
 
     Where both sides compute in the same low precision, also what that gives against float32.
     """
@@ -236,12 +236,12 @@ class _Search:
         return self._kls([setting])[0]
 
     def part(self, cause: Cause, what: str, after: Setting, before: float, *, is_stated: bool = True) -> Part:
-        """Of a change to the setting `after`."""
+        """Return the part of a change to the setting `after`."""
         removed = before - self.kl(after)
         return Part(cause=cause, what=what, kl=removed, share=self._share(removed), is_stated=is_stated)
 
     def rest(self, at: Setting, left: float) -> Part:
-        """What no change has removed."""
+        """Return the part that no change has removed."""
         is_rounding = left <= self.rounding(at)
         return Part(
             cause="precision" if is_rounding else "engine",
@@ -252,7 +252,7 @@ class _Search:
         )
 
     def rounding(self, at: Setting) -> float:
-        """What a low precision gives against float32: decoding rounds elsewhere than a pass over whole rows."""
+        """Return the KL of a low precision against float32: decoding rounds elsewhere than a pass over whole rows."""
         if at.precision == EXACT:
             return 0.0
         low, exact = self._scorer.logprobs(at, replace(at, precision=EXACT))

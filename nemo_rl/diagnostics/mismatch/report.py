@@ -26,16 +26,16 @@ CONTEXT = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """Where in the rows a difference is."""
+    """The places in the rows where a difference lies."""
 
     first_tokens: float
     """Mean k3 of the first sampled token of each row."""
     early: float
-    """Of the first third of each row's sampled tokens."""
+    """Mean over the first third of each row's sampled tokens."""
     late: float
-    """Of the last third."""
+    """Mean over the last third."""
     top_share: float
-    """Of the sum, in the 1 % of tokens that are furthest apart."""
+    """Share of the sum in the 1 % of tokens that are furthest apart."""
 
     @property
     def text(self) -> str:
@@ -56,7 +56,7 @@ class FarToken:
 
     key: str
     position: int
-    """In its row."""
+    """Position of the token in its row."""
     text: str
     before: str
     """Text of the tokens before it."""
@@ -69,7 +69,7 @@ class FarToken:
 
 
 def look_at(tokens: StepTokens, logprobs_M: torch.Tensor) -> Evidence:
-    """Of log-probabilities against those of the rollout."""
+    """Compare log-probabilities with those of the rollout."""
     each_M = k3((logprobs_M - tokens.rollout_M).double()).nan_to_num(0.0)
     row_M, column_M = tokens.row_M, tokens.column_M
     counts_N = torch.bincount(row_M, minlength=len(tokens.rows))
@@ -146,10 +146,10 @@ class MismatchReport:
     floor: float
     """Nats per token, below which a KL is noise."""
     trainer: str
-    """How the trainer has scored, by its own numbers."""
+    """The trainer's way of scoring, by its own numbers."""
     parts: tuple[Part, ...]
     evidence: Evidence
-    """Of the rest."""
+    """Evidence of the rest."""
     far: tuple[FarToken, ...]
     notes: tuple[str, ...]
     seconds: float
@@ -161,13 +161,13 @@ class MismatchReport:
 
     @property
     def verdict(self) -> Verdict:
-        """How it ended."""
+        """The verdict of the explanation."""
         if not self.total.num_tokens:
             return Verdict.VACUOUS
         return Verdict.PASS if self.first is None else Verdict.MISMATCH
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Yield the lines of the report."""
         total = self.total
         yield f"mismatch of step {self.step} of {self.run}: {self.num_rows} rows, {total.num_tokens} sampled tokens"
         yield f"  trainer: {self.trainer}"
@@ -183,7 +183,7 @@ class MismatchReport:
         yield f"{self.verdict.label} in {self.seconds:.1f} s"
 
     def as_record(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the report as JSON-like values."""
         first = self.first
         return {
             **asdict(self),

@@ -31,7 +31,7 @@ FREQUENCIES = "inv_freq"
 
 
 def has_rope(model: torch.nn.Module) -> bool:
-    """Whether the model has frequencies whose base can be changed."""
+    """Return whether the model has frequencies whose base can be changed."""
     return bool(_frequencies(model))
 
 
@@ -55,9 +55,9 @@ def _frequencies(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 PASS_TOKENS = 4096
-"""Of one pass: bounds its logits."""
+"""Most tokens of one pass: they bound its logits."""
 MODELS_HELD = 2
-"""In memory: greedy search goes back and forth between two."""
+"""Models held in memory: greedy search goes back and forth between two."""
 RoutesOf = Callable[[RouteShape], torch.Tensor | None]
 """Shape of the model's routes -> those of the rollout, `[N, T, L, K]`, -1 where one is missing; None: none kept."""
 
@@ -67,7 +67,7 @@ class _Scored:
     """The wanted tokens of one forward pass."""
 
     row_m: torch.Tensor
-    """Of N."""
+    """Row, out of N, of each sampled token."""
     column_m: torch.Tensor
     target_m: torch.Tensor
     logits_mV: torch.Tensor
@@ -109,20 +109,20 @@ class Scorer:
 
     @property
     def replays(self) -> bool:
-        """Whether routes can be replayed."""
+        """True where routes can be replayed."""
         return self._routes_of is not None
 
     @property
     def is_lagging(self) -> bool:
-        """Whether the tags name other weights than the trainer's, and they are there."""
+        """True where the tags name other weights than the trainer's, and they are there."""
         return self._versions(0) != self._versions(None) and self.has_weights(0)
 
     def has_weights(self, lag: int | None) -> bool:
-        """Whether the weights of every row are there."""
+        """Return whether the weights of every row are there."""
         return all(version in self._folders for version in self._versions(lag))
 
     def has_rope(self, setting: Setting) -> bool:
-        """Whether the model has rotary embeddings that can be changed."""
+        """Return whether the model has rotary embeddings that can be changed."""
         return has_rope(self._model(self._versions(setting.lag)[0], setting.precision)[0])
 
     def logprobs(self, *settings: Setting) -> list[torch.Tensor]:
@@ -140,7 +140,7 @@ class Scorer:
         return [self._placed(self._scored[setting.passes, setting.cut], setting.shift) for setting in settings]
 
     def one_by_one(self, setting: Setting, *, num_rows: int) -> torch.Tensor:
-        """As `logprobs`, of the first rows, each in a pass of its own; NaN of the others."""
+        """Score the first rows like `logprobs`, each in a pass of its own; the others are NaN."""
         rows = range(min(num_rows, len(self.tokens.rows)))
         self._progress.begin("measuring the noise, rows scored", total=len(rows))
         scored = self._score(setting, [setting.cut], groups=[[row] for row in rows])
@@ -208,7 +208,7 @@ class Scorer:
                     )
 
     def _find_sets(self) -> None:
-        """Where they were not recorded: what the filter leaves of the engine's logits, as config and tags have it."""
+        """Find sets that were not recorded: what the filter leaves of the logits, as config and tags have it."""
         if self._support_NS is not None:
             return
         engine, recorder = self._engine, SupportRecorder()
@@ -228,7 +228,7 @@ class Scorer:
         self._support_NS = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
     def _kept(self, scored: _Scored) -> KeptSets:
-        """Of what was sampled; what was not has an empty list."""
+        """Return the sets of what was sampled; other tokens have an empty list."""
         assert self._support_NS is not None, "they are found before a pass"
         rows = scored.row_m.unique()
         number_m = torch.searchsorted(rows, scored.row_m)

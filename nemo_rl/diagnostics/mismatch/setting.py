@@ -51,7 +51,7 @@ CAUSES: dict[Cause, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """From logits to a distribution."""
+    """The way from logits to a distribution."""
 
     sampling: Sampling
     sets: Sets
@@ -59,7 +59,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """How rows are scored.
+    """The settings under which rows are scored.
 
     Example:
         >>> from dataclasses import replace
@@ -74,7 +74,7 @@ class Setting:
     routes: Routes
     sampling: Sampling
     sets: Sets = "own"
-    """What a filter keeps: of the setting's own logits; or the engine's sets, recorded, else those of its weights."""
+    """Sets that a filter keeps: of the setting's own logits, or the engine's, recorded, else those of its weights."""
     rope: float = 1.0
     """Factor on the base of rotary embeddings."""
     shift: int = 0
@@ -82,12 +82,12 @@ class Setting:
 
     @property
     def passes(self) -> tuple[object, ...]:
-        """What needs forward passes of its own; the rest follows from their logits."""
+        """The part of the setting that needs forward passes of its own; the rest follows from their logits."""
         return self.lag, self.precision, self.routes, self.rope
 
     @property
     def cut(self) -> Cut:
-        """What is made of their logits."""
+        """The way from the logits of the passes to a distribution."""
         return Cut(sampling=self.sampling, sets=self.sets if self.sampling.has_filter else "own")
 
 
@@ -97,10 +97,10 @@ class Change:
 
     cause: Cause
     text: str
-    """What is changed, from -> to."""
+    """The change in words, from -> to."""
     setting: Setting
     is_stated: bool
-    """What config and tags say of the engine; else a supposition."""
+    """True where config and tags say it of the engine; else it is a supposition."""
 
 
 STEPS = (0.03, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.2, 1.4)
@@ -117,7 +117,7 @@ POINTS = (-0.8, -0.6, -0.4, -0.2, 0.2, 0.4, 0.6, 0.8)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stated:
-    """What config and tags say of the engine."""
+    """The settings of the engine that config and tags state."""
 
     precision: str
     routes: Routes
@@ -158,7 +158,7 @@ def stated_changes(at: Setting, stated: Stated, *, is_lagging: bool) -> list[Cha
 def supposed_changes(
     at: Setting, stated: Stated, *, has_weights: Callable[[int], bool], has_rope: bool
 ) -> list[Change]:
-    """That nothing in the run says."""
+    """Return the changes that nothing in the run states."""
     found = []
     lag = at.lag or 0
     for other in (-1, 1):
@@ -227,7 +227,7 @@ def _moved(best: Change, at: Setting, by: float) -> Change | None:
 
 
 def _sets(at: Setting, stated: Stated) -> list[Change]:
-    """To those of the engine, which a trainer without recorded sets cannot know."""
+    """Return changes to the engine's sets, which a trainer without recorded sets cannot know."""
     if at.sets == "engine" or not at.sampling.has_filter or _filter(at.sampling) != _filter(stated.sampling):
         return []
     cut = [f"top-p {at.sampling.top_p:.4g}"] if at.sampling.top_p < 1 else []

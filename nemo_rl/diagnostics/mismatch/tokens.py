@@ -38,7 +38,7 @@ class StepTokens:
     """Counted in the rollout's order."""
     keys: tuple[str, ...]
     versions: tuple[int, ...]
-    """Of the weights, by each row's tag."""
+    """Versions of the weights, by each row's tag."""
     lengths: tuple[int, ...]
     ids_NT: torch.Tensor
     """int64, 0 in the padding."""

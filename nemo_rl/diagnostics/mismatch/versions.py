@@ -1,4 +1,4 @@
-"""Where the weights of each version are: the initial model, checkpoints of the run, or the replay of kept steps.
+"""The weights of each version: the initial model, checkpoints of the run, or the replay of kept steps.
 
 Invariant: version v are the weights after v steps.
 """
@@ -37,7 +37,7 @@ REACHED = "reached_{version}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Versions:
-    """What is there."""
+    """The versions whose weights are there."""
 
     folders: dict[int, Path]
     """Version -> Hugging Face folder."""
@@ -92,7 +92,7 @@ def find_versions(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Keep:
-    """What every rank does between the steps of a replay."""
+    """The work of every rank between the steps of a replay."""
 
     folder: Path
     versions: tuple[int, ...]
@@ -115,7 +115,7 @@ class _Keep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What has to be replayed."""
+    """The steps that have to be replayed."""
 
     request: ReplayRequest
     target: ChainLink

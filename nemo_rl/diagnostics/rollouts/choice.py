@@ -24,9 +24,9 @@ class Group:
     uid: str
     step: int
     rows: tuple[RolloutRow, ...]
-    """Those that are shown."""
+    """Rows that are shown."""
     num_rows: int
-    """Those of the file."""
+    """Number of rows in the file."""
 
     def summary(self) -> list[str]:
         """Rows, rewards and ends, for people."""
@@ -43,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownRollouts:
-    """What is shown of a step."""
+    """The rows of a step that are shown."""
 
     run: Path
     steps: tuple[int, ...]

@@ -77,7 +77,7 @@ filter();
 """
 _DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_DIGEST}'"
-"""What a browser may load: should something get past the escaping, it still can do nothing."""
+"""Content that a browser may load: should something get past the escaping, it still can do nothing."""
 CLASSES = {Grade.CLOSE: "close", Grade.APART: "apart", Grade.FAR: "far"}
 NAME_SHOWN = 200
 """Characters of a name that the file gives."""

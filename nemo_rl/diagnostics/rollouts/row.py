@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 EARLIER = "a file of an earlier version"
-"""Why a row has no tokens."""
+"""The reason for a row without tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +48,9 @@ class RowTokens:
     mask: Sequence[bool]
     """True for tokens that are trained."""
     generation_logprobs: Sequence[float | None]
-    """Of the rollout; None outside the mask."""
+    """Log-probabilities of the rollout; None outside the mask."""
     prev_logprobs: Sequence[float | None] | None
-    """Of the trainer before its update; None where it made none."""
+    """Log-probabilities of the trainer before its update; None where it made none."""
 
     def __post_init__(self) -> None:
         columns = (self.texts, self.mask, self.generation_logprobs, self.prev_logprobs)
@@ -70,7 +70,7 @@ class RowTokens:
         return None if ours is None or theirs is None else ours - theirs
 
     def differences(self) -> list[float]:
-        """Of all tokens that have one."""
+        """The differences of all tokens that have one."""
         found = (self.difference(at) for at in range(len(self.ids)))
         return [value for value in found if value is not None]
 
@@ -93,21 +93,21 @@ class RolloutRow:
     sample_mask: float | None = None
     """Weight of the row in the loss; None where the file does not say."""
     no_weight: str | None = None
-    """Why the weight is 0; None where it is not, or the file does not say."""
+    """The reason for a weight of 0; None where it is not 0, or the file does not say."""
     weight_version: int | None = None
     tokens: RowTokens | None = None
     no_prev_logprobs: str | None = None
-    """Why there are none of the trainer; None where there are."""
+    """The reason for missing log-probabilities of the trainer; None where there are some."""
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer is right: the component `correct`, or the reward where there is none, is above 0."""
+        """True where the component `correct`, or the reward where there is none, is above 0."""
         correct = self.components.get("correct")
         return (self.reward if correct is None else correct) > 0
 
     @property
     def left_out(self) -> str:
-        """That the row is not trained, and why; empty where it is."""
+        """The remark that the row is not trained, and why; empty where it is."""
         return f"not trained ({self.no_weight or 'sample mask 0'})" if self.sample_mask == 0 else ""
 
     @classmethod
@@ -175,18 +175,18 @@ def _tokens(record: Mapping[str, Any]) -> RowTokens:
 
 
 def _number(value: Any) -> float | None:
-    """Also of `NaN` and `-inf`, which are written as texts."""
+    """Parse a number, or `NaN` and `-inf`, which are written as texts."""
     return None if value is None else float(value)
 
 
 BOUNDS = (0.05, 0.5)
-"""Of the grades: probabilities 5 % apart, which low precision explains, and 65 %, which it does not."""
+"""Bounds of the grades: probabilities 5 % apart, which low precision explains, and 65 %, which it does not."""
 WHY_SHOWN = 200
 """Characters of a reason that the file gives."""
 
 
 class Grade(IntEnum):
-    """How far rollout and trainer are apart on a token."""
+    """The distance of rollout and trainer on a token."""
 
     CLOSE = 0
     APART = 1
@@ -204,15 +204,15 @@ class Piece:
 
     text: str
     is_masked: bool
-    """Not trained: what an environment said, or a token behind the end."""
+    """True for a token that is not trained: an environment said so, or it lies behind the end."""
     grade: Grade | None
-    """None without both log-probabilities."""
+    """The grade, or None without both log-probabilities."""
     tokens: tuple[int, ...]
     """Places in the row."""
 
 
 def grade_of(difference: float | None) -> Grade | None:
-    """What is not finite is far."""
+    """Return the grade of a difference; one that is not finite is far."""
     if difference is None:
         return None
     if not math.isfinite(difference):
@@ -239,7 +239,7 @@ def pieces_of(tokens: RowTokens) -> Iterator[Piece]:
 
 
 def difference_text(rows: Iterable[RolloutRow]) -> str:
-    """How far apart the tokens of the rows are, or why nobody knows."""
+    """Return how far apart the tokens of the rows are, or why it is not known."""
     of_rows = list(rows)
     found = [abs(value) for row in of_rows if row.tokens is not None for value in row.tokens.differences()]
     if not found:
@@ -252,14 +252,14 @@ def difference_text(rows: Iterable[RolloutRow]) -> str:
 
 
 def shared_reason(rows: Iterable[RolloutRow]) -> str | None:
-    """Why none of the rows has a difference, where the reason is the same for all of them."""
+    """Return the reason for which none of the rows has a difference, where all of them have the same one."""
     texts = {difference_text([row]) for row in rows if row.tokens is None or not row.tokens.differences()}
     has_difference = any(row.tokens is not None and row.tokens.differences() for row in rows)
     return texts.pop() if len(texts) == 1 and not has_difference else None
 
 
 def legend() -> str:
-    """What the marks mean."""
+    """Return the meaning of the marks."""
     low, high = BOUNDS
     return (
         f"marks: log-probabilities apart by more than {low} ({Grade.APART.mark}), {high} ({Grade.FAR.mark}); "

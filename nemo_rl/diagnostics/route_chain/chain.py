@@ -41,9 +41,9 @@ class Mismatch:
     coords: Mapping[str, int]
     process: str
     layer: int | None
-    """None where the token itself differs."""
+    """The layer, or None where the token itself differs."""
     position: int
-    """Of the token in its sample."""
+    """Position of the token in its sample."""
     expected: list[int] | str
     """Ids as the rollout has them; their digest where a record holds no ids."""
     got: list[int] | str
@@ -52,7 +52,7 @@ class Mismatch:
     """File and line."""
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the lines of the report."""
         at = "".join(f" {axis}={place}" for axis, place in self.coords.items())
         batch = "" if self.microbatch is None else f", microbatch {self.microbatch}"
         what = "token" if self.layer is None else f"layer {self.layer}"
@@ -77,22 +77,22 @@ class Report:
     """Hop -> records that differ from the rollout."""
     gaps: list[Gap] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What does not change the verdict, such as torn lines and retired samples."""
+    """Remarks that do not change the verdict, such as torn lines and retired samples."""
     num_files: int = 0
     num_processes: int = 0
     num_samples: int = 0
-    """That the rollout recorded."""
+    """Number of samples that the rollout recorded."""
     events: dict[str, int] = field(default_factory=dict)
     """Event -> records."""
     compared: dict[str, int] = field(default_factory=dict)
     """`<hop>/<stage>` -> routes of one token and layer that were compared."""
 
     def as_record(self) -> dict[str, object]:
-        """For machines."""
+        """Return the report as JSON-like values."""
         return {**asdict(self), "verdict": self.verdict.label, "exit_code": self.verdict.value}
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the lines of the report."""
         lines = [f"{self.verdict.name}: {self.reason}"]
         lines += [] if self.mismatch is None else self.mismatch.lines()
         lines += [f"  {count} bad records at hop {hop}" for hop, count in self.bad_records.items()]

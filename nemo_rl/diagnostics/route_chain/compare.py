@@ -23,7 +23,7 @@ Kind = Literal["tokens", "routes"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where the first difference lies."""
+    """The place of the first difference."""
 
     slot: int
     key: str
@@ -34,14 +34,14 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What an observation has, what the rollout has at the same places, and where they differ."""
+    """The content of an observation, that of the rollout at the same places, and where they differ."""
 
     seen: Observation
     kind: Kind
     got: np.ndarray
     """`[S, L]` int64: digests of routes; of tokens `[S, 1]` their ids."""
     expected: np.ndarray
-    """As `got`; 0 where nothing is compared."""
+    """Values of the rollout, in the shape of `got`; 0 where nothing is compared."""
     is_compared: np.ndarray
     """`[S, L]` bool."""
     is_bad: np.ndarray
@@ -67,7 +67,7 @@ class Comparison:
 def lookup(
     samples: Mapping[str, Sample], seen: Observation, kind: Kind, key_index: np.ndarray, positions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the rollout has at any places, and where it has something: both `[n, L]`.
+    """Look up the rollout's values at any places, and whether it has one: both `[n, L]`.
 
     Args:
         key_index: `[n]` int64, into the keys of the observation; -1 for none.
@@ -307,7 +307,7 @@ def _rows(sample: Sample, found: Comparison) -> np.ndarray:
 
 
 def _explains(got: np.ndarray, values: np.ndarray, is_there: np.ndarray) -> bool:
-    """Whether a mistake gives what was seen wherever it says something, and says something about most of it."""
+    """Return whether a mistake gives what was seen wherever it says something, and says something about most of it."""
     return bool(is_there.sum() * 2 > is_there.size and (got == values)[is_there].all())
 
 

@@ -1,4 +1,4 @@
-"""What a trace should hold and does not: stages, samples, ranks, layers, tokens, forwards.
+"""Gaps of a trace: missing stages, samples, ranks, layers, tokens, forwards.
 
 Called by `chain`. Limits that the files announce are no gaps, and neither are samples that
 were retired on purpose.
@@ -84,13 +84,13 @@ class Coverage:
 
     @property
     def stages(self) -> list[str]:
-        """That replay routes: those that the driver named, or train and all that were seen."""
+        """Return the stages that replay routes: those that the driver named, or train and all that were seen."""
         planned = {stage for record in self.trace.of("trace_plan") for stage in record.fields["stages"]}
         seen = {*self.fetched, *(stage for stage, _ in self.keys_assigned)}
         return sorted(planned | seen | (set() if planned else {TRAIN}))
 
     def gaps(self, *, require_forward_verify: bool, require_cp_identity: bool) -> list[Gap]:
-        """What is missing, in causal order."""
+        """Return the gaps, in causal order."""
         found = [
             *self._fetch_gaps(),
             *self._rank_gaps(),

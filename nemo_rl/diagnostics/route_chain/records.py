@@ -63,7 +63,7 @@ class Record:
 
     @property
     def rank(self) -> int | None:
-        """In the process group of its process; None without one."""
+        """Rank in the process group of its process; None without one."""
         return self.fields.get("rank")
 
     @property
@@ -88,7 +88,7 @@ class Record:
 
 @dataclass(slots=True)
 class Trace:
-    """What a folder holds."""
+    """The records of a folder."""
 
     files: list[Path] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)

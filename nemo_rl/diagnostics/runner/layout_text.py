@@ -32,14 +32,14 @@ class LayoutText:
     pp: int = 1
     ep: int = 1
     etp: int | None = None
-    """None: 1 where experts are split over ranks, else as the dense weights."""
+    """Expert tensor parallel size; None: 1 where experts are split over ranks, else that of the dense weights."""
     dp: int | None = None
-    """None: as many as the experts need."""
+    """Data-parallel size; None: as many as the experts need."""
     sp: bool = False
     packed: bool = False
     recompute: bool = False
     worker: str | None = None
-    """None: that of the recipe."""
+    """The worker, or None for that of the recipe."""
     precision: str | None = None
     mbs: int | None = None
     """Rows per microbatch; None puts all rows of a rank in one."""

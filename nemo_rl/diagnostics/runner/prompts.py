@@ -30,16 +30,16 @@ PromptKind: TypeAlias = Literal["math", "text", "file", "token-ids", "step"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSpec:
-    """Which rows."""
+    """The rows to run."""
 
     kind: PromptKind = "math"
     text: str | None = None
     path: Path | None = None
-    """Of `file`, a text; of `token-ids`, a JSON list of rows; of `step`, a folder `steps/step_N` of a run."""
+    """Path of a text (`file`), of a JSON list of rows (`token-ids`) or of a folder `steps/step_N` of a run (`step`)."""
     length: int | None = None
     """Tokens of a row; None: 137 of `math`, or as many as the model has positions for; all of the others."""
     num_rows: int = 1
-    """Of `step`, the first so many; of `token-ids` all are taken."""
+    """Number of rows of `step`, from the first on; of `token-ids` all are taken."""
     is_unequal: bool = False
     """Each row is shorter than the one before it."""
     uses_chat_template: bool = False

@@ -48,7 +48,7 @@ FORMAT, VERSION = "nemo_rl.routes", 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutesFile:
-    """What a file holds."""
+    """The content of a routes file."""
 
     shape: RouteShape
     model: Mapping[str, object]
@@ -144,7 +144,7 @@ def read_routes(path: Path) -> RoutesFile:
 
 
 def _row_digests(routes: torch.Tensor, rows: Sequence[Sequence[int]], shape: RouteShape) -> list[str]:
-    """Of each row: its tokens and their routes."""
+    """Return the digest of each row: of its tokens and their routes."""
     digests_SL = route_digests(routes.long(), shape.layers)
     parts = digests_SL.split([len(row) for row in rows])
     return [
@@ -164,7 +164,7 @@ def _why_not(key: str, row: Sequence[int], held: Rows) -> str:
 
 
 STEP = 0
-"""Of the records."""
+"""Step number of the records."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,11 +179,11 @@ class RankWork:
     top_k: int = 0
     """Likeliest next tokens per position; 0: none."""
     model: Mapping[str, object] = field(default_factory=dict)
-    """What a file of routes says of the model that made it."""
+    """The model's description, which a file of routes keeps."""
     record: RecordSpec | None = None
     trace: TraceSpec | None = None
     watches: tuple[str, ...] = ()
-    """What the hub of `trace` is shown."""
+    """Sites that the hub of `trace` is shown."""
     routes_from: Path | None = None
     routes_to: Path | None = None
     use_gpu: bool = False
@@ -192,14 +192,14 @@ class RankWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankResult:
-    """What the job computed."""
+    """The numbers that the job computed."""
 
     logprobs: tuple[tuple[float, ...], ...]
-    """Of each row, position by position; 0.0 at the first, which nothing predicts."""
+    """Log-probabilities of each row, position by position; 0.0 at the first, which nothing predicts."""
     loss: float | None = None
     grad_norm: float | None = None
     top_k: tuple[tuple[tuple[tuple[int, float], ...], ...], ...] = ()
-    """Of each row and position, tokens and logits, the largest first."""
+    """Tokens and logits of each row and position, the largest first."""
 
 
 def probe_rank(spec: RankSpec, work: RankWork) -> RankResult:
@@ -262,7 +262,7 @@ def _worker(spec: RankSpec, work: RankWork) -> Iterator[PolicyWorker]:
 
 
 def _plan(work: RankWork) -> PackPlan:
-    """As a GRPO step plans its rows."""
+    """Plan the rows as a GRPO step does."""
     lengths = [len(row) for row in work.rows.ids]
     return plan_train(lengths, [len(lengths)], work.policy, layout=work.layout)
 

@@ -44,12 +44,12 @@ from nemo_rl.utils.files import write_text
 __all__ = ["RECORDS", "RESULT", "ABRuns", "ProbeResult", "ProbeSpec", "run_ab", "run_probe"]
 
 RECORDS, RESULT = "records", "result.json"
-"""In the folder of a probe."""
+"""Names in the folder of a probe."""
 RANDOM = "random:"
 PROBE = "probe"
 """Name of the run for the tracer."""
 TRACE_BYTES = 256 << 20
-"""Of frames that may wait in each rank: a probe is short, and may show much."""
+"""Bytes of frames that may wait in each rank: a probe is short, and may show much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,16 +57,16 @@ class ProbeSpec:
     """One probe."""
 
     config: MasterConfig
-    """Of which the policy and the seed are used."""
+    """The recipe, of which the policy and the seed are used."""
     layout: LayoutText | None = None
-    """None: as the recipe has it."""
+    """The layout, or None for that of the recipe."""
     prompt: PromptSpec = field(default_factory=PromptSpec)
     has_backward: bool = False
     top_k: int = 0
     dump: str | None = None
     """Sites to record, under `out`."""
     watches: tuple[str, ...] = ()
-    """What is shown to a tracer's hub, which writes it to `tracer/` under `out`."""
+    """Sites that are shown to a tracer's hub, which writes them to `tracer/` under `out`."""
     out: Path | None = None
     """Folder of the result and the records."""
     routes_to: Path | None = None
@@ -76,21 +76,21 @@ class ProbeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """What a probe computed."""
+    """The result of a probe."""
 
     rows: Rows
     texts: tuple[tuple[str, ...], ...]
-    """Of every token."""
+    """Texts of all tokens."""
     found: RankResult
     layout: str
     world_size: int
     unobserved: Mapping[str, str] = field(default_factory=dict)
     """Sites that were to be recorded and that this model does not give -> why."""
     is_first_rank: bool = True
-    """Whether this process speaks for the job."""
+    """True where this process speaks for the job."""
 
     def as_record(self) -> dict[str, object]:
-        """For machines."""
+        """Return the result as JSON-like values."""
         rows = [
             {
                 "key": key,
@@ -116,7 +116,7 @@ class ProbeResult:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the lines of the report."""
         lines = [f"{self.layout}: {self.world_size} process{'' if self.world_size == 1 else 'es'}"]
         for number, (key, ids, logprobs) in enumerate(
             zip(self.rows.keys, self.rows.ids, self.found.logprobs, strict=True)

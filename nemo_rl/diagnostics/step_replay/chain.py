@@ -1,4 +1,4 @@
-"""Which kept steps lead to the one that is asked for, and from where they start.
+"""`Chain`: the kept steps that lead to the one that is asked for, and the start from which they go.
 
 Invariant: the steps of a chain are those that the run did between its start and the target, all of them.
 """
@@ -33,11 +33,11 @@ class ChainLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """From a start to the target."""
+    """The kept steps from a start to the target."""
 
     links: tuple[ChainLink, ...]
     checkpoint: Checkpoint | None
-    """None: the initial model."""
+    """The checkpoint of the start, or None for the initial model."""
     with_optimizer: bool = True
 
     @property
@@ -46,7 +46,7 @@ class Chain:
 
     @property
     def start(self) -> str:
-        """For people."""
+        """The name of the start, shown in reports."""
         return "the initial model" if self.checkpoint is None else f"checkpoint {self.checkpoint.path}"
 
 
@@ -136,7 +136,7 @@ def _read(folder: KeptFolder) -> ChainLink:
 
 
 def _contradiction(step: KeptStep, number: int) -> str | None:
-    """What a record says against itself or its folder's name, in words; a checksum finds no edit."""
+    """Return how a record contradicts itself or its folder's name, in words; a checksum finds no edit."""
     if step.number != number:
         return f"number: expected {number} as its folder is named, got {step.number}"
     run = step.run

@@ -70,7 +70,7 @@ class KeptColumns:
         )
 
     def has(self, name: str, rows: Sequence[int]) -> bool:
-        """Whether the column was kept of all these rows."""
+        """Return whether the column was kept of all these rows."""
         if name in self.update:
             return all(row in self.places for row in rows)
         return name in self.rollout

@@ -44,7 +44,7 @@ class Finding:
     kept: str
     replayed: str
     agrees: bool | None
-    """None: nothing was kept to compare with."""
+    """True where both agree; None where nothing was kept to compare with."""
     difference: str = ""
 
 
@@ -133,7 +133,7 @@ def _plans(work: StepWork) -> list[Finding]:
 
 
 def _routes(ranks: Sequence[RankStep]) -> list[Finding]:
-    """Those that the log-probability pass records; those of the rollout are columns, and given to the routers."""
+    """Compare routes of the log-probability pass; those of the rollout are columns, and given to the routers."""
     found = [rank.routes for rank in ranks if rank.routes is not None]
     if not found:
         return []
@@ -320,9 +320,9 @@ class ReplayReport:
     how: str
     """Worker and layout."""
     differences: tuple[str, ...]
-    """What keeps the numbers from being the same to the last bit."""
+    """Reasons for which the numbers need not be the same to the last bit."""
     what_if: tuple[str, ...]
-    """What was set over the kept config: then differences are the answer, not a fault."""
+    """Settings over the kept config: with them differences are the answer, not a fault."""
     notes: tuple[str, ...]
     steps: tuple[StepFindings, ...]
     seconds: float
@@ -338,7 +338,7 @@ class ReplayReport:
 
     @property
     def verdict(self) -> Verdict:
-        """How the replay ended."""
+        """The verdict of the replay."""
         looked_at = [finding.agrees for step in self.steps for finding in step.findings]
         if all(agrees is None for agrees in looked_at):
             return Verdict.VACUOUS
@@ -349,7 +349,7 @@ class ReplayReport:
         return Verdict.INCOMPLETE if None in looked_at else Verdict.PASS
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Yield the lines of the report."""
         yield f"replay of step {self.step} of {self.run}: from {self.start}, {self.how}"
         for text in self.differences:
             yield f"  not to the last bit: {text}"
@@ -367,7 +367,7 @@ class ReplayReport:
         yield f"{self.verdict.label} in {self.seconds:.1f} s"
 
     def as_record(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the report as JSON-like values."""
         return {
             **asdict(self),
             "verdict": self.verdict.label,

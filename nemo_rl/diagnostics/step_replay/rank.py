@@ -76,7 +76,7 @@ Visit: TypeAlias = "Callable[[ReplayRank, int], None]"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankJob:
-    """What every rank does."""
+    """The work of every rank."""
 
     settings: ReplaySettings
     checkpoint: Checkpoint | None
@@ -86,9 +86,9 @@ class RankJob:
     stages: tuple[str, ...]
     train_fields: tuple[str, ...]
     record: RecordSpec | None = None
-    """Of the passes of the last step; None: nothing."""
+    """Recording of the passes of the last step; None records nothing."""
     visit: Visit | None = None
-    """At the start, and after each step that has ended."""
+    """Called at the start, and after each step that has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,16 +115,16 @@ class Routes:
 
 @dataclass(kw_only=True, slots=True)
 class RankStep:
-    """What one rank found in one step; None where a stage was not run."""
+    """The results of one rank in one step; None where a stage was not run."""
 
     number: int
     routes: Routes | None = None
-    """Where the log-probability pass records them; a part of them on every rank."""
+    """Routes, where the log-probability pass records them; every rank has a part of them."""
     prev: Logprobs | None = None
     reference: Logprobs | None = None
     train: TrainResult | None = None
     weights: WeightsDigest | None = None
-    """At rank 0."""
+    """Digest of the weights; rank 0 has it."""
     error: KeptError | None = None
 
 
@@ -257,7 +257,7 @@ class ReplayRank:
     def _recorded_logprobs(
         self, work: StepWork, columns: KeptColumns, found: RankStep
     ) -> tuple[list[int], torch.Tensor]:
-        """As `logprobs`, with routes that the pass chooses and records."""
+        """Compute log-probabilities like `logprobs`, with routes that the pass chooses and records."""
         assert work.logprob_plan is not None, "there are rows"
         self.worker.life.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
@@ -270,7 +270,7 @@ class ReplayRank:
     def _seed_batch(
         self, work: StepWork, columns: KeptColumns, fields: Sequence[str], rows: list[int], *, width: int
     ) -> BatchedDataDict:
-        """What a log-probability pass reads; weights of rows are kept only of steps that came to write them."""
+        """Return the batch of a log-probability pass; weights of rows are kept only of steps that wrote them."""
         kept = [name for name in fields if columns.has(name, rows)]
         batch = columns.batch(kept, rows, width=width, pad_token_id=self._pad_token_id)
         if SAMPLE_MASK not in batch:
@@ -326,7 +326,7 @@ def _compared_routes(recorded_NTLK: torch.Tensor, batch: BatchedDataDict) -> Rou
 
 
 def _prev_fields(columns: KeptColumns, rows: Sequence[int]) -> tuple[str, ...]:
-    """What the pass of `prev_logprobs` reads: the kept sets, too, where the run has recorded them."""
+    """Return the fields that `prev_logprobs` reads: the kept sets, too, where the run has recorded them."""
     return (*LP_SEED_FIELDS, SUPPORT) if columns.has(SUPPORT, rows) else LP_SEED_FIELDS
 
 

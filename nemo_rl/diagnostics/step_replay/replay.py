@@ -42,22 +42,22 @@ __all__ = ["NonFiniteValue", "first_non_finite", "replay_step"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NonFiniteValue:
-    """Where it is."""
+    """The place of a value that is not finite."""
 
     phase: str
     site: str
-    """With layer and direction, such as `mlp.out[1] backward`."""
+    """Name with layer and direction, such as `mlp.out[1] backward`."""
     microbatch: int
     rank: int
     key: str | None = None
     """Row; None at a site without tokens."""
     position: int | None = None
     num_values: int
-    """That are not finite, in this record."""
+    """Number of values in this record that are not finite."""
 
     @property
     def text(self) -> str:
-        """For people."""
+        """The text shown in reports."""
         where = f", sample {self.key!r}, position {self.position}" if self.key is not None else ""
         return (
             f"{self.phase}/{self.site}, microbatch {self.microbatch}, rank {self.rank}{where} "
@@ -66,7 +66,7 @@ class NonFiniteValue:
 
 
 def first_non_finite(folder: Path) -> NonFiniteValue | None:
-    """None where all is finite. Recordings that ended early are read as far as they go.
+    """Find the first NaN or infinity; None where all is finite. Recordings that ended early are read as far as they go.
 
     Raises:
         UserError: no folder of records.
@@ -130,7 +130,7 @@ def replay_step(request: ReplayRequest) -> ReplayReport:
 
 
 def _first_nan(folder: Path) -> tuple[str, ...]:
-    """Nothing where no pass was run."""
+    """Return the remark on the first NaN; empty where no pass was run."""
     if not folder.is_dir():
         return ()
     found = first_non_finite(folder)

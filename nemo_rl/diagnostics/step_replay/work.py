@@ -35,7 +35,7 @@ __all__ = ["RowNumbers", "StepWork", "TokenNeeds", "make_work"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenNeeds:
-    """What the advantages and weights of a recipe need from tokens."""
+    """The token columns that the advantages and weights of a recipe need."""
 
     measures: RowMeasures | None
     estimator: TokenEstimator | None
@@ -48,16 +48,16 @@ class TokenNeeds:
 
     @property
     def needs_whole_groups(self) -> bool:
-        """As in the run."""
+        """True where advantages need whole groups, as in the run."""
         return self.estimator is not None or self.kl is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowNumbers:
-    """Of a step."""
+    """Weights and advantages of the rows of a step."""
 
     scored: ScoredRows
-    """Of all rows."""
+    """Scores of all rows."""
     token_advantages: torch.Tensor | None = None
     """`[chosen, T]` float32; None where advantages are those of rows."""
     lacks_tokens: bool = False
@@ -132,7 +132,7 @@ def _check_kind(step: KeptStep, needs: TokenNeeds) -> None:
 def _dense(
     columns: KeptColumns, names: Sequence[str], rows: Sequence[int], *, width: int
 ) -> dict[str, torch.Tensor] | None:
-    """None where one was not kept."""
+    """Return dense columns, or None where one was not kept."""
     if not all(columns.has(name, rows) for name in names):
         return None
     batch = materialize({name: columns.rows(name, rows) for name in names}, pad_values={}, pad_to=width)
@@ -153,17 +153,17 @@ class StepWork:
     token_advantages: torch.Tensor | None = None
     """`[trained, T]` float32, in place of the others; None where advantages are those of rows."""
     lacks_tokens: bool = False
-    """What is made of tokens was not made: the step ended before they were kept."""
+    """True where the step ended before its tokens were kept, so that nothing is made of them."""
     run_plan: PackPlan | None = None
-    """For the layout of the run."""
+    """The plan for the layout of the run."""
     run_logprob_plan: PackPlan | None = None
     plan: PackPlan | None = None
-    """For the layout of the replay."""
+    """The plan for the layout of the replay."""
     logprob_plan: PackPlan | None = None
     error: KeptError | None = None
     """The driver already fails."""
     is_subset: bool = False
-    """Only the log-probabilities and the loss, without an update."""
+    """True for the log-probabilities and the loss alone, without an update."""
 
 
 def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] = ()) -> StepWork:
