@@ -86,7 +86,7 @@ class AttachPoint:
 
 
 def write_attach_file(log_dir: Path, *, ledger: LedgerAddress) -> Path:
-    """Writes the file for this process's run."""
+    """Write the file for this process's run."""
     point = AttachPoint(
         run_id=ledger.run_id,
         ledger=ledger,
@@ -97,7 +97,7 @@ def write_attach_file(log_dir: Path, *, ledger: LedgerAddress) -> Path:
 
 
 def read_attach_file(log_dir: Path) -> AttachPoint | None:
-    """The point of a running job; None when there is no file.
+    """Return the point of a running job; None when there is no file.
 
     Raises:
         UserError: the file is not what a run writes, or may not be read.

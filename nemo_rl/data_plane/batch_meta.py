@@ -36,7 +36,7 @@ _DEPTH = 32
 
 
 def checked_info(given: Mapping[str, JsonLike], where: str) -> dict[str, JsonLike]:
-    """A copy.
+    """Return a copy.
 
     Raises:
         SchemaMismatch: a value is not JSON-like, or an entry has the name of a plan.
@@ -50,7 +50,7 @@ def checked_info(given: Mapping[str, JsonLike], where: str) -> dict[str, JsonLik
 
 
 def join_info(parts: Sequence[Mapping[str, JsonLike]]) -> dict[str, JsonLike]:
-    """The entries of all parts.
+    """Return the entries of all parts.
 
     Raises:
         SchemaMismatch: two parts have other values under one name.
@@ -72,7 +72,7 @@ def _text_key(name: object, where: str) -> str:
 
 
 def _copied(value: JsonLike, where: str, depth: int = 0) -> JsonLike:
-    """A JSON-like value that shares nothing with the given one; tuples become lists, as JSON has them."""
+    """Return a JSON-like value that shares nothing with the given one; tuples become lists, as JSON has them."""
     if depth > _DEPTH:
         raise SchemaMismatch(f"{where}: expected at most {_DEPTH} containers in one another")
     # Exact types: numbers of numpy are floats, too, and a pickle of them is not small.
@@ -179,7 +179,7 @@ class KVBatchMeta(Counted):
         return len(self.keys)
 
     def subset(self, indices: Iterable[int]) -> KVBatchMeta:
-        """The rows at `indices`, in that order; the pack plan is cleared."""
+        """Return the rows at `indices`, in that order; the pack plan is cleared."""
         picked = [int(i) for i in indices]
         if outside := [i for i in picked if not 0 <= i < len(self.keys)]:
             raise SchemaMismatch(f"subset: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
@@ -197,13 +197,13 @@ class KVBatchMeta(Counted):
         )
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
-        """Rows `start` to `stop`, clamped to what exists; the pack plan is cleared."""
+        """Return rows `start` to `stop`, clamped to what exists; the pack plan is cleared."""
         size = len(self.keys)
         first = min(max(start, 0), size)
         return self.subset(range(first, min(max(stop, first), size)))
 
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
-        """Rows of this meta, then those of the others; the pack plan is cleared. Metas without rows add nothing.
+        """Return rows of this meta, then those of the others; the pack plan is cleared. Metas without rows add nothing.
 
         Raises:
             SchemaMismatch: another partition, task, field set or set of known families; lengths, tags or claims on one
@@ -231,14 +231,14 @@ class KVBatchMeta(Counted):
         )
 
     def drop(self, indices: Iterable[int]) -> KVBatchMeta:
-        """All rows but those at `indices` (any order, repeats allowed); dropping all gives an empty meta."""
+        """Return all rows but those at `indices` (any order, repeats allowed); dropping all gives an empty meta."""
         gone = {int(i) for i in indices}
         if outside := sorted(i for i in gone if not 0 <= i < len(self.keys)):
             raise SchemaMismatch(f"drop: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
         return self.subset(i for i in range(len(self.keys)) if i not in gone)
 
     def with_tags(self, columns: Mapping[str, Sequence[TagValue] | torch.Tensor | np.ndarray]) -> KVBatchMeta:
-        """Adds or replaces tags, one value per row and name; numbers of torch and numpy become Python's."""
+        """Add or replace tags, one value per row and name; numbers of torch and numpy become Python's."""
         where = f"partition {self.partition_id!r}"
         plain = {name: plain_column(name, values, where=where) for name, values in columns.items()}
         for name, values in plain.items():
@@ -247,13 +247,13 @@ class KVBatchMeta(Counted):
         return replace(self, tags=old.with_columns(plain))
 
     def with_fields(self, names: Iterable[str], *, versions: Mapping[str, Version] | None = None) -> KVBatchMeta:
-        """Adds field names (each once, order kept) and, if given, family versions."""
+        """Add field names (each once, order kept) and, if given, family versions."""
         if isinstance(names, str):
             raise SchemaMismatch(f"with_fields: expected names of fields, got the string {names!r}")
         return replace(self, fields=(*self.fields, *names), versions={**self.versions, **(versions or {})})
 
     def with_written(self, shards: Sequence[KVBatchMeta]) -> KVBatchMeta:
-        """The same rows with the fields and versions of `shards`, which hold each row of it once, in any order."""
+        """Return the same rows with the fields and versions of `shards`, which hold each row once, in any order."""
         first, *rest = shards
         if all(shard.versions == first.versions for shard in rest) and all(
             isinstance(version, int) for version in first.versions.values()
@@ -266,11 +266,11 @@ class KVBatchMeta(Counted):
         return self.with_fields(ordered.fields, versions=ordered.versions)
 
     def claims_by_key(self) -> dict[str, int]:
-        """Key -> the claim under which the row was handed out; empty when nothing was claimed."""
+        """Return key -> the claim under which the row was handed out; empty when nothing was claimed."""
         return dict(zip(self.keys, self.claims, strict=True)) if self.claims is not None else {}
 
     def with_pack(self, pack: PackPlan | None) -> KVBatchMeta:
-        """The same rows under another pack plan."""
+        """Return the same rows under another pack plan."""
         return replace(self, pack=pack)
 
     def _check_aligned(self, what: str, count: int) -> None:

@@ -79,7 +79,7 @@ class EncodedChunk:
 
 
 def join(parts: Parts) -> memoryview:
-    """One chunk as one buffer of its own."""
+    """Return one chunk as one buffer of its own."""
     return np.concatenate([_as_bytes(part) for part in parts]).data
 
 
@@ -99,7 +99,7 @@ class _Source:
 
 
 def encode_rows(columns: Mapping[str, FlatColumn], *, num_rows: int, chunk_bytes: int) -> list[EncodedChunk]:
-    """Chunks of about `chunk_bytes` for each family; a larger row is a chunk of its own."""
+    """Return chunks of about `chunk_bytes` for each family; a larger row is a chunk of its own."""
     families: dict[str, list[FlatColumn]] = {}
     for column in columns.values():
         families.setdefault(column.spec.family, []).append(column)
@@ -153,7 +153,7 @@ def _starts(sizes: Lengths) -> Lengths:
 
 
 def _split(starts: Lengths, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Row ranges whose bytes stay within the target; one row at least."""
+    """Return row ranges whose bytes stay within the target; one row at least."""
     ranges: list[tuple[int, int]] = []
     first, num_rows = 0, len(starts) - 1
     while first < num_rows:
@@ -247,7 +247,7 @@ class ChunkReader:
             )
 
     def rows(self, name: str, first: int, count: int) -> Bytes:
-        """The bytes of `count` rows of a column."""
+        """Return the bytes of `count` rows of a column."""
         index = self.columns[name]
         low, high = int(index.starts[first]), int(index.starts[first + count])
         self.num_bytes_used += high - low
@@ -278,7 +278,7 @@ class GatheredColumn:
 
 
 def gather(spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Run]) -> GatheredColumn:
-    """The rows that `runs` name, copied once; no runs give an empty column."""
+    """Return the rows that `runs` name, copied once; no runs give an empty column."""
     indexes = [readers[run[0]].columns[spec.name] for run in runs]
     parts = [readers[chunk].rows(spec.name, first, count) for chunk, first, count in runs]
     lengths: Lengths | None = None
@@ -304,7 +304,7 @@ def gather(spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Ru
 def gather_padded(
     spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Run], pad: float, width: int | None
 ) -> torch.Tensor:
-    """The rows of a ragged column that `runs` name as a dense tensor `[N, width, ...]`, copied once."""
+    """Return the rows of a ragged column that `runs` name as a dense tensor `[N, width, ...]`, copied once."""
     indexes = [readers[run[0]].columns[spec.name] for run in runs]
     dtype, trailing = _layout(spec, indexes)
     sources = [

@@ -35,7 +35,7 @@ def kv_first_write(
     tags: Sequence[Tags] | None = None,
     task_name: str | None = None,
 ) -> KVBatchMeta:
-    """Writes the columns of fresh rollouts; padded `[N, T]` columns are cut by `input_lengths`.
+    """Write the columns of fresh rollouts; padded `[N, T]` columns are cut by `input_lengths`.
 
     Args:
         batch: must have `input_lengths` and `sample_mask`; every column goes out.
@@ -64,7 +64,7 @@ def read_columns(
     pad_values: Mapping[str, float] | None = None,
     pad_to: int | None = None,
 ) -> BatchedDataDict:
-    """The rows of `meta` as a dense batch.
+    """Return the rows of `meta` as a dense batch.
 
     Args:
         pad_values: field -> padding, besides the defaults of the schema; `input_ids` needs the tokenizer's pad id here.
@@ -78,7 +78,7 @@ def read_columns(
 
 
 def write_columns(client: DataPlaneClient, meta: KVBatchMeta, columns: Mapping[str, Column]) -> KVBatchMeta:
-    """Writes columns of existing rows; per-token ones are cut by `meta.sequence_lengths`. No columns: nothing happens.
+    """Write columns of existing rows; per-token ones are cut by `meta.sequence_lengths`. No columns: nothing happens.
 
     A meta that was claimed is written under its claim, whoever claimed it.
 
@@ -129,7 +129,7 @@ LENGTHS = "@lengths"
 
 
 def write_column_file(path: Path, columns: Mapping[str, torch.Tensor]) -> int:
-    """Replaces `path` at once; returns its bytes.
+    """Replace `path` at once; return its bytes.
 
     Raises:
         OSError: it cannot be written.
@@ -145,7 +145,7 @@ def write_column_file(path: Path, columns: Mapping[str, torch.Tensor]) -> int:
 
 
 def read_column_file(path: Path) -> dict[str, torch.Tensor]:
-    """The columns, jagged where they were.
+    """Return the columns, jagged where they were.
 
     Raises:
         OSError: the file is missing or cannot be read.

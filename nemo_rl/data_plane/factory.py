@@ -62,7 +62,7 @@ def build_data_plane_client(
     log_dir: Path | None = None,
     start: StartUp = DEFAULT_START,
 ) -> DataPlaneClient:
-    """A client of the run's data plane.
+    """Return a client of the run's data plane.
 
     Args:
         role: the owner starts ledger and store, and its close ends them; `attach` joins those at `address`.
@@ -105,7 +105,7 @@ def build_data_plane_client(
 
 
 def attach_data_plane(address: DataPlaneAddress) -> DataPlaneClient:
-    """A client for another part of the run; its close leaves the service running.
+    """Return a client for another part of the run; its close leaves the service running.
 
     Raises:
         DataPlaneClosed: the run's ledger or store does not exist (any more).
@@ -121,7 +121,8 @@ def attach_data_plane(address: DataPlaneAddress) -> DataPlaneClient:
 
 
 def observe(point: AttachPoint) -> LedgerHost:
-    """The ledger of a running job, for onlookers on its machine: no store, and its close leaves the job as it is.
+    """Return the ledger of a running job, for onlookers on its machine: no store, and its close leaves the job as it
+    is.
 
     Calls raise DataPlaneClosed when the job has ended.
     """
@@ -162,7 +163,7 @@ def cleared_after_error(client: DataPlaneClient, partition_id: str, keys: Collec
 
 
 def check_empty(client: DataPlaneClient, partition_ids: Iterable[str], *, keys: Collection[str] | None = None) -> None:
-    """Raises when rows are alive after a step, with the clients that made them.
+    """Raise when rows are alive after a step, with the clients that made them.
 
     Args:
         keys: of the rows that must be gone; None means that no row may be left.
@@ -225,7 +226,7 @@ def _own_host(
 
 
 def _open_to_onlookers(log_dir: Path, ledger: LedgerAddress, at_end: ExitStack) -> None:
-    """Records for `nemo-rl data-plane` where the ledger answers; a ledger of this process gets a socket for it."""
+    """Write for `nemo-rl data-plane` where the ledger answers; a ledger of this process gets a socket for it."""
     if ledger.kind == "in_process":
         server = LedgerServer(_services[ledger.run_id])
         at_end.callback(server.close)
@@ -248,12 +249,12 @@ def _join_host(address: LedgerAddress) -> LedgerHost:
 
 
 def impl_of(config: DataPlaneConfig) -> str:
-    """The adapter's name; a config that nobody has resolved means one process."""
+    """Return the adapter's name; a config that nobody has resolved means one process."""
     return config.resolved(has_actors=False).impl or "noop"
 
 
 def start_store(config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> PayloadStore:
-    """The owner's store; its close ends the service."""
+    """Return the owner's store; its close ends the service."""
     plan = memory_plan(config)
     if plan:
         logger.info("%s", plan)
@@ -261,7 +262,7 @@ def start_store(config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAUL
 
 
 def join_store(address: DataPlaneAddress) -> PayloadStore:
-    """A store for another client of the run.
+    """Return a store for another client of the run.
 
     Raises:
         DataPlaneClosed: the run's store is gone, or this process cannot reach it.

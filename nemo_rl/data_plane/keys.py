@@ -37,17 +37,17 @@ UID_BYTES = 6
 
 
 def mint_uids(num_groups: int) -> tuple[str, ...]:
-    """Fresh uids: no group of another step or epoch has one of them."""
+    """Return fresh uids: no group of another step or epoch has one of them."""
     return tuple(secrets.token_hex(UID_BYTES) for _ in range(num_groups))
 
 
 def key_of(uid: str, index: int | str) -> str:
-    """The key of one row of a group."""
+    """Return the key of one row of a group."""
     return f"{uid}{MARK}{index}"
 
 
 def keys_of_groups(uids: Iterable[str], group_size: int) -> tuple[str, ...]:
-    """Keys of whole groups, group by group.
+    """Return keys of whole groups, group by group.
 
     Example:
         >>> keys_of_groups(["a", "b"], 2)
@@ -57,7 +57,7 @@ def keys_of_groups(uids: Iterable[str], group_size: int) -> tuple[str, ...]:
 
 
 def group_uid(key: str) -> str:
-    """The group a key belongs to: all before its last `_g`; a key without one is a group of its own."""
+    """Return the group a key belongs to: all before its last `_g`; a key without one is a group of its own."""
     uid, mark, _ = key.rpartition(MARK)
     return uid if mark else key
 
@@ -76,18 +76,18 @@ def split_key(key: str) -> tuple[str, int] | None:
 
 
 def index_of(digits: str) -> int | None:
-    """A plain number, or None for any other text."""
+    """Return a plain number, or None for any other text."""
     is_plain = digits.isascii() and digits.isdigit() and len(digits) <= MOST_DIGITS
     return int(digits) if is_plain and str(int(digits)) == digits else None
 
 
 def client_label(place: str) -> str:
-    """A new client of this process at `place` (host name, or what the store calls its node)."""
+    """Return a new client of this process at `place` (host name, or what the store calls its node)."""
     return f"{place}:{os.getpid()}.{uuid.uuid4().hex[:6]}"
 
 
 def chunk_id(run_id: str, client: str, number: int) -> str:
-    """The id of a client's chunk."""
+    """Return the id of a client's chunk."""
     return f"{run_id}/{client}/{number}"
 
 
@@ -98,12 +98,12 @@ def chunk_tag(chunk: str) -> int:
 
 
 def owner_of(chunk: str) -> str:
-    """The client that made a chunk."""
+    """Return the client that made a chunk."""
     return chunk.rsplit("/", 2)[1]
 
 
 def process_of(client: str) -> int:
-    """The number of a client's process, at its place."""
+    """Return the number of a client's process, at its place."""
     return int(client.rpartition(":")[2].partition(".")[0])
 
 

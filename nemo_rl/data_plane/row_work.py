@@ -64,7 +64,7 @@ class RowWorkDone:
     plan: PackPlan
 
     def by_row(self) -> dict[str, torch.Tensor]:
-        """Numbers of which every shard has one per row, `[N]` in the order of the meta."""
+        """Return numbers of which every shard has one per row, `[N]` in the order of the meta."""
         rows = [row for rank in range(self.plan.num_ranks) for row in self.plan.rows_of_rank(rank)]
         index = torch.tensor(rows, dtype=torch.int64)
         parts = [numbers for numbers in self.shards if numbers]

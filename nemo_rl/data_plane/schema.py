@@ -221,7 +221,7 @@ FIELDS: Mapping[str, FieldSpec] = {spec.name: spec for spec in _ROWS}
 
 
 def stage_of_task(task_name: str) -> str:
-    """The stage a consumer task runs: `prev_lp` runs `prev_logprobs`."""
+    """Return the stage a consumer task runs: `prev_lp` runs `prev_logprobs`."""
     return WorkerPass.of_task(task_name) or task_name
 
 
@@ -230,12 +230,14 @@ def _holds(spec: FieldSpec, conditions: Collection[str] | None) -> bool:
 
 
 def reads_of(stage: str, *, conditions: Collection[str] | None = None) -> tuple[str, ...]:
-    """Fields that `stage` reads, in table order; with `conditions`, without those whose condition is not among them."""
+    """Return fields that `stage` reads, in table order; with `conditions`, without those whose condition is not among
+    them.
+    """
     return tuple(s.name for s in _ROWS if stage in s.read_by and _holds(s, conditions))
 
 
 def writes_of(stage: str, *, conditions: Collection[str] | None = None, rewrites: bool = True) -> tuple[str, ...]:
-    """Fields that `stage` produces and, unless `rewrites` is off, those it rewrites."""
+    """Return fields that `stage` produces and, unless `rewrites` is off, those it rewrites."""
     return tuple(
         s.name
         for s in _ROWS
@@ -248,7 +250,7 @@ def _always_there(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def route_fields(conditions: Collection[str]) -> tuple[str, ...]:
-    """Fields with routes of experts that exist under `conditions`; workers fetch them apart from the rest."""
+    """Return fields with routes of experts that exist under `conditions`; workers fetch them apart from the rest."""
     return tuple(s.name for s in _ROWS if s.name in ROUTE_FIELDS and s.condition in conditions)
 
 
@@ -260,14 +262,16 @@ TOKEN_ALIGNED_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.is_toke
 
 
 def writes_that_end_claims(stage: str) -> tuple[str, ...]:
-    """Fields with which a task of `stage` is done with its rows; what it writes in some runs alone comes with them."""
+    """Return fields with which a task of `stage` is done with its rows; what it writes in some runs alone comes with
+    them.
+    """
     return _always_there(writes_of(stage, rewrites=False))
 
 
 def extra_field(
     name: str, *, dtypes: Sequence[str] = (), dims: Sequence[Dim] = (), is_object: bool = False, pad: PadValue = 0.0
 ) -> FieldSpec:
-    """A column that a partition declares besides the table (image features, environment columns).
+    """Return a column that a partition declares besides the table (image features, environment columns).
 
     Example:
         >>> extra_field("turn_lengths", dtypes=["int32"], dims=("turns",)).is_ragged
@@ -285,7 +289,7 @@ def extra_field(
 
 
 def resolve_fields(fields: Iterable[str | FieldSpec]) -> tuple[FieldSpec, ...]:
-    """The specs of a declaration: names of the table, or specs of family `extras`.
+    """Return the specs of a declaration: names of the table, or specs of family `extras`.
 
     Raises:
         SchemaMismatch: an unknown name, a field given twice, or an extra column that is malformed.
@@ -327,7 +331,7 @@ def _check_extra(spec: FieldSpec) -> None:
 
 
 def spec_to_record(spec: FieldSpec) -> dict[str, object]:
-    """The spec as plain values, for the ledger."""
+    """Return the spec as plain values, for the ledger."""
     return {
         "name": spec.name,
         "dtypes": list(spec.dtypes),
@@ -339,7 +343,7 @@ def spec_to_record(spec: FieldSpec) -> dict[str, object]:
 
 
 def spec_from_record(record: Mapping[str, object]) -> FieldSpec:
-    """The spec that `spec_to_record` described; fields of the table come back as their table row."""
+    """Return the spec that `spec_to_record` described; fields of the table come back as their table row."""
     name = str(record["name"])
     known = FIELDS.get(name)
     if known is not None:
@@ -351,7 +355,7 @@ def spec_from_record(record: Mapping[str, object]) -> FieldSpec:
 
 
 def docs_table() -> str:
-    """The table of fields as Markdown."""
+    """Return the table of fields as Markdown."""
     header = ("field", "dtype", "dims", "pad", "family", "written by", "rewritten by", "read by", "condition")
     rows = [
         (

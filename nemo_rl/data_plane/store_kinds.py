@@ -74,7 +74,7 @@ class StoreKind:
 
 
 def kind_named(impl: str) -> StoreKind:
-    """The record of a built-in store, or of `module:Class`, which is imported when it is started or joined."""
+    """Return the record of a built-in store, or of `module:Class`, which is imported when it is started or joined."""
     return _BUILTIN[impl] if STORES.is_builtin(impl) else _user_defined(impl)
 
 
@@ -135,7 +135,7 @@ def _ray_environment(config: DataPlaneConfig) -> Mapping[str, str]:
 
 
 def _transfer_queue(config: DataPlaneConfig) -> type[TransferQueueStore]:
-    """The adapter, imported after the variables that TransferQueue reads at import are set."""
+    """Return the adapter, imported after the variables that TransferQueue reads at import are set."""
     _set(_transfer_queue_environment(config))
     from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore  # noqa: PLC0415 - see above
 
@@ -166,7 +166,7 @@ def _transfer_queue_environment(config: DataPlaneConfig) -> Mapping[str, str]:
 
 
 def _mooncake(config: DataPlaneConfig) -> type[MooncakeStore]:
-    """The adapter, imported after the variables that Mooncake reads are set."""
+    """Return the adapter, imported after the variables that Mooncake reads are set."""
     _set(_mooncake_environment(config))
     from nemo_rl.data_plane.adapters.mooncake import MooncakeStore  # noqa: PLC0415 - see above
 
@@ -239,10 +239,10 @@ class _OpenableStore(Protocol):
     """The class that `data_plane.impl: module:Class` names, besides being a `PayloadStore`."""
 
     def start(self, config: DataPlaneConfig, *, run_id: str, start: StartUp) -> PayloadStore:
-        """(class method) The owner's store; its close ends the service."""
+        """(class method) Return the owner's store; its close ends the service."""
 
     def join(self, address: DataPlaneAddress) -> PayloadStore:
-        """(class method) The store of another process; `address.store` is the owner's `PayloadStore.address`."""
+        """(class method) Return the store of another process; `address.store` is the owner's `PayloadStore.address`."""
 
 
 def _user_defined(impl: str) -> StoreKind:
@@ -297,12 +297,12 @@ _BUILTIN: Mapping[str, StoreKind] = {
 
 
 def transport_environment(config: DataPlaneConfig) -> Mapping[str, str]:
-    """Variables for every process that uses the payload store; empty for stores that need none."""
+    """Return variables for every process that uses the payload store; empty for stores that need none."""
     return kind_named(config.impl).environment(config) if config.enabled and config.impl is not None else {}
 
 
 def memory_plan(config: DataPlaneConfig, *, num_processes: int | None = None) -> str:
-    """One line; empty for a store that reserves nothing.
+    """Return one line; empty for a store that reserves nothing.
 
     Args:
         num_processes: clients of the data plane in all, None where that is not known.

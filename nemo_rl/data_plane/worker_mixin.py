@@ -74,7 +74,7 @@ class ReplicaMember:
 
     @classmethod
     def build(cls, layout: ParallelLayout, *, rank: int) -> ReplicaMember:
-        """(collective over the job) Builds all replica groups of the layout and returns this rank in its own."""
+        """(collective over the job) Build all replica groups of the layout and return this rank in its own."""
         at = layout.coordinates(rank)
         ranks = layout.replica(at.dp)
         group = replica_group_of(rank, layout.replicas())
@@ -114,18 +114,18 @@ class ShardWorker(Protocol[_LossT, _ResultT]):
 
     @abstractmethod
     def _train(self, meta: KVBatchMeta, batch: BatchedDataDict, loss_fn: _LossT, *, eval_mode: bool) -> _ResultT:
-        """(collective) One optimizer step per global batch; none with `eval_mode`."""
+        """(collective) Do one optimizer step per global batch; none with `eval_mode`."""
 
     @abstractmethod
     def _prev_logprobs(
         self, meta: KVBatchMeta, batch: BatchedDataDict, *, with_squares: bool
     ) -> Mapping[str, torch.Tensor]:
-        """(collective) The columns of `WorkerPass.PREV_LOGPROBS`, dense `[N, T, ...]` or jagged; `squared_probs` is one
-        of them with `with_squares`."""
+        """(collective) Return the columns of `WorkerPass.PREV_LOGPROBS`, dense `[N, T, ...]` or jagged; `squared_probs`
+        is one of them with `with_squares`."""
 
     @abstractmethod
     def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
-        """(collective) `[N, T]` float32."""
+        """(collective) Return `[N, T]` float32."""
 
 
 class _Store:
@@ -196,7 +196,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
     def setup_data_plane(
         self, address: DataPlaneAddress | None, *, fetch_policy: FetchPolicy = "auto", cache_bytes: int = 0
     ) -> None:
-        """Attaches this process's client, unless this rank neither reads nor writes.
+        """Attach this process's client, unless this rank neither reads nor writes.
 
         Args:
             address: of the owner's client; None for a rank that gets its columns from its leader.
@@ -214,16 +214,16 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             self._store = _Store(attach_data_plane(address), cache_bytes=cache_bytes)
 
     def close_data_plane(self) -> None:
-        """Ends this process's client. Idempotent."""
+        """End this process's client. Idempotent."""
         store, self._store = self._store, _NoStore(self.rank)
         store.close()
 
     def end_step(self) -> None:
-        """Forgets fetched columns; called when the rows of the step are cleared."""
+        """Forget fetched columns; called when the rows of the step are cleared."""
         self._store.forget()
 
     def data_plane_snapshot(self) -> Totals | None:
-        """Counters of this process's client since the last call; None for a rank without one."""
+        """Return counters of this process's client since the last call; None for a rank without one."""
         return self._store.snapshot()
 
     def guarded(self, stage: str) -> AbstractContextManager[None]:
@@ -253,21 +253,21 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             return self._train(meta, self._fetch(meta, fields), loss_fn, eval_mode=eval_mode)
 
     def get_logprobs_presharded(self, meta: KVBatchMeta, *, with_squares: bool = False) -> KVBatchMeta:
-        """(collective) Writes `prev_logprobs` of this rank's shard, with `with_squares` `squared_probs` as well, and
+        """(collective) Write `prev_logprobs` of this rank's shard, with `with_squares` `squared_probs` as well, and
         returns the meta that knows them."""
         with self._stage(WorkerPass.PREV_LOGPROBS):
             batch = self._fetch(meta, self._prev_logprobs_fields)
             return self._write_back(meta, self._prev_logprobs(meta, batch, with_squares=with_squares))
 
     def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
-        """(collective) Writes `reference_policy_logprobs` of this rank's shard."""
+        """(collective) Write `reference_policy_logprobs` of this rank's shard."""
         with self._stage(WorkerPass.REFERENCE_LOGPROBS):
             batch = self._fetch(meta, LP_SEED_FIELDS)
             column = WorkerPass.REFERENCE_LOGPROBS.column
             return self._write_back(meta, {column: self._reference_logprobs(meta, batch)})
 
     def do_row_work(self, meta: KVBatchMeta, work: RowWork, *, stage: RowPass) -> RowWorkResult:
-        """(on every rank) The rank that writes the shard's results does the work; the others wait for nothing."""
+        """(on every rank) Do the work on the rank that writes the shard's results; the others wait for nothing."""
         with self._stage(stage):
             if not self._replica.is_write_back_leader or not meta.keys:
                 return RowWorkResult(meta=meta)
@@ -275,7 +275,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             return RowWorkResult(meta=self._write_back(meta, output.columns), numbers=output.numbers)
 
     def _read_alone(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Dense columns without a word to the other ranks; in the form in which this rank keeps what it reads."""
+        """Read dense columns without telling the other ranks, in the form in which this rank keeps its reads."""
         width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
         if self.fetch_group is None:
             batch = BatchedDataDict(self.reads.padded(meta, fields, pad_values=self._pad_values, width=width))
@@ -285,7 +285,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
 
     @contextmanager
     def _stage(self, stage: WorkerPass | RowPass) -> Iterator[None]:
-        """Attributes data plane calls to a stage; when it fails, ends it on all ranks and drops cached columns."""
+        """Attribute data plane calls to a stage; when it fails, end it on all ranks and drop cached columns."""
         try:
             with self.guarded(stage.value), self._store.stage(stage.value):
                 yield
@@ -294,7 +294,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             raise
 
     def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> BatchedDataDict:
-        """(collective) Checks the plan, then the columns, dense and padded to the plan's width, plus `keys`."""
+        """(collective) Check the plan, then the columns, dense and padded to the plan's width, plus `keys`."""
         check_plans(meta.pack, rank=self.rank, replica=self._replica.ranks)
         width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
         batch = self._padded(meta, fields, width)
@@ -329,7 +329,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         return columns
 
     def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, torch.Tensor]) -> KVBatchMeta:
-        """Writes result columns, dense `[N, T]` or jagged; only the write-back leader sends them."""
+        """Write result columns, dense `[N, T]` or jagged; only the write-back leader sends them."""
         for name, values in columns.items():
             if values.dim() < 2 or values.shape[0] != len(meta.keys):
                 raise SchemaMismatch(
@@ -342,7 +342,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
 
 
 def _fetch_group(policy: FetchPolicy, replica: ReplicaMember) -> dist.ProcessGroup | None:
-    """The group over which the leader broadcasts; None when this rank reads for itself."""
+    """Return the group over which the leader broadcasts; None when this rank reads for itself."""
     if policy not in get_args(FetchPolicy):
         raise ConfigError(
             f"data_plane.fetch_policy: expected one of {', '.join(get_args(FetchPolicy))}, got {policy!r}"

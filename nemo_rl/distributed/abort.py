@@ -53,7 +53,7 @@ _one_at_a_time = threading.Lock()
 
 
 def abort_process_groups() -> int:
-    """Ends every connection of gloo and every communicator of NCCL in this process; how many there were.
+    """End every connection of gloo and every communicator of NCCL in this process; return how many there were.
 
     The groups cannot be used any more. Where `/proc` does not show gloo's sockets it ends none of them: then a blocked
     thread ends with its process.
@@ -67,7 +67,7 @@ def _abort_nccl() -> int:
 
 
 def _gloo_polls() -> Iterator[int]:
-    """The epoll descriptor of each gloo thread: the first argument of the call that the thread is in."""
+    """Yield the epoll descriptor of each gloo thread: the first argument of the call that the thread is in."""
     for task in TASKS.iterdir():
         for _ in range(LOOKS):
             try:
@@ -149,7 +149,7 @@ class NoWatch:
         return None
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """An error just goes through."""
+        """Let an error just go through."""
         return nullcontext()
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class AbortWatch:
                 self._idle.set()
 
     def close(self) -> None:
-        """Ends the watch: peers know that this rank left in peace. Rank 0 leaves last. Idempotent.
+        """End the watch: peers know that this rank left in peace. Rank 0 leaves last. Idempotent.
 
         A process that ends without calling it does so on its way out.
         """
@@ -246,7 +246,7 @@ class AbortWatch:
         return self._raised
 
     def _explain(self, error: BaseException, mine: FirstCause) -> FirstCause:
-        """The first cause of an error of this rank: an earlier record, a dead peer, or the error itself."""
+        """Return the first cause of an error of this rank: an earlier record, a dead peer, or the error itself."""
         try:
             if isinstance(error, UserError):
                 return self._publish(mine)
@@ -302,7 +302,7 @@ class AbortWatch:
         self._abort()
 
     def _abort(self) -> None:
-        """Frees this process's threads from their collectives, and ends the process if that does not help."""
+        """Free this process's threads from their collectives, and end the process if that does not help."""
         with suppress(RuntimeError):
             self._store.set(f"seen/{self.rank}", "")
         deadline = time.monotonic() + EXIT_GRACE_S + (SEEN_WAIT_S if self.rank == 0 else 0.0)
@@ -326,7 +326,7 @@ class AbortWatch:
     # The store.
 
     def _meet(self) -> dict[int, ProcessIdentity]:
-        """Ranks whose processes can be looked at from here."""
+        """Return ranks whose processes can be looked at from here."""
         me = ProcessIdentity.of_this_process()
         self._store.set(f"process/{self.rank}", json.dumps(asdict(me)))
         self._store.set(f"life/{self.rank}", "0")
@@ -338,14 +338,14 @@ class AbortWatch:
         return FirstCause.from_json(self._store.get("error")) if self._store.check(["error"]) else None
 
     def _publish(self, cause: FirstCause) -> FirstCause:
-        """The first record wins, on every rank."""
+        """Agree on the cause: the first record wins, on every rank."""
         return FirstCause.from_json(self._store.compare_set("error", "", cause.to_json()))
 
     def _signs_of_life(self) -> list[bytes]:
         return self._store.multi_get([f"life/{rank}" for rank in range(self.world_size)])
 
     def _find_dead(self, stage: str) -> FirstCause | None:
-        """Writes the record of a neighbour whose process ended without leaving the job."""
+        """Write the record of a neighbour whose process ended without leaving the job."""
         for rank, process in self._neighbours.items():
             if not process.is_alive() and not self._store.check([f"left/{rank}"]):
                 return self._publish(_death(rank, stage, f"has ended without a word (process {process.pid})"))

@@ -85,7 +85,7 @@ class RankSpec:
 def init_process_group(
     spec: RankSpec, *, device: torch.device, timeout_s: float, start_timeout_s: float | None = None
 ) -> None:
-    """(collective) Joins the job's default group: NCCL on GPU (and gloo for CPU tensors), gloo on CPU.
+    """(collective) Join the job's default group: NCCL on GPU (and gloo for CPU tensors), gloo on CPU.
 
     Every rank calls it first. A single rank needs no port.
 
@@ -116,7 +116,7 @@ def _open_store(spec: RankSpec, timeout: timedelta) -> dist.TCPStore:
 
 
 def job_store() -> dist.Store:
-    """The store that the default process group was made with."""
+    """Return the store that the default process group was made with."""
     return default_store()
 
 
@@ -131,7 +131,7 @@ def destroy_process_group() -> None:
 
 
 def replica_group_of(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup | None:
-    """(collective) Builds one group per bucket of ranks and returns the one that `rank` is in.
+    """(collective) Build one group per bucket of ranks and return the one that `rank` is in.
 
     Every rank of the job calls it with the same buckets. A bucket of one rank gets no group.
     """
@@ -146,7 +146,8 @@ def replica_group_of(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup |
 
 
 def new_group(ranks: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup | None:
-    """(collective over all ranks of the job) A group with the deadline of the default one; None for ranks outside.
+    """(collective over all ranks of the job) Return a group with the deadline of the default one; None for ranks
+    outside.
 
     torch would give it half an hour, whatever the default group has.
 
@@ -160,7 +161,7 @@ def new_group(ranks: Sequence[int], *, backend: str | None = None) -> dist.Proce
 
 
 def broadcast_from_leader(fetch: Callable[[], Fields], *, group: dist.ProcessGroup | None, leader: int) -> Fields:
-    """(collective over `group`) The leader runs `fetch`; every rank gets its columns, or its error.
+    """(collective over `group`) Run `fetch` on the leader; every rank gets its columns, or its error.
 
     Order of calls on each rank: status word, descriptor, then the bytes: small tensors together in one buffer, each
     of at least `OWN_BUFFER_BYTES` by itself, in messages of at most `MESSAGE_BYTES`. Tensors may be jagged nested
@@ -185,7 +186,7 @@ def broadcast_from_leader(fetch: Callable[[], Fields], *, group: dist.ProcessGro
 def scatter_from_leader(
     cut: Callable[[], Mapping[int, Fields]], *, group: dist.ProcessGroup, leader: int, ranks: Sequence[int]
 ) -> Fields:
-    """(collective over `group`) The leader runs `cut`; every rank gets its own columns, or the leader's error.
+    """(collective over `group`) Run `cut` on the leader; every rank gets its own columns, or the leader's error.
 
     Order of calls on each rank: status word, descriptors of all ranks, then on the leader the bytes of one rank after
     the other, on a follower its own; messages as in `broadcast_from_leader`.
@@ -243,7 +244,7 @@ def _follow(group: dist.ProcessGroup, leader: int) -> Fields:
 
 
 def _received(header: Json, receive: Callable[[torch.Tensor], object], group: dist.ProcessGroup) -> Fields:
-    """The columns that a descriptor names, once `receive` has filled every message."""
+    """Return the columns that a descriptor names, once `receive` has filled every message."""
     buffers = [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in header["buffers"]]
     for message in _messages(buffers):
         wire = message.to(_group_device(group))
@@ -254,7 +255,7 @@ def _received(header: Json, receive: Callable[[torch.Tensor], object], group: di
 
 
 def _describe(fields: Fields) -> tuple[Json, list[torch.Tensor]]:
-    """The descriptor, and the bytes to send: the first buffer holds all small tensors, each other one large one."""
+    """Return the descriptor and the bytes to send: first all small tensors, then each large one by itself."""
     columns: Json = {}
     small: list[torch.Tensor] = []
     large: list[torch.Tensor] = []
@@ -307,7 +308,7 @@ def _messages(buffers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes on the CPU: gloo does not know every dtype, bytes work for all."""
+    """Return the bytes on the CPU: gloo does not know every dtype, bytes work for all."""
     return tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
 
 
@@ -347,7 +348,7 @@ class _Digests:
 
 
 def check_plans(plan: PackPlan | None, *, rank: int, replica: Sequence[int]) -> None:
-    """(collective over the default group, if there is one) Compares this rank's view with everybody's.
+    """(collective over the default group, if there is one) Compare this rank's view with everybody's.
 
     Args:
         plan: this rank's part, sealed by `PackPlan.for_rank`; None on every rank where there is no plan.
@@ -416,7 +417,7 @@ class ParallelGroups:
 
     @classmethod
     def build(cls, layout: ParallelLayout, *, rank: int, device: torch.device) -> ParallelGroups:
-        """(collective: every rank of the job, with the same layout) Makes all groups at once."""
+        """(collective: every rank of the job, with the same layout) Make all groups at once."""
         if layout.tp == 1:
             mesh = DeviceMesh.from_group(_world(), device.type, mesh_dim_names=("fsdp",))
             tensor_mesh = None
@@ -440,7 +441,7 @@ class ParallelGroups:
 
 
 def _group(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup:
-    """This rank's bucket as a group; meshes want one even where a rank is alone."""
+    """Return this rank's bucket as a group; meshes want one even where a rank is alone."""
     if len(buckets) == 1:
         return _world()
     mine = [group for ranks in buckets if (group := new_group(ranks)) is not None]

@@ -48,7 +48,7 @@ class FirstCause:
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, stage: str) -> FirstCause:
-        """The record of an error that left `stage` on `rank`; one that came from another rank keeps its own."""
+        """Return the record of an error that left `stage` on `rank`; one that came from another rank keeps its own."""
         if isinstance(error, WorkerError):
             rank = rank if error.rank is None else error.rank
             return cls(rank=rank, stage=error.stage or stage, kind=type(error).__name__, text=error.text)

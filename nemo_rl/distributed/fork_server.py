@@ -77,7 +77,7 @@ class ForkServer:
         }
 
     def close(self) -> None:
-        """Ends it, and workers that are left, and removes the folder. Idempotent."""
+        """End it, and workers that are left, and remove the folder. Idempotent."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

@@ -52,7 +52,7 @@ class Server:
     workers: set[_Worker] = field(default_factory=set)
 
     def serve(self) -> None:
-        """Forks until the standard input ends; in a child, returns never."""
+        """Fork until the standard input ends; never return in a child."""
         self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
         self.selector.register(0, selectors.EVENT_READ, None)
         while True:
@@ -130,7 +130,7 @@ class Server:
 
 
 def _receive(stub: socket.socket, files: list[int]) -> dict[str, object]:
-    """A stub's request; descriptors that come with it are added to `files`, also when it cannot be read.
+    """Return a stub's request; descriptors that come with it are added to `files`, also when it cannot be read.
 
     Raises:
         OSError, EOFError, ValueError, RecursionError: it cannot, or has not come within `REQUEST_S`.

@@ -24,7 +24,7 @@ _listeners: dict[int, socket.socket] = {}
 
 
 def reserve_port(address: str) -> int:
-    """Binds a port of this machine for a store of this process."""
+    """Bind a port of this machine for a store of this process."""
     return adopt_listener(_listen(address, 0))
 
 
@@ -36,7 +36,7 @@ def adopt_listener(listener: socket.socket) -> int:
 
 
 def open_server(address: str, port: int, *, world_size: int, timeout: timedelta, waits: bool) -> dist.TCPStore:
-    """The store on a reserved port, or on any other that is free now; 0 lets the system choose.
+    """Return the store on a reserved port, or on any other that is free now; 0 lets the system choose.
 
     Args:
         waits: until every rank has connected.
@@ -54,12 +54,12 @@ def open_server(address: str, port: int, *, world_size: int, timeout: timedelta,
 
 
 def open_client(address: str, port: int, *, world_size: int, timeout: timedelta, waits: bool) -> dist.TCPStore:
-    """The store of another process."""
+    """Return the store of another process."""
     return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=waits)
 
 
 def choose_interface(address: str) -> None:
-    """Keeps gloo on the interface by which this process reaches the job's store, unless one is named already.
+    """Keep gloo on the interface by which this process reaches the job's store, unless one is named already.
 
     By itself gloo takes whatever this machine's own name resolves to, which other machines often cannot reach. NCCL
     looks for itself, but for a job that meets on loopback.

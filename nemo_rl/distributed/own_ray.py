@@ -127,14 +127,14 @@ class OwnRay:
         return found if found.is_dir() else None
 
     def keep_logs(self, target: Path) -> Path | None:
-        """Copies Ray's logs, which are removed at the end; None when there are none."""
+        """Copy Ray's logs, which are removed at the end; None when there are none."""
         if self.logs is None:
             return None
         shutil.copytree(self.logs, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
         return target
 
     def close(self) -> None:
-        """Ends Ray and removes its files. Idempotent."""
+        """End Ray and remove its files. Idempotent."""
         folder, self._folder = self._folder, None
         if folder is None:
             return
@@ -200,7 +200,7 @@ class OwnRay:
 
 
 def _forget(error: Exception) -> None:
-    """Frees what a failed start of Ray still refers to: servers that it has ended and not waited for."""
+    """Free what a failed start of Ray still refers to: servers that it has ended and not waited for."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         traceback.clear_frames(error.__traceback__)
@@ -208,7 +208,7 @@ def _forget(error: Exception) -> None:
 
 
 def check_own_ray(*, stage: str) -> None:
-    """Raises WorkerError when a process of this process's own Ray has ended; all that ran there is lost then.
+    """Raise WorkerError when a process of this process's own Ray has ended; all that ran there is lost then.
 
     Ray itself waits a minute for its metadata server and ends this process afterwards.
     """
@@ -327,7 +327,7 @@ def watch_ray_start() -> Iterator[None]:
 
 
 def end_servers() -> None:
-    """Kills metadata servers that this process has started: a start that fails leaves its own behind."""
+    """Kill metadata servers that this process has started: a start that fails leaves its own behind."""
     for server in _started_servers():
         with suppress(psutil.NoSuchProcess):
             child = psutil.Process(server.pid)
@@ -358,7 +358,7 @@ def _started_servers() -> set[ProcessIdentity]:
 
 
 def leave(what: str) -> None:
-    """Ends this process where no exception is heard; its sweeper ends and removes the rest."""
+    """End this process where no exception is heard; its sweeper ends and removes the rest."""
     sys.stderr.write(f"error: cluster: {what}; look for a kill or an out-of-memory\n")
     sys.stderr.flush()
     os._exit(1)

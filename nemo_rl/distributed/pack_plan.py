@@ -90,7 +90,9 @@ class PackPlan:
         return tuple(row for microbatch in self.microbatches[rank] for row in microbatch)
 
     def for_rank(self, rank: int) -> PackPlan:
-        """One rank's view, in indices into `rows_of_rank(rank)`, sealed with the digests of itself and of the whole."""
+        """Return one rank's view, in indices into `rows_of_rank(rank)`, sealed with the digests of itself and of the
+        whole.
+        """
         return self._view(rank, self.digest())
 
     def rank_plans(self) -> list[PackPlan]:
@@ -99,7 +101,7 @@ class PackPlan:
         return [self._view(rank, whole) for rank in range(self.num_ranks)]
 
     def iter_steps(self, rank: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """The microbatches of one rank, global batch by global batch."""
+        """Yield the microbatches of one rank, global batch by global batch."""
         start = 0
         for count in self.steps:
             yield self.microbatches[rank][start : start + count]

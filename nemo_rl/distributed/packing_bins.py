@@ -29,12 +29,12 @@ SHUFFLE_SEED = 0
 
 
 def longest_first(sizes: Sequence[int]) -> list[int]:
-    """Rows by falling size, equal ones in their order."""
+    """Return rows by falling size, equal ones in their order."""
     return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
 
 
 def bins_bound(sizes: Sequence[int], capacity: int) -> int:
-    """Bins that no packing can do without (Martello and Toth's L2).
+    """Return how many bins no packing can do without (Martello and Toth's L2).
 
     For a threshold t: rows above capacity - t stand alone, rows above capacity / 2 share no bin with one another, and
     what rows of at least t do not fit with the latter needs bins of its own.
@@ -56,7 +56,7 @@ def bins_bound(sizes: Sequence[int], capacity: int) -> int:
 
 
 def next_fit(sizes: Sequence[int], capacity: int) -> Bins:
-    """Rows in the given order; a bin is closed when the next row does not fit."""
+    """Pack rows in the given order; a bin is closed when the next row does not fit."""
     bins: Bins = []
     room = -1
     for row, size in enumerate(sizes):
@@ -69,7 +69,7 @@ def next_fit(sizes: Sequence[int], capacity: int) -> Bins:
 
 
 def first_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> Bins:
-    """Each row to the first bin with room, found in a tree of the largest room below."""
+    """Put each row into the first bin with room, found in a tree of the largest room below."""
     leaves = 1
     while leaves < len(order):
         leaves *= 2
@@ -92,12 +92,12 @@ def first_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> Bins
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
-    """First fit, longest row first."""
+    """Pack by first fit, longest row first."""
     return first_fit(longest_first(sizes), sizes, capacity)
 
 
 def first_fit_shuffle(sizes: Sequence[int], capacity: int) -> Bins:
-    """First fit in a random order that is the same every time."""
+    """Pack by first fit in a random order that is the same every time."""
     order = list(range(len(sizes)))
     random.Random(SHUFFLE_SEED).shuffle(order)
     return first_fit(order, sizes, capacity)
@@ -165,7 +165,9 @@ def best_fit_decreasing(order: Sequence[int], sizes: Sequence[int], capacity: in
 
 
 def spread(order: Sequence[int], weights: Sequence[float], count: int) -> Bins:
-    """Each row of `order` to the bin of least weight (Graham's LPT), without a cap; rows must be as many as bins."""
+    """Put each row of `order` into the bin of least weight (Graham's LPT), without a cap; rows must be as many as
+    bins.
+    """
     bins: Bins = [[] for _ in range(count)]
     heap: list[tuple[float, int]] = [(0.0, index) for index in range(count)]
     for row in order:
@@ -199,7 +201,7 @@ MOST_LOOKED_AT = 64
 
 
 def repair(bins: Bins, sizes: Sequence[int], capacity: int, *, most_exchanges: int) -> bool:
-    """Brings bins that are too full under the cap by exchanging rows of nearly the same size with bins that have room.
+    """Bring bins that are too full under the cap by exchanging rows of nearly the same size with bins that have room.
 
     Args:
         bins: changed in place.
@@ -279,11 +281,11 @@ class _Sizes:
         self._mirrored = sum(1 << (capacity - size) for size in self._rows)
 
     def longest(self, room: int) -> int:
-        """The largest size of at most `room`; -1 when none is."""
+        """Return the largest size of at most `room`; -1 when none is."""
         return (self.bits & ((2 << room) - 1)).bit_length() - 1
 
     def pair(self, room: int, least: int) -> tuple[int, int] | None:
-        """Two sizes whose sum is the largest above `least` and at most `room`, and of these the most unequal two."""
+        """Return the two sizes with the largest sum above `least` and at most `room`; of several, the most unequal."""
         for total in range(room, least, -1):
             found = self.bits & (self._mirrored >> (self._capacity - total))
             if 2 * (larger := found.bit_length() - 1) == total and len(self._rows[larger]) < 2:
@@ -293,7 +295,7 @@ class _Sizes:
         return None
 
     def take(self, size: int) -> int:
-        """A row of this size, which is no longer left."""
+        """Return a row of this size, which is no longer left."""
         rows = self._rows[size]
         row = rows.pop()
         if not rows:
@@ -303,8 +305,8 @@ class _Sizes:
 
 
 def exact_bins(order: Sequence[int], sizes: Sequence[int], count: int, capacity: int) -> Bins | None:
-    """A packing into at most `count` bins by depth-first search; None when there is none, or none was found within
-    `EXACT_WORK`.
+    """Return a packing into at most `count` bins by depth-first search; None when there is none, or none was found
+    within `EXACT_WORK`.
 
     Longest row first; bins with the same room are tried once, and a branch ends when the rows left exceed the room.
     """
@@ -342,6 +344,6 @@ def exact_bins(order: Sequence[int], sizes: Sequence[int], count: int, capacity:
 
 
 def _choices(room: Sequence[int], size: int) -> list[int]:
-    """One bin for each amount of room that holds `size`; the fullest comes last and is tried first."""
+    """Return one bin for each amount of room that holds `size`; the fullest comes last and is tried first."""
     by_room = {r: index for index, r in reversed(list(enumerate(room))) if r >= size}
     return [by_room[r] for r in sorted(by_room, reverse=True)]

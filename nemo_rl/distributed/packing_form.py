@@ -62,12 +62,12 @@ class Rows:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def packed_ranks(rows: Rows, *, num_ranks: int, multiple_of: int, algorithm: str) -> list[Bins]:
-    """Rows laid end to end.
+    """Return rows laid end to end.
 
     Raises:
         TooFewRows: no packing under the cap has as few microbatches as there are rows.
@@ -93,7 +93,7 @@ def packed_ranks(rows: Rows, *, num_ranks: int, multiple_of: int, algorithm: str
 
 
 def padded_ranks(rows: Rows, *, num_ranks: int, multiple_of: int) -> list[Bins]:
-    """Rows of similar length padded to the longest of their microbatch.
+    """Return rows of similar length padded to the longest of their microbatch.
 
     Raises:
         TooFewRows: fewer rows than the fewest microbatches under the cap, rounded up to what the ranks divide.
@@ -109,7 +109,7 @@ def padded_ranks(rows: Rows, *, num_ranks: int, multiple_of: int) -> list[Bins]:
 
 
 def padded_costs(bins: Bins, costs: Sequence[float]) -> list[float]:
-    """Cost of microbatches in which every row costs as much as the most expensive."""
+    """Return cost of microbatches in which every row costs as much as the most expensive."""
     return [len(mine) * max((costs[row] for row in mine), default=0.0) for mine in bins]
 
 
@@ -121,7 +121,7 @@ def bins_needed(rows: Rows, *, num_ranks: int, multiple_of: int, packed: bool) -
 
 
 def pack_on_rank(rows: Rows, count: int | None, *, packed: bool) -> Bins:
-    """Microbatches of one rank's rows: as few as can be quickly found, or `count` of about the same cost."""
+    """Return microbatches of one rank's rows: as few as can be quickly found, or `count` of about the same cost."""
     order = longest_first(rows.sizes)
     bins = (best_fit_decreasing if packed else runs_under_cap)(order, rows.sizes, rows.capacity)
     if count is None:
@@ -154,7 +154,7 @@ def _balanced_bins(rows: Rows, num_ranks: int, multiple_of: int) -> Bins:
 
 
 def _fewest_bins(rows: Rows, num_ranks: int, multiple_of: int) -> Bins:
-    """Bins under the cap that, rounded up to a multiple of the ranks, are as few as we can find."""
+    """Return bins under the cap that, rounded up to a multiple of the ranks, are as few as we can find."""
     unit, num_rows = num_ranks * multiple_of, len(rows.sizes)
     order = longest_first(rows.sizes)
     greedy = best_fit_decreasing(order, rows.sizes, rows.capacity)
@@ -229,7 +229,7 @@ CLOSE_ENOUGH = 0.1
 
 
 def split_to(bins: Bins, count: int, weights: Sequence[float]) -> None:
-    """Halves the heaviest bin that still has two rows, until there are `count` bins; the rows must suffice."""
+    """Halve the heaviest bin that still has two rows, until there are `count` bins; the rows must suffice."""
     heap = [(-sum(weights[row] for row in rows), index) for index, rows in enumerate(bins) if len(rows) > 1]
     heapq.heapify(heap)
     while len(bins) < count:
@@ -250,7 +250,7 @@ def deal_in_turn(bins: Bins, num_ranks: int) -> list[Bins]:
 
 
 def deal_heaviest_to_lightest(bins: Bins, bin_costs: Sequence[float], num_ranks: int) -> list[Bins]:
-    """Each round hands the heaviest of as many bins as ranks to the lightest rank."""
+    """Hand the heaviest of as many bins as ranks to the lightest rank, round by round."""
     order = sorted(range(len(bins)), key=lambda index: -bin_costs[index])
     ranks: list[Bins] = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks
@@ -304,7 +304,7 @@ class _Place:
 def level_ranks(
     ranks: list[Bins], costs: Sequence[float], sizes: Sequence[int], *, capacity: int, bound: float
 ) -> None:
-    """Exchanges rows, or whole bins, between the busiest rank and a light one while that lowers the busiest.
+    """Exchange rows, or whole bins, between the busiest rank and a light one while that lowers the busiest.
 
     Args:
         ranks: changed in place.
@@ -334,7 +334,7 @@ def level_ranks(
 
 
 def _exchange_bins(high: Bins, low: Bins, costs: Sequence[float], gap: float) -> float:
-    """Swaps the two bins that move about half the gap; returns what moved, 0 if no two do."""
+    """Swap the two bins that move about half the gap; return what moved, 0 if no two do."""
     if len(high) == 1:
         return 0.0
     mine = [sum(map(costs.__getitem__, rows)) for rows in high]
@@ -356,7 +356,7 @@ def _exchange_bins(high: Bins, low: Bins, costs: Sequence[float], gap: float) ->
 def _exchange_rows(
     high: Bins, low: Bins, costs: Sequence[float], sizes: Sequence[int], capacity: int, gap: float
 ) -> float:
-    """Swaps or moves the row that moves most nearly half the gap and fits; returns what moved, 0 if none does."""
+    """Swap or move the row that moves most nearly half the gap and fits; return what moved, 0 if none does."""
     room = [capacity - sum(map(sizes.__getitem__, rows)) for rows in low]
     roomiest = max(range(len(low)), key=room.__getitem__)
     places = [_Place(0.0, 0, None, roomiest)]
@@ -394,7 +394,7 @@ HALVINGS = 14
 
 
 def runs_under_cap(order: Sequence[int], sizes: Sequence[int], capacity: int) -> Bins:
-    """The fewest microbatches there are: each takes as many of the next rows as the cap allows."""
+    """Cut into the fewest microbatches there are: each takes as many of the next rows as the cap allows."""
     return _runs(order, sizes, capacity, sizes, float(capacity))
 
 
@@ -421,7 +421,7 @@ def level_runs(
 
 
 def _runs(order: Sequence[int], sizes: Sequence[int], capacity: int, costs: Sequence[float], most_cost: float) -> Bins:
-    """Consecutive rows per microbatch, as many as stay under both limits; at least one."""
+    """Put consecutive rows into each microbatch, as many as stay under both limits; at least one."""
     runs: Bins = []
     at = 0
     while at < len(order):

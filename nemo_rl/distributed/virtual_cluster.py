@@ -79,7 +79,7 @@ def alive_nodes() -> list[Node]:
 
 
 def choose_nodes(nodes: Sequence[Node], shares: Sequence[Share], *, first: str) -> list[list[Node]]:
-    """Nodes for each share, no node for two of them.
+    """Return nodes for each share, no node for two of them.
 
     Args:
         first: Ray's id of the node that is taken before others where it has enough: the driver's, so that what the
@@ -229,7 +229,7 @@ class RayVirtualCluster:
         self.close()
 
     def close(self) -> None:
-        """Frees the placement group and, where we started it, Ray. Idempotent."""
+        """Free the placement group and, where we started it, Ray. Idempotent."""
         group, self._group = self._group, None
         own, self._own = self._own, None
         if group is not None and own is None:
@@ -286,7 +286,7 @@ class RayVirtualCluster:
         return self.num_workers + self._engines.num_engines if self.uses_gpu else 0
 
     def _shares(self) -> list[Share]:
-        """The needs of the policy's nodes, and of those that hold engines alone."""
+        """Return the needs of the policy's nodes, and of those that hold engines alone."""
         config, engines = self._config, self._engines
         workers = self.num_workers // config.num_nodes
         beside = 0 if engines.num_nodes else -(-engines.num_engines // config.num_nodes)
@@ -310,7 +310,7 @@ class RayVirtualCluster:
         ]
 
     def _check_resources(self) -> None:
-        """Waits for what others are about to give back, but not for what the cluster does not have at all."""
+        """Wait for what others are about to give back, but not for what the cluster does not have at all."""
         needed = {"CPU": self._cpus_needed(), "GPU": self._gpus_needed()}
         give_up = time.monotonic() + self._start.timeout_s
         with self._start.waiting_for(f"{needed['CPU']} free CPUs and {needed['GPU']} free GPUs of Ray"):
@@ -360,11 +360,11 @@ class RayVirtualCluster:
         ]
 
     def _pinned(self, node: Node) -> dict[str, float]:
-        """A Ray that was started here has one node."""
+        """Return the resource that pins to a node; a Ray that was started here has one node and needs none."""
         return node_resource(node) if self._joined else {}
 
 
 def _in_turn(nodes: Sequence[Node], count: int) -> list[Node]:
-    """The same number for each, those of one node one after the other; what is left over goes to the first ones."""
+    """Return equal numbers of each node, one node after the other; the first ones get what is left over."""
     each, more = divmod(count, len(nodes))
     return [node for number, node in enumerate(nodes) for _ in range(each + (number < more))]

@@ -39,7 +39,7 @@ class WorkerLog(logging.Handler):
 
     @classmethod
     def open(cls, path: Path | None, *, level: str = "INFO") -> WorkerLog:
-        """The handler of everything that this process logs.
+        """Return the handler of everything that this process logs.
 
         Args:
             level: of this package's records.

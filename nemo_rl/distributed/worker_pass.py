@@ -31,7 +31,7 @@ class WorkerPass(StrEnum):
 
     @classmethod
     def of_task(cls, task: str) -> WorkerPass | None:
-        """The pass that a consumer task runs; None for a task of something else."""
+        """Return the pass that a consumer task runs; None for a task of something else."""
         return next((each for each in cls if each.task == task), None)
 
 

@@ -64,7 +64,7 @@ class MooncakeStore(PayloadStore):
         start_timeout_s: float,
         servers: MooncakeServers | None = None,
     ) -> None:
-        """Connects this process; use `start` or `join`."""
+        """Connect this process; use `start` or `join`."""
         self._config, self._run_id, self._address, self._servers = config.mooncake, run_id, address, servers
         self._lock = threading.Lock()
         self._is_closed = False
@@ -72,7 +72,7 @@ class MooncakeStore(PayloadStore):
 
     @classmethod
     def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> MooncakeStore:
-        """Starts the run's master and holder; this process owns them.
+        """Start the run's master and holder; this process owns them.
 
         Raises:
             ResourceError: Mooncake is not installed, or a process cannot be started.
@@ -91,7 +91,7 @@ class MooncakeStore(PayloadStore):
     def join(
         cls, config: DataPlaneConfig, *, run_id: str, address: str, timeout_s: float = START_TIMEOUT_S
     ) -> MooncakeStore:
-        """Connects to what the owner of the run has started.
+        """Connect to what the owner of the run has started.
 
         Raises:
             DataPlaneClosed: nothing answers at the address.
@@ -203,7 +203,7 @@ class MooncakeStore(PayloadStore):
         return self._link.run(what, action, deadline)
 
     def _stage(self, chunks: Mapping[str, Parts], sizes: Mapping[str, int]) -> _Put:
-        """Copies the parts into registered memory: the caller's may be freed while a late call still reads."""
+        """Copy the parts into registered memory: the caller's may be freed while a late call still reads."""
         lease = self._link.buffers.lease(sum(sizes.values()))
         pointers: dict[str, int] = {}
         at = 0
@@ -242,7 +242,7 @@ class MooncakeStore(PayloadStore):
             logger.warning("could not drop %d chunks of a failed put: %s", len(chunk_ids), error)
 
     def _dead_servers(self, codes: Sequence[int] = ()) -> list[str]:
-        """The run's servers that do not listen any more.
+        """Return the run's servers that do not listen any more.
 
         Args:
             codes: of the call that failed. A connection breaks a moment before the socket of a killed process goes, so

@@ -56,7 +56,7 @@ class DeadlineCalls:
         self._is_closed = False
 
     def run(self, action: Callable[[], _T], *, timeout_s: float) -> _T:
-        """The result of `action`.
+        """Return the result of `action`.
 
         Raises:
             DataPlaneTimeout: it is not there in time; the action goes on alone, with what it refers to.
@@ -88,7 +88,7 @@ class DeadlineCalls:
             raise DataPlaneTimeout(f"{self._name} did not answer within {timeout_s:.1f} s") from error
 
     def close(self, *, grace_s: float) -> bool:
-        """Ends the threads; whether none is left inside a call. May be called again to wait for the rest."""
+        """End the threads; whether none is left inside a call. May be called again to wait for the rest."""
         give_up = time.monotonic() + grace_s
         with self._changed:
             self._is_closed = True
@@ -176,13 +176,13 @@ class BufferPool:
         return Lease(view=view, address=buffer.address)
 
     def free_bytes(self) -> int:
-        """Bytes of buffers that nobody uses now."""
+        """Return bytes of buffers that nobody uses now."""
         with self._lock:
             self._collect()
             return sum(buffer.size for buffer in self._free)
 
     def close(self) -> None:
-        """Forgets all buffers; Mooncake's client is about to end, which ends its registrations."""
+        """Forget all buffers; Mooncake's client is about to end, which ends its registrations."""
         with self._lock:
             self._is_closed = True
             self._collect()
@@ -229,7 +229,7 @@ class MooncakeLink:
     """Mooncake's client, its transfer buffers and its calls."""
 
     def __init__(self, config: DataPlaneConfig, *, run_id: str, address: StoreAddress, timeout_s: float) -> None:
-        """Connects; use `take`, which shares."""
+        """Connect; use `take`, which shares."""
         check_installed()
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: PLC0415 - an optional extra
 
@@ -254,7 +254,7 @@ class MooncakeLink:
 
     @classmethod
     def take(cls, config: DataPlaneConfig, *, run_id: str, address: StoreAddress, timeout_s: float) -> MooncakeLink:
-        """This process's connection, made if there is none that works; ends when each taker has given it back.
+        """Return this process's connection, made if there is none that works; ends when each taker has given it back.
 
         Args:
             timeout_s: how long it may take to connect.
@@ -285,7 +285,7 @@ class MooncakeLink:
         self._end(servers)
 
     def run(self, what: str, action: Callable[[], _T], deadline: float) -> _T:
-        """One native call; past the deadline the connection counts as broken, for the call is still inside it."""
+        """Make one native call; past the deadline the connection counts as broken, for the call is still inside it."""
         if self.ended:
             raise DataPlaneClosed(f"Mooncake cannot be used: {self.ended}")
         try:

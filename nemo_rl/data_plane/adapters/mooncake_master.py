@@ -109,7 +109,7 @@ class GuardedProcess:
             time.sleep(POLL_S)
 
     def log_tail(self) -> str:
-        """The end of what the command wrote."""
+        """Return the end of what the command wrote."""
         try:
             content = read_tail(self._log, LOG_TAIL_BYTES)
         except OSError as error:
@@ -117,7 +117,7 @@ class GuardedProcess:
         return content.decode(errors="replace").strip() or "(it wrote nothing)"
 
     def stop(self) -> None:
-        """Ends the command: SIGTERM, and SIGKILL after a grace. Idempotent."""
+        """End the command: SIGTERM, and SIGKILL after a grace. Idempotent."""
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         try:
@@ -131,7 +131,7 @@ class GuardedProcess:
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nobody listens on at this moment."""
+    """Return a TCP port that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -197,7 +197,7 @@ class MooncakeServers:
         return {process.name: process.pid for process in self._processes}
 
     def stop(self) -> None:
-        """Ends what this run started. Idempotent."""
+        """End what this run started. Idempotent."""
         for process in reversed(self._processes):
             process.stop()
 
@@ -228,7 +228,7 @@ def start_servers(config: MooncakeConfig, *, has_holder: bool, start: StartUp = 
 
 
 def check_installed() -> Path:
-    """The package's folder.
+    """Return the package's folder.
 
     Raises:
         ResourceError: the extra or a system library is missing; the text says what to install.
@@ -246,7 +246,7 @@ def check_installed() -> Path:
 
 
 def executable(program: Path) -> Path:
-    """The program, which some installers leave without its executable bits: they are given back.
+    """Return the program, which some installers leave without its executable bits: they are given back.
 
     Raises:
         ResourceError: the package lacks the program, or it cannot be made executable by this user.
@@ -283,7 +283,7 @@ def is_listening(address: str) -> bool:
 
 
 def own_address(master: str) -> str:
-    """This node's address as the master's node sees it: what peers can reach, never a guess among many cards.
+    """Return this node's address as the master's node sees it: what peers can reach, never a guess among many cards.
 
     Raises:
         DataPlaneClosed: this node has no route to the master.
@@ -344,7 +344,7 @@ def _start(
     processes: list[GuardedProcess],
     start: StartUp,
 ) -> str:
-    """Starts a program, which binds its port itself: on one that is free now, or is taken by then and another is tried.
+    """Start a program, which binds its port itself: on one that is free now, or is taken by then and another is tried.
 
     Appends it to `processes` and returns its `host:port`.
     """

@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
-    """Guards one command; returns its exit code."""
+    """Guard one command; return its exit code."""
     log_file, *command = arguments
     libc, guard = ctypes.CDLL(None), os.getpid()
 

@@ -71,7 +71,7 @@ class RayStore(PayloadStore):
 
     @classmethod
     def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> RayStore:
-        """The owner's store; with owner `holder` it starts the holder actor.
+        """Return the owner's store; with owner `holder` it starts the holder actor.
 
         Raises:
             DataPlaneTimeout: the holder did not answer in time.
@@ -95,7 +95,7 @@ class RayStore(PayloadStore):
 
     @classmethod
     def join(cls, config: DataPlaneConfig, *, run_id: str) -> RayStore:
-        """Another process's store of the run.
+        """Return another process's store of the run.
 
         Raises:
             DataPlaneClosed: this process is not connected to Ray, or the run's holder is gone.
@@ -209,18 +209,18 @@ def _find_actor(name: str, run_id: str, what: str) -> Any:
 
 
 def node_place() -> str:
-    """This process's node: its address, and enough of its id to distinguish nodes on one machine."""
+    """Return this process's node: its address, and enough of its id to distinguish nodes on one machine."""
     context = ray.get_runtime_context()
     return f"{ray.util.get_node_ip_address()}~{context.get_node_id()[:8]}"
 
 
 def owners(chunk_ids: Sequence[str]) -> str:
-    """The clients that made the chunks, in words."""
+    """Return the clients that made the chunks, in words."""
     return name_some(dict.fromkeys(owner_of(chunk_id) for chunk_id in chunk_ids))
 
 
 def check_connected(run_id: str) -> None:
-    """Raises DataPlaneClosed unless this process is connected to Ray."""
+    """Raise DataPlaneClosed unless this process is connected to Ray."""
     if not ray.is_initialized():
         raise DataPlaneClosed(f"run {run_id!r}: this process is not connected to Ray; call ray.init first")
 
@@ -249,7 +249,7 @@ class _Keeper:
         return node_place()
 
     def read(self, chunk_ids: Sequence[str]) -> list[np.ndarray] | None:
-        """Copies of the chunks, or None when one of them is gone."""
+        """Return copies of the chunks, or None when one of them is gone."""
         try:
             payloads = self._store.get(chunk_ids, timeout_s=0.0, handles={})
             copies = [np.frombuffer(parts[0], dtype=np.uint8).copy() for parts in payloads]
@@ -280,7 +280,7 @@ class RayNodeStore(PayloadStore):
 
     @classmethod
     def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> RayNodeStore:
-        """The owner's store: a folder on this node, and a keeper on every node of a larger cluster.
+        """Return the owner's store: a folder on this node, and a keeper on every node of a larger cluster.
 
         Raises:
             DataPlaneTimeout: a keeper did not start in time. DataPlaneClosed: this process is not connected to Ray.
@@ -301,7 +301,7 @@ class RayNodeStore(PayloadStore):
 
     @classmethod
     def join(cls, config: DataPlaneConfig, *, run_id: str) -> RayNodeStore:
-        """Another process's store of the run.
+        """Return another process's store of the run.
 
         Raises:
             DataPlaneClosed: not connected to Ray, or the run has no segments on this node.
@@ -415,5 +415,5 @@ def _keeper_name(run_id: str, node: str) -> str:
 
 
 def _on_node(run_id: str) -> str:
-    """Names the folder: nodes that share a machine, as in tests, have folders of their own."""
+    """Name the folder: nodes that share a machine, as in tests, have folders of their own."""
     return f"{run_id}-{ray.get_runtime_context().get_node_id()[:8]}"

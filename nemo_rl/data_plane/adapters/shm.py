@@ -64,7 +64,7 @@ class _Segment:
         return len(self.memory)
 
     def head(self) -> tuple[int, int]:
-        """Tag and bytes of the chunk inside."""
+        """Return tag and bytes of the chunk inside."""
         tag, num_bytes = _HEAD.unpack_from(self.memory, 0)
         return tag, num_bytes
 
@@ -73,7 +73,7 @@ class _Segment:
 
 
 def folder_of(root: str, run_id: str) -> Path:
-    """The folder of a run's segments."""
+    """Return the folder of a run's segments."""
     return Path(root) / f"nrl-{run_id}"
 
 
@@ -94,13 +94,13 @@ class SegmentFolder:
 
     @staticmethod
     def create(folder: Path) -> None:
-        """Makes the folder; only this user can read it."""
+        """Make the folder; only this user can read it."""
         folder.mkdir(mode=0o700)
         (folder / "live").mkdir()
         (folder / "free").mkdir()
 
     def write(self, name: str, parts: Parts) -> None:
-        """Stores a copy of `parts` as chunk `name`.
+        """Store a copy of `parts` as chunk `name`.
 
         Raises:
             CapacityExceeded: the file system has no space.
@@ -119,7 +119,7 @@ class SegmentFolder:
         self._prune()
 
     def read(self, name: str) -> memoryview:
-        """The bytes of a chunk, as they lie in shared memory; `check` them after use.
+        """Return the bytes of a chunk, as they lie in shared memory; `check` them after use.
 
         Raises:
             KeysNotFound: no such chunk.
@@ -132,13 +132,13 @@ class SegmentFolder:
         return memoryview(segment.memory)[HEAD_BYTES : HEAD_BYTES + num_bytes].toreadonly()
 
     def check(self, name: str) -> None:
-        """Raises KeysNotFound unless what `read` gave is still that chunk."""
+        """Raise KeysNotFound unless what `read` gave is still that chunk."""
         segment = self._find(name)
         if segment.head()[0] != chunk_tag(name):
             raise KeysNotFound(f"chunk {name} was freed while it was read")
 
     def free(self, names: Sequence[str]) -> None:
-        """Frees chunks; unknown ones are ignored."""
+        """Free chunks; unknown ones are ignored."""
         for name in names:
             path = self._live / _file_name(name)
             try:
@@ -155,21 +155,21 @@ class SegmentFolder:
             self._trim()
 
     def live(self) -> list[str]:
-        """Names of all chunks that lie here, committed or not."""
+        """Return names of all chunks that lie here, committed or not."""
         try:
             return [name.replace("|", "/") for name in os.listdir(self._live)]
         except FileNotFoundError:
             return []  # the run has ended
 
     def clear_cache(self) -> None:
-        """Lets go of all mappings; views that are still used keep theirs."""
+        """Let go of all mappings; views that are still used keep theirs."""
         with self._lock:
             segments, self._mapped = list(self._mapped.values()), {}
         for segment in segments:
             _close(segment)
 
     def _take(self, path: Path, num_bytes: int) -> _Segment:
-        """A segment of at least `num_bytes` under its live name, its tag erased."""
+        """Return a segment of at least `num_bytes` under its live name, its tag erased."""
         for free in self._suited(num_bytes):
             try:
                 (self._free / free).rename(path)
@@ -235,7 +235,7 @@ class SegmentFolder:
         return known
 
     def _trim(self) -> None:
-        """Gives free segments beyond the limit back to the system, smallest first."""
+        """Give free segments beyond the limit back to the system, smallest first."""
         sizes = [(int(name.split("-")[0]), name) for name in os.listdir(self._free)]
         excess = sum(size for size, _ in sizes) - self._keep_bytes
         for size, name in sorted(sizes):
@@ -302,7 +302,7 @@ class SegmentWatcher:
             self._process.wait(timeout=start.timeout_s)
 
     def close(self) -> None:
-        """Removes the folder and ends the process."""
+        """Remove the folder and end the process."""
         shutil.rmtree(self._folder, ignore_errors=True)
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
@@ -327,7 +327,7 @@ class SharedMemoryStore(PayloadStore):
 
     @classmethod
     def start(cls, config: SharedMemoryConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> SharedMemoryStore:
-        """Makes the run's folder on this node; this process owns it.
+        """Make the run's folder on this node; this process owns it.
 
         Raises:
             DataPlaneError: the folder cannot be made.
@@ -344,7 +344,7 @@ class SharedMemoryStore(PayloadStore):
 
     @classmethod
     def join(cls, config: SharedMemoryConfig, *, run_id: str) -> SharedMemoryStore:
-        """Another process's view of the run's segments on this node.
+        """Return another process's view of the run's segments on this node.
 
         Raises:
             DataPlaneClosed: the run has no segments on this node (any more).

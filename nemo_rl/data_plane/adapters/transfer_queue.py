@@ -133,7 +133,7 @@ class TransferQueueStore(PayloadStore):
 
     @classmethod
     def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> TransferQueueStore:
-        """Starts controller and storage units; this process owns them.
+        """Start controller and storage units; this process owns them.
 
         Raises:
             ResourceError: too few free CPUs for the actors, or another run owns this Ray cluster's controller.
@@ -179,7 +179,7 @@ class TransferQueueStore(PayloadStore):
 
     @classmethod
     def join(cls, *, run_id: str, timeout_s: float) -> TransferQueueStore:
-        """Attaches to the controller that the owner of the run started.
+        """Attach to the controller that the owner of the run started.
 
         Raises:
             DataPlaneClosed: another run's controller, or this process is not connected to Ray.
@@ -306,14 +306,14 @@ class TransferQueueStore(PayloadStore):
             logger.warning("could not clear %d chunks of a failed put: %s", len(keys), error)
 
     def _remove_objects(self, keys: list[str], deadline: float) -> None:
-        """Frees the bytes of keys in Mooncake, past TransferQueue, which names its objects by row number and field."""
+        """Free the bytes of keys in Mooncake, past TransferQueue, which names its objects by row number and field."""
         meta = self._retrieve(keys, deadline)
         names = [f"{index}@{FIELD}" for index in meta.global_indexes]
         clear = self._session.client.storage_manager.storage_client.clear
         bounded("TransferQueue did not free a failed put", lambda: clear(names), timeout_s=deadline - time.monotonic())
 
     def _retrieve(self, keys: list[str], deadline: float) -> Any:
-        """The controller's own record of the keys."""
+        """Return the controller's own record of the keys."""
         return self._run(
             "look-up of keys",
             lambda: self._session.client.async_kv_retrieve_meta(keys=keys, partition_id=self._partition, create=False),
@@ -328,7 +328,7 @@ class TransferQueueStore(PayloadStore):
         )
 
     def _run(self, what: str, start: Callable[[], Coroutine[Any, Any, _T]], deadline: float) -> _T:
-        """One TransferQueue call on its own loop; past the deadline the connection counts as broken."""
+        """Make one TransferQueue call on its own loop; past the deadline the connection counts as broken."""
         session = self._session
         if self._is_closed or session.ended:
             raise DataPlaneClosed(f"TransferQueue cannot be used: {session.ended or 'this client is closed'}")
@@ -380,7 +380,7 @@ def _wait(future: concurrent.futures.Future[_T], session: _Session, deadline: fl
 
 
 def _start_mooncake(config: DataPlaneConfig, start: StartUp) -> MooncakeServers | None:
-    """The run's own master and holder, for the backend that needs them."""
+    """Return the run's own master and holder, for the backend that needs them."""
     if config.backend != "mooncake_cpu":
         return None
     servers = start_servers(config.mooncake, has_holder=config.mooncake.segment_owner == "holder", start=start)
@@ -393,7 +393,7 @@ def _bind_to_own_address(master: str) -> None:
 
 
 def _dead(session: _Session) -> list[str]:
-    """Actors and servers of the service that are gone."""
+    """Return actors and servers of the service that are gone."""
     dead = dead_actors(session.namespace, session.num_units, session.processes)
     if session.mooncake is not None:
         named = {"Mooncake's master at": session.mooncake.master, "Mooncake's holder at": session.mooncake.holder}
@@ -411,7 +411,7 @@ def _kind_of(error: Exception) -> type[DataPlaneError]:
 
 
 def _end_service(session: _Session) -> None:
-    """Ends client, storage units and controller. A dead controller must not keep the rest from ending."""
+    """End client, storage units and controller. A dead controller must not keep the rest from ending."""
     _cancel_calls(session)
     try:
         bounded(f"TransferQueue did not close within {CLOSE_TIMEOUT_S:.0f} s", tq.close, timeout_s=CLOSE_TIMEOUT_S)
@@ -432,7 +432,7 @@ def _end_service(session: _Session) -> None:
 
 
 def _leave(session: _Session) -> None:
-    """Ends this process's connection only: `tq.close` would end the controller for everybody."""
+    """End this process's connection only: `tq.close` would end the controller for everybody."""
     _cancel_calls(session)
     try:
         bounded("TransferQueue did not disconnect", session.client.close, timeout_s=CLOSE_TIMEOUT_S)

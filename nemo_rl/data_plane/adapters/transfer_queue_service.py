@@ -103,7 +103,7 @@ def _find_controller() -> Any:
 
 
 def _read_config(controller: Any, timeout_s: float) -> Mapping[str, Any] | None:
-    """Our part of a controller's configuration; empty for one that another program made, None while it starts.
+    """Return our part of a controller's configuration; empty for one that another program made, None while it starts.
 
     Raises:
         RayActorError: the controller has died.
@@ -139,7 +139,7 @@ def refuse_other_controller(run_id: str) -> None:
 
 
 def await_controller(run_id: str, timeout_s: float) -> Mapping[str, Any]:
-    """Our part of the configuration of the run's controller.
+    """Return our part of the configuration of the run's controller.
 
     Raises:
         DataPlaneClosed: another run's controller, or this process is not connected to Ray.
@@ -200,7 +200,7 @@ def actor_processes(namespace: str, units: int, *, timeout_s: float) -> dict[str
 
 
 def start_actors(settings: Any) -> None:
-    """Starts controller and units. It has no deadline; run it in `bounded`.
+    """Start controller and units. It has no deadline; run it in `bounded`.
 
     Raises:
         DataPlaneClosed: one of them died meanwhile.
@@ -246,7 +246,7 @@ def _process(actor: object) -> ProcessIdentity:
 
 
 def dead_actors(namespace: str, units: int, processes: Mapping[str, ProcessIdentity]) -> list[str]:
-    """The service's actors that do not live."""
+    """Return the service's actors that do not live."""
     me = ProcessIdentity.of_this_process()
     dead: list[str] = []
     for name, where in _actor_names(namespace, units):
@@ -263,7 +263,7 @@ def dead_actors(namespace: str, units: int, processes: Mapping[str, ProcessIdent
 
 
 def stopped_actors(processes: Mapping[str, ProcessIdentity]) -> list[str]:
-    """The service's actors on this machine that somebody has stopped."""
+    """Return the service's actors on this machine that somebody has stopped."""
     me = ProcessIdentity.of_this_process()
     return [f"{n} (process {p.pid})" for n, p in processes.items() if p.is_visible_from(me) and p.is_stopped()]
 
@@ -271,7 +271,7 @@ def stopped_actors(processes: Mapping[str, ProcessIdentity]) -> list[str]:
 def bounded(
     too_late: str, action: Callable[[], _T], *, timeout_s: float, give_up: Callable[[], None] = lambda: None
 ) -> _T:
-    """Runs a blocking TransferQueue function that has no deadline of its own.
+    """Run a blocking TransferQueue function that has no deadline of its own.
 
     Args:
         too_late: text of the DataPlaneTimeout past the deadline.
@@ -296,7 +296,7 @@ def bounded(
 
 
 def end_actors(namespace: str, units: int) -> None:
-    """Ends what is left of controller and units, and frees TransferQueue's module state for a new start."""
+    """End what is left of controller and units, and free TransferQueue's module state for a new start."""
     for name, where in _actor_names(namespace, units):
         try:
             ray.kill(ray.get_actor(name, namespace=where))
@@ -309,7 +309,7 @@ def end_actors(namespace: str, units: int) -> None:
 
 
 def forget_module_state() -> None:
-    """Frees TransferQueue's module globals, so that this process can join or start another service."""
+    """Free TransferQueue's module globals, so that this process can join or start another service."""
     tq_interface._TQ_CLIENT = None
     tq_interface._TQ_STORAGE = None
     tq_interface._TQ_CONTROLLER = None

@@ -63,7 +63,7 @@ _NO_BYTES = np.empty(0, dtype=np.uint8)
 
 
 def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Cuts the padding: `[N, S, ...]` and lengths `[N]` -> jagged `[N, (length), ...]`.
+    """Cut the padding: `[N, S, ...]` and lengths `[N]` -> jagged `[N, (length), ...]`.
 
     Raises:
         SchemaMismatch: fewer than two dims, another number of rows, or a length outside 0..S.
@@ -81,7 +81,7 @@ def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor) -> torch.Te
 
 
 def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """A per-token column as jagged rows of `lengths`; a dense column may be wider (the junk is cut).
+    """Return a per-token column as jagged rows of `lengths`; a dense column may be wider (the junk is cut).
 
     Raises:
         SchemaMismatch: a nested column whose rows have other lengths, or a dense one that is too narrow.
@@ -116,7 +116,9 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
 
 
 def pad_nested(nested: torch.Tensor, *, pad: float, width: int | None = None) -> torch.Tensor:
-    """Jagged `[N, (length), ...]` -> dense `[N, width, ...]`, padded on the right; width None takes the longest row."""
+    """Pad jagged `[N, (length), ...]` -> dense `[N, width, ...]`, padded on the right; width None takes the longest
+    row.
+    """
     lengths, values = lengths_of(nested), values_of(nested)
     content = values.detach().contiguous().view(-1).view(torch.uint8).numpy() if values.numel() else _NO_BYTES
     source = (content, lengths.numpy())
@@ -130,7 +132,8 @@ def materialize(
     pad_to: int | None = None,
     token_aligned: Collection[str] = TOKEN_ALIGNED_FIELDS,
 ) -> BatchedDataDict:
-    """Dense columns: ragged ones padded (to `pad_to` when token-aligned, else to their longest row), objects as lists.
+    """Return dense columns: ragged ones padded (to `pad_to` when token-aligned, else to their longest row), objects as
+    lists.
 
     Columns that are dense already stay as they are, whatever their dims are.
     """
@@ -148,7 +151,7 @@ def materialize(
 
 
 def object_rows(column: object) -> list[object]:
-    """An object column of a TensorDict as a list.
+    """Return an object column of a TensorDict as a list.
 
     Raises:
         SchemaMismatch: a `NonTensorData` that does not say which row has which value.
@@ -161,7 +164,7 @@ def object_rows(column: object) -> list[object]:
 
 
 def _rows_of_data(column: NonTensorData) -> object:
-    """An array of objects is the column, as `tensordict[name]` gives it; any other value is that of every row."""
+    """Return the column, as `tensordict[name]` does: an array of objects, or a value that is that of every row."""
     value, batch_size = column.data, column.batch_size
     if isinstance(value, np.ndarray) and value.ndim:
         return value

@@ -367,7 +367,7 @@ class LedgerClient(DataPlaneClient):
         return cost.rows
 
     def _cleared(self, call: Call, partition_id: str, keys: list[str] | None, reply: Reply) -> int:
-        """Lets go of the claims and chunks of rows that the ledger has cleared; returns how many it were."""
+        """Let go of the claims and chunks of rows that the ledger has cleared; return how many it were."""
         self._leases.forget(partition_id, keys)
         self._link.drop(names_of(reply["drop"]))
         # A writer that died between its put and its commit has left chunks that no ledger knows.

@@ -79,7 +79,7 @@ class StageClock:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Adds the time of the block to `part`, also when it fails."""
+        """Add the time of the block to `part`, also when it fails."""
         started = time.perf_counter()
         try:
             yield
@@ -89,7 +89,7 @@ class StageClock:
                 self._seconds[part] = self._seconds.get(part, 0.0) + spent
 
     def snapshot(self) -> dict[str, float]:
-        """Seconds by part since the start."""
+        """Return seconds by part since the start."""
         with self._lock:
             return dict(self._seconds)
 
@@ -119,7 +119,7 @@ class RoomWait:
     """Seconds of `waited_s` that the ledger knows."""
 
     def granted(self, op: str, args: Args) -> Reply:
-        """The reply of `op` once it is not blocked.
+        """Return the reply of `op` once it is not blocked.
 
         Raises:
             CapacityExceeded: the deadline came first, or the ledger says that no wait can help.
@@ -142,7 +142,7 @@ class RoomWait:
             poll_s = min(poll_s * 2, LONGEST_POLL_S)
 
     def untold_s(self) -> float:
-        """Seconds blocked since the last report to the ledger."""
+        """Return seconds blocked since the last report to the ledger."""
         untold, self._told_s = self.waited_s - self._told_s, self.waited_s
         return untold
 
@@ -161,11 +161,11 @@ class Call:
     started: float
 
     def left(self) -> float:
-        """Seconds until the deadline."""
+        """Return seconds until the deadline."""
         return max(self.deadline - time.monotonic(), 0.0)
 
     def age(self) -> float:
-        """Seconds since it began."""
+        """Return seconds since it began."""
         return time.monotonic() - self.started
 
 
@@ -189,33 +189,33 @@ class ClientLink:
             return dict(self._counters)
 
     def count(self, what: str, num_bytes: int) -> None:
-        """Adds to a counter."""
+        """Add to a counter."""
         with self._lock:
             self._counters[what] += num_bytes
 
     def begin(self, what: str) -> Call:
-        """A call with the client's deadline."""
+        """Return a call with the client's deadline."""
         self.check_open()
         now = time.monotonic()
         return Call(what=what, deadline=now + self.timeout_s, started=now)
 
     def check_open(self) -> None:
-        """Raises DataPlaneClosed after `end`."""
+        """Raise DataPlaneClosed after `end`."""
         if self._has_ended:
             raise DataPlaneClosed(f"this client of run {self.address.run_id!r} is closed")
 
     def ask(self, call: Call, op: str, args: Args, *, handles: Handles | None = None) -> Reply:
-        """One operation of the ledger, signed with the client's label and its stage."""
+        """Run one operation of the ledger, signed with the client's label and its stage."""
         signed: Args = {**args, "who": self.label, "stage": current_stage.get()}
         with self.clock.measure("ledger"):
             return self.timed(call, lambda: self._host.call(op, signed, timeout_s=call.left(), handles=handles))
 
     def notify(self, op: str, args: Args) -> Reply:
-        """An operation outside of any call: heartbeats, and reservations that are given back."""
+        """Run an operation outside of any call: heartbeats, and reservations that are given back."""
         return self._host.call(op, args, timeout_s=self.timeout_s)
 
     def timed(self, call: Call, action: Callable[[], _T]) -> _T:
-        """Runs one step of a call; when a peer is gone or silent, the error names the call, its owner and its age."""
+        """Run one step of a call; when a peer is gone or silent, the error names the call, its owner and its age."""
         self.check_open()
         try:
             return action()
@@ -226,14 +226,14 @@ class ClientLink:
             ) from error
 
     def new_ids(self, count: int) -> list[str]:
-        """Ids for chunks, each used once."""
+        """Return ids for chunks, each used once."""
         with self._lock:
             first = self._num_chunks
             self._num_chunks += count
         return [chunk_id(self.address.run_id, self.label, first + i) for i in range(count)]
 
     def drop(self, chunk_ids: Sequence[str]) -> None:
-        """Frees chunks that no row reads any more; the rows are settled already, so a failure is only reported."""
+        """Free chunks that no row reads any more; the rows are settled already, so a failure is only reported."""
         if not chunk_ids:
             return
         try:
@@ -242,33 +242,33 @@ class ClientLink:
             logger.warning("could not free %d chunks of run %s: %s", len(chunk_ids), self.address.run_id, error)
 
     def end(self) -> bool:
-        """Later calls fail; False when it had ended before."""
+        """End the link: later calls fail. Return False when it had ended before."""
         with self._lock:
             was_open, self._has_ended = not self._has_ended, True
         return was_open
 
     def close(self) -> None:
-        """Closes store and host, both also when one of them fails."""
+        """Close store and host, both also when one of them fails."""
         with ExitStack() as closing:
             closing.callback(self._host.close)
             closing.callback(self.store.close)
 
 
 def names_of(value: object) -> list[str]:
-    """A list of strings out of a reply."""
+    """Return a list of strings out of a reply."""
     assert isinstance(value, list), f"malformed reply: {value!r}"
     return value
 
 
 def versions_of(reply: Reply) -> dict[str, Version]:
-    """Family versions out of a reply."""
+    """Return family versions out of a reply."""
     versions = reply["versions"]
     assert isinstance(versions, dict), f"malformed reply: {reply}"
     return versions
 
 
 def plain_versions(versions: Mapping[str, Version]) -> dict[str, int | list[int]]:
-    """Family versions for a request."""
+    """Return family versions for a request."""
     return {family: version if isinstance(version, int) else list(version) for family, version in versions.items()}
 
 
@@ -298,7 +298,7 @@ class SchemaCache:
         self._known: dict[str, Declaration] = {}
 
     def learn(self, partition_id: str, specs: Mapping[str, FieldSpec], reply: Reply) -> Declaration:
-        """Keeps what the ledger has confirmed."""
+        """Keep what the ledger has confirmed."""
         number = reply["declared"]
         assert isinstance(number, int), f"malformed reply: {reply}"
         self._known[partition_id] = Declaration(number=number, specs=specs)
@@ -309,11 +309,11 @@ class SchemaCache:
         self._known.pop(partition_id, None)
 
     def get(self, call: Call, partition_id: str) -> Declaration:
-        """The declaration of a partition."""
+        """Return the declaration of a partition."""
         return self._known.get(partition_id) or self._ask(call, partition_id)
 
     def use(self, call: Call, partition_id: str, action: Callable[[Declaration], _T]) -> _T:
-        """Runs `action` with the declaration; once more when it fails and the partition was declared anew."""
+        """Run `action` with the declaration; once more when it fails and the partition was declared anew."""
         known = self.get(call, partition_id)
         try:
             return action(known)

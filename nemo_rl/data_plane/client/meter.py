@@ -65,7 +65,7 @@ EventCallback: TypeAlias = Callable[[DataPlaneEvent], object]
 
 
 def print_event(event: DataPlaneEvent) -> None:
-    """Logs one line per call: on the console of the driver, in the log file of a worker.
+    """Log one line per call: on the console of the driver, in the log file of a worker.
 
     Example:
         `data plane: kv_batch_put ok in 0.4 ms, stage rollout, partition train: 4 rows, 64 bytes of input_ids`
@@ -85,7 +85,7 @@ def print_event(event: DataPlaneEvent) -> None:
 
 
 def load_callback(name: str | None) -> EventCallback | None:
-    """The function that `package.module:function` or `print_event` names, made safe to call; None for None.
+    """Return the function that `package.module:function` or `print_event` names, made safe to call; None for None.
 
     Raises:
         ConfigError: there is no such function.
@@ -177,7 +177,7 @@ class Meter:
     def measure(
         self, operation: str, partition: str = "", *, rows: int = 0, fields: Iterable[str] = ()
     ) -> Iterator[Cost]:
-        """Counts what happens inside as one call, for the stage of this thread; also when it raises."""
+        """Count what happens inside as one call, for the stage of this thread; also when it raises."""
         is_wanted = self._is_counting or self._callback is not None
         cost = Cost(is_wanted=is_wanted, partition=partition, rows=rows, fields=fields)
         started, stage = time.perf_counter(), current_stage.get()
@@ -189,7 +189,7 @@ class Meter:
         self._add(stage, operation, started, cost, None)
 
     def totals(self, *, over_read_bytes: int, reset: bool) -> Totals:
-        """Totals since the start or the last reset.
+        """Return totals since the start or the last reset.
 
         Args:
             over_read_bytes: of the client since its start.
@@ -202,7 +202,7 @@ class Meter:
             return totals
 
     def _add(self, stage: str, operation: str, started: float, cost: Cost, error: BaseException | None) -> None:
-        """Counts one call and informs the callback."""
+        """Count one call and inform the callback."""
         ms, num_bytes = (time.perf_counter() - started) * 1e3, sum(cost.sizes.values())
         if self._is_counting:
             counted = OperationCount.of_call(
@@ -229,7 +229,7 @@ class Meter:
 
 
 def columns_bytes(columns: Columns) -> int:
-    """Bytes of the rows themselves: tensors without padding, objects as JSON-like values."""
+    """Return bytes of the rows themselves: tensors without padding, objects as JSON-like values."""
     return sum(_column_sizes(columns).values())
 
 

@@ -109,7 +109,7 @@ class Located:
 
 
 def assemble(located: Located) -> TensorDict:
-    """The columns in the order asked for, in memory of their own."""
+    """Return the columns in the order asked for, in memory of their own."""
     from tensordict import NonTensorData, NonTensorStack, TensorDict  # noqa: PLC0415 - see `chunks.ragged`
 
     rows = TensorDict({}, batch_size=[located.num_rows])
@@ -128,7 +128,7 @@ def assemble(located: Located) -> TensorDict:
 
 
 def assemble_padded(located: Located, *, pad_values: Mapping[str, float], pad_to: int | None = None) -> BatchedDataDict:
-    """The columns as a dense batch; see `DataPlaneClient.get_padded`."""
+    """Return the columns as a dense batch; see `DataPlaneClient.get_padded`."""
     batch = BatchedDataDict()
     for spec in located.specs:
         runs = located.runs[spec.name]

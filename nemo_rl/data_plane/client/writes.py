@@ -117,7 +117,7 @@ class RowWriter:
         return versions_of(reply)
 
     def _reserve(self, wait: RoomWait, put: Args, chunks: Sequence[EncodedChunk]) -> int:
-        """Waits for capacity before any byte goes to the store, where bytes are limited; 0 where they are not."""
+        """Wait for capacity before any byte goes to the store, where bytes are limited; 0 where they are not."""
         if self._link.address.config.storage_capacity.bytes is None or not chunks:
             return 0
         args = {name: put[name] for name in ("partition", "declared", "keys")}
@@ -131,7 +131,7 @@ class RowWriter:
         return reservation
 
     def _unreserve(self, reservation: int, wait: RoomWait) -> None:
-        """Gives reserved capacity back; it expires by itself when the ledger cannot be reached."""
+        """Give reserved capacity back; it expires by itself when the ledger cannot be reached."""
         untold_s = wait.untold_s()
         if not reservation and not untold_s:
             return

@@ -61,7 +61,7 @@ class Recorder:
         rows: Mapping[str, Row] | None = None,
         **more: object,
     ) -> None:
-        """Records one event.
+        """Record one event.
 
         Args:
             args: the request that caused it.
@@ -87,7 +87,7 @@ class Recorder:
 
 
 def explain_row(partition: Partition, key: str, *, now: float) -> Event:
-    """One live row: owner, age, tags, what is written, what each task did with it, and its history."""
+    """Return one live row: owner, age, tags, what is written, what each task did with it, and its history."""
     row = partition.rows[key]
     written: dict[str, object] = {}
     for name, spec in partition.specs.items():
@@ -118,7 +118,7 @@ def _task_state(cursor: TaskCursor, key: str) -> str:
 
 
 def _shown(event: Mapping[str, object], now: float) -> Event:
-    """An event without its keys, with its age instead of the ledger's time."""
+    """Return an event without its keys, with its age instead of the ledger's time."""
     keys, at = event["keys"], event["t"]
     assert isinstance(keys, Sequence) and isinstance(at, float | int)
     rest = {name: value for name, value in event.items() if name not in ("keys", "t")}
@@ -146,7 +146,7 @@ class EventLog:
         self._queue.put((time.time(), event))
 
     def close(self) -> None:
-        """Writes what is queued and ends the thread. Idempotent."""
+        """Write what is queued and end the thread. Idempotent."""
         self._queue.put(None)
         self._thread.join()
         self._file.close()
@@ -163,7 +163,7 @@ class EventLog:
 
 
 def compact_keys(keys: Iterable[str]) -> dict[str, object]:
-    """Keys by group: `groups` (uid -> indices as ranges) and, for keys of another form, `keys`.
+    """Return keys by group: `groups` (uid -> indices as ranges) and, for keys of another form, `keys`.
 
     Example:
         >>> compact_keys(["a_g0", "a_g1", "a_g3", "solo"])
@@ -185,7 +185,7 @@ def compact_keys(keys: Iterable[str]) -> dict[str, object]:
 
 
 def expand_keys(event: Mapping[str, object]) -> list[str]:
-    """The keys of an event of the file, group by group."""
+    """Return the keys of an event of the file, group by group."""
     groups, others = _groups(event), event.get("keys", [])
     assert isinstance(others, list), f"malformed event: {event}"
     return [key_of(uid, i) for uid, ranges in groups.items() for i in _indices(ranges)] + others
@@ -200,7 +200,7 @@ def names_key(event: Mapping[str, object], key: str) -> bool:
 
 
 def read_events(path: Path) -> Iterator[dict[str, object]]:
-    """The events of a file; a last line that was cut off by a kill is left out."""
+    """Yield the events of a file; a last line that was cut off by a kill is left out."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n"):

@@ -49,7 +49,7 @@ class ReferenceTable:
         """Chunks that were freed before their reference came."""
 
     def hold(self, places: Mapping[str, Place]) -> None:
-        """Keeps references until their chunks are freed."""
+        """Keep references until their chunks are freed."""
         for chunk_id, place in places.items():
             if chunk_id in self._freed_early:
                 self._freed_early.discard(chunk_id)
@@ -123,7 +123,7 @@ class RayLedgerHost:
         validate: bool = False,
         log_dir: Path | None = None,
     ) -> RayLedgerHost:
-        """Starts the actor, on the node of this process; its owner is this process.
+        """Start the actor, on the node of this process; its owner is this process.
 
         Args:
             log_dir: where the ledger's events are written.
@@ -161,7 +161,7 @@ class RayLedgerHost:
 
     @classmethod
     def join(cls, address: LedgerAddress) -> RayLedgerHost:
-        """The actor that the owner of the run started.
+        """Return the actor that the owner of the run started.
 
         Raises:
             DataPlaneClosed: there is no such actor (any more), or this process is not connected to Ray.

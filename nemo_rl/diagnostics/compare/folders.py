@@ -47,7 +47,7 @@ class Coverage:
 
 
 def common_sites(a: Side, b: Side) -> Coverage:
-    """Notes what one side was not asked for or cannot give; what is missing otherwise is a finding of that side."""
+    """Note what one side was not asked for or cannot give; what is missing otherwise is a finding of that side."""
     coverage = Coverage(common=sorted(set(a.sites) & set(b.sites), key=lambda site: site.order))
     for side, other in ((a, b), (b, a)):
         _check_promised(side)
@@ -117,7 +117,7 @@ def _excuse(site: Site, side: Side) -> str | None:
 
 
 def _takes(selector: str, site: Site) -> bool:
-    """A selector that cannot be parsed asks for everything."""
+    """Return whether a selector asks for the site; one that cannot be parsed asks for every site."""
     try:
         return site.is_taken_by(Selector.parse(selector))
     except UserError:
@@ -137,7 +137,7 @@ def _texts(names: Mapping[str, str]) -> Sequence[str]:
 
 
 def compare_folders(a: Path, b: Path, *, limits: Limits = DEFAULT) -> Comparison:
-    """The recordings in two folders against each other, `a` being what is relied on.
+    """Compare the recordings in two folders, `a` being what is relied on.
 
     Raises:
         UserError: a path is no folder of records.

@@ -111,7 +111,7 @@ def read_limits(path: Path) -> Limits:
 
 
 def limits_text(rules: Sequence[Mapping[str, object]]) -> str:
-    """A file that `read_limits` reads; JSON values are YAML."""
+    """Return the text of a file that `read_limits` reads; JSON values are YAML."""
     lines = [", ".join(f"{key}: {json.dumps(value)}" for key, value in rule.items()) for rule in rules]
     return "".join(f"- {{{line}}}\n" for line in lines)
 

@@ -67,12 +67,14 @@ class RowStats:
 
 
 def as_rows(value: torch.Tensor) -> torch.Tensor:
-    """`[R, ...]` as `[R, D]`."""
+    """Return `[R, ...]` as `[R, D]`."""
     return value.reshape(len(value), -1) if value.numel() else value.reshape(len(value), 0)
 
 
 def take_rows(value: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
-    """Rows of a tensor; the tensor itself where these are all in order: one of logits may take half of the memory."""
+    """Return rows of a tensor; the tensor itself where these are all in order: one of logits may take half of the
+    memory.
+    """
     return value if torch.equal(index_R, torch.arange(len(value))) else value[index_R]
 
 
@@ -128,7 +130,7 @@ ULP_CHUNK = 1 << 22
 
 
 def ulp_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
-    """The narrower one, in which both are counted; None where there is no such thing."""
+    """Return the narrower one, in which both are counted; None where there is no such thing."""
     if a == b or a.itemsize != b.itemsize:
         narrower = a if a.itemsize <= b.itemsize else b
         return narrower if narrower in _INTEGERS and a.is_floating_point and b.is_floating_point else None

@@ -68,7 +68,7 @@ def merge(site: Site, side: Side) -> Merged | None:
 
 
 def _whole_pieces(site: Site, records: Sequence[Record], side: Side) -> list[_Piece]:
-    """Joins the parts of the last dimension of equal tokens of a microbatch; copies of a part must agree."""
+    """Join the parts of the last dimension of equal tokens of a microbatch; copies of a part must agree."""
     parts: dict[tuple[int, str, int], dict[int, _Piece]] = {}
     for record in records:
         tokens, values = side.tokens(record), side.load(record)
@@ -98,7 +98,7 @@ def _whole_pieces(site: Site, records: Sequence[Record], side: Side) -> list[_Pi
 
 
 def _one_row_per_token(site: Site, pieces: Sequence[_Piece], side: Side) -> Merged:
-    """Sorts by sample and position; a token that several pieces hold must be the same in all."""
+    """Sort by sample and position; a token that several pieces hold must be the same in all."""
     rank_N = torch.cat([torch.full_like(piece.code_R, piece.rank) for piece in pieces])
     code_N, order = torch.cat([piece.code_R for piece in pieces]).sort(stable=True)
     token_N = torch.cat([piece.token_R for piece in pieces])[order]
@@ -129,7 +129,7 @@ def _one_row_per_token(site: Site, pieces: Sequence[_Piece], side: Side) -> Merg
 
 
 def _merge_whole(site: Site, records: Sequence[Record], side: Side) -> Merged | None:
-    """A tensor without tokens, such as a gradient: copies or parts of one."""
+    """Return a tensor without tokens, such as a gradient: copies or parts of one."""
     held: dict[int, tuple[int, torch.Tensor]] = {}
     count = 1
     for record in records:
@@ -150,7 +150,7 @@ def _merge_whole(site: Site, records: Sequence[Record], side: Side) -> Merged | 
 
 
 def _merge_loss(site: Site, records: Sequence[Record], side: Side) -> Merged | None:
-    """The sum over data ranks and microbatches, which are shares of one batch; other ranks hold copies."""
+    """Return the sum over data ranks and microbatches, which are shares of one batch; other ranks hold copies."""
     if not side.has_all_ranks:
         side.found(Verdict.INCOMPLETE, f"{site.label}: not compared: a sum over what is there is not the batch's loss")
         return None
@@ -206,7 +206,7 @@ def _check_tokens(site: Site, side: Side, tokens: tuple[torch.Tensor, torch.Tens
 
 
 def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Rows that are not copies; NaN is a copy of NaN."""
+    """Return rows that are not copies; NaN is a copy of NaN."""
     stats = row_stats(as_rows(a), as_rows(b))
     limit = REPLICA_LIMIT**2 * torch.maximum(stats.squares_a, stats.squares_a.mean())
     return ((stats.squares_diff > limit) | (stats.num_broken > 0)).nonzero()[:, 0]
@@ -256,7 +256,7 @@ def match_samples(a: Side, b: Side) -> SampleMap:
 
 
 def match_rows(a: Merged, b: Merged, samples: SampleMap) -> MatchedRows:
-    """Rows of the same sample and position, in A's order."""
+    """Return rows of the same sample and position, in A's order."""
     nothing = torch.zeros(0, dtype=torch.int64)
     if a.code_N is None or b.code_N is None or a.token_N is None or b.token_N is None:
         rows = torch.arange(len(a.values))
@@ -293,6 +293,6 @@ def match_rows(a: Merged, b: Merged, samples: SampleMap) -> MatchedRows:
 
 
 def _unique(digests: Mapping[str, str]) -> Mapping[str, str]:
-    """Digest -> key, of digests that one key has."""
+    """Return digest -> key, of digests that one key has."""
     counts = Counter(digests.values())
     return {digest: key for key, digest in digests.items() if counts[digest] == 1}

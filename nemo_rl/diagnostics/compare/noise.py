@@ -49,7 +49,7 @@ class Proposal:
 
 
 def propose_limits(folders: Sequence[Path]) -> Proposal:
-    """Limits for comparisons with recordings like these, which must have been made with the same settings.
+    """Return limits for comparisons with recordings like these, which must have been made with the same settings.
 
     Raises:
         UserError: fewer than two folders, or two that differ by more than noise.
@@ -78,7 +78,7 @@ def propose_limits(folders: Sequence[Path]) -> Proposal:
 
 
 def _text(floors: Sequence[Floor], num_pairs: int) -> str:
-    """One rule for each site; for each kind of sites where these would be too many."""
+    """Return one rule for each site; for each kind of sites where these would be too many."""
     by_layer = _rules(floors, with_layers=True)
     rules = by_layer if len(by_layer) <= MAX_RULES else _rules(floors, with_layers=False)
     pairs = f"{num_pairs} pair{'' if num_pairs == 1 else 's'} of recordings"

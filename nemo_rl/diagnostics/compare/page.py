@@ -57,7 +57,7 @@ def layer_plot(results: Sequence[SiteResult]) -> Markup | None:
 
 
 def ulp_bars(counts: Sequence[int]) -> Markup:
-    """A bar for each of `ULP_BUCKETS`; heights are logarithmic, so that a single value can be seen."""
+    """Return a bar for each of `ULP_BUCKETS`; heights are logarithmic, so that a single value can be seen."""
     most = math.log1p(max(counts, default=0)) or 1.0
     bars = []
     for index, (bucket, count) in enumerate(zip(ULP_BUCKETS, counts, strict=True)):
@@ -77,14 +77,14 @@ def _value(result: SiteResult) -> float | None:
 
 
 def _powers(drawn: Sequence[SiteResult]) -> tuple[int, int]:
-    """Ends of the axis."""
+    """Return the ends of the axis."""
     values = [value for result in drawn if (value := _value(result)) and math.isfinite(value)]
     exponents = [min(HIGHEST, max(LOWEST, math.floor(math.log10(value)))) for value in values] or [LOWEST]
     return min(exponents), max(exponents) + 1
 
 
 def _x(result: SiteResult, last: int) -> float:
-    """Layers, with what comes before and after them to their sides."""
+    """Return layers, with what comes before and after them to their sides."""
     layer = result.site.layer
     place = layer if layer is not None else -1 if result.site.kind is SiteKind.EMBED else last + 1
     return LEFT + (place + 1) * (WIDTH - LEFT - RIGHT) / (last + 2)
@@ -144,7 +144,7 @@ def write_page(path: Path, comparison: Comparison) -> Path:
 
 
 def page_text(comparison: Comparison) -> str:
-    """The page."""
+    """Return the page."""
     title = f"{comparison.verdict.name}: {comparison.a.path} against {comparison.b.path}"
     head = tag("head", tag("meta", {"charset": "utf-8"}), tag("title", title), tag("style", Markup(STYLE)))
     shade = {"class": f"verdict {comparison.verdict.label}"}

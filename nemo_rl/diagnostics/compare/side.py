@@ -35,7 +35,7 @@ class Finding:
 
 
 def gravest(findings: Sequence[Finding]) -> Finding | None:
-    """The first of those of the gravest kind; None where nothing is wrong."""
+    """Return the first of those of the gravest kind; None where nothing is wrong."""
     return min(findings, key=lambda finding: _GRAVITY.index(finding.verdict), default=None)
 
 
@@ -75,7 +75,7 @@ class Side:
         self._tokens: dict[tuple[int, str | None], Tokens | None] = {}
 
     def found(self, verdict: Verdict, text: str) -> None:
-        """Notes something wrong with this side."""
+        """Note something wrong with this side."""
         finding = Finding(verdict=verdict, text=f"{self.name}: {text}")
         if finding not in self.findings:
             self.findings.append(finding)
@@ -96,14 +96,14 @@ class Side:
         return self._tokens[at]
 
     def read_samples(self) -> None:
-        """Reads all tables, so that `samples` is complete."""
+        """Read all tables, so that `samples` is complete."""
         for records in self.sites.values():
             for record in records:
                 if record.table is not None:
                     self.tokens(record)
 
     def sequences(self) -> Mapping[str, str]:
-        """Key -> digest of its tokens, over all tables and in the order of their positions."""
+        """Return key -> digest of its tokens, over all tables and in the order of their positions."""
         tables = [table for table in self._tokens.values() if table is not None]
         if not tables:
             return {}

@@ -32,7 +32,7 @@ class RowName:
         return f"sample {self.key!r}, position {self.position}, token {self.token}"
 
     def as_record(self) -> dict[str, object]:
-        """JSON form."""
+        """Return JSON form."""
         return {"key": self.key, "position": self.position, "token": self.token}
 
 
@@ -48,7 +48,7 @@ class WorstToken:
     b: float
 
     def as_record(self) -> dict[str, object]:
-        """JSON form."""
+        """Return JSON form."""
         numbers = {"token_rel": self.token_rel, "max_abs": self.max_abs, "a": self.a, "b": self.b}
         shown = {name: finite_or_text(value) for name, value in numbers.items()}
         return {**self.row.as_record(), "element": self.element, **shown}
@@ -82,7 +82,7 @@ class SiteResult:
         return self.num_other_tokens == 0 and self.measurement is not None and not _broken(self.measurement)
 
     def as_record(self) -> dict[str, object]:
-        """JSON form; what is not finite is a text."""
+        """Return JSON form; what is not finite is a text."""
         site = self.site
         record: dict[str, object] = {
             "site": site.label,
@@ -152,7 +152,7 @@ def compare_site(
 
 
 def finite_or_text(value: float) -> float | str:
-    """JSON knows neither NaN nor infinity."""
+    """Return a value that JSON has: it knows neither NaN nor infinity."""
     return value if math.isfinite(value) else str(value)
 
 

@@ -174,7 +174,7 @@ def noise_floor(scorer: Scorer, as_run: Setting, stated: Stated) -> float:
 
 
 def find_trainer(scorer: Scorer, stated: Stated, as_run: Setting, trainer_M: torch.Tensor, *, enough: float) -> Setting:
-    """The setting under which the trainer has scored: as the config says, unless its own numbers say otherwise.
+    """Find the setting under which the trainer has scored: as the config says, unless its own numbers say otherwise.
 
     Args:
         enough: KL to the trainer's numbers at which the config is believed.
@@ -216,7 +216,7 @@ def _nearest(
 
 
 def named_first(parts: Sequence[Part]) -> Part:
-    """The cause with the largest part; what it has in several steps counts together."""
+    """Return the cause with the largest part; what it has in several steps counts together."""
     causes = {part.cause: [other for other in parts if other.cause == part.cause] for part in parts}
     largest = max(causes.values(), key=lambda of_cause: sum(part.kl for part in of_cause))
     what = max(largest, key=lambda part: part.kl)
@@ -259,7 +259,7 @@ class _Search:
         return divergence(exact, low, self._scorer.tokens.row_M).kl
 
     def best(self, at: Setting, left: float) -> Change | None:
-        """The change that removes most; None where none removes enough."""
+        """Return the change that removes most; None where none removes enough."""
         stated = self._stated
         changes = stated_changes(at, stated, is_lagging=self._scorer.is_lagging)
         sets = self._least([change for change in changes if change.cause == "sets"])

@@ -88,7 +88,7 @@ def look_at(tokens: StepTokens, logprobs_M: torch.Tensor) -> Evidence:
 def far_tokens(
     tokens: StepTokens, logprobs_M: torch.Tensor, decode: Callable[[list[int]], str]
 ) -> tuple[FarToken, ...]:
-    """The tokens with the largest |d|, one of each row."""
+    """Return the tokens with the largest |d|, one of each row."""
     apart_M = (logprobs_M - tokens.rollout_M).abs().nan_to_num(0.0)
     row_M, column_M = tokens.row_M, tokens.column_M
     found: dict[int, FarToken] = {}

@@ -126,7 +126,7 @@ class Scorer:
         return has_rope(self._model(self._versions(setting.lag)[0], setting.precision)[0])
 
     def logprobs(self, *settings: Setting) -> list[torch.Tensor]:
-        """`[M]` float32 of each; NaN where a shifted token has no counterpart."""
+        """Return `[M]` float32 of each; NaN where a shifted token has no counterpart."""
         by_passes: dict[tuple[object, ...], list[Setting]] = {}
         for setting in settings:
             if (setting.passes, setting.cut) not in self._scored:
@@ -167,7 +167,7 @@ class Scorer:
     def _score(
         self, setting: Setting, cuts: Sequence[Cut], *, groups: Sequence[Sequence[int]] | None = None
     ) -> list[torch.Tensor]:
-        """`[N, T]` for each cut, NaN where nothing is wanted."""
+        """Return `[N, T]` for each cut, NaN where nothing is wanted."""
         found = [torch.full(self.tokens.ids_NT.shape, float("nan")) for _ in cuts]
         if any(cut.sets == "engine" for cut in cuts):
             self._find_sets()
@@ -184,7 +184,7 @@ class Scorer:
     def _passes(
         self, setting: Setting, wanted_NT: torch.Tensor, groups: Sequence[Sequence[int]] | None = None
     ) -> Iterator[_Scored]:
-        """The logits of the wanted tokens, pass by pass; a row is in one pass."""
+        """Yield the logits of the wanted tokens, pass by pass; a row is in one pass."""
         ids_NT = self.tokens.ids_NT
         versions = self._versions(setting.lag)
         for version in sorted(set(versions)):
@@ -250,7 +250,7 @@ class Scorer:
         )
 
     def _groups(self) -> Iterator[list[int]]:
-        """Rows of one length, as many as fit a pass."""
+        """Yield rows of one length, as many as fit a pass."""
         by_length: dict[int, list[int]] = {}
         for row, length in enumerate(self.tokens.lengths):
             by_length.setdefault(length, []).append(row)

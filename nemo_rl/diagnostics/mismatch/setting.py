@@ -182,7 +182,7 @@ def supposed_changes(
 
 
 def sampling_changes(at: Setting) -> list[Change]:
-    """Other samplings around the present one."""
+    """Return other samplings around the present one."""
     now = at.sampling
     samplings: list[tuple[Cause, Sampling]] = [
         ("temperature", replace(now, temperature=now.temperature * factor)) for factor in TEMPERATURES
@@ -193,7 +193,7 @@ def sampling_changes(at: Setting) -> list[Change]:
 
 
 def refined(best: Change, at: Setting, cost: Callable[[Sequence[Change]], Sequence[float]], *, enough: float) -> Change:
-    """A change of a number, nearer to where the cost is least; another change as it is.
+    """Return a change of a number, nearer to where the cost is least; another change as it is.
 
     Args:
         at: setting that `best` changes.

@@ -103,7 +103,7 @@ def read_tokens(folder: KeptFolder, step: KeptStep, *, only: Sequence[str] = ())
 
 
 def route_columns(folder: KeptFolder, step: KeptStep, rows: Sequence[int], shape: RouteShape) -> torch.Tensor | None:
-    """`[N, T, L, K]` int16 with -1 where a route is missing; None where none were kept."""
+    """Return `[N, T, L, K]` int16 with -1 where a route is missing; None where none were kept."""
     columns = KeptColumns.read(folder, step)
     names = [name for name in ROUTE_FIELDS if columns.has(name, rows)]
     if not names:

@@ -64,7 +64,7 @@ class ShownRollouts:
 def choose_rollouts(
     run: Path, *, step: int | None, group: str | None, limit: int | None, every_step: bool = False
 ) -> ShownRollouts:
-    """Rows of a run's folder.
+    """Return rows of a run's folder.
 
     Args:
         step: None takes the newest.
@@ -91,7 +91,7 @@ def choose_rollouts(
 
 
 def _of_step(run: Path, step: int, *, group: str | None, limit: int | None) -> tuple[list[Group], int]:
-    """The wanted groups of a step, and how many rows its file has."""
+    """Return the wanted groups of a step, and how many rows its file has."""
     path = rollout_path(run, step)
     rows = read_rows(path)
     # Stable: rows of a group that lie apart come together, groups stay in the order of their first rows.

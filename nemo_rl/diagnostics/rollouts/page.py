@@ -89,7 +89,7 @@ def write_rollout_page(path: Path, shown: ShownRollouts) -> Path:
 
 
 def page_text(shown: ShownRollouts) -> str:
-    """The page."""
+    """Return the page."""
     title = f"Rollouts of {_plain(shown.run)}, {shown.title}"
     reason = shared_reason(row for group in shown.groups for row in group.rows)
     head = tag(
@@ -205,7 +205,7 @@ def _tokens(tokens: RowTokens) -> Iterator[Markup]:
 
 
 def _visible(piece: Piece) -> str:
-    """A line feed is seen before it acts."""
+    """Spell out line feeds, so that each is seen before it acts."""
     return _lines(piece.text).replace("\n", "\\n\n")
 
 

@@ -64,7 +64,7 @@ class RowTokens:
         return next((at for at, kept in enumerate(self.mask) if kept), len(self.mask))
 
     def difference(self, at: int) -> float | None:
-        """Log-probability of the rollout less that of the trainer; None where one of them is missing."""
+        """Return log-probability of the rollout less that of the trainer; None where one of them is missing."""
         ours = self.generation_logprobs[at]
         theirs = None if self.prev_logprobs is None else self.prev_logprobs[at]
         return None if ours is None or theirs is None else ours - theirs
@@ -112,7 +112,7 @@ class RolloutRow:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> RolloutRow:
-        """A line of the file.
+        """Parse a line of the file.
 
         Raises:
             KeyError, TypeError, ValueError: it is none.
@@ -140,7 +140,7 @@ class RolloutRow:
 
 
 def read_rows(path: Path) -> list[RolloutRow]:
-    """All rows of a file, in its order.
+    """Return all rows of a file, in its order.
 
     Raises:
         UserError: it cannot be read, or a line is no row.
@@ -221,7 +221,7 @@ def grade_of(difference: float | None) -> Grade | None:
 
 
 def pieces_of(tokens: RowTokens) -> Iterator[Piece]:
-    """The response of a row: from the first token that is trained to its end."""
+    """Yield the response of a row: from the first token that is trained to its end."""
     waiting: list[int] = []
     last = len(tokens.ids) - 1
     for at in range(tokens.num_prompt, len(tokens.ids)):
@@ -268,5 +268,5 @@ def legend() -> str:
 
 
 def signed(value: float | None) -> str:
-    """A number with its sign, for people."""
+    """Return a number with its sign, for people."""
     return "none" if value is None else f"{value:+.4g}"

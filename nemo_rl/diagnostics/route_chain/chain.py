@@ -110,7 +110,7 @@ USED = (Hop.ASSIGNMENT, Hop.FORWARD, Hop.RECOMPUTE)
 
 
 def verify_trace(folder: Path, *, require_forward_verify: bool = False, require_cp_identity: bool = False) -> Report:
-    """Reads the files of all processes and closes the chain.
+    """Read the files of all processes and close the chain.
 
     Args:
         require_forward_verify: each forward must have compared what it used with the digests of the rollout.
@@ -160,7 +160,7 @@ class _Check:
         self.twice = self.twice or _rolled_out_twice(first, sample)
 
     def add(self, seen: Observation) -> None:
-        """Compares one observation with the rollout."""
+        """Compare one observation with the rollout."""
         self.coverage.add(seen)
         self.num_unknown += sum(key not in self.samples for key in seen.keys)
         is_bad = False
@@ -177,7 +177,7 @@ class _Check:
             self.wrong_verdicts.append(f"{seen.record.where}: {text}")
 
     def report(self, *, require_forward_verify: bool, require_cp_identity: bool) -> Report:
-        """The verdict: a mismatch before anything missing, anything missing before nothing compared."""
+        """Return the verdict: a mismatch before anything missing, anything missing before nothing compared."""
         events = Counter(record.event for record in self.trace.records)
         report = Report(
             verdict=Verdict.PASS,
@@ -283,7 +283,7 @@ def _shown(value: np.int64, is_token: bool) -> list[int] | str:
 
 
 def _rolled_out_twice(first: Sample, second: Sample) -> Mismatch:
-    """One key with two sets of routes: nothing after it can be judged."""
+    """Return one key with two sets of routes: nothing after it can be judged."""
     return Mismatch(
         hop=Hop.ROLLOUT.name.lower(),
         key=first.key,

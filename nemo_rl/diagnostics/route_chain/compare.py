@@ -92,7 +92,7 @@ def lookup(
 
 
 def compare(samples: Mapping[str, Sample], seen: Observation) -> list[Comparison]:
-    """Tokens, where the record has them, and routes; slots of samples that no rollout recorded are left out."""
+    """Compare tokens, where the record has them, and routes; slots of samples that no rollout recorded are left out."""
     known = np.array([key in samples for key in seen.keys] + [False])[seen.key_index]
     found: list[Comparison] = []
     is_missing = _is_missing(samples, seen)
@@ -123,7 +123,7 @@ def compare(samples: Mapping[str, Sample], seen: Observation) -> list[Comparison
 
 
 def _is_missing(samples: Mapping[str, Sample], seen: Observation) -> np.ndarray:
-    """`[S, L]` bool: tokens whose route the rollout does not have."""
+    """Return `[S, L]` bool: tokens whose route the rollout does not have."""
     missing = np.zeros(seen.digests.shape, dtype=bool)
     for index, key in enumerate(seen.keys):
         if key not in samples:
@@ -143,7 +143,7 @@ UNKNOWN = "no known mistake explains it"
 
 
 def guess(found: Comparison, samples: Samples) -> str:
-    """A mistake in words, or that none is known."""
+    """Return a mistake in words, or that none is known."""
     for explain in MISTAKES:
         guess = explain(found, samples)
         if guess is not None:
@@ -152,7 +152,7 @@ def guess(found: Comparison, samples: Samples) -> str:
 
 
 def _narrow_integer(found: Comparison, samples: Samples) -> str | None:
-    """Ids beyond what 8 or 16 bits hold."""
+    """Return ids beyond what 8 or 16 bits hold."""
     seen, first = found.seen, found.first
     if found.kind == "tokens":
         return None
@@ -202,7 +202,7 @@ def _layer_map(found: Comparison, samples: Samples) -> str | None:
 
 
 def _in_layer(found: Comparison, samples: Samples, layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """`[S]` digests of another layer at the places of the record, and where there are some."""
+    """Return `[S]` digests of another layer at the places of the record, and where there are some."""
     seen = found.seen
     values, is_there = np.zeros(len(seen.positions), dtype=np.int64), np.zeros(len(seen.positions), dtype=bool)
     for index, key in enumerate(seen.keys):
@@ -226,7 +226,7 @@ def _shift(found: Comparison, samples: Samples) -> str | None:
 
 
 def _contiguous(found: Comparison, samples: Samples) -> str | None:
-    """One run of tokens where the record names the two of a zigzag split; each sequence split by itself."""
+    """Return one run of tokens where the record names the two of a zigzag split; each sequence split by itself."""
     seen, key = found.seen, found.first.key
     slots = np.flatnonzero(seen.key_index == seen.keys.index(key))
     named, local = seen.positions[slots], np.arange(len(slots))
@@ -257,7 +257,7 @@ def _swapped_samples(found: Comparison, samples: Samples) -> str | None:
 
 
 def _moved(found: Comparison, samples: Samples) -> str | None:
-    """Rows that lie at other places of any sample."""
+    """Return rows that lie at other places of any sample."""
     seen = found.seen
     places = {
         row.tobytes(): (key, position)
@@ -278,7 +278,7 @@ def _moved(found: Comparison, samples: Samples) -> str | None:
 
 
 def _is_one_run(origins: Sequence[tuple[str, int] | None]) -> bool:
-    """Consecutive places, sample after sample."""
+    """Return consecutive places, sample after sample."""
     pairs = [(a, b) for a, b in pairwise(origins) if a and b]
     return len(pairs) > 1 and all(b[1] == a[1] + 1 if a[0] == b[0] else b[1] == 0 for a, b in pairs)
 
@@ -295,7 +295,7 @@ MISTAKES: Sequence[Callable[[Comparison, Samples], str | None]] = (
 
 
 def _rows(sample: Sample, found: Comparison) -> np.ndarray:
-    """`[T, L]` int64 of a sample, in the columns of the comparison; 0 in layers that it does not have."""
+    """Return `[T, L]` int64 of a sample, in the columns of the comparison; 0 in layers that it does not have."""
     if found.kind == "tokens":
         tokens: np.ndarray = sample.tokens.astype(np.int64)[:, None]
         return tokens
@@ -312,7 +312,7 @@ def _explains(got: np.ndarray, values: np.ndarray, is_there: np.ndarray) -> bool
 
 
 def _expected_ids(found: Comparison, samples: Samples) -> tuple[np.ndarray, np.ndarray] | None:
-    """`[n, K]` ids of the differing places as seen and as the rollout has them; None where a record has no ids."""
+    """Return `[n, K]` ids of the differing places, seen and of the rollout; None where a record has no ids."""
     seen, got, expected = found.seen, [], []
     assert seen.ids is not None
     for slot, column in np.argwhere(found.is_bad):

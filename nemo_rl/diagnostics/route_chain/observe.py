@@ -99,13 +99,13 @@ def digest_of(ids: Sequence[int]) -> int:
 
 
 def named_layers(trace: Trace) -> tuple[int, ...]:
-    """All layers that the records of routers name, ascending: those of a payload that does not name its own."""
+    """Return all layers that the records of routers name, ascending: those of a payload that does not name its own."""
     named = {record.fields.get("layer_number") for record in trace.of("router_replay_assignment")}
     return tuple(sorted(layer for layer in named if isinstance(layer, int)))
 
 
 def read_sample(record: Record, named: tuple[int, ...]) -> Sample | None:
-    """The sample of a record of whole samples; None when it holds no routes.
+    """Return the sample of a record of whole samples; None when it holds no routes.
 
     Args:
         named: layers of a record that names none.

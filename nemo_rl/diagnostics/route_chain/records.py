@@ -73,7 +73,7 @@ class Record:
         return float(at) if isinstance(at, int | float) else 0.0
 
     def get(self, name: str, kind: type) -> Any:
-        """A field of this kind.
+        """Return a field of this kind.
 
         Raises:
             RecordError: it is absent or of another kind.
@@ -98,12 +98,12 @@ class Trace:
     """Other lines that are no records."""
 
     def of(self, *events: str) -> Iterator[Record]:
-        """Records of these events, file by file, in the order in which they were written."""
+        """Return records of these events, file by file, in the order in which they were written."""
         return (record for record in self.records if record.event in events)
 
 
 def read_trace(folder: Path) -> Trace:
-    """All records of the trace files in `folder`."""
+    """Return all records of the trace files in `folder`."""
     trace = Trace()
     for path in sorted(folder.glob(FILES)):
         trace.files.append(path)
@@ -112,7 +112,7 @@ def read_trace(folder: Path) -> Trace:
 
 
 def decode_array(packed: object, where: str) -> np.ndarray:
-    """The array that `r3_trace_values.encode` packed.
+    """Return the array that `r3_trace_values.encode` packed.
 
     Raises:
         RecordError: it is none.

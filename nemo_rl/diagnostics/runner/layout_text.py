@@ -87,7 +87,7 @@ class LayoutText:
         return self.tp * self.cp * self.pp * self.data
 
     def put_into(self, policy: PolicyConfig, *, num_rows: int, replays_routes: bool) -> PolicyConfig:
-        """The policy in this layout, for so many rows.
+        """Return the policy in this layout, for so many rows.
 
         Raises:
             UserError: the worker that is meant has no such axis.
@@ -133,7 +133,7 @@ class LayoutText:
 
 
 def smallest_world(sizes: ParallelSizes) -> int:
-    """Ranks that hold one model: where its experts need more of them than its dense weights, several data shards."""
+    """Return the number of ranks that hold one model: several data shards where its experts need more ranks."""
     stage = sizes.tensor * sizes.context
     experts = sizes.expert * sizes.expert_tensor if sizes.expert > 1 else 1
     return sizes.pipeline * stage * _data_for_experts(experts, stage)

@@ -77,7 +77,7 @@ def make_rows(spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, vocab_siz
 
 
 def batch_of(rows: Rows) -> BatchedDataDict:
-    """All rows padded on the right; every token but the first is scored, padding never."""
+    """Return all rows padded on the right; every token but the first is scored, padding never."""
     lengths = torch.tensor([len(row) for row in rows.ids], dtype=torch.int64)
     ids_NT = torch.zeros(len(rows.ids), int(lengths.max()), dtype=torch.int64)
     for number, row in enumerate(rows.ids):
@@ -142,7 +142,7 @@ def _token_ids(spec: PromptSpec) -> list[tuple[int, ...]]:
 
 
 def _of_step(spec: PromptSpec) -> tuple[Sequence[str], list[tuple[int, ...]]]:
-    """Keys and tokens of the first rows of a kept step, as they were sampled."""
+    """Return keys and tokens of the first rows of a kept step, as they were sampled."""
     path = spec.path or Path()
     found = [folder for folder in StepsFolder(path.parent.parent).all() if folder.path.name == path.name]
     if not found or not path.is_dir():

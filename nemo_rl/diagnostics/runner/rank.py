@@ -57,7 +57,7 @@ class RoutesFile:
     """`[S, L, K]` int16, decoded, row after row."""
 
     def for_rows(self, rows: Rows, *, shape: RouteShape, model: Mapping[str, object], where: Path) -> torch.Tensor:
-        """`[N, T, L, K]` int16 for these rows, found by their tokens; -1 in the padding.
+        """Return `[N, T, L, K]` int16 for these rows, found by their tokens; -1 in the padding.
 
         Raises:
             UserError: of another model, or a row is not in the file.
@@ -87,7 +87,7 @@ class RoutesFile:
 def write_routes(
     path: Path, routes_NTLK: torch.Tensor, rows: Rows, *, shape: RouteShape, model: Mapping[str, object]
 ) -> Path:
-    """Writes the file, or leaves what was there.
+    """Write the file, or leave what was there.
 
     Raises:
         UserError: the disk refuses, or a route is none.
@@ -203,7 +203,7 @@ class RankResult:
 
 
 def probe_rank(spec: RankSpec, work: RankWork) -> RankResult:
-    """(collective) All passes on this rank.
+    """(collective) Return all passes on this rank.
 
     Raises:
         UserError: model, layout, routes or disk do not allow it.
@@ -270,7 +270,7 @@ def _plan(work: RankWork) -> PackPlan:
 def _logprobs(
     work: RankWork, worker: PolicyWorker, part: BatchedDataDict, plan: PackPlan, mine: list[int]
 ) -> torch.Tensor:
-    """`[N, T]` of all rows, on every rank."""
+    """Return `[N, T]` of all rows, on every rank."""
     if work.routes_to is None:
         found_nT = worker.get_logprobs(part, plan=plan)
     else:
@@ -285,7 +285,7 @@ def _logprobs(
 
 
 def _of_all_ranks(part: torch.Tensor, work: RankWork, mine: list[int], worker: PolicyWorker) -> torch.Tensor:
-    """(collective) `[N, T, ...]` from what the ranks that speak for their shards have."""
+    """(collective) Return `[N, T, ...]` from what the ranks that speak for their shards have."""
     whole = torch.zeros(len(work.rows.ids), max(map(len, work.rows.ids)), *part.shape[2:], dtype=part.dtype)
     if work.layout.is_writer(worker.rank):
         whole[mine, : part.shape[1]] = part[:, : whole.shape[1]]
@@ -295,7 +295,7 @@ def _of_all_ranks(part: torch.Tensor, work: RankWork, mine: list[int], worker: P
 
 
 def _of_all_layers(work: RankWork, worker: PolicyWorker, routes_nTLK: torch.Tensor, mine: list[int]) -> torch.Tensor:
-    """(collective) `[N, T, L, K]` int16 of all rows and layers; where a rank has no route it has -1."""
+    """(collective) Return `[N, T, L, K]` int16 of all rows and layers; where a rank has no route it has -1."""
     size = (len(work.rows.ids), max(map(len, work.rows.ids)), *routes_nTLK.shape[2:])
     wide = torch.full(size, -1, dtype=torch.int32)
     wide[mine, : routes_nTLK.shape[1]] = routes_nTLK[:, : size[1]].to(torch.int32)

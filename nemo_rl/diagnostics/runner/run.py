@@ -142,7 +142,7 @@ class ProbeResult:
 
 
 def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> ProbeResult:
-    """Runs the ranks and returns what they computed; under torchrun, as one of its ranks.
+    """Run the ranks and return what they computed; under torchrun, as one of its ranks.
 
     Args:
         environment: of this process, for what torchrun has set.
@@ -202,7 +202,7 @@ def _rows(policy: PolicyConfig, spec: ProbeSpec) -> tuple[Rows, tuple[tuple[str,
 
 
 def _placed(policy: PolicyConfig, spec: ProbeSpec, rows: Rows) -> tuple[PolicyConfig, int]:
-    """The policy in its layout, and the number of its ranks."""
+    """Return the policy in its layout, and the number of its ranks."""
     has_routes = spec.routes_from is not None or spec.routes_to is not None
     if spec.layout is None:
         world_size = smallest_world(policy.parallel_sizes)
@@ -340,7 +340,7 @@ class ABRuns:
 def run_ab(
     spec: ProbeSpec, a: LayoutText, b: LayoutText, *, pins_routes: bool = False, num_noise_runs: int = 0
 ) -> ABRuns:
-    """Runs both sides, one after the other, each in a folder of its own under `spec.out`.
+    """Run both sides, one after the other, each in a folder of its own under `spec.out`.
 
     Args:
         spec: with sites to record and a folder; its layout is replaced.

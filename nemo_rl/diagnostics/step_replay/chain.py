@@ -51,12 +51,12 @@ class Chain:
 
 
 def read_target(run: Path, number: int) -> KeptStep:
-    """The record of the step that is asked for; raises as `read_link`."""
+    """Return the record of the step that is asked for; raises as `read_link`."""
     return read_link(run, number).step
 
 
 def read_link(run: Path, number: int) -> ChainLink:
-    """The step that is asked for.
+    """Find the step that is asked for.
 
     Raises:
         ReplayProblem: it is not there, or damaged.
@@ -80,7 +80,7 @@ def checkpoints_of(config: MasterConfig, run: Path) -> list[Checkpoint]:
 
 
 def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_optimizer: bool) -> Chain:
-    """The shortest way to the target.
+    """Return the shortest way to the target.
 
     Args:
         reads_optimizer: False for a worker that cannot read the optimizer's state of the run's checkpoints: then the

@@ -49,7 +49,7 @@ class Finding:
 
 
 def compare_step(work: StepWork, ranks: Sequence[RankStep], settings: ReplaySettings) -> list[Finding]:
-    """The stages of a step in their order, as far as it came."""
+    """Return the stages of a step in their order, as far as it came."""
     if work.error is not None:
         return [_error(work.step, ranks[0])]
     findings = [] if work.is_subset else [*_columns(work), *_plans(work)]
@@ -185,7 +185,7 @@ def _update(summary: TrainSummary, work: StepWork, kept: KeptOutcome | None, set
 
 
 def _in_replay_order(kept: Sequence[Sequence[float]], work: StepWork) -> list[float]:
-    """Losses of microbatches of all shards, in the order in which the replay meets them."""
+    """Return losses of microbatches of all shards, in the order in which the replay meets them."""
     plan = work.step.plan
     assert plan is not None and work.plan is not None, "there are rows"
     if work.plan.num_ranks == len(kept):

@@ -197,7 +197,7 @@ class ReplayRank:
             self._job.visit(self, version)
 
     def run(self, work: StepWork) -> RankStep:
-        """One step."""
+        """Replay one step."""
         found = RankStep(number=work.step.number, error=work.error)
         if work.error is not None or not work.trained:
             return found
@@ -221,7 +221,7 @@ class ReplayRank:
         return found
 
     def logprobs(self, stage: WorkerPass, work: StepWork, columns: KeptColumns) -> tuple[list[int], torch.Tensor]:
-        """(collective) The pass of a stage under the present weights: this rank's rows, and `[rows, T]`."""
+        """(collective) Return the pass of a stage under the present weights: this rank's rows, and `[rows, T]`."""
         assert work.logprob_plan is not None, "there are rows"
         self.worker.life.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
@@ -303,7 +303,7 @@ class ReplayRank:
         return replace(result, metrics=(merge_metrics(result.metrics),))
 
     def _share(self, work: StepWork, plan: PackPlan) -> tuple[list[int], PackPlan]:
-        """Rows of this rank, counted in the rollout's order, and its part of the plan."""
+        """Return rows of this rank, counted in the rollout's order, and its part of the plan."""
         return [work.trained[place] for place in plan.rows_of_rank(self._at.dp)], plan.for_rank(self._at.dp)
 
     def _add_routes(self, batch: BatchedDataDict, columns: KeptColumns, rows: list[int]) -> None:

@@ -114,7 +114,7 @@ EVERYTHING, RECORDS = "*", "records"
 
 
 def replay_step(request: ReplayRequest) -> ReplayReport:
-    """Replays a step and compares it; of one that failed with a NaN, names the site where it came from.
+    """Replay a step and compare it; of one that failed with a NaN, name the site where it came from.
 
     Raises:
         ReplayProblem: it cannot be replayed; says why. ConfigError: an override is wrong.

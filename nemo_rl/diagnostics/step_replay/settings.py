@@ -164,7 +164,7 @@ def _foreign_code(kept: Mapping[str, object]) -> list[str]:
 
 
 def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
-    """Texts of a tree by dotted key."""
+    """Yield texts of a tree by dotted key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -205,7 +205,7 @@ def _alone(policy: PolicyConfig) -> PolicyConfig:
 
 
 def _switched(policy: PolicyConfig, worker: Worker, *, one: bool) -> PolicyConfig:
-    """The recipe for the other worker: its layout, and its Adam; the learning rates are the kept ones."""
+    """Return the recipe for the other worker: its layout, and its Adam; the learning rates are the kept ones."""
     sizes = policy.parallel_sizes
     common = {"context_parallel_size": sizes.context, "sequence_parallel": sizes.sequence_parallel, "enabled": True}
     if worker == "megatron":

@@ -107,7 +107,7 @@ class RowNumbers:
 
     @classmethod
     def _without(cls, step: KeptStep, scored: ScoredRows, fields: Sequence[str]) -> RowNumbers:
-        """Columns were not kept."""
+        """Return the problem that columns were not kept."""
         if step.status is StepStatus.COMPLETE and step.trained is None:
             # The run has measured its rows, and none of them was left to train on.
             return cls(scored=scored, trains=False)
@@ -276,7 +276,7 @@ def _subset(
 
 
 def _fitted(plan: PackPlan, settings: ReplaySettings) -> PackPlan:
-    """The plan for as many data-parallel shards as the replay has: as it is, or all microbatches on one of them."""
+    """Return the plan for the data-parallel shards of the replay: as it is, or all microbatches on one of them."""
     if settings.layout.dp == plan.num_ranks:
         return plan
     assert settings.layout.dp == 1, f"a plan of {plan.num_ranks} shards for {settings.layout}"
