@@ -214,11 +214,11 @@ class ChunkReader:
         size = sum(part.nbytes for part in self.parts)
         first = self.parts[0]
         if first.nbytes < _PREFIX.size:
-            raise SchemaMismatch(f"a payload of {size} bytes is no chunk")
+            raise SchemaMismatch(f"a payload of {size} bytes is not a chunk")
         magic, header_bytes = _PREFIX.unpack_from(first, 0)
         at = _PREFIX.size + header_bytes
         if magic != _MAGIC or at > first.nbytes:
-            raise SchemaMismatch(f"a payload of {size} bytes that starts with {bytes(magic)!r} is no chunk")
+            raise SchemaMismatch(f"a payload of {size} bytes that starts with {bytes(magic)!r} is not a chunk")
         header = msgpack.unpackb(first[_PREFIX.size : at])
         tables = [np.frombuffer(table, dtype=np.uint32).astype(np.int64) for table in header["tables"]]
         columns = header["columns"]

@@ -174,7 +174,7 @@ def check_empty(client: DataPlaneClient, partition_ids: Iterable[str], *, keys: 
         if owners:
             rows = name_some(f"{key} (put by {owner or 'an unnamed client'})" for key, owner in owners.items())
             raise DataPlaneError(
-                f"partition {partition_id!r}: {len(owners)} rows are alive after the step was cleared: {rows}; "
+                f"partition {partition_id!r}: {len(owners)} rows were not freed after the step: {rows}; "
                 "a stage still writes"
             )
 

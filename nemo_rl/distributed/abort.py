@@ -348,13 +348,13 @@ class AbortWatch:
         """Write the record of a neighbour whose process ended without leaving the job."""
         for rank, process in self._neighbours.items():
             if not process.is_alive() and not self._store.check([f"left/{rank}"]):
-                return self._publish(_death(rank, stage, f"has ended without a word (process {process.pid})"))
+                return self._publish(_death(rank, stage, f"exited without output (process {process.pid})"))
         return None
 
     def _without_store(self, error: RuntimeError, stage: str) -> FirstCause:
         dead = [rank for rank, process in self._neighbours.items() if not process.is_alive()]
         if dead:
-            return _death(dead[0], stage, "has ended without a word, and the job's store with it")
+            return _death(dead[0], stage, "exited without output, and the job's store with it")
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return _death(0, stage, f"or the launcher, whichever keeps the job's store, has ended: {first_line}")
 

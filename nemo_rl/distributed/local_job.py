@@ -122,7 +122,9 @@ def _answer_of(rank: _Rank, number: int, deadline: float) -> object:
     except (EOFError, OSError):
         rank.process.join(GRACE_S)
         if time.monotonic() >= deadline:
-            raise ChildFailed(f"rank {number} did not end in time, amid its answer; raise the deadline") from None
+            raise ChildFailed(
+                f"rank {number} did not end in time while it sent its result; raise the deadline"
+            ) from None
         raise ChildFailed(f"rank {number} ended without a result, exit code {rank.process.exitcode}") from None
     finally:
         late.cancel()

@@ -353,7 +353,7 @@ class MooncakeLink:
             self._disconnect()
             return
         self._never_destroy()
-        logger.warning("a Mooncake call of run %s does not end; its client is left behind", self._run_id)
+        logger.warning("a Mooncake call of run %s does not return; abandoning its client", self._run_id)
 
     def _disconnect(self) -> None:
         closing = DeadlineCalls("mooncake-close")
@@ -361,7 +361,7 @@ class MooncakeLink:
             closing.run(self.native.close, timeout_s=CLOSE_TIMEOUT_S)
         except DataPlaneTimeout as error:
             self._never_destroy()
-            logger.warning("Mooncake's client does not close: %s", error)
+            logger.warning("cannot close Mooncake's client: %s", error)
         closing.close(grace_s=CLOSE_GRACE_S)
 
     def _never_destroy(self) -> None:

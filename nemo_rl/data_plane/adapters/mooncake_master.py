@@ -369,7 +369,7 @@ def _free_port(host: str) -> int:
     try:
         return free_port(host)
     except OSError as error:
-        raise ResourceError(f"data_plane.mooncake.host: {host!r} is no address of this machine: {error}") from error
+        raise ResourceError(f"data_plane.mooncake.host: {host!r} is not an address of this machine: {error}") from error
 
 
 def _split(address: str) -> tuple[str, int]:

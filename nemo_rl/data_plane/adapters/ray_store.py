@@ -407,7 +407,7 @@ def _keeper(run_id: str, place: str) -> Any:
     try:
         return ray.get_actor(_keeper_name(run_id, place.rpartition("~")[2]), namespace=NAMESPACE)
     except ValueError as error:
-        raise DataPlaneClosed(f"run {run_id!r}: node {place} has no keeper (any more)") from error
+        raise DataPlaneClosed(f"run {run_id!r}: node {place} has no keeper, or it has ended") from error
 
 
 def _keeper_name(run_id: str, node: str) -> str:

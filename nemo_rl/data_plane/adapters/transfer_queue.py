@@ -456,4 +456,4 @@ def _cancel_calls(session: _Session) -> None:
     if not done.wait(PROBE_S):
         # Over Mooncake its reads block the loop. TransferQueue leaks its context then, whose collection would hang.
         _left_behind.append(session.client)
-        logger.warning("TransferQueue's loop does not answer; its calls are left behind")
+        logger.warning("TransferQueue's loop does not answer; abandoning its calls")

@@ -170,8 +170,8 @@ def _rows_of_data(column: NonTensorData) -> object:
         return value
     if len(batch_size) != 1 or isinstance(value, list | tuple):
         raise SchemaMismatch(
-            f"a NonTensorData of batch size {list(batch_size)} that holds a {type(value).__name__} says not which row "
-            "has which value; pass a list, an array of objects or a NonTensorStack"
+            f"a NonTensorData of batch size {list(batch_size)} that holds a {type(value).__name__} does not say which "
+            "row has which value; pass a list, an array of objects or a NonTensorStack"
         )
     return [value] * batch_size[0]
 

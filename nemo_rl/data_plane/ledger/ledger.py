@@ -426,7 +426,7 @@ def _check_present(partition: Partition, keys: Sequence[str]) -> None:
     if not all(map(partition.rows.__contains__, keys)):
         missing = [key for key in keys if key not in partition.rows]
         raise KeysNotFound(
-            f"partition {partition.name!r}: {len(missing)} of {len(keys)} rows are not there (never put, or cleared): "
+            f"partition {partition.name!r}: {len(missing)} of {len(keys)} rows do not exist (never put, or cleared): "
             f"{name_some(missing)}"
         )
 

@@ -100,7 +100,7 @@ def read_limits(path: Path) -> Limits:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (YamlProblem, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: no YAML: {error}") from error
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(rules, list) or not rules:
         raise ConfigError(f"{path}: expected a list of rules such as {{sites: logprob, metric: max_abs, max: 1e-4}}")
     problems: list[str] = []

@@ -64,7 +64,7 @@ def propose_limits(folders: Sequence[Path]) -> Proposal:
             result.is_noise or not result.failures for result in comparison.sites
         )
         if comparison.verdict is not Verdict.PASS and not only_limits:
-            raise UserError(f"noise: {a} and {b} are no two recordings of the same: {comparison.reason}")
+            raise UserError(f"noise: {a} and {b} are not recordings of the same run: {comparison.reason}")
         for result in comparison.sites:
             found = {} if result.measurement is None else result.measurement.metrics
             for metric in result.limits:

@@ -144,9 +144,9 @@ class Side:
             raise ValueError("expected three rows of int64")
         row_R, position_R, token_R = columns
         if len(table) and (int(row_R.min()) < 0 or int(row_R.max()) >= len(table.keys)):
-            raise ValueError(f"a token of a row that is none of {len(table.keys)}")
+            raise ValueError(f"a token names a row that the table of {len(table.keys)} rows lacks")
         if len(table) and (int(position_R.min()) < 0 or int(position_R.max()) >= POSITIONS):
-            raise ValueError("a token at no position")
+            raise ValueError("a token has no position")
         number_K = torch.tensor([self.samples.setdefault(key, len(self.samples)) for key in table.keys] or [0])
         code_R = number_K[row_R] * POSITIONS + position_R
         return Tokens(code_R=code_R, token_R=token_R, identity=digest_of(bytes_of(torch.stack((code_R, token_R)))))

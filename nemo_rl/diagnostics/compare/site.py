@@ -39,7 +39,7 @@ class Site:
         layer, name = place.layer, place.name
         numbers = (place.update, place.microbatch, 0 if layer is None else layer)
         if not all(isinstance(number, int) and number >= 0 for number in numbers) or not isinstance(place.phase, str):
-            raise ValueError(f"no place of a model: {place}")
+            raise ValueError(f"unknown site: {place}")
         return cls(
             phase=place.phase,
             kind=place.kind,

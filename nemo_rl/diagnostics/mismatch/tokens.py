@@ -70,7 +70,7 @@ def read_tokens(folder: KeptFolder, step: KeptStep, *, only: Sequence[str] = ())
         CheckpointError: a file is torn.
     """
     if step.rows is None:
-        raise ReplayProblem(f"step {step.number} ended before its rows were there", verdict=Verdict.INCOMPLETE)
+        raise ReplayProblem(f"step {step.number} ended before its rows were written", verdict=Verdict.INCOMPLETE)
     columns = KeptColumns.read(folder, step)
     rows = _chosen(step, columns, only)
     missing = [name for name in NEEDED if not columns.has(name, rows)]

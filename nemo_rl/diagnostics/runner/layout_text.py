@@ -59,7 +59,7 @@ class LayoutText:
         for word in text.split():
             name, has_value, value = word.partition("=")
             if name in given:
-                raise UserError(f"layout {text!r}: {name} is said twice")
+                raise UserError(f"layout {text!r}: {name} is given twice")
             if name in SWITCHES and (not has_value or value in ("1", "true", "0", "false")):
                 given[name] = not has_value or value in ("1", "true")
             elif name in (*SIZES, "mbs") and value.isdecimal() and 0 < int(value) < 1 << 20:
@@ -67,7 +67,7 @@ class LayoutText:
             elif name in WORDS and value:
                 given[name] = value
             else:
-                raise UserError(f"layout {text!r}: {word!r} is not understood; known are {KNOWN}")
+                raise UserError(f"layout {text!r}: {word!r} is unknown; expected one of {KNOWN}")
         for name, known in CHOICES.items():
             if given.get(name, known[0]) not in known:
                 raise UserError(f"layout {text!r}: {name}: expected {' or '.join(known)}, got {given[name]!r}")

@@ -133,9 +133,9 @@ def read_routes(path: Path) -> RoutesFile:
         rows = Rows(keys=tuple(manifest["keys"]), ids=ids)
         is_whole = manifest["digests"] == _row_digests(tensors["ids"], ids, shape)
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file of routes") from error
+        raise UserError(f"{path}: no such routes file") from error
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise UserError(f"{path}: no file of routes, or a damaged one: {error}") from error
+        raise UserError(f"{path}: not a routes file, or a damaged one: {error}") from error
     if not is_whole:
         raise UserError(f"{path}: damaged: its routes are not those that were recorded")
     routes = torch.nested.nested_tensor_from_jagged(tensors["ids"], torch.tensor([0, *lengths]).cumsum(0))

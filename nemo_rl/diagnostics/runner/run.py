@@ -157,7 +157,7 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
             raise UserError("a dump needs a folder for its records: give --out DIR")
     plan = Plan.parse(spec.watches)
     if spec.watches and (spec.out is None or "RANK" in environment):
-        raise UserError("what is watched is written by a hub of this process: give --out DIR, without torchrun")
+        raise UserError("the trace server of this process writes what is watched: give --out DIR, without torchrun")
     if spec.routes_from is not None and spec.routes_to is not None:
         raise UserError("routes are recorded or replayed, not both: give one file")
     with _weights(local_folders(spec.config.policy), spec) as (weighted, weights):

@@ -85,7 +85,7 @@ def replay_settings(request: ReplayRequest, step: KeptStep) -> ReplaySettings:
         config = _config(step.run.config, request.overrides)
     except ValidationError as error:
         raise ReplayProblem(
-            f"{where}: its config is none of this version: {shorten(' '.join(str(error).split()))}",
+            f"{where}: its config does not fit this version: {shorten(' '.join(str(error).split()))}",
             verdict=Verdict.CORRUPT,
         ) from error
     _check_identity(config, step)
@@ -145,7 +145,7 @@ def _check_identity(config: MasterConfig, step: KeptStep) -> None:
     if changed:
         raise ReplayProblem(
             f"step {step.number} was kept by a run with other {', '.join(changed)}: {policy.model_name} has changed; "
-            f"restore it, or go on all the same with --set checkpointing.allow_changed=[{','.join(changed)}]",
+            f"restore it, or continue anyway with --set checkpointing.allow_changed=[{','.join(changed)}]",
             verdict=Verdict.USAGE,
         )
 

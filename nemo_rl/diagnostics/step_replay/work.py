@@ -178,7 +178,7 @@ def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] 
     rows = step.rows
     if rows is None:
         raise ReplayProblem(
-            f"step {step.number} ended before its rows were there"
+            f"step {step.number} ended before its rows were written"
             + (f": {step.error.text}" if step.error is not None else "; nothing of them was kept"),
             verdict=Verdict.INCOMPLETE,
         )

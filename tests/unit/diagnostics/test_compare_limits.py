@@ -70,8 +70,8 @@ BAD_FILES = {
     "- {sites: logprob, metric: max_abs, max: .inf}": "got inf",
     "- {sites: logprob, metric: max_abs, max: .nan}": "got nan",
     "- {sites: logprob, metric: max_abs, max: true}": "got True",
-    "- {sites: logprob": "no YAML: ",
-    "- !!python/object/apply:os.system [true]": "no YAML: ",
+    "- {sites: logprob": "not valid YAML: ",
+    "- !!python/object/apply:os.system [true]": "not valid YAML: ",
 }
 
 
@@ -151,7 +151,7 @@ def test_what_is_no_noise_proposes_nothing(tmp_path: Path) -> None:
     truth.tokens["s0"] += 1
     c = write_recording(tmp_path / "c", truth)
     for other in (a, b, c):
-        with pytest.raises(UserError, match="are no two recordings of the same"):
+        with pytest.raises(UserError, match="are not recordings of the same run"):
             propose_limits([a, other])
 
 
