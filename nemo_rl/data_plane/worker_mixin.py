@@ -28,10 +28,9 @@ from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.row_work import RowWork, RowWorkResult
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
-from nemo_rl.distributed.abort import Watch
+from nemo_rl.distributed.abort import FirstCause, Watch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, check_plans, replica_group_of
-from nemo_rl.distributed.first_cause import FirstCause
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import ConfigError, DataPlaneClosed, SchemaMismatch

@@ -15,6 +15,9 @@ still, and write the record for it.
 NCCL can abort a communicator. Gloo has no working abort (torch 2.13: `ProcessGroup.abort` returns and the blocked call
 stays), but every blocked call ends with "Connection closed by peer" when its sockets are shut down, in this process as
 well. Gloo's sockets are those that its own threads poll.
+
+`FirstCause` is the record of what ended a step: written here on the ranks, read by `worker_groups` on the driver, and
+the error that every rank and the driver raise from it.
 """
 
 from __future__ import annotations
@@ -29,20 +32,98 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
-from nemo_rl.distributed.first_cause import FirstCause, is_symptom
 from nemo_rl.distributed.liveness import ProcessIdentity
-from nemo_rl.errors import CollectiveTimeout, UserError, WorkerError
+from nemo_rl.errors import (
+    CollectiveTimeout,
+    NemoRLError,
+    UserError,
+    WorkerError,
+    WorkerLate,
+    WorkerLost,
+    from_record,
+    to_record,
+)
 from nemo_rl.torch_private import abort_nccl
 
-__all__ = ["AbortWatch", "NoWatch", "Watch", "abort_process_groups"]
+__all__ = ["AbortWatch", "FirstCause", "GuardedWorker", "NoWatch", "Watch", "abort_process_groups", "is_symptom"]
+
+SYMPTOMS = ("connection closed", "connection reset", "timed out waiting", "gloo", "nccl", "broken pipe", "communicator")
+"""Texts of errors that a peer's failure causes: something else is the first cause."""
+WORKER_ERRORS = {kind.__name__: kind for kind in (WorkerError, CollectiveTimeout, WorkerLost, WorkerLate)}
+
+
+def is_symptom(error: BaseException) -> bool:
+    """Return whether the error looks like what a peer's failure does to this rank."""
+    if isinstance(error, UserError):
+        return False
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | WorkerError) and any(word in text for word in SYMPTOMS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstCause:
+    """The error that ended a step, with its rank and stage."""
+
+    rank: int
+    stage: str
+    kind: str
+    """Name of the exception's class."""
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int, stage: str) -> FirstCause:
+        """Return the record of an error that left `stage` on `rank`; one that came from another rank keeps its own."""
+        if isinstance(error, WorkerError):
+            rank = rank if error.rank is None else error.rank
+            return cls(rank=rank, stage=error.stage or stage, kind=type(error).__name__, text=error.text)
+        if isinstance(error, NemoRLError) and error.origin_rank is not None:
+            rank = error.origin_rank
+        return cls(rank=rank, stage=stage, **to_record(error))
+
+    def to_error(self) -> NemoRLError:
+        """Return the error that every rank and the driver raise.
+
+        It is of the same kind if the user can fix it, else a `WorkerError`.
+        """
+        error = from_record({"kind": self.kind, "text": self.text})
+        if isinstance(error, UserError):
+            error.origin_rank = self.rank
+            error.add_note(f"rank {self.rank}, stage {self.stage}")
+            return error
+        kind = WORKER_ERRORS.get(self.kind)
+        if kind is not None:
+            return kind(self.text, rank=self.rank, stage=self.stage)
+        return WorkerError(f"{self.kind}: {self.text}", rank=self.rank, stage=self.stage)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> FirstCause:
+        return cls(**json.loads(text))
+
+
+@runtime_checkable
+class GuardedWorker(Protocol):
+    """A worker whose calls can be aborted."""
+
+    def guarded(self, stage: str) -> AbstractContextManager[None]:
+        """Guard a stage: an error inside ends it on every rank."""
+        ...
+
+    @property
+    def first_cause(self) -> FirstCause | None:
+        """The cause that ended the step, or None while nothing has."""
+        ...
+
 
 TASKS = Path("/proc/self/task")
 GLOO_LOOP = "gloo_tcp_loop"
