@@ -34,9 +34,9 @@ from benchmarks.data_plane_peers import BatchSpec, Peer, Timing
 from benchmarks.data_plane_report import HOLDS, Samples, holds_of, ways_table
 from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
 from nemo_rl.data_plane.adapters.mooncake_master import check_installed
-from nemo_rl.data_plane.environment import transport_environment
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.store_kinds import transport_environment
 from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.packing import plan_packs
 from nemo_rl.errors import ResourceError

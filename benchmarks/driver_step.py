@@ -40,10 +40,10 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptDraw
+from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.factory import build_data_plane_client, open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.experience.payload import RowScalars

@@ -25,7 +25,7 @@ from nemo_rl.algorithms.stages.columns import PARTITION, ROLLOUT
 from nemo_rl.algorithms.stages.state import StepState, begin_step
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.data.sampler import PromptDraw, PromptSampler
-from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
+from nemo_rl.data_plane.client.link import CLEAR, working_for
 from nemo_rl.data_plane.factory import cleared_after_error
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.errors import CheckpointError, UserError

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from nemo_rl.config.r3_trace_env import trace_environment
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data_plane.environment import transport_environment
-from nemo_rl.distributed.worker_environment import worker_environment
+from nemo_rl.data_plane.store_kinds import transport_environment
+from nemo_rl.distributed.environment import worker_environment
 
 __all__ = ["environment_lines", "run_environment"]
 

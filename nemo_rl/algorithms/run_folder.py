@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data_plane.attach_file import ATTACH_FILE
-from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE
+from nemo_rl.data_plane.address import ATTACH_FILE
+from nemo_rl.data_plane.ledger.events import EVENTS_FILE
 from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.errors import RunFolderError
 from nemo_rl.experience.rollout_worker import REWARD_LOG

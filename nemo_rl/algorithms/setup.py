@@ -43,7 +43,7 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.memory_plan import memory_plan
+from nemo_rl.data_plane.store_kinds import memory_plan
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.job_store import reserve_port

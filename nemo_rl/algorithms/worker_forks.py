@@ -10,8 +10,8 @@ from pathlib import Path
 from nemo_rl.config.parts import ENGINES, TRAINING_ENGINES
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.store_kinds import kind_named
+from nemo_rl.distributed.environment import worker_environment
 from nemo_rl.distributed.fork_server import ForkServer
-from nemo_rl.distributed.worker_environment import worker_environment
 
 __all__ = ["forked_modules", "worker_forks"]
 

@@ -20,9 +20,9 @@ from typing import Annotated
 
 import typer
 
-from nemo_rl.data_plane.attach_file import ATTACH_FILE, AttachPoint, read_attach_file
+from nemo_rl.data_plane.address import ATTACH_FILE, AttachPoint, read_attach_file
 from nemo_rl.data_plane.chunks.tags import TagTable
-from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE, expand_keys, names_key, read_events
+from nemo_rl.data_plane.ledger.events import EVENTS_FILE, expand_keys, names_key, read_events
 from nemo_rl.data_plane.ledger.host import LedgerHost
 from nemo_rl.errors import DataPlaneClosed, UserError, name_some
 from nemo_rl.utils.console import make_console

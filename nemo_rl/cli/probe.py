@@ -221,8 +221,8 @@ def ab(
 
     Exit code: as of compare; 8 a rank failed.
     """
-    from nemo_rl.diagnostics.runner.ab import run_ab  # noqa: PLC0415
     from nemo_rl.diagnostics.runner.layout_text import LayoutText  # noqa: PLC0415
+    from nemo_rl.diagnostics.runner.run import run_ab  # noqa: PLC0415
 
     spec = _spec(recipe, overrides, rows, dump=dump, out=out)
     runs = run_ab(

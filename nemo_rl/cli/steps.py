@@ -18,7 +18,7 @@ from nemo_rl.utils.console import make_console
 
 if TYPE_CHECKING:
     from nemo_rl.diagnostics.mismatch.report import MismatchReport
-    from nemo_rl.diagnostics.step_replay.report import ReplayReport
+    from nemo_rl.diagnostics.step_replay.compare import ReplayReport
 
 __all__ = ["app", "replay"]
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nemo_rl.config.schema import MasterConfig
 
 __all__ = [
+    "CONTROLLER_CPUS",
     "DataPlaneConfig",
     "FetchPolicy",
     "MooncakeConfig",
@@ -23,6 +24,9 @@ __all__ = [
     "SimpleBackendConfig",
     "StorageCapacityConfig",
 ]
+
+CONTROLLER_CPUS = 1
+"""Logical CPUs that TransferQueue's controller asks Ray for."""
 
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 
@@ -140,6 +144,11 @@ class DataPlaneConfig(Section):
     simple: SimpleBackendConfig = Field(default_factory=SimpleBackendConfig)
     mooncake: MooncakeConfig = Field(default_factory=MooncakeConfig)
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig)
+
+    @property
+    def num_storage_units(self) -> int:
+        """Storage actors of TransferQueue's backend."""
+        return self.simple.num_storage_units if self.backend == "simple" else 0
 
     @property
     def uses_mooncake(self) -> bool:

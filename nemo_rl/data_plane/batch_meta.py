@@ -1,13 +1,18 @@
-"""`KVBatchMeta`: which rows a call is about. Keys, lengths, tags, versions, claims and the pack plan; never tensors.
+"""`KVBatchMeta`: the rows that a call is about. Keys, lengths, tags, versions, claims, the pack plan; never tensors.
 
 Made by the client, handed from process to process in compact form. The one invariant: everything per row is aligned
-with `keys`, whatever the meta was cut from or joined from.
+with `keys`, whatever the meta was cut from or joined from. `extra_info` holds facts about a batch as a whole, for
+people and for code of the user's own: JSON-like, copied, with finite numbers; nothing there decides what runs. A meta
+that was cut keeps them; one that was joined has those of all parts. `shard_meta_for_dp` cuts a meta by the driver's
+plan.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
@@ -16,11 +21,70 @@ import torch
 
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue, plain_column
 from nemo_rl.data_plane.chunks.wire import Counted, Packed, message_bytes, pack_rows, unpack_rows
-from nemo_rl.data_plane.extra_info import JsonLike, checked_info, join_info
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 
-__all__ = ["KVBatchMeta", "Version"]
+__all__ = ["JsonLike", "KVBatchMeta", "Version", "checked_info", "join_info", "shard_meta_for_dp"]
+
+JsonLike: TypeAlias = "bool | int | float | str | Sequence[JsonLike] | Mapping[str, JsonLike] | None"
+_PLANS = frozenset(
+    ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb", "pad_to_multiple", "global_forward_pad_seqlen")
+)
+"""Names under which NeMo-RL keeps a plan in its `extra_info`; here it has a typed field."""
+_DEPTH = 32
+"""Containers in one another: deeper ones are a loop, or no facts about a batch."""
+
+
+def checked_info(given: Mapping[str, JsonLike], where: str) -> dict[str, JsonLike]:
+    """Return a copy.
+
+    Raises:
+        SchemaMismatch: a value is not JSON-like, or an entry has the name of a plan.
+    """
+    where = f"{where}: extra_info"
+    if not isinstance(given, Mapping):
+        raise SchemaMismatch(f"{where}: expected a mapping, got {type(given).__name__}")
+    for name in given.keys() & _PLANS:
+        raise SchemaMismatch(f"{where}: {name!r} is a plan; it belongs in KVBatchMeta.pack")
+    return {_text_key(name, where): _copied(value, f"{where}[{name!r}]") for name, value in given.items()}
+
+
+def join_info(parts: Sequence[Mapping[str, JsonLike]]) -> dict[str, JsonLike]:
+    """Return the entries of all parts.
+
+    Raises:
+        SchemaMismatch: two parts have other values under one name.
+    """
+    joined: dict[str, JsonLike] = {}
+    for part in parts:
+        for name, value in part.items():
+            if joined.setdefault(name, value) != value:
+                raise SchemaMismatch(
+                    f"concat: extra_info[{name!r}] differs: {joined[name]!r} and {value!r}; give one value to all parts"
+                )
+    return joined
+
+
+def _text_key(name: object, where: str) -> str:
+    if not isinstance(name, str):
+        raise SchemaMismatch(f"{where}: expected texts as names, got {name!r}")
+    return name
+
+
+def _copied(value: JsonLike, where: str, depth: int = 0) -> JsonLike:
+    """Return a JSON-like value that shares nothing with the given one; tuples become lists, as JSON has them."""
+    if depth > _DEPTH:
+        raise SchemaMismatch(f"{where}: expected at most {_DEPTH} containers in one another")
+    # Exact types: numbers of numpy are floats, too, and a pickle of them is not small.
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and isfinite(value)):
+        return value
+    if isinstance(value, Mapping):
+        return {_text_key(name, where): _copied(part, f"{where}[{name!r}]", depth + 1) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(part, f"{where}[{at}]", depth + 1) for at, part in enumerate(value)]
+    shown = value if isinstance(value, float) else type(value).__name__
+    raise SchemaMismatch(f"{where}: expected a JSON-like value (texts, finite numbers, lists, mappings), got {shown}")
+
 
 _T = TypeVar("_T")
 
@@ -30,7 +94,7 @@ Version: TypeAlias = int | tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVBatchMeta(Counted):
-    """Which rows: keys, lengths, tags and the pack plan; never tensors.
+    """The rows of a batch by key: keys, lengths, tags and the pack plan; never tensors.
 
     Example:
         >>> meta = KVBatchMeta(partition_id="train", keys=("a_g0", "a_g1"), sequence_lengths=(3, 5))
@@ -55,9 +119,9 @@ class KVBatchMeta(Counted):
     """The claim under which each row was handed out, for `release` and for writes by whoever has this meta; None when
     nothing was claimed."""
     pack: PackPlan | None = None
-    """Which rows form which microbatch on which rank, in indices into `keys`."""
+    """The rows of each microbatch on each rank, as indices into `keys`; None without a plan."""
     extra_info: Mapping[str, JsonLike] = field(default_factory=dict)
-    """Facts about the batch as a whole, see `extra_info`; the library reads none of them."""
+    """Facts about the batch as a whole; the library reads none of them."""
     _packed: list[Packed] = field(default_factory=list, init=False, repr=False, compare=False)
     """The compact form of keys, lengths and tags, once it was needed."""
 
@@ -115,7 +179,7 @@ class KVBatchMeta(Counted):
         return len(self.keys)
 
     def subset(self, indices: Iterable[int]) -> KVBatchMeta:
-        """The rows at `indices`, in that order; the pack plan is cleared."""
+        """Return the rows at `indices`, in that order; the pack plan is cleared."""
         picked = [int(i) for i in indices]
         if outside := [i for i in picked if not 0 <= i < len(self.keys)]:
             raise SchemaMismatch(f"subset: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
@@ -133,13 +197,13 @@ class KVBatchMeta(Counted):
         )
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
-        """Rows `start` to `stop`, clamped to what exists; the pack plan is cleared."""
+        """Return rows `start` to `stop`, clamped to what exists; the pack plan is cleared."""
         size = len(self.keys)
         first = min(max(start, 0), size)
         return self.subset(range(first, min(max(stop, first), size)))
 
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
-        """Rows of this meta, then those of the others; the pack plan is cleared. Metas without rows add nothing.
+        """Return rows of this meta, then those of the others; the pack plan is cleared. Metas without rows add nothing.
 
         Raises:
             SchemaMismatch: another partition, task, field set or set of known families; lengths, tags or claims on one
@@ -167,14 +231,14 @@ class KVBatchMeta(Counted):
         )
 
     def drop(self, indices: Iterable[int]) -> KVBatchMeta:
-        """All rows but those at `indices` (any order, repeats allowed); dropping all gives an empty meta."""
+        """Return all rows but those at `indices` (any order, repeats allowed); dropping all gives an empty meta."""
         gone = {int(i) for i in indices}
         if outside := sorted(i for i in gone if not 0 <= i < len(self.keys)):
             raise SchemaMismatch(f"drop: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
         return self.subset(i for i in range(len(self.keys)) if i not in gone)
 
     def with_tags(self, columns: Mapping[str, Sequence[TagValue] | torch.Tensor | np.ndarray]) -> KVBatchMeta:
-        """Adds or replaces tags, one value per row and name; numbers of torch and numpy become Python's."""
+        """Add or replace tags, one value per row and name; numbers of torch and numpy become Python's."""
         where = f"partition {self.partition_id!r}"
         plain = {name: plain_column(name, values, where=where) for name, values in columns.items()}
         for name, values in plain.items():
@@ -183,13 +247,13 @@ class KVBatchMeta(Counted):
         return replace(self, tags=old.with_columns(plain))
 
     def with_fields(self, names: Iterable[str], *, versions: Mapping[str, Version] | None = None) -> KVBatchMeta:
-        """Adds field names (each once, order kept) and, if given, family versions."""
+        """Add field names (each once, order kept) and, if given, family versions."""
         if isinstance(names, str):
             raise SchemaMismatch(f"with_fields: expected names of fields, got the string {names!r}")
         return replace(self, fields=(*self.fields, *names), versions={**self.versions, **(versions or {})})
 
     def with_written(self, shards: Sequence[KVBatchMeta]) -> KVBatchMeta:
-        """The same rows with the fields and versions of `shards`, which hold each row of it once, in any order."""
+        """Return the same rows with the fields and versions of `shards`, which hold each row once, in any order."""
         first, *rest = shards
         if all(shard.versions == first.versions for shard in rest) and all(
             isinstance(version, int) for version in first.versions.values()
@@ -202,11 +266,11 @@ class KVBatchMeta(Counted):
         return self.with_fields(ordered.fields, versions=ordered.versions)
 
     def claims_by_key(self) -> dict[str, int]:
-        """Key -> the claim under which the row was handed out; empty when nothing was claimed."""
+        """Return key -> the claim under which the row was handed out; empty when nothing was claimed."""
         return dict(zip(self.keys, self.claims, strict=True)) if self.claims is not None else {}
 
     def with_pack(self, pack: PackPlan | None) -> KVBatchMeta:
-        """The same rows under another pack plan."""
+        """Return the same rows under another pack plan."""
         return replace(self, pack=pack)
 
     def _check_aligned(self, what: str, count: int) -> None:
@@ -261,3 +325,23 @@ def _join(parts: Sequence[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
 
 def _pick(values: tuple[_T, ...] | None, indices: Sequence[int]) -> tuple[_T, ...] | None:
     return None if values is None else tuple(values[i] for i in indices)
+
+
+def shard_meta_for_dp(meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
+    """Rank r's rows in the order in which its microbatches meet them, with its sealed part of the plan.
+
+    Tags, lengths and versions are kept. Rows that the plan leaves out go to no rank.
+
+    Raises:
+        SchemaMismatch: the plan names a row twice, or one that the meta does not have.
+    """
+    rows = [plan.rows_of_rank(rank) for rank in range(plan.num_ranks)]
+    counts = Counter(row for mine in rows for row in mine)
+    outside = sorted(row for row in counts if not 0 <= row < meta.size)
+    twice = sorted(row for row, count in counts.items() if count > 1)
+    if outside or twice:
+        raise SchemaMismatch(
+            f"pack plan for partition {meta.partition_id!r} with {meta.size} rows: rows that do not exist: "
+            f"{name_some(outside) or 'none'}; rows named more than once: {name_some(twice) or 'none'}"
+        )
+    return [meta.subset(mine).with_pack(view) for mine, view in zip(rows, plan.rank_plans(), strict=True)]

@@ -79,7 +79,7 @@ class EncodedChunk:
 
 
 def join(parts: Parts) -> memoryview:
-    """One chunk as one buffer of its own."""
+    """Return one chunk as one buffer of its own."""
     return np.concatenate([_as_bytes(part) for part in parts]).data
 
 
@@ -94,12 +94,12 @@ class _Source:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether rows can differ in size."""
+        """True where rows can differ in size."""
         return self.column.objects is not None or self.column.lengths is not None
 
 
 def encode_rows(columns: Mapping[str, FlatColumn], *, num_rows: int, chunk_bytes: int) -> list[EncodedChunk]:
-    """Chunks of about `chunk_bytes` for each family; a larger row is a chunk of its own."""
+    """Return chunks of about `chunk_bytes` for each family; a larger row is a chunk of its own."""
     families: dict[str, list[FlatColumn]] = {}
     for column in columns.values():
         families.setdefault(column.spec.family, []).append(column)
@@ -153,7 +153,7 @@ def _starts(sizes: Lengths) -> Lengths:
 
 
 def _split(starts: Lengths, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Row ranges whose bytes stay within the target; one row at least."""
+    """Return row ranges whose bytes stay within the target; one row at least."""
     ranges: list[tuple[int, int]] = []
     first, num_rows = 0, len(starts) - 1
     while first < num_rows:
@@ -187,7 +187,7 @@ def _encode_chunk(sources: Sequence[_Source], first: int, stop: int) -> list[mem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ColumnIndex:
-    """Where one column of a chunk is."""
+    """The place of one column in a chunk."""
 
     dtype: str
     trailing: tuple[int, ...]
@@ -214,11 +214,11 @@ class ChunkReader:
         size = sum(part.nbytes for part in self.parts)
         first = self.parts[0]
         if first.nbytes < _PREFIX.size:
-            raise SchemaMismatch(f"a payload of {size} bytes is no chunk")
+            raise SchemaMismatch(f"a payload of {size} bytes is not a chunk")
         magic, header_bytes = _PREFIX.unpack_from(first, 0)
         at = _PREFIX.size + header_bytes
         if magic != _MAGIC or at > first.nbytes:
-            raise SchemaMismatch(f"a payload of {size} bytes that starts with {bytes(magic)!r} is no chunk")
+            raise SchemaMismatch(f"a payload of {size} bytes that starts with {bytes(magic)!r} is not a chunk")
         header = msgpack.unpackb(first[_PREFIX.size : at])
         tables = [np.frombuffer(table, dtype=np.uint32).astype(np.int64) for table in header["tables"]]
         columns = header["columns"]
@@ -247,7 +247,7 @@ class ChunkReader:
             )
 
     def rows(self, name: str, first: int, count: int) -> Bytes:
-        """The bytes of `count` rows of a column."""
+        """Return the bytes of `count` rows of a column."""
         index = self.columns[name]
         low, high = int(index.starts[first]), int(index.starts[first + count])
         self.num_bytes_used += high - low
@@ -278,7 +278,7 @@ class GatheredColumn:
 
 
 def gather(spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Run]) -> GatheredColumn:
-    """The rows that `runs` name, copied once; no runs give an empty column."""
+    """Return the rows that `runs` name, copied once; no runs give an empty column."""
     indexes = [readers[run[0]].columns[spec.name] for run in runs]
     parts = [readers[chunk].rows(spec.name, first, count) for chunk, first, count in runs]
     lengths: Lengths | None = None
@@ -304,7 +304,7 @@ def gather(spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Ru
 def gather_padded(
     spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Run], pad: float, width: int | None
 ) -> torch.Tensor:
-    """The rows of a ragged column that `runs` name as a dense tensor `[N, width, ...]`, copied once."""
+    """Return the rows of a ragged column that `runs` name as a dense tensor `[N, width, ...]`, copied once."""
     indexes = [readers[run[0]].columns[spec.name] for run in runs]
     dtype, trailing = _layout(spec, indexes)
     sources = [

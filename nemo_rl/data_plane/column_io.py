@@ -1,23 +1,29 @@
-"""Converts dense batches to columns of the data plane and back: first write, read, write back.
+"""Converts dense batches to columns of the data plane and back: first write, read, write back, file.
 
 The rollout actor calls `kv_first_write`; workers call `read_columns` and `write_columns`. Padding exists on this side
-only: it is cut before a put and made at a read.
+only: it is cut before a put and made at a read. The rollout worker writes the columns of kept steps with
+`write_columns_file`, and the replay reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from nemo_rl.data_plane.chunks.ragged import pack_per_token_field
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta, Tags
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, Column
 from nemo_rl.errors import SchemaMismatch
+from nemo_rl.jagged import lengths_of, nest, values_of
+from nemo_rl.utils.files import read_plain, replace_file
 
-__all__ = ["kv_first_write", "read_columns", "write_columns"]
+__all__ = ["kv_first_write", "read_column_file", "read_columns", "write_column_file", "write_columns"]
 
 
 def kv_first_write(
@@ -29,7 +35,7 @@ def kv_first_write(
     tags: Sequence[Tags] | None = None,
     task_name: str | None = None,
 ) -> KVBatchMeta:
-    """Writes the columns of fresh rollouts; padded `[N, T]` columns are cut by `input_lengths`.
+    """Write the columns of fresh rollouts; padded `[N, T]` columns are cut by `input_lengths`.
 
     Args:
         batch: must have `input_lengths` and `sample_mask`; every column goes out.
@@ -58,7 +64,7 @@ def read_columns(
     pad_values: Mapping[str, float] | None = None,
     pad_to: int | None = None,
 ) -> BatchedDataDict:
-    """The rows of `meta` as a dense batch.
+    """Return the rows of `meta` as a dense batch.
 
     Args:
         pad_values: field -> padding, besides the defaults of the schema; `input_ids` needs the tokenizer's pad id here.
@@ -72,7 +78,7 @@ def read_columns(
 
 
 def write_columns(client: DataPlaneClient, meta: KVBatchMeta, columns: Mapping[str, Column]) -> KVBatchMeta:
-    """Writes columns of existing rows; per-token ones are cut by `meta.sequence_lengths`. No columns: nothing happens.
+    """Write columns of existing rows; per-token ones are cut by `meta.sequence_lengths`. No columns: nothing happens.
 
     A meta that was claimed is written under its claim, whoever claimed it.
 
@@ -116,3 +122,45 @@ def _pads(specs: Sequence[FieldSpec], given: Mapping[str, float], partition_id: 
         else:
             pads[spec.name] = spec.pad
     return pads
+
+
+LENGTHS = "@lengths"
+"""Suffix of a jagged column's name, for the column of its row lengths."""
+
+
+def write_column_file(path: Path, columns: Mapping[str, torch.Tensor]) -> int:
+    """Replace `path` at once; return its bytes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    flat: dict[str, torch.Tensor] = {}
+    for name, column in columns.items():
+        flat[name] = (values_of(column) if column.is_nested else column).contiguous()
+        if column.is_nested:
+            flat[name + LENGTHS] = lengths_of(column)
+    content = save(flat)
+    replace_file(path, lambda temporary: temporary.write_bytes(content))
+    return len(content)
+
+
+def read_column_file(path: Path) -> dict[str, torch.Tensor]:
+    """Return the columns, jagged where they were.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        SchemaMismatch: it is torn, or no such file.
+    """
+    try:
+        flat = load(read_plain(path))
+    except SafetensorError as error:
+        raise SchemaMismatch(f"{path}: expected columns in a safetensors file: {error}") from error
+    columns: dict[str, torch.Tensor] = {}
+    for name, values in flat.items():
+        if name.endswith(LENGTHS):
+            continue
+        lengths = flat.get(name + LENGTHS)
+        if lengths is not None and int(lengths.sum()) != len(values):
+            raise SchemaMismatch(f"{path}: column {name!r}: expected {int(lengths.sum())} values, got {len(values)}")
+        columns[name] = values if lengths is None else nest(values, lengths)
+    return columns

@@ -1,7 +1,9 @@
 """Builds data plane clients: the only place that knows which store and which ledger host a run uses.
 
 The driver calls `build_data_plane_client(..., role="owner")`; workers call `attach_data_plane(address)`. `open_step`
-opens a partition for the rows of one step and leaves none of them, whatever happens inside.
+opens a partition for the rows of one step and leaves none of them, whatever happens inside. What differs from store to
+store is in `store_kinds`; adapters are imported when they are used, since a process needs the engines of its own store
+only.
 """
 
 from __future__ import annotations
@@ -17,15 +19,14 @@ from pathlib import Path
 from typing import Literal
 
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.address import DataPlaneAddress, HostKind, LedgerAddress
-from nemo_rl.data_plane.attach_file import AttachPoint, write_attach_file
+from nemo_rl.data_plane.adapters.noop import NoopStore
+from nemo_rl.data_plane.address import AttachPoint, DataPlaneAddress, HostKind, LedgerAddress, write_attach_file
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
-from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
-from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.client.link import CLEAR, working_for
+from nemo_rl.data_plane.interfaces import DataPlaneClient, PayloadStore
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerHost, LedgerService, build_service
 from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
-from nemo_rl.data_plane.store_kinds import kind_named
-from nemo_rl.data_plane.stores import forget_store, impl_of, join_store, start_store
+from nemo_rl.data_plane.store_kinds import kind_named, memory_plan
 from nemo_rl.errors import ConfigError, DataPlaneClosed, DataPlaneError, name_some
 from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
@@ -35,8 +36,12 @@ __all__ = [
     "build_data_plane_client",
     "check_empty",
     "cleared_after_error",
+    "forget_store",
+    "impl_of",
+    "join_store",
     "observe",
     "open_step",
+    "start_store",
 ]
 
 logger = logging.getLogger(__name__)
@@ -57,7 +62,7 @@ def build_data_plane_client(
     log_dir: Path | None = None,
     start: StartUp = DEFAULT_START,
 ) -> DataPlaneClient:
-    """A client of the run's data plane.
+    """Return a client of the run's data plane.
 
     Args:
         role: the owner starts ledger and store, and its close ends them; `attach` joins those at `address`.
@@ -100,7 +105,7 @@ def build_data_plane_client(
 
 
 def attach_data_plane(address: DataPlaneAddress) -> DataPlaneClient:
-    """A client for another part of the run; its close leaves the service running.
+    """Return a client for another part of the run; its close leaves the service running.
 
     Raises:
         DataPlaneClosed: the run's ledger or store does not exist (any more).
@@ -116,7 +121,8 @@ def attach_data_plane(address: DataPlaneAddress) -> DataPlaneClient:
 
 
 def observe(point: AttachPoint) -> LedgerHost:
-    """The ledger of a running job, for onlookers on its machine: no store, and its close leaves the job as it is.
+    """Return the ledger of a running job, for onlookers on its machine: no store, and its close leaves the job as it
+    is.
 
     Calls raise DataPlaneClosed when the job has ended.
     """
@@ -157,7 +163,7 @@ def cleared_after_error(client: DataPlaneClient, partition_id: str, keys: Collec
 
 
 def check_empty(client: DataPlaneClient, partition_ids: Iterable[str], *, keys: Collection[str] | None = None) -> None:
-    """Raises when rows are alive after a step, with the clients that made them.
+    """Raise when rows are alive after a step, with the clients that made them.
 
     Args:
         keys: of the rows that must be gone; None means that no row may be left.
@@ -168,7 +174,7 @@ def check_empty(client: DataPlaneClient, partition_ids: Iterable[str], *, keys: 
         if owners:
             rows = name_some(f"{key} (put by {owner or 'an unnamed client'})" for key, owner in owners.items())
             raise DataPlaneError(
-                f"partition {partition_id!r}: {len(owners)} rows are alive after the step was cleared: {rows}; "
+                f"partition {partition_id!r}: {len(owners)} rows were not freed after the step: {rows}; "
                 "a stage still writes"
             )
 
@@ -198,7 +204,7 @@ def _host_kind(config: DataPlaneConfig) -> HostKind:
 
 
 def _is_in_ray() -> bool:
-    """Whether this process is connected to Ray; asked without importing it."""
+    """Return whether this process is connected to Ray; asked without importing it."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
@@ -220,7 +226,7 @@ def _own_host(
 
 
 def _open_to_onlookers(log_dir: Path, ledger: LedgerAddress, at_end: ExitStack) -> None:
-    """Records for `nemo-rl data-plane` where the ledger answers; a ledger of this process gets a socket for it."""
+    """Write for `nemo-rl data-plane` where the ledger answers; a ledger of this process gets a socket for it."""
     if ledger.kind == "in_process":
         server = LedgerServer(_services[ledger.run_id])
         at_end.callback(server.close)
@@ -240,3 +246,30 @@ def _join_host(address: LedgerAddress) -> LedgerHost:
     if service is None:
         raise DataPlaneClosed(f"run {address.run_id!r} has no ledger in this process, or its owner has closed it")
     return InProcessHost(service, is_owner=False)
+
+
+def impl_of(config: DataPlaneConfig) -> str:
+    """Return the adapter's name; a config that nobody has resolved means one process."""
+    return config.resolved(has_actors=False).impl or "noop"
+
+
+def start_store(config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> PayloadStore:
+    """Return the owner's store; its close ends the service."""
+    plan = memory_plan(config)
+    if plan:
+        logger.info("%s", plan)
+    return kind_named(impl_of(config)).start(config, run_id=run_id, start=start)
+
+
+def join_store(address: DataPlaneAddress) -> PayloadStore:
+    """Return a store for another client of the run.
+
+    Raises:
+        DataPlaneClosed: the run's store is gone, or this process cannot reach it.
+    """
+    return kind_named(impl_of(address.config)).join(address)
+
+
+def forget_store(run_id: str) -> None:
+    """The run has ended."""
+    NoopStore.forget(run_id)

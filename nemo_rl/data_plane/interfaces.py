@@ -50,7 +50,7 @@ Parts: TypeAlias = Sequence[memoryview]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreHealth:
-    """What a payload store says about itself."""
+    """The health of a payload store, in its own words."""
 
     is_alive: bool
     detail: str = ""
@@ -66,7 +66,7 @@ class PayloadStore(ABC):
 
     @property
     def address(self) -> str:
-        """What other processes need to join, besides the run id; empty when that is enough."""
+        """The address that other processes need to join, besides the run id; empty when the run id is enough."""
         return ""
 
     @property
@@ -79,12 +79,12 @@ class PayloadStore(ABC):
 
     @property
     def place(self) -> str:
-        """Where this process is, for the names of its chunks."""
+        """The name of this process's place, for the names of its chunks."""
         return socket.gethostname()
 
     @abstractmethod
     def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> Handles | None:
-        """Stores a copy of every chunk, or raises and leaves none readable.
+        """Store a copy of every chunk, or raise and leave none readable.
 
         Returns:
             What readers need to reach the chunks, for stores whose chunks are not found by their id alone.
@@ -92,14 +92,14 @@ class PayloadStore(ABC):
 
     @abstractmethod
     def get(self, chunk_ids: Sequence[str], *, timeout_s: float, handles: Handles) -> list[Parts]:
-        """The payloads in the order of `chunk_ids`; never fewer. The buffers are read-only to the caller.
+        """Return the payloads in the order of `chunk_ids`; never fewer. The buffers are read-only to the caller.
 
         Raises:
             KeysNotFound: a chunk was freed. PayloadLost: the process that held it is gone.
         """
 
     def abandoned(self, after_s: float) -> list[str]:
-        """Chunks whose writer died at least `after_s` seconds before, for stores where such chunks would stay.
+        """Return chunks whose writer died at least `after_s` seconds before, for stores where such chunks would stay.
 
         The caller asks the ledger which of them were ever committed.
         """
@@ -114,15 +114,15 @@ class PayloadStore(ABC):
 
     @abstractmethod
     def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
-        """Frees chunks; unknown ids are ignored."""
+        """Free chunks; unknown ids are ignored."""
 
     @abstractmethod
     def health(self) -> StoreHealth:
-        """Whether the backend answers."""
+        """Return whether the backend answers, with details."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends this client's part; the owner's close also ends the backend. Idempotent."""
+        """End this client's part; the owner's close also ends the backend. Idempotent."""
 
 
 class DataPlaneClient(ABC):
@@ -131,7 +131,7 @@ class DataPlaneClient(ABC):
     @property
     @abstractmethod
     def address(self) -> DataPlaneAddress:
-        """What another process passes to `factory.attach_data_plane`; picklable."""
+        """The address that another process passes to `factory.attach_data_plane`; picklable."""
 
     @property
     @abstractmethod
@@ -144,7 +144,7 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def snapshot(self, *, reset: bool = False) -> Totals:
-        """What this client's calls have cost since the start or the last reset; picklable.
+        """Return the cost of this client's calls since the start or the last reset; picklable.
 
         Nothing is counted where `data_plane.observability.enabled` is false.
 
@@ -157,7 +157,7 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def partition_fields(self, partition_id: str) -> tuple[FieldSpec, ...]:
-        """The declared columns of a partition."""
+        """Return the declared columns of a partition."""
 
     @abstractmethod
     def register_partition(
@@ -168,7 +168,7 @@ class DataPlaneClient(ABC):
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None = None,
     ) -> None:
-        """Declares schema and cursors. Idempotent for the same declaration.
+        """Declare schema and cursors. Idempotent for the same declaration.
 
         Args:
             fields: names of the FieldSpec table, or `FieldSpec`s of family `extras`.
@@ -190,7 +190,7 @@ class DataPlaneClient(ABC):
         *,
         claimed: KVBatchMeta | None = None,
     ) -> KVBatchMeta:
-        """Writes columns of the rows `keys`; all of them become readable at one moment, or none does.
+        """Write columns of the rows `keys`; all of them become readable at one moment, or none does.
 
         Args:
             claimed: the meta under whose claim they are written, also when another client claimed it: once that claim
@@ -210,11 +210,11 @@ class DataPlaneClient(ABC):
         *,
         claimed: KVBatchMeta | None = None,
     ) -> Future[KVBatchMeta]:
-        """As `kv_batch_put`, in the background; the columns must not be changed until the future is done."""
+        """Put in the background like `kv_batch_put`; the columns must not be changed until the future is done."""
 
     @abstractmethod
     def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
-        """The rows in the order of `keys`; never fewer rows, never fewer fields.
+        """Return the rows in the order of `keys`; never fewer rows, never fewer fields.
 
         Ragged columns come back as jagged nested tensors, object columns as `NonTensorStack`.
 
@@ -234,7 +234,7 @@ class DataPlaneClient(ABC):
         blocking: bool = True,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """Claims up to `batch_size` rows that have all `required_fields`, each once per task.
+        """Claim up to `batch_size` rows that have all `required_fields`, each once per task.
 
         Blocking waits until at least one claimable unit (row or group) is there and raises DataPlaneTimeout past
         `timeout_s`; non-blocking returns an empty meta. The claim is a lease renewed by this client's heartbeat; a
@@ -243,7 +243,7 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def release(self, meta: KVBatchMeta) -> None:
-        """Ends a claim: the rows are done for `meta.task_name`. Any client that has the meta may do it.
+        """End a claim: the rows are done for `meta.task_name`. Any client that has the meta may do it.
 
         Raises:
             LeaseExpired: the claim in `meta` has ended, whoever has the rows now.
@@ -251,7 +251,7 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        """The columns of `meta` (its own fields when none are named); checks the family versions it carries.
+        """Return the columns of `meta` (its own fields when none are named); checks the family versions it carries.
 
         Raises:
             VersionMismatch: a family was rewritten since `meta` was made. And the errors of `kv_batch_get`.
@@ -265,7 +265,7 @@ class DataPlaneClient(ABC):
         pad_values: Mapping[str, float],
         pad_to: int | None = None,
     ) -> BatchedDataDict:
-        """As `get_data`, as a dense batch: rows `[N, width, ...]` padded on the right, object columns as lists.
+        """Read into a dense batch, as `get_data`: rows `[N, width, ...]` padded on the right, object columns as lists.
 
         Args:
             pad_values: field -> padding; 0 for others.
@@ -281,11 +281,11 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def kv_list(self, partition_id: str) -> dict[str, dict[str, TagValue]]:
-        """Keys of the live rows with their tags, in order of their first put."""
+        """Return keys of the live rows with their tags, in order of their first put."""
 
     @abstractmethod
     def kv_clear(self, keys: Sequence[str] | None, partition_id: str, *, reason: str = "") -> int:
-        """Frees rows (all when None). Idempotent; unknown keys are ignored, an unknown partition is an error.
+        """Free rows (all when None). Idempotent; unknown keys are ignored, an unknown partition is an error.
 
         Args:
             reason: why, for the rows' history.
@@ -296,7 +296,7 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def drop_partition(self, partition_id: str, *, reason: str = "") -> int:
-        """Frees the rows of a partition and forgets its declaration, so that it can be registered in another way.
+        """Free the rows of a partition and forget its declaration, so that it can be registered in another way.
 
         Versions go on where they were: a meta from before never matches rows from after.
 
@@ -306,7 +306,7 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def row_owners(self, partition_id: str) -> dict[str, str]:
-        """Keys of the live rows with the label of the client that created each."""
+        """Return keys of the live rows with the label of the client that created each."""
 
     @abstractmethod
     def stats(self) -> dict[str, object]:
@@ -321,4 +321,4 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends this client; only the owner's close ends the service. Idempotent."""
+        """End this client; only the owner's close ends the service. Idempotent."""

@@ -1,34 +1,53 @@
-"""Keys of rows: `<group uid>_g<index>`. The only place that puts keys together or takes them apart.
+"""Names of rows, clients and chunks: the only place that puts them together or takes them apart.
 
-The driver mints the uids of a step, so it knows the keys of all rows that the step may put before any is there.
+The key of a row is `<group uid>_g<index>`; the driver mints the uids of a step, so it knows the keys of all rows that
+the step may put before any is there. A client is `<place>:<process id>.<6 hex digits>` and a chunk `<run
+id>/<client>/<number>`, so an error message can say who made what.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import secrets
+import uuid
 from collections.abc import Iterable
 
-__all__ = ["cut_key", "group_uid", "index_of", "key_of", "keys_of_groups", "mint_uids", "split_key"]
+__all__ = [
+    "chunk_id",
+    "chunk_tag",
+    "client_label",
+    "cut_key",
+    "group_uid",
+    "index_of",
+    "key_of",
+    "keys_of_groups",
+    "mint_uids",
+    "owner_of",
+    "place_of",
+    "process_of",
+    "split_key",
+]
 
 MARK = "_g"
 MOST_DIGITS = 9
-"""Of an index."""
+"""Most digits of an index."""
 UID_BYTES = 6
 """Random bytes of a group uid: with 2^48 values a collision among the live groups of all steps is out of reach."""
 
 
 def mint_uids(num_groups: int) -> tuple[str, ...]:
-    """Fresh uids: no group of another step or epoch has one of them."""
+    """Return fresh uids: no group of another step or epoch has one of them."""
     return tuple(secrets.token_hex(UID_BYTES) for _ in range(num_groups))
 
 
 def key_of(uid: str, index: int | str) -> str:
-    """The key of one row of a group."""
+    """Return the key of one row of a group."""
     return f"{uid}{MARK}{index}"
 
 
 def keys_of_groups(uids: Iterable[str], group_size: int) -> tuple[str, ...]:
-    """Keys of whole groups, group by group.
+    """Return keys of whole groups, group by group.
 
     Example:
         >>> keys_of_groups(["a", "b"], 2)
@@ -38,13 +57,13 @@ def keys_of_groups(uids: Iterable[str], group_size: int) -> tuple[str, ...]:
 
 
 def group_uid(key: str) -> str:
-    """The group a key belongs to: all before its last `_g`; a key without one is a group of its own."""
+    """Return the group a key belongs to: all before its last `_g`; a key without one is a group of its own."""
     uid, mark, _ = key.rpartition(MARK)
     return uid if mark else key
 
 
 def cut_key(key: str) -> tuple[str, str]:
-    """What is before the last `_g` and what is behind it; nothing, and the whole key, for a key without one."""
+    """Return the parts before and behind the last `_g`; nothing, and the whole key, for a key without one."""
     uid, _, index = key.rpartition(MARK)
     return uid, index
 
@@ -57,6 +76,37 @@ def split_key(key: str) -> tuple[str, int] | None:
 
 
 def index_of(digits: str) -> int | None:
-    """A plain number, or None for any other text."""
+    """Return a plain number, or None for any other text."""
     is_plain = digits.isascii() and digits.isdigit() and len(digits) <= MOST_DIGITS
     return int(digits) if is_plain and str(int(digits)) == digits else None
+
+
+def client_label(place: str) -> str:
+    """Return a new client of this process at `place` (host name, or what the store calls its node)."""
+    return f"{place}:{os.getpid()}.{uuid.uuid4().hex[:6]}"
+
+
+def chunk_id(run_id: str, client: str, number: int) -> str:
+    """Return the id of a client's chunk."""
+    return f"{run_id}/{client}/{number}"
+
+
+def chunk_tag(chunk: str) -> int:
+    """64 bits, never 0, that distinguish a chunk's bytes from those of another one where a store reuses places."""
+    digest = hashlib.blake2b(chunk.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+def owner_of(chunk: str) -> str:
+    """Return the client that made a chunk."""
+    return chunk.rsplit("/", 2)[1]
+
+
+def process_of(client: str) -> int:
+    """Return the number of a client's process, at its place."""
+    return int(client.rpartition(":")[2].partition(".")[0])
+
+
+def place_of(client: str) -> str:
+    """Return the place where a client runs."""
+    return client.rpartition(":")[0]

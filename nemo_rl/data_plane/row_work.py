@@ -21,12 +21,12 @@ __all__ = ["RowWork", "RowWorkDone", "RowWorkOutput", "RowWorkResult"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowWorkOutput:
-    """What the work has made of its rows."""
+    """The result of the work on the rows of one shard."""
 
     numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """For the driver: nothing per token."""
+    """Numbers per row for the driver; nothing per token."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """For the data plane, `[N, T]`."""
+    """Columns for the data plane, `[N, T]`."""
 
 
 class RowWork(Protocol):
@@ -45,7 +45,7 @@ class RowWork(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowWorkResult:
-    """What one rank returns."""
+    """The result that one rank returns."""
 
     meta: KVBatchMeta
     """Its rows, with the columns that were written."""
@@ -55,16 +55,16 @@ class RowWorkResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowWorkDone:
-    """What `RowWork` has given, over all data-parallel shards."""
+    """The result of `RowWork` over all data-parallel shards."""
 
     meta: KVBatchMeta
-    """Of all rows, with the columns that were written."""
+    """The meta of all rows, with the columns that were written."""
     shards: tuple[Mapping[str, torch.Tensor], ...]
     """Numbers of each shard, its rows in the order of the plan."""
     plan: PackPlan
 
     def by_row(self) -> dict[str, torch.Tensor]:
-        """Numbers of which every shard has one per row, `[N]` in the order of the meta."""
+        """Return numbers of which every shard has one per row, `[N]` in the order of the meta."""
         rows = [row for rank in range(self.plan.num_ranks) for row in self.plan.rows_of_rank(rank)]
         index = torch.tensor(rows, dtype=torch.int64)
         parts = [numbers for numbers in self.shards if numbers]

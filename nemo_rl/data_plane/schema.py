@@ -65,6 +65,8 @@ class FieldSpec:
     rewritten_by: tuple[str, ...] = ()
     condition: str | None = None
     """The field exists only when this holds; None means always."""
+    may_be_absent: bool = False
+    """True where only some runs write the field, so that neither fetch lists nor the end of a claim count on it."""
 
     @property
     def is_ragged(self) -> bool:
@@ -118,6 +120,7 @@ _ROWS = (
         produced_by=WorkerPass.PREV_LOGPROBS,
         read_by=(RowPass.ADVANTAGES,),
         condition="squared_probs",
+        may_be_absent=True,
     ),
     FieldSpec(
         name=WorkerPass.REFERENCE_LOGPROBS.column,
@@ -144,6 +147,7 @@ _ROWS = (
         produced_by=RowPass.ADVANTAGES,
         read_by=(WorkerPass.TRAIN,),
         condition="token_advantages",
+        may_be_absent=True,
     ),
     FieldSpec(
         name="token_mask",
@@ -169,6 +173,7 @@ _ROWS = (
         produced_by="rollout",
         read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="sampling_support",
+        may_be_absent=True,
     ),
     FieldSpec(
         name="routed_experts",
@@ -178,6 +183,7 @@ _ROWS = (
         produced_by="rollout",
         read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="routes_whole",
+        may_be_absent=True,
     ),
     FieldSpec(
         name="routed_experts_bits",
@@ -187,6 +193,7 @@ _ROWS = (
         produced_by="rollout",
         read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="routes_bit_packed",
+        may_be_absent=True,
     ),
     FieldSpec(
         name="routed_experts_missing",
@@ -196,6 +203,7 @@ _ROWS = (
         produced_by="rollout",
         read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="routes",
+        may_be_absent=True,
     ),
     FieldSpec(
         name="routed_experts_digests",
@@ -205,6 +213,7 @@ _ROWS = (
         produced_by="rollout",
         read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="route_digests",
+        may_be_absent=True,
     ),
 )
 
@@ -212,7 +221,7 @@ FIELDS: Mapping[str, FieldSpec] = {spec.name: spec for spec in _ROWS}
 
 
 def stage_of_task(task_name: str) -> str:
-    """The stage a consumer task runs: `prev_lp` runs `prev_logprobs`."""
+    """Return the stage a consumer task runs: `prev_lp` runs `prev_logprobs`."""
     return WorkerPass.of_task(task_name) or task_name
 
 
@@ -221,12 +230,14 @@ def _holds(spec: FieldSpec, conditions: Collection[str] | None) -> bool:
 
 
 def reads_of(stage: str, *, conditions: Collection[str] | None = None) -> tuple[str, ...]:
-    """Fields that `stage` reads, in table order; with `conditions`, without those whose condition is not among them."""
+    """Return fields that `stage` reads, in table order; with `conditions`, without those whose condition is not among
+    them.
+    """
     return tuple(s.name for s in _ROWS if stage in s.read_by and _holds(s, conditions))
 
 
 def writes_of(stage: str, *, conditions: Collection[str] | None = None, rewrites: bool = True) -> tuple[str, ...]:
-    """Fields that `stage` produces and, unless `rewrites` is off, those it rewrites."""
+    """Return fields that `stage` produces and, unless `rewrites` is off, those it rewrites."""
     return tuple(
         s.name
         for s in _ROWS
@@ -234,30 +245,33 @@ def writes_of(stage: str, *, conditions: Collection[str] | None = None, rewrites
     )
 
 
+def _always_there(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if not FIELDS[name].may_be_absent)
+
+
 def route_fields(conditions: Collection[str]) -> tuple[str, ...]:
-    """Fields with routes of experts that exist under `conditions`; workers fetch them apart from the rest."""
+    """Return fields with routes of experts that exist under `conditions`; workers fetch them apart from the rest."""
     return tuple(s.name for s in _ROWS if s.name in ROUTE_FIELDS and s.condition in conditions)
 
 
 _ROUTE_FAMILIES = ("routed_experts", "routed_experts_digests")
 ROUTE_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.family in _ROUTE_FAMILIES)
-_OF_SOME_RUNS = (*ROUTE_FIELDS, "sampling_support", "squared_probs", "token_advantages")
-DP_TRAIN_FIELDS: tuple[str, ...] = tuple(name for name in reads_of(WorkerPass.TRAIN) if name not in _OF_SOME_RUNS)
-LP_SEED_FIELDS: tuple[str, ...] = tuple(
-    name for name in reads_of(WorkerPass.PREV_LOGPROBS) if name not in _OF_SOME_RUNS
-)
+DP_TRAIN_FIELDS: tuple[str, ...] = _always_there(reads_of(WorkerPass.TRAIN))
+LP_SEED_FIELDS: tuple[str, ...] = _always_there(reads_of(WorkerPass.PREV_LOGPROBS))
 TOKEN_ALIGNED_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.is_token_aligned)
 
 
 def writes_that_end_claims(stage: str) -> tuple[str, ...]:
-    """Fields with which a task of `stage` is done with its rows; what it writes in some runs alone comes with them."""
-    return tuple(name for name in writes_of(stage, rewrites=False) if name not in _OF_SOME_RUNS)
+    """Return fields with which a task of `stage` is done with its rows; what it writes in some runs alone comes with
+    them.
+    """
+    return _always_there(writes_of(stage, rewrites=False))
 
 
 def extra_field(
     name: str, *, dtypes: Sequence[str] = (), dims: Sequence[Dim] = (), is_object: bool = False, pad: PadValue = 0.0
 ) -> FieldSpec:
-    """A column that a partition declares besides the table (image features, environment columns).
+    """Return a column that a partition declares besides the table (image features, environment columns).
 
     Example:
         >>> extra_field("turn_lengths", dtypes=["int32"], dims=("turns",)).is_ragged
@@ -275,7 +289,7 @@ def extra_field(
 
 
 def resolve_fields(fields: Iterable[str | FieldSpec]) -> tuple[FieldSpec, ...]:
-    """The specs of a declaration: names of the table, or specs of family `extras`.
+    """Return the specs of a declaration: names of the table, or specs of family `extras`.
 
     Raises:
         SchemaMismatch: an unknown name, a field given twice, or an extra column that is malformed.
@@ -317,7 +331,7 @@ def _check_extra(spec: FieldSpec) -> None:
 
 
 def spec_to_record(spec: FieldSpec) -> dict[str, object]:
-    """The spec as plain values, for the ledger."""
+    """Return the spec as plain values, for the ledger."""
     return {
         "name": spec.name,
         "dtypes": list(spec.dtypes),
@@ -329,7 +343,7 @@ def spec_to_record(spec: FieldSpec) -> dict[str, object]:
 
 
 def spec_from_record(record: Mapping[str, object]) -> FieldSpec:
-    """The spec that `spec_to_record` described; fields of the table come back as their table row."""
+    """Return the spec that `spec_to_record` described; fields of the table come back as their table row."""
     name = str(record["name"])
     known = FIELDS.get(name)
     if known is not None:
@@ -341,7 +355,7 @@ def spec_from_record(record: Mapping[str, object]) -> FieldSpec:
 
 
 def docs_table() -> str:
-    """The table of fields as Markdown."""
+    """Return the table of fields as Markdown."""
     header = ("field", "dtype", "dims", "pad", "family", "written by", "rewritten by", "read by", "condition")
     rows = [
         (

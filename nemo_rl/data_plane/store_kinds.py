@@ -1,7 +1,8 @@
 """One record per payload store: what the rest of the library asks about it. Reading a record imports no store.
 
-`stores` starts and joins, `factory` places the ledger, `environment` and `memory_plan` speak for a run, and CPU needs,
-preflight and fork server ask before anything starts. A store of the user's own (`module:Class`) has a record as well.
+`factory` starts and joins stores and places the ledger, `transport_environment` and `memory_plan` speak for a run, and
+CPU needs, preflight and fork server ask before anything starts. A store of the user's own (`module:Class`) has a record
+as well.
 """
 
 from __future__ import annotations
@@ -11,23 +12,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.data_plane import CONTROLLER_CPUS, DataPlaneConfig
 from nemo_rl.config.parts import STORES
 from nemo_rl.data_plane.address import DataPlaneAddress, HostKind
 
 if TYPE_CHECKING:
     from nemo_rl.data_plane.adapters.mooncake import MooncakeStore
-    from nemo_rl.data_plane.adapters.ray_node import RayNodeStore
-    from nemo_rl.data_plane.adapters.ray_store import RayStore
+    from nemo_rl.data_plane.adapters.ray_store import RayNodeStore, RayStore
     from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore
     from nemo_rl.data_plane.interfaces import PayloadStore
     from nemo_rl.utils.deadlines import StartUp
 
-__all__ = ["CONTROLLER_CPUS", "StoreKind", "kind_named", "num_storage_units"]
+__all__ = ["StoreKind", "kind_named", "memory_plan", "transport_environment"]
 
 MIB = 1 << 20
-CONTROLLER_CPUS = 1
-"""Of TransferQueue's controller."""
 MOONCAKE_WAIT_S = 5.0
 """Longest wait of Mooncake for one answer, in seconds."""
 WARM_MEMORY = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -54,13 +52,13 @@ class StoreKind:
     join: Callable[[DataPlaneAddress], PayloadStore]
     """A store for another client of the run."""
     ledger_host: HostKind = "ray_actor"
-    """Where the ledger lives unless the config says."""
+    """The default host of the ledger, where the config names none."""
     ledger_host_without_ray: HostKind | None = None
     """The same in a process that is not connected to Ray; None for a store where that makes no difference."""
     has_processes: bool = False
     """Its clients are in several processes, so a ledger of one process cannot serve them."""
     needs_ledger_actor: Callable[[DataPlaneConfig], bool] = lambda config: False
-    """Whether references to its payloads are kept in the ledger's actor."""
+    """Returns whether references to its payloads are kept in the ledger's actor."""
     environment: Callable[[DataPlaneConfig], Mapping[str, str]] = lambda config: WARM_MEMORY
     """Variables for every process that uses the store."""
     cpus: Callable[[DataPlaneConfig], int] = lambda config: 0
@@ -76,7 +74,7 @@ class StoreKind:
 
 
 def kind_named(impl: str) -> StoreKind:
-    """The record of a built-in store, or of `module:Class`, which is imported when it is started or joined."""
+    """Return the record of a built-in store, or of `module:Class`, which is imported when it is started or joined."""
     return _BUILTIN[impl] if STORES.is_builtin(impl) else _user_defined(impl)
 
 
@@ -112,7 +110,7 @@ def _join_shm(address: DataPlaneAddress) -> PayloadStore:
 
 def _ray(config: DataPlaneConfig) -> type[RayNodeStore] | type[RayStore]:
     if config.ray.owner == "node":
-        from nemo_rl.data_plane.adapters.ray_node import RayNodeStore  # noqa: PLC0415 - Ray is optional here
+        from nemo_rl.data_plane.adapters.ray_store import RayNodeStore  # noqa: PLC0415 - Ray is optional here
 
         return RayNodeStore
     from nemo_rl.data_plane.adapters.ray_store import RayStore  # noqa: PLC0415 - Ray is optional here
@@ -136,13 +134,8 @@ def _ray_environment(config: DataPlaneConfig) -> Mapping[str, str]:
 # ---- transfer_queue
 
 
-def num_storage_units(config: DataPlaneConfig) -> int:
-    """Storage actors of TransferQueue's backend."""
-    return config.simple.num_storage_units if config.backend == "simple" else 0
-
-
 def _transfer_queue(config: DataPlaneConfig) -> type[TransferQueueStore]:
-    """The adapter, imported after the variables that TransferQueue reads at import are set."""
+    """Return the adapter, imported after the variables that TransferQueue reads at import are set."""
     _set(_transfer_queue_environment(config))
     from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore  # noqa: PLC0415 - see above
 
@@ -173,7 +166,7 @@ def _transfer_queue_environment(config: DataPlaneConfig) -> Mapping[str, str]:
 
 
 def _mooncake(config: DataPlaneConfig) -> type[MooncakeStore]:
-    """The adapter, imported after the variables that Mooncake reads are set."""
+    """Return the adapter, imported after the variables that Mooncake reads are set."""
     _set(_mooncake_environment(config))
     from nemo_rl.data_plane.adapters.mooncake import MooncakeStore  # noqa: PLC0415 - see above
 
@@ -243,13 +236,13 @@ def _check_mooncake(config: DataPlaneConfig) -> None:
 
 
 class _OpenableStore(Protocol):
-    """What `data_plane.impl: module:Class` names, besides being a `PayloadStore`."""
+    """The class that `data_plane.impl: module:Class` names, besides being a `PayloadStore`."""
 
     def start(self, config: DataPlaneConfig, *, run_id: str, start: StartUp) -> PayloadStore:
-        """(class method) The owner's store; its close ends the service."""
+        """(class method) Return the owner's store; its close ends the service."""
 
     def join(self, address: DataPlaneAddress) -> PayloadStore:
-        """(class method) The store of another process; `address.store` is the owner's `PayloadStore.address`."""
+        """(class method) Return the store of another process; `address.store` is the owner's `PayloadStore.address`."""
 
 
 def _user_defined(impl: str) -> StoreKind:
@@ -283,7 +276,7 @@ _BUILTIN: Mapping[str, StoreKind] = {
         join=_join_transfer_queue,
         has_processes=True,
         environment=_transfer_queue_environment,
-        cpus=lambda config: CONTROLLER_CPUS + num_storage_units(config),
+        cpus=lambda config: CONTROLLER_CPUS + config.num_storage_units,
         memory_plan=_mooncake_memory,
         reserved_bytes=_mooncake_bytes,
         check_installed=_check_mooncake,
@@ -301,3 +294,21 @@ _BUILTIN: Mapping[str, StoreKind] = {
     ),
 }
 """The words of `STORES`."""
+
+
+def transport_environment(config: DataPlaneConfig) -> Mapping[str, str]:
+    """Return variables for every process that uses the payload store; empty for stores that need none."""
+    return kind_named(config.impl).environment(config) if config.enabled and config.impl is not None else {}
+
+
+def memory_plan(config: DataPlaneConfig, *, num_processes: int | None = None) -> str:
+    """Return one line; empty for a store that reserves nothing.
+
+    Args:
+        num_processes: clients of the data plane in all, None where that is not known.
+
+    Example:
+        >>> memory_plan(DataPlaneConfig(impl="mooncake"), num_processes=3)
+        'Mooncake memory: 512 MiB of segments (one holder), up to 3 x 256 MiB of transfer buffers, 1280 MiB in all'
+    """
+    return kind_named(config.impl or "noop").memory_plan(config, num_processes)

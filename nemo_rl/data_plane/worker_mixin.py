@@ -28,12 +28,10 @@ from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.row_work import RowWork, RowWorkResult
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
-from nemo_rl.distributed.abort import Watch
+from nemo_rl.distributed.abort import FirstCause, Watch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, replica_group_of
-from nemo_rl.distributed.first_cause import FirstCause
+from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, check_plans, replica_group_of
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.distributed.plan_check import check_plans
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import ConfigError, DataPlaneClosed, SchemaMismatch
 
@@ -43,7 +41,7 @@ _LossT = TypeVar("_LossT", contravariant=True)
 _ResultT = TypeVar("_ResultT", covariant=True)
 
 FIRST_STAGE_FIELDS = ("input_ids", "input_lengths")
-"""What the first stage of a pipeline reads; the last one reads everything, those between only lengths."""
+"""Fields that the first stage of a pipeline reads; the last one reads everything, those between only lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class Channel:
     group: dist.ProcessGroup
     """The leader, and the ranks that need these columns."""
     names: tuple[str, ...] | None = None
-    """Which columns; None means those that no other channel carries."""
+    """Names of the columns; None means those that no other channel carries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +61,19 @@ class ReplicaMember:
     leader: int
     """Global rank that reads the store; this one where it is alone."""
     group: dist.ProcessGroup | None = None
-    """None: this rank is alone."""
+    """The process group of the replica, or None where this rank is alone."""
     is_write_back_leader: bool = True
-    """Whether this rank writes the shard's results."""
+    """True where this rank writes the shard's results."""
     ranks: tuple[int, ...] = ()
     """Global ranks of the group; empty when this rank is alone."""
     needs: tuple[str, ...] | None = None
     """Columns that this rank's pipeline stage reads; None means all."""
     channels: tuple[Channel, ...] = ()
-    """Those that this rank is in, in the order in which they are used; empty when every rank needs every column."""
+    """The channels of this rank, in the order in which they are used; empty when every rank needs every column."""
 
     @classmethod
     def build(cls, layout: ParallelLayout, *, rank: int) -> ReplicaMember:
-        """(collective over the job) Builds all replica groups of the layout and returns this rank in its own."""
+        """(collective over the job) Build all replica groups of the layout and return this rank in its own."""
         at = layout.coordinates(rank)
         ranks = layout.replica(at.dp)
         group = replica_group_of(rank, layout.replicas())
@@ -101,7 +99,7 @@ def _channels(layout: ParallelLayout, *, rank: int) -> tuple[Channel, ...]:
 
 
 class ShardWorker(Protocol[_LossT, _ResultT]):
-    """What the data plane half needs from the worker that it is mixed into: the passes over a shard that is there.
+    """The passes over a shard that the data plane half needs from the worker that it is mixed into.
 
     In each of them `meta` names the rows of `batch` in their order and has this rank's plan, in indices into them.
     """
@@ -111,22 +109,22 @@ class ShardWorker(Protocol[_LossT, _ResultT]):
     @property
     @abstractmethod
     def _prev_logprobs_fields(self) -> tuple[str, ...]:
-        """What `_prev_logprobs` reads."""
+        """Return the fields that `_prev_logprobs` reads."""
 
     @abstractmethod
     def _train(self, meta: KVBatchMeta, batch: BatchedDataDict, loss_fn: _LossT, *, eval_mode: bool) -> _ResultT:
-        """(collective) One optimizer step per global batch; none with `eval_mode`."""
+        """(collective) Do one optimizer step per global batch; none with `eval_mode`."""
 
     @abstractmethod
     def _prev_logprobs(
         self, meta: KVBatchMeta, batch: BatchedDataDict, *, with_squares: bool
     ) -> Mapping[str, torch.Tensor]:
-        """(collective) The columns of `WorkerPass.PREV_LOGPROBS`, dense `[N, T, ...]` or jagged; `squared_probs` is one
-        of them with `with_squares`."""
+        """(collective) Return the columns of `WorkerPass.PREV_LOGPROBS`, dense `[N, T, ...]` or jagged; `squared_probs`
+        is one of them with `with_squares`."""
 
     @abstractmethod
     def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
-        """(collective) `[N, T]` float32."""
+        """(collective) Return `[N, T]` float32."""
 
 
 class _Store:
@@ -172,10 +170,10 @@ class _NoStore:
         return None
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no rows are kept."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no client is open."""
 
 
 class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
@@ -197,7 +195,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
     def setup_data_plane(
         self, address: DataPlaneAddress | None, *, fetch_policy: FetchPolicy = "auto", cache_bytes: int = 0
     ) -> None:
-        """Attaches this process's client, unless this rank neither reads nor writes.
+        """Attach this process's client, unless this rank neither reads nor writes.
 
         Args:
             address: of the owner's client; None for a rank that gets its columns from its leader.
@@ -215,16 +213,16 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             self._store = _Store(attach_data_plane(address), cache_bytes=cache_bytes)
 
     def close_data_plane(self) -> None:
-        """Ends this process's client. Idempotent."""
+        """End this process's client. Idempotent."""
         store, self._store = self._store, _NoStore(self.rank)
         store.close()
 
     def end_step(self) -> None:
-        """Forgets fetched columns; called when the rows of the step are cleared."""
+        """Forget fetched columns; called when the rows of the step are cleared."""
         self._store.forget()
 
     def data_plane_snapshot(self) -> Totals | None:
-        """Counters of this process's client since the last call; None for a rank without one."""
+        """Return counters of this process's client since the last call; None for a rank without one."""
         return self._store.snapshot()
 
     def guarded(self, stage: str) -> AbstractContextManager[None]:
@@ -233,7 +231,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
 
     @property
     def first_cause(self) -> FirstCause | None:
-        """What ended the step, if anything has."""
+        """The cause that ended the step, or None while nothing has."""
         return self._watch.cause
 
     @property
@@ -254,21 +252,21 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             return self._train(meta, self._fetch(meta, fields), loss_fn, eval_mode=eval_mode)
 
     def get_logprobs_presharded(self, meta: KVBatchMeta, *, with_squares: bool = False) -> KVBatchMeta:
-        """(collective) Writes `prev_logprobs` of this rank's shard, with `with_squares` `squared_probs` as well, and
+        """(collective) Write `prev_logprobs` of this rank's shard, with `with_squares` `squared_probs` as well, and
         returns the meta that knows them."""
         with self._stage(WorkerPass.PREV_LOGPROBS):
             batch = self._fetch(meta, self._prev_logprobs_fields)
             return self._write_back(meta, self._prev_logprobs(meta, batch, with_squares=with_squares))
 
     def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
-        """(collective) Writes `reference_policy_logprobs` of this rank's shard."""
+        """(collective) Write `reference_policy_logprobs` of this rank's shard."""
         with self._stage(WorkerPass.REFERENCE_LOGPROBS):
             batch = self._fetch(meta, LP_SEED_FIELDS)
             column = WorkerPass.REFERENCE_LOGPROBS.column
             return self._write_back(meta, {column: self._reference_logprobs(meta, batch)})
 
     def do_row_work(self, meta: KVBatchMeta, work: RowWork, *, stage: RowPass) -> RowWorkResult:
-        """(on every rank) The rank that writes the shard's results does the work; the others wait for nothing."""
+        """(on every rank) Do the work on the rank that writes the shard's results; the others wait for nothing."""
         with self._stage(stage):
             if not self._replica.is_write_back_leader or not meta.keys:
                 return RowWorkResult(meta=meta)
@@ -276,7 +274,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             return RowWorkResult(meta=self._write_back(meta, output.columns), numbers=output.numbers)
 
     def _read_alone(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Dense columns without a word to the other ranks; in the form in which this rank keeps what it reads."""
+        """Read dense columns without telling the other ranks, in the form in which this rank keeps its reads."""
         width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
         if self.fetch_group is None:
             batch = BatchedDataDict(self.reads.padded(meta, fields, pad_values=self._pad_values, width=width))
@@ -286,7 +284,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
 
     @contextmanager
     def _stage(self, stage: WorkerPass | RowPass) -> Iterator[None]:
-        """Attributes data plane calls to a stage; when it fails, ends it on all ranks and drops cached columns."""
+        """Attribute data plane calls to a stage; when it fails, end it on all ranks and drop cached columns."""
         try:
             with self.guarded(stage.value), self._store.stage(stage.value):
                 yield
@@ -295,7 +293,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             raise
 
     def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> BatchedDataDict:
-        """(collective) Checks the plan, then the columns, dense and padded to the plan's width, plus `keys`."""
+        """(collective) Check the plan, then the columns, dense and padded to the plan's width, plus `keys`."""
         check_plans(meta.pack, rank=self.rank, replica=self._replica.ranks)
         width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
         batch = self._padded(meta, fields, width)
@@ -330,7 +328,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         return columns
 
     def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, torch.Tensor]) -> KVBatchMeta:
-        """Writes result columns, dense `[N, T]` or jagged; only the write-back leader sends them."""
+        """Write result columns, dense `[N, T]` or jagged; only the write-back leader sends them."""
         for name, values in columns.items():
             if values.dim() < 2 or values.shape[0] != len(meta.keys):
                 raise SchemaMismatch(
@@ -343,7 +341,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
 
 
 def _fetch_group(policy: FetchPolicy, replica: ReplicaMember) -> dist.ProcessGroup | None:
-    """The group over which the leader broadcasts; None when this rank reads for itself."""
+    """Return the group over which the leader broadcasts; None when this rank reads for itself."""
     if policy not in get_args(FetchPolicy):
         raise ConfigError(
             f"data_plane.fetch_policy: expected one of {', '.join(get_args(FetchPolicy))}, got {policy!r}"

@@ -1,1 +1,1 @@
-"""What looks at a run from outside: only the command line and examples import it."""
+"""Tools that look at a run from outside: only the command line and examples import them."""

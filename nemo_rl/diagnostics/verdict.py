@@ -10,7 +10,7 @@ __all__ = ["Verdict"]
 
 
 class Verdict(Enum):
-    """What was found. 1 is left to failures that nobody foresaw."""
+    """The outcome of a check. Exit code 1 is left to failures that nobody foresaw."""
 
     PASS = 0
     USAGE = 2
@@ -19,15 +19,15 @@ class Verdict(Enum):
     INCOMPLETE = 4
     """Something that should have been compared is not there."""
     VACUOUS = 5
-    """Nothing was compared."""
+    """The check compared nothing."""
     CORRUPT = 6
     """Bytes are not those that were written."""
     UNSUPPORTED = 7
-    """Of another model, format or version."""
+    """The input is of another model, format or version."""
     CHILD_FAILED = CHILD_FAILED
     """A process that was started for this ended with an error."""
 
     @property
     def label(self) -> str:
-        """For people and JSON."""
+        """The name shown to people and in JSON."""
         return self.name.lower()

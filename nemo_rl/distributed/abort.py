@@ -11,6 +11,13 @@ Each worker process of a job has one `AbortWatch` and does its work inside `watc
 
 A rank that was killed writes nothing: its neighbours see that its process is gone, others that its sign of life stands
 still, and write the record for it.
+
+NCCL can abort a communicator. Gloo has no working abort (torch 2.13: `ProcessGroup.abort` returns and the blocked call
+stays), but every blocked call ends with "Connection closed by peer" when its sockets are shut down, in this process as
+well. Gloo's sockets are those that its own threads poll.
+
+`FirstCause` is the record of what ended a step: written here on the ranks, read by `worker_groups` on the driver, and
+the error that every rank and the driver raise from it.
 """
 
 from __future__ import annotations
@@ -19,42 +26,195 @@ import atexit
 import json
 import logging
 import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
+import torch
 import torch.distributed as dist
 
-from nemo_rl.distributed.connections import abort_process_groups
-from nemo_rl.distributed.first_cause import FirstCause, is_symptom
 from nemo_rl.distributed.liveness import ProcessIdentity
-from nemo_rl.errors import CollectiveTimeout, UserError, WorkerError
+from nemo_rl.errors import (
+    CollectiveTimeout,
+    NemoRLError,
+    UserError,
+    WorkerError,
+    WorkerLate,
+    WorkerLost,
+    from_record,
+    to_record,
+)
+from nemo_rl.torch_private import abort_nccl
 
-__all__ = ["AbortWatch", "NoWatch", "Watch"]
+__all__ = ["AbortWatch", "FirstCause", "GuardedWorker", "NoWatch", "Watch", "abort_process_groups", "is_symptom"]
+
+SYMPTOMS = ("connection closed", "connection reset", "timed out waiting", "gloo", "nccl", "broken pipe", "communicator")
+"""Texts of errors that a peer's failure causes: something else is the first cause."""
+WORKER_ERRORS = {kind.__name__: kind for kind in (WorkerError, CollectiveTimeout, WorkerLost, WorkerLate)}
+
+
+def is_symptom(error: BaseException) -> bool:
+    """Return whether the error looks like what a peer's failure does to this rank."""
+    if isinstance(error, UserError):
+        return False
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | WorkerError) and any(word in text for word in SYMPTOMS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstCause:
+    """The error that ended a step, with its rank and stage."""
+
+    rank: int
+    stage: str
+    kind: str
+    """Name of the exception's class."""
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int, stage: str) -> FirstCause:
+        """Return the record of an error that left `stage` on `rank`; one that came from another rank keeps its own."""
+        if isinstance(error, WorkerError):
+            rank = rank if error.rank is None else error.rank
+            return cls(rank=rank, stage=error.stage or stage, kind=type(error).__name__, text=error.text)
+        if isinstance(error, NemoRLError) and error.origin_rank is not None:
+            rank = error.origin_rank
+        return cls(rank=rank, stage=stage, **to_record(error))
+
+    def to_error(self) -> NemoRLError:
+        """Return the error that every rank and the driver raise.
+
+        It is of the same kind if the user can fix it, else a `WorkerError`.
+        """
+        error = from_record({"kind": self.kind, "text": self.text})
+        if isinstance(error, UserError):
+            error.origin_rank = self.rank
+            error.add_note(f"rank {self.rank}, stage {self.stage}")
+            return error
+        kind = WORKER_ERRORS.get(self.kind)
+        if kind is not None:
+            return kind(self.text, rank=self.rank, stage=self.stage)
+        return WorkerError(f"{self.kind}: {self.text}", rank=self.rank, stage=self.stage)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> FirstCause:
+        return cls(**json.loads(text))
+
+
+@runtime_checkable
+class GuardedWorker(Protocol):
+    """A worker whose calls can be aborted."""
+
+    def guarded(self, stage: str) -> AbstractContextManager[None]:
+        """Guard a stage: an error inside ends it on every rank."""
+        ...
+
+    @property
+    def first_cause(self) -> FirstCause | None:
+        """The cause that ended the step, or None while nothing has."""
+        ...
+
+
+TASKS = Path("/proc/self/task")
+GLOO_LOOP = "gloo_tcp_loop"
+"""Name of the thread in which a gloo device polls its connections."""
+LOOKS = 5
+"""Number of looks at a thread that was not in its poll just then."""
+_one_at_a_time = threading.Lock()
+
+
+def abort_process_groups() -> int:
+    """End every connection of gloo and every communicator of NCCL in this process; return how many there were.
+
+    The groups cannot be used any more. Where `/proc` does not show gloo's sockets it ends none of them: then a blocked
+    thread ends with its process.
+    """
+    with _one_at_a_time:
+        return _abort_nccl() + sum(_shut_down(fd) for epoll in set(_gloo_polls()) for fd in _polled_by(epoll))
+
+
+def _abort_nccl() -> int:
+    return abort_nccl() if torch.cuda.is_available() else 0
+
+
+def _gloo_polls() -> Iterator[int]:
+    """Yield the epoll descriptor of each gloo thread: the first argument of the call that the thread is in."""
+    for task in TASKS.iterdir():
+        for _ in range(LOOKS):
+            try:
+                if (task / "comm").read_text().strip() != GLOO_LOOP:
+                    break
+                call = (task / "syscall").read_text().split()
+            except OSError:
+                break
+            if len(call) > 1 and _link(fd := int(call[1], 16)) == "anon_inode:[eventpoll]":
+                yield fd
+                break
+
+
+def _polled_by(epoll: int) -> list[int]:
+    try:
+        text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
+    except OSError:
+        return []
+    return [int(fd) for fd in re.findall(r"tfd:\s+(\d+)", text)]
+
+
+def _shut_down(fd: int) -> int:
+    """1 if the descriptor was a connection that was still open."""
+    try:
+        copy = os.dup(fd)  # gloo closes its own when it meets the error
+    except OSError:
+        return 0
+    if not _link(copy).startswith("socket:"):
+        os.close(copy)
+        return 0
+    with socket.socket(fileno=copy) as connection:
+        try:
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)
+                return 1
+        except OSError:
+            pass  # the other end was faster
+    return 0
+
+
+def _link(fd: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
-"""Between two looks at the error key: with it a peer is out of its collective well within the 5 s of the contract."""
+"""Seconds between two looks at the error key: a peer is out of its collective well within the 5 s of the contract."""
 SYMPTOM_WAIT_S = 2.0
-"""How long a rank whose connection broke waits for the record of the cause, and watches the signs of life."""
+"""Seconds that a rank with a broken connection waits for the record of the cause and watches the signs of life."""
 SEEN_WAIT_S = 2.0
-"""How long a failed rank stays so that its peers can read the record: the store may end with its process."""
+"""Seconds that a failed rank stays so that its peers can read the record: the store may end with its process."""
 EXIT_GRACE_S = 3.0
-"""How long a rank may take to leave its stage after the abort."""
+"""Seconds that a rank may take to leave its stage after the abort."""
 STORE_TIMEOUT_S = 10.0
 CLOSE_WAIT_S = 5.0
-"""How long rank 0, which keeps the store, waits for the others to close their watches."""
+"""Seconds that rank 0, which keeps the store, waits for the others to close their watches."""
 EXIT_CODE = 70
 PREFIX = "nemo_rl/abort"
 
 
 class Watch(Protocol):
-    """What a worker asks of its watch; `AbortWatch` says more."""
+    """The methods of its watch that a worker calls; `AbortWatch` documents them."""
 
     @property
     def cause(self) -> FirstCause | None: ...
@@ -63,18 +223,18 @@ class Watch(Protocol):
 
 
 class NoWatch:
-    """Of a job of one rank: nobody waits for it."""
+    """The watch of a job of one rank, where no peer waits for it."""
 
     @property
     def cause(self) -> FirstCause | None:
         return None
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """An error just goes through."""
+        """Let an error just go through."""
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing is watched."""
+        """Do nothing, since nothing is watched."""
 
 
 class AbortWatch:
@@ -106,7 +266,7 @@ class AbortWatch:
 
     @property
     def cause(self) -> FirstCause | None:
-        """What ended the step, if anything has."""
+        """The cause that ended the step, or None while nothing has."""
         return self._cause
 
     @contextmanager
@@ -129,7 +289,7 @@ class AbortWatch:
                 self._idle.set()
 
     def close(self) -> None:
-        """Ends the watch: peers know that this rank left in peace. Rank 0 leaves last. Idempotent.
+        """End the watch: peers know that this rank left in peace. Rank 0 leaves last. Idempotent.
 
         A process that ends without calling it does so on its way out.
         """
@@ -151,7 +311,7 @@ class AbortWatch:
     # On the rank that fails.
 
     def _settle(self, error: BaseException, stage: str) -> BaseException:
-        """What this rank raises for an error that leaves the stage, after every peer was informed."""
+        """Return the error that this rank raises for one that leaves the stage, after every peer was informed."""
         if error is self._raised:
             return error
         mine = FirstCause.of(error, rank=self.rank, stage=stage)
@@ -167,7 +327,7 @@ class AbortWatch:
         return self._raised
 
     def _explain(self, error: BaseException, mine: FirstCause) -> FirstCause:
-        """The first cause of an error of this rank: an earlier record, a dead peer, or the error itself."""
+        """Return the first cause of an error of this rank: an earlier record, a dead peer, or the error itself."""
         try:
             if isinstance(error, UserError):
                 return self._publish(mine)
@@ -179,7 +339,10 @@ class AbortWatch:
             return self._cause or self._without_store(lost, mine.stage)
 
     def _wait_for_cause(self, mine: FirstCause) -> FirstCause:
-        """For a broken connection: the record that comes, the ranks that fell silent, or just what was seen."""
+        """Return the cause of a broken connection.
+
+        It is the record that comes, the ranks that fell silent, or what this rank has seen.
+        """
         before = self._signs_of_life()
         deadline = time.monotonic() + SYMPTOM_WAIT_S
         while time.monotonic() < deadline:
@@ -220,7 +383,7 @@ class AbortWatch:
         self._abort()
 
     def _abort(self) -> None:
-        """Frees this process's threads from their collectives, and ends the process if that does not help."""
+        """Free this process's threads from their collectives, and end the process if that does not help."""
         with suppress(RuntimeError):
             self._store.set(f"seen/{self.rank}", "")
         deadline = time.monotonic() + EXIT_GRACE_S + (SEEN_WAIT_S if self.rank == 0 else 0.0)
@@ -244,7 +407,7 @@ class AbortWatch:
     # The store.
 
     def _meet(self) -> dict[int, ProcessIdentity]:
-        """Ranks whose processes can be looked at from here."""
+        """Return ranks whose processes can be looked at from here."""
         me = ProcessIdentity.of_this_process()
         self._store.set(f"process/{self.rank}", json.dumps(asdict(me)))
         self._store.set(f"life/{self.rank}", "0")
@@ -256,23 +419,23 @@ class AbortWatch:
         return FirstCause.from_json(self._store.get("error")) if self._store.check(["error"]) else None
 
     def _publish(self, cause: FirstCause) -> FirstCause:
-        """The first record wins, on every rank."""
+        """Agree on the cause: the first record wins, on every rank."""
         return FirstCause.from_json(self._store.compare_set("error", "", cause.to_json()))
 
     def _signs_of_life(self) -> list[bytes]:
         return self._store.multi_get([f"life/{rank}" for rank in range(self.world_size)])
 
     def _find_dead(self, stage: str) -> FirstCause | None:
-        """Writes the record of a neighbour whose process ended without leaving the job."""
+        """Write the record of a neighbour whose process ended without leaving the job."""
         for rank, process in self._neighbours.items():
             if not process.is_alive() and not self._store.check([f"left/{rank}"]):
-                return self._publish(_death(rank, stage, f"has ended without a word (process {process.pid})"))
+                return self._publish(_death(rank, stage, f"exited without output (process {process.pid})"))
         return None
 
     def _without_store(self, error: RuntimeError, stage: str) -> FirstCause:
         dead = [rank for rank, process in self._neighbours.items() if not process.is_alive()]
         if dead:
-            return _death(dead[0], stage, "has ended without a word, and the job's store with it")
+            return _death(dead[0], stage, "exited without output, and the job's store with it")
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return _death(0, stage, f"or the launcher, whichever keeps the job's store, has ended: {first_line}")
 

@@ -35,14 +35,14 @@ class BatchedDataDict(UserDict[str, Column]):
         return len(next(iter(self.data.values()))) if self.data else 0
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A column that must be a tensor."""
+        """Return a column that must be a tensor."""
         column = self.data[name]
         if not isinstance(column, torch.Tensor):
             raise TypeError(f"column {name!r}: expected a tensor, got {type(column).__name__}")
         return column
 
     def select_indices(self, indices: Sequence[int]) -> BatchedDataDict:
-        """The rows at `indices`, in that order (a copy)."""
+        """Return the rows at `indices`, in that order (a copy)."""
         rows = [int(i) for i in indices]
         index = torch.as_tensor(rows, dtype=torch.long)
         return BatchedDataDict(
@@ -53,18 +53,18 @@ class BatchedDataDict(UserDict[str, Column]):
         )
 
     def slice(self, start: int, stop: int) -> BatchedDataDict:
-        """Rows `start` to `stop` as views."""
+        """Return rows `start` to `stop` as views."""
         return BatchedDataDict({name: column[start:stop] for name, column in self.data.items()})
 
     def chunk(self, num_chunks: int) -> list[BatchedDataDict]:
-        """Equal consecutive parts; the rows must divide."""
+        """Return equal consecutive parts; the rows must divide."""
         if num_chunks < 1 or self.size % num_chunks:
             raise ValueError(f"{self.size} rows do not divide into {num_chunks} chunks")
         rows = self.size // num_chunks
         return [self.slice(i * rows, (i + 1) * rows) for i in range(num_chunks)]
 
     def repeat_interleave(self, repeats: int) -> BatchedDataDict:
-        """Each row `repeats` times in a row: a, a, b, b."""
+        """Return each row `repeats` times in a row: a, a, b, b."""
         return self.select_indices([i for i in range(self.size) for _ in range(repeats)])
 
     def to(self, device: torch.device | str) -> BatchedDataDict:
@@ -77,7 +77,7 @@ class BatchedDataDict(UserDict[str, Column]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Column]], *, pad_values: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
-        """Rows of all batches; tensors whose second axis differs are padded on the right (0 unless named).
+        """Return rows of all batches; tensors whose second axis differs are padded on the right (0 unless named).
 
         Raises:
             ValueError: a batch lacks a column that another one has.

@@ -1,8 +1,9 @@
-"""Process groups with deadlines, and the status-first broadcast inside a replica group.
+"""Process groups with deadlines, the status-first broadcast in a replica group, and the comparison of plan digests.
 
 Policy workers call `init_process_group` once, then build their groups eagerly. Invariant: a leader always sends a
-status word before anything else, so that its error reaches the followers as text and nobody waits for data that
-will never come.
+status word before anything else, so that its error reaches the followers as text and nobody waits for data that will
+never come. A worker never plans, so `check_plans` compares digests before any row is touched: ranks with different
+plans would wait for each other in different microbatches.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_rl.distributed.job_store import choose_interface, open_client, open_server
-from nemo_rl.errors import WorkerError, from_record, to_record
+from nemo_rl.distributed.layout import Coordinates, ParallelLayout
+from nemo_rl.distributed.pack_plan import DIGEST_BYTES, PackPlan
+from nemo_rl.errors import SchemaMismatch, WorkerError, from_record, to_record
 from nemo_rl.torch_private import default_store, timeout_of
 
 __all__ = [
     "MESSAGE_BYTES",
     "Fields",
+    "ParallelGroups",
     "RankSpec",
     "broadcast_from_leader",
+    "check_plans",
     "destroy_process_group",
     "init_process_group",
     "job_store",
@@ -60,11 +66,11 @@ class RankSpec:
     is_store_running: bool = False
     """The launcher (torchrun) keeps the store; else rank 0 opens it."""
     attempt: int = 0
-    """How often the launcher has restarted the job on the same store."""
+    """Number of times that the launcher has restarted the job on the same store."""
 
     @classmethod
     def of_torchrun(cls, environment: Mapping[str, str]) -> RankSpec:
-        """What `torchrun` set for this process; called by launchers, which are allowed to read the environment."""
+        """Read what `torchrun` set for this process; called by launchers, which are allowed to read the environment."""
         return cls(
             rank=int(environment["RANK"]),
             world_size=int(environment["WORLD_SIZE"]),
@@ -79,7 +85,7 @@ class RankSpec:
 def init_process_group(
     spec: RankSpec, *, device: torch.device, timeout_s: float, start_timeout_s: float | None = None
 ) -> None:
-    """(collective) Joins the job's default group: NCCL on GPU (and gloo for CPU tensors), gloo on CPU.
+    """(collective) Join the job's default group: NCCL on GPU (and gloo for CPU tensors), gloo on CPU.
 
     Every rank calls it first. A single rank needs no port.
 
@@ -110,7 +116,7 @@ def _open_store(spec: RankSpec, timeout: timedelta) -> dist.TCPStore:
 
 
 def job_store() -> dist.Store:
-    """The store that the default process group was made with."""
+    """Return the store that the default process group was made with."""
     return default_store()
 
 
@@ -125,7 +131,7 @@ def destroy_process_group() -> None:
 
 
 def replica_group_of(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup | None:
-    """(collective) Builds one group per bucket of ranks and returns the one that `rank` is in.
+    """(collective) Build one group per bucket of ranks and return the one that `rank` is in.
 
     Every rank of the job calls it with the same buckets. A bucket of one rank gets no group.
     """
@@ -140,7 +146,8 @@ def replica_group_of(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup |
 
 
 def new_group(ranks: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup | None:
-    """(collective over all ranks of the job) A group with the deadline of the default one; None for ranks outside.
+    """(collective over all ranks of the job) Return a group with the deadline of the default one; None for ranks
+    outside.
 
     torch would give it half an hour, whatever the default group has.
 
@@ -154,7 +161,7 @@ def new_group(ranks: Sequence[int], *, backend: str | None = None) -> dist.Proce
 
 
 def broadcast_from_leader(fetch: Callable[[], Fields], *, group: dist.ProcessGroup | None, leader: int) -> Fields:
-    """(collective over `group`) The leader runs `fetch`; every rank gets its columns, or its error.
+    """(collective over `group`) Run `fetch` on the leader; every rank gets its columns, or its error.
 
     Order of calls on each rank: status word, descriptor, then the bytes: small tensors together in one buffer, each
     of at least `OWN_BUFFER_BYTES` by itself, in messages of at most `MESSAGE_BYTES`. Tensors may be jagged nested
@@ -179,7 +186,7 @@ def broadcast_from_leader(fetch: Callable[[], Fields], *, group: dist.ProcessGro
 def scatter_from_leader(
     cut: Callable[[], Mapping[int, Fields]], *, group: dist.ProcessGroup, leader: int, ranks: Sequence[int]
 ) -> Fields:
-    """(collective over `group`) The leader runs `cut`; every rank gets its own columns, or the leader's error.
+    """(collective over `group`) Run `cut` on the leader; every rank gets its own columns, or the leader's error.
 
     Order of calls on each rank: status word, descriptors of all ranks, then on the leader the bytes of one rank after
     the other, on a follower its own; messages as in `broadcast_from_leader`.
@@ -237,7 +244,7 @@ def _follow(group: dist.ProcessGroup, leader: int) -> Fields:
 
 
 def _received(header: Json, receive: Callable[[torch.Tensor], object], group: dist.ProcessGroup) -> Fields:
-    """The columns that a descriptor names, once `receive` has filled every message."""
+    """Return the columns that a descriptor names, once `receive` has filled every message."""
     buffers = [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in header["buffers"]]
     for message in _messages(buffers):
         wire = message.to(_group_device(group))
@@ -248,7 +255,7 @@ def _received(header: Json, receive: Callable[[torch.Tensor], object], group: di
 
 
 def _describe(fields: Fields) -> tuple[Json, list[torch.Tensor]]:
-    """The descriptor, and the bytes to send: the first buffer holds all small tensors, each other one large one."""
+    """Return the descriptor and the bytes to send: first all small tensors, then each large one by itself."""
     columns: Json = {}
     small: list[torch.Tensor] = []
     large: list[torch.Tensor] = []
@@ -301,7 +308,7 @@ def _messages(buffers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes on the CPU: gloo does not know every dtype, bytes work for all."""
+    """Return the bytes on the CPU: gloo does not know every dtype, bytes work for all."""
     return tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
 
 
@@ -328,3 +335,121 @@ def _receive_header(group: dist.ProcessGroup, leader: int) -> tuple[int, Json]:
     if not isinstance(header, dict):
         raise WorkerError(f"leader header: expected an object, got {type(header).__name__}", stage="fetch")
     return status, header
+
+
+@dataclass(frozen=True, slots=True)
+class _Digests:
+    found: str
+    """Digest of the plan as it arrived."""
+    sealed: str
+    """Digest of the plan as the driver sent it."""
+    whole: str
+    """Digest of the plan of all ranks."""
+
+
+def check_plans(plan: PackPlan | None, *, rank: int, replica: Sequence[int]) -> None:
+    """(collective over the default group, if there is one) Compare this rank's view with everybody's.
+
+    Args:
+        plan: this rank's part, sealed by `PackPlan.for_rank`; None on every rank where there is no plan.
+        replica: ranks that share this rank's shard, itself included.
+
+    Raises:
+        SchemaMismatch: names the rank whose plan changed on its way, or that follows another plan than its peers. A
+            changed plan, or one of another step, is an error on every rank.
+    """
+    mine = _Digests(plan.digest(), plan.sealed_digest, plan.whole_digest) if plan is not None else _Digests("", "", "")
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    everybody = {rank: mine} if is_alone else dict(enumerate(_gather(mine)))
+    first = min(everybody)
+    for other, digests in everybody.items():
+        if digests.found != digests.sealed:
+            _refuse(other, f"its part changed since the driver sealed it with {_name(digests.sealed)}", digests.found)
+        if digests.whole != everybody[first].whole:
+            _refuse(other, f"rank {first} follows the plan {_name(everybody[first].whole)}", digests.whole)
+    for other in replica:
+        if everybody.get(other, mine).sealed != everybody[replica[0]].sealed:
+            _refuse(
+                other,
+                f"rank {replica[0]} of its replica group follows the view {_name(everybody[replica[0]].sealed)}",
+                everybody[other].sealed,
+            )
+
+
+def _refuse(rank: int, expected: str, got: str) -> None:
+    raise SchemaMismatch(
+        f"pack plan of rank {rank}: {expected}, got {_name(got)}; workers follow the driver's plan (PackPlan.for_rank "
+        "of one plan for all ranks) and never make their own"
+    )
+
+
+def _name(digest: str) -> str:
+    return f"digest {digest}" if digest.strip("0") else "no digest"
+
+
+def _gather(mine: _Digests) -> list[_Digests]:
+    raw = b"".join(_bytes(digest) for digest in (mine.found, mine.sealed, mine.whole))
+    row = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return [_Digests(*(_text(part) for part in row.split(DIGEST_BYTES))) for row in rows]
+
+
+def _bytes(digest: str) -> bytes:
+    return bytes.fromhex(digest).ljust(DIGEST_BYTES, b"\0")
+
+
+def _text(part: torch.Tensor) -> str:
+    return bytes(part.tolist()).hex()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelGroups:
+    """The coordinates of this rank and the groups with which it communicates. A group of one rank is None."""
+
+    layout: ParallelLayout
+    coordinates: Coordinates
+    context: dist.ProcessGroup | None
+    fsdp_mesh: DeviceMesh
+    """Data x context ranks, which share the weights' shards; one-dimensional."""
+    tensor_mesh: DeviceMesh | None
+    """The mesh of the tensor axis, or None without tensor parallelism."""
+
+    @classmethod
+    def build(cls, layout: ParallelLayout, *, rank: int, device: torch.device) -> ParallelGroups:
+        """(collective: every rank of the job, with the same layout) Make all groups at once."""
+        if layout.tp == 1:
+            mesh = DeviceMesh.from_group(_world(), device.type, mesh_dim_names=("fsdp",))
+            tensor_mesh = None
+        else:
+            shape = torch.arange(layout.world_size).view(-1, layout.tp)
+            groups = [_group(rank, shape.t().tolist()), _group(rank, shape.tolist())]
+            both = DeviceMesh.from_group(groups, device.type, mesh=shape, mesh_dim_names=("fsdp", "tp"))
+            mesh, tensor_mesh = both["fsdp"], both["tp"]
+        return cls(
+            layout=layout,
+            coordinates=layout.coordinates(rank),
+            context=_group(rank, layout.context_groups()) if layout.cp > 1 else None,
+            fsdp_mesh=mesh,
+            tensor_mesh=tensor_mesh,
+        )
+
+    @property
+    def is_writer(self) -> bool:
+        """True where this rank writes the results of its data-parallel shard."""
+        return self.layout.rank_of(self.coordinates) == self.layout.writer(self.coordinates.dp)
+
+
+def _group(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup:
+    """Return this rank's bucket as a group; meshes want one even where a rank is alone."""
+    if len(buckets) == 1:
+        return _world()
+    mine = [group for ranks in buckets if (group := new_group(ranks)) is not None]
+    assert len(mine) == 1, f"rank {rank} is in {len(mine)} of {buckets}"
+    return mine[0]
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "initialise the default process group first"
+    return group

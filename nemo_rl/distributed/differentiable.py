@@ -24,7 +24,7 @@ _reduce_scatter: Callable[..., object] = _NAMES.get("reduce_scatter_single", dis
 
 
 def copy_to(value: torch.Tensor, group: Group) -> torch.Tensor:
-    """The value itself, which every rank holds, before each rank uses it for its part: its gradients are summed."""
+    """Return the value itself, which every rank holds, before each rank uses it for its part: gradients are summed."""
     if group is None:
         return value
     result: torch.Tensor = _CopyTo.apply(value, group)  # type: ignore[no-untyped-call]
@@ -32,7 +32,7 @@ def copy_to(value: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def reduce_from(value: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of every rank's part, which every rank then uses alike: its gradient is each part's gradient."""
+    """Return the sum of every rank's part, which every rank then uses alike: its gradient is each part's gradient."""
     if group is None:
         return value
     result: torch.Tensor = _ReduceFrom.apply(value, group)  # type: ignore[no-untyped-call]
@@ -40,7 +40,9 @@ def reduce_from(value: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_along(value: torch.Tensor, group: Group, *, dim: int) -> torch.Tensor:
-    """All ranks' values side by side, before each rank uses the whole for its part: gradients are summed per value."""
+    """Return all ranks' values side by side, before each rank uses the whole for its part: gradients are summed per
+    value.
+    """
     if group is None:
         return value
     result: torch.Tensor = _GatherAlong.apply(value, group, dim)  # type: ignore[no-untyped-call]
@@ -48,7 +50,7 @@ def gather_along(value: torch.Tensor, group: Group, *, dim: int) -> torch.Tensor
 
 
 def scatter_along(value: torch.Tensor, group: Group, *, dim: int) -> torch.Tensor:
-    """This rank's slice of the sum of every rank's part."""
+    """Return this rank's slice of the sum of every rank's part."""
     if group is None:
         return value
     result: torch.Tensor = _ScatterAlong.apply(value, group, dim)  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ __all__ = ["ForkServer"]
 
 EXIT_S = 10.0
 SETUP_SCRIPT = "_private/workers/setup_worker.py"
-"""What Ray starts in place of a worker, in its own package."""
+"""The script, in Ray's own package, that Ray starts in place of a worker."""
 
 
 class ForkServer:
@@ -66,7 +66,7 @@ class ForkServer:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """For the processes that start `fork_stub`."""
+        """Variables for the processes that start `fork_stub`."""
         # Found without importing Ray, since this may run before anything else does.
         ray = find_spec("ray")
         assert ray is not None and ray.origin is not None, "Ray is installed with this package"
@@ -77,7 +77,7 @@ class ForkServer:
         }
 
     def close(self) -> None:
-        """Ends it, and workers that are left, and removes the folder. Idempotent."""
+        """End it, and workers that are left, and remove the folder. Idempotent."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

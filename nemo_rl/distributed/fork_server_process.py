@@ -45,14 +45,14 @@ class _Worker:
 
 @dataclass(slots=True)
 class Server:
-    """What is open in this process, all of which a child closes."""
+    """The files and workers that are open in this process; a child closes all of them."""
 
     listener: socket.socket
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     workers: set[_Worker] = field(default_factory=set)
 
     def serve(self) -> None:
-        """Forks until the standard input ends; in a child, returns never."""
+        """Fork until the standard input ends; never return in a child."""
         self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
         self.selector.register(0, selectors.EVENT_READ, None)
         while True:
@@ -104,7 +104,7 @@ class Server:
             os.kill(worker.process_id, signal.SIGKILL)
 
     def _become_worker(self, stub: socket.socket, files: Sequence[int], request: dict[str, object]) -> None:
-        """In the child; does not return."""
+        """Run the worker in the child; does not return."""
         code = 1
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -130,7 +130,7 @@ class Server:
 
 
 def _receive(stub: socket.socket, files: list[int]) -> dict[str, object]:
-    """A stub's request; descriptors that come with it are added to `files`, also when it cannot be read.
+    """Return a stub's request; descriptors that come with it are added to `files`, also when it cannot be read.
 
     Raises:
         OSError, EOFError, ValueError, RecursionError: it cannot, or has not come within `REQUEST_S`.

@@ -1,4 +1,4 @@
-"""What Ray starts in place of a worker: asks the fork server for one, and lives and ends with it.
+"""The stub that Ray starts in place of a worker: asks the fork server for one, and lives and ends with it.
 
 Run as `python fork_stub.py <what Ray passes to its own set-up script>`, with the address of the server, the path of
 that script and a deadline in the environment. Without an answer it becomes what Ray would have started. Imports the

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: the TCP store of rank 0, on a socket that is bound before its port is announced.
+"""The store where the ranks of a job meet: rank 0's, on a socket that is bound before its port is announced.
 
 `reserve_port` runs in the process of rank 0, `open_server` takes its socket over there, `open_client` is what the other
 ranks do. Invariant: a reserved port is never given back in between, so no other program can take it, and the store
@@ -24,19 +24,19 @@ _listeners: dict[int, socket.socket] = {}
 
 
 def reserve_port(address: str) -> int:
-    """Binds a port of this machine for a store of this process."""
+    """Bind a port of this machine for a store of this process."""
     return adopt_listener(_listen(address, 0))
 
 
 def adopt_listener(listener: socket.socket) -> int:
-    """As `reserve_port`, for a listening socket that was bound elsewhere and handed to this process."""
+    """Reserve a port as `reserve_port` does, for a listening socket that another process has bound."""
     port: int = listener.getsockname()[1]
     _listeners[port] = listener
     return port
 
 
 def open_server(address: str, port: int, *, world_size: int, timeout: timedelta, waits: bool) -> dist.TCPStore:
-    """The store on a reserved port, or on any other that is free now; 0 lets the system choose.
+    """Return the store on a reserved port, or on any other that is free now; 0 lets the system choose.
 
     Args:
         waits: until every rank has connected.
@@ -54,12 +54,12 @@ def open_server(address: str, port: int, *, world_size: int, timeout: timedelta,
 
 
 def open_client(address: str, port: int, *, world_size: int, timeout: timedelta, waits: bool) -> dist.TCPStore:
-    """The store of another process."""
+    """Return the store of another process."""
     return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=waits)
 
 
 def choose_interface(address: str) -> None:
-    """Keeps gloo on the interface by which this process reaches the job's store, unless one is named already.
+    """Keep gloo on the interface by which this process reaches the job's store, unless one is named already.
 
     By itself gloo takes whatever this machine's own name resolves to, which other machines often cannot reach. NCCL
     looks for itself, but for a job that meets on loopback.
@@ -72,7 +72,7 @@ def choose_interface(address: str) -> None:
 
 
 def _interface_towards(address: str) -> str | None:
-    """None where that cannot be found out; then gloo chooses."""
+    """Return the interface that reaches the address, or None where it cannot be found out; then gloo chooses."""
     try:
         ((family, _, _, _, place), *_) = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""Which rank of the policy holds which part: pipeline, data, context and tensor parallel coordinates. Pure integers.
+"""`ParallelLayout`: the pipeline, data, context and tensor parallel coordinates of each rank. Pure integers.
 
 Called by the driver, which sends a data-parallel shard to every rank of its replica group, and by the workers, which
 build their meshes and groups from it. Ranks count through the tensor axis first and the pipeline axis last: `rank =
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where one rank is on each axis."""
+    """The index of one rank on each axis."""
 
     dp: int
     cp: int
@@ -59,7 +59,7 @@ class ParallelLayout:
         sequence_parallel: bool = False,
         section: str = "policy.dtensor_cfg",
     ) -> ParallelLayout:
-        """The layout of so many ranks.
+        """Return the layout of so many ranks.
 
         Args:
             section: where the sizes are set, for the error.
@@ -77,7 +77,7 @@ class ParallelLayout:
 
     @classmethod
     def of_policy(cls, policy: PolicyConfig, *, world_size: int) -> ParallelLayout:
-        """The layout of the policy's workers.
+        """Return the layout of the policy's workers.
 
         Raises:
             ConfigError: the ranks do not divide.
@@ -108,36 +108,36 @@ class ParallelLayout:
 
     @property
     def length_multiple(self) -> int:
-        """What the tokens of every sequence are rounded up to."""
+        """The number of tokens of which every sequence is padded to a multiple."""
         sizes = ParallelSizes(context=self.cp, tensor=self.tp, sequence_parallel=self.sequence_parallel)
         return sizes.length_multiple
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank is on each axis."""
+        """Return the index of a rank on each axis."""
         pp, rest = divmod(rank, self.dp * self._stage_size)
         dp, rest = divmod(rest, self._stage_size)
         cp, tp = divmod(rest, self.tp)
         return Coordinates(dp=dp, cp=cp, tp=tp, pp=pp)
 
     def rank_of(self, at: Coordinates) -> int:
-        """The rank at these coordinates."""
+        """Return the rank at these coordinates."""
         return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
 
     def replica(self, dp: int) -> tuple[int, ...]:
-        """Ranks that share data-parallel shard `dp`, in ascending order; the first is its leader, which reads."""
+        """Return ranks that share data-parallel shard `dp`, in ascending order; the first, its leader, reads."""
         return tuple(rank for pp in range(self.pp) for rank in self.stage(dp, pp))
 
     def stage(self, dp: int, pp: int) -> tuple[int, ...]:
-        """Ranks of one pipeline stage that share data-parallel shard `dp`."""
+        """Return ranks of one pipeline stage that share data-parallel shard `dp`."""
         first = self.rank_of(Coordinates(dp=dp, cp=0, tp=0, pp=pp))
         return tuple(range(first, first + self._stage_size))
 
     def replicas(self) -> list[list[int]]:
-        """All replica groups."""
+        """Return all replica groups."""
         return [list(self.replica(dp)) for dp in range(self.dp)]
 
     def writer(self, dp: int) -> int:
-        """The rank that speaks for shard `dp`: it alone writes results back and reports metrics.
+        """Return the rank that speaks for shard `dp`: it alone writes results back and reports metrics.
 
         Results come out of the last pipeline stage.
         """
@@ -147,7 +147,7 @@ class ParallelLayout:
         return self.writer(self.coordinates(rank).dp) == rank
 
     def context_groups(self) -> list[list[int]]:
-        """Ranks that differ in the context axis only."""
+        """Return ranks that differ in the context axis only."""
         return [
             [self.rank_of(Coordinates(dp=dp, cp=cp, tp=tp, pp=pp)) for cp in range(self.cp)]
             for pp in range(self.pp)
@@ -156,13 +156,13 @@ class ParallelLayout:
         ]
 
     def spread(self, per_dp: Sequence[_T]) -> list[_T]:
-        """One value per rank from one per data-parallel shard."""
+        """Return one value per rank from one per data-parallel shard."""
         return [per_dp[self.coordinates(rank).dp] for rank in range(self.world_size)]
 
     def of_writers(self, per_rank: Sequence[_T]) -> list[_T]:
-        """The values of the ranks that speak for their shards, in data-parallel order."""
+        """Return the values of the ranks that speak for their shards, in data-parallel order."""
         return [per_rank[self.writer(dp)] for dp in range(self.dp)]
 
     def round_up_multiple(self, configured: int) -> int:
-        """The least multiple that suits both this layout and `policy.make_sequence_length_divisible_by`."""
+        """Return the least multiple that suits both this layout and `policy.make_sequence_length_divisible_by`."""
         return math.lcm(self.length_multiple, configured)

@@ -1,19 +1,26 @@
-"""Whether a process of this machine still lives: its process id and start time, read from `/proc`.
+"""Liveness of processes and of the cluster: the identity of a process, and the watchdog of a lost connection.
 
-Called by the abort watch, which learns of a killed peer before any connection says so.
+The abort watch asks `ProcessIdentity` and so learns of a killed peer before any connection says so. `Lifeline` ends a
+worker process whose cluster can no longer be reached: a machine that is cut off from the others keeps its processes,
+since Ray there goes on looking for its head and nobody ends a worker that waits for its next call. The actor behind
+`RayWorkerGroup` holds one where a cluster has several machines.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessIdentity"]
+__all__ = ["LOST_S", "Lifeline", "ProcessIdentity"]
 
 PROC = Path("/proc")
 STATE_FIELD, START_FIELD = 0, 19
-"""In `/proc/<pid>/stat`, counted after the command's closing parenthesis."""
+"""Indices in `/proc/<pid>/stat`, counted after the command's closing parenthesis."""
 STOPPED_STATES = frozenset("Tt")
 ENDED_STATES = frozenset("ZX")
 """A zombie has ended, whether or not its parent has noticed."""
@@ -35,7 +42,7 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
-        """Of a process of this machine that lives now."""
+        """Return the identity of a process of this machine that lives now."""
         stat = _stat(pid)
         if stat is None:
             return cls(namespace="", pid=pid, start=0)
@@ -43,7 +50,7 @@ class ProcessIdentity:
         return cls(namespace=f"{boot}/{os.readlink(PROC / 'self/ns/pid')}", pid=pid, start=int(stat[START_FIELD]))
 
     def is_visible_from(self, other: ProcessIdentity) -> bool:
-        """Whether `other` can ask for it: both share the machine and its process numbers."""
+        """Return whether `other` can ask for this process: both share the machine and its process numbers."""
         return bool(self.namespace) and self.namespace == other.namespace
 
     def is_alive(self) -> bool:
@@ -63,3 +70,44 @@ def _stat(pid: int) -> list[str] | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return text.rpartition(")")[2].split()
+
+
+logger = logging.getLogger(__name__)
+
+LOST_S = 60.0
+"""Longer than a switch takes to come back; what a driver waits for was given up long before."""
+LOOK_S = 5.0
+LOST_EXIT_CODE = 70
+"""EX_SOFTWARE of sysexits.h."""
+
+
+class Lifeline:
+    """Looks from a thread whether `address` still takes connections, and ends this process when it has not for long.
+
+    Args:
+        address: `host:port` of Ray's metadata server.
+    """
+
+    def __init__(self, address: str, *, lost_s: float = LOST_S, look_s: float = LOOK_S) -> None:
+        host, _, port = address.rpartition(":")
+        self._place = (host.strip("[]"), int(port))
+        self._lost_s, self._look_s = lost_s, look_s
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while True:
+            time.sleep(self._look_s)
+            if self._is_there():
+                last = time.monotonic()
+            elif time.monotonic() - last > self._lost_s:
+                logger.error("the cluster's head at %s:%d cannot be reached for %.0f s", *self._place, self._lost_s)
+                # Other threads may be blocked in a collective for as long as its deadline, and nobody hears of it.
+                os._exit(LOST_EXIT_CODE)
+
+    def _is_there(self) -> bool:
+        try:
+            socket.create_connection(self._place, timeout=self._look_s).close()
+        except OSError:
+            return False
+        return True

@@ -33,7 +33,7 @@ LOOPBACK = "127.0.0.1"
 IMPORTED = tuple(f"nemo_rl.models.policy.workers.{name}" for name in ("compose", "dtensor_engine", "megatron_engine"))
 """Modules that the server imports before it forks the first rank; it skips those that cannot be imported."""
 GRACE_S = 2.0
-"""For the other ranks after one has failed: they mostly wait for it."""
+"""Seconds that the other ranks have to end after one has failed: they mostly wait for it."""
 
 
 class ChildFailed(NemoRLError):
@@ -121,7 +121,9 @@ def _answer_of(rank: _Rank, number: int, deadline: float) -> object:
     except (EOFError, OSError):
         rank.process.join(GRACE_S)
         if time.monotonic() >= deadline:
-            raise ChildFailed(f"rank {number} did not end in time, amid its answer; raise the deadline") from None
+            raise ChildFailed(
+                f"rank {number} did not end in time while it sent its result; raise the deadline"
+            ) from None
         raise ChildFailed(f"rank {number} ended without a result, exit code {rank.process.exitcode}") from None
     finally:
         late.cancel()

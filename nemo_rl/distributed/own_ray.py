@@ -2,6 +2,11 @@
 
 `RayVirtualCluster` opens it for a run without `cluster.address`. Invariant: every socket of it is on loopback and asks
 for a token that only this user can read, and neither its processes nor its files outlive this process.
+
+Ray's own clients wait a minute for a metadata server that is gone, in calls that no signal and no exception reaches,
+and end the process then with a text of their own. So `watch_ray_start` ends this process when the metadata server dies
+while `ray.init` waits for it. A raylet that dies (it does where its agents take longer than half a minute to import)
+makes `ray.init` raise, and is started again.
 """
 
 from __future__ import annotations
@@ -12,50 +17,60 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
+import psutil
 import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from nemo_rl.distributed import fork_stub
+from nemo_rl.distributed.environment import ray_environment
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.liveness import ProcessIdentity
-from nemo_rl.distributed.ray_environment import ray_environment
 from nemo_rl.distributed.ray_private import on_loopback, started_by, without_what_nobody_asks
-from nemo_rl.distributed.ray_start_watch import end_servers, leave, watch_ray_start
 from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.utils.deadlines import StartUp
 
-__all__ = ["LOOPBACK", "OwnRay", "check_own_ray", "keep_sigterm_handler", "shut_down_ray"]
+__all__ = [
+    "LOOPBACK",
+    "OwnRay",
+    "check_own_ray",
+    "end_servers",
+    "keep_sigterm_handler",
+    "leave",
+    "shut_down_ray",
+    "watch_ray_start",
+]
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 SLOW_START = ("timed out during startup", "Timed out waiting for", "Failed to connect to GCS")
-"""What Ray says when its own processes did not come up in half a minute, which has no option."""
+"""Texts with which Ray reports that its own processes did not come up in half a minute, a limit without an option."""
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 STOPPED_S = 15.0
 """Longer than a look with a debugger, shorter than Ray's own health checks take."""
 LOOK_S = 1.0
 UNHEARD_S = 40.0
-"""From the metadata server's death until this process is left, if nobody has closed Ray by then: after 60 s Ray itself
-ends it with a text of its own, and calls that wait for the server hear nobody."""
+"""Seconds from the metadata server's death until this process exits, if Ray was not closed by then: after 60 s Ray
+itself ends it with a text of its own, and calls that wait for the server cannot be interrupted."""
 HANDLER_S = 0.005
-"""Until a handler that Ray has reset is there again."""
+"""Seconds until a signal handler that Ray has reset is installed again."""
 _ended: set[str] = set()
 """Servers that were ended because somebody had stopped them."""
 _servers: dict[str, ProcessIdentity] = {}
-"""Of the Ray that this process has open, if it is its own."""
+"""The servers of the Ray that this process has started, by name; empty without one."""
 
 
 class OwnRay:
@@ -112,14 +127,14 @@ class OwnRay:
         return found if found.is_dir() else None
 
     def keep_logs(self, target: Path) -> Path | None:
-        """Copies Ray's logs, which are removed at the end; None when there are none."""
+        """Copy Ray's logs, which are removed at the end; None when there are none."""
         if self.logs is None:
             return None
         shutil.copytree(self.logs, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
         return target
 
     def close(self) -> None:
-        """Ends Ray and removes its files. Idempotent."""
+        """End Ray and remove its files. Idempotent."""
         folder, self._folder = self._folder, None
         if folder is None:
             return
@@ -185,7 +200,7 @@ class OwnRay:
 
 
 def _forget(error: Exception) -> None:
-    """Frees what a failed start of Ray still refers to: servers that it has ended and not waited for."""
+    """Free what a failed start of Ray still refers to: servers that it has ended and not waited for."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         traceback.clear_frames(error.__traceback__)
@@ -193,7 +208,7 @@ def _forget(error: Exception) -> None:
 
 
 def check_own_ray(*, stage: str) -> None:
-    """Raises WorkerError when a process of this process's own Ray has ended; all that ran there is lost then.
+    """Raise WorkerError when a process of this process's own Ray has ended; all that ran there is lost then.
 
     Ray itself waits a minute for its metadata server and ends this process afterwards.
     """
@@ -223,7 +238,7 @@ def _watch_servers(is_closed: threading.Event) -> None:
 
 
 def _ray_servers() -> dict[str, ProcessIdentity]:
-    """What Ray has started in this process's name, by the name that its logs use."""
+    """Return the processes that Ray has started for this process, by the names that its logs use."""
     node = ray._private.worker._global_node
     running = {} if node is None else node.all_processes
     return {
@@ -287,3 +302,63 @@ def _bring_token(folder: Path) -> None:
         file.write(secrets.token_hex(32))
     os.environ[TOKEN_PATH] = str(path)
     AuthenticationTokenLoader.instance().reset_cache()
+
+
+SERVER = "gcs_server"
+GRACE_S = 12.0
+"""Seconds from the server's end to ours: a start that fails by itself within this time raises what it knows."""
+START_LOOK_S = 0.5
+
+
+@contextmanager
+def watch_ray_start() -> Iterator[None]:
+    """Exit this process, with a message, when a metadata server that it started inside the block ends.
+
+    The files and processes of the run are then left to its sweeper, as after a kill.
+    """
+    is_over = threading.Event()
+    watch = threading.Thread(target=_watch, args=(is_over, _started_servers()), name="ray-start", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watch.join()
+
+
+def end_servers() -> None:
+    """Kill metadata servers that this process has started: a start that fails leaves its own behind."""
+    for server in _started_servers():
+        with suppress(psutil.NoSuchProcess):
+            child = psutil.Process(server.pid)
+            child.kill()
+            child.wait(GRACE_S)
+
+
+def _watch(is_over: threading.Event, earlier: set[ProcessIdentity]) -> None:
+    seen: set[ProcessIdentity] = set()
+    ended: dict[ProcessIdentity, float] = {}
+    while not is_over.wait(START_LOOK_S):
+        seen |= _started_servers() - earlier
+        for server in seen:
+            if not server.is_alive() and time.monotonic() - ended.setdefault(server, time.monotonic()) > GRACE_S:
+                leave(f"Ray has lost its {SERVER} (process {server.pid}) while it started")
+
+
+def _started_servers() -> set[ProcessIdentity]:
+    """Metadata servers among this process's children."""
+    found = set()
+    for child in psutil.Process().children():
+        try:
+            if child.name() == SERVER:
+                found.add(ProcessIdentity.of(child.pid))
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def leave(what: str) -> None:
+    """End this process where no exception is heard; its sweeper ends and removes the rest."""
+    sys.stderr.write(f"error: cluster: {what}; look for a kill or an out-of-memory\n")
+    sys.stderr.flush()
+    os._exit(1)

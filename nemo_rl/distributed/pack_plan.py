@@ -1,6 +1,6 @@
 """`PackPlan`: which rows form which microbatch on which data-parallel rank, and what that costs.
 
-Made by `packing`, sent to the workers, who compare its digests (`plan_check`) and follow it. Invariant: every rank has
+Made by `packing`, sent to the workers, who compare its digests (`check_plans`) and follow it. Invariant: every rank has
 the same number of microbatches in every global batch.
 """
 
@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 __all__ = ["PackLoad", "PackPlan"]
 
 DIGEST_BYTES = 16
-"""Of the sha256: two plans of a run agree by chance once in 2^64 plans."""
+"""Bytes of the sha256 that a digest keeps: two plans of a run agree by chance once in 2^64 plans."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackLoad:
-    """What a plan costs, in units of the cost model, besides what no plan could avoid."""
+    """The cost of a plan, in units of the cost model, beside the least cost that any plan could have."""
 
     rank_costs: tuple[float, ...]
     """Cost of each rank over all global batches."""
@@ -45,7 +45,7 @@ class PackLoad:
 
     @property
     def synchronised_ratio(self) -> float:
-        """As `imbalance`, for ranks that meet in every microbatch."""
+        """The imbalance of ranks that meet in every microbatch; compare `imbalance`."""
         return self.synchronised / self.cost_bound if self.cost_bound else 1.0
 
     @property
@@ -90,7 +90,9 @@ class PackPlan:
         return tuple(row for microbatch in self.microbatches[rank] for row in microbatch)
 
     def for_rank(self, rank: int) -> PackPlan:
-        """One rank's view, in indices into `rows_of_rank(rank)`, sealed with the digests of itself and of the whole."""
+        """Return one rank's view, in indices into `rows_of_rank(rank)`, sealed with the digests of itself and of the
+        whole.
+        """
         return self._view(rank, self.digest())
 
     def rank_plans(self) -> list[PackPlan]:
@@ -99,7 +101,7 @@ class PackPlan:
         return [self._view(rank, whole) for rank in range(self.num_ranks)]
 
     def iter_steps(self, rank: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """The microbatches of one rank, global batch by global batch."""
+        """Yield the microbatches of one rank, global batch by global batch."""
         start = 0
         for count in self.steps:
             yield self.microbatches[rank][start : start + count]

@@ -1,4 +1,4 @@
-"""Which rows form which microbatch on which data-parallel rank: integers in, `PackPlan` out.
+"""Plans the microbatches of each data-parallel rank: integers in, `PackPlan` out.
 
 The driver plans once per step from row lengths; workers follow the plan and never re-pack, so all ranks meet the
 same number of microbatches and no collective is left waiting.
@@ -67,7 +67,7 @@ def plan_packs(
     microbatch_order: MicrobatchOrder = "packer",
     keys: Sequence[str] | None = None,
 ) -> PackPlan:
-    """Packs rows end to end, at most `capacity` tokens per microbatch.
+    """Pack rows end to end, at most `capacity` tokens per microbatch.
 
     Args:
         lengths: tokens per row.
@@ -112,7 +112,7 @@ def plan_padded(
     microbatch_order: MicrobatchOrder = "packer",
     keys: Sequence[str] | None = None,
 ) -> PackPlan:
-    """As `plan_packs` for padded microbatches: rows x longest row is at most `capacity`, and costs count padding."""
+    """Plan padded microbatches: rows x longest row is at most `capacity`, and costs count padding. See `plan_packs`."""
     _check_counts(dp_world=dp_world, multiple_of=multiple_of)
 
     def form(rows: Rows) -> list[Bins]:
@@ -135,7 +135,7 @@ def plan_fixed(
     microbatch_order: MicrobatchOrder = "packer",
     keys: Sequence[str] | None = None,
 ) -> PackPlan:
-    """Microbatches of `rows_per_microbatch` rows in the given order (that of `keys`), an equal share per rank.
+    """Return microbatches of `rows_per_microbatch` rows in the given order (that of `keys`), an equal share per rank.
 
     Raises:
         ValueError: a global batch does not divide by ranks x rows per microbatch x `multiple_of`, or one of them is
@@ -172,7 +172,7 @@ def replan_microbatches(
     pad_multiple: int = 1,
     microbatch_order: MicrobatchOrder = "packer",
 ) -> PackPlan:
-    """Other microbatches over the same assignment of rows to ranks, as one step (for log-probability stages).
+    """Return other microbatches over the same assignment of rows to ranks, as one step (for log-probability stages).
 
     Falls back to the microbatches of `plan` when a rank has too few rows for as many microbatches as its peers need.
 
@@ -214,7 +214,9 @@ def replan_rows(
     cost: Cost = DEFAULT_COST,
     pad_multiple: int = 1,
 ) -> PackPlan:
-    """Microbatches of a fixed number of rows over the same assignment, as one step; every rank needs as many rows."""
+    """Return microbatches of a fixed number of rows over the same assignment, as one step; every rank needs as many
+    rows.
+    """
     _check_counts(rows_per_microbatch=rows_per_microbatch)
     counts = {len(plan.rows_of_rank(rank)) for rank in range(plan.num_ranks)}
     if len(counts) > 1:
@@ -236,7 +238,9 @@ def microbatches_needed(
     multiple_of: int = 1,
     pad_multiple: int = 1,
 ) -> int:
-    """With as many rows as this, one global batch of these lengths can surely be planned; a plan may need fewer."""
+    """Return a number of rows with which one global batch of these lengths can surely be planned; a plan may need
+    fewer.
+    """
     _check_counts(dp_world=dp_world, multiple_of=multiple_of)
     rows = _Planner(lengths, capacity, DEFAULT_COST, pad_multiple, packed=packed).rows(range(len(lengths)))
     return bins_needed(rows, num_ranks=dp_world, multiple_of=multiple_of, packed=packed)
@@ -274,7 +278,7 @@ class _Planner:
     def plan(
         self, groups: Sequence[Sequence[int]], form: Former, num_ranks: int, *, unit: int, order: MicrobatchOrder
     ) -> PackPlan:
-        """One global batch after the other; `form` sees rows by their place in the group."""
+        """Form one global batch after the other; `form` sees rows by their place in the group."""
         steps = []
         for group in groups:
             ranks = [[[group[place] for place in sorted(mine)] for mine in bins] for bins in form(self.rows(group))]
@@ -289,7 +293,7 @@ class _Planner:
                 bins.sort(key=lambda mine: -self._tokens(mine))
 
     def freeze(self, steps: Sequence[Sequence[Bins]], num_ranks: int, *, unit: int) -> PackPlan:
-        """The plan of `[global batch][rank][microbatch]`, with what it costs."""
+        """Return the plan of `[global batch][rank][microbatch]`, with what it costs."""
         frozen = [tuple(tuple(mine) for ranks in steps for mine in ranks[rank]) for rank in range(num_ranks)]
         return PackPlan(
             microbatches=tuple(frozen),
@@ -328,7 +332,7 @@ class _Planner:
         )
 
     def _tokens(self, rows: Sequence[int]) -> int:
-        """Tokens that a microbatch of these rows computes."""
+        """Return tokens that a microbatch of these rows computes."""
         if self._packed:
             return sum(map(self._sizes.__getitem__, rows))
         return len(rows) * max((self._sizes[row] for row in rows), default=0)
@@ -350,7 +354,7 @@ def _runs_of(rows: Sequence[int], count: int) -> Bins:
 
 
 def _global_batches(num_rows: int, size: BatchSizes, keys: Sequence[str] | None) -> list[list[int]]:
-    """Row indices of each global batch, in the order of their keys."""
+    """Return row indices of each global batch, in the order of their keys."""
     if keys is not None and len(set(keys)) != num_rows:
         raise ValueError(f"packing: expected {num_rows} different keys, got {len(set(keys))} among {len(keys)}")
     if not isinstance(size, Sequence):

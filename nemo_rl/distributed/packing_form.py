@@ -1,33 +1,45 @@
 """The microbatches of one global batch, assigned to the ranks: packed rows by named algorithm, padded rows.
 
-Called by `packing` with rows numbered 0..n-1 in an order the caller made stable. Invariant: `[rank][microbatch]` with
-as many microbatches on every rank, a multiple of `multiple_of`, each under the cap and none empty.
+Called by `packing` with rows numbered 0..n-1 in an order the caller made stable. First bins of rows are formed, then
+they are dealt to the ranks: the same number each, with costs as equal as possible. Invariant: `[rank][microbatch]` with
+as many microbatches on every rank, a multiple of `multiple_of`, each under the cap and none empty; no row is lost.
 """
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_rl.distributed.packing_balance import (
-    deal_heaviest_to_lightest,
-    deal_in_turn,
-    karmarkar_karp,
-    level_ranks,
-    split_to,
-)
 from nemo_rl.distributed.packing_bins import (
     BIN_ALGORITHMS,
     Bins,
     best_fit_decreasing,
     bins_bound,
+    exact_bins,
     longest_first,
+    repair,
     spread,
+    tight_bins,
 )
-from nemo_rl.distributed.packing_padded import level_runs, runs_under_cap
-from nemo_rl.distributed.packing_tight import exact_bins, repair, tight_bins
 
-__all__ = ["Rows", "TooFewRows", "bins_needed", "pack_on_rank", "packed_ranks", "padded_ranks", "round_up"]
+__all__ = [
+    "Rows",
+    "TooFewRows",
+    "bins_needed",
+    "deal_heaviest_to_lightest",
+    "deal_in_turn",
+    "karmarkar_karp",
+    "level_ranks",
+    "level_runs",
+    "pack_on_rank",
+    "packed_ranks",
+    "padded_ranks",
+    "round_up",
+    "runs_under_cap",
+    "split_to",
+]
 
 EXACT_ROWS = 24
 """Up to so many rows the number of bins is the least there is, by exact search."""
@@ -50,12 +62,12 @@ class Rows:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def packed_ranks(rows: Rows, *, num_ranks: int, multiple_of: int, algorithm: str) -> list[Bins]:
-    """Rows laid end to end.
+    """Return rows laid end to end.
 
     Raises:
         TooFewRows: no packing under the cap has as few microbatches as there are rows.
@@ -81,7 +93,7 @@ def packed_ranks(rows: Rows, *, num_ranks: int, multiple_of: int, algorithm: str
 
 
 def padded_ranks(rows: Rows, *, num_ranks: int, multiple_of: int) -> list[Bins]:
-    """Rows of similar length padded to the longest of their microbatch.
+    """Return rows of similar length padded to the longest of their microbatch.
 
     Raises:
         TooFewRows: fewer rows than the fewest microbatches under the cap, rounded up to what the ranks divide.
@@ -97,7 +109,7 @@ def padded_ranks(rows: Rows, *, num_ranks: int, multiple_of: int) -> list[Bins]:
 
 
 def padded_costs(bins: Bins, costs: Sequence[float]) -> list[float]:
-    """Cost of microbatches in which every row costs as much as the most expensive."""
+    """Return cost of microbatches in which every row costs as much as the most expensive."""
     return [len(mine) * max((costs[row] for row in mine), default=0.0) for mine in bins]
 
 
@@ -109,7 +121,7 @@ def bins_needed(rows: Rows, *, num_ranks: int, multiple_of: int, packed: bool) -
 
 
 def pack_on_rank(rows: Rows, count: int | None, *, packed: bool) -> Bins:
-    """Microbatches of one rank's rows: as few as can be quickly found, or `count` of about the same cost."""
+    """Return microbatches of one rank's rows: as few as can be quickly found, or `count` of about the same cost."""
     order = longest_first(rows.sizes)
     bins = (best_fit_decreasing if packed else runs_under_cap)(order, rows.sizes, rows.capacity)
     if count is None:
@@ -126,7 +138,7 @@ def pack_on_rank(rows: Rows, count: int | None, *, packed: bool) -> Bins:
 
 
 def _balanced_bins(rows: Rows, num_ranks: int, multiple_of: int) -> Bins:
-    """As few bins as we can find, of about the same cost where the cap leaves a choice."""
+    """Return as few bins as we can find, of about the same cost where the cap leaves a choice."""
     unit, num_rows = num_ranks * multiple_of, len(rows.sizes)
     order = longest_first(rows.sizes)
     least = round_up(-(-sum(rows.sizes) // rows.capacity), unit)
@@ -142,7 +154,7 @@ def _balanced_bins(rows: Rows, num_ranks: int, multiple_of: int) -> Bins:
 
 
 def _fewest_bins(rows: Rows, num_ranks: int, multiple_of: int) -> Bins:
-    """Bins under the cap that, rounded up to a multiple of the ranks, are as few as we can find."""
+    """Return bins under the cap that, rounded up to a multiple of the ranks, are as few as we can find."""
     unit, num_rows = num_ranks * multiple_of, len(rows.sizes)
     order = longest_first(rows.sizes)
     greedy = best_fit_decreasing(order, rows.sizes, rows.capacity)
@@ -201,5 +213,220 @@ def _sums(bins: Bins, costs: Sequence[float]) -> list[float]:
 
 
 def _most_expensive_first(bins: Bins, bin_costs: Sequence[float]) -> Bins:
-    """So that microbatches that meet on all ranks cost about the same."""
+    """Sort the bins by falling cost, so that microbatches that meet on all ranks cost about the same."""
     return [bins[place] for place in sorted(range(len(bins)), key=lambda place: -bin_costs[place])]
+
+
+LEVEL_ENOUGH = 1.002
+"""Busiest rank over lower bound at which levelling stops."""
+EXCHANGES_PER_RANK = 6
+PARTNERS = 4
+"""Ranks, lightest first, with which the busiest one tries to exchange."""
+NEIGHBOURS = 4
+"""Rows of about the wanted cost that are tried on either side, for the first may not fit under the cap."""
+CLOSE_ENOUGH = 0.1
+"""An exchange is taken at once when it moves half the gap, give or take this part of it."""
+
+
+def split_to(bins: Bins, count: int, weights: Sequence[float]) -> None:
+    """Halve the heaviest bin that still has two rows, until there are `count` bins; the rows must suffice."""
+    heap = [(-sum(weights[row] for row in rows), index) for index, rows in enumerate(bins) if len(rows) > 1]
+    heapq.heapify(heap)
+    while len(bins) < count:
+        assert heap, f"{len(bins)} single rows cannot form {count} bins"
+        _, index = heapq.heappop(heap)
+        rows = bins[index]
+        # Alternate rows, so that both halves have about the same length profile.
+        bins[index] = rows[0::2]
+        bins.append(rows[1::2])
+        for at in (index, len(bins) - 1):
+            if len(bins[at]) > 1:
+                heapq.heappush(heap, (-sum(weights[row] for row in bins[at]), at))
+
+
+def deal_in_turn(bins: Bins, num_ranks: int) -> list[Bins]:
+    """Bin i to rank i modulo the ranks."""
+    return [bins[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def deal_heaviest_to_lightest(bins: Bins, bin_costs: Sequence[float], num_ranks: int) -> list[Bins]:
+    """Hand the heaviest of as many bins as ranks to the lightest rank, round by round."""
+    order = sorted(range(len(bins)), key=lambda index: -bin_costs[index])
+    ranks: list[Bins] = [[] for _ in range(num_ranks)]
+    totals = [0.0] * num_ranks
+    for start in range(0, len(order), num_ranks):
+        lightest_first = sorted(range(num_ranks), key=totals.__getitem__)
+        for rank, index in zip(lightest_first, order[start : start + num_ranks], strict=True):
+            ranks[rank].append(bins[index])
+            totals[rank] += bin_costs[index]
+    return ranks
+
+
+def karmarkar_karp(weights: Sequence[float], num_sets: int) -> list[list[int]]:
+    """Items to sets of about the same weight by largest differencing; a set may stay empty, items keep no cap.
+
+    Every item starts as a partition of its own; the two partitions that are furthest from level are joined, the
+    heaviest set of one with the lightest of the other, until one is left.
+    """
+    # A partition: sets by falling weight, less the lightest; empty ones of weight 0 at the end are left out.
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for item, weight in enumerate(weights):
+        heap.append((-weight if num_sets > 1 else 0.0, item, [(weight, [item])]))
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        _, _, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        joined = first + [(0.0, []) for _ in range(num_sets - len(first))]
+        for at, (weight, items) in enumerate(second):
+            mine, held = joined[num_sets - 1 - at]
+            joined[num_sets - 1 - at] = (mine + weight, held + items)
+        joined.sort(key=lambda part: -part[0])
+        lightest = joined[-1][0]
+        while joined and not joined[-1][1]:
+            joined.pop()
+        heapq.heappush(heap, (lightest - joined[0][0], number, [(w - lightest, items) for w, items in joined]))
+        number += 1
+    sets = [sorted(items) for _, items in heap[0][2]] if heap else []
+    return sets + [[] for _ in range(num_sets - len(sets))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A row, or no row, in a bin of a rank."""
+
+    cost: float
+    size: int
+    row: int | None
+    bin: int
+
+
+def level_ranks(
+    ranks: list[Bins], costs: Sequence[float], sizes: Sequence[int], *, capacity: int, bound: float
+) -> None:
+    """Exchange rows, or whole bins, between the busiest rank and a light one while that lowers the busiest.
+
+    Args:
+        ranks: changed in place.
+        costs: of each row.
+        sizes: of each row in tokens.
+        bound: cost that no plan's busiest rank is below; near it levelling stops.
+    """
+    totals = [sum(sum(map(costs.__getitem__, rows)) for rows in bins) for bins in ranks]
+    for _ in range(EXCHANGES_PER_RANK * len(ranks)):
+        busiest = max(range(len(ranks)), key=totals.__getitem__)
+        if totals[busiest] <= LEVEL_ENOUGH * bound:
+            return
+        for partner in heapq.nsmallest(PARTNERS, range(len(ranks)), key=totals.__getitem__):
+            gap = totals[busiest] - totals[partner]
+            if gap <= 0:
+                # As busy, or the busiest itself: whatever moves would raise one of them.
+                continue
+            moved = _exchange_bins(ranks[busiest], ranks[partner], costs, gap)
+            if not moved:
+                moved = _exchange_rows(ranks[busiest], ranks[partner], costs, sizes, capacity, gap)
+            if moved:
+                totals[busiest] -= moved
+                totals[partner] += moved
+                break
+        else:
+            return
+
+
+def _exchange_bins(high: Bins, low: Bins, costs: Sequence[float], gap: float) -> float:
+    """Swap the two bins that move about half the gap; return what moved, 0 if no two do."""
+    if len(high) == 1:
+        return 0.0
+    mine = [sum(map(costs.__getitem__, rows)) for rows in high]
+    theirs = [sum(map(costs.__getitem__, rows)) for rows in low]
+    ascending = sorted(range(len(low)), key=theirs.__getitem__)
+    ascending_costs = [theirs[j] for j in ascending]
+    missed, i, j = gap, 0, 0
+    for at, cost in enumerate(mine):
+        middle = bisect_left(ascending_costs, cost - gap / 2)
+        for other in ascending[max(0, middle - 1) : middle + 1]:
+            if abs(cost - theirs[other] - gap / 2) < missed:
+                missed, i, j = abs(cost - theirs[other] - gap / 2), at, other
+    if missed > CLOSE_ENOUGH * gap:
+        return 0.0
+    high[i], low[j] = low[j], high[i]
+    return mine[i] - theirs[j]
+
+
+def _exchange_rows(
+    high: Bins, low: Bins, costs: Sequence[float], sizes: Sequence[int], capacity: int, gap: float
+) -> float:
+    """Swap or move the row that moves most nearly half the gap and fits; return what moved, 0 if none does."""
+    room = [capacity - sum(map(sizes.__getitem__, rows)) for rows in low]
+    roomiest = max(range(len(low)), key=room.__getitem__)
+    places = [_Place(0.0, 0, None, roomiest)]
+    places += [_Place(costs[row], sizes[row], row, at) for at, rows in enumerate(low) for row in rows]
+    places.sort(key=lambda place: (place.cost, -room[place.bin], place.bin))
+    place_costs = [place.cost for place in places]
+    best: tuple[float, int, int, _Place] | None = None
+    for at, rows in enumerate(high):
+        for row in rows:
+            middle = bisect_left(place_costs, costs[row] - gap / 2)
+            for place in places[max(0, middle - NEIGHBOURS) : middle + NEIGHBOURS]:
+                moved = costs[row] - place.cost
+                missed = abs(moved - gap / 2)
+                if not 0 < moved < gap or room[place.bin] + place.size < sizes[row]:
+                    continue
+                if place.row is None and len(rows) == 1:
+                    continue
+                if best is None or missed < best[0]:
+                    best = (missed, at, row, place)
+        if best is not None and best[0] <= CLOSE_ENOUGH * gap:
+            break
+    if best is None:
+        return 0.0
+    _, at, row, place = best
+    high[at].remove(row)
+    low[place.bin].append(row)
+    if place.row is not None:
+        low[place.bin].remove(place.row)
+        high[at].append(place.row)
+    return costs[row] - place.cost
+
+
+HALVINGS = 14
+"""Steps of the search for the least cost, which is then exact to 1 in 2^14."""
+
+
+def runs_under_cap(order: Sequence[int], sizes: Sequence[int], capacity: int) -> Bins:
+    """Cut into the fewest microbatches there are: each takes as many of the next rows as the cap allows."""
+    return _runs(order, sizes, capacity, sizes, float(capacity))
+
+
+def level_runs(
+    order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], *, count: int, capacity: int
+) -> Bins:
+    """Cut the rows into at most `count` microbatches under the cap, the most expensive as cheap as can be.
+
+    Args:
+        order: rows by falling size.
+        costs: of each row, falling as the sizes do; a row of a microbatch costs what its longest row costs.
+        count: at least the microbatches of `runs_under_cap`.
+    """
+    best = runs_under_cap(order, sizes, capacity)
+    low, high = costs[order[0]], max(len(rows) * costs[rows[0]] for rows in best)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        found = _runs(order, sizes, capacity, costs, middle)
+        if len(found) <= count:
+            best, high = found, middle
+        else:
+            low = middle
+    return best
+
+
+def _runs(order: Sequence[int], sizes: Sequence[int], capacity: int, costs: Sequence[float], most_cost: float) -> Bins:
+    """Put consecutive rows into each microbatch, as many as stay under both limits; at least one."""
+    runs: Bins = []
+    at = 0
+    while at < len(order):
+        first = order[at]
+        take = max(1, min(capacity // sizes[first], int(most_cost / costs[first])))
+        runs.append(list(order[at : at + take]))
+        at += take
+    return runs

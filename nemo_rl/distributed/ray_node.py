@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 
 def main() -> None:
-    """Reads the words, and is `ray start` from then on."""
+    """Read the words, and run as `ray start` from then on."""
     line = sys.stdin.readline()
     if not line:
         return

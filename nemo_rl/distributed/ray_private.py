@@ -1,4 +1,4 @@
-"""What a run changes inside Ray where Ray has no option: where it listens, and which of its processes start.
+"""Changes inside Ray for which Ray has no option: the address where it listens, and the processes that it starts.
 
 `OwnRay` enters both around `ray.init`. Written for Ray 2.60; `tests/unit/distributed/test_virtual_cluster.py` asks the
 running cluster whether they hold.
@@ -64,4 +64,4 @@ def started_by(script: Path) -> Iterator[None]:
 
 
 def _start_nothing(node: Node, **given: object) -> None:
-    """In place of a method of `Node`."""
+    """Do nothing, in place of a method of `Node` that starts a process."""

@@ -55,7 +55,7 @@ class RunFolder:
 
     @contextmanager
     def marking(self) -> Iterator[None]:
-        """What is started inside belongs to the run: it and its descendants end with it at the latest."""
+        """Mark the processes that are started inside the block: they and their descendants end with the run."""
         os.environ[run_sweeper.MARK] = str(self.path)
         try:
             yield
@@ -63,7 +63,7 @@ class RunFolder:
             del os.environ[run_sweeper.MARK]
 
     def close(self) -> None:
-        """Ends what is left of the run's marked processes, and removes the folder. Idempotent."""
+        """End what is left of the run's marked processes, and remove the folder. Idempotent."""
         if self._sweeper.returncode is not None:
             return
         run_sweeper.sweep(str(self.path))
@@ -74,7 +74,7 @@ class RunFolder:
 
 
 def _root() -> Path:
-    """The folder of all runs of this user on this machine; nobody else can look into it."""
+    """Return the folder of all runs of this user on this machine; nobody else can look into it."""
     name = f"nemo_rl-{os.getuid()}"
     wanted = Path(tempfile.gettempdir()) / name
     root = wanted if len(str(wanted)) <= LONGEST_ROOT else Path("/tmp") / name
@@ -89,7 +89,7 @@ def _root() -> Path:
 
 
 def _remove_dead(root: Path) -> None:
-    """Takes over what runs have left whose driver and sweeper are gone."""
+    """Take over what runs have left whose driver and sweeper are gone."""
     me = ProcessIdentity.of_this_process()
     for folder in root.iterdir():
         try:

@@ -19,7 +19,7 @@ SWEEP_S = 10.0
 """A killed process is gone in milliseconds; one in the kernel may take longer."""
 POLL_S = 0.05
 LEFT_IN_PEACE = b"closed"
-"""What the driver says when it has swept by itself."""
+"""The message of a driver that has swept by itself."""
 
 
 def marked(folder: str) -> list[int]:
@@ -39,7 +39,7 @@ def marked(folder: str) -> list[int]:
 
 
 def sweep(folder: str) -> None:
-    """Kills every process of the run and removes its folder. Idempotent."""
+    """Kill every process of the run and remove its folder. Idempotent."""
     give_up = time.monotonic() + SWEEP_S
     while time.monotonic() < give_up:
         left = marked(folder)
@@ -55,7 +55,7 @@ def sweep(folder: str) -> None:
 
 
 def main(folder: str) -> None:
-    """Waits for the end of the driver, however it ends."""
+    """Wait for the end of the driver, however it ends."""
     os.write(sys.stdout.fileno(), b"ready\n")
     if sys.stdin.buffer.read() != LEFT_IN_PEACE:
         sweep(folder)

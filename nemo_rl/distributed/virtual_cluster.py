@@ -1,7 +1,9 @@
-"""The Ray cluster of a run: logical resources, placement, ordered teardown.
+"""The Ray cluster of a run: which machines it uses, logical resources, placement, ordered teardown.
 
-`setup` opens it with a `with` statement; Ray is gone when the block ends, also after an error. Invariant: enough nodes
-and logical CPUs are checked before any actor is asked for, so that nothing waits for what will never come.
+`setup` opens it with a `with` statement; Ray is gone when the block ends, also after an error. Invariants: enough nodes
+and logical CPUs are checked before any actor is asked for, so that nothing waits for what will never come; the choice
+of machines depends on the cluster alone, so a run that is started again on the same machines has the same ranks on
+each.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
 
@@ -20,14 +23,104 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from nemo_rl.config.schema import ClusterConfig
+from nemo_rl.distributed.environment import worker_environment
 from nemo_rl.distributed.fork_server import ForkServer
-from nemo_rl.distributed.nodes import Node, Share, alive_nodes, choose_nodes, node_resource
 from nemo_rl.distributed.own_ray import OwnRay, keep_sigterm_handler, shut_down_ray
-from nemo_rl.distributed.worker_environment import worker_environment
 from nemo_rl.errors import ResourceError, UserError
 from nemo_rl.utils.deadlines import StartUp
 
-__all__ = ["EngineNodes", "RayVirtualCluster"]
+__all__ = ["EngineNodes", "Node", "RayVirtualCluster", "Share", "alive_nodes", "choose_nodes", "node_resource"]
+
+A_LITTLE = 0.001
+"""Share of the resource that each node has under its own address: asking for it means asking for that node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One machine of a Ray cluster."""
+
+    id: str
+    """Ray's."""
+    address: str
+    """Under which the other machines reach it."""
+    name: str
+    """The node's own name."""
+    num_cpus: float
+    num_gpus: float
+
+    def __str__(self) -> str:
+        return self.address if self.name == self.address else f"{self.name} ({self.address})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """The resources that a run needs on each of some nodes."""
+
+    num_nodes: int
+    num_cpus: int
+    num_gpus: int
+    what: str
+    """The purpose of the nodes, for messages."""
+
+
+def alive_nodes() -> list[Node]:
+    """Return the live nodes of the cluster that this process is connected to."""
+    return [
+        Node(
+            id=str(found["NodeID"]),
+            address=str(found["NodeManagerAddress"]),
+            name=str(found["NodeManagerHostname"]),
+            num_cpus=float(found["Resources"].get("CPU", 0)),
+            num_gpus=float(found["Resources"].get("GPU", 0)),
+        )
+        for found in ray.nodes()
+        if found["Alive"]
+    ]
+
+
+def choose_nodes(nodes: Sequence[Node], shares: Sequence[Share], *, first: str) -> list[list[Node]]:
+    """Return nodes for each share, no node for two of them.
+
+    Args:
+        first: Ray's id of the node that is taken before others where it has enough: the driver's, so that what the
+            driver reads most is near.
+
+    Raises:
+        ResourceError: fewer nodes have enough than are asked for.
+    """
+    free = sorted(nodes, key=lambda node: (node.id != first, _order(node.address), node.id))
+    chosen: list[list[Node]] = []
+    for share in shares:
+        fit = [node for node in free if node.num_cpus >= share.num_cpus and node.num_gpus >= share.num_gpus]
+        if len(fit) < share.num_nodes:
+            raise ResourceError(_too_few(share, fit, free))
+        chosen.append(fit[: share.num_nodes])
+        free = [node for node in free if node not in chosen[-1]]
+    return chosen
+
+
+def node_resource(node: Node) -> dict[str, float]:
+    """Return the resource that pins a bundle of a placement group to a node."""
+    return {f"node:{node.address}": A_LITTLE}
+
+
+def _order(address: str) -> tuple[int, int, str]:
+    """10.0.0.9 before 10.0.0.10."""
+    try:
+        number = ip_address(address)
+    except ValueError:
+        return (99, 0, address)
+    return (number.version, int(number), "")
+
+
+def _too_few(share: Share, fit: Sequence[Node], free: Sequence[Node]) -> str:
+    needed = f"{share.num_cpus} CPUs" + (f" and {share.num_gpus} GPUs" if share.num_gpus else "")
+    have = "; ".join(f"{node}: {node.num_cpus:.0f} CPUs, {node.num_gpus:.0f} GPUs" for node in free) or "none"
+    return (
+        f"{share.what}: expected {share.num_nodes} nodes of the Ray cluster with {needed} each, got {len(fit)} (not "
+        f"taken yet: {have}); let more nodes join, start Ray there with more, or ask for less"
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +133,9 @@ class EngineNodes:
 
     num_engines: int
     num_nodes: int
-    """That hold engines alone; 0: they stand on the nodes of the policy, beside its workers."""
+    """Nodes that hold engines alone; with 0 the engines run on the nodes of the policy, beside its workers."""
     gpus_per_node: int = 0
-    """Of each of these nodes, one for an engine."""
+    """GPUs of each of these nodes, one for an engine."""
 
 
 class RayVirtualCluster:
@@ -98,12 +191,12 @@ class RayVirtualCluster:
 
     @property
     def policy_bundles(self) -> range:
-        """Of the placement group, in the order of the ranks."""
+        """The policy's bundles of the placement group, in the order of the ranks."""
         return range(self.num_workers)
 
     @property
     def engine_bundles(self) -> range:
-        """Of the engines that stand apart; empty without such."""
+        """The bundles of engines on nodes of their own; empty without such engines."""
         return range(self.num_workers, self.num_workers + self._engines.num_engines)
 
     @property
@@ -136,7 +229,7 @@ class RayVirtualCluster:
         self.close()
 
     def close(self) -> None:
-        """Frees the placement group and, where we started it, Ray. Idempotent."""
+        """Free the placement group and, where we started it, Ray. Idempotent."""
         group, self._group = self._group, None
         own, self._own = self._own, None
         if group is not None and own is None:
@@ -193,7 +286,7 @@ class RayVirtualCluster:
         return self.num_workers + self._engines.num_engines if self.uses_gpu else 0
 
     def _shares(self) -> list[Share]:
-        """Of the policy's nodes, and of those that hold engines alone."""
+        """Return the needs of the policy's nodes, and of those that hold engines alone."""
         config, engines = self._config, self._engines
         workers = self.num_workers // config.num_nodes
         beside = 0 if engines.num_nodes else -(-engines.num_engines // config.num_nodes)
@@ -217,7 +310,7 @@ class RayVirtualCluster:
         ]
 
     def _check_resources(self) -> None:
-        """Waits for what others are about to give back, but not for what the cluster does not have at all."""
+        """Wait for what others are about to give back, but not for what the cluster does not have at all."""
         needed = {"CPU": self._cpus_needed(), "GPU": self._gpus_needed()}
         give_up = time.monotonic() + self._start.timeout_s
         with self._start.waiting_for(f"{needed['CPU']} free CPUs and {needed['GPU']} free GPUs of Ray"):
@@ -267,11 +360,11 @@ class RayVirtualCluster:
         ]
 
     def _pinned(self, node: Node) -> dict[str, float]:
-        """A Ray that was started here has one node."""
+        """Return the resource that pins to a node; a Ray that was started here has one node and needs none."""
         return node_resource(node) if self._joined else {}
 
 
 def _in_turn(nodes: Sequence[Node], count: int) -> list[Node]:
-    """The same number for each, those of one node one after the other; what is left over goes to the first ones."""
+    """Return equal numbers of each node, one node after the other; the first ones get what is left over."""
     each, more = divmod(count, len(nodes))
     return [node for number, node in enumerate(nodes) for _ in range(each + (number < more))]

@@ -28,9 +28,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl.distributed.abort import FirstCause, GuardedWorker, is_symptom
 from nemo_rl.distributed.calls import Call, Payload, Pending
-from nemo_rl.distributed.first_cause import FirstCause, GuardedWorker, is_symptom
-from nemo_rl.distributed.lifeline import Lifeline
+from nemo_rl.distributed.liveness import Lifeline
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.worker_log import WorkerLog
 from nemo_rl.errors import NemoRLError, WorkerError, WorkerLate, WorkerLost

@@ -16,7 +16,7 @@ __all__ = ["WORKER_LOGS", "WorkerLog"]
 WORKER_LOGS = "workers"
 """Folder in `logger.log_dir`."""
 KEPT_WARNINGS = 20
-"""Of one call; more of them say nothing new."""
+"""Warnings of one call that are kept; more of them say nothing new."""
 WARNING_LENGTH = 500
 
 
@@ -39,7 +39,7 @@ class WorkerLog(logging.Handler):
 
     @classmethod
     def open(cls, path: Path | None, *, level: str = "INFO") -> WorkerLog:
-        """The handler of everything that this process logs.
+        """Return the handler of everything that this process logs.
 
         Args:
             level: of this package's records.

@@ -1,4 +1,4 @@
-"""What policy workers do with their rows in a step: passes through the model, and work without it."""
+"""The names of the work that policy workers do on their rows in a step: model passes, and work without the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WorkerPass(StrEnum):
     task: str
     """The task that claims rows for it."""
     column: str
-    """What it writes of every token; empty where it writes nothing."""
+    """The column that the pass writes, one value per token; empty where it writes none."""
 
     PREV_LOGPROBS = "prev_logprobs", "prev_lp", "prev_logprobs"
     REFERENCE_LOGPROBS = "reference_logprobs", "ref_lp", "reference_policy_logprobs"
@@ -31,7 +31,7 @@ class WorkerPass(StrEnum):
 
     @classmethod
     def of_task(cls, task: str) -> WorkerPass | None:
-        """The pass that a consumer task runs; None for a task of something else."""
+        """Return the pass that a consumer task runs; None for a task of something else."""
         return next((each for each in cls if each.task == task), None)
 
 

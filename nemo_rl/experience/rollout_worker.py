@@ -31,8 +31,7 @@ from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_ide
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
-from nemo_rl.data_plane.column_file import write_column_file
-from nemo_rl.data_plane.column_io import kv_first_write, read_columns
+from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_column_file
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.keys import group_uid, keys_of_groups

@@ -163,7 +163,7 @@ def test_rows_that_leak_from_a_step_are_named_with_their_owner(plane: Plane) -> 
         late.kv_batch_put(["late"], partition, {"sample_mask": torch.ones(1)})
 
     plane.owner.kv_clear = clear_too_early  # type: ignore[method-assign]
-    late_rows = pytest.raises(DataPlaneError, match=r"1 rows are alive .* late \(put by (.*)\)")
+    late_rows = pytest.raises(DataPlaneError, match=r"1 rows were not freed .* late \(put by (.*)\)")
     try:
         with late_rows as caught, open_step(plane.owner, partition, ["on time", "late"]):
             plane.owner.kv_batch_put(["on time"], partition, {"sample_mask": torch.ones(1)})

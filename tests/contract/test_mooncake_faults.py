@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.data_plane.adapters.mooncake_master import start_servers
-from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.factory import build_data_plane_client, start_store
 from nemo_rl.data_plane.interfaces import PayloadStore
-from nemo_rl.data_plane.stores import start_store
 from nemo_rl.errors import (
     CapacityExceeded,
     DataPlaneClosed,
@@ -298,7 +297,7 @@ def test_rows_survive_their_producer_when_a_holder_has_them(owner: str) -> None:
 OWN = """
 import sys
 from tests.helpers.mooncake import small_config
-from nemo_rl.data_plane.stores import start_store
+from nemo_rl.data_plane.factory import start_store
 store = start_store(small_config(), run_id="run-a")
 print(*store.process_ids.values(), store._servers._processes[0]._folder, flush=True)
 sys.stdin.readline()

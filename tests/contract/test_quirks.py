@@ -121,7 +121,7 @@ def test_scalars_stay_scalars_and_rows_of_one_entry_stay_rows(plane: Plane, num_
 def test_object_rows_that_would_come_back_changed_are_refused(plane: Plane, column: object) -> None:
     """Quirk: tuples become lists, `NonTensorData("same")` is stored as the characters 's', 'a', 'm', 'e'."""
     partition = plane.partition([NOTE])
-    with pytest.raises(SchemaMismatch, match="JSON-like|says not which row"):
+    with pytest.raises(SchemaMismatch, match="JSON-like|does not say which row"):
         plane.owner.kv_batch_put(["a", "b"], partition, {"note": column})
     assert plane.owner.kv_list(partition) == {} and plane.owner.stats()["live_chunks"] == 0
 
@@ -216,7 +216,7 @@ def test_one_unknown_key_among_known_ones_is_an_error(plane: Plane) -> None:
     partition, keys = plane.partition([X]), keys_of(2)
     plane.owner.kv_batch_put(keys, partition, {"x": torch.arange(8)[:, None]})
     for client in (plane.owner, plane.peer):
-        with pytest.raises(KeysNotFound, match="1 of 9 rows are not there .*: ghost"):
+        with pytest.raises(KeysNotFound, match="1 of 9 rows do not exist .*: ghost"):
             client.kv_batch_get([*keys[:3], "ghost", *keys[3:]], partition, ["x"])
     plane.peer.kv_clear(keys[5:6], partition)
     with pytest.raises(KeysNotFound, match=keys[5]):

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
-from nemo_rl.distributed.ray_environment import FAIR_SHARE, NO_SPARE_WORKERS
+from nemo_rl.distributed.environment import FAIR_SHARE, NO_SPARE_WORKERS
 from nemo_rl.errors import DataPlaneError, PayloadLost
 from tests.helpers.planes import ids_column, keys_of, rows_of, segments, wait_until
 

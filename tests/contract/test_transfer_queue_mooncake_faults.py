@@ -8,7 +8,7 @@ import pytest
 import transfer_queue as tq
 
 from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore
-from nemo_rl.data_plane.stores import start_store
+from nemo_rl.data_plane.factory import start_store
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, KeysNotFound
 from tests.helpers import mooncake
 from tests.helpers.mooncake import SEGMENT_BYTES, chunk, is_alive, kill, under_transfer_queue, within

@@ -11,9 +11,9 @@ from transformers import FalconConfig, FalconForCausalLM
 
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.errors import ConfigError
 from nemo_rl.models import logprobs
 from nemo_rl.models.logprobs import (

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE
+from nemo_rl.data_plane.ledger.events import EVENTS_FILE
 from nemo_rl.distributed.run_folder import OWNER_FILE
 from tests.helpers.chaos_rows import TABLE, FaultRow
 from tests.helpers.processes import MARK, end_all, marked, wait_for_none

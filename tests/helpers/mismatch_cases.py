@@ -26,10 +26,10 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE_FILE, StepsFolder
 from nemo_rl.algorithms.kept_steps.record import KeptStep, record_text
 from nemo_rl.algorithms.run import run
-from nemo_rl.data_plane.column_file import write_column_file
+from nemo_rl.data_plane.column_io import write_column_file
 from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
 from nemo_rl.diagnostics.mismatch.report import MismatchReport
-from nemo_rl.diagnostics.mismatch.rope import scaled_rope
+from nemo_rl.diagnostics.mismatch.scorer import scaled_rope
 from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.jagged import nest
 from nemo_rl.models.generation.interfaces import GenerationRequest, RecordedRoutes, SamplingParams

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from nemo_rl.config.data_plane import DataPlaneConfig, MooncakeConfig
 from nemo_rl.data_plane.adapters.mooncake_master import check_installed
+from nemo_rl.data_plane.factory import start_store
 from nemo_rl.data_plane.interfaces import PayloadStore
-from nemo_rl.data_plane.stores import start_store
 from nemo_rl.errors import ResourceError
 
 SEGMENT_BYTES = 16 << 20

@@ -24,18 +24,18 @@ from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
+from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
 from nemo_rl.data_plane.client.operation_counts import OperationCount
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.distributed import fork_stub
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
+from nemo_rl.distributed.environment import FAIR_SHARE, NO_SPARE_WORKERS
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.packing import plan_padded
-from nemo_rl.distributed.ray_environment import FAIR_SHARE, NO_SPARE_WORKERS
 from nemo_rl.distributed.ray_private import started_by
 from nemo_rl.distributed.worker_pass import RowPass
 from nemo_rl.errors import DataPlaneClosed

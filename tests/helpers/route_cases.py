@@ -14,11 +14,11 @@ from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
 from nemo_rl.data_plane.chunks.ragged import to_nested_by_length
 from nemo_rl.data_plane.column_io import kv_first_write, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import destroy_process_group

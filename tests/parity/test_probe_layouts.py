@@ -16,10 +16,9 @@ from nemo_rl.diagnostics.compare.comparison import Comparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.measurement import Metric
 from nemo_rl.diagnostics.compare.noise import propose_limits
-from nemo_rl.diagnostics.runner.ab import run_ab
 from nemo_rl.diagnostics.runner.layout_text import LayoutText
 from nemo_rl.diagnostics.runner.prompts import PromptSpec
-from nemo_rl.diagnostics.runner.run import RECORDS, ProbeSpec, run_probe
+from nemo_rl.diagnostics.runner.run import RECORDS, ProbeSpec, run_ab, run_probe
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.records.sites import SiteKind
 from tests.helpers.families import write_family

@@ -6,6 +6,7 @@ Each fault is one that a data plane once had. The ledger's own invariants are of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -79,9 +80,7 @@ def old_metas_match_rows_made_again(patch: pytest.MonkeyPatch) -> None:
 
 def claims_stay_with_the_client(patch: pytest.MonkeyPatch) -> None:
     """A release or a write with a meta of somebody else ends whatever claim there is."""
-    patch.setattr(
-        LedgerClient, "_claims_of", lambda self, partition_id, keys, meta: self._leases.held(partition_id, keys)
-    )
+    patch.setattr(LeaseKeeper, "claims_of", lambda self, partition_id, keys, meta: self.held(partition_id, keys))
     check = ledger_claims.release
 
     def release(partition, task_name, *, keys, claims, now):
@@ -97,7 +96,9 @@ def claims_stay_with_the_client(patch: pytest.MonkeyPatch) -> None:
 
 def writes_ignore_the_claim_of_their_meta(patch: pytest.MonkeyPatch) -> None:
     put = LedgerClient._put
-    patch.setattr(LedgerClient, "_put", lambda self, *args: put(self, *args[:-2], None, args[-1]))
+    patch.setattr(
+        LedgerClient, "_put", lambda self, operation, asked: put(self, operation, replace(asked, claimed=None))
+    )
 
 
 def late_releases_end_the_heartbeat_of_a_new_claim(patch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_command_line_flags_are_the_frozen_ones(
 def test_the_wall_clock_is_written_down_and_never_waited_for() -> None:
     """Deadlines and leases count on the monotonic clock, so that a step of the machine's clock ends nothing."""
     written = {
-        "nemo_rl/data_plane/ledger/event_log.py",
+        "nemo_rl/data_plane/ledger/events.py",
         "nemo_rl/utils/trackers.py",
         "nemo_rl/utils/r3_trace_records.py",
         "nemo_rl/tracer/store.py",

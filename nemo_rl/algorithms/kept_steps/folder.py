@@ -23,7 +23,7 @@ import torch
 
 from nemo_rl.algorithms.kept_steps.record import KeptStep, read_record
 from nemo_rl.algorithms.run_folder import STEPS
-from nemo_rl.data_plane.column_file import read_column_file
+from nemo_rl.data_plane.column_io import read_column_file
 from nemo_rl.errors import CheckpointError, SchemaMismatch
 from nemo_rl.utils.files import Manifest, read_plain
 

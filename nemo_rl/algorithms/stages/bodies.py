@@ -29,8 +29,8 @@ from nemo_rl.algorithms.stages.stage import Stage, StageTools, UpdateStage
 from nemo_rl.algorithms.stages.state import ChosenRows, StepState
 from nemo_rl.algorithms.token_work import ADVANTAGE, TokenWork, plan_groups, whitening_of
 from nemo_rl.data_plane.chunks.wire import message_bytes
+from nemo_rl.data_plane.client.link import CLEAR, working_for
 from nemo_rl.data_plane.client.meter import columns_bytes
-from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.row_work import RowWorkDone

@@ -17,7 +17,7 @@ from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.algorithms.token_work import TokenEstimator
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig, LoggerConfig
-from nemo_rl.data_plane.client.stage_context import working_for
+from nemo_rl.data_plane.client.link import working_for
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import DEFAULT_COST

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, engines_apart, logical_cpus, other_cpus
 from nemo_rl.cluster.plan.setting import Setting
-from nemo_rl.data_plane.store_kinds import kind_named, num_storage_units
+from nemo_rl.data_plane.store_kinds import kind_named
 
 __all__ = ["Device", "Node", "Port", "plan_nodes", "plan_ports"]
 
@@ -123,7 +123,7 @@ def _others(setting: Setting) -> tuple[str, ...]:
     host = plane.ledger_host or kind.ledger_host
     found += ["ledger"] if host == "ray_actor" else []
     if plane.impl == "transfer_queue":
-        found += ["TransferQueue controller", *["storage unit"] * num_storage_units(plane)]
+        found += ["TransferQueue controller", *["storage unit"] * plane.num_storage_units]
     if plane.uses_mooncake:
         found += ["Mooncake master"] if plane.mooncake.master_address is None else []
         found += ["Mooncake holder"] if plane.mooncake.segment_owner == "holder" else []

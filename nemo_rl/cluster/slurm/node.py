@@ -27,10 +27,9 @@ from nemo_rl.cluster.slurm.child import CommandChild, RayChild, RayFailed
 from nemo_rl.cluster.slurm.roll import Attendance, NodesMissing, Roll
 from nemo_rl.cluster.slurm.settings import HEAD_FILE, RESULT_FILE, TOKEN_FILE, NodeSettings, PortRange
 from nemo_rl.config.base import START_TIMEOUT_S
+from nemo_rl.distributed.environment import ray_environment, worker_environment
 from nemo_rl.distributed.fork_server import ForkServer
-from nemo_rl.distributed.ray_environment import ray_environment
 from nemo_rl.distributed.run_folder import RunFolder
-from nemo_rl.distributed.worker_environment import worker_environment
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils.exits import INTERRUPTED, NODE_LOST
 from nemo_rl.utils.files import write_text

@@ -19,7 +19,6 @@ import numpy as np
 
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.adapters.mooncake_buffers import Lease
 from nemo_rl.data_plane.adapters.mooncake_codes import (
     CONNECTION_BROKEN,
     NO_SPACE,
@@ -28,7 +27,7 @@ from nemo_rl.data_plane.adapters.mooncake_codes import (
     call_error,
     read_error,
 )
-from nemo_rl.data_plane.adapters.mooncake_link import CLOSE_GRACE_S, MooncakeLink
+from nemo_rl.data_plane.adapters.mooncake_link import CLOSE_GRACE_S, Lease, MooncakeLink
 from nemo_rl.data_plane.adapters.mooncake_master import (
     MooncakeServers,
     StoreAddress,
@@ -46,11 +45,11 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 FULL_POLL_S = 0.05
-"""Between tries of a put into a full segment."""
+"""Seconds between tries of a put into a full segment."""
 LEAST_CALL_S = 0.2
 """A try that has less time would end as one that Mooncake did not answer, and hide that there was no space."""
 DYING_S, DYING_POLL_S = 2.0, 0.02
-"""How long a process that was killed may still seem to listen, and how often to look."""
+"""Seconds that a process that was killed may still seem to listen, and seconds between two looks."""
 
 
 class MooncakeStore(PayloadStore):
@@ -65,7 +64,7 @@ class MooncakeStore(PayloadStore):
         start_timeout_s: float,
         servers: MooncakeServers | None = None,
     ) -> None:
-        """Connects this process; use `start` or `join`."""
+        """Connect this process; use `start` or `join`."""
         self._config, self._run_id, self._address, self._servers = config.mooncake, run_id, address, servers
         self._lock = threading.Lock()
         self._is_closed = False
@@ -73,7 +72,7 @@ class MooncakeStore(PayloadStore):
 
     @classmethod
     def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> MooncakeStore:
-        """Starts the run's master and holder; this process owns them.
+        """Start the run's master and holder; this process owns them.
 
         Raises:
             ResourceError: Mooncake is not installed, or a process cannot be started.
@@ -92,7 +91,7 @@ class MooncakeStore(PayloadStore):
     def join(
         cls, config: DataPlaneConfig, *, run_id: str, address: str, timeout_s: float = START_TIMEOUT_S
     ) -> MooncakeStore:
-        """Connects to what the owner of the run has started.
+        """Connect to what the owner of the run has started.
 
         Raises:
             DataPlaneClosed: nothing answers at the address.
@@ -101,7 +100,7 @@ class MooncakeStore(PayloadStore):
 
     @property
     def address(self) -> str:
-        """What `join` takes."""
+        """The address that `join` takes."""
         return str(self._address)
 
     @property
@@ -204,7 +203,7 @@ class MooncakeStore(PayloadStore):
         return self._link.run(what, action, deadline)
 
     def _stage(self, chunks: Mapping[str, Parts], sizes: Mapping[str, int]) -> _Put:
-        """Copies the parts into registered memory: the caller's may be freed while a late call still reads."""
+        """Copy the parts into registered memory: the caller's may be freed while a late call still reads."""
         lease = self._link.buffers.lease(sum(sizes.values()))
         pointers: dict[str, int] = {}
         at = 0
@@ -227,7 +226,7 @@ class MooncakeStore(PayloadStore):
         return self._run("put", write, deadline)
 
     def _may_wait(self, call: _Put, full: Sequence[str], deadline: float) -> bool:
-        """Whether space may still come; sleeps a moment if so."""
+        """Return whether space may still come; sleeps a moment if so."""
         fits = max(call.sizes[chunk_id] for chunk_id in full) < self._config.segment_bytes
         if not fits or time.monotonic() + FULL_POLL_S + LEAST_CALL_S >= deadline or self._dead_servers():
             return False
@@ -243,7 +242,7 @@ class MooncakeStore(PayloadStore):
             logger.warning("could not drop %d chunks of a failed put: %s", len(chunk_ids), error)
 
     def _dead_servers(self, codes: Sequence[int] = ()) -> list[str]:
-        """The run's servers that do not listen any more.
+        """Return the run's servers that do not listen any more.
 
         Args:
             codes: of the call that failed. A connection breaks a moment before the socket of a killed process goes, so
@@ -262,7 +261,7 @@ class MooncakeStore(PayloadStore):
         return [f"its holder at {holder}"] if holder and not is_listening(holder) else []
 
     def _dead_holders(self, chunk_ids: Sequence[str], codes: Sequence[int], handles: Handles) -> list[str]:
-        """Who held the chunks and listens no more; `codes` as in `_dead_servers`."""
+        """Return the holders of the chunks that listen no more; `codes` are those of `_dead_servers`."""
         endpoints = {str(handles[chunk_id][1]) for chunk_id in chunk_ids} - {""}  # type: ignore[index]
         return self._dead_servers(codes) + [
             f"a producer at {where}" for where in sorted(endpoints) if not is_listening(where)

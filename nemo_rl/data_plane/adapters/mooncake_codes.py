@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from nemo_rl.data_plane.labels import owner_of
+from nemo_rl.data_plane.keys import owner_of
 from nemo_rl.errors import (
     CapacityExceeded,
     DataPlaneClosed,
@@ -40,7 +40,7 @@ MASTER_SILENT = -901
 
 
 def call_error(what: str, codes: Sequence[int], *, dead: Sequence[str], segment_bytes: int) -> DataPlaneError:
-    """The error of a put or a drop.
+    """Return the error of a put or a drop.
 
     Args:
         dead: the run's servers that do not listen any more.
@@ -61,7 +61,7 @@ def call_error(what: str, codes: Sequence[int], *, dead: Sequence[str], segment_
 def read_error(
     chunk_ids: Sequence[str], codes: Sequence[int], expected: Sequence[int], *, dead: Sequence[str]
 ) -> DataPlaneError:
-    """The error of a read whose codes are not the byte counts that were expected.
+    """Return the error of a read whose codes are not the byte counts that were expected.
 
     Args:
         dead: servers and producers that held these chunks and do not listen any more.

@@ -1,23 +1,33 @@
 """A process's one connection to a run's Mooncake store, shared by its clients. Used by `mooncake.MooncakeStore`.
 
 Mooncake's client has dozens of threads, and closing one holds Python's interpreter lock for a second, so a process has
-one per run. The invariant: no native call starts after the connection has ended, and it is not torn down under a call;
-either would crash the process.
+one per run. `DeadlineCalls` runs its blocking calls in daemon threads, so that each caller gets its answer by a
+deadline; `BufferPool` holds registered, warm memory for transfers, since a fresh buffer costs a page fault per page and
+a registration. Invariants: no native call starts after the connection has ended, and it is not torn down under a call,
+since either would crash the process; a buffer is leased to one call at a time, and as long as anybody can still see its
+bytes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import os
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.adapters.deadline_calls import DeadlineCalls
-from nemo_rl.data_plane.adapters.mooncake_buffers import BufferPool
 from nemo_rl.data_plane.adapters.mooncake_codes import OK
 from nemo_rl.data_plane.adapters.mooncake_master import (
     MooncakeServers,
@@ -28,20 +38,190 @@ from nemo_rl.data_plane.adapters.mooncake_master import (
 )
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, DataPlaneError, DataPlaneTimeout
 
-__all__ = ["CLOSE_GRACE_S", "MooncakeLink"]
+__all__ = ["CLOSE_GRACE_S", "BufferPool", "DeadlineCalls", "Lease", "MooncakeLink"]
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+
+class DeadlineCalls:
+    """Threads that are made on demand and reused."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._idle: list[_Worker] = []
+        self._busy: set[_Worker] = set()
+        self._is_closed = False
+
+    def run(self, action: Callable[[], _T], *, timeout_s: float) -> _T:
+        """Return the result of `action`.
+
+        Raises:
+            DataPlaneTimeout: it is not there in time; the action goes on alone, with what it refers to.
+            DataPlaneClosed: after `close`.
+        """
+        outcome: Future[_T] = Future()
+
+        def job() -> None:
+            try:
+                result = action()
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller
+                self._rest(worker)
+                outcome.set_exception(error)
+            else:
+                self._rest(worker)
+                outcome.set_result(result)
+
+        with self._changed:
+            if self._is_closed:
+                raise DataPlaneClosed(f"this {self._name} client is closed")
+            worker = self._idle.pop() if self._idle else _Worker(self._name)
+            self._busy.add(worker)
+        worker.jobs.put(job)
+        try:
+            return outcome.result(timeout=max(timeout_s, 0.0))
+        except TimeoutError as error:
+            if outcome.done():
+                raise
+            raise DataPlaneTimeout(f"{self._name} did not answer within {timeout_s:.1f} s") from error
+
+    def close(self, *, grace_s: float) -> bool:
+        """End the threads; whether none is left inside a call. May be called again to wait for the rest."""
+        give_up = time.monotonic() + grace_s
+        with self._changed:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            while self._busy and time.monotonic() < give_up:
+                self._changed.wait(give_up - time.monotonic())
+            is_idle = not self._busy
+            idle += self._idle
+            self._idle = []
+        for worker in idle:
+            worker.jobs.put(None)
+        for worker in idle:
+            worker.thread.join(grace_s)
+        return is_idle
+
+    def _rest(self, worker: _Worker) -> None:
+        with self._changed:
+            self._busy.discard(worker)
+            if self._is_closed:
+                worker.jobs.put(None)
+            else:
+                self._idle.append(worker)
+            self._changed.notify_all()
+
+
+class _Worker:
+    def __init__(self, name: str) -> None:
+        self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._serve, name=f"{name}-call", daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            job()
+            del job
+
+
+SMALLEST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Memory of one call: `view` keeps it, and so does every memoryview of `view`."""
+
+    view: npt.NDArray[np.uint8]
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    memory: mmap.mmap
+    address: int
+    size: int
+
+
+class BufferPool:
+    """Buffers of powers of two; at most `keep_bytes` of free ones are kept."""
+
+    def __init__(
+        self, *, register: Callable[[int, int], int], unregister: Callable[[int], int], keep_bytes: int
+    ) -> None:
+        self._register, self._unregister, self._keep_bytes = register, unregister, keep_bytes
+        self._lock = threading.Lock()
+        self._free: list[_Buffer] = []
+        self._returned: deque[_Buffer] = deque()
+        self._is_closed = False
+
+    def lease(self, num_bytes: int) -> Lease:
+        """Lease at least `num_bytes` of registered memory with unspecified content.
+
+        Raises:
+            DataPlaneError: Mooncake refuses to register memory.
+        """
+        with self._lock:
+            self._collect()
+            fitting = [buffer for buffer in self._free if buffer.size >= num_bytes]
+            buffer = min(fitting, key=lambda buffer: buffer.size, default=None)
+            if buffer is not None:
+                self._free.remove(buffer)
+        if buffer is None:
+            buffer = self._make(max(SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length()))
+        view = np.frombuffer(buffer.memory, dtype=np.uint8, count=num_bytes)
+        # A finalizer may run at any allocation, also under our lock, so it only appends.
+        weakref.finalize(view, self._returned.append, buffer).atexit = False
+        return Lease(view=view, address=buffer.address)
+
+    def free_bytes(self) -> int:
+        """Return bytes of buffers that nobody uses now."""
+        with self._lock:
+            self._collect()
+            return sum(buffer.size for buffer in self._free)
+
+    def close(self) -> None:
+        """Forget all buffers; Mooncake's client is about to end, which ends its registrations."""
+        with self._lock:
+            self._is_closed = True
+            self._collect()
+
+    def _collect(self) -> None:
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        if self._is_closed:
+            self._free.clear()
+            return
+        self._free.sort(key=lambda buffer: buffer.size)
+        kept = 0
+        for index, buffer in enumerate(self._free):
+            kept += buffer.size
+            if kept > self._keep_bytes:
+                for old in self._free[index:]:
+                    self._unregister(old.address)
+                del self._free[index:]
+                return
+
+    def _make(self, size: int) -> _Buffer:
+        memory = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+        code = self._register(address, size)
+        if code != 0:
+            raise DataPlaneError(f"Mooncake refused to register {size} bytes of memory: code {code}")
+        return _Buffer(memory, address, size)
+
+
 LOCAL_TIMEOUT_S = 60.0
-"""For calls that stay in this process; they take milliseconds on a quiet machine."""
+"""Deadline of calls that stay in this process; they take milliseconds on a quiet machine."""
 CLOSE_GRACE_S = 1.0
-"""For calls that are about to end; then the owner ends the servers, which ends calls that wait for them."""
+"""Seconds for calls that are about to end; then the owner ends the servers, which ends calls that wait for them."""
 CLOSE_TIMEOUT_S = 10.0
 
 _links: dict[tuple[str, str], MooncakeLink] = {}
-"""Of this process, by run and address of the servers."""
+"""Connections of this process, by run and address of the servers."""
 _links_lock = threading.Lock()
 
 
@@ -49,7 +229,7 @@ class MooncakeLink:
     """Mooncake's client, its transfer buffers and its calls."""
 
     def __init__(self, config: DataPlaneConfig, *, run_id: str, address: StoreAddress, timeout_s: float) -> None:
-        """Connects; use `take`, which shares."""
+        """Connect; use `take`, which shares."""
         check_installed()
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: PLC0415 - an optional extra
 
@@ -58,9 +238,9 @@ class MooncakeLink:
         self.placement: Any = ReplicateConfig()
         self.placement.with_hard_pin = True
         self.endpoint = ""
-        """Where peers reach this process's own segment; empty while it has none."""
+        """The address at which peers reach this process's own segment; empty while it has none."""
         self.ended = ""
-        """Why the connection cannot be used any more."""
+        """The reason for which the connection cannot be used any more; empty while it can."""
         self._config, self._run_id, self._address = config.mooncake, run_id, address
         self._users = 0
         self._mounting = threading.Lock()
@@ -74,7 +254,7 @@ class MooncakeLink:
 
     @classmethod
     def take(cls, config: DataPlaneConfig, *, run_id: str, address: StoreAddress, timeout_s: float) -> MooncakeLink:
-        """This process's connection, made if there is none that works; ends when each taker has given it back.
+        """Return this process's connection, made if there is none that works; ends when each taker has given it back.
 
         Args:
             timeout_s: how long it may take to connect.
@@ -105,7 +285,7 @@ class MooncakeLink:
         self._end(servers)
 
     def run(self, what: str, action: Callable[[], _T], deadline: float) -> _T:
-        """One native call; past the deadline the connection counts as broken, for the call is still inside it."""
+        """Make one native call; past the deadline the connection counts as broken, for the call is still inside it."""
         if self.ended:
             raise DataPlaneClosed(f"Mooncake cannot be used: {self.ended}")
         try:
@@ -173,7 +353,7 @@ class MooncakeLink:
             self._disconnect()
             return
         self._never_destroy()
-        logger.warning("a Mooncake call of run %s does not end; its client is left behind", self._run_id)
+        logger.warning("a Mooncake call of run %s does not return; abandoning its client", self._run_id)
 
     def _disconnect(self) -> None:
         closing = DeadlineCalls("mooncake-close")
@@ -181,7 +361,7 @@ class MooncakeLink:
             closing.run(self.native.close, timeout_s=CLOSE_TIMEOUT_S)
         except DataPlaneTimeout as error:
             self._never_destroy()
-            logger.warning("Mooncake's client does not close: %s", error)
+            logger.warning("cannot close Mooncake's client: %s", error)
         closing.close(grace_s=CLOSE_GRACE_S)
 
     def _never_destroy(self) -> None:

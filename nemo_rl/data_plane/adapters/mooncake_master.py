@@ -1,7 +1,9 @@
 """Mooncake's own processes: the master, which knows where objects are, and the holder, which keeps their bytes.
 
 Started by the owner of a run (`mooncake.MooncakeStore.start`, and `transfer_queue` with backend `mooncake_cpu`). The
-programs are taken from the installed package, never from PATH; they end with their owner, and no others are touched.
+programs are taken from the installed package, never from PATH; they end with their owner, also when it is killed, and
+no others are touched. A `GuardedProcess` runs its command under `process_guard`, in a session of its own, with its
+output in a file of a temporary folder; `stop` ends it by process id and removes the folder.
 """
 
 from __future__ import annotations
@@ -10,28 +12,138 @@ import importlib.util
 import logging
 import os
 import shlex
+import shutil
+import signal
 import socket
 import stat
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import MooncakeConfig
-from nemo_rl.data_plane.adapters.guarded_process import GuardedProcess, answers, free_port
+from nemo_rl.data_plane.adapters import process_guard
 from nemo_rl.errors import DataPlaneClosed, ResourceError
-from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
+from nemo_rl.utils.deadlines import DEFAULT_START, StartUp, read_line
+from nemo_rl.utils.files import read_tail
 
 __all__ = [
+    "GuardedProcess",
     "MooncakeServers",
     "StoreAddress",
+    "answers",
     "check_installed",
     "executable",
+    "free_port",
     "is_listening",
     "own_address",
     "start_servers",
 ]
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 0.02
+CONNECT_S = 1.0
+STOP_S = process_guard.GRACE_S + 3.0
+"""The guard itself needs a moment after the grace that it gives."""
+LOG_TAIL_BYTES = 400
+
+
+class GuardedProcess:
+    """One running command.
+
+    Example:
+        >>> process = GuardedProcess("sleep", ["sleep", "60"])
+        >>> process.stop()
+        >>> process.is_alive()
+        False
+    """
+
+    def __init__(self, name: str, command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self._folder = Path(tempfile.mkdtemp(prefix=f"nemo_rl-{name}-"))
+        self._log = self._folder / f"{name}.log"
+        # -I -S: the guard needs neither site-packages nor the user's environment.
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", process_guard.__file__, str(self._log), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+        assert self._guard.stdout is not None
+        with self._guard.stdout as said:
+            first = read_line(said.fileno(), timeout_s=START_TIMEOUT_S).strip()
+        if not first.isdigit():
+            self.stop()
+            raise ResourceError(
+                f"cannot run {command[0]!r}: its guard gave {first[:100]!r} within {START_TIMEOUT_S:g} s, no process "
+                f"id, and ended with code {self._guard.returncode}"
+            )
+        self.pid = int(first)
+
+    def is_alive(self) -> bool:
+        """Return whether the command runs."""
+        return self._guard.poll() is None
+
+    def wait_for_port(self, host: str, port: int, *, timeout_s: float) -> None:
+        """Wait until a process listens on the port.
+
+        Raises:
+            ResourceError: the command ended, or nothing listens after `timeout_s`; the text has the end of its log.
+        """
+        give_up = time.monotonic() + timeout_s
+        while not answers(host, port):
+            if not self.is_alive():
+                raise ResourceError(f"{self.name} ended while it started: {self.log_tail()}")
+            if time.monotonic() > give_up:
+                raise ResourceError(
+                    f"{self.name} (process {self.pid}) does not listen on {host}:{port} after {timeout_s:.1f} s: "
+                    f"{self.log_tail()}"
+                )
+            time.sleep(POLL_S)
+
+    def log_tail(self) -> str:
+        """Return the end of what the command wrote."""
+        try:
+            content = read_tail(self._log, LOG_TAIL_BYTES)
+        except OSError as error:
+            return f"(no log: {error})"
+        return content.decode(errors="replace").strip() or "(it wrote nothing)"
+
+    def stop(self) -> None:
+        """End the command: SIGTERM, and SIGKILL after a grace. Idempotent."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        try:
+            self._guard.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the guard of %s (process %d) does not end; killing it", self.name, self._guard.pid)
+            # The guard is its session's only other process: the kernel kills the command with it.
+            os.kill(self._guard.pid, signal.SIGKILL)
+            self._guard.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def free_port(host: str) -> int:
+    """Return a TCP port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def answers(host: str, port: int, *, timeout_s: float = CONNECT_S) -> bool:
+    """Return whether a process listens on the port; a stopped process still does."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True
+
 
 START_ATTEMPTS = 3
 """A port that was free may be taken by the time the program binds it."""
@@ -50,7 +162,7 @@ SYSTEM_LIBRARIES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreAddress:
-    """What joins a run's Mooncake store.
+    """The address with which a process joins a run's Mooncake store.
 
     Example:
         >>> StoreAddress.parse("127.0.0.1:50051,127.0.0.1:50052").holder
@@ -64,7 +176,7 @@ class StoreAddress:
 
     @classmethod
     def parse(cls, text: str) -> StoreAddress:
-        """From the form that travels in a `DataPlaneAddress`."""
+        """Parse the form that travels in a `DataPlaneAddress`."""
         master, _, holder = text.partition(",")
         return cls(master=master, holder=holder)
 
@@ -84,7 +196,7 @@ class MooncakeServers:
         return {process.name: process.pid for process in self._processes}
 
     def stop(self) -> None:
-        """Ends what this run started. Idempotent."""
+        """End what this run started. Idempotent."""
         for process in reversed(self._processes):
             process.stop()
 
@@ -115,7 +227,7 @@ def start_servers(config: MooncakeConfig, *, has_holder: bool, start: StartUp = 
 
 
 def check_installed() -> Path:
-    """The package's folder.
+    """Return the package's folder.
 
     Raises:
         ResourceError: the extra or a system library is missing; the text says what to install.
@@ -133,7 +245,7 @@ def check_installed() -> Path:
 
 
 def executable(program: Path) -> Path:
-    """The program, which some installers leave without its executable bits: they are given back.
+    """Return the program, which some installers leave without its executable bits: they are given back.
 
     Raises:
         ResourceError: the package lacks the program, or it cannot be made executable by this user.
@@ -157,7 +269,7 @@ def executable(program: Path) -> Path:
 
 
 def missing_library(problem: str) -> str:
-    """What to install, from the text of an ImportError."""
+    """Return what to install, from the text of an ImportError."""
     for name, what in SYSTEM_LIBRARIES.items():
         if name in problem:
             return f"Mooncake needs the system library {what}: {problem}"
@@ -165,12 +277,12 @@ def missing_library(problem: str) -> str:
 
 
 def is_listening(address: str) -> bool:
-    """Whether somebody listens at `host:port`; a stopped process still does."""
+    """Return whether a process listens at `host:port`; a stopped process still does."""
     return answers(*_split(address))
 
 
 def own_address(master: str) -> str:
-    """This node's address as the master's node sees it: what peers can reach, never a guess among many cards.
+    """Return this node's address as the master's node sees it: what peers can reach, never a guess among many cards.
 
     Raises:
         DataPlaneClosed: this node has no route to the master.
@@ -231,7 +343,7 @@ def _start(
     processes: list[GuardedProcess],
     start: StartUp,
 ) -> str:
-    """Starts a program, which binds its port itself: on one that is free now, or is taken by then and another is tried.
+    """Start a program, which binds its port itself: on one that is free now, or is taken by then and another is tried.
 
     Appends it to `processes` and returns its `host:port`.
     """
@@ -256,7 +368,7 @@ def _free_port(host: str) -> int:
     try:
         return free_port(host)
     except OSError as error:
-        raise ResourceError(f"data_plane.mooncake.host: {host!r} is no address of this machine: {error}") from error
+        raise ResourceError(f"data_plane.mooncake.host: {host!r} is not an address of this machine: {error}") from error
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -17,7 +17,7 @@ from nemo_rl.errors import DataPlaneClosed, DataPlaneError, KeysNotFound, name_s
 __all__ = ["NoopStore", "SharedNoopStore"]
 
 _stores: dict[str, NoopStore] = {}
-"""Of the runs whose owner is in this process."""
+"""Stores of the runs whose owner is in this process."""
 
 
 class NoopStore(PayloadStore):
@@ -30,13 +30,13 @@ class NoopStore(PayloadStore):
 
     @classmethod
     def start(cls, *, run_id: str) -> NoopStore:
-        """The owner's store."""
+        """Return the owner's store."""
         store = _stores[run_id] = cls()
         return store
 
     @staticmethod
     def join(address: DataPlaneAddress) -> SharedNoopStore:
-        """The store for another client of this process.
+        """Return the store for another client of this process.
 
         Raises:
             DataPlaneClosed: the owner is in another process, or has closed the store.
@@ -83,7 +83,7 @@ class NoopStore(PayloadStore):
             return StoreHealth(is_alive=not self._is_closed, detail=f"{len(self._chunks)} chunks in this process")
 
     def close(self) -> None:
-        """Frees all payloads; called by the owner's client only."""
+        """Free all payloads; called by the owner's client only."""
         with self._lock:
             self._is_closed = True
             self._chunks.clear()
@@ -112,4 +112,4 @@ class SharedNoopStore(PayloadStore):
         return self._store.health()
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: the store has nothing to end."""

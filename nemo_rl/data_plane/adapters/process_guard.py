@@ -1,4 +1,4 @@
-"""Runs a command that must not outlive the process that asked for it; started as a script by `guarded_process`.
+"""Runs a command that must not outlive the process that asked for it; started as a script by `mooncake_master`.
 
 `python process_guard.py LOG_FILE COMMAND...` prints the command's process id. When its standard input ends, which the
 kernel does however the owner dies, the command is ended and the folder of the log file removed. When the guard itself
@@ -16,14 +16,14 @@ import subprocess
 import sys
 
 GRACE_S = 3.0
-"""From SIGTERM to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 POLL_S = 0.2
-"""How long the death of the command may go unnoticed."""
+"""Seconds that the death of the command may go unnoticed."""
 PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
-    """Guards one command; returns its exit code."""
+    """Guard one command; return its exit code."""
     log_file, *command = arguments
     libc, guard = ctypes.CDLL(None), os.getpid()
 

@@ -1,27 +1,35 @@
-"""`ray`, owners `producer` and `holder`: payloads in Ray's object store as numpy arrays.
+"""`ray`: payloads in Ray's object store, or in the shared memory of the node that made them.
 
-Readers on an object's node see it without a copy, Ray moves it between nodes. On one node all chunks of a put are one
-object, because each `ray.put` costs a millisecond; on several nodes each chunk is one, because whole objects move.
-Nobody can find an object by a chunk id: the ledger's actor keeps the references, so an object lives exactly as long as
-a row needs it. They are sent without waiting: a Ray call costs more than the ledger's socket and the store together.
-With owner `producer` the process that puts owns the objects, and they are lost when it dies;
-with `holder` an actor puts them once more and owns them.
+Owners `producer` and `holder`: numpy arrays in Ray's object store. Readers on an object's node see it without a copy,
+Ray moves it between nodes. On one node all chunks of a put are one object, because each `ray.put` costs a millisecond;
+on several nodes each chunk is one, because whole objects move. No process can find an object by a chunk id: the
+ledger's actor keeps the references, so an object lives exactly as long as a row needs it. They are sent without
+waiting: a Ray call costs more than the ledger's socket and the store together. With owner `producer` the process that
+puts owns the objects, and they are lost when it dies; with `holder` an actor puts them once more and owns them.
+
+Owner `node`: segments of `adapters.shm`. As fast as `producer` and outlives producers, because a segment belongs to its
+node. On a cluster of several nodes each node has a keeper actor, which owns the node's folder and sends chunks to
+readers on other nodes.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import ray
 from ray import exceptions as ray_errors
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.data_plane import DataPlaneConfig, SharedMemoryConfig
+from nemo_rl.data_plane.adapters.shm import SharedMemoryStore
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
-from nemo_rl.data_plane.labels import owner_of
+from nemo_rl.data_plane.keys import owner_of, place_of
 from nemo_rl.data_plane.ledger.host_ray import NAMESPACE, ledger_actor_name
 from nemo_rl.errors import (
     CapacityExceeded,
@@ -33,10 +41,10 @@ from nemo_rl.errors import (
 )
 from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
-__all__ = ["RayStore", "check_connected", "node_place", "owners"]
+__all__ = ["RayNodeStore", "RayStore", "check_connected", "node_place", "owners"]
 
 PROBE_S = 1.0
-"""How long the holder may take to say that it lives."""
+"""Seconds that the holder may take to answer that it is alive."""
 
 
 class _Holder:
@@ -63,7 +71,7 @@ class RayStore(PayloadStore):
 
     @classmethod
     def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> RayStore:
-        """The owner's store; with owner `holder` it starts the holder actor.
+        """Return the owner's store; with owner `holder` it starts the holder actor.
 
         Raises:
             DataPlaneTimeout: the holder did not answer in time.
@@ -87,7 +95,7 @@ class RayStore(PayloadStore):
 
     @classmethod
     def join(cls, config: DataPlaneConfig, *, run_id: str) -> RayStore:
-        """Another process's store of the run.
+        """Return another process's store of the run.
 
         Raises:
             DataPlaneClosed: this process is not connected to Ray, or the run's holder is gone.
@@ -201,21 +209,211 @@ def _find_actor(name: str, run_id: str, what: str) -> Any:
 
 
 def node_place() -> str:
-    """This process's node: its address, and enough of its id to distinguish nodes on one machine."""
+    """Return this process's node: its address, and enough of its id to distinguish nodes on one machine."""
     context = ray.get_runtime_context()
     return f"{ray.util.get_node_ip_address()}~{context.get_node_id()[:8]}"
 
 
 def owners(chunk_ids: Sequence[str]) -> str:
-    """The clients that made the chunks, in words."""
+    """Return the clients that made the chunks, in words."""
     return name_some(dict.fromkeys(owner_of(chunk_id) for chunk_id in chunk_ids))
 
 
 def check_connected(run_id: str) -> None:
-    """Raises DataPlaneClosed unless this process is connected to Ray."""
+    """Raise DataPlaneClosed unless this process is connected to Ray."""
     if not ray.is_initialized():
         raise DataPlaneClosed(f"run {run_id!r}: this process is not connected to Ray; call ray.init first")
 
 
 def _holder_name(run_id: str) -> str:
     return f"holder-{run_id}"
+
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+class _Keeper:
+    """Owns one node's folder (or joins the one that the run's owner has) and serves readers on other nodes."""
+
+    def __init__(self, config: SharedMemoryConfig, run_id: str, *, owns_folder: bool) -> None:
+        name = _on_node(run_id)
+        self._store = (
+            SharedMemoryStore.start(config, run_id=name, start=DEFAULT_START)
+            if owns_folder
+            else SharedMemoryStore.join(config, run_id=name)
+        )
+
+    def place(self) -> str:
+        return node_place()
+
+    def read(self, chunk_ids: Sequence[str]) -> list[np.ndarray] | None:
+        """Return copies of the chunks, or None when one of them is gone."""
+        try:
+            payloads = self._store.get(chunk_ids, timeout_s=0.0, handles={})
+            copies = [np.frombuffer(parts[0], dtype=np.uint8).copy() for parts in payloads]
+            self._store.confirm(chunk_ids)
+        except KeysNotFound:
+            return None
+        return copies
+
+    def free(self, chunk_ids: Sequence[str]) -> None:
+        self._store.drop(chunk_ids, timeout_s=0.0)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class RayNodeStore(PayloadStore):
+    """Chunks in shared memory, on the node of the process that put them."""
+
+    def __init__(
+        self, config: DataPlaneConfig, *, run_id: str, store: SharedMemoryStore, keepers: Sequence[Any] = ()
+    ) -> None:
+        """Args:
+        keepers: given by the owner, whose close ends them.
+        """
+        self._chunk_bytes, self._run_id = config.ray.chunk_bytes, run_id
+        self._store, self._keepers = store, list(keepers)
+        self._place = node_place()
+
+    @classmethod
+    def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> RayNodeStore:
+        """Return the owner's store: a folder on this node, and a keeper on every node of a larger cluster.
+
+        Raises:
+            DataPlaneTimeout: a keeper did not start in time. DataPlaneClosed: this process is not connected to Ray.
+        """
+        check_connected(run_id)
+        store = SharedMemoryStore.start(config.shm, run_id=_on_node(run_id), start=start)
+        own = cls(config, run_id=run_id, store=store)
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        try:
+            if len(nodes) > 1:
+                own._keepers = [_start_keeper(config.shm, run_id, node) for node in nodes]
+                with start.waiting_for(f"a keeper on each of {len(nodes)} nodes"):
+                    own._call("start", [keeper.place.remote() for keeper in own._keepers], timeout_s=start.timeout_s)
+        except BaseException:
+            own.close()
+            raise
+        return own
+
+    @classmethod
+    def join(cls, config: DataPlaneConfig, *, run_id: str) -> RayNodeStore:
+        """Return another process's store of the run.
+
+        Raises:
+            DataPlaneClosed: not connected to Ray, or the run has no segments on this node.
+        """
+        check_connected(run_id)
+        return cls(config, run_id=run_id, store=SharedMemoryStore.join(config.shm, run_id=_on_node(run_id)))
+
+    @property
+    def chunk_bytes(self) -> int | None:
+        return self._chunk_bytes
+
+    @property
+    def place(self) -> str:
+        return self._place
+
+    def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> Handles | None:
+        return self._store.put(chunks, timeout_s=timeout_s)
+
+    def get(self, chunk_ids: Sequence[str], *, timeout_s: float, handles: Handles) -> list[Parts]:
+        found: dict[str, Parts] = {}
+        deadline = time.monotonic() + timeout_s
+        for place, ids in self._by_place(chunk_ids).items():
+            if place == self._place:
+                payloads = self._store.get(ids, timeout_s=timeout_s, handles={})
+            else:
+                payloads = self._read_from(place, ids, max(deadline - time.monotonic(), 0.0))
+            found.update(zip(ids, payloads, strict=True))
+        return [found[chunk_id] for chunk_id in chunk_ids]
+
+    def confirm(self, chunk_ids: Sequence[str]) -> None:
+        self._store.confirm(self._by_place(chunk_ids).get(self._place, []))
+
+    def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
+        by_place = self._by_place(chunk_ids)
+        own = by_place.pop(self._place, [])
+        # All nodes are asked before any is waited for: a dead one keeps nobody from freeing.
+        freeing: list[Any] = []
+        with ExitStack() as asked:
+            for place, ids in by_place.items():
+                asked.callback(self._free_on, place, ids, freeing)
+            asked.callback(self._store.drop, own, timeout_s=timeout_s)
+        self._call("free chunks", freeing, timeout_s=timeout_s)
+
+    def abandoned(self, after_s: float) -> list[str]:
+        return self._store.abandoned(after_s)  # of this node; on others they stay until the run ends
+
+    def health(self) -> StoreHealth:
+        return self._store.health()
+
+    def close(self) -> None:
+        keepers, self._keepers = self._keepers, []
+        if keepers and ray.is_initialized():
+            for keeper, closing in [(keeper, keeper.close.remote()) for keeper in keepers]:
+                try:
+                    self._call("close", closing, timeout_s=CLOSE_TIMEOUT_S)
+                except (DataPlaneClosed, DataPlaneTimeout) as error:
+                    logger.warning("a node's keeper ended before the run: %s", error)
+                ray.kill(keeper, no_restart=True)
+        self._store.close()
+
+    def _free_on(self, place: str, ids: Sequence[str], freeing: list[Any]) -> None:
+        freeing.append(_keeper(self._run_id, place).free.remote(ids))
+
+    def _read_from(self, place: str, ids: Sequence[str], timeout_s: float) -> list[Parts]:
+        try:
+            copies = self._call("read", _keeper(self._run_id, place).read.remote(ids), timeout_s=timeout_s)
+        except DataPlaneClosed as error:
+            raise PayloadLost(f"{len(ids)} chunks of {owners(ids)} cannot be read: {error}") from error
+        if copies is None:
+            raise KeysNotFound(f"chunks on node {place} are gone, of {name_some(ids)}")
+        return [[copy.data] for copy in copies]
+
+    def _call(self, what: str, reference: Any, *, timeout_s: float) -> Any:
+        try:
+            return ray.get(reference, timeout=timeout_s)
+        except ray_errors.GetTimeoutError as error:
+            raise DataPlaneTimeout(f"a node's keeper did not {what} within {timeout_s:.1f} s") from error
+        except (ray_errors.RayActorError, ray_errors.RaySystemError) as error:
+            raise DataPlaneClosed(f"run {self._run_id!r}: a node's keeper is gone: {error}") from error
+
+    @staticmethod
+    def _by_place(chunk_ids: Sequence[str]) -> dict[str, list[str]]:
+        grouped: dict[str, list[str]] = {}
+        for chunk_id in chunk_ids:
+            grouped.setdefault(place_of(owner_of(chunk_id)), []).append(chunk_id)
+        return grouped
+
+
+def _start_keeper(config: SharedMemoryConfig, run_id: str, node_id: str) -> Any:
+    is_own = node_id == ray.get_runtime_context().get_node_id()
+    options: Callable[..., Any] = ray.remote(_Keeper).options
+    actor_class = options(
+        name=_keeper_name(run_id, node_id[:8]),
+        namespace=NAMESPACE,
+        num_cpus=0,
+        max_restarts=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    )
+    return actor_class.remote(config, run_id, owns_folder=not is_own)
+
+
+def _keeper(run_id: str, place: str) -> Any:
+    try:
+        return ray.get_actor(_keeper_name(run_id, place.rpartition("~")[2]), namespace=NAMESPACE)
+    except ValueError as error:
+        raise DataPlaneClosed(f"run {run_id!r}: node {place} has no keeper, or it has ended") from error
+
+
+def _keeper_name(run_id: str, node: str) -> str:
+    return f"keeper-{run_id}-{node}"
+
+
+def _on_node(run_id: str) -> str:
+    """Name the folder: nodes that share a machine, as in tests, have folders of their own."""
+    return f"{run_id}-{ray.get_runtime_context().get_node_id()[:8]}"

@@ -1,30 +1,275 @@
-"""`shm`: payloads in the node's shared memory, without Ray. Serves plain processes, and Ray's with `ray.owner: node`.
+"""`shm`: payloads in the node's shared memory, without Ray.
 
-Segments belong to the node: they outlive the process that wrote them. The run's owner removes them at close, and a
-watcher process removes them when the owner dies first.
+Serves plain processes, and Ray's with `ray.owner: node`. Segments are files that processes map, pass on and reuse; they
+belong to the node and outlive the process that wrote them. The run's owner removes them at close, and a watcher process
+removes them when the owner dies first.
+
+    <folder>/nrl-<run>/live/<chunk>         a chunk's bytes behind a 64-byte head
+    <folder>/nrl-<run>/free/<size>-<inode>  a segment that waits for its next chunk
+
+A rename is the only lock: whoever renames a free segment owns it. A segment keeps its pages and every process keeps its
+mapping, so a reused segment costs no page faults. Invariant: a segment's head carries the tag of the chunk that its
+bytes belong to, it is erased before the segment becomes free and written after the bytes of the next chunk. A reader
+that finds the same tag before and after it copied has copied that chunk.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import mmap
+import os
 import shutil
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from nemo_rl.config.data_plane import SharedMemoryConfig
-from nemo_rl.data_plane.adapters.shm_segments import SegmentFolder, folder_of
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
-from nemo_rl.data_plane.labels import owner_of, process_of
-from nemo_rl.errors import DataPlaneClosed, DataPlaneError
+from nemo_rl.data_plane.keys import chunk_tag, owner_of, process_of
+from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, DataPlaneError, KeysNotFound
 from nemo_rl.utils.deadlines import DEFAULT_START, StartUp, wait_readable
 
-__all__ = ["SegmentWatcher", "SharedMemoryStore"]
+__all__ = ["SegmentFolder", "SegmentWatcher", "SharedMemoryStore", "folder_of"]
+
+HEAD_BYTES = 64
+LEAST_BYTES = 64 << 10
+"""Smallest segment; sizes grow in steps of an eighth, so that a segment suits later chunks too."""
+PRUNE_EVERY = 64
+"""Puts and gets between two looks for mappings of segments that are gone."""
+_HEAD = struct.Struct("<QQ")
+_NO_TAG = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """One mapped file."""
+
+    descriptor: int
+    inode: int
+    memory: mmap.mmap
+
+    @property
+    def size(self) -> int:
+        return len(self.memory)
+
+    def head(self) -> tuple[int, int]:
+        """Return tag and bytes of the chunk inside."""
+        tag, num_bytes = _HEAD.unpack_from(self.memory, 0)
+        return tag, num_bytes
+
+    def set_head(self, tag: int, num_bytes: int) -> None:
+        _HEAD.pack_into(self.memory, 0, tag, num_bytes)
+
+
+def folder_of(root: str, run_id: str) -> Path:
+    """Return the folder of a run's segments."""
+    return Path(root) / f"nrl-{run_id}"
+
+
+class SegmentFolder:
+    """This process's view of a run's segments on this node. Thread-safe."""
+
+    def __init__(self, folder: Path, *, keep_bytes: int) -> None:
+        """Args:
+        folder: made by `create`.
+        keep_bytes: most bytes in free segments; more are given back to the system.
+        """
+        self._live, self._free, self._keep_bytes = folder / "live", folder / "free", keep_bytes
+        self._folder = folder
+        self._mapped: dict[int, _Segment] = {}
+        """Mapped segments by inode. tmpfs never numbers two files of one boot alike; the tag would show it."""
+        self._lock = threading.Lock()
+        self._num_calls = 0
+
+    @staticmethod
+    def create(folder: Path) -> None:
+        """Make the folder; only this user can read it."""
+        folder.mkdir(mode=0o700)
+        (folder / "live").mkdir()
+        (folder / "free").mkdir()
+
+    def write(self, name: str, parts: Parts) -> None:
+        """Store a copy of `parts` as chunk `name`.
+
+        Raises:
+            CapacityExceeded: the file system has no space.
+            DataPlaneClosed: the folder is gone.
+        """
+        num_bytes = sum(part.nbytes for part in parts)
+        path = self._live / _file_name(name)
+        segment = self._take(path, HEAD_BYTES + num_bytes)
+        content = np.frombuffer(segment.memory, dtype=np.uint8)
+        at = HEAD_BYTES
+        for part in parts:
+            if part.nbytes:
+                content[at : at + part.nbytes] = np.frombuffer(part, dtype=np.uint8)
+                at += part.nbytes
+        segment.set_head(chunk_tag(name), num_bytes)
+        self._prune()
+
+    def read(self, name: str) -> memoryview:
+        """Return the bytes of a chunk, as they lie in shared memory; `check` them after use.
+
+        Raises:
+            KeysNotFound: no such chunk.
+        """
+        segment = self._find(name)
+        tag, num_bytes = segment.head()
+        if tag != chunk_tag(name):
+            raise KeysNotFound(f"chunk {name} was freed")
+        self._prune()
+        return memoryview(segment.memory)[HEAD_BYTES : HEAD_BYTES + num_bytes].toreadonly()
+
+    def check(self, name: str) -> None:
+        """Raise KeysNotFound unless what `read` gave is still that chunk."""
+        segment = self._find(name)
+        if segment.head()[0] != chunk_tag(name):
+            raise KeysNotFound(f"chunk {name} was freed while it was read")
+
+    def free(self, names: Sequence[str]) -> None:
+        """Free chunks; unknown ones are ignored."""
+        for name in names:
+            path = self._live / _file_name(name)
+            try:
+                segment = self._map(path)
+            except FileNotFoundError:
+                continue
+            segment.set_head(_NO_TAG, 0)
+            kept = self._free / f"{segment.size}-{segment.inode}"
+            try:
+                path.rename(kept)
+            except FileNotFoundError:
+                continue
+        if names:
+            self._trim()
+
+    def live(self) -> list[str]:
+        """Return names of all chunks that lie here, committed or not."""
+        try:
+            return [name.replace("|", "/") for name in os.listdir(self._live)]
+        except FileNotFoundError:
+            return []  # the run has ended
+
+    def clear_cache(self) -> None:
+        """Let go of all mappings; views that are still used keep theirs."""
+        with self._lock:
+            segments, self._mapped = list(self._mapped.values()), {}
+        for segment in segments:
+            _close(segment)
+
+    def _take(self, path: Path, num_bytes: int) -> _Segment:
+        """Return a segment of at least `num_bytes` under its live name, its tag erased."""
+        for free in self._suited(num_bytes):
+            try:
+                (self._free / free).rename(path)
+            except FileNotFoundError:
+                continue  # another process was faster
+            return self._map(path)
+        return self._make(path, _round_up(num_bytes))
+
+    def _suited(self, num_bytes: int) -> list[str]:
+        """Free segments that fit without much waste; those that this process has mapped come first."""
+        try:
+            names = os.listdir(self._free)
+        except FileNotFoundError as error:
+            raise DataPlaneClosed(f"the segments in {self._folder} are gone; the run's owner has ended") from error
+        fitting = []
+        for name in names:
+            size, inode = name.split("-")
+            if num_bytes <= int(size) <= 2 * max(num_bytes, LEAST_BYTES):
+                fitting.append((int(inode) not in self._mapped, int(size), name))
+        return [name for _, _, name in sorted(fitting)]
+
+    def _make(self, path: Path, size: int) -> _Segment:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileNotFoundError as error:
+            raise DataPlaneClosed(f"the segments in {self._folder} are gone; the run's owner has ended") from error
+        try:
+            # Without its pages a full file system would end the process with SIGBUS at the first write.
+            os.posix_fallocate(descriptor, 0, size)
+            return self._keep(descriptor, size)
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            raise CapacityExceeded(
+                f"{self._folder.parent} has no space for a segment of {size} bytes; clear rows, set "
+                "data_plane.storage_capacity.bytes below its size, enlarge it, or set data_plane.shm.folder"
+            ) from error
+
+    def _find(self, name: str) -> _Segment:
+        try:
+            return self._map(self._live / _file_name(name))
+        except FileNotFoundError as error:
+            raise KeysNotFound(f"chunk {name} is gone") from error
+
+    def _map(self, path: Path) -> _Segment:
+        inode = path.stat().st_ino
+        with self._lock:
+            known = self._mapped.get(inode)
+        if known is not None:
+            return known
+        descriptor = os.open(path, os.O_RDWR)
+        return self._keep(descriptor, os.fstat(descriptor).st_size)
+
+    def _keep(self, descriptor: int, size: int) -> _Segment:
+        memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        segment = _Segment(descriptor, os.fstat(descriptor).st_ino, memory)
+        with self._lock:
+            known = self._mapped.setdefault(segment.inode, segment)
+        if known is not segment:
+            _close(segment)
+        return known
+
+    def _trim(self) -> None:
+        """Give free segments beyond the limit back to the system, smallest first."""
+        sizes = [(int(name.split("-")[0]), name) for name in os.listdir(self._free)]
+        excess = sum(size for size, _ in sizes) - self._keep_bytes
+        for size, name in sorted(sizes):
+            if excess <= 0:
+                return
+            (self._free / name).unlink(missing_ok=True)
+            excess -= size
+
+    def _prune(self) -> None:
+        """Now and then, lets go of segments that another process gave back to the system."""
+        with self._lock:
+            self._num_calls += 1
+            if self._num_calls % PRUNE_EVERY:
+                return
+            gone = [inode for inode, s in self._mapped.items() if os.fstat(s.descriptor).st_nlink == 0]
+            segments = [self._mapped.pop(inode) for inode in gone]
+        for segment in segments:
+            _close(segment)
+
+
+def _close(segment: _Segment) -> None:
+    """The mapping itself ends with its last view."""
+    os.close(segment.descriptor)
+
+
+def _file_name(name: str) -> str:
+    return name.replace("/", "|")
+
+
+def _round_up(num_bytes: int) -> int:
+    if num_bytes <= LEAST_BYTES:
+        return LEAST_BYTES
+    step = 1 << max(num_bytes.bit_length() - 4, 12)
+    return -(-num_bytes // step) * step
+
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +301,7 @@ class SegmentWatcher:
             self._process.wait(timeout=start.timeout_s)
 
     def close(self) -> None:
-        """Removes the folder and ends the process."""
+        """Remove the folder and end the process."""
         shutil.rmtree(self._folder, ignore_errors=True)
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
@@ -81,7 +326,7 @@ class SharedMemoryStore(PayloadStore):
 
     @classmethod
     def start(cls, config: SharedMemoryConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> SharedMemoryStore:
-        """Makes the run's folder on this node; this process owns it.
+        """Make the run's folder on this node; this process owns it.
 
         Raises:
             DataPlaneError: the folder cannot be made.
@@ -98,7 +343,7 @@ class SharedMemoryStore(PayloadStore):
 
     @classmethod
     def join(cls, config: SharedMemoryConfig, *, run_id: str) -> SharedMemoryStore:
-        """Another process's view of the run's segments on this node.
+        """Return another process's view of the run's segments on this node.
 
         Raises:
             DataPlaneClosed: the run has no segments on this node (any more).

@@ -25,7 +25,7 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
-from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.data_plane import CONTROLLER_CPUS, DataPlaneConfig
 from nemo_rl.data_plane.adapters.mooncake_codes import NO_SPACE, NOT_FOUND, TRANSFER_FAILED
 from nemo_rl.data_plane.adapters.mooncake_master import (
     MooncakeServers,
@@ -51,7 +51,6 @@ from nemo_rl.data_plane.adapters.transfer_queue_service import (
     wait_for_cpus,
 )
 from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
-from nemo_rl.data_plane.store_kinds import CONTROLLER_CPUS, num_storage_units
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import (
     CapacityExceeded,
@@ -74,7 +73,7 @@ _T = TypeVar("_T")
 
 FIELD = "payload"
 UNIT_LACKS_KEY = "TQKeyNotFound"
-"""What a storage unit calls a row that was cleared; the error arrives as text."""
+"""The error text of a storage unit for a row that was cleared; the error arrives as text."""
 CLOSE_TIMEOUT_S = 30.0
 END_ACTORS_S = 10.0
 PROBE_S = 1.0
@@ -82,7 +81,7 @@ PROBE_S = 1.0
 LONGEST_TRIES_S = 4.0
 """TransferQueue tries a put into a full Mooncake segment for 2 s before it says so."""
 CLEAR_S = 5.0
-"""For clearing what a failed put has left, past its deadline."""
+"""Seconds for clearing what a failed put has left, past its deadline."""
 CLEAR_BATCH = 4096
 """Keys per clear: the controller answers all clients from one thread."""
 
@@ -103,14 +102,14 @@ class _Session:
     """The same for their owner."""
     users: int = 0
     processes: Mapping[str, ProcessIdentity] = field(default_factory=dict)
-    """Of controller and units, by actor name."""
+    """Processes of controller and units, by actor name."""
     ended: str = ""
-    """Why the session cannot be used any more."""
+    """The reason for which the session cannot be used any more; empty while it can."""
 
 
 @dataclass(slots=True)
 class _Process:
-    """What this process has of TransferQueue."""
+    """This process's client of TransferQueue and the session that it is in."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     session: _Session | None = None
@@ -134,7 +133,7 @@ class TransferQueueStore(PayloadStore):
 
     @classmethod
     def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> TransferQueueStore:
-        """Starts controller and storage units; this process owns them.
+        """Start controller and storage units; this process owns them.
 
         Raises:
             ResourceError: too few free CPUs for the actors, or another run owns this Ray cluster's controller.
@@ -145,7 +144,7 @@ class TransferQueueStore(PayloadStore):
             if known is not None:
                 raise ResourceError(f"this process uses TransferQueue of run {known.run_id!r} already; close it first")
             refuse_other_controller(run_id)
-            units, namespace = num_storage_units(config), ray.get_runtime_context().namespace
+            units, namespace = config.num_storage_units, ray.get_runtime_context().namespace
             wait_for_cpus(CONTROLLER_CPUS + units, start)
             servers = _start_mooncake(config, start)
             address = "" if servers is None else str(servers.address)
@@ -180,7 +179,7 @@ class TransferQueueStore(PayloadStore):
 
     @classmethod
     def join(cls, *, run_id: str, timeout_s: float) -> TransferQueueStore:
-        """Attaches to the controller that the owner of the run started.
+        """Attach to the controller that the owner of the run started.
 
         Raises:
             DataPlaneClosed: another run's controller, or this process is not connected to Ray.
@@ -307,14 +306,14 @@ class TransferQueueStore(PayloadStore):
             logger.warning("could not clear %d chunks of a failed put: %s", len(keys), error)
 
     def _remove_objects(self, keys: list[str], deadline: float) -> None:
-        """Frees the bytes of keys in Mooncake, past TransferQueue, which names its objects by row number and field."""
+        """Free the bytes of keys in Mooncake, past TransferQueue, which names its objects by row number and field."""
         meta = self._retrieve(keys, deadline)
         names = [f"{index}@{FIELD}" for index in meta.global_indexes]
         clear = self._session.client.storage_manager.storage_client.clear
         bounded("TransferQueue did not free a failed put", lambda: clear(names), timeout_s=deadline - time.monotonic())
 
     def _retrieve(self, keys: list[str], deadline: float) -> Any:
-        """The controller's own record of the keys."""
+        """Return the controller's own record of the keys."""
         return self._run(
             "look-up of keys",
             lambda: self._session.client.async_kv_retrieve_meta(keys=keys, partition_id=self._partition, create=False),
@@ -329,7 +328,7 @@ class TransferQueueStore(PayloadStore):
         )
 
     def _run(self, what: str, start: Callable[[], Coroutine[Any, Any, _T]], deadline: float) -> _T:
-        """One TransferQueue call on its own loop; past the deadline the connection counts as broken."""
+        """Make one TransferQueue call on its own loop; past the deadline the connection counts as broken."""
         session = self._session
         if self._is_closed or session.ended:
             raise DataPlaneClosed(f"TransferQueue cannot be used: {session.ended or 'this client is closed'}")
@@ -381,7 +380,7 @@ def _wait(future: concurrent.futures.Future[_T], session: _Session, deadline: fl
 
 
 def _start_mooncake(config: DataPlaneConfig, start: StartUp) -> MooncakeServers | None:
-    """The run's own master and holder, for the backend that needs them."""
+    """Return the run's own master and holder, for the backend that needs them."""
     if config.backend != "mooncake_cpu":
         return None
     servers = start_servers(config.mooncake, has_holder=config.mooncake.segment_owner == "holder", start=start)
@@ -394,7 +393,7 @@ def _bind_to_own_address(master: str) -> None:
 
 
 def _dead(session: _Session) -> list[str]:
-    """Actors and servers of the service that are gone."""
+    """Return actors and servers of the service that are gone."""
     dead = dead_actors(session.namespace, session.num_units, session.processes)
     if session.mooncake is not None:
         named = {"Mooncake's master at": session.mooncake.master, "Mooncake's holder at": session.mooncake.holder}
@@ -403,7 +402,7 @@ def _dead(session: _Session) -> list[str]:
 
 
 def _kind_of(error: Exception) -> type[DataPlaneError]:
-    """What an engine's error means while all of its processes live."""
+    """Return the kind of error that an engine's error means while all of its processes live."""
     if UNIT_LACKS_KEY in str(error):
         return KeysNotFound  # cleared between the controller's answer and the unit's
     codes = {int(code) for code in re.findall(r"-\d{3}\b", str(error))}
@@ -412,7 +411,7 @@ def _kind_of(error: Exception) -> type[DataPlaneError]:
 
 
 def _end_service(session: _Session) -> None:
-    """Ends client, storage units and controller. A dead controller must not keep the rest from ending."""
+    """End client, storage units and controller. A dead controller must not keep the rest from ending."""
     _cancel_calls(session)
     try:
         bounded(f"TransferQueue did not close within {CLOSE_TIMEOUT_S:.0f} s", tq.close, timeout_s=CLOSE_TIMEOUT_S)
@@ -433,7 +432,7 @@ def _end_service(session: _Session) -> None:
 
 
 def _leave(session: _Session) -> None:
-    """Ends this process's connection only: `tq.close` would end the controller for everybody."""
+    """End this process's connection only: `tq.close` would end the controller for everybody."""
     _cancel_calls(session)
     try:
         bounded("TransferQueue did not disconnect", session.client.close, timeout_s=CLOSE_TIMEOUT_S)
@@ -457,4 +456,4 @@ def _cancel_calls(session: _Session) -> None:
     if not done.wait(PROBE_S):
         # Over Mooncake its reads block the loop. TransferQueue leaks its context then, whose collection would hang.
         _left_behind.append(session.client)
-        logger.warning("TransferQueue's loop does not answer; its calls are left behind")
+        logger.warning("TransferQueue's loop does not answer; abandoning its calls")

@@ -20,7 +20,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transfer_queue import interface as tq_interface
 
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.store_kinds import num_storage_units
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, ResourceError
 from nemo_rl.utils.deadlines import StartUp
@@ -48,18 +47,18 @@ CONTROLLER_NAMESPACE = "transfer_queue"
 CPU_WAIT_S = 5.0
 """The name of an actor that has just ended is free a moment later."""
 GIVE_UP_S = 5.0
-"""How long a function that was made to fail may take to notice."""
+"""Seconds that a function that was made to fail may take to notice."""
 RAY_LINES = 2
-"""Of Ray's text about a dead actor: that it died, and its class."""
+"""Lines of Ray's text about a dead actor that are kept: that it died, and its class."""
 
 
 def service_config(config: DataPlaneConfig, *, run_id: str, namespace: str, mooncake: str) -> Any:
-    """What `tq.init` takes; `nemo_rl` in it is ours, and informs those that join.
+    """Build the config that `tq.init` takes; `nemo_rl` in it is ours, and informs those that join.
 
     Args:
         mooncake: address of the run's Mooncake servers; empty for backend `simple`.
     """
-    units = num_storage_units(config)
+    units = config.num_storage_units
     is_spread = config.simple.placement == "spread"
     backend: dict[str, object] = {
         "storage_backend": "SimpleStorage",
@@ -104,7 +103,7 @@ def _find_controller() -> Any:
 
 
 def _read_config(controller: Any, timeout_s: float) -> Mapping[str, Any] | None:
-    """Our part of a controller's configuration; empty for one that another program made, None while it starts.
+    """Return our part of a controller's configuration; empty for one that another program made, None while it starts.
 
     Raises:
         RayActorError: the controller has died.
@@ -117,7 +116,7 @@ def _read_config(controller: Any, timeout_s: float) -> Mapping[str, Any] | None:
 
 
 def refuse_other_controller(run_id: str) -> None:
-    """There is one TransferQueue per Ray cluster: a second `init` would silently join the first.
+    """Refuse a controller of another run: each Ray cluster has one, and a second `init` would silently join it.
 
     Raises:
         ResourceError: a controller exists already.
@@ -140,7 +139,7 @@ def refuse_other_controller(run_id: str) -> None:
 
 
 def await_controller(run_id: str, timeout_s: float) -> Mapping[str, Any]:
-    """Our part of the configuration of the run's controller.
+    """Return our part of the configuration of the run's controller.
 
     Raises:
         DataPlaneClosed: another run's controller, or this process is not connected to Ray.
@@ -169,7 +168,7 @@ def await_controller(run_id: str, timeout_s: float) -> Mapping[str, Any]:
 
 
 def wait_for_cpus(needed: int, start: StartUp) -> None:
-    """Without CPUs for its actors, TransferQueue's start never returns."""
+    """Wait for CPUs for TransferQueue's actors; without them its start never returns."""
     give_up = time.monotonic() + start.timeout_s
     with start.waiting_for(f"{needed} free CPUs of Ray for TransferQueue"):
         while (free := ray.available_resources().get("CPU", 0.0)) < needed:
@@ -201,7 +200,7 @@ def actor_processes(namespace: str, units: int, *, timeout_s: float) -> dict[str
 
 
 def start_actors(settings: Any) -> None:
-    """Starts controller and units. It has no deadline; run it in `bounded`.
+    """Start controller and units. It has no deadline; run it in `bounded`.
 
     Raises:
         DataPlaneClosed: one of them died meanwhile.
@@ -247,7 +246,7 @@ def _process(actor: object) -> ProcessIdentity:
 
 
 def dead_actors(namespace: str, units: int, processes: Mapping[str, ProcessIdentity]) -> list[str]:
-    """The service's actors that do not live."""
+    """Return the service's actors that do not live."""
     me = ProcessIdentity.of_this_process()
     dead: list[str] = []
     for name, where in _actor_names(namespace, units):
@@ -264,7 +263,7 @@ def dead_actors(namespace: str, units: int, processes: Mapping[str, ProcessIdent
 
 
 def stopped_actors(processes: Mapping[str, ProcessIdentity]) -> list[str]:
-    """The service's actors on this machine that somebody has stopped."""
+    """Return the service's actors on this machine that somebody has stopped."""
     me = ProcessIdentity.of_this_process()
     return [f"{n} (process {p.pid})" for n, p in processes.items() if p.is_visible_from(me) and p.is_stopped()]
 
@@ -272,7 +271,7 @@ def stopped_actors(processes: Mapping[str, ProcessIdentity]) -> list[str]:
 def bounded(
     too_late: str, action: Callable[[], _T], *, timeout_s: float, give_up: Callable[[], None] = lambda: None
 ) -> _T:
-    """Runs a blocking TransferQueue function that has no deadline of its own.
+    """Run a blocking TransferQueue function that has no deadline of its own.
 
     Args:
         too_late: text of the DataPlaneTimeout past the deadline.
@@ -297,7 +296,7 @@ def bounded(
 
 
 def end_actors(namespace: str, units: int) -> None:
-    """Ends what is left of controller and units, and frees TransferQueue's module state for a new start."""
+    """End what is left of controller and units, and free TransferQueue's module state for a new start."""
     for name, where in _actor_names(namespace, units):
         try:
             ray.kill(ray.get_actor(name, namespace=where))
@@ -310,7 +309,7 @@ def end_actors(namespace: str, units: int) -> None:
 
 
 def forget_module_state() -> None:
-    """Frees TransferQueue's module globals, so that this process can join or start another service."""
+    """Free TransferQueue's module globals, so that this process can join or start another service."""
     tq_interface._TQ_CLIENT = None
     tq_interface._TQ_STORAGE = None
     tq_interface._TQ_CONTROLLER = None

@@ -1,1 +1,1 @@
-"""From columns to bytes: checks, ragged and dense rows, tags and keys on the wire."""
+"""The way of columns to bytes: checks, ragged and dense rows, tags and keys on the wire."""

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nemo_rl.data_plane.chunks.ragged import object_rows
-from nemo_rl.data_plane.chunks.tables import is_object_stack, is_object_value
+from nemo_rl.data_plane.chunks.ragged import is_object_stack, is_object_value, object_rows
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable
 from nemo_rl.data_plane.interfaces import Columns
 from nemo_rl.data_plane.schema import FieldSpec
@@ -63,7 +62,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def check_keys(keys: Sequence[str], *, where: str) -> list[str]:
-    """The keys as a list: strings, each once."""
+    """Return the keys as a list: strings, each once."""
     if isinstance(keys, str):
         raise SchemaMismatch(f"{where}: expected a list of keys, got the string {keys!r}; pass [{keys!r}]")
     listed = list(keys)
@@ -108,7 +107,7 @@ def check_columns(
 
 
 def token_lengths(columns: Mapping[str, FlatColumn]) -> Lengths | None:
-    """Tokens per row, if the columns say."""
+    """Return tokens per row, if the columns say."""
     for column in columns.values():
         if column.spec.is_token_aligned:
             return column.lengths
@@ -179,7 +178,7 @@ def _tensor_column(column: object, spec: FieldSpec, at: str) -> FlatColumn:
 
 
 def _as_declared(values: torch.Tensor, spec: FieldSpec, at: str) -> torch.Tensor:
-    """The values in the declared dtype: cast where it is the only one and no value changes, else refused."""
+    """Return the values in the declared dtype: cast where it is the only one and no value changes, else refused."""
     given = dtype_name(values.dtype)
     if given in spec.dtypes:
         return values

@@ -87,7 +87,7 @@ WARM_MEMORY = WarmMemory(keep_bytes=512 << 20)
 
 
 def lay_end_to_end(parts: Sequence[Bytes]) -> Bytes:
-    """A copy of all parts, one after the other."""
+    """Return a copy of all parts, one after the other."""
     starts = [0, *accumulate(part.size for part in parts)]
     content = WARM_MEMORY.empty(starts[-1])
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0))) if content.nbytes >= PARALLEL_BYTES else 1
@@ -117,7 +117,7 @@ def pad_rows(
     pad: float,
     width: int | None,
 ) -> torch.Tensor:
-    """Rows `[(length), *trailing]` -> dense `[N, width, *trailing]`, padded on the right.
+    """Pad rows `[(length), *trailing]` -> dense `[N, width, *trailing]`, padded on the right.
 
     Args:
         width: None takes the longest row.

@@ -1,27 +1,32 @@
 """Ragged columns: padded tensors to jagged ones and back, without loops over rows.
 
 Used by `column_io` and by workers. The one invariant: padding exists only in dense batches, never on the wire.
+tensordict's types are recognised without importing tensordict, which costs a process as much as torch does: a value can
+only be one of them where tensordict is loaded already.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 import torch
 
 from nemo_rl.data_plane.chunks.dense import pad_rows
-from nemo_rl.data_plane.chunks.tables import is_object_stack, is_object_value, is_table
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, Column
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.jagged import lengths_of, nest, values_of
 
 if TYPE_CHECKING:
-    from tensordict import NonTensorData, TensorDictBase
+    from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 __all__ = [
+    "is_object_stack",
+    "is_object_value",
+    "is_table",
     "materialize",
     "object_rows",
     "pack_per_token_field",
@@ -32,11 +37,33 @@ __all__ = [
 ]
 
 
+def is_table(value: object) -> TypeGuard[TensorDictBase]:
+    """Return whether the value is a TensorDict of any kind."""
+    return _is_kind(value, "TensorDictBase")
+
+
+def is_object_value(value: object) -> TypeGuard[NonTensorData]:
+    """Return whether the value is the NonTensorData that a TensorDict holds in place of an object."""
+    return _is_kind(value, "NonTensorData")
+
+
+def is_object_stack(value: object) -> TypeGuard[NonTensorStack]:
+    """Return whether the value is an object column, one NonTensorData per row."""
+    return _is_kind(value, "NonTensorStack")
+
+
+def _is_kind(value: object, name: str) -> bool:
+    loaded = sys.modules.get("tensordict")
+    # While another thread imports it, the module lacks its names.
+    kind = vars(loaded).get(name) if loaded is not None else None
+    return kind is not None and isinstance(value, kind)
+
+
 _NO_BYTES = np.empty(0, dtype=np.uint8)
 
 
 def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Cuts the padding: `[N, S, ...]` and lengths `[N]` -> jagged `[N, (length), ...]`.
+    """Cut the padding: `[N, S, ...]` and lengths `[N]` -> jagged `[N, (length), ...]`.
 
     Raises:
         SchemaMismatch: fewer than two dims, another number of rows, or a length outside 0..S.
@@ -54,7 +81,7 @@ def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor) -> torch.Te
 
 
 def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """A per-token column as jagged rows of `lengths`; a dense column may be wider (the junk is cut).
+    """Return a per-token column as jagged rows of `lengths`; a dense column may be wider (the junk is cut).
 
     Raises:
         SchemaMismatch: a nested column whose rows have other lengths, or a dense one that is too narrow.
@@ -68,7 +95,7 @@ def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor) -> torch.T
 
 
 def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """What each response token was predicted from: the entries one position to the left of the masked ones.
+    """Return the entries that predict each response token: one position to the left of the masked ones.
 
     Args:
         full: jagged `[N, (length), ...]` over prompt and response.
@@ -89,7 +116,9 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
 
 
 def pad_nested(nested: torch.Tensor, *, pad: float, width: int | None = None) -> torch.Tensor:
-    """Jagged `[N, (length), ...]` -> dense `[N, width, ...]`, padded on the right; width None takes the longest row."""
+    """Pad jagged `[N, (length), ...]` -> dense `[N, width, ...]`, padded on the right; width None takes the longest
+    row.
+    """
     lengths, values = lengths_of(nested), values_of(nested)
     content = values.detach().contiguous().view(-1).view(torch.uint8).numpy() if values.numel() else _NO_BYTES
     source = (content, lengths.numpy())
@@ -103,7 +132,8 @@ def materialize(
     pad_to: int | None = None,
     token_aligned: Collection[str] = TOKEN_ALIGNED_FIELDS,
 ) -> BatchedDataDict:
-    """Dense columns: ragged ones padded (to `pad_to` when token-aligned, else to their longest row), objects as lists.
+    """Return dense columns: ragged ones padded (to `pad_to` when token-aligned, else to their longest row), objects as
+    lists.
 
     Columns that are dense already stay as they are, whatever their dims are.
     """
@@ -121,7 +151,7 @@ def materialize(
 
 
 def object_rows(column: object) -> list[object]:
-    """An object column of a TensorDict as a list.
+    """Return an object column of a TensorDict as a list.
 
     Raises:
         SchemaMismatch: a `NonTensorData` that does not say which row has which value.
@@ -134,20 +164,20 @@ def object_rows(column: object) -> list[object]:
 
 
 def _rows_of_data(column: NonTensorData) -> object:
-    """An array of objects is the column, as `tensordict[name]` gives it; any other value is that of every row."""
+    """Return the column, as `tensordict[name]` does: an array of objects, or a value that is that of every row."""
     value, batch_size = column.data, column.batch_size
     if isinstance(value, np.ndarray) and value.ndim:
         return value
     if len(batch_size) != 1 or isinstance(value, list | tuple):
         raise SchemaMismatch(
-            f"a NonTensorData of batch size {list(batch_size)} that holds a {type(value).__name__} says not which row "
-            "has which value; pass a list, an array of objects or a NonTensorStack"
+            f"a NonTensorData of batch size {list(batch_size)} that holds a {type(value).__name__} does not say which "
+            "row has which value; pass a list, an array of objects or a NonTensorStack"
         )
     return [value] * batch_size[0]
 
 
 def unwrap_wire_stripped_payload(payload: object) -> object:
-    """None for a `NonTensorData` that lost its value on the wire; all else passes through.
+    """Return None for a `NonTensorData` that lost its value on the wire; all else passes through.
 
     An encoder that knows only tensors sends a `NonTensorData` as what it inherits: a TensorDict without batch dims and
     without entries. Exactly that signature means "nothing is left".

@@ -32,7 +32,7 @@ class _Listed(Protocol):
 
 
 class _Absent:
-    """Where a row lacks a tag that others have."""
+    """The value of a tag in a row that lacks it while others have it."""
 
 
 _ABSENT = _Absent()
@@ -50,12 +50,12 @@ class TagTable(Sequence[Tags]):
     __slots__ = ("_columns", "_has_gaps", "_size")
 
     def __init__(self, columns: Mapping[str, list[TagValue | _Absent]], *, size: int, has_gaps: bool) -> None:
-        """Takes what `of` or another table has checked; `has_gaps` may be true without need."""
+        """Take what `of` or another table has checked; `has_gaps` may be true without need."""
         self._columns, self._size, self._has_gaps = columns, size, has_gaps
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, object]], *, where: str) -> TagTable:
-        """A copy of tag rows.
+        """Return a copy of tag rows.
 
         Raises:
             SchemaMismatch: a row that is no mapping, a name that is no string, or a value that is no primitive.
@@ -86,7 +86,7 @@ class TagTable(Sequence[Tags]):
 
     @classmethod
     def empty(cls, size: int) -> TagTable:
-        """Rows without tags."""
+        """Return rows without tags."""
         return cls({}, size=size, has_gaps=False)
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class TagTable(Sequence[Tags]):
         return TagTable.from_plain, (self.plain(), self._size)
 
     def columns(self) -> Iterator[tuple[str, list[bool] | None, list[TagValue]]]:
-        """Of each tag its name, which rows have it (None: all) and their values."""
+        """Yield each tag's name, the rows that have it (None: all) and their values."""
         for name, values in self._columns.items():
             there = [value is not _ABSENT for value in values] if self._has_gaps else None
             is_whole = there is None or all(there)
@@ -133,7 +133,7 @@ class TagTable(Sequence[Tags]):
 
     @classmethod
     def from_columns(cls, parts: Iterable[tuple[str, Sequence[bool] | None, list[TagValue]]], *, size: int) -> TagTable:
-        """What `columns` gave."""
+        """Build the table from the result of `columns`."""
         columns: dict[str, list[TagValue | _Absent]] = {}
         has_gaps = False
         for name, there, values in parts:
@@ -145,26 +145,26 @@ class TagTable(Sequence[Tags]):
         return cls(columns, size=size, has_gaps=has_gaps)
 
     def plain(self) -> dict[str, list[TagValue]] | list[dict[str, TagValue]]:
-        """One list per tag, which crosses a process border ten times as fast; a dict per row where rows differ."""
+        """Return one list per tag, ten times as fast to send; a dict per row where rows differ."""
         if self._has_gaps:
             return [dict(row) for row in self]
         return self._columns  # type: ignore[return-value]
 
     @classmethod
     def from_plain(cls, plain: object, size: int) -> TagTable:
-        """What `plain` gave."""
+        """Build the table from the result of `plain`."""
         if isinstance(plain, dict):
             return cls(plain, size=size, has_gaps=False)
         assert isinstance(plain, list) and len(plain) == size, f"malformed tags: {plain!r}"
         return cls.of(plain, where="tags")
 
     def pick(self, indices: Sequence[int]) -> TagTable:
-        """The rows at `indices`."""
+        """Return the rows at `indices`."""
         columns = {name: [values[i] for i in indices] for name, values in self._columns.items()}
         return TagTable(columns, size=len(indices), has_gaps=self._has_gaps)
 
     def join(self, others: Sequence[TagTable]) -> TagTable:
-        """These rows, then those of the others."""
+        """Return these rows, then those of the others."""
         parts = [part for part in (self, *others) if len(part)]
         names = dict.fromkeys(name for part in parts for name in part._columns)
         columns: dict[str, list[TagValue | _Absent]] = {
@@ -180,7 +180,7 @@ class TagTable(Sequence[Tags]):
 
 
 def plain_column(name: str, values: object, *, where: str) -> list[TagValue]:
-    """The values of one tag, one per row: a list, a tensor or an array; their scalars become Python's.
+    """Return the values of one tag, one per row: a list, a tensor or an array; their scalars become Python's.
 
     Raises:
         SchemaMismatch: a string, which would be taken for one value per letter, or values that are no primitives.

@@ -32,7 +32,7 @@ _MOST_DISTINCT = 256
 
 
 def pack_rows(keys: Sequence[str], lengths: Sequence[int] | None, tags: Sequence[Tags] | None) -> Packed:
-    """The compact form: plain tuples, strings and bytes.
+    """Return the compact form: plain tuples, strings and bytes.
 
     Example:
         >>> unpack_rows(pack_rows(("a_g0", "a_g1"), (3, 5), ({"w": 1}, {"w": 1})))
@@ -48,7 +48,7 @@ def pack_rows(keys: Sequence[str], lengths: Sequence[int] | None, tags: Sequence
 def unpack_rows(
     packed: Packed,
 ) -> tuple[tuple[str, ...], tuple[int, ...] | None, TagTable | None]:
-    """Keys, lengths and tags out of the compact form."""
+    """Return keys, lengths and tags out of the compact form."""
     keys, lengths, tags = packed
     unpacked = _unpack_keys(_tuple(keys))
     return (
@@ -102,7 +102,7 @@ _INT_LIMITS = ((1 << 8, 2), (1 << 16, 3), (1 << 31, 5), (1 << 63, 10))
 
 
 def _sum_of(values: Collection[object]) -> int:
-    """Of all values; those of one plain type, the usual case, are added up without a look at each."""
+    """Return the bytes of all values; those of one plain type, the usual case, are added up without a look at each."""
     kinds = set(map(type, values))
     if kinds == {int}:
         return len(values) * _int_bytes(max(map(abs, values)))  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def _unpack_column(column: Packed, num_rows: int) -> tuple[str, list[bool] | Non
 
 
 def _identity(value: TagValue) -> tuple[type, object]:
-    """Distinguishes 1, 1.0 and True, and 0.0 from -0.0; NaN equals itself."""
+    """Distinguish 1, 1.0 and True, and 0.0 from -0.0; NaN equals itself."""
     return type(value), _DOUBLE.pack(value) if isinstance(value, float) else value
 
 

@@ -10,8 +10,9 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.schema import stage_of_task, writes_that_end_claims
-from nemo_rl.errors import DataPlaneClosed, DataPlaneError
+from nemo_rl.errors import DataPlaneClosed, DataPlaneError, SchemaMismatch
 
 __all__ = ["LeaseKeeper"]
 
@@ -35,7 +36,7 @@ class LeaseKeeper:
         self._is_closed = False
 
     def add(self, partition_id: str, task_name: str, keys: Sequence[str], claim_id: int) -> None:
-        """Holds a claim; starts the heartbeat if it is the first."""
+        """Hold a claim; start the heartbeat if it is the first."""
         with self._lock:
             self._held.setdefault((partition_id, task_name), {}).update(dict.fromkeys(keys, claim_id))
             if self._thread is None and not self._is_closed:
@@ -44,7 +45,7 @@ class LeaseKeeper:
                 self._thread.start()
 
     def held(self, partition_id: str, keys: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Task -> key -> claim id, for the keys that this client holds."""
+        """Return task -> key -> claim id, for the keys that this client holds."""
         with self._lock:
             found = {
                 task: {key: claims[key] for key in keys if key in claims}
@@ -53,8 +54,18 @@ class LeaseKeeper:
             }
         return {task: claims for task, claims in found.items() if claims}
 
+    def claims_of(self, partition_id: str, keys: Sequence[str], meta: KVBatchMeta | None) -> dict[str, dict[str, int]]:
+        """Return task -> key -> claim id: what the meta says, and for other tasks what this client holds."""
+        claims = self.held(partition_id, keys)
+        if meta is not None and meta.claims is not None and meta.task_name is not None:
+            if meta.partition_id != partition_id:
+                raise SchemaMismatch(f"the claimed meta is of partition {meta.partition_id!r}, not {partition_id!r}")
+            its = meta.claims_by_key()
+            claims[meta.task_name] = {key: its[key] for key in keys if key in its}
+        return claims
+
     def forget(self, partition_id: str, keys: Collection[str] | None) -> None:
-        """Drops rows (all when None) of all tasks: they are gone."""
+        """Drop rows (all when None) of all tasks: they are gone."""
         with self._lock:
             for (partition, _), claims in self._held.items():
                 if partition == partition_id:
@@ -63,7 +74,7 @@ class LeaseKeeper:
             self._prune()
 
     def forget_claims(self, partition_id: str, task_name: str, claims: Mapping[str, int]) -> None:
-        """Drops rows (key -> claim id) of one task, unless they were claimed anew."""
+        """Drop rows (key -> claim id) of one task, unless they were claimed anew."""
         with self._lock:
             held = self._held.get((partition_id, task_name), {})
             for key, claim_id in claims.items():
@@ -81,7 +92,7 @@ class LeaseKeeper:
                 self.forget_claims(partition_id, task, self.held(partition_id, keys).get(task, {}))
 
     def close(self) -> None:
-        """Stops the heartbeat; the claims expire at the ledger."""
+        """Stop the heartbeat; the claims expire at the ledger."""
         with self._lock:
             self._is_closed = True
             self._held.clear()

@@ -17,23 +17,30 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from nemo_rl.data_plane.address import DataPlaneAddress
-from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
-from nemo_rl.data_plane.chunks.columns import check_columns, check_keys, check_tags, token_lengths
+from nemo_rl.data_plane.batch_meta import KVBatchMeta
+from nemo_rl.data_plane.chunks.columns import check_keys
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
-from nemo_rl.data_plane.client.assembly import Located, assemble, assemble_padded
-from nemo_rl.data_plane.client.backpressure import FIRST_POLL_S, LONGEST_POLL_S
 from nemo_rl.data_plane.client.leases import LeaseKeeper
-from nemo_rl.data_plane.client.link import Call, ClientLink, names_of, plain_versions, versions_of
+from nemo_rl.data_plane.client.link import (
+    FIRST_POLL_S,
+    LONGEST_POLL_S,
+    Call,
+    ClientLink,
+    Declaration,
+    SchemaCache,
+    names_of,
+    versions_of,
+    working_for,
+)
 from nemo_rl.data_plane.client.meter import Meter
 from nemo_rl.data_plane.client.operation_counts import Totals
-from nemo_rl.data_plane.client.reads import RowReader
-from nemo_rl.data_plane.client.schemas import Declaration, SchemaCache
-from nemo_rl.data_plane.client.stage_context import working_for
-from nemo_rl.data_plane.client.writes import RowFacts, RowWriter
+from nemo_rl.data_plane.client.reads import Read, RowReader, assemble, assemble_padded
+from nemo_rl.data_plane.client.writes import Put, RowWriter
 from nemo_rl.data_plane.interfaces import Columns, DataPlaneClient, PayloadStore
 from nemo_rl.data_plane.ledger.host import LedgerHost
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
@@ -94,7 +101,7 @@ class LedgerClient(DataPlaneClient):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Where the time of this client's calls went: `encode`, `store_put`, `ledger`, `store_get`, `build`."""
+        """Seconds of this client's calls by part: `encode`, `store_put`, `ledger`, `store_get`, `build`."""
         return self._link.clock.snapshot()
 
     def stage(self, name: str) -> AbstractContextManager[None]:
@@ -150,71 +157,22 @@ class LedgerClient(DataPlaneClient):
         *,
         claimed: KVBatchMeta | None = None,
     ) -> KVBatchMeta:
-        return self._measured_put("kv_batch_put", keys, partition_id, fields, tags, claimed)
+        put = Put(keys=keys, partition_id=partition_id, fields=fields, tags=tags, claimed=claimed)
+        return self._put("kv_batch_put", put)
 
-    def _measured_put(
-        self,
-        operation: str,
-        keys: Sequence[str],
-        partition_id: str,
-        fields: Columns,
-        tags: Sequence[Tags] | None,
-        claimed: KVBatchMeta | None,
-    ) -> KVBatchMeta:
-        with self._meter.measure(operation, partition_id, rows=len(keys), fields=map(str, fields.keys())) as cost:
-            meta = self._checked_put(keys, partition_id, fields, tags, claimed)
-            cost.add_columns(fields)
+    def _put(self, operation: str, put: Put) -> KVBatchMeta:
+        with self._meter.measure(
+            operation, put.partition_id, rows=len(put.keys), fields=map(str, put.fields.keys())
+        ) as cost:
+            checked = replace(put, keys=check_keys(put.keys, where=put.where))
+            call = self._link.begin(
+                f"{put.where}: {len(checked.keys)} rows ({name_some(checked.keys)}), "
+                f"fields {', '.join(map(str, put.fields.keys()))}"
+            )
+            meta = self._schemas.use(call, put.partition_id, partial(self._writer.write, call, checked))
+            cost.add_columns(put.fields)
             cost.add_rows(meta.keys, meta.sequence_lengths, meta.tags)
         return meta
-
-    def _checked_put(
-        self,
-        keys: Sequence[str],
-        partition_id: str,
-        fields: Columns,
-        tags: Sequence[Tags] | None,
-        claimed: KVBatchMeta | None,
-    ) -> KVBatchMeta:
-        where = f"kv_batch_put to partition {partition_id!r}"
-        listed = check_keys(keys, where=where)
-        names = list(fields.keys())
-        call = self._link.begin(
-            f"{where}: {len(listed)} rows ({name_some(listed)}), fields {', '.join(map(str, names))}"
-        )
-        put = partial(self._put, call, where, partition_id, listed, fields, tags, claimed)
-        return self._schemas.use(call, partition_id, put)
-
-    def _put(
-        self,
-        call: Call,
-        where: str,
-        partition_id: str,
-        keys: list[str],
-        fields: Columns,
-        tags: Sequence[Tags] | None,
-        claimed: KVBatchMeta | None,
-        declaration: Declaration,
-    ) -> KVBatchMeta:
-        with self._link.clock.measure("encode"):
-            columns = check_columns(fields, specs=declaration.specs, keys=keys, where=where)
-        plain_tags = None if tags is None else check_tags(tags, len(keys), where=where)
-        lengths = token_lengths(columns)
-        listed_lengths = None if lengths is None else lengths.tolist()
-        versions: dict[str, Version] = {}
-        if keys:
-            claims = self._claims_of(partition_id, keys, claimed)
-            facts = RowFacts(
-                declared=declaration.number, keys=keys, lengths=listed_lengths, tags=plain_tags, claims=claims
-            )
-            versions = self._writer.write(call, partition_id, columns, facts)
-        return KVBatchMeta(
-            partition_id=partition_id,
-            keys=tuple(keys),
-            fields=tuple(columns),
-            sequence_lengths=None if listed_lengths is None else tuple(listed_lengths),
-            tags=plain_tags,
-            versions=versions,
-        )
 
     def put_async(
         self,
@@ -230,14 +188,14 @@ class LedgerClient(DataPlaneClient):
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(max_workers=PUT_THREADS, thread_name_prefix="data-plane-put")
             context = copy_context()  # the stage of the caller
-            put = partial(self._measured_put, "put_async", keys, partition_id, fields, tags, claimed)
-            return self._pool.submit(context.run, put)
+            put = Put(keys=keys, partition_id=partition_id, fields=fields, tags=tags, claimed=claimed)
+            return self._pool.submit(context.run, self._put, "put_async", put)
 
     # ---- reading
 
     def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
         with self._meter.measure("kv_batch_get", partition_id, rows=len(keys), fields=select_fields) as cost:
-            rows = self._read(keys, partition_id, select_fields, versions={}, stage=None, build=assemble)
+            rows = self._read(Read(keys=keys, partition_id=partition_id, fields=select_fields, build=assemble))
             cost.add_columns(rows)
             cost.add_rows(keys)
         return rows
@@ -245,7 +203,7 @@ class LedgerClient(DataPlaneClient):
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         names = meta.fields if select_fields is None else select_fields
         with self._meter.measure("get_data", meta.partition_id, rows=len(meta), fields=names) as cost:
-            rows = self._read_meta(meta, names, build=assemble)
+            rows = self._read(Read.of_meta(meta, names, build=assemble))
             cost.add_columns(rows)
             cost.add_rows(meta.keys)
         return rows
@@ -260,47 +218,21 @@ class LedgerClient(DataPlaneClient):
     ) -> BatchedDataDict:
         build = partial(assemble_padded, pad_values=pad_values, pad_to=pad_to)
         with self._meter.measure("get_data", meta.partition_id, rows=len(meta), fields=select_fields) as cost:
-            rows = self._read_meta(meta, select_fields, build=build)
+            rows = self._read(Read.of_meta(meta, select_fields, build=build))
             per_token = {spec.name for spec in self.partition_fields(meta.partition_id) if spec.is_token_aligned}
             cost.add_padded(rows, meta.sequence_lengths, per_token)
             cost.add_rows(meta.keys)
         return rows
 
-    def _read_meta(self, meta: KVBatchMeta, names: Sequence[str], *, build: Callable[[Located], _T]) -> _T:
-        if not names:
-            raise SchemaMismatch(f"get_data of partition {meta.partition_id!r}: the meta names no fields; pass them")
-        versions, stage = meta.versions, meta.task_name
-        return self._read(meta.keys, meta.partition_id, names, versions=versions, stage=stage, build=build)
-
-    def _read(
-        self,
-        keys: Sequence[str],
-        partition_id: str,
-        names: Sequence[str],
-        *,
-        versions: Mapping[str, Version],
-        stage: str | None,
-        build: Callable[[Located], _T],
-    ) -> _T:
-        where = f"read of partition {partition_id!r}"
-        listed = check_keys(keys, where=where)
-        task = f", task {stage!r}" if stage else ""
-        call = self._link.begin(f"{where}{task}: {len(listed)} rows ({name_some(listed)}), fields {', '.join(names)}")
-        if isinstance(names, str) or not names or len(set(names)) != len(names):
-            raise SchemaMismatch(f"{where}: expected a list of distinct fields, got {names!r}")
-        args: Args = {
-            "partition": partition_id,
-            "keys": listed,
-            "fields": list(names),
-            "versions": plain_versions(versions),
-        }
-
-        def read(declaration: Declaration) -> _T:
-            _check_declared(names, declaration, where)
-            specs = [declaration.specs[name] for name in names]
-            return self._reader.read(call, {**args, "declared": declaration.number}, specs, build)
-
-        return self._schemas.use(call, partition_id, read)
+    def _read(self, read: Read[_T]) -> _T:
+        checked = replace(read, keys=check_keys(read.keys, where=read.where))
+        task = f", task {read.task_name!r}" if read.task_name else ""
+        call = self._link.begin(
+            f"{read.where}{task}: {len(checked.keys)} rows ({name_some(checked.keys)}), fields {', '.join(read.fields)}"
+        )
+        if isinstance(read.fields, str) or not read.fields or len(set(read.fields)) != len(read.fields):
+            raise SchemaMismatch(f"{read.where}: expected a list of distinct fields, got {read.fields!r}")
+        return self._schemas.use(call, read.partition_id, partial(self._reader.read, call, checked))
 
     # ---- claims
 
@@ -331,7 +263,7 @@ class LedgerClient(DataPlaneClient):
         }
 
         def ask(declaration: Declaration) -> Reply:
-            _check_declared(required_fields, declaration, where)
+            declaration.check_declared(required_fields, where=where)
             return self._link.ask(self._link.begin(where), "claim", {**args, "declared": declaration.number})
 
         with self._meter.measure("get_meta", partition_id, fields=required_fields) as cost:
@@ -344,7 +276,7 @@ class LedgerClient(DataPlaneClient):
     def _wait_for_rows(
         self, call: Call, partition_id: str, ask: Callable[[Declaration], Reply], consumer_id: str, limit: float | None
     ) -> Reply:
-        """What `ask` gets once there are rows, or past `limit` seconds an error; None asks once."""
+        """Ask until there are rows; past `limit` seconds it is an error, and None asks once."""
         poll_s = FIRST_POLL_S
         while True:
             reply = self._schemas.use(call, partition_id, ask)
@@ -385,7 +317,7 @@ class LedgerClient(DataPlaneClient):
         if meta.task_name is None:
             raise SchemaMismatch(f"release: the meta of partition {meta.partition_id!r} names no task; nothing to end")
         keys = list(meta.keys)
-        claims = self._claims_of(meta.partition_id, keys, meta)
+        claims = self._leases.claims_of(meta.partition_id, keys, meta)
         args: Args = {"partition": meta.partition_id, "task": meta.task_name, "keys": keys, "claims": claims}
         call = self._link.begin(
             f"release of partition {meta.partition_id!r}, task {meta.task_name!r}: {name_some(keys)}"
@@ -394,16 +326,6 @@ class LedgerClient(DataPlaneClient):
             self._link.ask(call, "release", args)
         finally:
             self._leases.forget_claims(meta.partition_id, meta.task_name, claims.get(meta.task_name, {}))
-
-    def _claims_of(self, partition_id: str, keys: list[str], meta: KVBatchMeta | None) -> dict[str, dict[str, int]]:
-        """Task -> key -> claim id: what the meta says, and for other tasks what this client holds."""
-        claims = self._leases.held(partition_id, keys)
-        if meta is not None and meta.claims is not None and meta.task_name is not None:
-            if meta.partition_id != partition_id:
-                raise SchemaMismatch(f"the claimed meta is of partition {meta.partition_id!r}, not {partition_id!r}")
-            its = meta.claims_by_key()
-            claims[meta.task_name] = {key: its[key] for key in keys if key in its}
-        return claims
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         call = self._link.begin(f"check_consumption_status of partition {partition_id!r}")
@@ -445,7 +367,7 @@ class LedgerClient(DataPlaneClient):
         return cost.rows
 
     def _cleared(self, call: Call, partition_id: str, keys: list[str] | None, reply: Reply) -> int:
-        """Lets go of the claims and chunks of rows that the ledger has cleared; returns how many it were."""
+        """Let go of the claims and chunks of rows that the ledger has cleared; return how many it were."""
         self._leases.forget(partition_id, keys)
         self._link.drop(names_of(reply["drop"]))
         # A writer that died between its put and its commit has left chunks that no ledger knows.
@@ -486,16 +408,8 @@ class LedgerClient(DataPlaneClient):
         return ended
 
 
-def _check_declared(names: Sequence[str], declaration: Declaration, where: str) -> None:
-    unknown = [name for name in names if name not in declaration.specs]
-    if unknown:
-        raise SchemaMismatch(
-            f"{where}: fields {name_some(unknown)} are not declared; declared: {', '.join(declaration.specs)}"
-        )
-
-
 def _why(reply: Reply) -> str:
-    """Why a claim got nothing, in words."""
+    """Return the reason for which a claim got nothing, in words."""
     why = reply["why"]
     assert isinstance(why, dict), f"malformed reply: {reply}"
     groups = [f"{uid} ({what})" for uid, what in why["groups"]]

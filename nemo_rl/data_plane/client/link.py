@@ -1,7 +1,10 @@
 """`ClientLink`: one client's way to its ledger and its store. Calls have deadlines, errors say whose they are.
 
-Used by `ledger_client`, `writes` and `reads`. The one invariant: nothing reaches the host or the store after
-`end`, and no call outlives its deadline.
+Used by `ledger_client`, `writes` and `reads`. Beside it: the stage for which a thread works (`working_for`), the clock
+of a call's parts, the wait for capacity (`RoomWait`), and the declared columns of partitions (`SchemaCache`).
+Invariants: nothing reaches the host or the store after `end`, and no call outlives its deadline; a wait ends with the
+ledger's grant or with `CapacityExceeded`; a call that fails because its partition was dropped and declared anew is made
+again with the new declaration, so a client never has to be informed.
 """
 
 from __future__ import annotations
@@ -9,22 +12,140 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
 
 from nemo_rl.data_plane.address import DataPlaneAddress, Handles
 from nemo_rl.data_plane.batch_meta import Version
-from nemo_rl.data_plane.client.stage_clock import StageClock
-from nemo_rl.data_plane.client.stage_context import current_stage
 from nemo_rl.data_plane.interfaces import PayloadStore
-from nemo_rl.data_plane.labels import chunk_id, client_label
+from nemo_rl.data_plane.keys import chunk_id, client_label
 from nemo_rl.data_plane.ledger.host import LedgerHost
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
-from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, PayloadLost
+from nemo_rl.data_plane.schema import FieldSpec, spec_from_record
+from nemo_rl.errors import (
+    CapacityExceeded,
+    DataPlaneClosed,
+    DataPlaneError,
+    DataPlaneTimeout,
+    PayloadLost,
+    SchemaMismatch,
+    name_some,
+)
 
-__all__ = ["Call", "ClientLink", "names_of", "plain_versions", "versions_of"]
+__all__ = [
+    "CLEAR",
+    "FIRST_POLL_S",
+    "LONGEST_POLL_S",
+    "NO_STAGE",
+    "Call",
+    "ClientLink",
+    "Declaration",
+    "RoomWait",
+    "SchemaCache",
+    "StageClock",
+    "current_stage",
+    "names_of",
+    "plain_versions",
+    "versions_of",
+    "working_for",
+]
+
+NO_STAGE = ""
+CLEAR = "clear"
+"""The stage of what `factory.open_step` does."""
+
+current_stage: ContextVar[str] = ContextVar("data_plane_stage", default=NO_STAGE)
+
+
+@contextmanager
+def working_for(stage: str) -> Iterator[None]:
+    """Calls made inside, in this thread, belong to `stage`."""
+    token = current_stage.set(stage)
+    try:
+        yield
+    finally:
+        current_stage.reset(token)
+
+
+class StageClock:
+    """Seconds by part of a call, summed over calls. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the time of the block to `part`, also when it fails."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started
+            with self._lock:
+                self._seconds[part] = self._seconds.get(part, 0.0) + spent
+
+    def snapshot(self) -> dict[str, float]:
+        """Return seconds by part since the start."""
+        with self._lock:
+            return dict(self._seconds)
+
+
+FIRST_POLL_S, LONGEST_POLL_S = 0.002, 0.1
+"""A waiting call asks the ledger again after so long, doubling."""
+LAST_CALLS_S = 0.05
+"""Kept back from the deadline, so that the end of a wait can still be reported to the ledger."""
+
+
+@dataclass(slots=True)
+class RoomWait:
+    """The waiting of one put.
+
+    Args:
+        ask: one ledger operation of this put.
+        deadline: monotonic seconds.
+        what: the put, for the error.
+    """
+
+    ask: Callable[[str, Args], Reply]
+    deadline: float
+    what: str
+    waited_s: float = 0.0
+    """Seconds blocked so far."""
+    _told_s: float = 0.0
+    """Seconds of `waited_s` that the ledger knows."""
+
+    def granted(self, op: str, args: Args) -> Reply:
+        """Return the reply of `op` once it is not blocked.
+
+        Raises:
+            CapacityExceeded: the deadline came first, or the ledger says that no wait can help.
+        """
+        poll_s = FIRST_POLL_S
+        while True:
+            asked = time.monotonic()
+            reply = self.ask(op, {**args, "waited_s": self.untold_s()})
+            blocked = reply.get("blocked")
+            if blocked is None:
+                return reply
+            if time.monotonic() + poll_s + LAST_CALLS_S > self.deadline:
+                self.waited_s += time.monotonic() - asked
+                raise CapacityExceeded(
+                    f"{self.what}: no capacity: {blocked}; waited {self.waited_s:.1f} s; clear rows sooner, put "
+                    "fewer rows at a time, or raise the limit"
+                )
+            time.sleep(poll_s)
+            self.waited_s += time.monotonic() - asked
+            poll_s = min(poll_s * 2, LONGEST_POLL_S)
+
+    def untold_s(self) -> float:
+        """Return seconds blocked since the last report to the ledger."""
+        untold, self._told_s = self.waited_s - self._told_s, self.waited_s
+        return untold
+
 
 _T = TypeVar("_T")
 
@@ -40,11 +161,11 @@ class Call:
     started: float
 
     def left(self) -> float:
-        """Seconds until the deadline."""
+        """Return seconds until the deadline."""
         return max(self.deadline - time.monotonic(), 0.0)
 
     def age(self) -> float:
-        """Seconds since it began."""
+        """Return seconds since it began."""
         return time.monotonic() - self.started
 
 
@@ -68,33 +189,33 @@ class ClientLink:
             return dict(self._counters)
 
     def count(self, what: str, num_bytes: int) -> None:
-        """Adds to a counter."""
+        """Add to a counter."""
         with self._lock:
             self._counters[what] += num_bytes
 
     def begin(self, what: str) -> Call:
-        """A call with the client's deadline."""
+        """Return a call with the client's deadline."""
         self.check_open()
         now = time.monotonic()
         return Call(what=what, deadline=now + self.timeout_s, started=now)
 
     def check_open(self) -> None:
-        """Raises DataPlaneClosed after `end`."""
+        """Raise DataPlaneClosed after `end`."""
         if self._has_ended:
             raise DataPlaneClosed(f"this client of run {self.address.run_id!r} is closed")
 
     def ask(self, call: Call, op: str, args: Args, *, handles: Handles | None = None) -> Reply:
-        """One operation of the ledger, signed with the client's label and its stage."""
+        """Run one operation of the ledger, signed with the client's label and its stage."""
         signed: Args = {**args, "who": self.label, "stage": current_stage.get()}
         with self.clock.measure("ledger"):
             return self.timed(call, lambda: self._host.call(op, signed, timeout_s=call.left(), handles=handles))
 
     def notify(self, op: str, args: Args) -> Reply:
-        """An operation outside of any call: heartbeats, and reservations that are given back."""
+        """Run an operation outside of any call: heartbeats, and reservations that are given back."""
         return self._host.call(op, args, timeout_s=self.timeout_s)
 
     def timed(self, call: Call, action: Callable[[], _T]) -> _T:
-        """Runs one step of a call; when a peer is gone or silent, the error names the call, its owner and its age."""
+        """Run one step of a call; when a peer is gone or silent, the error names the call, its owner and its age."""
         self.check_open()
         try:
             return action()
@@ -105,14 +226,14 @@ class ClientLink:
             ) from error
 
     def new_ids(self, count: int) -> list[str]:
-        """Ids for chunks, each used once."""
+        """Return ids for chunks, each used once."""
         with self._lock:
             first = self._num_chunks
             self._num_chunks += count
         return [chunk_id(self.address.run_id, self.label, first + i) for i in range(count)]
 
     def drop(self, chunk_ids: Sequence[str]) -> None:
-        """Frees chunks that no row reads any more; the rows are settled already, so a failure is only reported."""
+        """Free chunks that no row reads any more; the rows are settled already, so a failure is only reported."""
         if not chunk_ids:
             return
         try:
@@ -121,31 +242,89 @@ class ClientLink:
             logger.warning("could not free %d chunks of run %s: %s", len(chunk_ids), self.address.run_id, error)
 
     def end(self) -> bool:
-        """Later calls fail; False when it had ended before."""
+        """End the link: later calls fail. Return False when it had ended before."""
         with self._lock:
             was_open, self._has_ended = not self._has_ended, True
         return was_open
 
     def close(self) -> None:
-        """Closes store and host, both also when one of them fails."""
+        """Close store and host, both also when one of them fails."""
         with ExitStack() as closing:
             closing.callback(self._host.close)
             closing.callback(self.store.close)
 
 
 def names_of(value: object) -> list[str]:
-    """A list of strings out of a reply."""
+    """Return a list of strings out of a reply."""
     assert isinstance(value, list), f"malformed reply: {value!r}"
     return value
 
 
 def versions_of(reply: Reply) -> dict[str, Version]:
-    """Family versions out of a reply."""
+    """Return family versions out of a reply."""
     versions = reply["versions"]
     assert isinstance(versions, dict), f"malformed reply: {reply}"
     return versions
 
 
 def plain_versions(versions: Mapping[str, Version]) -> dict[str, int | list[int]]:
-    """Family versions for a request."""
+    """Return family versions for a request."""
     return {family: version if isinstance(version, int) else list(version) for family, version in versions.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declaration:
+    """Columns of a partition."""
+
+    number: int
+    """The ledger's count of declarations when this one was made."""
+    specs: Mapping[str, FieldSpec]
+    """The columns by name."""
+
+    def check_declared(self, names: Sequence[str], *, where: str) -> None:
+        """Refuse names of columns that the partition does not have."""
+        unknown = [name for name in names if name not in self.specs]
+        if unknown:
+            raise SchemaMismatch(
+                f"{where}: fields {name_some(unknown)} are not declared; declared: {', '.join(self.specs)}"
+            )
+
+
+class SchemaCache:
+    """Declarations by partition; asked of the ledger once, and again when one has changed."""
+
+    def __init__(self, link: ClientLink) -> None:
+        self._link = link
+        self._known: dict[str, Declaration] = {}
+
+    def learn(self, partition_id: str, specs: Mapping[str, FieldSpec], reply: Reply) -> Declaration:
+        """Keep what the ledger has confirmed."""
+        number = reply["declared"]
+        assert isinstance(number, int), f"malformed reply: {reply}"
+        self._known[partition_id] = Declaration(number=number, specs=specs)
+        return self._known[partition_id]
+
+    def forget(self, partition_id: str) -> None:
+        """The partition was dropped."""
+        self._known.pop(partition_id, None)
+
+    def get(self, call: Call, partition_id: str) -> Declaration:
+        """Return the declaration of a partition."""
+        return self._known.get(partition_id) or self._ask(call, partition_id)
+
+    def use(self, call: Call, partition_id: str, action: Callable[[Declaration], _T]) -> _T:
+        """Run `action` with the declaration; once more when it fails and the partition was declared anew."""
+        known = self.get(call, partition_id)
+        try:
+            return action(known)
+        except SchemaMismatch:
+            fresh = self._ask(call, partition_id)
+            if fresh.number == known.number:
+                raise
+        return action(fresh)
+
+    def _ask(self, call: Call, partition_id: str) -> Declaration:
+        reply = self._link.ask(call, "describe", {"partition": partition_id})
+        records = reply["fields"]
+        assert isinstance(records, list), f"malformed reply: {reply}"
+        return self.learn(partition_id, {spec.name: spec for spec in map(spec_from_record, records)}, reply)

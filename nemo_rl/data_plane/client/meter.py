@@ -1,16 +1,21 @@
 """`Meter`: counts what the calls of one client cost, per operation and stage, and informs a callback.
 
 Made by every `LedgerClient`; the driver adds up the `Totals` of all processes. Payload (columns) and meta (keys,
-lengths and tags that cross with a call) are counted apart, so that the driver's share can be stated.
+lengths and tags that cross with a call) are counted apart, so that the driver's share can be stated. The user's
+function (`data_plane.observability.callback`) gets a `DataPlaneEvent` after each call; one that raises is reported
+once, and the data plane's calls go on.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgpack
 import torch
@@ -19,21 +24,106 @@ from nemo_rl.config.data_plane import ObservabilityConfig
 from nemo_rl.data_plane.chunks.ragged import object_rows
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable
 from nemo_rl.data_plane.chunks.wire import message_bytes
-from nemo_rl.data_plane.client.event_callback import DataPlaneEvent, load_callback
+from nemo_rl.data_plane.client.link import current_stage
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals
-from nemo_rl.data_plane.client.stage_context import current_stage
-from nemo_rl.errors import DataPlaneTimeout
+from nemo_rl.errors import ConfigError, DataPlaneTimeout
 from nemo_rl.jagged import values_of
 
 if TYPE_CHECKING:
     from nemo_rl.data_plane.interfaces import Columns
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-__all__ = ["Cost", "Meter", "columns_bytes"]
+__all__ = ["Cost", "DataPlaneEvent", "EventCallback", "Meter", "columns_bytes", "load_callback", "print_event"]
+
+logger = logging.getLogger(__name__)
+
+KEY = "data_plane.observability.callback"
+PRINT = "print_event"
+"""Value of the key that stands for the function of this name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPlaneEvent:
+    """One call of a data plane client, after it has ended."""
+
+    op: str
+    """Name of the method, for example `kv_batch_put`."""
+    stage: str
+    """Stage that the call worked for; "" outside every stage."""
+    partition: str
+    rows: int
+    fields: tuple[str, ...]
+    bytes: int
+    """Columns put or fetched, padding excluded."""
+    meta_bytes: int
+    """Keys, lengths and tags, as plain values."""
+    ms: float
+    status: Literal["ok", "error", "timeout"]
+
+
+EventCallback: TypeAlias = Callable[[DataPlaneEvent], object]
+
+
+def print_event(event: DataPlaneEvent) -> None:
+    """Log one line per call: on the console of the driver, in the log file of a worker.
+
+    Example:
+        `data plane: kv_batch_put ok in 0.4 ms, stage rollout, partition train: 4 rows, 64 bytes of input_ids`
+    """
+    fields = f" of {', '.join(event.fields)}" if event.fields else ""
+    logger.info(
+        "data plane: %s %s in %.1f ms, stage %s, partition %s: %d rows, %d bytes%s",
+        event.op,
+        event.status,
+        event.ms,
+        event.stage or "none",
+        event.partition or "none",
+        event.rows,
+        event.bytes,
+        fields,
+    )
+
+
+def load_callback(name: str | None) -> EventCallback | None:
+    """Return the function that `package.module:function` or `print_event` names, made safe to call; None for None.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    if name is None:
+        return None
+    if name == PRINT:
+        return print_event
+    module_name, mark, function_name = name.partition(":")
+    try:
+        function = vars(importlib.import_module(module_name))[function_name]
+    except (ImportError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{KEY}: expected an importable `package.module:function`, got {name!r}: {error!r}"
+        ) from error
+    if not mark or not callable(function):
+        raise ConfigError(f"{KEY}: expected a function, got {name!r}")
+    return _Guarded(name, function)
+
+
+class _Guarded:
+    """Calls the user's function; the first error is logged, none is raised."""
+
+    def __init__(self, name: str, function: EventCallback) -> None:
+        self._name, self._function = name, function
+        self._has_failed = False
+
+    def __call__(self, event: DataPlaneEvent) -> None:
+        try:
+            self._function(event)
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            if not self._has_failed:
+                logger.warning("%s: %s raised %r; further errors are not reported", KEY, self._name, error)
+            self._has_failed = True
 
 
 class Cost:
-    """What one call is about and what it moved; filled by the call itself."""
+    """The partition, rows and fields of one call and the bytes that it moved; filled by the call itself."""
 
     __slots__ = ("_is_wanted", "fields", "meta_bytes", "partition", "rows", "sizes")
 
@@ -87,7 +177,7 @@ class Meter:
     def measure(
         self, operation: str, partition: str = "", *, rows: int = 0, fields: Iterable[str] = ()
     ) -> Iterator[Cost]:
-        """Counts what happens inside as one call, for the stage of this thread; also when it raises."""
+        """Count what happens inside as one call, for the stage of this thread; also when it raises."""
         is_wanted = self._is_counting or self._callback is not None
         cost = Cost(is_wanted=is_wanted, partition=partition, rows=rows, fields=fields)
         started, stage = time.perf_counter(), current_stage.get()
@@ -99,7 +189,7 @@ class Meter:
         self._add(stage, operation, started, cost, None)
 
     def totals(self, *, over_read_bytes: int, reset: bool) -> Totals:
-        """Totals since the start or the last reset.
+        """Return totals since the start or the last reset.
 
         Args:
             over_read_bytes: of the client since its start.
@@ -112,7 +202,7 @@ class Meter:
             return totals
 
     def _add(self, stage: str, operation: str, started: float, cost: Cost, error: BaseException | None) -> None:
-        """Counts one call and informs the callback."""
+        """Count one call and inform the callback."""
         ms, num_bytes = (time.perf_counter() - started) * 1e3, sum(cost.sizes.values())
         if self._is_counting:
             counted = OperationCount.of_call(
@@ -139,7 +229,7 @@ class Meter:
 
 
 def columns_bytes(columns: Columns) -> int:
-    """Bytes of the rows themselves: tensors without padding, objects as JSON-like values."""
+    """Return bytes of the rows themselves: tensors without padding, objects as JSON-like values."""
     return sum(_column_sizes(columns).values())
 
 

@@ -34,7 +34,7 @@ class OperationCount:
 
     @classmethod
     def of_call(cls, ms: float, *, has_failed: bool, payload_bytes: int, meta_bytes: int) -> OperationCount:
-        """One call."""
+        """Return the counts of one call."""
         bucket = math.floor(math.log2(max(ms, FASTEST_MS)) * BUCKETS_PER_DOUBLING)
         return cls(1, int(has_failed), ms, payload_bytes, meta_bytes, {bucket: 1})
 
@@ -48,7 +48,7 @@ class OperationCount:
             self.buckets[bucket] = self.buckets.get(bucket, 0) + calls
 
     def percentile_ms(self, share: float) -> float:
-        """Milliseconds within which `share` of the calls ended: the middle of their bucket; 0 without calls."""
+        """Return milliseconds within which `share` of the calls ended: the middle of their bucket; 0 without calls."""
         rank, seen = share * sum(self.buckets.values()), 0
         for bucket in sorted(self.buckets):
             seen += self.buckets[bucket]
@@ -76,7 +76,7 @@ class Totals:
             self.field_bytes[name] = self.field_bytes.get(name, 0) + size
 
     def merge(self, other: Totals) -> None:
-        """Adds the totals of another process."""
+        """Add the totals of another process."""
         for stage, counts in other.stages.items():
             for operation, count in counts.items():
                 self.add(stage, operation, count)
@@ -84,7 +84,7 @@ class Totals:
         self.over_read_bytes += other.over_read_bytes
 
     def copy(self) -> Totals:
-        """The same counts, which later calls leave as they are."""
+        """Return the same counts, which later calls leave as they are."""
         return sum_totals([self])
 
     @property
@@ -111,7 +111,7 @@ class Totals:
 
 
 def sum_totals(parts: Iterable[Totals]) -> Totals:
-    """The totals of several processes, added up."""
+    """Return the totals of several processes, added up."""
     total = Totals()
     for part in parts:
         total.merge(part)

@@ -57,7 +57,7 @@ class ShardReads:
         self._client, self._cache = client, ShardCache(cache_bytes)
 
     def ragged(self, meta: KVBatchMeta, names: Sequence[str]) -> Fields:
-        """The columns as they are stored: per-token ones jagged, objects as lists."""
+        """Return the columns as they are stored: per-token ones jagged, objects as lists."""
 
         def fetch(missing: Sequence[str]) -> Fields:
             found = self._client.get_data(meta, missing)
@@ -67,7 +67,7 @@ class ShardReads:
         return self._read(meta, names, None, fetch)
 
     def padded(self, meta: KVBatchMeta, names: Sequence[str], *, pad_values: Mapping[str, float], width: int) -> Fields:
-        """The columns dense, per-token ones `[N, width, ...]`; not to be changed in place, since they are kept."""
+        """Return the columns dense, per-token ones `[N, width, ...]`; do not change them in place: they are kept."""
 
         def fetch(missing: Sequence[str]) -> Fields:
             return dict(self._client.get_padded(meta, missing, pad_values=pad_values, pad_to=width))
@@ -75,7 +75,7 @@ class ShardReads:
         return self._read(meta, names, width, fetch)
 
     def clear(self) -> None:
-        """Forgets all columns."""
+        """Forget all columns."""
         self._cache.clear()
 
     def _read(

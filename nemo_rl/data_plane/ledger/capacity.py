@@ -17,7 +17,7 @@ __all__ = ["Capacity", "Demand", "Reservation"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What one put needs."""
+    """The rows and bytes that one put needs."""
 
     num_keys: int
     new_rows: int
@@ -46,9 +46,9 @@ class Capacity:
     lease_s: float
     live_rows: int = 0
     live_bytes: int = 0
-    """Of live rows, and of the headers of their chunks: what the limit is about."""
+    """Bytes of live rows and of the headers of their chunks, to which the limit applies."""
     stored_bytes: int = 0
-    """Of whole chunks: cleared rows stay in the store until the last row of their chunk goes."""
+    """Bytes of whole chunks: cleared rows stay in the store until the last row of their chunk goes."""
     live_chunks: int = 0
     peak_rows: int = 0
     peak_bytes: int = 0
@@ -59,7 +59,7 @@ class Capacity:
     num_reservations: int = 0
 
     def reserve(self, partition: Partition, demand: Demand, *, now: float) -> int:
-        """Reserves capacity; it is given back by `end`, or by itself after the lease time."""
+        """Reserve capacity; it is given back by `end`, or by itself after the lease time."""
         self.num_reservations += 1
         self.reserved[self.num_reservations] = Reservation(
             partition=partition.name, rows=demand.new_rows, nbytes=demand.nbytes, expires=now + self.lease_s
@@ -70,7 +70,7 @@ class Capacity:
         self.reserved.pop(reservation, None)
 
     def lacks_capacity(self, partition: Partition, demand: Demand, *, now: float) -> str | None:
-        """Why a put has to wait, or None.
+        """Return the reason for which a put has to wait, or None.
 
         Raises:
             CapacityExceeded: it would not fit into an empty data plane either.
@@ -100,7 +100,7 @@ class Capacity:
         return f"{'; '.join(reasons)}; {self._oldest(now)}" if reasons else None
 
     def attach(self, partition: Partition, chunk: Chunk) -> None:
-        """Counts a chunk that rows now read from."""
+        """Count a chunk that rows now read from."""
         self.live_bytes += chunk.nbytes
         self.stored_bytes += chunk.nbytes
         self.live_chunks += 1
@@ -110,7 +110,7 @@ class Capacity:
             held[name] = held.get(name, 0) + size
 
     def shrink(self, partition: Partition, piece: Piece) -> None:
-        """Counts cells that are gone from a chunk that lives on."""
+        """Count cells that are gone from a chunk that lives on."""
         chunk = piece.chunk
         for name in piece.fields:
             size = chunk.size_of(name, piece.at)
@@ -120,7 +120,7 @@ class Capacity:
             self.live_bytes -= size
 
     def detach(self, partition: Partition, chunk: Chunk) -> None:
-        """Counts a chunk whose last row is gone."""
+        """Count a chunk whose last row is gone."""
         self.live_bytes -= chunk.live_bytes
         self.stored_bytes -= chunk.nbytes
         self.live_chunks -= 1
@@ -129,7 +129,7 @@ class Capacity:
             partition.field_bytes[name] -= size
 
     def mark(self, partition: Partition) -> None:
-        """Keeps the highest marks; called when an operation has changed the totals."""
+        """Keep the highest marks; called when an operation has changed the totals."""
         self.peak_rows = max(self.peak_rows, self.live_rows)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.peak_chunks = max(self.peak_chunks, self.live_chunks)
@@ -137,7 +137,7 @@ class Capacity:
         partition.peak_bytes = max(partition.peak_bytes, partition.nbytes)
 
     def stats(self, now: float) -> dict[str, object]:
-        """Everything as JSON-like values."""
+        """Return everything as JSON-like values."""
         ages = [now - put_at for p in self.partitions.values() if (put_at := p.oldest_put()) is not None]
         return {
             "live_rows": self.live_rows,

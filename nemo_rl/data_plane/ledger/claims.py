@@ -25,7 +25,7 @@ MAX_GROUPS_NAMED = 5
 
 
 def parse(claims: object) -> Claims:
-    """The `claims` argument of a request."""
+    """Return the `claims` argument of a request."""
     assert isinstance(claims, dict), f"claims: expected a dict, got {claims!r}"
     return claims
 
@@ -33,14 +33,14 @@ def parse(claims: object) -> Claims:
 def pick_rows(
     partition: Partition, cursor: TaskCursor, *, needed: Mapping[str, frozenset[str]], batch_size: int
 ) -> list[str]:
-    """Up to `batch_size` pending rows that have every needed field, whole groups if the partition asks for them."""
+    """Pick up to `batch_size` pending rows that have every needed field; whole groups if the partition says so."""
     if partition.group_size is not None:
         return _pick_groups(partition, cursor, needed, batch_size)
     return list(islice((key for key in cursor.pending if partition.is_ready(key, needed)), batch_size))
 
 
 def versions_of(partition: Partition, keys: Sequence[str], families: Iterable[str]) -> dict[str, int | list[int]]:
-    """Family -> its version, or one per row where the rows were not written together."""
+    """Return family -> its version, or one per row where the rows were not written together."""
     found: dict[str, int | list[int]] = {}
     for family in families:
         column = partition.columns[family]
@@ -70,14 +70,14 @@ def _pick_groups(
 
 
 def _rows_left(partition: Partition, cursor: TaskCursor, uid: str) -> list[str]:
-    """Rows of a group that its task has not finished."""
+    """Return rows of a group that its task has not finished."""
     return [key for key in partition.groups[uid].keys if key not in cursor.done]
 
 
 def _why_group_waits(
     partition: Partition, cursor: TaskCursor, uid: str, needed: Mapping[str, frozenset[str]]
 ) -> str | None:
-    """What a group lacks before it can be claimed, in words; None when it can be."""
+    """Return what a group lacks before it can be claimed, in words; None when it can be claimed."""
     assert partition.group_size is not None
     group, keys = partition.groups[uid], _rows_left(partition, cursor, uid)
     if len(group.put) < partition.group_size:
@@ -92,7 +92,7 @@ def _why_group_waits(
 def explain(
     partition: Partition, cursor: TaskCursor, *, needed: Mapping[str, frozenset[str]], now: float
 ) -> dict[str, object]:
-    """Why nothing can be claimed: for the text of a deadline error."""
+    """Explain why no row can be claimed, for the text of a deadline error."""
     late: Counter[str] = Counter()
     for key in cursor.pending:
         for family, names in needed.items():
@@ -115,7 +115,7 @@ def explain(
 
 
 def check_held(partition: Partition, keys: Sequence[str], claims: Claims, *, now: float) -> None:
-    """Raises when the caller's lease of a row is over: handed on, finished by another, cleared, or not renewed."""
+    """Raise when the caller's lease of a row is over: handed on, finished by another, cleared, or not renewed."""
     for task_name, held in claims.items():
         cursor = partition.tasks.get(task_name)
         if cursor is not None:
@@ -157,7 +157,7 @@ def finish_written(partition: Partition, keys: Sequence[str], written: frozenset
 
 
 def release(partition: Partition, task_name: str, *, keys: Sequence[str], claims: Claims, now: float) -> list[str]:
-    """The rows that a release finishes; those that are done or cleared already are skipped.
+    """Return the rows that a release finishes; those that are done or cleared already are skipped.
 
     Raises:
         LeaseExpired: a row is under another claim than the caller's, or under none.

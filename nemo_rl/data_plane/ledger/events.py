@@ -1,17 +1,38 @@
-"""What happened to rows: events of the ledger, and the history of one row.
+"""Events of rows: who records them, the history of one row, and `data_plane_events.jsonl`.
 
 `Recorder` is called by `ledger.py` after each change; it stays pure: an event is a dict of plain values that goes to
-the sink given by the host and into the history of every live row that it names.
+the sink given by the host and into the history of every live row that it names. `host.build_service` gives an
+`EventLog` as the sink, one JSON line per event; `nemo-rl data-plane` reads the file, during the run and after it. The
+thread of the ledger only queues an event; another one makes its keys compact and writes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import TypeAlias
 
+from nemo_rl.data_plane.keys import cut_key, index_of, key_of, split_key
 from nemo_rl.data_plane.ledger.state import Partition, Row, TaskCursor
 
-__all__ = ["Event", "EventSink", "Recorder", "explain_row"]
+__all__ = [
+    "EVENTS_FILE",
+    "Event",
+    "EventLog",
+    "EventSink",
+    "Recorder",
+    "compact_keys",
+    "expand_keys",
+    "explain_row",
+    "names_key",
+    "read_events",
+]
 
 Event: TypeAlias = dict[str, object]
 """`event`, `t` (the ledger's seconds), `who` (client label), `stage`, `partition`, `keys`, and what its kind adds."""
@@ -20,7 +41,7 @@ EventSink: TypeAlias = Callable[[Event], None]
 MAX_HISTORY = 64
 """Events remembered per live row: four times what a row sees in a step; of a longer life the middle is forgotten."""
 KEPT_FIRST = 8
-"""Of a longer life the first events stay: who made the row and what it was written with."""
+"""First events of a longer life that are kept: who made the row and what it was written with."""
 
 
 class Recorder:
@@ -40,7 +61,7 @@ class Recorder:
         rows: Mapping[str, Row] | None = None,
         **more: object,
     ) -> None:
-        """Records one event.
+        """Record one event.
 
         Args:
             args: the request that caused it.
@@ -66,7 +87,7 @@ class Recorder:
 
 
 def explain_row(partition: Partition, key: str, *, now: float) -> Event:
-    """One live row: owner, age, tags, what is written, what each task did with it, and its history."""
+    """Return one live row: owner, age, tags, what is written, what each task did with it, and its history."""
     row = partition.rows[key]
     written: dict[str, object] = {}
     for name, spec in partition.specs.items():
@@ -97,8 +118,131 @@ def _task_state(cursor: TaskCursor, key: str) -> str:
 
 
 def _shown(event: Mapping[str, object], now: float) -> Event:
-    """An event without its keys, with its age instead of the ledger's time."""
+    """Return an event without its keys, with its age instead of the ledger's time."""
     keys, at = event["keys"], event["t"]
     assert isinstance(keys, Sequence) and isinstance(at, float | int)
     rest = {name: value for name, value in event.items() if name not in ("keys", "t")}
     return {**rest, "rows": len(keys), "age_s": now - at}
+
+
+logger = logging.getLogger(__name__)
+
+EVENTS_FILE = "data_plane_events.jsonl"
+
+
+class EventLog:
+    """The sink of a ledger's events; appends, so that a resumed run continues the file."""
+
+    def __init__(self, path: Path, *, run_id: str) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        self._queue: queue.SimpleQueue[tuple[float, Event] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="data-plane-events", daemon=True)
+        self._thread.start()
+        self({"event": "open", "run": run_id, "keys": ()})
+
+    def __call__(self, event: Event) -> None:
+        self._queue.put((time.time(), event))
+
+    def close(self) -> None:
+        """Write what is queued and end the thread. Idempotent."""
+        self._queue.put(None)
+        self._thread.join()
+        self._file.close()
+
+    def _write(self) -> None:
+        while (queued := self._queue.get()) is not None:
+            try:
+                self._file.write(_line(*queued))
+                if self._queue.empty():
+                    self._file.flush()
+            except OSError as error:
+                logger.warning("%s: events are no longer written: %s", self.path, error)
+                return
+
+
+def compact_keys(keys: Iterable[str]) -> dict[str, object]:
+    """Return keys by group: `groups` (uid -> indices as ranges) and, for keys of another form, `keys`.
+
+    Example:
+        >>> compact_keys(["a_g0", "a_g1", "a_g3", "solo"])
+        {'groups': {'a': '0-1,3'}, 'keys': ['solo']}
+    """
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        uid, index = cut_key(key)
+        groups.setdefault(uid, []).append(index if uid else key)
+    packed: dict[str, str] = {}
+    others = groups.pop("", [])  # keys without a mark, and keys that start with it
+    for uid, indices in groups.items():
+        ranges = _ranges(tuple(indices))
+        if ranges is None:
+            others += [key_of(uid, index) for index in indices]
+        else:
+            packed[uid] = ranges
+    return {name: value for name, value in {"groups": packed, "keys": others}.items() if value}
+
+
+def expand_keys(event: Mapping[str, object]) -> list[str]:
+    """Return the keys of an event of the file, group by group."""
+    groups, others = _groups(event), event.get("keys", [])
+    assert isinstance(others, list), f"malformed event: {event}"
+    return [key_of(uid, i) for uid, ranges in groups.items() for i in _indices(ranges)] + others
+
+
+def names_key(event: Mapping[str, object], key: str) -> bool:
+    """Return whether an event of the file names `key`."""
+    others, parts = event.get("keys", []), split_key(key)
+    assert isinstance(others, list), f"malformed event: {event}"
+    ranges = None if parts is None else _groups(event).get(parts[0])
+    return key in others or (ranges is not None and parts is not None and parts[1] in _indices(ranges))
+
+
+def read_events(path: Path) -> Iterator[dict[str, object]]:
+    """Yield the events of a file; a last line that was cut off by a kill is left out."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                event = json.loads(line)
+                assert isinstance(event, dict), f"malformed event: {line!r}"
+                yield event
+
+
+def _line(at: float, event: Event) -> str:
+    keys = event["keys"]
+    assert isinstance(keys, Sequence)
+    rest = {name: value for name, value in event.items() if name not in ("keys", "t") and value != ""}
+    shown = {"time": round(at, 4), **rest, "rows": len(keys), **compact_keys(keys)}
+    return json.dumps(shown, separators=(",", ":")) + "\n"
+
+
+@lru_cache(maxsize=4096)  # whole groups come again and again
+def _ranges(indices: tuple[str, ...]) -> str | None:
+    """`0-3,7` of ("0", "1", "2", "3", "7") in any order; None when one of them is no plain number."""
+    numbers = sorted(number for number in map(index_of, indices) if number is not None)
+    if len(numbers) < len(indices):
+        return None
+    ranges: list[str] = []
+    first = last = numbers[0]
+    for number in [*numbers[1:], -1]:
+        if number == last + 1:
+            last = number
+            continue
+        ranges.append(str(first) if first == last else f"{first}-{last}")
+        first = last = number
+    return ",".join(ranges)
+
+
+def _indices(ranges: str) -> list[int]:
+    found: list[int] = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _groups(event: Mapping[str, object]) -> Mapping[str, str]:
+    groups = event.get("groups", {})
+    assert isinstance(groups, dict), f"malformed event: {event}"
+    return groups

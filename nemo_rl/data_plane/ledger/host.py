@@ -1,4 +1,4 @@
-"""Where a ledger lives: the protocol of its hosts, and the host inside this process.
+"""The hosts of a ledger: their protocol, and the host inside this process.
 
 `LedgerClient` talks to a `LedgerHost`. Every call ends by its deadline, and a host raises only errors of the
 data plane: what the ledger refused, `DataPlaneTimeout` when it is slow, `DataPlaneClosed` when it is gone.
@@ -14,8 +14,7 @@ from typing import Protocol
 
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import Handles, LedgerAddress
-from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE, EventLog
-from nemo_rl.data_plane.ledger.events import EventSink
+from nemo_rl.data_plane.ledger.events import EVENTS_FILE, EventLog, EventSink
 from nemo_rl.data_plane.ledger.ledger import Args, Ledger, Reply
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, from_record
 
@@ -29,20 +28,22 @@ class LedgerHost(Protocol):
     def address(self) -> LedgerAddress: ...
 
     def call(self, op: str, args: Args, *, timeout_s: float, handles: Handles | None = None) -> Reply:
-        """One operation of the ledger; errors are raised.
+        """Run one operation of the ledger; errors are raised.
 
         Args:
             handles: of the chunks that a commit brings; the reply to `locate` has those of its chunks as `handles`.
         """
 
     def close(self) -> None:
-        """Ends this side; the owner's close also ends the ledger. Idempotent."""
+        """End this side; the owner's close also ends the ledger. Idempotent."""
 
 
 def build_service(
     config: DataPlaneConfig, *, run_id: str, validate: bool = False, log_dir: Path | None = None
 ) -> LedgerService:
-    """A fresh ledger behind its lock; its events go to `log_dir` where one is given and the config asks for them."""
+    """Return a fresh ledger behind its lock; its events go to `log_dir` where one is given and the config asks for
+    them.
+    """
     events = None
     if log_dir is not None and config.observability.event_log:
         events = EventLog(log_dir / EVENTS_FILE, run_id=run_id)
@@ -53,7 +54,7 @@ def build_service(
 def build_ledger(
     config: DataPlaneConfig, *, run_id: str, validate: bool = False, on_event: EventSink | None = None
 ) -> Ledger:
-    """A fresh ledger with the limits of the config."""
+    """Return a fresh ledger with the limits of the config."""
     return Ledger(
         run_id=run_id,
         capacity_rows=config.storage_capacity.rows,
@@ -65,7 +66,7 @@ def build_ledger(
 
 
 def read_reply(reply: Mapping[str, object]) -> Reply:
-    """The result of a request, or the error that it carries."""
+    """Return the result of a request, or the error that it carries."""
     error = reply.get("error")
     if error is not None:
         assert isinstance(error, dict), f"malformed reply: {reply}"
@@ -93,7 +94,7 @@ class LedgerService:
         self._is_closed = False
 
     def handle(self, request: Mapping[str, object], *, timeout_s: float) -> Reply:
-        """One request under the lock.
+        """Serve one request under the lock.
 
         Raises:
             DataPlaneTimeout: other callers held the ledger for `timeout_s`.
@@ -120,7 +121,7 @@ class LedgerService:
             on_close()
 
     def _carry_handles(self, request: Mapping[str, object], reply: Reply) -> None:
-        """Keeps the handles of live chunks next to the ledger, which knows chunks by their ids only."""
+        """Keep the handles of live chunks next to the ledger, which knows chunks by their ids only."""
         result = reply.get("ok")
         if not isinstance(result, dict):
             return

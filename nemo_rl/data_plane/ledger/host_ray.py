@@ -2,7 +2,8 @@
 
 The actor is found by name, so its address is plain text. It needs no CPU of its own, and it ends with its owner.
 Processes on its node call the ledger through a loopback socket, which answers several times faster than Ray; other
-nodes go through Ray. The actor also keeps the references of `adapters.ray_store`, which only Ray can carry.
+nodes go through Ray. The actor also keeps the references of `adapters.ray_store`, which only Ray can carry: producers
+send them without waiting, so the order in which `hold` and `let_go` arrive does not matter.
 """
 
 from __future__ import annotations
@@ -22,11 +23,52 @@ from nemo_rl.data_plane.address import Handles, LedgerAddress
 from nemo_rl.data_plane.ledger.host import build_service, read_reply
 from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
-from nemo_rl.data_plane.ledger.reference_table import Place, ReferenceTable
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout
 from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
-__all__ = ["NAMESPACE", "RayLedgerHost", "ledger_actor_name"]
+__all__ = ["NAMESPACE", "Place", "RayLedgerHost", "ReferenceTable", "ledger_actor_name"]
+
+Place = tuple[object, int]
+"""The reference of an object, and which of its chunks."""
+
+
+class ReferenceTable:
+    """References of live chunks. Not thread-safe: the actor's calls come one at a time.
+
+    Example:
+        >>> table = ReferenceTable()
+        >>> table.let_go(["late"])
+        >>> table.hold({"late": ("ref", 0), "live": ("ref", 1)})
+        >>> table.lend(["late", "live"])
+        {'live': ('ref', 1)}
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[str, Place] = {}
+        self._freed_early: set[str] = set()
+        """Chunks that were freed before their reference came."""
+
+    def hold(self, places: Mapping[str, Place]) -> None:
+        """Keep references until their chunks are freed."""
+        for chunk_id, place in places.items():
+            if chunk_id in self._freed_early:
+                self._freed_early.discard(chunk_id)
+            else:
+                self._places[chunk_id] = place
+
+    def lend(self, chunk_ids: Sequence[str]) -> dict[str, Place]:
+        """Return the references of these chunks that are here."""
+        return {chunk_id: self._places[chunk_id] for chunk_id in chunk_ids if chunk_id in self._places}
+
+    def let_go(self, chunk_ids: Sequence[str]) -> None:
+        """The chunks are freed; an object goes with its last reference."""
+        for chunk_id in chunk_ids:
+            if self._places.pop(chunk_id, None) is None:
+                self._freed_early.add(chunk_id)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +123,7 @@ class RayLedgerHost:
         validate: bool = False,
         log_dir: Path | None = None,
     ) -> RayLedgerHost:
-        """Starts the actor, on the node of this process; its owner is this process.
+        """Start the actor, on the node of this process; its owner is this process.
 
         Args:
             log_dir: where the ledger's events are written.
@@ -119,7 +161,7 @@ class RayLedgerHost:
 
     @classmethod
     def join(cls, address: LedgerAddress) -> RayLedgerHost:
-        """The actor that the owner of the run started.
+        """Return the actor that the owner of the run started.
 
         Raises:
             DataPlaneClosed: there is no such actor (any more), or this process is not connected to Ray.

@@ -56,7 +56,7 @@ class LedgerServer:
         )
 
     def close(self) -> None:
-        """Ends the service: callers meet a closed connection. Idempotent."""
+        """End the service: callers meet a closed connection. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -233,7 +233,7 @@ def _drop(connection: socket.socket | None) -> None:
 
 
 def _shut(connection: socket.socket) -> None:
-    """Wakes a thread that is blocked on the socket."""
+    """Wake a thread that is blocked on the socket."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError as error:

@@ -41,7 +41,7 @@ Args: TypeAlias = dict[str, object]
 Reply: TypeAlias = dict[str, object]
 
 DECLARATION = ("partition", "fields", "num_samples", "tasks", "task_writes", "group_size")
-"""What of a `register` request must be the same when it is repeated."""
+"""Arguments of a `register` request that must be the same when it is repeated."""
 
 
 class Ledger:
@@ -96,7 +96,7 @@ class Ledger:
         }
 
     def handle(self, request: Mapping[str, object], *, now: float) -> Reply:
-        """One request `{"run", "op", "args"}`; the reply is `{"ok": ...}` or `{"error": record}`.
+        """Serve one request `{"run", "op", "args"}`; the reply is `{"ok": ...}` or `{"error": record}`.
 
         Args:
             now: monotonic seconds of the host.
@@ -161,7 +161,7 @@ class Ledger:
         return {**partition.declaration, "declared": partition.declared}
 
     def _forget(self, args: Args, now: float) -> Reply:
-        """Clears a partition and its declaration; its versions go on when it is declared anew."""
+        """Clear a partition and its declaration; its versions go on when it is declared anew."""
         partition = self._partition(args)
         reply = self._clear({**args, "keys": None}, now)
         self._first_versions[partition.name] = partition.first_version
@@ -181,13 +181,13 @@ class Ledger:
         return {"reservation": self._capacity.reserve(partition, demand, now=now)}
 
     def _unreserve(self, args: Args, now: float) -> Reply:
-        """A put has given up."""
+        """Give back the capacity that a put has reserved before it gave up."""
         self._capacity.blocked_s += _seconds(args, "waited_s")
         self._capacity.end(_number(args, "reservation"))
         return {}
 
     def _commit(self, args: Args, now: float) -> Reply:
-        """Makes a put visible, or answers `blocked` when it does not fit now."""
+        """Make a put visible, or answer `blocked` when it does not fit now."""
         partition, keys = self._partition(args), _texts(args, "keys")
         chunks = _records(args, "chunks")
         self._capacity.blocked_s += _seconds(args, "waited_s")
@@ -223,7 +223,7 @@ class Ledger:
         return {"versions": versions, "drop": dropped}
 
     def _put_rows(self, partition: Partition, keys: Sequence[str], args: Args, now: float) -> None:
-        """Creates the rows that are new and settles lengths and tags."""
+        """Create the rows that are new and settle lengths and tags."""
         rows, owner = partition.rows, str(args.get("who", ""))
         before = len(rows)
         for key in keys:
@@ -237,7 +237,7 @@ class Ledger:
         partition.put_tags(keys, args["tags"])
 
     def _attach(self, partition: Partition, keys: Sequence[str], record: Args, *, version: int) -> list[str]:
-        """Points rows at a new chunk; returns chunks that lost their last row."""
+        """Point rows at a new chunk; return chunks that lost their last row."""
         chunk_id, first, count = _text(record, "id"), _number(record, "first"), _number(record, "rows")
         fields, sizes, row_sizes = _texts(record, "fields"), record["sizes"], record["row_sizes"]
         assert isinstance(sizes, list) and isinstance(row_sizes, dict), f"malformed chunk record: {record}"
@@ -256,7 +256,7 @@ class Ledger:
         return self._let_go(partition, left)
 
     def _let_go(self, partition: Partition, left: Sequence[Piece]) -> list[str]:
-        """These cells are gone; returns the ids of chunks that nobody reads now."""
+        """Settle that these cells are gone; return the ids of chunks that nobody reads now."""
         dropped: list[str] = []
         for piece in left:
             chunk = piece.chunk
@@ -268,7 +268,7 @@ class Ledger:
         return dropped
 
     def _drop(self, partition: Partition, chunks: Sequence[Chunk]) -> list[str]:
-        """Forgets chunks; returns their ids."""
+        """Forget chunks; return their ids."""
         for chunk in chunks:
             self._capacity.detach(partition, chunk)
             del self._chunks[chunk.chunk_id]
@@ -313,7 +313,7 @@ class Ledger:
         }
 
     def _explain(self, args: Args, now: float) -> Reply:
-        """What is known about one key, for every partition that holds it."""
+        """Return the history of one key, for every partition that holds it."""
         key = _text(args, "key")
         return {"rows": [explain_row(p, key, now=now) for p in self._partitions.values() if key in p.rows]}
 
@@ -361,7 +361,7 @@ class Ledger:
         return {}
 
     def _heartbeat(self, args: Args, now: float) -> Reply:
-        """Renews claims; a claim that expired, but was not handed on, is taken up again."""
+        """Renew claims; a claim that expired, but was not handed on, is taken up again."""
         ended: list[int] = []
         claims = args["claims"]
         assert isinstance(claims, list)
@@ -426,7 +426,7 @@ def _check_present(partition: Partition, keys: Sequence[str]) -> None:
     if not all(map(partition.rows.__contains__, keys)):
         missing = [key for key in keys if key not in partition.rows]
         raise KeysNotFound(
-            f"partition {partition.name!r}: {len(missing)} of {len(keys)} rows are not there (never put, or cleared): "
+            f"partition {partition.name!r}: {len(missing)} of {len(keys)} rows do not exist (never put, or cleared): "
             f"{name_some(missing)}"
         )
 

@@ -1,4 +1,4 @@
-"""Where the bytes of rows are: the ledger's answer to a read.
+"""The ledger's answer to a read: the chunks that hold the bytes of the rows.
 
 Called by `ledger.py` only. The answer names every row and every field asked for, or it is an error.
 """
@@ -16,7 +16,7 @@ __all__ = ["locate"]
 def locate(
     partition: Partition, keys: Sequence[str], fields: Sequence[str], *, expected: Mapping[str, int | Sequence[int]]
 ) -> dict[str, object]:
-    """Chunks, runs of rows in them, and the types of the columns.
+    """Return chunks, runs of rows in them, and the types of the columns.
 
     Raises:
         FieldNotProduced: a field is not written for every row. VersionMismatch: a family has another version than the
@@ -88,7 +88,7 @@ def _check_version(
 
 
 def _runs(cells: Iterable[tuple[Chunk, int]], table: dict[str, int]) -> list[list[int]]:
-    """Rows as runs `[chunk, first row, rows]`, in order; `table` numbers the chunks."""
+    """Return rows as runs `[chunk, first row, rows]`, in order; `table` numbers the chunks."""
     runs: list[list[int]] = []
     run: list[int] = []
     last: Chunk | None = None

@@ -59,17 +59,17 @@ class Chunk:
 
     @property
     def live_bytes(self) -> int:
-        """Of its cells that are read, and of its header."""
+        """Bytes of the chunk's live cells and of its header."""
         return self.nbytes - sum(self.sizes.values()) + sum(self.live.values())
 
     def size_of(self, name: str, at: int) -> int:
-        """Bytes of one cell."""
+        """Return bytes of one cell."""
         table = self.row_sizes.get(name)
         return self.sizes.get(name, 0) // self.rows if table is None else table[at]
 
 
 class Piece(NamedTuple):
-    """Where some fields of one row are."""
+    """The chunk that holds some fields of one row, and the row's index in it."""
 
     chunk: Chunk
     at: int
@@ -105,7 +105,7 @@ class FamilyColumn:
         return key in self.split and self.split[key].has(fields)
 
     def has_all(self, keys: Iterable[str]) -> bool:
-        """Whether something is written of each row."""
+        """Return whether every row has something written."""
         return all(key in self.whole or key in self.split for key in keys)
 
     def version_of(self, key: str) -> int:
@@ -119,7 +119,7 @@ class FamilyColumn:
         return self.whole[key] if key in self.whole else self.split[key].place_of(name)
 
     def next_version(self, keys: Sequence[str], fields: frozenset[str]) -> int:
-        """One more than the rows have when one of `fields` is rewritten; 0 when no row has any."""
+        """Return one more than the rows have when one of `fields` is rewritten; 0 when no row has any."""
         whole = self.whole
         chunks = {whole[key][0] for key in keys if key in whole}
         version = max((chunk.version + (not fields.isdisjoint(chunk.fields)) for chunk in chunks), default=0)
@@ -131,7 +131,7 @@ class FamilyColumn:
         return version
 
     def attach(self, keys: Sequence[str], chunk: Chunk) -> list[Piece]:
-        """Points rows at a new chunk; returns the cells that it replaces."""
+        """Point rows at a new chunk; return the cells that it replaces."""
         whole, split = self.whole, self.split
         if whole.keys().isdisjoint(keys) and (not split or split.keys().isdisjoint(keys)):
             whole.update(zip(keys, zip(repeat(chunk), range(len(keys)), strict=False), strict=False))
@@ -164,7 +164,7 @@ class FamilyColumn:
             self.whole[key] = (chunk, index)
 
     def remove(self, key: str) -> list[Piece]:
-        """The cells that the row had."""
+        """Return the cells that the row had."""
         place = self.whole.pop(key, None)
         if place is not None:
             return [Piece(*place, place[0].fields)]
@@ -199,12 +199,12 @@ class Lease:
 
 @dataclass(slots=True)
 class TaskCursor:
-    """What one consumer task has claimed. Each live row is pending, under a lease, or done."""
+    """The claims of one consumer task. Each live row is pending, under a lease, or done."""
 
     writes: frozenset[str]
     """Fields the task produces: a row that has them all is done for it."""
     pending: dict[str, None] = field(default_factory=dict)
-    """In order of first put."""
+    """Keys of pending rows, in order of first put."""
     leases: dict[str, Lease] = field(default_factory=dict)
     """Rows of expired leases stay here, and are pending too, until another consumer claims them."""
     done: dict[str, int] = field(default_factory=dict)
@@ -237,7 +237,7 @@ class TaskCursor:
         lease.keys.add(key)
 
     def expire(self, now: float, rows: Mapping[str, Row]) -> list[Lease]:
-        """Rows of leases that ended without a heartbeat become pending again; returns these leases."""
+        """Make rows of leases that ended without a heartbeat pending again; return these leases."""
         over = {id(lease): lease for lease in self.leases.values() if lease.expires <= now and not lease.has_expired}
         if not over:
             return []
@@ -271,7 +271,7 @@ class Partition:
     group_size: int | None
     tasks: dict[str, TaskCursor]
     declared: int = 1
-    """Which declaration of this ledger it is; another number means that it was dropped and declared anew."""
+    """Number of this declaration; another number means that the partition was dropped and declared anew."""
     rows: dict[str, Row] = field(default_factory=dict)
     columns: dict[str, FamilyColumn] = field(default_factory=dict)
     """Family -> its cells."""
@@ -308,7 +308,7 @@ class Partition:
         return row
 
     def remove_row(self, key: str) -> list[Piece]:
-        """Forgets a row; returns the cells that it had."""
+        """Forget a row; return the cells that it had."""
         del self.rows[key]
         uid = group_uid(key)
         group = self.groups[uid]
@@ -323,7 +323,7 @@ class Partition:
         return [piece for column in self.columns.values() for piece in column.remove(key)]
 
     def remove_all(self) -> list[Chunk]:
-        """Forgets every row; returns the chunks of the partition, each once."""
+        """Forget every row; return the chunks of the partition, each once."""
         chunks = {chunk for column in self.columns.values() for chunk, _ in column.whole.values()}
         chunks |= {piece.chunk for c in self.columns.values() for cell in c.split.values() for piece in cell.pieces}
         self.columns = {family: FamilyColumn() for family in self.columns}
@@ -334,7 +334,7 @@ class Partition:
         return list(chunks)
 
     def put_tags(self, keys: Sequence[str], tags: object) -> None:
-        """Adds or replaces tags, given by name or, where rows differ, by row."""
+        """Add or replace tags, given by name or, where rows differ, by row."""
         if isinstance(tags, dict):
             for name, values in tags.items():
                 self.tags.setdefault(name, {}).update(zip(keys, values, strict=True))
@@ -344,7 +344,7 @@ class Partition:
                     self.tags.setdefault(name, {})[key] = value
 
     def tags_of(self, keys: Sequence[str]) -> dict[str, list[TagScalar]] | list[dict[str, TagScalar]]:
-        """By name, or by row where rows differ."""
+        """Return tags by name, or by row where rows differ."""
         held = {name: values for name, values in self.tags.items() if values}
         asked = set(keys)
         if all(values.keys() >= asked for values in held.values()):
@@ -352,13 +352,13 @@ class Partition:
         return [{name: values[key] for name, values in held.items() if key in values} for key in keys]
 
     def forget_cleared(self) -> None:
-        """Keeps the memory of cleared keys small: an empty partition starts above all versions that it ever gave."""
+        """Keep the memory of cleared keys small: an empty partition starts above all versions that it ever gave."""
         if not self.rows or len(self.cleared) > MAX_REMEMBERED_KEYS:
             self.first_version = self.top_version + 1
             self.cleared.clear()
 
     def next_versions(self, keys: Sequence[str], written: Mapping[str, frozenset[str]]) -> dict[str, int]:
-        """Version of each family (-> its fields) after a put: the same for all rows of the put.
+        """Return version of each family (-> its fields) after a put: the same for all rows of the put.
 
         It was never given before, unless the put only adds fields to rows that have the family: then their metas stay
         good.
@@ -375,7 +375,7 @@ class Partition:
         return versions
 
     def by_family(self, fields: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Declared fields grouped by family."""
+        """Return declared fields grouped by family."""
         grouped: dict[str, set[str]] = {}
         for name in fields:
             grouped.setdefault(self.specs[name].family, set()).add(name)
@@ -386,12 +386,12 @@ class Partition:
         return all(self.columns[family].has(key, names) for family, names in needed.items())
 
     def oldest_put(self) -> float | None:
-        """When the oldest live row was first put; None when there is none."""
+        """Return seconds of the host's clock at which the oldest live row was first put; None when there is none."""
         return next(iter(self.rows.values())).put_at if self.rows else None
 
 
 def check_invariants(partitions: Mapping[str, Partition], chunks: Mapping[str, Chunk]) -> None:
-    """Raises AssertionError when the records contradict each other (tests run it after every transition)."""
+    """Raise AssertionError when the records contradict each other (tests run it after every transition)."""
     cells: Counter[tuple[str, str]] = Counter()
     alive: Counter[tuple[str, str]] = Counter()
     for name, partition in partitions.items():

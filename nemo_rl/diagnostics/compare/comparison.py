@@ -1,17 +1,152 @@
-"""`Comparison`: the verdict over two recordings, for people and for machines. Made by `compare_folders`."""
+"""`Comparison`: the verdict over two recordings, for people and for machines. Made by `compare_folders`.
+
+It names where a difference starts: the first site that fails, the block that adds most, the first NaN or infinity.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from nemo_rl.diagnostics.compare.divergence import Contribution, Divergence, NonFinite
-from nemo_rl.diagnostics.compare.findings import Finding
 from nemo_rl.diagnostics.compare.measurement import Metric
-from nemo_rl.diagnostics.compare.site_result import SiteResult, WorstToken
+from nemo_rl.diagnostics.compare.side import Finding
+from nemo_rl.diagnostics.compare.site import Site
+from nemo_rl.diagnostics.compare.site_result import RowName, SiteResult, WorstToken
 from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.records.sites import SiteKind
 
-__all__ = ["Comparison", "SideFacts"]
+__all__ = [
+    "Comparison",
+    "Contribution",
+    "Divergence",
+    "NonFinite",
+    "SideFacts",
+    "first_divergence",
+    "first_non_finite",
+    "largest_contribution",
+]
+
+BLOCKS = ((SiteKind.LAYER_IN, SiteKind.LAYER_OUT), (SiteKind.MLP_IN, SiteKind.MLP_OUT))
+"""Pairs of sites: the input and the output of a part of a layer."""
+NO_SIZE = frozenset({SiteKind.LOSS, SiteKind.GRAD})
+"""A loss may be zero, and gradients of parameters do not run into each other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Divergence:
+    """The first site in the order of a step that fails."""
+
+    result: SiteResult
+    after: Site | None
+    """The last site before it, which passes; None where it is the first that was compared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contribution:
+    """The part between two sites, and the growth of the relative difference in it.
+
+    A difference that was only carried along adds nothing.
+    """
+
+    start: Site | None
+    """The site before the part; None for all that ran before the first site of a pass."""
+    end: Site
+    rms_rel_in: float
+    rms_rel_out: float
+
+    @property
+    def added(self) -> float:
+        """Output difference less input difference."""
+        return self.rms_rel_out - self.rms_rel_in
+
+    @property
+    def text(self) -> str:
+        """The text shown in reports."""
+        place = f"{'before' if self.start is None else f'{self.start.label} ->'} {self.end.label}"
+        return f"{place}: rms_rel from {self.rms_rel_in:.3g} to {self.rms_rel_out:.3g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NonFinite:
+    """The first site of a side that is not all finite; what was recorded before it is."""
+
+    side: str
+    site: Site
+    row: RowName
+    num_nan: int
+    num_inf: int
+
+    @property
+    def text(self) -> str:
+        """The text shown in reports."""
+        return f"{self.side}: {self.site.label}, {self.row.text} ({self.num_nan} NaN, {self.num_inf} infinite)"
+
+
+def first_divergence(results: Sequence[SiteResult]) -> Divergence | None:
+    """Return the first site that fails; the results are in the order of a step."""
+    before = None
+    for result in results:
+        if result.failures:
+            return Divergence(result=result, after=before)
+        before = result.site
+    return None
+
+
+def largest_contribution(results: Sequence[SiteResult]) -> Contribution | None:
+    """Return the part that adds most, or None where no two sites of a pass can be compared, or nothing differs."""
+    found = [
+        Contribution(
+            start=None if first is None else first.site,
+            end=last.site,
+            rms_rel_in=0.0 if first is None else _size(first),
+            rms_rel_out=_size(last),
+        )
+        for first, last in _blocks(results)
+    ]
+    # Of a block and its only differing part, which add the same, the part comes first.
+    largest = max(found, key=lambda block: block.added, default=None)
+    return largest if largest is not None and largest.added > 0 else None
+
+
+def first_non_finite(results: Sequence[SiteResult]) -> list[NonFinite]:
+    """Return the first NaN or infinity of each side, at most one of each."""
+    found: dict[str, NonFinite] = {}
+    for result in results:
+        told = result.measurement
+        if told is None:
+            continue
+        for side, row, nan, inf in (
+            ("A", result.bad_a, told.nan_a, told.inf_a),
+            ("B", result.bad_b, told.nan_b, told.inf_b),
+        ):
+            if row is not None and side not in found:
+                found[side] = NonFinite(side=side, site=result.site, row=row, num_nan=nan, num_inf=inf)
+    return [found[side] for side in sorted(found)]
+
+
+def _blocks(results: Sequence[SiteResult]) -> Iterator[tuple[SiteResult | None, SiteResult]]:
+    """Neighbours of a pass, the first of which has None before it, then the blocks of `BLOCKS`."""
+    usable = [result for result in results if result.site.kind not in NO_SIZE and math.isfinite(_size(result))]
+    for before, result in pairwise([None, *usable]):
+        if result is not None:
+            is_same_pass = before is not None and before.site.in_pass == result.site.in_pass
+            yield before if is_same_pass else None, result
+    place = {(result.site.in_pass, result.site.layer, result.site.kind): at for at, result in enumerate(usable)}
+    for (in_pass, layer, kind), at in place.items():
+        for first, last in BLOCKS:
+            other = place.get((in_pass, layer, last))
+            if kind is first and other is not None:
+                yield usable[min(at, other)], usable[max(at, other)]
+
+
+def _size(result: SiteResult) -> float:
+    """Infinite where there is none."""
+    if result.measurement is None or result.measurement.is_integer:
+        return math.inf
+    return result.measurement.metrics[Metric.RMS_REL]
+
 
 FINDINGS_SHOWN = 12
 PASSING_SHOWN = 5
@@ -21,7 +156,7 @@ _COLUMNS = (Metric.TOKEN_REL, Metric.MAX_ABS, Metric.RMS_REL, Metric.COSINE_DIST
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideFacts:
-    """Which folder a side is."""
+    """The folder of a side and what its manifest says."""
 
     path: str
     manifest: Mapping[str, object]
@@ -40,16 +175,16 @@ class Comparison:
     a: SideFacts
     b: SideFacts
     sites: Sequence[SiteResult] = ()
-    """Of both sides, in the order in which a step meets them."""
+    """Results of the sites of both sides, in the order in which a step meets them."""
     first: Divergence | None = None
     contribution: Contribution | None = None
     non_finite: Sequence[NonFinite] = ()
     findings: Sequence[Finding] = ()
-    """What is wrong, except for sites that fail."""
+    """Problems of the comparison, except for sites that fail."""
     notes: Sequence[str] = ()
-    """What does not change the verdict."""
+    """Remarks that do not change the verdict."""
     texts: Mapping[int, str] = field(default_factory=dict)
-    """Of the tokens that are named, where the tokenizer of a side could be loaded."""
+    """Texts of the tokens that are named, where the tokenizer of a side could be loaded."""
 
     @property
     def num_failing(self) -> int:
@@ -57,7 +192,7 @@ class Comparison:
         return sum(bool(result.failures) for result in self.sites)
 
     def as_record(self) -> dict[str, object]:
-        """For machines."""
+        """Return the comparison as JSON-like values."""
         first, most = self.first, self.contribution
         return {
             "verdict": self.verdict.label,
@@ -93,7 +228,7 @@ class Comparison:
         }
 
     def lines(self, *, is_all: bool = False) -> list[str]:
-        """For people; `is_all` names every site, rather than those that fail and the worst of the others."""
+        """Return the lines of the report; `is_all` names every site, else the worst and those that fail."""
         lines = [f"{self.verdict.name}: {self.reason}"]
         lines += [] if self.first is None else self._first_lines(self.first)
         if self.contribution is not None:
@@ -149,12 +284,12 @@ class Comparison:
 
 
 def _printable(line: str) -> str:
-    """What a recording says is shown to a terminal, which must not obey it."""
+    """Escape control characters: a recording is shown to a terminal, which must not obey it."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
 
 
 def _severity(result: SiteResult) -> float:
-    """How near a site is to its limits; 1 is at the limit."""
+    """Return how near a site is to its limits; 1 is at the limit."""
     if result.measurement is None:
         return 0.0
     metrics = result.measurement.metrics

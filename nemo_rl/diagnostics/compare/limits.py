@@ -84,7 +84,9 @@ DEFAULT = Limits()
 
 
 def coarsest(*names: str) -> Precision:
-    """Of the dtypes and precisions of both sides: float32 values of a bfloat16 model are no more exact than it."""
+    """Return the coarsest of the given dtypes and precisions: float32 values of a bfloat16 model are no more exact than
+    it.
+    """
     known = [name for text in names for name in PRECISIONS if name in text.replace("bf16", "bfloat16").split(" ")]
     return min(known, key=PRECISIONS.index, default="float32")
 
@@ -98,7 +100,7 @@ def read_limits(path: Path) -> Limits:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (YamlProblem, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: no YAML: {error}") from error
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(rules, list) or not rules:
         raise ConfigError(f"{path}: expected a list of rules such as {{sites: logprob, metric: max_abs, max: 1e-4}}")
     problems: list[str] = []
@@ -109,7 +111,7 @@ def read_limits(path: Path) -> Limits:
 
 
 def limits_text(rules: Sequence[Mapping[str, object]]) -> str:
-    """A file that `read_limits` reads; JSON values are YAML."""
+    """Return the text of a file that `read_limits` reads; JSON values are YAML."""
     lines = [", ".join(f"{key}: {json.dumps(value)}" for key, value in rule.items()) for rule in rules]
     return "".join(f"- {{{line}}}\n" for line in lines)
 
@@ -127,7 +129,7 @@ def _default(site: Site, precision: Precision, *, is_integer: bool) -> Mapping[M
 
 
 def _read_rule(rule: object, where: str, problems: list[str]) -> Rule | None:
-    """None after a problem."""
+    """Read one rule; return None after a problem."""
     if not isinstance(rule, dict):
         problems.append(f"{where}: expected {{sites: ..., metric: ..., max: ...}}, got {rule!r}")
         return None

@@ -22,7 +22,7 @@ class Markup(str):
 
 
 def tag(name: str, *parts: object) -> Markup:
-    """An element.
+    """Return an element.
 
     Args:
         parts: attributes as mappings, and content: `Markup` as it is, everything else escaped.

@@ -2,28 +2,30 @@
 
     parts of the last dimension --_whole_pieces--> pieces with all of it --_one_row_per_token--> rows in order
 
-Invariant: what comes out does not depend on how ranks shared the work. What several ranks hold must agree; where it
-does not, the first is taken and the side gets a finding that names the ranks.
+`match_samples` and `match_rows` find which sample and which rows of one side belong to which of the other. Invariant:
+what comes out does not depend on how ranks shared the work. What several ranks hold must agree; where it does not, the
+first is taken and the side gets a finding that names the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.diagnostics.compare.row_stats import as_rows, row_stats, take_rows
+from nemo_rl.diagnostics.compare.measurement import as_rows, row_stats, take_rows
 from nemo_rl.diagnostics.compare.side import POSITIONS, Side
 from nemo_rl.diagnostics.compare.site import Site
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.records.reader import Record
 from nemo_rl.records.sites import SiteKind
 
-__all__ = ["Merged", "merge"]
+__all__ = ["MatchedRows", "Merged", "SampleMap", "match_rows", "match_samples", "merge"]
 
 REPLICA_LIMIT = 1e-6
-"""Of the relative difference of a row. Replicas are copies of one result, or were summed by one collective."""
+"""Limit of the relative difference of a row. Replicas are copies of one result, or were summed by one collective."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +50,7 @@ class _Piece:
 
 
 def merge(site: Site, side: Side) -> Merged | None:
-    """None where nothing can be used; the side's findings say why."""
+    """Merge the records of a site; return None where nothing can be used, for which the side's findings say why."""
     records = side.sites[site]
     if site.kind is SiteKind.LOSS:
         return _merge_loss(site, records, side)
@@ -66,7 +68,7 @@ def merge(site: Site, side: Side) -> Merged | None:
 
 
 def _whole_pieces(site: Site, records: Sequence[Record], side: Side) -> list[_Piece]:
-    """Joins the parts of the last dimension of equal tokens of a microbatch; copies of a part must agree."""
+    """Join the parts of the last dimension of equal tokens of a microbatch; copies of a part must agree."""
     parts: dict[tuple[int, str, int], dict[int, _Piece]] = {}
     for record in records:
         tokens, values = side.tokens(record), side.load(record)
@@ -96,7 +98,7 @@ def _whole_pieces(site: Site, records: Sequence[Record], side: Side) -> list[_Pi
 
 
 def _one_row_per_token(site: Site, pieces: Sequence[_Piece], side: Side) -> Merged:
-    """Sorts by sample and position; a token that several pieces hold must be the same in all."""
+    """Sort by sample and position; a token that several pieces hold must be the same in all."""
     rank_N = torch.cat([torch.full_like(piece.code_R, piece.rank) for piece in pieces])
     code_N, order = torch.cat([piece.code_R for piece in pieces]).sort(stable=True)
     token_N = torch.cat([piece.token_R for piece in pieces])[order]
@@ -127,7 +129,7 @@ def _one_row_per_token(site: Site, pieces: Sequence[_Piece], side: Side) -> Merg
 
 
 def _merge_whole(site: Site, records: Sequence[Record], side: Side) -> Merged | None:
-    """A tensor without tokens, such as a gradient: copies or parts of one."""
+    """Return a tensor without tokens, such as a gradient: copies or parts of one."""
     held: dict[int, tuple[int, torch.Tensor]] = {}
     count = 1
     for record in records:
@@ -148,7 +150,7 @@ def _merge_whole(site: Site, records: Sequence[Record], side: Side) -> Merged | 
 
 
 def _merge_loss(site: Site, records: Sequence[Record], side: Side) -> Merged | None:
-    """The sum over data ranks and microbatches, which are shares of one batch; other ranks hold copies."""
+    """Return the sum over data ranks and microbatches, which are shares of one batch; other ranks hold copies."""
     if not side.has_all_ranks:
         side.found(Verdict.INCOMPLETE, f"{site.label}: not compared: a sum over what is there is not the batch's loss")
         return None
@@ -180,7 +182,7 @@ def _merge_loss(site: Site, records: Sequence[Record], side: Side) -> Merged | N
 
 
 def _check_copies(site: Site, side: Side, first: tuple[int, torch.Tensor], other: tuple[int, torch.Tensor]) -> None:
-    """Of rank and tensor."""
+    """Check that two ranks agree; `first` and `other` are a rank and its tensor."""
     (rank_a, a), (rank_b, b) = first, other
     ranks = f"ranks {rank_a} and {rank_b}" if rank_a != rank_b else f"records of rank {rank_a}"
     if a.shape != b.shape:
@@ -204,7 +206,93 @@ def _check_tokens(site: Site, side: Side, tokens: tuple[torch.Tensor, torch.Tens
 
 
 def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Rows that are not copies; NaN is a copy of NaN."""
+    """Return rows that are not copies; NaN is a copy of NaN."""
     stats = row_stats(as_rows(a), as_rows(b))
     limit = REPLICA_LIMIT**2 * torch.maximum(stats.squares_a, stats.squares_a.mean())
     return ((stats.squares_diff > limit) | (stats.num_broken > 0)).nonzero()[:, 0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleMap:
+    """Samples of B as numbered on side A."""
+
+    to_a: torch.Tensor
+    """`[samples of B + 1]` number on side A, -1 for none."""
+    num_common: int
+    is_by_tokens: bool
+    """Keys have nothing in common; samples of equal tokens were taken for the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatchedRows:
+    """Rows of a site that both sides have: row `rows_a[i]` of A is row `rows_b[i]` of B."""
+
+    rows_a: torch.Tensor
+    rows_b: torch.Tensor
+    code_M: torch.Tensor | None
+    """Codes in numbers of side A; None for a tensor without tokens, whose rows are all there."""
+    token_M: torch.Tensor | None
+    only_a: torch.Tensor
+    """Codes of A's rows that B has not."""
+    only_b: torch.Tensor
+    """Codes of B's, in B's numbers."""
+    differing_tokens: torch.Tensor
+    """Matched rows whose token ids differ."""
+    token_b_M: torch.Tensor | None
+    """Tokens of side B, like `token_M`."""
+
+
+def match_samples(a: Side, b: Side) -> SampleMap:
+    """Match samples by key; where no key is on both sides, by the tokens of samples of which each side has one."""
+    pairs: Mapping[str, str] = {key: key for key in b.samples if key in a.samples}
+    is_by_tokens = not pairs and bool(a.samples) and bool(b.samples)
+    if is_by_tokens:
+        unique_a, unique_b = _unique(a.sequences()), _unique(b.sequences())
+        pairs = {unique_b[digest]: key for digest, key in unique_a.items() if digest in unique_b}
+    to_a = torch.full((len(b.samples) + 1,), -1, dtype=torch.int64)
+    for key_b, key_a in pairs.items():
+        to_a[b.samples[key_b]] = a.samples[key_a]
+    return SampleMap(to_a=to_a, num_common=len(pairs), is_by_tokens=is_by_tokens)
+
+
+def match_rows(a: Merged, b: Merged, samples: SampleMap) -> MatchedRows:
+    """Return rows of the same sample and position, in A's order."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    if a.code_N is None or b.code_N is None or a.token_N is None or b.token_N is None:
+        rows = torch.arange(len(a.values))
+        return MatchedRows(
+            rows_a=rows,
+            rows_b=rows,
+            code_M=None,
+            token_M=None,
+            token_b_M=None,
+            only_a=nothing,
+            only_b=nothing,
+            differing_tokens=nothing,
+        )
+    number_N = samples.to_a[b.code_N // POSITIONS]
+    is_known = number_N >= 0
+    code_b = torch.where(is_known, number_N * POSITIONS + b.code_N % POSITIONS, -1)
+    sorted_b, order_b = code_b.sort()
+    at = torch.searchsorted(sorted_b, a.code_N).clamp(max=max(0, len(sorted_b) - 1))
+    is_in_both = sorted_b[at] == a.code_N if len(sorted_b) else torch.zeros_like(a.code_N, dtype=torch.bool)
+    rows_a = is_in_both.nonzero()[:, 0]
+    rows_b = order_b[at[rows_a]] if len(rows_a) else nothing
+    is_only_b = torch.ones_like(b.code_N, dtype=torch.bool)
+    is_only_b[rows_b] = False
+    return MatchedRows(
+        rows_a=rows_a,
+        rows_b=rows_b,
+        code_M=a.code_N[rows_a],
+        token_M=a.token_N[rows_a],
+        token_b_M=b.token_N[rows_b],
+        only_a=a.code_N[~is_in_both],
+        only_b=b.code_N[is_only_b],
+        differing_tokens=(a.token_N[rows_a] != b.token_N[rows_b]).nonzero()[:, 0],
+    )
+
+
+def _unique(digests: Mapping[str, str]) -> Mapping[str, str]:
+    """Return digest -> key, of digests that one key has."""
+    counts = Counter(digests.values())
+    return {digest: key for key, digest in digests.items() if counts[digest] == 1}

@@ -43,13 +43,13 @@ class Proposal:
 
     num_pairs: int
     floors: Sequence[Floor]
-    """In the order of a step."""
+    """Floors in the order of a step."""
     text: str
     """A file of limits."""
 
 
 def propose_limits(folders: Sequence[Path]) -> Proposal:
-    """Limits for comparisons with recordings like these, which must have been made with the same settings.
+    """Return limits for comparisons with recordings like these, which must have been made with the same settings.
 
     Raises:
         UserError: fewer than two folders, or two that differ by more than noise.
@@ -64,7 +64,7 @@ def propose_limits(folders: Sequence[Path]) -> Proposal:
             result.is_noise or not result.failures for result in comparison.sites
         )
         if comparison.verdict is not Verdict.PASS and not only_limits:
-            raise UserError(f"noise: {a} and {b} are no two recordings of the same: {comparison.reason}")
+            raise UserError(f"noise: {a} and {b} are not recordings of the same run: {comparison.reason}")
         for result in comparison.sites:
             found = {} if result.measurement is None else result.measurement.metrics
             for metric in result.limits:
@@ -78,7 +78,7 @@ def propose_limits(folders: Sequence[Path]) -> Proposal:
 
 
 def _text(floors: Sequence[Floor], num_pairs: int) -> str:
-    """One rule for each site; for each kind of sites where these would be too many."""
+    """Return one rule for each site; for each kind of sites where these would be too many."""
     by_layer = _rules(floors, with_layers=True)
     rules = by_layer if len(by_layer) <= MAX_RULES else _rules(floors, with_layers=False)
     pairs = f"{num_pairs} pair{'' if num_pairs == 1 else 's'} of recordings"
@@ -101,7 +101,7 @@ def _rules(floors: Sequence[Floor], *, with_layers: bool) -> list[Mapping[str, o
 
 
 def _rounded_up(value: float) -> float:
-    """To two digits."""
+    """Round up to two digits."""
     if value == 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)

@@ -1,23 +1,43 @@
 """`Side`: a folder of records opened for a comparison: its sites, its tokens, and what was wrong with it.
 
-Invariant: nothing that a folder holds raises; it becomes a finding, and what is left is compared.
+A `Finding` is one thing that is wrong; `gravest` is the verdict that follows from all of them. Invariant: nothing that
+a folder holds raises; it becomes a finding, and what is left is compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from nemo_rl.diagnostics.compare.findings import Finding
 from nemo_rl.diagnostics.compare.site import Site
 from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.errors import UserError, boundary, shorten
 from nemo_rl.records.reader import CorruptRecord, Record, RecordFolder
 from nemo_rl.records.record import TokenTable
 from nemo_rl.records.writer import bytes_of, digest_of
 
-__all__ = ["POSITIONS", "Side", "Tokens"]
+__all__ = ["POSITIONS", "Finding", "Side", "Tokens", "gravest", "token_texts"]
+
+_GRAVITY = (Verdict.CORRUPT, Verdict.UNSUPPORTED, Verdict.VACUOUS, Verdict.MISMATCH, Verdict.INCOMPLETE)
+"""Verdicts, gravest first. Damaged bytes prove nothing; a difference beyond its limit is one, whatever else is
+missing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A reason for which two recordings cannot be said to agree."""
+
+    verdict: Verdict
+    text: str
+
+
+def gravest(findings: Sequence[Finding]) -> Finding | None:
+    """Return the first of those of the gravest kind; None where nothing is wrong."""
+    return min(findings, key=lambda finding: _GRAVITY.index(finding.verdict), default=None)
+
 
 POSITIONS = 1 << 40
 """More than a row has; a token's code is its sample's number times this plus its position."""
@@ -55,13 +75,13 @@ class Side:
         self._tokens: dict[tuple[int, str | None], Tokens | None] = {}
 
     def found(self, verdict: Verdict, text: str) -> None:
-        """Notes something wrong with this side."""
+        """Note something wrong with this side."""
         finding = Finding(verdict=verdict, text=f"{self.name}: {text}")
         if finding not in self.findings:
             self.findings.append(finding)
 
     def load(self, record: Record) -> torch.Tensor | None:
-        """None for bytes that are not those that were written."""
+        """Load a tensor; return None for bytes that are not those that were written."""
         try:
             return record.load()
         except CorruptRecord as error:
@@ -69,21 +89,21 @@ class Side:
             return None
 
     def tokens(self, record: Record) -> Tokens | None:
-        """Of the rows of a record that has them; None for a damaged table."""
+        """Return the tokens of the rows of a record that has them; None for a damaged table."""
         at = (record.rank, record.table)
         if at not in self._tokens:
             self._tokens[at] = self._read_tokens(record)
         return self._tokens[at]
 
     def read_samples(self) -> None:
-        """Reads all tables, so that `samples` is complete."""
+        """Read all tables, so that `samples` is complete."""
         for records in self.sites.values():
             for record in records:
                 if record.table is not None:
                     self.tokens(record)
 
     def sequences(self) -> Mapping[str, str]:
-        """Key -> digest of its tokens, over all tables and in the order of their positions."""
+        """Return key -> digest of its tokens, over all tables and in the order of their positions."""
         tables = [table for table in self._tokens.values() if table is not None]
         if not tables:
             return {}
@@ -98,7 +118,7 @@ class Side:
         return {key: digests[number] for key, number in self.samples.items() if number in digests}
 
     def key_of(self, code: int) -> str:
-        """Of the sample of a token's code."""
+        """Return the key of the sample of a token's code."""
         return list(self.samples)[code // POSITIONS]
 
     def _sites(self) -> Mapping[Site, list[Record]]:
@@ -124,9 +144,30 @@ class Side:
             raise ValueError("expected three rows of int64")
         row_R, position_R, token_R = columns
         if len(table) and (int(row_R.min()) < 0 or int(row_R.max()) >= len(table.keys)):
-            raise ValueError(f"a token of a row that is none of {len(table.keys)}")
+            raise ValueError(f"a token names a row that the table of {len(table.keys)} rows lacks")
         if len(table) and (int(position_R.min()) < 0 or int(position_R.max()) >= POSITIONS):
-            raise ValueError("a token at no position")
+            raise ValueError("a token has no position")
         number_K = torch.tensor([self.samples.setdefault(key, len(self.samples)) for key in table.keys] or [0])
         code_R = number_K[row_R] * POSITIONS + position_R
         return Tokens(code_R=code_R, token_R=token_R, identity=digest_of(bytes_of(torch.stack((code_R, token_R)))))
+
+
+TEXT_SHOWN = 40
+
+
+def token_texts(tokenizer: str, tokens: Iterable[int]) -> tuple[Mapping[int, str], str | None]:
+    """Token -> text, and why there is none; an empty folder name has neither."""
+    wanted = sorted(set(tokens))
+    if not tokenizer or not wanted:
+        return {}, None
+    if not Path(tokenizer).is_dir():
+        return {}, f"no texts of tokens: {tokenizer} is no folder"
+    from nemo_rl.data.tokenizer import load_tokenizer  # noqa: PLC0415 - transformers takes seconds to import
+
+    try:
+        loaded = load_tokenizer(tokenizer)
+        with boundary(UserError, f"tokenizer {tokenizer!r}"):
+            known = [token for token in wanted if 0 <= token < len(loaded)]
+            return {token: shorten(str(loaded.decode([token])), limit=TEXT_SHOWN) for token in known}, None
+    except UserError as error:
+        return {}, f"no texts of tokens: {error}"

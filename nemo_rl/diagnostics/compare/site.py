@@ -39,7 +39,7 @@ class Site:
         layer, name = place.layer, place.name
         numbers = (place.update, place.microbatch, 0 if layer is None else layer)
         if not all(isinstance(number, int) and number >= 0 for number in numbers) or not isinstance(place.phase, str):
-            raise ValueError(f"no place of a model: {place}")
+            raise ValueError(f"unknown site: {place}")
         return cls(
             phase=place.phase,
             kind=place.kind,
@@ -52,13 +52,13 @@ class Site:
 
     @property
     def short(self) -> str:
-        """Without its pass."""
+        """The name without its pass."""
         at = self.layer if self.name is None else self.name
         return f"{self.kind.value}{'' if at is None else f'[{at}]'}"
 
     @property
     def label(self) -> str:
-        """For people."""
+        """The name shown in reports."""
         update = f"#{self.update}" if self.update else ""
         backward = " backward" if self.direction is Direction.BACKWARD else ""
         return f"{self.phase}{update}/{self.short}{backward}{' recomputed' if self.is_recomputed else ''}"
@@ -72,11 +72,11 @@ class Site:
 
     @property
     def in_pass(self) -> tuple[str, int, bool, Direction]:
-        """What sites share that one runs into the next."""
+        """The identity of a pass, which sites share when one runs into the next."""
         return (self.phase, self.update, self.is_recomputed, self.direction)
 
     def is_taken_by(self, selector: Selector) -> bool:
-        """Whether a selector asks for it."""
+        """Return whether a selector asks for the site."""
         if self.kind is SiteKind.GRAD and self.name is not None:
             return selector.takes_parameter(self.name)
         return selector.takes(self.kind, self.layer, self.direction)

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nemo_rl.diagnostics.compare.limits import Limits, coarsest
-from nemo_rl.diagnostics.compare.match import MatchedRows, SampleMap, match_rows
-from nemo_rl.diagnostics.compare.measurement import Measurement, Metric, measure
-from nemo_rl.diagnostics.compare.merge import Merged
-from nemo_rl.diagnostics.compare.row_stats import take_rows
+from nemo_rl.diagnostics.compare.measurement import Measurement, Metric, measure, take_rows
+from nemo_rl.diagnostics.compare.merge import MatchedRows, Merged, SampleMap, match_rows
 from nemo_rl.diagnostics.compare.side import POSITIONS, Side
 from nemo_rl.diagnostics.compare.site import Site
 
@@ -19,22 +17,22 @@ __all__ = ["RowName", "SiteResult", "WorstToken", "compare_site", "finite_or_tex
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowName:
-    """Which row of a site."""
+    """The name of one row of a site."""
 
     key: str | None
-    """Of the sample; None for a row of a tensor without tokens."""
+    """Key of the sample; None for a row of a tensor without tokens."""
     position: int
     token: int | None
 
     @property
     def text(self) -> str:
-        """For people."""
+        """The text shown in reports."""
         if self.key is None:
             return f"row {self.position}"
         return f"sample {self.key!r}, position {self.position}, token {self.token}"
 
     def as_record(self) -> dict[str, object]:
-        """JSON form."""
+        """Return JSON form."""
         return {"key": self.key, "position": self.position, "token": self.token}
 
 
@@ -50,7 +48,7 @@ class WorstToken:
     b: float
 
     def as_record(self) -> dict[str, object]:
-        """JSON form."""
+        """Return JSON form."""
         numbers = {"token_rel": self.token_rel, "max_abs": self.max_abs, "a": self.a, "b": self.b}
         shown = {name: finite_or_text(value) for name, value in numbers.items()}
         return {**self.row.as_record(), "element": self.element, **shown}
@@ -62,7 +60,7 @@ class SiteResult:
 
     site: Site
     num_rows: int
-    """That were compared."""
+    """Number of rows that were compared."""
     num_only_a: int
     num_only_b: int
     num_other_tokens: int
@@ -71,7 +69,7 @@ class SiteResult:
     """Empty where it passes."""
     limits: Mapping[Metric, float]
     measurement: Measurement | None
-    """None where there was nothing to measure: no row, no value, or other shapes."""
+    """The measurement, or None where there was nothing to measure: no row, no value, or other shapes."""
     max_abs_at: RowName | None = None
     worst: tuple[WorstToken, ...] = ()
     bad_a: RowName | None = None
@@ -80,11 +78,11 @@ class SiteResult:
 
     @property
     def is_noise(self) -> bool:
-        """Whether it fails by nothing but its limits."""
+        """True where the site fails by nothing but its limits."""
         return self.num_other_tokens == 0 and self.measurement is not None and not _broken(self.measurement)
 
     def as_record(self) -> dict[str, object]:
-        """JSON form; what is not finite is a text."""
+        """Return JSON form; what is not finite is a text."""
         site = self.site
         record: dict[str, object] = {
             "site": site.label,
@@ -154,7 +152,7 @@ def compare_site(
 
 
 def finite_or_text(value: float) -> float | str:
-    """JSON knows neither NaN nor infinity."""
+    """Return a value that JSON has: it knows neither NaN nor infinity."""
     return value if math.isfinite(value) else str(value)
 
 
@@ -172,7 +170,7 @@ class _Names:
         return RowName(key=self._side.key_of(code), position=code % POSITIONS, token=int(token_M[row]))
 
     def other_tokens(self) -> list[str]:
-        """Where the sides speak of other tokens, if they do."""
+        """Return the places where the sides have different tokens, if any."""
         bad = self._rows.differing_tokens
         if not len(bad) or self._rows.token_b_M is None:
             return []

@@ -20,13 +20,11 @@ import torch
 
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
-from nemo_rl.diagnostics.mismatch.evidence import far_tokens, look_at
-from nemo_rl.diagnostics.mismatch.hypotheses import Stated
 from nemo_rl.diagnostics.mismatch.parts import split
 from nemo_rl.diagnostics.mismatch.progress import Progress
-from nemo_rl.diagnostics.mismatch.report import MismatchReport
+from nemo_rl.diagnostics.mismatch.report import MismatchReport, far_tokens, look_at
 from nemo_rl.diagnostics.mismatch.scorer import Scorer
-from nemo_rl.diagnostics.mismatch.setting import Setting
+from nemo_rl.diagnostics.mismatch.setting import Setting, Stated
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens, read_tokens, route_columns
 from nemo_rl.diagnostics.mismatch.versions import Versions, find_versions
 from nemo_rl.diagnostics.step_replay.chain import ChainLink, read_link

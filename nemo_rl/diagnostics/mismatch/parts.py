@@ -8,6 +8,9 @@
 The order decides how much of a common part each cause gets, so the largest comes first: a cause that is alone is named
 alone. Invariant: a part is the KL before a change less that after it, so that parts add up to the total; the part of
 batching may be negative, for that change is always the first.
+
+With d = log p_trainer - log p_rollout of a token that the rollout has sampled, `k3` estimates KL(rollout || trainer).
+Shapes: M tokens.
 """
 
 from __future__ import annotations
@@ -17,40 +20,81 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nemo_rl.diagnostics.mismatch.hypotheses import (
+from nemo_rl.diagnostics.mismatch.scorer import Scorer
+from nemo_rl.diagnostics.mismatch.setting import (
+    Cause,
+    Change,
+    Setting,
     Stated,
     refined,
     sampling_changes,
     stated_changes,
     supposed_changes,
 )
-from nemo_rl.diagnostics.mismatch.measure import Divergence, divergence
-from nemo_rl.diagnostics.mismatch.scorer import Scorer
-from nemo_rl.diagnostics.mismatch.setting import Cause, Change, Setting
-from nemo_rl.models.logprobs import Sampling
+from nemo_rl.models.logprobs import Sampling, k3
 
-__all__ = ["Part", "Split", "find_trainer", "named_first", "noise_floor", "split"]
+__all__ = ["Divergence", "Part", "Split", "divergence", "find_trainer", "named_first", "noise_floor", "split"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Divergence:
+    """The divergence between two sides, over the tokens of all rows."""
+
+    kl: float
+    """Mean of k3, nats per token."""
+    std_error: float
+    """Standard error of the mean; rows are independent of one another, tokens of a row are not."""
+    mean_abs: float
+    """Mean of |d|."""
+    largest: float
+    """Largest |d|."""
+    num_tokens: int
+
+
+def divergence(trainer_M: torch.Tensor, rollout_M: torch.Tensor, row_M: torch.Tensor) -> Divergence:
+    """Over the tokens that both sides have; NaN is none.
+
+    Args:
+        row_M: number of the row of each token.
+    """
+    log_ratio_M = trainer_M.double() - rollout_M.double()
+    is_there_M = ~log_ratio_M.isnan()
+    d, row = log_ratio_M[is_there_M], row_M[is_there_M]
+    if not len(d):
+        return Divergence(kl=0.0, std_error=0.0, mean_abs=0.0, largest=0.0, num_tokens=0)
+    each = k3(d)
+    mean = float(each.mean())
+    # The mean is a ratio of two sums over rows: its error is that of the rows' sums about it.
+    of_rows = torch.zeros(int(row.max()) + 1, dtype=torch.float64).index_add_(0, row, each - mean)
+    return Divergence(
+        kl=mean,
+        std_error=float(of_rows.square().sum().sqrt()) / len(d),
+        mean_abs=float(d.abs().mean()),
+        largest=float(d.abs().max()),
+        num_tokens=len(d),
+    )
+
 
 FLOOR = 1e-9
 """Nats per token: differences of 4e-5, tenfold what float32 leaves between two ways to batch."""
 NOISE_FACTOR = 10.0
 NOISE_ROWS = 32
 SMALL_SHARE = 0.02
-"""Of the total: what the run states explains at least this, or nothing."""
+"""Share of the total that a difference stated by the run must explain to be named."""
 FITTED_SHARE = 0.7
-"""Of what is left: a fitted number is believed where it explains at least this. A flat guess is nearer to any."""
+"""Share of the rest that a fitted number must explain to be believed. A flat guess is nearer to any."""
 FIXED_SHARE = 0.3
-"""Of what is left, for suppositions without a number to fit: what is not the cause makes both sides differ more."""
+"""Share of the rest for suppositions without a number to fit: a wrong one makes both sides differ more."""
 SETS_SHARE = 0.5
-"""Of what is left: sets that were not recorded are named for what moved them, too, where they are most of it."""
+"""Share of the rest from which on sets that were not recorded are named for what moved them, too."""
 DONE_SHARE = 0.1
-"""Of what is left: a change that leaves no more is taken before others are tried."""
+"""Share of the rest: a change that leaves no more is taken before others are tried."""
 WORTH_SHARE = 0.2
-"""Of what is left: another rope base that removes less on a coarse grid is not refined, for each is a pass."""
+"""Share of the rest: another rope base that removes less on a coarse grid is not refined, for each is a pass."""
 FITTED_SAMPLINGS: tuple[Cause, ...] = ("temperature", "top_p", "top_k")
 FITTED: tuple[Cause, ...] = (*FITTED_SAMPLINGS, "rope")
 PRECISE_SHARE = 1e-3
-"""Of what is left: a fit that leaves no more is exact enough."""
+"""Share of the rest: a fit that leaves no more is exact enough."""
 MAX_CHANGES = 6
 EXACT = "float32"
 UNEXPLAINED = "no change explains it"
@@ -58,13 +102,13 @@ UNEXPLAINED = "no change explains it"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What one change has removed."""
+    """The KL that one change has removed."""
 
     cause: Cause
     what: str
     kl: float
     share: float
-    """Of the total."""
+    """Share of the total."""
     is_stated: bool
     """Config and tags say so; False: it was found by trying."""
 
@@ -75,10 +119,10 @@ class Split:
 
     total: Divergence
     floor: float
-    """Below it a KL is noise."""
+    """The KL below which a difference is noise."""
     trainer: Setting
     parts: tuple[Part, ...]
-    """In the order of the changes; the last one is the rest."""
+    """Parts in the order of the changes; the last one is the rest."""
     rest_M: torch.Tensor
     """Log-probabilities after all changes."""
 
@@ -114,7 +158,7 @@ def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision:
 
 
 def noise_floor(scorer: Scorer, as_run: Setting, stated: Stated) -> float:
-    """What one model gives against itself: rows one by one against rows of one length together.
+    """Return the KL of one model against itself: rows one by one against rows of one length together.
 
     Where both sides compute in the same low precision, also what that gives against float32.
     """
@@ -129,7 +173,7 @@ def noise_floor(scorer: Scorer, as_run: Setting, stated: Stated) -> float:
 
 
 def find_trainer(scorer: Scorer, stated: Stated, as_run: Setting, trainer_M: torch.Tensor, *, enough: float) -> Setting:
-    """The setting under which the trainer has scored: as the config says, unless its own numbers say otherwise.
+    """Find the setting under which the trainer has scored: as the config says, unless its own numbers say otherwise.
 
     Args:
         enough: KL to the trainer's numbers at which the config is believed.
@@ -171,7 +215,7 @@ def _nearest(
 
 
 def named_first(parts: Sequence[Part]) -> Part:
-    """The cause with the largest part; what it has in several steps counts together."""
+    """Return the cause with the largest part; what it has in several steps counts together."""
     causes = {part.cause: [other for other in parts if other.cause == part.cause] for part in parts}
     largest = max(causes.values(), key=lambda of_cause: sum(part.kl for part in of_cause))
     what = max(largest, key=lambda part: part.kl)
@@ -191,12 +235,12 @@ class _Search:
         return self._kls([setting])[0]
 
     def part(self, cause: Cause, what: str, after: Setting, before: float, *, is_stated: bool = True) -> Part:
-        """Of a change to the setting `after`."""
+        """Return the part of a change to the setting `after`."""
         removed = before - self.kl(after)
         return Part(cause=cause, what=what, kl=removed, share=self._share(removed), is_stated=is_stated)
 
     def rest(self, at: Setting, left: float) -> Part:
-        """What no change has removed."""
+        """Return the part that no change has removed."""
         is_rounding = left <= self.rounding(at)
         return Part(
             cause="precision" if is_rounding else "engine",
@@ -207,14 +251,14 @@ class _Search:
         )
 
     def rounding(self, at: Setting) -> float:
-        """What a low precision gives against float32: decoding rounds elsewhere than a pass over whole rows."""
+        """Return the KL of a low precision against float32: decoding rounds elsewhere than a pass over whole rows."""
         if at.precision == EXACT:
             return 0.0
         low, exact = self._scorer.logprobs(at, replace(at, precision=EXACT))
         return divergence(exact, low, self._scorer.tokens.row_M).kl
 
     def best(self, at: Setting, left: float) -> Change | None:
-        """The change that removes most; None where none removes enough."""
+        """Return the change that removes most; None where none removes enough."""
         stated = self._stated
         changes = stated_changes(at, stated, is_lagging=self._scorer.is_lagging)
         sets = self._least([change for change in changes if change.cause == "sets"])

@@ -38,7 +38,7 @@ class Progress:
         self._thread.join()
 
     def begin(self, what: str, *, total: int = 0, count: Callable[[], int] | None = None) -> None:
-        """Starts a phase.
+        """Start a phase.
 
         Args:
             total: its units of work of about the same length; 0 where nobody knows.
@@ -49,12 +49,12 @@ class Progress:
             self._began = time.monotonic()
 
     def advance(self, units: int = 1) -> None:
-        """Counts units of the phase as done."""
+        """Count units of the phase as done."""
         with self._lock:
             self._done += units
 
     def line(self) -> str:
-        """The present phase in words."""
+        """Return the present phase in words."""
         with self._lock:
             what, total, began = self._what, self._total, self._began
             done = self._done if self._count is None else self._count()

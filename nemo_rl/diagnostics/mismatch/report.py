@@ -1,17 +1,118 @@
-"""`MismatchReport`: the parts of a step's KL, for people and as JSON."""
+"""`MismatchReport`: the parts of a step's KL, for people and as JSON, with the evidence of the tokens themselves.
+
+The evidence concerns the part that no change has removed: which tokens are furthest apart, and what they have in
+common.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from nemo_rl.diagnostics.mismatch.evidence import Evidence, FarToken
-from nemo_rl.diagnostics.mismatch.measure import Divergence
-from nemo_rl.diagnostics.mismatch.parts import Part, named_first
-from nemo_rl.diagnostics.mismatch.setting import CAUSES, Cause
-from nemo_rl.diagnostics.verdict import Verdict
+import torch
 
-__all__ = ["MismatchReport"]
+from nemo_rl.diagnostics.mismatch.parts import Divergence, Part, named_first
+from nemo_rl.diagnostics.mismatch.setting import CAUSES, Cause
+from nemo_rl.diagnostics.mismatch.tokens import StepTokens
+from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.models.logprobs import k3
+
+__all__ = ["Evidence", "FarToken", "MismatchReport", "far_tokens", "look_at"]
+
+SHOWN_TOKENS = 8
+CONTEXT = 6
+"""Tokens before one that is shown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """The places in the rows where a difference lies."""
+
+    first_tokens: float
+    """Mean k3 of the first sampled token of each row."""
+    early: float
+    """Mean over the first third of each row's sampled tokens."""
+    late: float
+    """Mean over the last third."""
+    top_share: float
+    """Share of the sum in the 1 % of tokens that are furthest apart."""
+
+    @property
+    def text(self) -> str:
+        grows = "grows along the row" if self.late > GROWTH * max(self.early, self.first_tokens) else "is everywhere"
+        return (
+            f"it {grows}: {self.first_tokens:.3g} at the first token of a row, {self.early:.3g} in the first third, "
+            f"{self.late:.3g} in the last; {self.top_share:.0%} of it in 1 % of the tokens"
+        )
+
+
+GROWTH = 3.0
+"""Late to early, beyond which a difference grows along the row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FarToken:
+    """One token."""
+
+    key: str
+    position: int
+    """Position of the token in its row."""
+    text: str
+    before: str
+    """Text of the tokens before it."""
+    rollout: float
+    trainer: float
+
+    @property
+    def apart(self) -> float:
+        return self.trainer - self.rollout
+
+
+def look_at(tokens: StepTokens, logprobs_M: torch.Tensor) -> Evidence:
+    """Compare log-probabilities with those of the rollout."""
+    each_M = k3((logprobs_M - tokens.rollout_M).double()).nan_to_num(0.0)
+    row_M, column_M = tokens.row_M, tokens.column_M
+    counts_N = torch.bincount(row_M, minlength=len(tokens.rows))
+    first_N = torch.full((len(tokens.rows),), tokens.ids_NT.shape[1]).scatter_reduce(0, row_M, column_M, "amin")
+    place_M = (column_M - first_N[row_M]).double() / counts_N[row_M].clamp(min=1)
+    ranked = each_M.sort(descending=True).values
+    top = ranked[: max(1, len(ranked) // 100)].sum()
+    return Evidence(
+        first_tokens=_mean(each_M[column_M == first_N[row_M]]),
+        early=_mean(each_M[place_M < 1 / 3]),
+        late=_mean(each_M[place_M >= 2 / 3]),
+        top_share=float(top / ranked.sum()) if float(ranked.sum()) else 0.0,
+    )
+
+
+def far_tokens(
+    tokens: StepTokens, logprobs_M: torch.Tensor, decode: Callable[[list[int]], str]
+) -> tuple[FarToken, ...]:
+    """Return the tokens with the largest |d|, one of each row."""
+    apart_M = (logprobs_M - tokens.rollout_M).abs().nan_to_num(0.0)
+    row_M, column_M = tokens.row_M, tokens.column_M
+    found: dict[int, FarToken] = {}
+    for place in apart_M.argsort(descending=True).tolist():
+        row, column = int(row_M[place]), int(column_M[place])
+        if row in found:
+            continue
+        ids = tokens.ids_NT[row].tolist()
+        found[row] = FarToken(
+            key=tokens.keys[row],
+            position=column,
+            text=decode(ids[column : column + 1]),
+            before=decode(ids[max(0, column - CONTEXT) : column]),
+            rollout=float(tokens.rollout_M[place]),
+            trainer=float(logprobs_M[place]),
+        )
+        if len(found) == SHOWN_TOKENS:
+            break
+    return tuple(found.values())
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
 
 HINTS: Mapping[Cause, str] = {
     "weights": "compare the tags of the rows with what the engines hold: is a refit late, or lost on one replica?",
@@ -45,10 +146,10 @@ class MismatchReport:
     floor: float
     """Nats per token, below which a KL is noise."""
     trainer: str
-    """How the trainer has scored, by its own numbers."""
+    """The trainer's way of scoring, by its own numbers."""
     parts: tuple[Part, ...]
     evidence: Evidence
-    """Of the rest."""
+    """Evidence of the rest."""
     far: tuple[FarToken, ...]
     notes: tuple[str, ...]
     seconds: float
@@ -60,13 +161,13 @@ class MismatchReport:
 
     @property
     def verdict(self) -> Verdict:
-        """How it ended."""
+        """The verdict of the explanation."""
         if not self.total.num_tokens:
             return Verdict.VACUOUS
         return Verdict.PASS if self.first is None else Verdict.MISMATCH
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Yield the lines of the report."""
         total = self.total
         yield f"mismatch of step {self.step} of {self.run}: {self.num_rows} rows, {total.num_tokens} sampled tokens"
         yield f"  trainer: {self.trainer}"
@@ -82,7 +183,7 @@ class MismatchReport:
         yield f"{self.verdict.label} in {self.seconds:.1f} s"
 
     def as_record(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the report as JSON-like values."""
         first = self.first
         return {
             **asdict(self),

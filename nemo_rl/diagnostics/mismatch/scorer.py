@@ -7,7 +7,7 @@ pass, N all rows, T tokens, M sampled tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.diagnostics.mismatch.progress import Progress
-from nemo_rl.diagnostics.mismatch.rope import has_rope, scaled_rope
 from nemo_rl.diagnostics.mismatch.setting import Cut, Setting
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.distributed.local_job import quiet_libraries
@@ -25,12 +24,40 @@ from nemo_rl.models.logprobs import filter_logits, token_logprobs
 from nemo_rl.models.support import KeptSets, SupportRecorder, decode_support
 from nemo_rl.routes.shape import MISSING, RouteShape
 
-__all__ = ["RoutesOf", "Scorer"]
+__all__ = ["RoutesOf", "Scorer", "has_rope", "scaled_rope"]
+
+FREQUENCIES = "inv_freq"
+"""End of the name of the buffers: frequency i of n is base ** (-i / n), some scaled for long rows."""
+
+
+def has_rope(model: torch.nn.Module) -> bool:
+    """Return whether the model has frequencies whose base can be changed."""
+    return bool(_frequencies(model))
+
+
+@contextmanager
+def scaled_rope(model: torch.nn.Module, factor: float) -> Iterator[None]:
+    """The base of all layers is `factor` times what it is."""
+    before = [(buffer, buffer.clone()) for buffer in _frequencies(model)]
+    try:
+        for buffer, _ in before:
+            part = torch.arange(len(buffer), device=buffer.device) / len(buffer)
+            buffer.mul_(factor**-part)
+        yield
+    finally:
+        for buffer, kept in before:
+            buffer.copy_(kept)
+
+
+def _frequencies(model: torch.nn.Module) -> list[torch.Tensor]:
+    found = {id(buffer): buffer for name, buffer in model.named_buffers() if name.endswith(FREQUENCIES)}
+    return list(found.values())
+
 
 PASS_TOKENS = 4096
-"""Of one pass: bounds its logits."""
+"""Most tokens of one pass: they bound its logits."""
 MODELS_HELD = 2
-"""In memory: greedy search goes back and forth between two."""
+"""Models held in memory: greedy search goes back and forth between two."""
 RoutesOf = Callable[[RouteShape], torch.Tensor | None]
 """Shape of the model's routes -> those of the rollout, `[N, T, L, K]`, -1 where one is missing; None: none kept."""
 
@@ -40,7 +67,7 @@ class _Scored:
     """The wanted tokens of one forward pass."""
 
     row_m: torch.Tensor
-    """Of N."""
+    """Row, out of N, of each sampled token."""
     column_m: torch.Tensor
     target_m: torch.Tensor
     logits_mV: torch.Tensor
@@ -82,24 +109,24 @@ class Scorer:
 
     @property
     def replays(self) -> bool:
-        """Whether routes can be replayed."""
+        """True where routes can be replayed."""
         return self._routes_of is not None
 
     @property
     def is_lagging(self) -> bool:
-        """Whether the tags name other weights than the trainer's, and they are there."""
+        """True where the tags name other weights than the trainer's, and they are there."""
         return self._versions(0) != self._versions(None) and self.has_weights(0)
 
     def has_weights(self, lag: int | None) -> bool:
-        """Whether the weights of every row are there."""
+        """Return whether the weights of every row are there."""
         return all(version in self._folders for version in self._versions(lag))
 
     def has_rope(self, setting: Setting) -> bool:
-        """Whether the model has rotary embeddings that can be changed."""
+        """Return whether the model has rotary embeddings that can be changed."""
         return has_rope(self._model(self._versions(setting.lag)[0], setting.precision)[0])
 
     def logprobs(self, *settings: Setting) -> list[torch.Tensor]:
-        """`[M]` float32 of each; NaN where a shifted token has no counterpart."""
+        """Return `[M]` float32 of each; NaN where a shifted token has no counterpart."""
         by_passes: dict[tuple[object, ...], list[Setting]] = {}
         for setting in settings:
             if (setting.passes, setting.cut) not in self._scored:
@@ -113,7 +140,7 @@ class Scorer:
         return [self._placed(self._scored[setting.passes, setting.cut], setting.shift) for setting in settings]
 
     def one_by_one(self, setting: Setting, *, num_rows: int) -> torch.Tensor:
-        """As `logprobs`, of the first rows, each in a pass of its own; NaN of the others."""
+        """Score the first rows like `logprobs`, each in a pass of its own; the others are NaN."""
         rows = range(min(num_rows, len(self.tokens.rows)))
         self._progress.begin("measuring the noise, rows scored", total=len(rows))
         scored = self._score(setting, [setting.cut], groups=[[row] for row in rows])
@@ -140,7 +167,7 @@ class Scorer:
     def _score(
         self, setting: Setting, cuts: Sequence[Cut], *, groups: Sequence[Sequence[int]] | None = None
     ) -> list[torch.Tensor]:
-        """`[N, T]` for each cut, NaN where nothing is wanted."""
+        """Return `[N, T]` for each cut, NaN where nothing is wanted."""
         found = [torch.full(self.tokens.ids_NT.shape, float("nan")) for _ in cuts]
         if any(cut.sets == "engine" for cut in cuts):
             self._find_sets()
@@ -157,7 +184,7 @@ class Scorer:
     def _passes(
         self, setting: Setting, wanted_NT: torch.Tensor, groups: Sequence[Sequence[int]] | None = None
     ) -> Iterator[_Scored]:
-        """The logits of the wanted tokens, pass by pass; a row is in one pass."""
+        """Yield the logits of the wanted tokens, pass by pass; a row is in one pass."""
         ids_NT = self.tokens.ids_NT
         versions = self._versions(setting.lag)
         for version in sorted(set(versions)):
@@ -181,7 +208,7 @@ class Scorer:
                     )
 
     def _find_sets(self) -> None:
-        """Where they were not recorded: what the filter leaves of the engine's logits, as config and tags have it."""
+        """Find sets that were not recorded: what the filter leaves of the logits, as config and tags have it."""
         if self._support_NS is not None:
             return
         engine, recorder = self._engine, SupportRecorder()
@@ -201,7 +228,7 @@ class Scorer:
         self._support_NS = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
     def _kept(self, scored: _Scored) -> KeptSets:
-        """Of what was sampled; what was not has an empty list."""
+        """Return the sets of what was sampled; other tokens have an empty list."""
         assert self._support_NS is not None, "they are found before a pass"
         rows = scored.row_m.unique()
         number_m = torch.searchsorted(rows, scored.row_m)
@@ -223,7 +250,7 @@ class Scorer:
         )
 
     def _groups(self) -> Iterator[list[int]]:
-        """Rows of one length, as many as fit a pass."""
+        """Yield rows of one length, as many as fit a pass."""
         by_length: dict[int, list[int]] = {}
         for row, length in enumerate(self.tokens.lengths):
             by_length.setdefault(length, []).append(row)

@@ -1,13 +1,32 @@
-"""`Setting`: everything that decides the log-probability of a given token, as one of the two sides may have had it."""
+"""`Setting`: everything that decides the log-probability of a given token, as one of the two sides may have had it.
+
+The hypotheses on the engine are `Change`s of a setting, and the fits of those that are numbers; the greedy search
+(`parts`) calls them. Invariant: a change names one cause and changes one field of the setting.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nemo_rl.models.logprobs import Sampling
 
-__all__ = ["CAUSES", "Cause", "Change", "Cut", "Routes", "Sets", "Setting"]
+__all__ = [
+    "CAUSES",
+    "Cause",
+    "Change",
+    "Cut",
+    "Routes",
+    "Sets",
+    "Setting",
+    "Stated",
+    "refined",
+    "sampling_changes",
+    "stated_changes",
+    "supposed_changes",
+]
 
 Routes = Literal["own", "replayed"]
 Sets = Literal["own", "engine"]
@@ -32,7 +51,7 @@ CAUSES: dict[Cause, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """From logits to a distribution."""
+    """The way from logits to a distribution."""
 
     sampling: Sampling
     sets: Sets
@@ -40,7 +59,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """How rows are scored.
+    """The settings under which rows are scored.
 
     Example:
         >>> from dataclasses import replace
@@ -55,7 +74,7 @@ class Setting:
     routes: Routes
     sampling: Sampling
     sets: Sets = "own"
-    """What a filter keeps: of the setting's own logits; or the engine's sets, recorded, else those of its weights."""
+    """Sets that a filter keeps: of the setting's own logits, or the engine's, recorded, else those of its weights."""
     rope: float = 1.0
     """Factor on the base of rotary embeddings."""
     shift: int = 0
@@ -63,12 +82,12 @@ class Setting:
 
     @property
     def passes(self) -> tuple[object, ...]:
-        """What needs forward passes of its own; the rest follows from their logits."""
+        """The part of the setting that needs forward passes of its own; the rest follows from their logits."""
         return self.lag, self.precision, self.routes, self.rope
 
     @property
     def cut(self) -> Cut:
-        """What is made of their logits."""
+        """The way from the logits of the passes to a distribution."""
         return Cut(sampling=self.sampling, sets=self.sets if self.sampling.has_filter else "own")
 
 
@@ -78,7 +97,180 @@ class Change:
 
     cause: Cause
     text: str
-    """What is changed, from -> to."""
+    """The change in words, from -> to."""
     setting: Setting
     is_stated: bool
-    """What config and tags say of the engine; else a supposition."""
+    """True where config and tags say it of the engine; else it is a supposition."""
+
+
+STEPS = (0.03, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.2, 1.4)
+TEMPERATURES = tuple(math.exp(sign * step) for step in STEPS for sign in (-1, 1))
+"""Factors, closer to one another near 1: a small fault must not lie between two of them."""
+TOP_PS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)
+TOP_KS = (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 100, 200)
+ROPE_FACTORS = (0.01, 0.05, 0.1, 0.25, 0.5, 2.0, 4.0, 10.0, 20.0, 100.0)
+PRECISIONS = ("float32", "bfloat16", "float16")
+REFINEMENTS = 4
+"""Each narrows a fitted number to a fifth of its neighbourhood."""
+POINTS = (-0.8, -0.6, -0.4, -0.2, 0.2, 0.4, 0.6, 0.8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stated:
+    """The settings of the engine that config and tags state."""
+
+    precision: str
+    routes: Routes
+    """`replayed`: the rollout's routes were kept, and the trainer should take them."""
+    sampling: Sampling
+    sets: Sets
+    """`engine`: the rollout's sets were kept, and the trainer scores under them."""
+    can_replay: bool
+    has_sets: bool
+    """The rollout's sets were kept."""
+
+
+def stated_changes(at: Setting, stated: Stated, *, is_lagging: bool) -> list[Change]:
+    """Towards what the run says of its engine.
+
+    Args:
+        is_lagging: the tags name other weights than the trainer's.
+    """
+    found = [
+        Change(cause=cause, text=f"{text} (as configured)", setting=replace(at, sampling=sampling), is_stated=True)
+        for cause, text, sampling in _towards(at.sampling, stated.sampling)
+    ]
+    found += _sets(at, stated)
+    if is_lagging and at.lag is None:
+        lagging = replace(at, lag=0)
+        text = "the trainer's weights -> those that each row is tagged with"
+        found.append(Change(cause="weights", text=text, setting=lagging, is_stated=True))
+    if at.precision != stated.precision:
+        text = f"{at.precision} -> {stated.precision} (as configured)"
+        found.append(
+            Change(cause="precision", text=text, setting=replace(at, precision=stated.precision), is_stated=True)
+        )
+    if at.routes != stated.routes:
+        found.append(_routes(at, stated.routes, is_stated=True))
+    return found
+
+
+def supposed_changes(
+    at: Setting, stated: Stated, *, has_weights: Callable[[int], bool], has_rope: bool
+) -> list[Change]:
+    """Return the changes that nothing in the run states."""
+    found = []
+    lag = at.lag or 0
+    for other in (-1, 1):
+        if has_weights(lag + other):
+            text = f"weights {_versions(lag)} -> {_versions(lag + other)}"
+            found.append(Change(cause="weights", text=text, setting=replace(at, lag=lag + other), is_stated=False))
+    for precision in PRECISIONS:
+        if precision not in (at.precision, stated.precision):
+            text = f"{at.precision} -> {precision}, against the config"
+            found.append(
+                Change(cause="precision", text=text, setting=replace(at, precision=precision), is_stated=False)
+            )
+    if stated.can_replay and at.routes == stated.routes:
+        found.append(_routes(at, "own" if at.routes == "replayed" else "replayed", is_stated=False))
+    for shift in (-1, 1):
+        text = f"each token -> the one {'before' if shift > 0 else 'behind'} it"
+        found.append(Change(cause="shift", text=text, setting=replace(at, shift=at.shift + shift), is_stated=False))
+    if has_rope:
+        found += [_rope(at, factor) for factor in ROPE_FACTORS]
+    return [*found, *sampling_changes(at)]
+
+
+def sampling_changes(at: Setting) -> list[Change]:
+    """Return other samplings around the present one."""
+    now = at.sampling
+    samplings: list[tuple[Cause, Sampling]] = [
+        ("temperature", replace(now, temperature=now.temperature * factor)) for factor in TEMPERATURES
+    ]
+    samplings += [("top_p", replace(now, top_p=top_p)) for top_p in (*TOP_PS, 1.0) if top_p != now.top_p]
+    samplings += [("top_k", replace(now, top_k=top_k)) for top_k in (*TOP_KS, None) if top_k != now.top_k]
+    return [_sampling(at, cause, sampling) for cause, sampling in samplings]
+
+
+def refined(best: Change, at: Setting, cost: Callable[[Sequence[Change]], Sequence[float]], *, enough: float) -> Change:
+    """Return a change of a number, nearer to where the cost is least; another change as it is.
+
+    Args:
+        at: setting that `best` changes.
+        cost: of changes.
+        enough: cost at which the search ends.
+    """
+    if best.cause not in ("temperature", "top_p", "rope"):
+        return best
+    width = {"temperature": 0.1, "rope": math.log(2.5), "top_p": 0.05}[best.cause]
+    lowest = cost([best])[0]
+    for _ in range(REFINEMENTS):
+        if lowest <= enough:
+            break
+        around = [moved for point in POINTS if (moved := _moved(best, at, point * width)) is not None]
+        costs = cost(around)
+        if min(costs, default=lowest) < lowest:
+            lowest = min(costs)
+            best = around[list(costs).index(lowest)]
+        width /= 5
+    return best
+
+
+def _moved(best: Change, at: Setting, by: float) -> Change | None:
+    sampling = best.setting.sampling
+    if best.cause == "rope":
+        return _rope(at, best.setting.rope / at.rope * math.exp(by))
+    if best.cause == "temperature":
+        return _sampling(at, "temperature", replace(sampling, temperature=sampling.temperature * math.exp(by)))
+    top_p = sampling.top_p + by
+    return _sampling(at, "top_p", replace(sampling, top_p=top_p)) if 0 < top_p < 1 else None
+
+
+def _sets(at: Setting, stated: Stated) -> list[Change]:
+    """Return changes to the engine's sets, which a trainer without recorded sets cannot know."""
+    if at.sets == "engine" or not at.sampling.has_filter or _filter(at.sampling) != _filter(stated.sampling):
+        return []
+    cut = [f"top-p {at.sampling.top_p:.4g}"] if at.sampling.top_p < 1 else []
+    cut += [] if at.sampling.top_k is None else [f"top-k {at.sampling.top_k}"]
+    engines = "that the rollout recorded" if stated.has_sets else "of the engine's weights"
+    text = f"{' and '.join(cut)} without recorded sets: the trainer's own sets -> those {engines}"
+    return [Change(cause="sets", text=text, setting=replace(at, sets="engine"), is_stated=True)]
+
+
+def _filter(sampling: Sampling) -> tuple[int | None, float]:
+    return sampling.top_k, sampling.top_p
+
+
+def _towards(now: Sampling, wanted: Sampling) -> list[tuple[Cause, str, Sampling]]:
+    found: list[tuple[Cause, str, Sampling]] = []
+    if now.temperature != wanted.temperature:
+        sampling = replace(now, temperature=wanted.temperature)
+        found.append(("temperature", f"{now.temperature:.4g} -> {wanted.temperature:.4g}", sampling))
+    if now.top_k != wanted.top_k:
+        found.append(("top_k", f"{now.top_k} -> {wanted.top_k}", replace(now, top_k=wanted.top_k)))
+    if now.top_p != wanted.top_p:
+        found.append(("top_p", f"{now.top_p:.4g} -> {wanted.top_p:.4g}", replace(now, top_p=wanted.top_p)))
+    return found
+
+
+def _sampling(at: Setting, cause: Cause, sampling: Sampling) -> Change:
+    text = "; ".join(text for _, text, _ in _towards(at.sampling, sampling))
+    setting = replace(at, sampling=sampling)
+    return Change(cause=cause, text=f"{text}, fitted", setting=setting, is_stated=False)
+
+
+def _rope(at: Setting, factor: float) -> Change:
+    setting = replace(at, rope=at.rope * factor)
+    return Change(cause="rope", text=f"base x {setting.rope:.4g}, fitted", setting=setting, is_stated=False)
+
+
+def _routes(at: Setting, routes: Routes, *, is_stated: bool) -> Change:
+    words = {"own": "the trainer's own", "replayed": "those that the rollout recorded"}
+    text = f"{words[at.routes]} -> {words[routes]}"
+    return Change(cause="routes", text=text, setting=replace(at, routes=routes), is_stated=is_stated)
+
+
+def _versions(lag: int) -> str:
+    if lag == 0:
+        return "as tagged"
+    return f"{abs(lag)} version{'s' if abs(lag) > 1 else ''} {'before' if lag < 0 else 'after'} the tags"

@@ -38,7 +38,7 @@ class StepTokens:
     """Counted in the rollout's order."""
     keys: tuple[str, ...]
     versions: tuple[int, ...]
-    """Of the weights, by each row's tag."""
+    """Versions of the weights, by each row's tag."""
     lengths: tuple[int, ...]
     ids_NT: torch.Tensor
     """int64, 0 in the padding."""
@@ -70,7 +70,7 @@ def read_tokens(folder: KeptFolder, step: KeptStep, *, only: Sequence[str] = ())
         CheckpointError: a file is torn.
     """
     if step.rows is None:
-        raise ReplayProblem(f"step {step.number} ended before its rows were there", verdict=Verdict.INCOMPLETE)
+        raise ReplayProblem(f"step {step.number} ended before its rows were written", verdict=Verdict.INCOMPLETE)
     columns = KeptColumns.read(folder, step)
     rows = _chosen(step, columns, only)
     missing = [name for name in NEEDED if not columns.has(name, rows)]
@@ -103,7 +103,7 @@ def read_tokens(folder: KeptFolder, step: KeptStep, *, only: Sequence[str] = ())
 
 
 def route_columns(folder: KeptFolder, step: KeptStep, rows: Sequence[int], shape: RouteShape) -> torch.Tensor | None:
-    """`[N, T, L, K]` int16 with -1 where a route is missing; None where none were kept."""
+    """Return `[N, T, L, K]` int16 with -1 where a route is missing; None where none were kept."""
     columns = KeptColumns.read(folder, step)
     names = [name for name in ROUTE_FIELDS if columns.has(name, rows)]
     if not names:

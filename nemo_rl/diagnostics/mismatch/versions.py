@@ -1,4 +1,4 @@
-"""Where the weights of each version are: the initial model, checkpoints of the run, or the replay of kept steps.
+"""The weights of each version: the initial model, checkpoints of the run, or the replay of kept steps.
 
 Invariant: version v are the weights after v steps.
 """
@@ -37,7 +37,7 @@ REACHED = "reached_{version}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Versions:
-    """What is there."""
+    """The versions whose weights are there."""
 
     folders: dict[int, Path]
     """Version -> Hugging Face folder."""
@@ -55,7 +55,7 @@ def find_versions(
     scratch: Path,
     progress: Progress,
 ) -> Versions:
-    """The trainer's weights, those that the tags name, and the ones next to them, as far as they can be had.
+    """Return the trainer's weights, those that the tags name, and the ones next to them, as far as they can be had.
 
     Args:
         scratch: folder for what the replay makes.
@@ -92,15 +92,15 @@ def find_versions(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Keep:
-    """What every rank does between the steps of a replay."""
+    """The work of every rank between the steps of a replay."""
 
     folder: Path
     versions: tuple[int, ...]
     target: StepWork | None
-    """The step whose pass is run again; None where it was kept."""
+    """Return the step whose pass is run again; None where it was kept."""
 
     def __call__(self, rank: ReplayRank, version: int) -> None:
-        """(collective) Writes weights, the log-probabilities of this rank's rows, and how far the replay is."""
+        """(collective) Write weights, the log-probabilities of this rank's rows, and how far the replay is."""
         if rank.worker.rank == 0:
             (self.folder / REACHED.format(version=version)).touch()
         if version in self.versions:
@@ -115,7 +115,7 @@ class _Keep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What has to be replayed."""
+    """The steps that have to be replayed."""
 
     request: ReplayRequest
     target: ChainLink
@@ -124,7 +124,7 @@ class _Plan:
     wants_pass: bool
 
     def chain(self, missing: Collection[int]) -> Chain | None:
-        """The steps from before the first missing version to the last one; None where nothing is to be run."""
+        """Return the steps from before the first missing version to the last one; None where nothing is to be run."""
         trainer = self.target.step.policy_version
         if not missing:
             loaded = next((found for found in self.checkpoints if found.step == trainer), None)
@@ -139,7 +139,7 @@ class _Plan:
         return Chain(links=tuple(links), checkpoint=start.checkpoint, with_optimizer=start.with_optimizer)
 
     def target_pass(self) -> StepWork | None:
-        """The step whose pass is run again."""
+        """Return the step whose pass is run again."""
         return make_work(self.target, self.settings, only=self.request.rows) if self.wants_pass else None
 
     def _to(self, number: int) -> Chain:
@@ -176,7 +176,7 @@ def _replay(chain: Chain, settings: ReplaySettings, keep: _Keep) -> None:
 
 
 def _trainer_pass(scratch: Path, tokens: StepTokens) -> torch.Tensor:
-    """`[M]`, from what all ranks wrote."""
+    """Return `[M]`, from what all ranks wrote."""
     places = {row: place for place, row in enumerate(tokens.rows)}
     found_NT = torch.full(tokens.is_sampled_NT.shape, float("nan"))
     for path in sorted(scratch.glob(PASS.format(rank="*"))):

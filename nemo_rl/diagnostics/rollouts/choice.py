@@ -24,9 +24,9 @@ class Group:
     uid: str
     step: int
     rows: tuple[RolloutRow, ...]
-    """Those that are shown."""
+    """Rows that are shown."""
     num_rows: int
-    """Those of the file."""
+    """Number of rows in the file."""
 
     def summary(self) -> list[str]:
         """Rows, rewards and ends, for people."""
@@ -43,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownRollouts:
-    """What is shown of a step."""
+    """The rows of a step that are shown."""
 
     run: Path
     steps: tuple[int, ...]
@@ -64,7 +64,7 @@ class ShownRollouts:
 def choose_rollouts(
     run: Path, *, step: int | None, group: str | None, limit: int | None, every_step: bool = False
 ) -> ShownRollouts:
-    """Rows of a run's folder.
+    """Return rows of a run's folder.
 
     Args:
         step: None takes the newest.
@@ -91,7 +91,7 @@ def choose_rollouts(
 
 
 def _of_step(run: Path, step: int, *, group: str | None, limit: int | None) -> tuple[list[Group], int]:
-    """The wanted groups of a step, and how many rows its file has."""
+    """Return the wanted groups of a step, and how many rows its file has."""
     path = rollout_path(run, step)
     rows = read_rows(path)
     # Stable: rows of a group that lie apart come together, groups stay in the order of their first rows.

@@ -13,16 +13,17 @@ from statistics import fmean
 
 from nemo_rl.diagnostics.compare.markup import Markup, tag
 from nemo_rl.diagnostics.rollouts.choice import Group, ShownRollouts
-from nemo_rl.diagnostics.rollouts.pieces import (
+from nemo_rl.diagnostics.rollouts.row import (
     BOUNDS,
     Grade,
     Piece,
+    RolloutRow,
+    RowTokens,
     difference_text,
     pieces_of,
     shared_reason,
     signed,
 )
-from nemo_rl.diagnostics.rollouts.row import RolloutRow, RowTokens
 from nemo_rl.utils.console import printable
 from nemo_rl.utils.files import write_text
 
@@ -76,7 +77,7 @@ filter();
 """
 _DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_DIGEST}'"
-"""What a browser may load: should something get past the escaping, it still can do nothing."""
+"""Content that a browser may load: should something get past the escaping, it still can do nothing."""
 CLASSES = {Grade.CLOSE: "close", Grade.APART: "apart", Grade.FAR: "far"}
 NAME_SHOWN = 200
 """Characters of a name that the file gives."""
@@ -88,7 +89,7 @@ def write_rollout_page(path: Path, shown: ShownRollouts) -> Path:
 
 
 def page_text(shown: ShownRollouts) -> str:
-    """The page."""
+    """Return the page."""
     title = f"Rollouts of {_plain(shown.run)}, {shown.title}"
     reason = shared_reason(row for group in shown.groups for row in group.rows)
     head = tag(
@@ -204,7 +205,7 @@ def _tokens(tokens: RowTokens) -> Iterator[Markup]:
 
 
 def _visible(piece: Piece) -> str:
-    """A line feed is seen before it acts."""
+    """Spell out line feeds, so that each is seen before it acts."""
     return _lines(piece.text).replace("\n", "\\n\n")
 
 

@@ -1,23 +1,41 @@
-"""`RolloutRow`: one row of readable rollouts, as `rollouts/step_N.jsonl` has it.
+"""`RolloutRow`: one row of readable rollouts, as `rollouts/step_N.jsonl` has it, and the pieces of its text.
 
-A line without tokens is a row all the same: files of earlier versions have texts, reward and advantage alone.
+A line without tokens is a row all the same: files of earlier versions have texts, reward and advantage alone. A `Piece`
+is the smallest part of a row's text that can have a colour: a token, or the tokens that make up one character, which
+are as far apart as the worst of them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.errors import UserError, boundary
+from nemo_rl.utils.console import printable
 
-__all__ = ["RolloutRow", "RowTokens", "read_rows"]
+__all__ = [
+    "BOUNDS",
+    "Grade",
+    "Piece",
+    "RolloutRow",
+    "RowTokens",
+    "difference_text",
+    "grade_of",
+    "legend",
+    "pieces_of",
+    "read_rows",
+    "shared_reason",
+    "signed",
+]
 
 EARLIER = "a file of an earlier version"
-"""Why a row has no tokens."""
+"""The reason for a row without tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +48,9 @@ class RowTokens:
     mask: Sequence[bool]
     """True for tokens that are trained."""
     generation_logprobs: Sequence[float | None]
-    """Of the rollout; None outside the mask."""
+    """Log-probabilities of the rollout; None outside the mask."""
     prev_logprobs: Sequence[float | None] | None
-    """Of the trainer before its update; None where it made none."""
+    """Log-probabilities of the trainer before its update; None where it made none."""
 
     def __post_init__(self) -> None:
         columns = (self.texts, self.mask, self.generation_logprobs, self.prev_logprobs)
@@ -46,13 +64,13 @@ class RowTokens:
         return next((at for at, kept in enumerate(self.mask) if kept), len(self.mask))
 
     def difference(self, at: int) -> float | None:
-        """Log-probability of the rollout less that of the trainer; None where one of them is missing."""
+        """Return log-probability of the rollout less that of the trainer; None where one of them is missing."""
         ours = self.generation_logprobs[at]
         theirs = None if self.prev_logprobs is None else self.prev_logprobs[at]
         return None if ours is None or theirs is None else ours - theirs
 
     def differences(self) -> list[float]:
-        """Of all tokens that have one."""
+        """The differences of all tokens that have one."""
         found = (self.difference(at) for at in range(len(self.ids)))
         return [value for value in found if value is not None]
 
@@ -75,26 +93,26 @@ class RolloutRow:
     sample_mask: float | None = None
     """Weight of the row in the loss; None where the file does not say."""
     no_weight: str | None = None
-    """Why the weight is 0; None where it is not, or the file does not say."""
+    """The reason for a weight of 0; None where it is not 0, or the file does not say."""
     weight_version: int | None = None
     tokens: RowTokens | None = None
     no_prev_logprobs: str | None = None
-    """Why there are none of the trainer; None where there are."""
+    """The reason for missing log-probabilities of the trainer; None where there are some."""
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer is right: the component `correct`, or the reward where there is none, is above 0."""
+        """True where the component `correct`, or the reward where there is none, is above 0."""
         correct = self.components.get("correct")
         return (self.reward if correct is None else correct) > 0
 
     @property
     def left_out(self) -> str:
-        """That the row is not trained, and why; empty where it is."""
+        """The remark that the row is not trained, and why; empty where it is."""
         return f"not trained ({self.no_weight or 'sample mask 0'})" if self.sample_mask == 0 else ""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> RolloutRow:
-        """A line of the file.
+        """Parse a line of the file.
 
         Raises:
             KeyError, TypeError, ValueError: it is none.
@@ -122,7 +140,7 @@ class RolloutRow:
 
 
 def read_rows(path: Path) -> list[RolloutRow]:
-    """All rows of a file, in its order.
+    """Return all rows of a file, in its order.
 
     Raises:
         UserError: it cannot be read, or a line is no row.
@@ -157,5 +175,98 @@ def _tokens(record: Mapping[str, Any]) -> RowTokens:
 
 
 def _number(value: Any) -> float | None:
-    """Also of `NaN` and `-inf`, which are written as texts."""
+    """Parse a number, or `NaN` and `-inf`, which are written as texts."""
     return None if value is None else float(value)
+
+
+BOUNDS = (0.05, 0.5)
+"""Bounds of the grades: probabilities 5 % apart, which low precision explains, and 65 %, which it does not."""
+WHY_SHOWN = 200
+"""Characters of a reason that the file gives."""
+
+
+class Grade(IntEnum):
+    """The distance of rollout and trainer on a token."""
+
+    CLOSE = 0
+    APART = 1
+    FAR = 2
+
+    @property
+    def mark(self) -> str:
+        """Says the grade without colour."""
+        return " ~^"[self]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Text of one token, or of the tokens of one character."""
+
+    text: str
+    is_masked: bool
+    """True for a token that is not trained: an environment said so, or it lies behind the end."""
+    grade: Grade | None
+    """The grade, or None without both log-probabilities."""
+    tokens: tuple[int, ...]
+    """Places in the row."""
+
+
+def grade_of(difference: float | None) -> Grade | None:
+    """Return the grade of a difference; one that is not finite is far."""
+    if difference is None:
+        return None
+    if not math.isfinite(difference):
+        return Grade.FAR
+    return Grade(sum(abs(difference) > bound for bound in BOUNDS))
+
+
+def pieces_of(tokens: RowTokens) -> Iterator[Piece]:
+    """Yield the response of a row: from the first token that is trained to its end."""
+    waiting: list[int] = []
+    last = len(tokens.ids) - 1
+    for at in range(tokens.num_prompt, len(tokens.ids)):
+        waiting.append(at)
+        if tokens.texts[at] == "" and at < last:
+            continue
+        grades = [grade for place in waiting if (grade := grade_of(tokens.difference(place))) is not None]
+        yield Piece(
+            text=tokens.texts[at],
+            is_masked=not any(tokens.mask[place] for place in waiting),
+            grade=max(grades, default=None),
+            tokens=tuple(waiting),
+        )
+        waiting = []
+
+
+def difference_text(rows: Iterable[RolloutRow]) -> str:
+    """Return how far apart the tokens of the rows are, or why it is not known."""
+    of_rows = list(rows)
+    found = [abs(value) for row in of_rows if row.tokens is not None for value in row.tokens.differences()]
+    if not found:
+        reasons = dict.fromkeys(row.no_prev_logprobs for row in of_rows if row.no_prev_logprobs)
+        why = printable("; ".join(reasons), limit=WHY_SHOWN) or "no token is trained"
+        return f"no log-probabilities of the trainer: {why}"
+    num_far = sum(grade_of(value) is Grade.FAR for value in found)
+    far = f", {num_far} of {len(found)} tokens far" if num_far else f" over {len(found)} tokens"
+    return f"|rollout - trainer| mean {sum(found) / len(found):.2g}, max {max(found):.2g}{far}"
+
+
+def shared_reason(rows: Iterable[RolloutRow]) -> str | None:
+    """Return the reason for which none of the rows has a difference, where all of them have the same one."""
+    texts = {difference_text([row]) for row in rows if row.tokens is None or not row.tokens.differences()}
+    has_difference = any(row.tokens is not None and row.tokens.differences() for row in rows)
+    return texts.pop() if len(texts) == 1 and not has_difference else None
+
+
+def legend() -> str:
+    """Return the meaning of the marks."""
+    low, high = BOUNDS
+    return (
+        f"marks: log-probabilities apart by more than {low} ({Grade.APART.mark}), {high} ({Grade.FAR.mark}); "
+        "not trained (-)"
+    )
+
+
+def signed(value: float | None) -> str:
+    """Return a number with its sign, for people."""
+    return "none" if value is None else f"{value:+.4g}"

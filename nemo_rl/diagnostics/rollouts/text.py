@@ -11,8 +11,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from nemo_rl.diagnostics.rollouts.choice import Group, ShownRollouts
-from nemo_rl.diagnostics.rollouts.pieces import Grade, Piece, difference_text, legend, pieces_of, signed
-from nemo_rl.diagnostics.rollouts.row import RolloutRow
+from nemo_rl.diagnostics.rollouts.row import Grade, Piece, RolloutRow, difference_text, legend, pieces_of, signed
 from nemo_rl.utils.console import printable
 
 __all__ = ["rollout_lines"]
@@ -26,7 +25,7 @@ COLORS = {Grade.CLOSE: "", Grade.APART: "black on yellow", Grade.FAR: "white on 
 
 
 def rollout_lines(shown: ShownRollouts, *, width: int) -> Iterator[Text]:
-    """Lines of at most `width` cells (at least 20)."""
+    """Yield lines of at most `width` cells (at least 20)."""
     width = max(width, LEAST_WIDTH)
     run = printable(str(shown.run), limit=len(str(shown.run)))
     head = [f"{run}, {shown.title}:", f"{shown.num_shown} of {shown.num_rows} rows,"]
@@ -69,7 +68,7 @@ def _row_lines(row: RolloutRow, width: int) -> Iterator[Text]:
 
 
 def _drawn(piece: Piece, *, is_left_out: bool) -> tuple[str, str, str]:
-    """Text, style and mark."""
+    """Return text, style and mark."""
     if piece.is_masked:
         return piece.text, MASKED, "-"
     grade = piece.grade or Grade.CLOSE
@@ -78,7 +77,8 @@ def _drawn(piece: Piece, *, is_left_out: bool) -> tuple[str, str, str]:
 
 
 def _folded(parts: Iterable[tuple[str, str, str]], width: int) -> Iterator[Text]:
-    """Texts in lines of their own, each with a line of marks where it has any; a line feed is spelt and ends its line.
+    """Yield texts in lines of their own, each with a line of marks where it has any; a line feed is spelt and ends its
+    line.
 
     Args:
         parts: text, style and mark of each.
@@ -111,7 +111,7 @@ def _marked(line: Text, marks: str) -> Iterator[Text]:
 
 
 def _words(words: Sequence[str], width: int, *, indent: str = "", style: str = "") -> Iterator[Text]:
-    """Words side by side, in as many lines as they need; only one that is longer than a line is cut."""
+    """Yield words side by side, in as many lines as they need; only one that is longer than a line is cut."""
     line = indent
     for word in words:
         gap = " " if line != indent else ""

@@ -1,36 +1,116 @@
-"""Whether the routes of the rollout are those that the routers used: the verifier behind `nemo-rl trace verify`.
+"""The verifier behind `nemo-rl trace verify`: compares the routes of the rollout with those that the routers used.
 
     rollout -> fetch -> shard -> assignment -> action -> forward -> recompute
 
 Every record says which token of which sample lies in which slot, so each hop is compared with the rollout itself, not
-with the hop before it. Hashes of whole tensors are not used.
+with the hop before it. Hashes of whole tensors are not used. `Report` is the verdict over a trace, for people and for
+machines.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from nemo_rl.diagnostics.route_chain.compare import Comparison, compare
+from nemo_rl.diagnostics.route_chain.compare import Comparison, compare, guess
 from nemo_rl.diagnostics.route_chain.coverage import Coverage, Gap
-from nemo_rl.diagnostics.route_chain.guess import guess
 from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, Sample, named_layers, observe, read_sample
 from nemo_rl.diagnostics.route_chain.records import Trace, read_trace
-from nemo_rl.diagnostics.route_chain.report import Mismatch, Report
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError, name_some
 
-__all__ = ["verify_trace"]
+__all__ = ["Mismatch", "Report", "verify_trace"]
+
+GAPS_SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """The first difference of a trace in causal order."""
+
+    hop: str
+    key: str
+    stage: str
+    step: int
+    microbatch: int | None
+    rank: int | None
+    coords: Mapping[str, int]
+    process: str
+    layer: int | None
+    """The layer, or None where the token itself differs."""
+    position: int
+    """Position of the token in its sample."""
+    expected: list[int] | str
+    """Ids as the rollout has them; their digest where a record holds no ids."""
+    got: list[int] | str
+    guess: str
+    where: str
+    """File and line."""
+
+    def lines(self) -> list[str]:
+        """Return the lines of the report."""
+        at = "".join(f" {axis}={place}" for axis, place in self.coords.items())
+        batch = "" if self.microbatch is None else f", microbatch {self.microbatch}"
+        what = "token" if self.layer is None else f"layer {self.layer}"
+        return [
+            f"first bad hop: {self.hop}, stage {self.stage}, step {self.step}{batch}",
+            f"  sample {self.key}, position {self.position}, {what}",
+            f"  rank {'unknown' if self.rank is None else self.rank}{at}, process {self.process}, {self.where}",
+            f"  expected {self.expected}",
+            f"  got      {self.got}",
+            f"  guess: {self.guess}",
+        ]
+
+
+@dataclass(kw_only=True, slots=True)
+class Report:
+    """All that is known about a trace."""
+
+    verdict: Verdict
+    reason: str
+    mismatch: Mismatch | None = None
+    bad_records: dict[str, int] = field(default_factory=dict)
+    """Hop -> records that differ from the rollout."""
+    gaps: list[Gap] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Remarks that do not change the verdict, such as torn lines and retired samples."""
+    num_files: int = 0
+    num_processes: int = 0
+    num_samples: int = 0
+    """Number of samples that the rollout recorded."""
+    events: dict[str, int] = field(default_factory=dict)
+    """Event -> records."""
+    compared: dict[str, int] = field(default_factory=dict)
+    """`<hop>/<stage>` -> routes of one token and layer that were compared."""
+
+    def as_record(self) -> dict[str, object]:
+        """Return the report as JSON-like values."""
+        return {**asdict(self), "verdict": self.verdict.label, "exit_code": self.verdict.value}
+
+    def lines(self) -> list[str]:
+        """Return the lines of the report."""
+        lines = [f"{self.verdict.name}: {self.reason}"]
+        lines += [] if self.mismatch is None else self.mismatch.lines()
+        lines += [f"  {count} bad records at hop {hop}" for hop, count in self.bad_records.items()]
+        lines += [f"missing: {gap.text}" for gap in self.gaps[:GAPS_SHOWN]]
+        if len(self.gaps) > GAPS_SHOWN:
+            lines.append(f"missing: {len(self.gaps) - GAPS_SHOWN} things more")
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"compared {count:>10,} routes at {place}" for place, count in self.compared.items()]
+        read = f"read {self.num_files} files of {self.num_processes} processes, {self.num_samples} samples; records:"
+        return [*lines, f"{read} {name_some([f'{count} {event}' for event, count in self.events.items()], limit=20)}"]
+
 
 USED = (Hop.ASSIGNMENT, Hop.FORWARD, Hop.RECOMPUTE)
 """Hops at a router."""
 
 
 def verify_trace(folder: Path, *, require_forward_verify: bool = False, require_cp_identity: bool = False) -> Report:
-    """Reads the files of all processes and closes the chain.
+    """Read the files of all processes and close the chain.
 
     Args:
         require_forward_verify: each forward must have compared what it used with the digests of the rollout.
@@ -80,7 +160,7 @@ class _Check:
         self.twice = self.twice or _rolled_out_twice(first, sample)
 
     def add(self, seen: Observation) -> None:
-        """Compares one observation with the rollout."""
+        """Compare one observation with the rollout."""
         self.coverage.add(seen)
         self.num_unknown += sum(key not in self.samples for key in seen.keys)
         is_bad = False
@@ -97,7 +177,7 @@ class _Check:
             self.wrong_verdicts.append(f"{seen.record.where}: {text}")
 
     def report(self, *, require_forward_verify: bool, require_cp_identity: bool) -> Report:
-        """The verdict: a mismatch before anything missing, anything missing before nothing compared."""
+        """Return the verdict: a mismatch before anything missing, anything missing before nothing compared."""
         events = Counter(record.event for record in self.trace.records)
         report = Report(
             verdict=Verdict.PASS,
@@ -203,7 +283,7 @@ def _shown(value: np.int64, is_token: bool) -> list[int] | str:
 
 
 def _rolled_out_twice(first: Sample, second: Sample) -> Mismatch:
-    """One key with two sets of routes: nothing after it can be judged."""
+    """Return one key with two sets of routes: nothing after it can be judged."""
     return Mismatch(
         hop=Hop.ROLLOUT.name.lower(),
         key=first.key,

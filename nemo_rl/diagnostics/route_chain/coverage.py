@@ -1,4 +1,4 @@
-"""What a trace should hold and does not: stages, samples, ranks, layers, tokens, forwards.
+"""Gaps of a trace: missing stages, samples, ranks, layers, tokens, forwards.
 
 Called by `chain`. Limits that the files announce are no gaps, and neither are samples that
 were retired on purpose.
@@ -84,13 +84,13 @@ class Coverage:
 
     @property
     def stages(self) -> list[str]:
-        """That replay routes: those that the driver named, or train and all that were seen."""
+        """Return the stages that replay routes: those that the driver named, or train and all that were seen."""
         planned = {stage for record in self.trace.of("trace_plan") for stage in record.fields["stages"]}
         seen = {*self.fetched, *(stage for stage, _ in self.keys_assigned)}
         return sorted(planned | seen | (set() if planned else {TRAIN}))
 
     def gaps(self, *, require_forward_verify: bool, require_cp_identity: bool) -> list[Gap]:
-        """What is missing, in causal order."""
+        """Return the gaps, in causal order."""
         found = [
             *self._fetch_gaps(),
             *self._rank_gaps(),
@@ -131,7 +131,7 @@ class Coverage:
                 yield Gap(what="sample", text=text)
 
     def _rollout_is_limited(self) -> bool:
-        """A process that recorded rollouts has reached its limit: later ones are left out on purpose."""
+        """Return whether a process that recorded rollouts reached its limit: later ones are left out on purpose."""
         limits = {record.process: _limit(record, "steps") for record in self.trace.of("trace_started")}
         return any(
             record.fields.get("trace_step") == limits.get(record.process, 1) - 1
@@ -157,7 +157,7 @@ class Coverage:
                     yield from self._layer_gaps(record, who)
 
     def _layer_gaps(self, started: Record, who: str) -> Iterator[Gap]:
-        """Layers that a rank says it holds, of which no router was given routes."""
+        """Return layers that a rank says it holds, of which no router was given routes."""
         stage, step = _pass(started)
         done = {cell[4] for cell in self.cells[Hop.ASSIGNMENT] if cell[:3] == (started.process, stage, step)}
         if left := set(started.fields.get("layers") or ()) - done:
@@ -233,7 +233,7 @@ class Coverage:
 
 
 def _cell_gaps(cells: set[Cell], what: What, text: str) -> Iterator[Gap]:
-    """One line per stage; the first of its cells is named."""
+    """Yield one line per stage; the first of its cells is named."""
     for stage in sorted({cell[1] for cell in cells}):
         mine = sorted((cell for cell in cells if cell[1] == stage), key=str)
         process, _, step, microbatch, layer = mine[0]
@@ -243,7 +243,7 @@ def _cell_gaps(cells: set[Cell], what: What, text: str) -> Iterator[Gap]:
 
 
 def _is_inside(record: Record) -> bool:
-    """A stage between the first and the last one of a pipeline: it is given activations, and sees no tokens."""
+    """Return whether the stage is inside a pipeline: it is given activations, and sees no tokens."""
     coords, sizes = record.fields.get("coords"), record.fields.get("sizes")
     if not isinstance(coords, dict) or not isinstance(sizes, dict):
         return False

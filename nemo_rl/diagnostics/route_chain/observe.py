@@ -1,4 +1,4 @@
-"""What each record saw: which token of which sample was in which slot, with which routes; one form for every hop.
+"""The observations of all records: which token of which sample was in which slot, with which routes.
 
 Called by `chain`. A `Sample` is what the rollout recorded; an `Observation` is what a later
 record saw. Shapes: T tokens of a sample, S slots of a record, L layers, K chosen experts.
@@ -20,7 +20,7 @@ __all__ = ["Hop", "Observation", "Sample", "digest_of", "named_layers", "observe
 
 
 class Hop(IntEnum):
-    """Where routes are seen, in causal order."""
+    """A stage at which routes are seen, in causal order."""
 
     ROLLOUT = 0
     FETCH = 1
@@ -84,28 +84,28 @@ class Observation:
     """`[S, L, K]` int32; None in a long record."""
     lowest: int
     highest: int
-    """Of the ids."""
+    """Highest of the ids."""
 
     @property
     def coords(self) -> Mapping[str, int]:
-        """Of the rank on the parallel axes; empty for a fetch."""
+        """Coordinates of the rank on the parallel axes; empty for a fetch."""
         coords = self.record.fields.get("coords")
         return coords if isinstance(coords, dict) else {}
 
 
 def digest_of(ids: Sequence[int]) -> int:
-    """Of one token and layer."""
+    """Return the digest of one token and layer."""
     return int(token_digests(np.array(ids, dtype=np.int64)[None, None])[0, 0])
 
 
 def named_layers(trace: Trace) -> tuple[int, ...]:
-    """All layers that the records of routers name, ascending: those of a payload that does not name its own."""
+    """Return all layers that the records of routers name, ascending: those of a payload that does not name its own."""
     named = {record.fields.get("layer_number") for record in trace.of("router_replay_assignment")}
     return tuple(sorted(layer for layer in named if isinstance(layer, int)))
 
 
 def read_sample(record: Record, named: tuple[int, ...]) -> Sample | None:
-    """The sample of a record of whole samples; None when it holds no routes.
+    """Return the sample of a record of whole samples; None when it holds no routes.
 
     Args:
         named: layers of a record that names none.
@@ -140,7 +140,7 @@ def read_sample(record: Record, named: tuple[int, ...]) -> Sample | None:
 
 
 def observe(trace: Trace, damaged: list[str]) -> Iterator[Observation]:
-    """What the records of the workers saw, process by process; malformed ones go to `damaged`."""
+    """Yield the observations of the workers, process by process; malformed ones go to `damaged`."""
     shards: dict[tuple[str, ...], Observation] = {}
     named = named_layers(trace)
     for record in trace.of(*_HOPS):
@@ -258,7 +258,7 @@ def _check_layers(layers: object, num: int, where: str) -> None:
 
 
 def _pass_of(record: Record) -> tuple[str, ...]:
-    """What records of one microbatch have in common."""
+    """Return the identity that records of one microbatch share."""
     return (record.process, *(str(record.fields.get(name)) for name in ("stage", "trace_step", "microbatch_idx")))
 
 

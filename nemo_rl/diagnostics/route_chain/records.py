@@ -63,7 +63,7 @@ class Record:
 
     @property
     def rank(self) -> int | None:
-        """In the process group of its process; None without one."""
+        """Rank in the process group of its process; None without one."""
         return self.fields.get("rank")
 
     @property
@@ -73,7 +73,7 @@ class Record:
         return float(at) if isinstance(at, int | float) else 0.0
 
     def get(self, name: str, kind: type) -> Any:
-        """A field of this kind.
+        """Return a field of this kind.
 
         Raises:
             RecordError: it is absent or of another kind.
@@ -88,7 +88,7 @@ class Record:
 
 @dataclass(slots=True)
 class Trace:
-    """What a folder holds."""
+    """The records of a folder."""
 
     files: list[Path] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -98,12 +98,12 @@ class Trace:
     """Other lines that are no records."""
 
     def of(self, *events: str) -> Iterator[Record]:
-        """Records of these events, file by file, in the order in which they were written."""
+        """Return records of these events, file by file, in the order in which they were written."""
         return (record for record in self.records if record.event in events)
 
 
 def read_trace(folder: Path) -> Trace:
-    """All records of the trace files in `folder`."""
+    """Return all records of the trace files in `folder`."""
     trace = Trace()
     for path in sorted(folder.glob(FILES)):
         trace.files.append(path)
@@ -112,7 +112,7 @@ def read_trace(folder: Path) -> Trace:
 
 
 def decode_array(packed: object, where: str) -> np.ndarray:
-    """The array that `r3_trace_records.encode` packed.
+    """Return the array that `r3_trace_records.encode` packed.
 
     Raises:
         RecordError: it is none.

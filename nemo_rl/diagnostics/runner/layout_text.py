@@ -31,14 +31,14 @@ class LayoutText:
     pp: int = 1
     ep: int = 1
     etp: int | None = None
-    """None: 1 where experts are split over ranks, else as the dense weights."""
+    """Expert tensor parallel size; None: 1 where experts are split over ranks, else that of the dense weights."""
     dp: int | None = None
-    """None: as many as the experts need."""
+    """Data-parallel size; None: as many as the experts need."""
     sp: bool = False
     packed: bool = False
     recompute: bool = False
     worker: str | None = None
-    """None: that of the recipe."""
+    """The worker, or None for that of the recipe."""
     precision: str | None = None
     mbs: int | None = None
     """Rows per microbatch; None puts all rows of a rank in one."""
@@ -58,7 +58,7 @@ class LayoutText:
         for word in text.split():
             name, has_value, value = word.partition("=")
             if name in given:
-                raise UserError(f"layout {text!r}: {name} is said twice")
+                raise UserError(f"layout {text!r}: {name} is given twice")
             if name in SWITCHES and (not has_value or value in ("1", "true", "0", "false")):
                 given[name] = not has_value or value in ("1", "true")
             elif name in (*SIZES, "mbs") and value.isdecimal() and 0 < int(value) < 1 << 20:
@@ -66,7 +66,7 @@ class LayoutText:
             elif name in WORDS and value:
                 given[name] = value
             else:
-                raise UserError(f"layout {text!r}: {word!r} is not understood; known are {KNOWN}")
+                raise UserError(f"layout {text!r}: {word!r} is unknown; expected one of {KNOWN}")
         for name, known in CHOICES.items():
             if given.get(name, known[0]) not in known:
                 raise UserError(f"layout {text!r}: {name}: expected {' or '.join(known)}, got {given[name]!r}")
@@ -86,7 +86,7 @@ class LayoutText:
         return self.tp * self.cp * self.pp * self.data
 
     def put_into(self, policy: PolicyConfig, *, num_rows: int, replays_routes: bool) -> PolicyConfig:
-        """The policy in this layout, for so many rows.
+        """Return the policy in this layout, for so many rows.
 
         Raises:
             UserError: the worker that is meant has no such axis.
@@ -132,7 +132,7 @@ class LayoutText:
 
 
 def smallest_world(sizes: ParallelSizes) -> int:
-    """Ranks that hold one model: where its experts need more of them than its dense weights, several data shards."""
+    """Return the number of ranks that hold one model: several data shards where its experts need more ranks."""
     stage = sizes.tensor * sizes.context
     experts = sizes.expert * sizes.expert_tensor if sizes.expert > 1 else 1
     return sizes.pipeline * stage * _data_for_experts(experts, stage)

@@ -30,16 +30,16 @@ PromptKind: TypeAlias = Literal["math", "text", "file", "token-ids", "step"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSpec:
-    """Which rows."""
+    """The rows to run."""
 
     kind: PromptKind = "math"
     text: str | None = None
     path: Path | None = None
-    """Of `file`, a text; of `token-ids`, a JSON list of rows; of `step`, a folder `steps/step_N` of a run."""
+    """Path of a text (`file`), of a JSON list of rows (`token-ids`) or of a folder `steps/step_N` of a run (`step`)."""
     length: int | None = None
     """Tokens of a row; None: 137 of `math`, or as many as the model has positions for; all of the others."""
     num_rows: int = 1
-    """Of `step`, the first so many; of `token-ids` all are taken."""
+    """Number of rows of `step`, from the first on; of `token-ids` all are taken."""
     is_unequal: bool = False
     """Each row is shorter than the one before it."""
     uses_chat_template: bool = False
@@ -77,7 +77,7 @@ def make_rows(spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, vocab_siz
 
 
 def batch_of(rows: Rows) -> BatchedDataDict:
-    """All rows padded on the right; every token but the first is scored, padding never."""
+    """Return all rows padded on the right; every token but the first is scored, padding never."""
     lengths = torch.tensor([len(row) for row in rows.ids], dtype=torch.int64)
     ids_NT = torch.zeros(len(rows.ids), int(lengths.max()), dtype=torch.int64)
     for number, row in enumerate(rows.ids):
@@ -142,7 +142,7 @@ def _token_ids(spec: PromptSpec) -> list[tuple[int, ...]]:
 
 
 def _of_step(spec: PromptSpec) -> tuple[Sequence[str], list[tuple[int, ...]]]:
-    """Keys and tokens of the first rows of a kept step, as they were sampled."""
+    """Return keys and tokens of the first rows of a kept step, as they were sampled."""
     path = spec.path or Path()
     found = [folder for folder in StepsFolder(path.parent.parent).all() if folder.path.name == path.name]
     if not found or not path.is_dir():

@@ -1,39 +1,170 @@
-"""What one rank of the runner does: makes a worker, runs the passes that were asked for, ends.
+"""One rank of the runner: makes a worker, runs the passes that were asked for, ends.
 
 Every rank calls `probe_rank` with the same `RankWork`. Invariant: what it returns is the same on every rank.
+
+Routes of a model on given rows are one file: recorded in any layout, replayed in any other. It is safetensors with a
+manifest in its header: `ids` `[S, L, K]`, `tokens` `[S]`, `lengths` `[N]`, rows end to end in global order, -1 where a
+route is missing. Invariant: a file that does not belong to the model, or to the rows, is refused by name before any
+pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from nemo_rl.algorithms.grpo import plan_train
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.diagnostics.runner.prompts import Rows, batch_of
-from nemo_rl.diagnostics.runner.routes_file import read_routes, write_routes
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, init_process_group
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.errors import WorkerError
+from nemo_rl.errors import UserError, WorkerError
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.routes.columns import validate_routes
+from nemo_rl.routes.digest import route_digests
 from nemo_rl.routes.shape import RouteShape
+from nemo_rl.utils.files import give_usual_mode, replace_file
 
-__all__ = ["STEP", "RankResult", "RankWork", "probe_rank"]
+__all__ = ["STEP", "RankResult", "RankWork", "RoutesFile", "probe_rank", "read_routes", "write_routes"]
+
+FORMAT, VERSION = "nemo_rl.routes", 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutesFile:
+    """The content of a routes file."""
+
+    shape: RouteShape
+    model: Mapping[str, object]
+    rows: Rows
+    routes: torch.Tensor
+    """`[S, L, K]` int16, decoded, row after row."""
+
+    def for_rows(self, rows: Rows, *, shape: RouteShape, model: Mapping[str, object], where: Path) -> torch.Tensor:
+        """Return `[N, T, L, K]` int16 for these rows, found by their tokens; -1 in the padding.
+
+        Raises:
+            UserError: of another model, or a row is not in the file.
+        """
+        if self.shape != shape or dict(self.model) != dict(model):
+            theirs, ours = {**self.model, **asdict(self.shape)}, {**model, **asdict(shape)}
+            differ = [
+                f"{name} {theirs.get(name)!r} instead of {ours[name]!r}"
+                for name in ours
+                if theirs.get(name) != ours[name]
+            ]
+            raise UserError(f"{where}: routes of another model: {', '.join(differ)}; record them with this one")
+        start_of: dict[tuple[int, ...], int] = {}
+        start = 0
+        for row in self.rows.ids:
+            start_of.setdefault(row, start)
+            start += len(row)
+        width = max(len(row) for row in rows.ids)
+        found = torch.full((len(rows.ids), width, *self.routes.shape[1:]), -1, dtype=torch.int16)
+        for number, row in enumerate(rows.ids):
+            if row not in start_of:
+                raise UserError(f"{where}: {_why_not(rows.keys[number], row, self.rows)}; record its routes first")
+            found[number, : len(row)] = self.routes[start_of[row] : start_of[row] + len(row)]
+        return found
+
+
+def write_routes(
+    path: Path, routes_NTLK: torch.Tensor, rows: Rows, *, shape: RouteShape, model: Mapping[str, object]
+) -> Path:
+    """Write the file, or leave what was there.
+
+    Raises:
+        UserError: the disk refuses, or a route is none.
+    """
+    routes = torch.cat([routes_NTLK[number, : len(row)] for number, row in enumerate(rows.ids)]).contiguous()
+    lengths = torch.tensor([len(row) for row in rows.ids])
+    tokens = torch.tensor([token for row in rows.ids for token in row])
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": dict(model),
+        "layers": list(shape.layers),
+        "top_k": shape.top_k,
+        "num_experts": shape.num_experts,
+        "keys": list(rows.keys),
+        "digests": _row_digests(routes, rows.ids, shape),
+    }
+    tensors = {"ids": routes, "tokens": tokens, "lengths": lengths}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda temporary: save_file(tensors, temporary, metadata={FORMAT: json.dumps(manifest)}))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: routes cannot be written: {error}") from error
+    give_usual_mode(path)
+    return path
+
+
+def read_routes(path: Path) -> RoutesFile:
+    """Raises:
+    UserError: no file of routes, of another version, or damaged.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            manifest = json.loads((file.metadata() or {})[FORMAT])
+            tensors = {name: file.get_tensor(name) for name in ("ids", "tokens", "lengths")}
+        if manifest["version"] != VERSION:
+            raise UserError(f"{path}: expected version {VERSION} of the routes format, got {manifest['version']!r}")
+        shape = RouteShape(
+            layers=tuple(manifest["layers"]), top_k=manifest["top_k"], num_experts=manifest["num_experts"]
+        )
+        lengths = [int(n) for n in tensors["lengths"].tolist()]
+        ids = tuple(tuple(part.tolist()) for part in tensors["tokens"].split(lengths))
+        rows = Rows(keys=tuple(manifest["keys"]), ids=ids)
+        is_whole = manifest["digests"] == _row_digests(tensors["ids"], ids, shape)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such routes file") from error
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"{path}: not a routes file, or a damaged one: {error}") from error
+    if not is_whole:
+        raise UserError(f"{path}: damaged: its routes are not those that were recorded")
+    routes = torch.nested.nested_tensor_from_jagged(tensors["ids"], torch.tensor([0, *lengths]).cumsum(0))
+    validate_routes(routes, shape, keys=rows.keys)
+    return RoutesFile(shape=shape, model=manifest["model"], rows=rows, routes=tensors["ids"])
+
+
+def _row_digests(routes: torch.Tensor, rows: Sequence[Sequence[int]], shape: RouteShape) -> list[str]:
+    """Return the digest of each row: of its tokens and their routes."""
+    digests_SL = route_digests(routes.long(), shape.layers)
+    parts = digests_SL.split([len(row) for row in rows])
+    return [
+        blake2b(json.dumps([list(row), part.tolist()]).encode(), digest_size=8).hexdigest()
+        for row, part in zip(rows, parts, strict=True)
+    ]
+
+
+def _why_not(key: str, row: Sequence[int], held: Rows) -> str:
+    same_key = dict(zip(held.keys, held.ids, strict=True)).get(key)
+    if same_key is None:
+        return f"it has no routes of {key}"
+    if len(same_key) != len(row):
+        return f"its {key} has {len(same_key)} tokens, this one {len(row)}"
+    at = next(i for i, (a, b) in enumerate(zip(same_key, row, strict=True)) if a != b)
+    return f"its {key} has token {same_key[at]} at position {at}, this one {row[at]}"
+
 
 STEP = 0
-"""Of the records."""
+"""Step number of the records."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +179,11 @@ class RankWork:
     top_k: int = 0
     """Likeliest next tokens per position; 0: none."""
     model: Mapping[str, object] = field(default_factory=dict)
-    """What a file of routes says of the model that made it."""
+    """The model's description, which a file of routes keeps."""
     record: RecordSpec | None = None
     trace: TraceSpec | None = None
     watches: tuple[str, ...] = ()
-    """What the hub of `trace` is shown."""
+    """Sites that the hub of `trace` is shown."""
     routes_from: Path | None = None
     routes_to: Path | None = None
     use_gpu: bool = False
@@ -61,18 +192,18 @@ class RankWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankResult:
-    """What the job computed."""
+    """The numbers that the job computed."""
 
     logprobs: tuple[tuple[float, ...], ...]
-    """Of each row, position by position; 0.0 at the first, which nothing predicts."""
+    """Log-probabilities of each row, position by position; 0.0 at the first, which nothing predicts."""
     loss: float | None = None
     grad_norm: float | None = None
     top_k: tuple[tuple[tuple[tuple[int, float], ...], ...], ...] = ()
-    """Of each row and position, tokens and logits, the largest first."""
+    """Tokens and logits of each row and position, the largest first."""
 
 
 def probe_rank(spec: RankSpec, work: RankWork) -> RankResult:
-    """(collective) All passes on this rank.
+    """(collective) Return all passes on this rank.
 
     Raises:
         UserError: model, layout, routes or disk do not allow it.
@@ -131,7 +262,7 @@ def _worker(spec: RankSpec, work: RankWork) -> Iterator[PolicyWorker]:
 
 
 def _plan(work: RankWork) -> PackPlan:
-    """As a GRPO step plans its rows."""
+    """Plan the rows as a GRPO step does."""
     lengths = [len(row) for row in work.rows.ids]
     return plan_train(lengths, [len(lengths)], work.policy, layout=work.layout)
 
@@ -139,7 +270,7 @@ def _plan(work: RankWork) -> PackPlan:
 def _logprobs(
     work: RankWork, worker: PolicyWorker, part: BatchedDataDict, plan: PackPlan, mine: list[int]
 ) -> torch.Tensor:
-    """`[N, T]` of all rows, on every rank."""
+    """Return `[N, T]` of all rows, on every rank."""
     if work.routes_to is None:
         found_nT = worker.get_logprobs(part, plan=plan)
     else:
@@ -154,7 +285,7 @@ def _logprobs(
 
 
 def _of_all_ranks(part: torch.Tensor, work: RankWork, mine: list[int], worker: PolicyWorker) -> torch.Tensor:
-    """(collective) `[N, T, ...]` from what the ranks that speak for their shards have."""
+    """(collective) Return `[N, T, ...]` from what the ranks that speak for their shards have."""
     whole = torch.zeros(len(work.rows.ids), max(map(len, work.rows.ids)), *part.shape[2:], dtype=part.dtype)
     if work.layout.is_writer(worker.rank):
         whole[mine, : part.shape[1]] = part[:, : whole.shape[1]]
@@ -164,7 +295,7 @@ def _of_all_ranks(part: torch.Tensor, work: RankWork, mine: list[int], worker: P
 
 
 def _of_all_layers(work: RankWork, worker: PolicyWorker, routes_nTLK: torch.Tensor, mine: list[int]) -> torch.Tensor:
-    """(collective) `[N, T, L, K]` int16 of all rows and layers; where a rank has no route it has -1."""
+    """(collective) Return `[N, T, L, K]` int16 of all rows and layers; where a rank has no route it has -1."""
     size = (len(work.rows.ids), max(map(len, work.rows.ids)), *routes_nTLK.shape[2:])
     wide = torch.full(size, -1, dtype=torch.int32)
     wide[mine, : routes_nTLK.shape[1]] = routes_nTLK[:, : size[1]].to(torch.int32)

@@ -1,6 +1,7 @@
 """`run_probe`: one worker on given rows, in one layout, from a recipe to the numbers; `ProbeSpec` says what.
 
-Called by the command line and by `ab`. Ranks are processes of this machine, or those that torchrun has started.
+Called by the command line and by `run_ab`, which runs the same rows in two layouts, on two workers or with two sets of
+weights, and says where they first differ. Ranks are processes of this machine, or those that torchrun has started.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from nemo_rl.tracer.process import HubSpec, open_job
 from nemo_rl.tracer.watch import Plan
 from nemo_rl.utils.files import write_text
 
-__all__ = ["RECORDS", "RESULT", "ProbeResult", "ProbeSpec", "run_probe"]
+__all__ = ["RECORDS", "RESULT", "ABRuns", "ProbeResult", "ProbeSpec", "run_ab", "run_probe"]
 
 RECORDS, RESULT = "records", "result.json"
-"""In the folder of a probe."""
+"""Names in the folder of a probe."""
 RANDOM = "random:"
 PROBE = "probe"
 """Name of the run for the tracer."""
 TRACE_BYTES = 256 << 20
-"""Of frames that may wait in each rank: a probe is short, and may show much."""
+"""Bytes of frames that may wait in each rank: a probe is short, and may show much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,16 +56,16 @@ class ProbeSpec:
     """One probe."""
 
     config: MasterConfig
-    """Of which the policy and the seed are used."""
+    """The recipe, of which the policy and the seed are used."""
     layout: LayoutText | None = None
-    """None: as the recipe has it."""
+    """The layout, or None for that of the recipe."""
     prompt: PromptSpec = field(default_factory=PromptSpec)
     has_backward: bool = False
     top_k: int = 0
     dump: str | None = None
     """Sites to record, under `out`."""
     watches: tuple[str, ...] = ()
-    """What is shown to a tracer's hub, which writes it to `tracer/` under `out`."""
+    """Sites that are shown to a tracer's hub, which writes them to `tracer/` under `out`."""
     out: Path | None = None
     """Folder of the result and the records."""
     routes_to: Path | None = None
@@ -74,21 +75,21 @@ class ProbeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """What a probe computed."""
+    """The result of a probe."""
 
     rows: Rows
     texts: tuple[tuple[str, ...], ...]
-    """Of every token."""
+    """Texts of all tokens."""
     found: RankResult
     layout: str
     world_size: int
     unobserved: Mapping[str, str] = field(default_factory=dict)
     """Sites that were to be recorded and that this model does not give -> why."""
     is_first_rank: bool = True
-    """Whether this process speaks for the job."""
+    """True where this process speaks for the job."""
 
     def as_record(self) -> dict[str, object]:
-        """For machines."""
+        """Return the result as JSON-like values."""
         rows = [
             {
                 "key": key,
@@ -114,7 +115,7 @@ class ProbeResult:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the lines of the report."""
         lines = [f"{self.layout}: {self.world_size} process{'' if self.world_size == 1 else 'es'}"]
         for number, (key, ids, logprobs) in enumerate(
             zip(self.rows.keys, self.rows.ids, self.found.logprobs, strict=True)
@@ -140,7 +141,7 @@ class ProbeResult:
 
 
 def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> ProbeResult:
-    """Runs the ranks and returns what they computed; under torchrun, as one of its ranks.
+    """Run the ranks and return what they computed; under torchrun, as one of its ranks.
 
     Args:
         environment: of this process, for what torchrun has set.
@@ -155,7 +156,7 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
             raise UserError("a dump needs a folder for its records: give --out DIR")
     plan = Plan.parse(spec.watches)
     if spec.watches and (spec.out is None or "RANK" in environment):
-        raise UserError("what is watched is written by a hub of this process: give --out DIR, without torchrun")
+        raise UserError("the trace server of this process writes what is watched: give --out DIR, without torchrun")
     if spec.routes_from is not None and spec.routes_to is not None:
         raise UserError("routes are recorded or replayed, not both: give one file")
     with _weights(local_folders(spec.config.policy), spec) as (weighted, weights):
@@ -200,7 +201,7 @@ def _rows(policy: PolicyConfig, spec: ProbeSpec) -> tuple[Rows, tuple[tuple[str,
 
 
 def _placed(policy: PolicyConfig, spec: ProbeSpec, rows: Rows) -> tuple[PolicyConfig, int]:
-    """The policy in its layout, and the number of its ranks."""
+    """Return the policy in its layout, and the number of its ranks."""
     has_routes = spec.routes_from is not None or spec.routes_to is not None
     if spec.layout is None:
         world_size = smallest_world(policy.parallel_sizes)
@@ -318,3 +319,48 @@ def _write(path: Path, result: ProbeResult) -> None:
         write_text(path, json.dumps(result.as_record()) + "\n")
     except OSError as error:
         raise UserError(f"{path}: the result cannot be written: {error.strerror or error}") from error
+
+
+SIDES = ("a", "b")
+ROUTES = "routes.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ABRuns:
+    """Two probes of the same rows."""
+
+    a: ProbeResult
+    b: ProbeResult
+    records: tuple[Path, Path]
+    noise: tuple[Path, ...] = ()
+    """Records of further runs of side a."""
+
+
+def run_ab(
+    spec: ProbeSpec, a: LayoutText, b: LayoutText, *, pins_routes: bool = False, num_noise_runs: int = 0
+) -> ABRuns:
+    """Run both sides, one after the other, each in a folder of its own under `spec.out`.
+
+    Args:
+        spec: with sites to record and a folder; its layout is replaced.
+        pins_routes: side b, and repeated runs of side a, use the experts that side a chose.
+        num_noise_runs: how often side a is run again, to measure what differs without a cause.
+
+    Raises:
+        UserError: as `run_probe`, or the folder holds an earlier comparison.
+    """
+    if spec.out is None or spec.dump is None:
+        raise UserError("a comparison needs sites and a folder for its records: give --dump SELECTOR and --out DIR")
+    routes = spec.out / ROUTES if pins_routes else None
+    folders = [spec.out / side for side in SIDES]
+    first = run_probe(replace(spec, layout=a, out=folders[0], routes_to=routes))
+    second = run_probe(replace(spec, layout=b, out=folders[1], routes_from=routes))
+    noise = [spec.out / f"a_again_{number}" for number in range(num_noise_runs)]
+    for folder in noise:
+        run_probe(replace(spec, layout=a, out=folder, routes_from=routes))
+    return ABRuns(
+        a=first,
+        b=second,
+        records=(folders[0] / RECORDS, folders[1] / RECORDS),
+        noise=tuple(folder / RECORDS for folder in noise),
+    )

@@ -1,4 +1,4 @@
-"""Which kept steps lead to the one that is asked for, and from where they start.
+"""`Chain`: the kept steps that lead to the one that is asked for, and the start from which they go.
 
 Invariant: the steps of a chain are those that the run did between its start and the target, all of them.
 """
@@ -33,11 +33,11 @@ class ChainLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """From a start to the target."""
+    """The kept steps from a start to the target."""
 
     links: tuple[ChainLink, ...]
     checkpoint: Checkpoint | None
-    """None: the initial model."""
+    """The checkpoint of the start, or None for the initial model."""
     with_optimizer: bool = True
 
     @property
@@ -46,17 +46,17 @@ class Chain:
 
     @property
     def start(self) -> str:
-        """For people."""
+        """The name of the start, shown in reports."""
         return "the initial model" if self.checkpoint is None else f"checkpoint {self.checkpoint.path}"
 
 
 def read_target(run: Path, number: int) -> KeptStep:
-    """The record of the step that is asked for; raises as `read_link`."""
+    """Return the record of the step that is asked for; raises as `read_link`."""
     return read_link(run, number).step
 
 
 def read_link(run: Path, number: int) -> ChainLink:
-    """The step that is asked for.
+    """Find the step that is asked for.
 
     Raises:
         ReplayProblem: it is not there, or damaged.
@@ -80,7 +80,7 @@ def checkpoints_of(config: MasterConfig, run: Path) -> list[Checkpoint]:
 
 
 def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_optimizer: bool) -> Chain:
-    """The shortest way to the target.
+    """Return the shortest way to the target.
 
     Args:
         reads_optimizer: False for a worker that cannot read the optimizer's state of the run's checkpoints: then the
@@ -136,7 +136,7 @@ def _read(folder: KeptFolder) -> ChainLink:
 
 
 def _contradiction(step: KeptStep, number: int) -> str | None:
-    """What a record says against itself or its folder's name, in words; a checksum finds no edit."""
+    """Return how a record contradicts itself or its folder's name, in words; a checksum finds no edit."""
     if step.number != number:
         return f"number: expected {number} as its folder is named, got {step.number}"
     run = step.run

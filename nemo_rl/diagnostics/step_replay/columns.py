@@ -70,13 +70,13 @@ class KeptColumns:
         )
 
     def has(self, name: str, rows: Sequence[int]) -> bool:
-        """Whether the column was kept of all these rows."""
+        """Return whether the column was kept of all these rows."""
         if name in self.update:
             return all(row in self.places for row in rows)
         return name in self.rollout
 
     def rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
-        """The column of these rows, jagged where it is kept so; of the update where it is there."""
+        """Return the column of these rows, jagged where it is kept so; of the update where it is there."""
         in_update = name in self.update
         if not in_update and name not in self.rollout:
             raise CheckpointError(f"{self.path}: neither {ROLLOUT_FILE} nor {UPDATE_FILE} has the column {name!r}")
@@ -89,14 +89,14 @@ class KeptColumns:
         return nest(torch.cat(parts), torch.tensor([len(part) for part in parts], dtype=torch.int64))
 
     def batch(self, fields: Sequence[str], rows: Sequence[int], *, width: int, pad_token_id: int) -> BatchedDataDict:
-        """The columns of these rows, dense, as a worker gets them from the data plane."""
+        """Return the columns of these rows, dense, as a worker gets them from the data plane."""
         columns = {name: self.rows(name, rows) for name in fields}
         batch = materialize(columns, pad_values={"input_ids": float(pad_token_id)}, pad_to=width)
         batch["keys"] = [self.keys[row] for row in rows]
         return batch
 
     def add_routes(self, batch: BatchedDataDict, rows: Sequence[int], shape: RouteShape) -> None:
-        """Adds the kept routes, decoded, where there are any."""
+        """Add the kept routes, decoded, where there are any."""
         names = [name for name in ROUTE_FIELDS if self.has(name, rows)]
         if not names:
             return

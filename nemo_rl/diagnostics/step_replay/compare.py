@@ -1,4 +1,4 @@
-"""Kept against replayed, stage by stage.
+"""Compares kept and replayed steps, stage by stage, and reports the findings for people and as JSON.
 
 In the layout of the run every number must be the same to the last bit; in another layout or with the other worker
 columns, routes and plans must be, and the others lie within bounds, which hold for float32.
@@ -7,8 +7,8 @@ columns, routes and plans must be, and the others lie within bounds, which hold 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -17,11 +17,12 @@ from nemo_rl.diagnostics.step_replay.columns import KeptColumns
 from nemo_rl.diagnostics.step_replay.rank import Logprobs, RankStep
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork
+from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES
 from nemo_rl.models.policy.lm_policy import TrainSummary, summarize
 
-__all__ = ["Finding", "compare_step"]
+__all__ = ["Finding", "ReplayReport", "StepFindings", "compare_step"]
 
 LOSS_BOUND = 1e-6
 """Absolute, or relative to a loss above 1."""
@@ -43,12 +44,12 @@ class Finding:
     kept: str
     replayed: str
     agrees: bool | None
-    """None: nothing was kept to compare with."""
+    """True where both agree; None where nothing was kept to compare with."""
     difference: str = ""
 
 
 def compare_step(work: StepWork, ranks: Sequence[RankStep], settings: ReplaySettings) -> list[Finding]:
-    """The stages of a step in their order, as far as it came."""
+    """Return the stages of a step in their order, as far as it came."""
     if work.error is not None:
         return [_error(work.step, ranks[0])]
     findings = [] if work.is_subset else [*_columns(work), *_plans(work)]
@@ -132,7 +133,7 @@ def _plans(work: StepWork) -> list[Finding]:
 
 
 def _routes(ranks: Sequence[RankStep]) -> list[Finding]:
-    """Those that the log-probability pass records; those of the rollout are columns, and given to the routers."""
+    """Compare routes of the log-probability pass; those of the rollout are columns, and given to the routers."""
     found = [rank.routes for rank in ranks if rank.routes is not None]
     if not found:
         return []
@@ -184,7 +185,7 @@ def _update(summary: TrainSummary, work: StepWork, kept: KeptOutcome | None, set
 
 
 def _in_replay_order(kept: Sequence[Sequence[float]], work: StepWork) -> list[float]:
-    """Losses of microbatches of all shards, in the order in which the replay meets them."""
+    """Return losses of microbatches of all shards, in the order in which the replay meets them."""
     plan = work.step.plan
     assert plan is not None and work.plan is not None, "there are rows"
     if work.plan.num_ranks == len(kept):
@@ -299,3 +300,90 @@ def _first_difference(kept: Sequence[Sequence[Sequence[int]]], made: PackPlan) -
             if tuple(rows) != tuple(others):
                 return f"shard {rank}, microbatch {number}: rows {list(rows)[:SHOWN]}, got {list(others)[:SHOWN]}"
     return "shards, steps or width"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFindings:
+    """One step."""
+
+    number: int
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayReport:
+    """All steps from the start to the one that was asked for."""
+
+    run: str
+    step: int
+    start: str
+    how: str
+    """Worker and layout."""
+    differences: tuple[str, ...]
+    """Reasons for which the numbers need not be the same to the last bit."""
+    what_if: tuple[str, ...]
+    """Settings over the kept config: with them differences are the answer, not a fault."""
+    notes: tuple[str, ...]
+    steps: tuple[StepFindings, ...]
+    seconds: float
+
+    @property
+    def first_difference(self) -> tuple[int, str] | None:
+        """Step and stage; None where all that was compared agrees."""
+        for step in self.steps:
+            for finding in step.findings:
+                if finding.agrees is False:
+                    return step.number, finding.stage
+        return None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of the replay."""
+        looked_at = [finding.agrees for step in self.steps for finding in step.findings]
+        if all(agrees is None for agrees in looked_at):
+            return Verdict.VACUOUS
+        if self.what_if:
+            return Verdict.PASS
+        if self.first_difference is not None:
+            return Verdict.MISMATCH
+        return Verdict.INCOMPLETE if None in looked_at else Verdict.PASS
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report."""
+        yield f"replay of step {self.step} of {self.run}: from {self.start}, {self.how}"
+        for text in self.differences:
+            yield f"  not to the last bit: {text}"
+        for text in self.what_if:
+            yield f"  what if: {text}"
+        for text in self.notes:
+            yield f"  note: {text}"
+        for step in self.steps:
+            yield f"step {step.number}"
+            for finding in step.findings:
+                yield f"  {finding.stage:<20} {self._word(finding):<10} {_both(finding)}"
+        first = self.first_difference
+        if first is not None:
+            yield f"first stage that differs: {first[1]} of step {first[0]}"
+        yield f"{self.verdict.label} in {self.seconds:.1f} s"
+
+    def as_record(self) -> dict[str, object]:
+        """Return the report as JSON-like values."""
+        return {
+            **asdict(self),
+            "verdict": self.verdict.label,
+            "first_difference": None
+            if self.first_difference is None
+            else {"step": self.first_difference[0], "stage": self.first_difference[1]},
+        }
+
+    def _word(self, finding: Finding) -> str:
+        if finding.agrees is None:
+            return "not kept"
+        if not finding.agrees:
+            return "what if" if self.what_if else "DIFFERS"
+        return "within" if finding.difference else "equal"
+
+
+def _both(finding: Finding) -> str:
+    shown = finding.kept if finding.kept == finding.replayed else f"{finding.kept} -> {finding.replayed}"
+    return f"{shown}; {finding.difference}" if finding.difference else shown

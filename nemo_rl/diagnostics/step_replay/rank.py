@@ -1,14 +1,15 @@
 """One rank of a replay: builds its worker, loads the start, and runs the kept steps one after another.
 
 `run_job` calls `replay_rank` on every rank, without Ray and without a data plane. Invariant: the worker is given what
-the data plane gave it in the run: the same rows in the same order, the same columns, the same padding.
+the data plane gave it in the run: the same rows in the same order, the same columns, the same padding. `KeptRates` are
+the learning rates of the kept steps in place of a schedule, for a worker that has other schedules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,7 +17,6 @@ from nemo_rl.algorithms.kept_steps.record import KeptError
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.diagnostics.step_replay.columns import KeptColumns
-from nemo_rl.diagnostics.step_replay.rates import KeptRates
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork
@@ -31,6 +31,7 @@ from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.engine import Schedule
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.models.weights_digest import WeightsDigest
@@ -38,7 +39,34 @@ from nemo_rl.routes.shape import MISSING
 from nemo_rl.utils.checkpoint import Checkpoint
 from nemo_rl.utils.metrics import merge_metrics
 
-__all__ = ["Logprobs", "RankJob", "RankStep", "ReplayRank", "Routes", "Visit", "replay_rank"]
+__all__ = ["KeptRates", "Logprobs", "RankJob", "RankStep", "ReplayRank", "Routes", "Visit", "replay_rank"]
+
+
+class KeptRates(Schedule):
+    """One rate per training call.
+
+    Args:
+        own: of the worker, which sets whatever else follows a schedule.
+        groups: of the optimizer.
+    """
+
+    def __init__(self, own: Schedule, groups: Callable[[], list[dict[str, Any]]], rates: Sequence[float]) -> None:
+        self._own, self._groups, self._rates = own, groups, list(rates)
+        self._calls = 0
+
+    def apply(self) -> float:
+        """The rate of the next call is in the optimizer."""
+        self._own.apply()
+        # A step that did not end has kept no rate.
+        rate = self._rates[min(self._calls, len(self._rates) - 1)]
+        for group in self._groups():
+            group["lr"] = rate
+        return rate
+
+    def advance(self) -> None:
+        """One call is done."""
+        self._own.advance()
+        self._calls += 1
 
 
 SAMPLE_MASK = "sample_mask"
@@ -48,7 +76,7 @@ Visit: TypeAlias = "Callable[[ReplayRank, int], None]"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankJob:
-    """What every rank does."""
+    """The work of every rank."""
 
     settings: ReplaySettings
     checkpoint: Checkpoint | None
@@ -58,9 +86,9 @@ class RankJob:
     stages: tuple[str, ...]
     train_fields: tuple[str, ...]
     record: RecordSpec | None = None
-    """Of the passes of the last step; None: nothing."""
+    """Recording of the passes of the last step; None records nothing."""
     visit: Visit | None = None
-    """At the start, and after each step that has ended."""
+    """Called at the start, and after each step that has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,16 +115,16 @@ class Routes:
 
 @dataclass(kw_only=True, slots=True)
 class RankStep:
-    """What one rank found in one step; None where a stage was not run."""
+    """The results of one rank in one step; None where a stage was not run."""
 
     number: int
     routes: Routes | None = None
-    """Where the log-probability pass records them; a part of them on every rank."""
+    """Routes, where the log-probability pass records them; every rank has a part of them."""
     prev: Logprobs | None = None
     reference: Logprobs | None = None
     train: TrainResult | None = None
     weights: WeightsDigest | None = None
-    """At rank 0."""
+    """Digest of the weights; rank 0 has it."""
     error: KeptError | None = None
 
 
@@ -169,7 +197,7 @@ class ReplayRank:
             self._job.visit(self, version)
 
     def run(self, work: StepWork) -> RankStep:
-        """One step."""
+        """Replay one step."""
         found = RankStep(number=work.step.number, error=work.error)
         if work.error is not None or not work.trained:
             return found
@@ -193,7 +221,7 @@ class ReplayRank:
         return found
 
     def logprobs(self, stage: WorkerPass, work: StepWork, columns: KeptColumns) -> tuple[list[int], torch.Tensor]:
-        """(collective) The pass of a stage under the present weights: this rank's rows, and `[rows, T]`."""
+        """(collective) Return the pass of a stage under the present weights: this rank's rows, and `[rows, T]`."""
         assert work.logprob_plan is not None, "there are rows"
         self.worker.life.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
@@ -229,7 +257,7 @@ class ReplayRank:
     def _recorded_logprobs(
         self, work: StepWork, columns: KeptColumns, found: RankStep
     ) -> tuple[list[int], torch.Tensor]:
-        """As `logprobs`, with routes that the pass chooses and records."""
+        """Compute log-probabilities like `logprobs`, with routes that the pass chooses and records."""
         assert work.logprob_plan is not None, "there are rows"
         self.worker.life.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
@@ -242,7 +270,7 @@ class ReplayRank:
     def _seed_batch(
         self, work: StepWork, columns: KeptColumns, fields: Sequence[str], rows: list[int], *, width: int
     ) -> BatchedDataDict:
-        """What a log-probability pass reads; weights of rows are kept only of steps that came to write them."""
+        """Return the batch of a log-probability pass; weights of rows are kept only of steps that wrote them."""
         kept = [name for name in fields if columns.has(name, rows)]
         batch = columns.batch(kept, rows, width=width, pad_token_id=self._pad_token_id)
         if SAMPLE_MASK not in batch:
@@ -275,7 +303,7 @@ class ReplayRank:
         return replace(result, metrics=(merge_metrics(result.metrics),))
 
     def _share(self, work: StepWork, plan: PackPlan) -> tuple[list[int], PackPlan]:
-        """Rows of this rank, counted in the rollout's order, and its part of the plan."""
+        """Return rows of this rank, counted in the rollout's order, and its part of the plan."""
         return [work.trained[place] for place in plan.rows_of_rank(self._at.dp)], plan.for_rank(self._at.dp)
 
     def _add_routes(self, batch: BatchedDataDict, columns: KeptColumns, rows: list[int]) -> None:
@@ -298,7 +326,7 @@ def _compared_routes(recorded_NTLK: torch.Tensor, batch: BatchedDataDict) -> Rou
 
 
 def _prev_fields(columns: KeptColumns, rows: Sequence[int]) -> tuple[str, ...]:
-    """What the pass of `prev_logprobs` reads: the kept sets, too, where the run has recorded them."""
+    """Return the fields that `prev_logprobs` reads: the kept sets, too, where the run has recorded them."""
     return (*LP_SEED_FIELDS, SUPPORT) if columns.has(SUPPORT, rows) else LP_SEED_FIELDS
 
 

@@ -1,11 +1,11 @@
 """`replay_step`: the kept steps of a run, from the last checkpoint on, once more through the optimizer.
 
 replay_step
-  |- read_target, find_chain     which steps, from where                       (chain)
-  |- replay_settings             config, worker, layout                        (settings)
-  |- make_work                   advantages and plans, as the driver made them (work)
-  |- replay_rank                 every rank: worker, passes, updates           (rank, run_job)
-  `- compare_step                kept against replayed                         (compare, report)
+  |- read_target, find_chain   which steps, from where (chain)
+  |- replay_settings           config, worker, layout (settings)
+  |- make_work                 advantages and plans, as the driver made them (work)
+  |- replay_rank               every rank: worker, passes, updates (rank, run_job)
+  `- compare_step              kept against replayed (compare)
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from nemo_rl.algorithms.kept_steps.record import KeptStep, StepStatus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
-from nemo_rl.diagnostics.non_finite import first_non_finite
 from nemo_rl.diagnostics.step_replay.chain import Chain, checkpoints_of, find_chain, read_target
-from nemo_rl.diagnostics.step_replay.compare import compare_step
+from nemo_rl.diagnostics.step_replay.compare import ReplayReport, StepFindings, compare_step
 from nemo_rl.diagnostics.step_replay.rank import RankJob, RankStep, replay_rank
-from nemo_rl.diagnostics.step_replay.report import ReplayReport, StepFindings
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
@@ -32,15 +32,88 @@ from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import CheckpointError, NonFiniteError
 from nemo_rl.models.policy.recording import RecordSpec, record_spec
+from nemo_rl.records.reader import Record, read_folder
 from nemo_rl.records.selector import Selector
+from nemo_rl.records.sites import SiteKind, execution_order
 
-__all__ = ["replay_step"]
+__all__ = ["NonFiniteValue", "first_non_finite", "replay_step"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NonFiniteValue:
+    """The place of a value that is not finite."""
+
+    phase: str
+    site: str
+    """Name with layer and direction, such as `mlp.out[1] backward`."""
+    microbatch: int
+    rank: int
+    key: str | None = None
+    """Row; None at a site without tokens."""
+    position: int | None = None
+    num_values: int
+    """Number of values in this record that are not finite."""
+
+    @property
+    def text(self) -> str:
+        """The text shown in reports."""
+        where = f", sample {self.key!r}, position {self.position}" if self.key is not None else ""
+        return (
+            f"{self.phase}/{self.site}, microbatch {self.microbatch}, rank {self.rank}{where} "
+            f"({self.num_values} values that are not finite)"
+        )
+
+
+def first_non_finite(folder: Path) -> NonFiniteValue | None:
+    """Find the first NaN or infinity; None where all is finite. Recordings that ended early are read as far as they go.
+
+    Raises:
+        UserError: no folder of records.
+        CorruptRecord: a record is not what was written.
+    """
+    found = read_folder(folder)
+    order = {phase: place for place, phase in enumerate(found.manifest.phases)}
+    for record in sorted(found.records, key=lambda record: _order(record, order)):
+        value = record.load()
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            return _named(record, value)
+    return None
+
+
+def _order(record: Record, phases: dict[str, int]) -> tuple[int, ...]:
+    place = record.place
+    at = execution_order(place.kind, place.layer, place.direction)
+    return (phases.get(place.phase, len(phases)), place.update, place.microbatch, *at, record.rank, record.seq)
+
+
+def _named(record: Record, value: torch.Tensor) -> NonFiniteValue:
+    place = record.place
+    is_bad = ~value.isfinite()
+    at = place.layer if place.kind is not SiteKind.GRAD else place.name
+    site = f"{place.kind.value}{'' if at is None else f'[{at}]'}"
+    found = {
+        "phase": place.phase,
+        "site": site if place.direction == "forward" else f"{site} {place.direction.value}",
+        "microbatch": place.microbatch,
+        "rank": record.rank,
+        "num_values": int(is_bad.sum()),
+    }
+    tokens = record.tokens()
+    if tokens is None or not len(tokens):
+        return NonFiniteValue(**found)  # type: ignore[arg-type]
+    row = int(is_bad.flatten(1).any(1).nonzero()[0]) if is_bad.dim() > 1 else int(is_bad.nonzero()[0])
+    return NonFiniteValue(
+        **found,  # type: ignore[arg-type]
+        key=tokens.keys[int(tokens.row_R[row])],
+        position=int(tokens.position_R[row]),
+    )
+
 
 EVERYTHING, RECORDS = "*", "records"
 
 
 def replay_step(request: ReplayRequest) -> ReplayReport:
-    """Replays a step and compares it; of one that failed with a NaN, names the site where it came from.
+    """Replay a step and compare it; of one that failed with a NaN, name the site where it came from.
 
     Raises:
         ReplayProblem: it cannot be replayed; says why. ConfigError: an override is wrong.
@@ -56,7 +129,7 @@ def replay_step(request: ReplayRequest) -> ReplayReport:
 
 
 def _first_nan(folder: Path) -> tuple[str, ...]:
-    """Nothing where no pass was run."""
+    """Return the remark on the first NaN; empty where no pass was run."""
     if not folder.is_dir():
         return ()
     found = first_non_finite(folder)

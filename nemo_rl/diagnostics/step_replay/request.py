@@ -1,4 +1,4 @@
-"""What a replay is asked for, and how it says that it cannot be done."""
+"""`ReplayRequest`: the step to replay, and the error that says why it cannot be replayed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Worker = Literal["dtensor", "megatron"]
 
 
 class ReplayProblem(UserError):
-    """Why a step cannot be replayed; `verdict` says which kind of why."""
+    """A step cannot be replayed; `verdict` says for which kind of reason."""
 
     def __init__(self, text: str, *, verdict: Verdict) -> None:
         super().__init__(text)
@@ -24,7 +24,7 @@ class ReplayProblem(UserError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayRequest:
-    """Which step of which run, and how."""
+    """The step of a run to replay, and the options of the replay."""
 
     run: Path
     """`logger.log_dir` of the run."""
@@ -32,7 +32,7 @@ class ReplayRequest:
     in_one_process: bool = False
     """False: as many ranks as the run had, in its layout."""
     worker: Worker | None = None
-    """None: that of the run."""
+    """The worker, or None for that of the run."""
     overrides: tuple[str, ...] = ()
     """`KEY=VALUE` of the config: what would have been."""
     rows: tuple[str, ...] = ()
@@ -40,6 +40,6 @@ class ReplayRequest:
     dump: str | None = None
     """Sites to record in the passes of `step`."""
     allows_code: bool = False
-    """Whether modules outside the library that the kept config names may be imported."""
+    """True where modules outside the library that the kept config names may be imported."""
     out: Path | None = None
     """Folder of these records; they need one."""

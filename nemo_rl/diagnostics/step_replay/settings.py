@@ -1,4 +1,4 @@
-"""With which config a replay runs: that of the kept step, what was set over it, another layout, the other worker.
+"""`ReplaySettings`: the config of the kept step, with other values, another layout or the other worker.
 
 Invariant: what neither the request nor the other worker needs is as in the run.
 """
@@ -46,20 +46,20 @@ TORCH_ADAMW: Mapping[str, object] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplaySettings:
-    """What the ranks of a replay run with."""
+    """The settings of the ranks of a replay."""
 
     config: MasterConfig
-    """As kept, with what was set over it: rewards, loss and plans follow it."""
+    """The kept config with the request's values over it: rewards, loss and plans follow it."""
     policy: PolicyConfig
-    """Of the workers: `config.policy` in the layout and with the worker of the replay."""
+    """Settings of the workers: `config.policy` in the layout and with the worker of the replay."""
     layout: ParallelLayout
     run_layout: ParallelLayout
-    """For which plans were made."""
+    """The layout for which the run's plans were made."""
     worker: Worker
     is_other_worker: bool
     uses_gpu: bool
     differences: tuple[str, ...]
-    """What keeps the numbers from being the same to the last bit; empty when nothing does."""
+    """Reasons for which the numbers need not be the same to the last bit; empty without any."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -85,7 +85,7 @@ def replay_settings(request: ReplayRequest, step: KeptStep) -> ReplaySettings:
         config = _config(step.run.config, request.overrides)
     except ValidationError as error:
         raise ReplayProblem(
-            f"{where}: its config is none of this version: {shorten(' '.join(str(error).split()))}",
+            f"{where}: its config does not fit this version: {shorten(' '.join(str(error).split()))}",
             verdict=Verdict.CORRUPT,
         ) from error
     _check_identity(config, step)
@@ -145,7 +145,7 @@ def _check_identity(config: MasterConfig, step: KeptStep) -> None:
     if changed:
         raise ReplayProblem(
             f"step {step.number} was kept by a run with other {', '.join(changed)}: {policy.model_name} has changed; "
-            f"restore it, or go on all the same with --set checkpointing.allow_changed=[{','.join(changed)}]",
+            f"restore it, or continue anyway with --set checkpointing.allow_changed=[{','.join(changed)}]",
             verdict=Verdict.USAGE,
         )
 
@@ -164,7 +164,7 @@ def _foreign_code(kept: Mapping[str, object]) -> list[str]:
 
 
 def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
-    """Texts of a tree by dotted key."""
+    """Yield texts of a tree by dotted key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -176,7 +176,7 @@ def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _problems(path: Path, overrides: Sequence[str]) -> list[str]:
-    """What the loader has against the config."""
+    """Return the loader's objections to the config."""
     try:
         load_config(path, overrides)
     except ConfigError as error:
@@ -205,7 +205,7 @@ def _alone(policy: PolicyConfig) -> PolicyConfig:
 
 
 def _switched(policy: PolicyConfig, worker: Worker, *, one: bool) -> PolicyConfig:
-    """The recipe for the other worker: its layout, and its Adam; the learning rates are the kept ones."""
+    """Return the recipe for the other worker: its layout, and its Adam; the learning rates are the kept ones."""
     sizes = policy.parallel_sizes
     common = {"context_parallel_size": sizes.context, "sequence_parallel": sizes.sequence_parallel, "enabled": True}
     if worker == "megatron":

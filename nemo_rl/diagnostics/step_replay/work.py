@@ -1,6 +1,8 @@
 """`StepWork`: what the driver decides about a step before its ranks run it, made again from what was kept.
 
-The same functions as in the run, on the kept rewards and lengths. Invariant: rows are counted in the rollout's order.
+The same functions as in the run, on the kept rewards and lengths; `RowNumbers` are the weights and advantages that
+workers of the run found in the tokens of its rows, made again from the log-probabilities that were kept: they are the
+facts. Invariant: rows are counted in the rollout's order.
 """
 
 from __future__ import annotations
@@ -12,17 +14,128 @@ import torch
 
 from nemo_rl.algorithms.grpo import TrainRows, plan_logprobs, plan_train, score_rows, select_train_rows
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, KeptFolder
-from nemo_rl.algorithms.kept_steps.record import KeptError, KeptRows, KeptStep
+from nemo_rl.algorithms.kept_steps.record import KeptError, KeptRows, KeptStep, StepStatus
+from nemo_rl.algorithms.row_measures import KlInReward, RowMeasures, decide_rows
+from nemo_rl.algorithms.scored_rows import ScoredRows
+from nemo_rl.algorithms.token_work import TokenEstimator, TokenWork, advantages_in_process, token_estimator
+from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.step_replay.chain import ChainLink
+from nemo_rl.diagnostics.step_replay.columns import KeptColumns
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem
-from nemo_rl.diagnostics.step_replay.row_numbers import RowNumbers, TokenNeeds
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.errors import ConfigError, NonFiniteError, name_some
+from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES
 
-__all__ = ["StepWork", "make_work"]
+__all__ = ["RowNumbers", "StepWork", "TokenNeeds", "make_work"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenNeeds:
+    """The token columns that the advantages and weights of a recipe need."""
+
+    measures: RowMeasures | None
+    estimator: TokenEstimator | None
+    kl: KlInReward | None
+
+    @classmethod
+    def of(cls, settings: ReplaySettings) -> TokenNeeds:
+        config = settings.config
+        return cls(measures=RowMeasures.of(config), estimator=token_estimator(config), kl=KlInReward.of(config.loss_fn))
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """True where advantages need whole groups, as in the run."""
+        return self.estimator is not None or self.kl is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowNumbers:
+    """Weights and advantages of the rows of a step."""
+
+    scored: ScoredRows
+    """Scores of all rows."""
+    token_advantages: torch.Tensor | None = None
+    """`[chosen, T]` float32; None where advantages are those of rows."""
+    lacks_tokens: bool = False
+    """The step ended before its log-probabilities were kept: nothing was measured."""
+    trains: bool = True
+    """False: no row has kept its weight."""
+
+    @classmethod
+    def made(
+        cls, link: ChainLink, kept: KeptRows, scored: ScoredRows, chosen: Sequence[int], settings: ReplaySettings
+    ) -> RowNumbers:
+        """
+        Args:
+            chosen: rows of the update before anything was measured.
+
+        Raises:
+            ReplayProblem: advantages are of another kind than those of the run, or need what was not kept.
+        """
+        needs, step, config = TokenNeeds.of(settings), link.step, settings.config
+        _check_kind(step, needs)
+        if not chosen or (needs.measures is None and needs.estimator is None):
+            return cls(scored=scored)
+        columns, carry = KeptColumns.read(link.folder, step), kept.scalars
+        lengths = [kept.lengths[row] for row in chosen]
+        if needs.measures is not None:
+            batch = _dense(columns, needs.measures.input_fields, chosen, width=max(lengths))
+            if batch is None:
+                return cls._without(step, scored, needs.measures.input_fields)
+            scored, _ = decide_rows(
+                scored,
+                carry,
+                config.grpo,
+                measures=needs.measures,
+                numbers=needs.measures(batch).numbers,
+                rows=chosen,
+                per_token=needs.estimator is not None,
+            )
+        has_weight = bool((scored.select(chosen).sample_mask > 0).any())
+        if needs.estimator is None or not has_weight:
+            return cls(scored=scored, trains=has_weight)
+        work = TokenWork.of(scored, carry, config.grpo, estimator=needs.estimator, kl=needs.kl, rows=chosen)
+        batch = _dense(columns, work.input_fields, chosen, width=max(lengths))
+        if batch is None:
+            return cls._without(step, scored, work.input_fields)
+        found = advantages_in_process(work, batch, lengths, dp_world=settings.run_layout.dp)
+        return cls(scored=scored, token_advantages=found)
+
+    @classmethod
+    def _without(cls, step: KeptStep, scored: ScoredRows, fields: Sequence[str]) -> RowNumbers:
+        """Return the problem that columns were not kept."""
+        if step.status is StepStatus.COMPLETE and step.trained is None:
+            # The run has measured its rows, and none of them was left to train on.
+            return cls(scored=scored, trains=False)
+        if step.status is StepStatus.COMPLETE:
+            raise ReplayProblem(
+                f"step {step.number}: advantages and weights need {', '.join(fields)}, and the run has not kept all of "
+                "them; replay it without the override",
+                verdict=Verdict.USAGE,
+            )
+        return cls(scored=scored, lacks_tokens=True)
+
+
+def _check_kind(step: KeptStep, needs: TokenNeeds) -> None:
+    if (needs.estimator is not None) != (TOKEN_ADVANTAGES in step.run.train_fields):
+        raise ReplayProblem(
+            f"step {step.number} was trained on advantages of {'rows' if needs.estimator else 'tokens'}: replay it "
+            "without an override of grpo.adv_estimator or loss_fn.use_kl_in_reward",
+            verdict=Verdict.USAGE,
+        )
+
+
+def _dense(
+    columns: KeptColumns, names: Sequence[str], rows: Sequence[int], *, width: int
+) -> dict[str, torch.Tensor] | None:
+    """Return dense columns, or None where one was not kept."""
+    if not all(columns.has(name, rows) for name in names):
+        return None
+    batch = materialize({name: columns.rows(name, rows) for name in names}, pad_values={}, pad_to=width)
+    return {name: batch.tensor(name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +152,17 @@ class StepWork:
     token_advantages: torch.Tensor | None = None
     """`[trained, T]` float32, in place of the others; None where advantages are those of rows."""
     lacks_tokens: bool = False
-    """What is made of tokens was not made: the step ended before they were kept."""
+    """True where the step ended before its tokens were kept, so that nothing is made of them."""
     run_plan: PackPlan | None = None
-    """For the layout of the run."""
+    """The plan for the layout of the run."""
     run_logprob_plan: PackPlan | None = None
     plan: PackPlan | None = None
-    """For the layout of the replay."""
+    """The plan for the layout of the replay."""
     logprob_plan: PackPlan | None = None
     error: KeptError | None = None
     """The driver already fails."""
     is_subset: bool = False
-    """Only the log-probabilities and the loss, without an update."""
+    """True for the log-probabilities and the loss alone, without an update."""
 
 
 def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] = ()) -> StepWork:
@@ -64,7 +177,7 @@ def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] 
     rows = step.rows
     if rows is None:
         raise ReplayProblem(
-            f"step {step.number} ended before its rows were there"
+            f"step {step.number} ended before its rows were written"
             + (f": {step.error.text}" if step.error is not None else "; nothing of them was kept"),
             verdict=Verdict.INCOMPLETE,
         )
@@ -162,7 +275,7 @@ def _subset(
 
 
 def _fitted(plan: PackPlan, settings: ReplaySettings) -> PackPlan:
-    """The plan for as many data-parallel shards as the replay has: as it is, or all microbatches on one of them."""
+    """Return the plan for the data-parallel shards of the replay: as it is, or all microbatches on one of them."""
     if settings.layout.dp == plan.num_ranks:
         return plan
     assert settings.layout.dp == 1, f"a plan of {plan.num_ranks} shards for {settings.layout}"

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.distributed.parallel_groups import ParallelGroups
+from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.models.dtensor.rope import RowFrequencies, long_rope_start
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of

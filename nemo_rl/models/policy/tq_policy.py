@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.data_plane.row_work import RowWork, RowWorkDone, RowWorkResult
 from nemo_rl.distributed.calls import Pending, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout

@@ -28,7 +28,7 @@ from nemo_rl.algorithms.kept_steps.record import (
 from nemo_rl.algorithms.run_folder import open_run_folders
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.config.load import load_config
-from nemo_rl.data_plane.column_file import read_column_file, write_column_file
+from nemo_rl.data_plane.column_io import read_column_file, write_column_file
 from nemo_rl.data_plane.factory import open_step
 from nemo_rl.errors import CheckpointError, ConfigError, ResourceError, SchemaMismatch
 from nemo_rl.jagged import lengths_of, nest, values_of
@@ -304,7 +304,7 @@ def test_nothing_of_kept_steps_and_replay_pickles() -> None:
     sources = [
         *(ROOT / "nemo_rl" / "algorithms" / "kept_steps").glob("*.py"),
         *(ROOT / "nemo_rl" / "diagnostics" / "step_replay").glob("*.py"),
-        ROOT / "nemo_rl" / "data_plane" / "column_file.py",
+        ROOT / "nemo_rl" / "data_plane" / "column_io.py",
     ]
     found = [
         f"{path.name}: {name}"

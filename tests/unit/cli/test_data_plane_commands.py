@@ -11,10 +11,10 @@ import torch
 
 from nemo_rl.cli.main import app, main
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.attach_file import ATTACH_FILE
+from nemo_rl.data_plane.address import ATTACH_FILE
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE
+from nemo_rl.data_plane.ledger.events import EVENTS_FILE
 from tests.helpers.planes import ids_column, keys_of
 
 

@@ -96,7 +96,7 @@ def test_errors_of_the_user_are_one_line(folders, command, tmp_path: Path) -> No
         ((a, b, "--limits", tmp_path / "bad.yaml"), "bad.yaml: rule 1: unknown key 'maximum'"),
         ((a, b, "--limits", tmp_path / "absent.yaml"), "absent.yaml: cannot be read: No such file"),
         ((a, b, "--propose", tmp_path / "p.yaml"), "name them with --noise DIR"),
-        ((a, b, "--noise", a), "are no two recordings of the same"),
+        ((a, b, "--noise", a), "are not recordings of the same run"),
         ((a, b, "--html", tmp_path / "file" / "page.html"), "correct the path"),
         ((a, b, "--html", "/proc/page.html"), "No such file or directory"),
     )

@@ -182,7 +182,7 @@ def test_rows_that_a_late_stage_leaves_in_a_step_are_an_error() -> None:
     clear = client.kv_clear
     client.kv_clear = lambda keys, partition, reason: clear(["a"], partition)  # type: ignore[method-assign]
     with (
-        pytest.raises(DataPlaneError, match=r"1 rows are alive after the step .* b \(put by .*:\d+\.\w{6}\)"),
+        pytest.raises(DataPlaneError, match=r"1 rows were not freed after the step.* b \(put by .*:\d+\.\w{6}\)"),
         open_step(client, "p", ["a", "b"]),
     ):
         client.kv_batch_put(["a", "b"], "p", {"sample_mask": torch.ones(2)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nemo_rl.config.data_plane import DataPlaneConfig, MooncakeConfig
-from nemo_rl.data_plane.memory_plan import memory_plan
+from nemo_rl.data_plane.store_kinds import memory_plan
 
 SECTION = MooncakeConfig(segment_bytes=1 << 30, local_buffer_bytes=64 << 20)
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.config.data_plane import DataPlaneConfig, ObservabilityConfig
-from nemo_rl.data_plane.client.event_callback import DataPlaneEvent
+from nemo_rl.data_plane.client.meter import DataPlaneEvent
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, sum_totals
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.schema import FieldSpec

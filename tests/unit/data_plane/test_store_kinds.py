@@ -5,11 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.data_plane import CONTROLLER_CPUS, DataPlaneConfig
 from nemo_rl.config.parts import STORES
 from nemo_rl.data_plane import store_kinds
-from nemo_rl.data_plane.environment import transport_environment
-from nemo_rl.data_plane.store_kinds import kind_named
+from nemo_rl.data_plane.store_kinds import kind_named, transport_environment
 
 
 def test_every_built_in_store_has_a_record() -> None:
@@ -42,5 +41,5 @@ def test_a_store_of_ones_own_has_the_defaults() -> None:
 def test_mooncake_under_the_queue_is_told_as_mooncake() -> None:
     queue = DataPlaneConfig(impl="transfer_queue", backend="mooncake_cpu")
     assert "MC_RPC_TIMEOUT_MS" in transport_environment(queue)
-    assert kind_named("transfer_queue").cpus(queue) == store_kinds.CONTROLLER_CPUS
+    assert kind_named("transfer_queue").cpus(queue) == CONTROLLER_CPUS
     assert "MC_RPC_TIMEOUT_MS" not in transport_environment(DataPlaneConfig(impl="transfer_queue"))

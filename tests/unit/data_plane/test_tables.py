@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from nemo_rl.data_plane.chunks.tables import is_object_stack, is_object_value, is_table
+from nemo_rl.data_plane.chunks.ragged import is_object_stack, is_object_value, is_table
 
 
 def test_each_kind_is_recognised_and_nothing_else() -> None:

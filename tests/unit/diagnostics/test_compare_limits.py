@@ -11,10 +11,9 @@ import torch
 from nemo_rl.diagnostics.compare import noise
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.limits import DEFAULT, Limits, coarsest, limits_text, read_limits
-from nemo_rl.diagnostics.compare.measurement import Metric, measure
+from nemo_rl.diagnostics.compare.measurement import ULP_BUCKETS, Metric, measure, ulp_counts
 from nemo_rl.diagnostics.compare.noise import propose_limits
 from nemo_rl.diagnostics.compare.site import Site
-from nemo_rl.diagnostics.compare.ulps import ULP_BUCKETS, ulp_counts
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.records.sites import Direction, SiteKind
@@ -71,8 +70,8 @@ BAD_FILES = {
     "- {sites: logprob, metric: max_abs, max: .inf}": "got inf",
     "- {sites: logprob, metric: max_abs, max: .nan}": "got nan",
     "- {sites: logprob, metric: max_abs, max: true}": "got True",
-    "- {sites: logprob": "no YAML: ",
-    "- !!python/object/apply:os.system [true]": "no YAML: ",
+    "- {sites: logprob": "not valid YAML: ",
+    "- !!python/object/apply:os.system [true]": "not valid YAML: ",
 }
 
 
@@ -152,7 +151,7 @@ def test_what_is_no_noise_proposes_nothing(tmp_path: Path) -> None:
     truth.tokens["s0"] += 1
     c = write_recording(tmp_path / "c", truth)
     for other in (a, b, c):
-        with pytest.raises(UserError, match="are no two recordings of the same"):
+        with pytest.raises(UserError, match="are not recordings of the same run"):
             propose_limits([a, other])
 
 

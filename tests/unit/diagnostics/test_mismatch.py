@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
-from nemo_rl.data_plane.column_file import read_column_file, write_column_file
+from nemo_rl.data_plane.column_io import read_column_file, write_column_file
 from nemo_rl.diagnostics.mismatch import progress
 from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
-from nemo_rl.diagnostics.mismatch.measure import divergence
+from nemo_rl.diagnostics.mismatch.parts import divergence
 from nemo_rl.diagnostics.mismatch.report import MismatchReport
-from nemo_rl.diagnostics.mismatch.rope import scaled_rope
+from nemo_rl.diagnostics.mismatch.scorer import scaled_rope
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.jagged import nest

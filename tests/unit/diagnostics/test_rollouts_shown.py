@@ -10,8 +10,7 @@ from rich.cells import cell_len
 
 from nemo_rl.diagnostics.rollouts.choice import choose_rollouts
 from nemo_rl.diagnostics.rollouts.page import page_text
-from nemo_rl.diagnostics.rollouts.pieces import Grade, grade_of, pieces_of
-from nemo_rl.diagnostics.rollouts.row import read_rows
+from nemo_rl.diagnostics.rollouts.row import Grade, grade_of, pieces_of, read_rows
 from nemo_rl.diagnostics.rollouts.text import rollout_lines
 from nemo_rl.errors import UserError
 from nemo_rl.utils.rollout_file import rollout_path

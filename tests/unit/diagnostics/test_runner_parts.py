@@ -20,7 +20,7 @@ from nemo_rl.config.policy import ParallelSizes
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.diagnostics.runner.layout_text import LayoutText, smallest_world
 from nemo_rl.diagnostics.runner.prompts import PromptSpec, Rows, batch_of, make_rows
-from nemo_rl.diagnostics.runner.routes_file import FORMAT, read_routes, write_routes
+from nemo_rl.diagnostics.runner.rank import FORMAT, read_routes, write_routes
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.local_job import ChildFailed, run_job
 from nemo_rl.errors import UserError
@@ -240,9 +240,9 @@ def test_routes_of_another_model_length_or_sequence_are_refused_by_name(
 @pytest.mark.parametrize("content", [b"", b"not safetensors", b"\x80\x04cposix\nsystem\n"])
 def test_what_is_no_file_of_routes_is_never_unpickled(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(content)
-    with pytest.raises(UserError, match="no file of routes"):
+    with pytest.raises(UserError, match="not a routes file"):
         read_routes(tmp_path / "f")
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="no such routes file"):
         read_routes(tmp_path / "g")
 
 
@@ -342,4 +342,4 @@ def test_the_first_end_of_a_job_is_what_its_caller_gets() -> None:
             run_job(2, begins_its_answer, 1, None, timeout_s=deadline)
         if "amid" in str(late.value):
             break
-    assert "rank 1 did not end in time, amid its answer" in str(late.value)
+    assert "rank 1 did not end in time while it sent its result" in str(late.value)

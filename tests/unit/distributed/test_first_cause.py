@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.distributed.first_cause import FirstCause, is_symptom
+from nemo_rl.distributed.abort import FirstCause, is_symptom
 from nemo_rl.errors import CollectiveTimeout, ConfigError, KeysNotFound, NonFiniteError, WorkerError
 
 CLOSED = "[/pair.cc:553] Connection closed by peer [127.0.0.1]:63198"

@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from nemo_rl.distributed.lifeline import LOST_EXIT_CODE
+from nemo_rl.distributed.liveness import LOST_EXIT_CODE
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 60.0
 SCRIPT = """
 import sys, time
-from nemo_rl.distributed.lifeline import Lifeline
+from nemo_rl.distributed.liveness import Lifeline
 Lifeline(sys.argv[1], lost_s=0.3, look_s=0.05)
 print("begun", flush=True)
 time.sleep(600)

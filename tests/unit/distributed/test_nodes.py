@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.distributed.nodes import Node, Share, choose_nodes, node_resource
+from nemo_rl.distributed.virtual_cluster import Node, Share, choose_nodes, node_resource
 from nemo_rl.errors import ResourceError
 
 

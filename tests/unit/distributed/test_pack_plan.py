@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.distributed.packing import PackPlan, plan_packs, replan_microbatches
 
 LENGTHS = [9, 3, 7, 7, 2, 8, 5, 5]

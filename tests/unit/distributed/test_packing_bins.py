@@ -8,22 +8,25 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nemo_rl.distributed.packing_balance import (
-    deal_heaviest_to_lightest,
-    deal_in_turn,
-    karmarkar_karp,
-    level_ranks,
-    split_to,
-)
 from nemo_rl.distributed.packing_bins import (
     BIN_ALGORITHMS,
     best_fit_decreasing,
     bins_bound,
+    exact_bins,
     longest_first,
+    repair,
     spread,
+    tight_bins,
 )
-from nemo_rl.distributed.packing_padded import level_runs, runs_under_cap
-from nemo_rl.distributed.packing_tight import exact_bins, repair, tight_bins
+from nemo_rl.distributed.packing_form import (
+    deal_heaviest_to_lightest,
+    deal_in_turn,
+    karmarkar_karp,
+    level_ranks,
+    level_runs,
+    runs_under_cap,
+    split_to,
+)
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 CAP = 60

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from nemo_rl.distributed.collectives import check_plans
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.distributed.plan_check import check_plans
 from nemo_rl.errors import SchemaMismatch
 
 PLAN = PackPlan(microbatches=(((0, 3), (1,)), ((2,), (4,))), steps=(2,), pad_to=8)

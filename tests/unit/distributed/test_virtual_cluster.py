@@ -17,7 +17,8 @@ import torch
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.schema import ClusterConfig
-from nemo_rl.distributed import own_ray, ray_environment
+from nemo_rl.distributed import environment as process_environment
+from nemo_rl.distributed import own_ray
 from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -217,7 +218,7 @@ def test_a_server_of_ray_that_is_stopped_is_ended_and_said_so(opened, monkeypatc
 def test_a_raylet_that_dies_while_it_starts_is_started_again_and_nothing_of_it_stays(opened, monkeypatch):
     opened.cluster.close()
     before = children()
-    monkeypatch.setattr(ray_environment, "DEAF_S", 10.0)
+    monkeypatch.setattr(process_environment, "DEAF_S", 10.0)
     killed = threading.Thread(target=kill_the_first, args=("raylet",))
     killed.start()
     with RayVirtualCluster(ClusterConfig(cpu_workers_per_node=1), other_cpus=0):

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_rl.diagnostics.route_chain.chain import verify_trace
-from nemo_rl.diagnostics.route_chain.report import Report
+from nemo_rl.diagnostics.route_chain.chain import Report, verify_trace
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.utils.r3_trace import trace_retired
 from tests.helpers.route_runs import RouteRun

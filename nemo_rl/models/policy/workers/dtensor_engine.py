@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.distributed.parallel_groups import ParallelGroups
+from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.models.dtensor import checkpoint
 from nemo_rl.models.dtensor.optim import LearningRate, LossScaler, build_optimizer
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight, parallelize

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from nemo_rl.data_plane.adapters.deadline_calls import DeadlineCalls
+from nemo_rl.data_plane.adapters.mooncake_link import DeadlineCalls
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout
 
 

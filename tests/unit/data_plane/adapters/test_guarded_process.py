@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.data_plane.adapters.guarded_process import GuardedProcess, answers, free_port
+from nemo_rl.data_plane.adapters.mooncake_master import GuardedProcess, answers, free_port
 from nemo_rl.errors import ResourceError
 from tests.helpers.mooncake import is_alive, kill
 from tests.helpers.planes import wait_until
@@ -76,7 +76,7 @@ def test_a_port_is_waited_for() -> None:
 
 
 def test_a_stopped_guard_does_not_keep_the_command_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_rl.data_plane.adapters.guarded_process.STOP_S", 0.5)
+    monkeypatch.setattr("nemo_rl.data_plane.adapters.mooncake_master.STOP_S", 0.5)
     process = GuardedProcess("sleep", ["sleep", "60"])
     process._guard.send_signal(signal.SIGSTOP)
     process.stop()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.data_plane.adapters.mooncake_buffers import SMALLEST_BYTES, BufferPool
+from nemo_rl.data_plane.adapters.mooncake_link import SMALLEST_BYTES, BufferPool
 from nemo_rl.errors import DataPlaneError
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from nemo_rl.config.data_plane import DataPlaneConfig, SharedMemoryConfig
-from nemo_rl.data_plane.adapters.shm import SharedMemoryStore
-from nemo_rl.data_plane.adapters.shm_segments import folder_of
+from nemo_rl.data_plane.adapters.shm import SharedMemoryStore, folder_of
 from nemo_rl.data_plane.factory import build_data_plane_client
 from tests.helpers.planes import wait_until
 

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from nemo_rl.config.data_plane import SharedMemoryConfig
-from nemo_rl.data_plane.adapters import shm_segments
-from nemo_rl.data_plane.adapters.shm import SharedMemoryStore
-from nemo_rl.data_plane.adapters.shm_segments import SegmentFolder, folder_of
+from nemo_rl.data_plane.adapters import shm
+from nemo_rl.data_plane.adapters.shm import SegmentFolder, SharedMemoryStore, folder_of
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, DataPlaneError, KeysNotFound
 from tests.helpers.planes import wait_until
 
@@ -90,7 +89,7 @@ def test_mappings_of_segments_that_are_gone_are_let_go(folder: Path, segments: S
     other = SegmentFolder(folder, keep_bytes=1)
     segments.write("run/a/0", chunk(1, 200 * KIB))
     other.free(["run/a/0"])
-    for i in range(shm_segments.PRUNE_EVERY):
+    for i in range(shm.PRUNE_EVERY):
         segments.write(f"run/b/{i}", chunk(1, 10))
         segments.free([f"run/b/{i}"])
     gone = [segment for segment in segments._mapped.values() if os.fstat(segment.descriptor).st_nlink == 0]

@@ -1,0 +1,55 @@
+"""Environment variables of every process of a run, and of Ray's own processes; imports neither torch nor Ray."""
+
+from __future__ import annotations
+
+__all__ = ["FAIR_SHARE", "NO_SPARE_WORKERS", "ray_environment", "worker_environment"]
+
+KEPT_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
+"""glibc keeps the memory of tensors that were freed, up to 4 GiB each, for the next ones. It would return it to the
+system and take a fault for each page of each large tensor, which was up to half of the time of a training pass."""
+
+
+def worker_environment(threads: int, *, uses_gpu: bool) -> dict[str, str]:
+    """Environment of every process of a run: thread counts, memory, and no look-ups on a model hub.
+
+    More OpenMP threads than cores make CPU tensors many times slower. With GPUs tensors lie in host memory for a moment
+    only, such as those of a checkpoint, and their memory is returned.
+    """
+    return {
+        **({} if uses_gpu else KEPT_MEMORY),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+
+
+FAIR_SHARE = {"RAY_worker_niceness": "0"}
+"""Ray's default, 15, leaves workers 1.5% of a core that somebody else's process keeps busy, and no deadline holds."""
+NO_SPARE_WORKERS = {"RAY_enable_worker_prestart": "false", "RAY_prestart_worker_first_driver": "false"}
+"""Ray starts an idle worker per CPU in advance; ours bring an environment of their own and can use none of them."""
+DEAF_S = 30.0
+"""Seconds that Ctrl-C, or the death of one of Ray's servers, may go unnoticed while Ray starts."""
+
+
+def ray_environment(timeout_s: float) -> dict[str, str]:
+    """
+    Args:
+        timeout_s: of a start of ours, which counts in place of Ray's own deadlines.
+    """
+    return {
+        "RAY_worker_register_timeout_seconds": str(round(timeout_s)),
+        "RAY_agent_register_timeout_ms": str(round(timeout_s * 1000)),
+        # One call of Ray's that no signal reaches; it is repeated until our own deadline.
+        "RAY_raylet_start_wait_time_s": str(round(min(timeout_s, DEAF_S))),
+        **FAIR_SHARE,
+        **NO_SPARE_WORKERS,
+    }
