@@ -1,4 +1,4 @@
-"""What a driver asks of workers, and what it gets: requests, calls, results that come later, results that stay away.
+"""The calls of a driver to workers: requests, calls, results that come later, results that stay away.
 
 Used by `worker_groups` and whoever calls it. Invariant: only the name of a method and its arguments cross to a worker's
 process, while a type checker knows arguments and results.
@@ -27,7 +27,7 @@ class Request(Generic[_T]):
     """One method of a worker with its arguments, which gives a `_T`; made by `ask`."""
 
     method: str
-    """Only the name crosses to the worker's process: the worker may be of a subclass."""
+    """Name of the method; only this crosses to the worker's process: the worker may be of a subclass."""
     arguments: Mapping[str, object]
 
 
@@ -51,7 +51,7 @@ class Call(Generic[_T]):
     stage: str
     timeout_s: float
     ranks: Sequence[int] | None = None
-    """Only these ranks; None means all."""
+    """The ranks that are called; None means all."""
     deadline_key: str = "cluster.stage_timeout_s"
     """The config key that sets `timeout_s`, for messages."""
 
@@ -66,7 +66,7 @@ class Payload(Generic[_T]):
     handle: object
 
     def stand_in(self) -> _T:
-        """For the argument of a request, in place of the object: the worker's process puts the object there."""
+        """Stand in for the object as the argument of a request: the worker's process puts the object there."""
         return cast("_T", self)
 
 
@@ -106,7 +106,7 @@ class Pending(Generic[_T]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether `result` returns, or raises, without waiting."""
+        """True when `result` returns, or raises, without waiting."""
         return self._ready is None or self._ready().done()
 
     def when_ready(self, callback: Callable[[Pending[_T]], object]) -> None:

@@ -41,7 +41,7 @@ class WorkerFleet:
 
     def __init__(self, members: Sequence[WorkerGroup], *, start: Callable[[int], WorkerGroup] | None = None) -> None:
         self.size = len(members)
-        """Of the fleet when all are there."""
+        """Number of members when all are there."""
         self._members = dict(enumerate(members))
         self._start = start
         self._failed_starts = dict.fromkeys(self._members, 0)
@@ -50,17 +50,17 @@ class WorkerFleet:
 
     @property
     def members(self) -> tuple[WorkerGroup, ...]:
-        """Those that are there, by number."""
+        """The members that are there, by number."""
         return tuple(self._members[number] for number in self.numbers)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Of the members that are there."""
+        """Numbers of the members that are there."""
         return tuple(sorted(self._members))
 
     @property
     def births(self) -> Mapping[int, int]:
-        """How often the worker of each number that is there has been started: another count is another process."""
+        """Number of starts of each member that is there: another count is another process."""
         return {number: self._births[number] for number in self.numbers}
 
     def copy(self) -> WorkerFleet:
@@ -117,7 +117,7 @@ class WorkerFleet:
             raise
 
     def is_local(self, number: int) -> bool:
-        """Whether the worker is an object of this process."""
+        """Return whether the worker is an object of this process."""
         return self._members[number].is_local
 
     def lose(self, number: int, cause: WorkerLost) -> None:
@@ -131,14 +131,14 @@ class WorkerFleet:
 
     @contextmanager
     def _losing(self, number: int) -> Iterator[None]:
-        """Inside it the loss of a member ends the member alone."""
+        """End a lost member alone when the block loses it."""
         try:
             yield
         except WorkerLost as error:
             self.lose(number, error)
 
     def none_left(self, stage: str) -> WorkerError:
-        """What ends a run whose members are all lost: the first loss since all were there."""
+        """Return the error that ends a run whose members are all lost: the first loss since all were there."""
         return self._cause or WorkerError("no worker is left", stage=stage)
 
     def heal(self) -> tuple[int, ...]:

@@ -44,11 +44,11 @@ _T = TypeVar("_T")
 STREAMS = "streams"
 """The group of an actor's threads that runs its streams beside its other calls."""
 UNKNOWN_RANK = -1
-"""In the record of a worker that does not know its rank; the driver does."""
+"""Rank in the record of a worker that does not know its own; the driver does."""
 START_KEY = "cluster.worker_start_timeout_s"
 """Sets how long the start of workers may take."""
 RAY_LOOK_S = 1.0
-"""Between two looks at the processes of a run's own Ray, whose death no call notices for a minute."""
+"""Seconds between two checks of the processes of a run's own Ray, whose death no call notices for a minute."""
 FIRST_CAUSE_GRACE_S = 2.0
 """After a failure without a first cause (a dead process, a worker without a watch), how long peers may report it."""
 
@@ -68,7 +68,8 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def submit(self, call: Call[_T]) -> Pending[list[_T]]:
-        """As `run` without waiting; the deadline counts from here. Each rank does its calls in the order of submits.
+        """Start a call without waiting; the deadline counts from here. Each rank does its calls in the order of
+        submits.
 
         Raises:
             WorkerError: the group was ended.
@@ -76,7 +77,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def run_for_payload(self, call: Call[_T]) -> Payload[_T]:
-        """As `run`; keeps the result of the first rank where it is, and gives a handle to it."""
+        """Run a call; keep the result of the first rank where it is, and gives a handle to it."""
 
     @abstractmethod
     def stream(self, call: Call[Iterator[_T]]) -> Iterator[_T]:
@@ -91,7 +92,7 @@ class WorkerGroup(ABC):
     @property
     @abstractmethod
     def is_local(self) -> bool:
-        """Whether the worker is an object of this process, so that calls run in the calling thread."""
+        """True when the worker is an object of this process, so that calls run in the calling thread."""
 
     @property
     @abstractmethod
@@ -143,7 +144,7 @@ class LocalWorkerGroup(WorkerGroup):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Process:
-    """Where a worker is, for people."""
+    """The process of a worker, for messages."""
 
     id: int
     host: str
@@ -216,7 +217,7 @@ class _Host:
 
 
 _END = object()
-"""What `next` gives behind the last result of a stream."""
+"""The value that `next` gives behind the last result of a stream."""
 
 
 def _resolve(kwargs: Mapping[str, object]) -> dict[str, object]:
@@ -230,14 +231,14 @@ def _content(payload: Payload[object]) -> object:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayPlacement:
-    """Where and with what the actors of a group run."""
+    """Resources and place of the actors of a group."""
 
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     placement_group: PlacementGroup | None = None
-    """None leaves placement to Ray."""
+    """The placement group, or None to leave placement to Ray."""
     bundles: Sequence[int] = ()
-    """Of the placement group: rank r runs in number r of these, counted around; empty means all."""
+    """Bundles of the placement group: rank r runs in number r of these, counted around; empty means all."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables."""
 
@@ -274,7 +275,7 @@ class RayWorkerGroup(WorkerGroup):
             for rank, file in files.items()
         ]
         self._processes: list[_Process] = []
-        """By rank, once all have started."""
+        """Processes by rank, once all have started."""
         self._starting: list[ray.ObjectRef] = []
         self._start_stage = f"start of {name}"
 
@@ -449,7 +450,7 @@ class RayWorkerGroup(WorkerGroup):
         return f"{self.name} worker, process {self._places([rank])}" if self._processes else f"{self.name} worker"
 
     def _note_silence(self, error: NemoRLError, waiting: Mapping[ray.ObjectRef, int]) -> None:
-        """With several hosts says which ranks do not even fail: their host may be cut off."""
+        """Add, with several hosts, which ranks do not even fail: their host may be cut off."""
         if self._is_one_host or not waiting:
             return
         _, silent = ray.wait(list(waiting), num_returns=len(waiting), timeout=FIRST_CAUSE_GRACE_S)
@@ -459,7 +460,7 @@ class RayWorkerGroup(WorkerGroup):
             error.add_note(f"no answer from {self.name} ranks {shown}: processes {self._places(ranks)}")
 
     def _located(self, error: NemoRLError) -> NemoRLError:
-        """With several hosts also says where the rank was."""
+        """Add, with several hosts, where the rank was."""
         rank = error.rank if isinstance(error, WorkerError) else error.origin_rank
         if rank is not None and not self._is_one_host:
             error.add_note(f"rank {rank} of {self.name}: process {self._places([rank - self._first])}")
@@ -538,5 +539,5 @@ def _failure(reply: Mapping[str, object], *, rank: int, stage: str, who: str) ->
 
 
 def _root_cause(failures: Sequence[NemoRLError]) -> NemoRLError:
-    """Without a record of the first cause: the first failure that is not merely what a peer's death looks like."""
+    """Return, without a recorded root cause, the first failure that is not merely what a peer's death looks like."""
     return next((failure for failure in failures if not is_symptom(failure)), failures[0])
