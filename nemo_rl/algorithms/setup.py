@@ -76,7 +76,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Groups:
+class _RunProcesses:
     """The processes of a run."""
 
     policy: WorkerGroup
@@ -211,7 +211,7 @@ def _source(tools: StageTools, weight_sync: WeightSync, sampler: PromptSampler) 
     return DynamicBatches(parts) if tools.grpo.use_dynamic_sampling else SyncBatches(parts)
 
 
-def _traced_engines(config: MasterConfig, groups: _Groups) -> TracedEngines:
+def _traced_engines(config: MasterConfig, groups: _RunProcesses) -> TracedEngines:
     """Return the engines that the tracer may ask: those that are known to be a `TracedEngine`."""
     traits = ENGINE_TRAITS.get(config.policy.generation.backend, EngineTraits())
     return TracedEngines(groups.engines if traits.shows_decoding else None, timeout_s=config.cluster.stage_timeout_s)
@@ -296,7 +296,7 @@ def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> 
 
 def _start(
     config: MasterConfig, cluster: RayVirtualCluster | None, stack: ExitStack, start: StartUp, specs: _Specs
-) -> tuple[_Groups, DataPlaneClient]:
+) -> tuple[_RunProcesses, DataPlaneClient]:
     run_id = uuid.uuid4().hex[:12]
     groups = (
         _local_groups(config, specs, stack) if cluster is None else _ray_groups(config, specs, cluster, stack, start)
@@ -314,7 +314,7 @@ def _start(
     return groups, client
 
 
-def _local_groups(config: MasterConfig, specs: _Specs, stack: ExitStack) -> _Groups:
+def _local_groups(config: MasterConfig, specs: _Specs, stack: ExitStack) -> _RunProcesses:
     spec = specs.worker(RankSpec(rank=0, world_size=1))
     policy = LocalWorkerGroup(lambda: build_policy_worker(spec))
     stack.callback(policy.shutdown)
@@ -323,7 +323,7 @@ def _local_groups(config: MasterConfig, specs: _Specs, stack: ExitStack) -> _Gro
     replicas = engine_scheduler(config, engines)
     rollout = LocalWorkerGroup(lambda: RolloutWorker(specs.rollout, generation=replicas))
     stack.callback(rollout.shutdown)
-    return _Groups(policy=policy, engines=engines, rollout=rollout)
+    return _RunProcesses(policy=policy, engines=engines, rollout=rollout)
 
 
 def _ray_groups(
@@ -332,7 +332,7 @@ def _ray_groups(
     cluster: RayVirtualCluster,
     stack: ExitStack,
     start: StartUp,
-) -> _Groups:
+) -> _RunProcesses:
     log = log_place(config)
     policy = RayWorkerGroup(
         "policy",
@@ -359,7 +359,7 @@ def _ray_groups(
     starts.begin_all()
     replicas = engine_scheduler(config, engines)
     rollout.begin_start(RolloutWorker, [{"spec": specs.rollout, "generation": replicas}])
-    return _Groups(policy=policy, engines=engines, rollout=rollout, address=address)
+    return _RunProcesses(policy=policy, engines=engines, rollout=rollout, address=address)
 
 
 def _rank_specs(world_size: int, address: str, port: int) -> list[RankSpec]:

@@ -39,8 +39,8 @@ from nemo_rl.models.policy.recording import model_identity
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.tracer.process import HubSpec, TracedJob, open_job
-from nemo_rl.tracer.protocol import Group
-from nemo_rl.tracer.watch import CLASSICAL, GENERATION, Plan
+from nemo_rl.tracer.protocol import RankGroup
+from nemo_rl.tracer.watch import CLASSICAL, GENERATION, WatchPlan
 
 __all__ = ["LiveTracing", "TracedEngines", "TracedRun", "open_tracing", "watches_of"]
 
@@ -79,7 +79,7 @@ class _Watched:
         if message.get("type") != "plan" or not isinstance(given, list):
             return
         try:
-            plan = Plan.parse(str(text) for text in given)
+            plan = WatchPlan.parse(str(text) for text in given)
         except UserError as error:
             logger.warning("tracer: %s", error)
             return
@@ -106,7 +106,7 @@ class LiveTracing(StepObserver):
         if now - self._last < 1.0 / self._run.config.max_hz:
             return
         self._last, self._watches = now, self._run.watched.now()
-        plan = Plan.parse(self._watches)
+        plan = WatchPlan.parse(self._watches)
         self._run.job.link.say({"type": "applied", "step": number, "digest": plan.digest})
         if plan.is_due(GENERATION, number):
             self._begin_decoding(number, self._watches)
@@ -114,7 +114,7 @@ class LiveTracing(StepObserver):
     def _begin_decoding(self, step: int, watches: Sequence[str]) -> None:
         if self._engines.can_show:
             keys = self._engines.keys(self._run.config.rows)
-            self._run.job.link.say({"type": "step", "step": step, "keys": keys, "group": Group.GENERATION.value})
+            self._run.job.link.say({"type": "step", "step": step, "keys": keys, "group": RankGroup.GENERATION.value})
             self._engines.begin(step, watches=watches, keys=keys)
         elif not self._has_told:
             self._has_told = True
@@ -188,7 +188,7 @@ def watches_of(section: TracerConfig, switches: TracerSwitches) -> tuple[str, ..
     """
     on = switches.model_dump()
     classical = [f"{each.sites} | {CLASSICAL_REDUCER}" for each in CLASSICAL if on[each.switch]]
-    return Plan.parse([*section.selectors, *classical]).texts
+    return WatchPlan.parse([*section.selectors, *classical]).texts
 
 
 STAGE = "tracing"

@@ -22,7 +22,7 @@ from nemo_rl.tracer.entry import EntryKind
 from nemo_rl.tracer.frame import BadFrame, Frame
 from nemo_rl.tracer.reducer import Stats
 from nemo_rl.tracer.stream_reader import StreamReader, find_recording
-from nemo_rl.tracer.summary import RUN_ORDER, Reading, RecordingSummary, RunSummary, SiteKey, SiteSummary, summarize
+from nemo_rl.tracer.summary import RUN_ORDER, Reading, RecordingSummary, SiteKey, SiteSummary, StreamSummary, summarize
 from nemo_rl.utils.console import bytes_text, make_console, printable
 from nemo_rl.utils.files import write_text
 
@@ -86,7 +86,7 @@ def _lines(summary: RecordingSummary) -> Iterator[str]:
         yield from (f"  step {'?' if step is None else step}: {_plain(label)}" for step, label in summary.marks)
 
 
-def _run_lines(run: RunSummary, age_s: float) -> Iterator[str]:
+def _run_lines(run: StreamSummary, age_s: float) -> Iterator[str]:
     said = run.said
     yield f"run {_plain(run.run)}: {_plain(said.get('name', 'no name'))}"
     for name in ("model", "layout"):
@@ -114,14 +114,14 @@ def _run_lines(run: RunSummary, age_s: float) -> Iterator[str]:
         )
 
 
-def _in_order(run: RunSummary) -> list[tuple[SiteKey, SiteSummary]]:
+def _in_order(run: StreamSummary) -> list[tuple[SiteKey, SiteSummary]]:
     """Sort the sites as a pass meets them."""
     return sorted(
         run.sites.items(), key=lambda item: (execution_order(item[0][0], None, item[0][1])[::2], *item[0][2:])
     )
 
 
-def _state_detail(run: RunSummary, age_s: float) -> str:
+def _state_detail(run: StreamSummary, age_s: float) -> str:
     if run.state == "running":
         quiet = f", and nothing was written for {age_s:.0f} s" if age_s > QUIET_S else ""
         return f" (no end is recorded{quiet})"
@@ -177,7 +177,7 @@ def _record(summary: RecordingSummary) -> dict[str, object]:
     }
 
 
-def _run_record(run: RunSummary) -> dict[str, object]:
+def _run_record(run: StreamSummary) -> dict[str, object]:
     return {
         "run": run.run,
         "name": run.said.get("name"),

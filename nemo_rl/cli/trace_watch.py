@@ -70,7 +70,7 @@ def watch(
             LiveClient.connect(address, token, role=role, takeover=takeover) as client,
             nullcontext() if to is None else StreamWriter(to, RECORD_BYTES) as writer,
         ):
-            session = _Session(printer, writer, num_steps=steps)
+            session = _WatchSession(printer, writer, num_steps=steps)
             session.begin(client.welcome)
             if watches:
                 session.take_message(client.watch(watches))
@@ -124,7 +124,7 @@ class Printer:
 
 
 @dataclass(slots=True)
-class _Session:
+class _WatchSession:
     """One session of watching, from the welcome to the end of the job or of the requested steps."""
 
     printer: Printer

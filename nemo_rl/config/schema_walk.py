@@ -18,11 +18,11 @@ from pydantic.fields import FieldInfo
 from nemo_rl.config.parts import PartKind
 from nemo_rl.config.schema import MasterConfig
 
-__all__ = ["Place", "default_tree", "iter_fields", "place_of", "section_class", "suggest", "suggest_path"]
+__all__ = ["SchemaPlace", "default_tree", "iter_fields", "place_of", "section_class", "suggest", "suggest_path"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class SchemaPlace:
     """The end of a dotted path in the schema."""
 
     is_known: bool
@@ -46,22 +46,22 @@ def section_class(annotation: object) -> type[BaseModel] | None:
     return None
 
 
-def place_of(path: Sequence[str]) -> Place:
+def place_of(path: Sequence[str]) -> SchemaPlace:
     """Follow `path` from the root of the schema."""
     section: type[BaseModel] = MasterConfig
     for index, name in enumerate(path):
         field = section.model_fields.get(name)
         if field is None:
-            return Place(is_known=False, unknown_at=index, candidates=tuple(section.model_fields))
+            return SchemaPlace(is_known=False, unknown_at=index, candidates=tuple(section.model_fields))
         is_last = index == len(path) - 1
         if is_last:
-            return Place(is_known=True, field=field)
+            return SchemaPlace(is_known=True, field=field)
         inner = section_class(field.annotation)
         if inner is None:
             is_free = typing.get_origin(field.annotation) is dict
-            return Place(is_known=is_free, is_free=is_free, field=field, unknown_at=index + 1)
+            return SchemaPlace(is_known=is_free, is_free=is_free, field=field, unknown_at=index + 1)
         section = inner
-    return Place(is_known=True)
+    return SchemaPlace(is_known=True)
 
 
 def iter_fields(section: type[BaseModel] = MasterConfig, *, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -191,7 +191,7 @@ def load_prompts(
         now, max_rows: as in `build_prompt_sets`.
     """
     encoder = PromptEncoder(tokenizer, now=now, with_template=cfg.apply_chat_template)
-    rows = _Rows(cfg, encoder, limits=limits, where=where, exclude=exclude)
+    rows = _PromptReader(cfg, encoder, limits=limits, where=where, exclude=exclude)
     is_whole = True
     for raw in raw_prompts(cfg, where, exclude):
         if rows.num_read == max_rows:
@@ -227,7 +227,7 @@ def raw_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str] = froze
         yield from source(cfg, where, exclude)
 
 
-class _Rows:
+class _PromptReader:
     """Makes the rows of one source into prompts, one by one."""
 
     def __init__(
@@ -347,7 +347,7 @@ generator should avoid -> prompts."""
 
 
 @runtime_checkable
-class _Listed(Protocol):
+class _ArrayLike(Protocol):
     """A number or an array of numpy or torch."""
 
     def tolist(self) -> object: ...
@@ -390,7 +390,7 @@ def _json_value(value: object, at: str) -> object:
             raise ValueError(
                 f"expected a JSON value, got {len(value)} bytes that are not UTF-8 text{_of(at)}"
             ) from error
-    if isinstance(value, _Listed):
+    if isinstance(value, _ArrayLike):
         return _json_value(value.tolist(), at)
     raise ValueError(f"expected a JSON value, got {type(value).__name__}{_of(at)}")
 

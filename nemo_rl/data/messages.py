@@ -116,7 +116,7 @@ def from_row(row: TokenRow) -> list[TokenMessage]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Form:
+class _TemplateForm:
     """The form in which the template takes conversations of some roles."""
 
     in_parts: frozenset[Role]
@@ -146,7 +146,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._now = now or datetime.now()
         self._with_template = with_template and tokenizer.chat_template is not None
-        self._forms: dict[tuple[Role, ...], _Form] = {}
+        self._forms: dict[tuple[Role, ...], _TemplateForm] = {}
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the token ids up to where the assistant begins.
@@ -191,7 +191,7 @@ class PromptEncoder:
         # A template may print control tokens of its own for some texts, such as `/no_think`.
         return tuple(apart if self._controls_in(apart) != controls else ids)
 
-    def _encode_apart(self, messages: Sequence[Message], form: _Form) -> list[int]:
+    def _encode_apart(self, messages: Sequence[Message], form: _TemplateForm) -> list[int]:
         """Encode the template with control tokens, texts without: a literal `<|im_end|>` in a text stays text.
 
         The texts are rendered between two characters that occur nowhere else, so that a template may look at them and
@@ -215,11 +215,11 @@ class PromptEncoder:
                 ids += self._piece_ids(piece, is_first=not ids, as_text=False)
         return ids
 
-    def _form(self, roles: tuple[Role, ...]) -> _Form:
+    def _form(self, roles: tuple[Role, ...]) -> _TemplateForm:
         if roles not in self._forms:
             in_parts = self._roles_in_parts(roles)
             ids = self._rendered_ids(self._render(_placeholders(roles), in_parts))
-            self._forms[roles] = _Form(in_parts=in_parts, controls=self._controls_in(ids))
+            self._forms[roles] = _TemplateForm(in_parts=in_parts, controls=self._controls_in(ids))
         return self._forms[roles]
 
     def _roles_in_parts(self, roles: tuple[Role, ...]) -> frozenset[Role]:

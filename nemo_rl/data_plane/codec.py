@@ -84,7 +84,7 @@ def join(parts: Parts) -> memoryview:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Source:
+class _ColumnBytes:
     """A column as bytes."""
 
     column: FlatColumn
@@ -124,24 +124,24 @@ def encode_rows(columns: Mapping[str, FlatColumn], *, num_rows: int, chunk_bytes
     return chunks
 
 
-def _as_source(column: FlatColumn, num_rows: int, even: dict[int, Lengths]) -> _Source:
+def _as_source(column: FlatColumn, num_rows: int, even: dict[int, Lengths]) -> _ColumnBytes:
     """`even` has the starts of rows of one size, by that size; filled here."""
     if column.objects is not None:
         packed = [msgpack.packb(value, strict_types=True) for value in column.objects]
         sizes = np.fromiter((len(p) for p in packed), dtype=np.int64, count=num_rows)
         content: Bytes = np.frombuffer(b"".join(packed), dtype=np.uint8)
-        return _Source(column=column, content=content, starts=_starts(sizes))
+        return _ColumnBytes(column=column, content=content, starts=_starts(sizes))
     assert column.values is not None
     content = column.values.reshape(-1).view(torch.uint8).numpy()
     entry = column.values.element_size() * prod(column.trailing)
     if column.lengths is not None:
-        return _Source(column=column, content=content, starts=_starts(column.lengths * entry))
+        return _ColumnBytes(column=column, content=content, starts=_starts(column.lengths * entry))
     if entry not in even:
         even[entry] = np.arange(num_rows + 1, dtype=np.int64) * entry
-    return _Source(column=column, content=content, starts=even[entry])
+    return _ColumnBytes(column=column, content=content, starts=even[entry])
 
 
-def _row_sizes(sources: Sequence[_Source], first: int, stop: int) -> dict[str, bytes]:
+def _row_sizes(sources: Sequence[_ColumnBytes], first: int, stop: int) -> dict[str, bytes]:
     tables = {s.column.spec.name: np.diff(s.starts[first : stop + 1]) for s in sources if s.is_ragged}
     return {name: sizes.astype(np.uint64).tobytes() for name, sizes in tables.items() if (sizes != sizes[0]).any()}
 
@@ -164,7 +164,7 @@ def _split(starts: Lengths, chunk_bytes: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def _encode_chunk(sources: Sequence[_Source], first: int, stop: int) -> list[memoryview]:
+def _encode_chunk(sources: Sequence[_ColumnBytes], first: int, stop: int) -> list[memoryview]:
     tables: list[bytes] = []
     described: list[list[object]] = []
     parts: list[memoryview] = []

@@ -28,7 +28,7 @@ from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.row_work import RowWork, RowWorkResult
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
-from nemo_rl.distributed.abort import FirstCause, Watch
+from nemo_rl.distributed.abort import FirstCause, StepWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, check_plans, replica_group_of
 from nemo_rl.distributed.layout import ParallelLayout
@@ -185,7 +185,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         pad_values: field -> pad value of the worker's tokenizer.
     """
 
-    def __init__(self, *, rank: int, replica: ReplicaMember, watch: Watch, pad_values: Mapping[str, float]) -> None:
+    def __init__(self, *, rank: int, replica: ReplicaMember, watch: StepWatch, pad_values: Mapping[str, float]) -> None:
         self.rank = rank
         self._replica, self._watch, self._pad_values = replica, watch, pad_values
         self._store: _Store | _NoStore = _NoStore(rank)

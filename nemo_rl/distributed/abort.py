@@ -53,7 +53,7 @@ from nemo_rl.errors import (
 )
 from nemo_rl.torch_private import abort_nccl
 
-__all__ = ["AbortWatch", "FirstCause", "GuardedWorker", "NoWatch", "Watch", "abort_process_groups", "is_symptom"]
+__all__ = ["AbortWatch", "FirstCause", "GuardedWorker", "NoWatch", "StepWatch", "abort_process_groups", "is_symptom"]
 
 SYMPTOMS = ("connection closed", "connection reset", "timed out waiting", "gloo", "nccl", "broken pipe", "communicator")
 """Texts of errors that a peer's failure causes: something else is the first cause."""
@@ -213,7 +213,7 @@ EXIT_CODE = 70
 PREFIX = "nemo_rl/abort"
 
 
-class Watch(Protocol):
+class StepWatch(Protocol):
     """The methods of its watch that a worker calls; `AbortWatch` documents them."""
 
     @property

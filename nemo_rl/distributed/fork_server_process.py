@@ -33,7 +33,7 @@ REQUEST_BYTES = 16 << 20
 
 
 @dataclass(eq=False, slots=True)
-class _Worker:
+class _ForkedWorker:
     """A child of the server."""
 
     process_id: int
@@ -49,7 +49,7 @@ class Server:
 
     listener: socket.socket
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    workers: set[_Worker] = field(default_factory=set)
+    workers: set[_ForkedWorker] = field(default_factory=set)
 
     def serve(self) -> None:
         """Fork until the standard input ends; never return in a child."""
@@ -77,14 +77,14 @@ class Server:
             self._become_worker(stub, files, request)
         for file in files:
             os.close(file)
-        worker = _Worker(process_id, os.pidfd_open(process_id), stub)
+        worker = _ForkedWorker(process_id, os.pidfd_open(process_id), stub)
         self.workers.add(worker)
         self.selector.register(worker.watched, selectors.EVENT_READ, lambda _: self._report_end(worker))
         self.selector.register(stub, selectors.EVENT_READ, lambda _: self._end_worker(worker))
         with suppress(OSError):
             stub.sendall(STATUS.pack(process_id))
 
-    def _report_end(self, worker: _Worker) -> None:
+    def _report_end(self, worker: _ForkedWorker) -> None:
         worker.has_ended = True
         self.workers.discard(worker)
         _, status = os.waitpid(worker.process_id, 0)
@@ -96,7 +96,7 @@ class Server:
             worker.stub.sendall(STATUS.pack(max(os.waitstatus_to_exitcode(status), -1) % 256))
         worker.stub.close()
 
-    def _end_worker(self, worker: _Worker) -> None:
+    def _end_worker(self, worker: _ForkedWorker) -> None:
         """Its stub was ended, which is how Ray ends a worker that has not come up yet."""
         # Both ends may be in one answer of the selector.
         if not worker.has_ended:

@@ -22,7 +22,7 @@ from nemo_rl.config.policy import MicrobatchOrder, PackingAlgorithm
 from nemo_rl.distributed.pack_plan import PackLoad, PackPlan
 from nemo_rl.distributed.packing_bins import Bins
 from nemo_rl.distributed.packing_form import (
-    Rows,
+    BatchRows,
     TooFewRows,
     bins_needed,
     pack_on_rank,
@@ -50,7 +50,7 @@ DEFAULT_COST: Cost = (24576.0, 1.0)
 """A 7B decoder: attention scores cost as much as all else at about 24576 tokens."""
 BatchSizes = int | Sequence[int] | None
 """Rows per optimizer step: the same for all, one number per step, or all rows in one step."""
-Former = Callable[[Rows], list[Bins]]
+Former = Callable[[BatchRows], list[Bins]]
 """Microbatches of each rank from the rows of one global batch."""
 
 
@@ -92,7 +92,7 @@ def plan_packs(
     if algorithm not in get_args(PackingAlgorithm):
         raise ValueError(f"packing: expected an algorithm of {get_args(PackingAlgorithm)}, got {algorithm!r}")
 
-    def form(rows: Rows) -> list[Bins]:
+    def form(rows: BatchRows) -> list[Bins]:
         return packed_ranks(rows, num_ranks=dp_world, multiple_of=multiple_of, algorithm=algorithm)
 
     planner = _Planner(lengths, capacity, cost, pad_multiple, packed=True)
@@ -115,7 +115,7 @@ def plan_padded(
     """Plan padded microbatches: rows x longest row is at most `capacity`, and costs count padding. See `plan_packs`."""
     _check_counts(dp_world=dp_world, multiple_of=multiple_of)
 
-    def form(rows: Rows) -> list[Bins]:
+    def form(rows: BatchRows) -> list[Bins]:
         return padded_ranks(rows, num_ranks=dp_world, multiple_of=multiple_of)
 
     planner = _Planner(lengths, capacity, cost, pad_multiple, packed=False)
@@ -153,7 +153,7 @@ def plan_fixed(
                 "policy.train_global_batch_size, or turn on policy.dynamic_batching"
             )
 
-    def form(rows: Rows) -> list[Bins]:
+    def form(rows: BatchRows) -> list[Bins]:
         share = len(rows.sizes) // dp_world
         shares = [list(range(rank * share, (rank + 1) * share)) for rank in range(dp_world)]
         return [_runs_of(mine, rows_per_microbatch) for mine in shares]
@@ -272,8 +272,8 @@ class _Planner:
                 "policy.max_total_sequence_length"
             )
 
-    def rows(self, group: Sequence[int]) -> Rows:
-        return Rows([self._sizes[i] for i in group], [self._costs[i] for i in group], self._capacity or 0)
+    def rows(self, group: Sequence[int]) -> BatchRows:
+        return BatchRows([self._sizes[i] for i in group], [self._costs[i] for i in group], self._capacity or 0)
 
     def plan(
         self, groups: Sequence[Sequence[int]], form: Former, num_ranks: int, *, unit: int, order: MicrobatchOrder

@@ -25,7 +25,7 @@ from nemo_rl.distributed.packing_bins import (
 )
 
 __all__ = [
-    "Rows",
+    "BatchRows",
     "TooFewRows",
     "bins_needed",
     "deal_heaviest_to_lightest",
@@ -52,7 +52,7 @@ class TooFewRows(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class BatchRows:
     """The rows of one global batch."""
 
     sizes: Sequence[int]
@@ -66,7 +66,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def packed_ranks(rows: Rows, *, num_ranks: int, multiple_of: int, algorithm: str) -> list[Bins]:
+def packed_ranks(rows: BatchRows, *, num_ranks: int, multiple_of: int, algorithm: str) -> list[Bins]:
     """Return rows laid end to end.
 
     Raises:
@@ -92,7 +92,7 @@ def packed_ranks(rows: Rows, *, num_ranks: int, multiple_of: int, algorithm: str
     return [_most_expensive_first(mine, _sums(mine, rows.costs)) for mine in ranks]
 
 
-def padded_ranks(rows: Rows, *, num_ranks: int, multiple_of: int) -> list[Bins]:
+def padded_ranks(rows: BatchRows, *, num_ranks: int, multiple_of: int) -> list[Bins]:
     """Return rows of similar length padded to the longest of their microbatch.
 
     Raises:
@@ -113,14 +113,14 @@ def padded_costs(bins: Bins, costs: Sequence[float]) -> list[float]:
     return [len(mine) * max((costs[row] for row in mine), default=0.0) for mine in bins]
 
 
-def bins_needed(rows: Rows, *, num_ranks: int, multiple_of: int, packed: bool) -> int:
+def bins_needed(rows: BatchRows, *, num_ranks: int, multiple_of: int, packed: bool) -> int:
     """Microbatches, and so rows, with which a plan can surely be made; a plan may need a round fewer."""
     order = longest_first(rows.sizes)
     fill = best_fit_decreasing if packed else runs_under_cap
     return round_up(len(fill(order, rows.sizes, rows.capacity)), num_ranks * multiple_of)
 
 
-def pack_on_rank(rows: Rows, count: int | None, *, packed: bool) -> Bins:
+def pack_on_rank(rows: BatchRows, count: int | None, *, packed: bool) -> Bins:
     """Return microbatches of one rank's rows: as few as can be quickly found, or `count` of about the same cost."""
     order = longest_first(rows.sizes)
     bins = (best_fit_decreasing if packed else runs_under_cap)(order, rows.sizes, rows.capacity)
@@ -137,7 +137,7 @@ def pack_on_rank(rows: Rows, count: int | None, *, packed: bool) -> Bins:
     return _most_expensive_first(bins, padded_costs(bins, rows.costs))
 
 
-def _balanced_bins(rows: Rows, num_ranks: int, multiple_of: int) -> Bins:
+def _balanced_bins(rows: BatchRows, num_ranks: int, multiple_of: int) -> Bins:
     """Return as few bins as we can find, of about the same cost where the cap leaves a choice."""
     unit, num_rows = num_ranks * multiple_of, len(rows.sizes)
     order = longest_first(rows.sizes)
@@ -153,7 +153,7 @@ def _balanced_bins(rows: Rows, num_ranks: int, multiple_of: int) -> Bins:
     return even or bins
 
 
-def _fewest_bins(rows: Rows, num_ranks: int, multiple_of: int) -> Bins:
+def _fewest_bins(rows: BatchRows, num_ranks: int, multiple_of: int) -> Bins:
     """Return bins under the cap that, rounded up to a multiple of the ranks, are as few as we can find."""
     unit, num_rows = num_ranks * multiple_of, len(rows.sizes)
     order = longest_first(rows.sizes)
@@ -185,13 +185,13 @@ def _check_enough(num_rows: int, num_bins: int, num_ranks: int, multiple_of: int
     )
 
 
-def _even_bins(rows: Rows, order: Sequence[int], count: int) -> Bins | None:
+def _even_bins(rows: BatchRows, order: Sequence[int], count: int) -> Bins | None:
     """`count` bins of about the same cost; None where the cap does not let it."""
     bins = spread(order, rows.costs, count)
     return bins if repair(bins, rows.sizes, rows.capacity, most_exchanges=EXCHANGES) else None
 
 
-def _differencing_ranks(rows: Rows, num_ranks: int, multiple_of: int) -> list[Bins] | None:
+def _differencing_ranks(rows: BatchRows, num_ranks: int, multiple_of: int) -> list[Bins] | None:
     """Karmarkar and Karp's sets of equal cost, one per rank, each packed on its own; None when a rank has fewer rows
     than microbatches."""
     sets = karmarkar_karp(rows.costs, num_ranks)
@@ -292,7 +292,7 @@ def karmarkar_karp(weights: Sequence[float], num_sets: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _BinPlace:
     """A row, or no row, in a bin of a rank."""
 
     cost: float
@@ -359,11 +359,11 @@ def _exchange_rows(
     """Swap or move the row that moves most nearly half the gap and fits; return what moved, 0 if none does."""
     room = [capacity - sum(map(sizes.__getitem__, rows)) for rows in low]
     roomiest = max(range(len(low)), key=room.__getitem__)
-    places = [_Place(0.0, 0, None, roomiest)]
-    places += [_Place(costs[row], sizes[row], row, at) for at, rows in enumerate(low) for row in rows]
+    places = [_BinPlace(0.0, 0, None, roomiest)]
+    places += [_BinPlace(costs[row], sizes[row], row, at) for at, rows in enumerate(low) for row in rows]
     places.sort(key=lambda place: (place.cost, -room[place.bin], place.bin))
     place_costs = [place.cost for place in places]
-    best: tuple[float, int, int, _Place] | None = None
+    best: tuple[float, int, int, _BinPlace] | None = None
     for at, rows in enumerate(high):
         for row in rows:
             middle = bisect_left(place_costs, costs[row] - gap / 2)

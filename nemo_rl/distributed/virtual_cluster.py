@@ -29,14 +29,22 @@ from nemo_rl.distributed.own_ray import OwnRay, keep_sigterm_handler, shut_down_
 from nemo_rl.errors import ResourceError, UserError
 from nemo_rl.utils.deadlines import StartUp
 
-__all__ = ["EngineNodes", "Node", "RayVirtualCluster", "Share", "alive_nodes", "choose_nodes", "node_resource"]
+__all__ = [
+    "ClusterNode",
+    "EngineNodes",
+    "NodeShare",
+    "RayVirtualCluster",
+    "alive_nodes",
+    "choose_nodes",
+    "node_resource",
+]
 
 A_LITTLE = 0.001
 """Share of the resource that each node has under its own address: asking for it means asking for that node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
+class ClusterNode:
     """One machine of a Ray cluster."""
 
     id: str
@@ -53,7 +61,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class NodeShare:
     """The resources that a run needs on each of some nodes."""
 
     num_nodes: int
@@ -63,10 +71,10 @@ class Share:
     """The purpose of the nodes, for messages."""
 
 
-def alive_nodes() -> list[Node]:
+def alive_nodes() -> list[ClusterNode]:
     """Return the live nodes of the cluster that this process is connected to."""
     return [
-        Node(
+        ClusterNode(
             id=str(found["NodeID"]),
             address=str(found["NodeManagerAddress"]),
             name=str(found["NodeManagerHostname"]),
@@ -78,7 +86,7 @@ def alive_nodes() -> list[Node]:
     ]
 
 
-def choose_nodes(nodes: Sequence[Node], shares: Sequence[Share], *, first: str) -> list[list[Node]]:
+def choose_nodes(nodes: Sequence[ClusterNode], shares: Sequence[NodeShare], *, first: str) -> list[list[ClusterNode]]:
     """Return nodes for each share, no node for two of them.
 
     Args:
@@ -89,7 +97,7 @@ def choose_nodes(nodes: Sequence[Node], shares: Sequence[Share], *, first: str) 
         ResourceError: fewer nodes have enough than are asked for.
     """
     free = sorted(nodes, key=lambda node: (node.id != first, _order(node.address), node.id))
-    chosen: list[list[Node]] = []
+    chosen: list[list[ClusterNode]] = []
     for share in shares:
         fit = [node for node in free if node.num_cpus >= share.num_cpus and node.num_gpus >= share.num_gpus]
         if len(fit) < share.num_nodes:
@@ -99,7 +107,7 @@ def choose_nodes(nodes: Sequence[Node], shares: Sequence[Share], *, first: str) 
     return chosen
 
 
-def node_resource(node: Node) -> dict[str, float]:
+def node_resource(node: ClusterNode) -> dict[str, float]:
     """Return the resource that pins a bundle of a placement group to a node."""
     return {f"node:{node.address}": A_LITTLE}
 
@@ -113,7 +121,7 @@ def _order(address: str) -> tuple[int, int, str]:
     return (number.version, int(number), "")
 
 
-def _too_few(share: Share, fit: Sequence[Node], free: Sequence[Node]) -> str:
+def _too_few(share: NodeShare, fit: Sequence[ClusterNode], free: Sequence[ClusterNode]) -> str:
     needed = f"{share.num_cpus} CPUs" + (f" and {share.num_gpus} GPUs" if share.num_gpus else "")
     have = "; ".join(f"{node}: {node.num_cpus:.0f} CPUs, {node.num_gpus:.0f} GPUs" for node in free) or "none"
     return (
@@ -175,7 +183,7 @@ class RayVirtualCluster:
         self._other_cpus = other_cpus
         self._cpus_per_bundle = cpus_per_bundle
         self._engines = engines or EngineNodes(num_engines=0, num_nodes=0)
-        self._nodes: list[list[Node]] = []
+        self._nodes: list[list[ClusterNode]] = []
         self._group: PlacementGroup | None = None
         self._own: OwnRay | None = None
         self._joined = False
@@ -285,13 +293,13 @@ class RayVirtualCluster:
     def _gpus_needed(self) -> int:
         return self.num_workers + self._engines.num_engines if self.uses_gpu else 0
 
-    def _shares(self) -> list[Share]:
+    def _shares(self) -> list[NodeShare]:
         """Return the needs of the policy's nodes, and of those that hold engines alone."""
         config, engines = self._config, self._engines
         workers = self.num_workers // config.num_nodes
         beside = 0 if engines.num_nodes else -(-engines.num_engines // config.num_nodes)
         gpus_beside = 0 if engines.num_nodes else engines.gpus_per_node
-        policy = Share(
+        policy = NodeShare(
             num_nodes=config.num_nodes,
             num_cpus=workers * self._cpus_per_bundle + beside,
             num_gpus=workers + gpus_beside if self.uses_gpu else 0,
@@ -301,7 +309,7 @@ class RayVirtualCluster:
             return [policy]
         return [
             policy,
-            Share(
+            NodeShare(
                 num_nodes=engines.num_nodes,
                 num_cpus=engines.num_engines // engines.num_nodes,
                 num_gpus=engines.gpus_per_node,
@@ -359,12 +367,12 @@ class RayVirtualCluster:
             *({"CPU": 1.0, **device, **self._pinned(node)} for node in of_engines),
         ]
 
-    def _pinned(self, node: Node) -> dict[str, float]:
+    def _pinned(self, node: ClusterNode) -> dict[str, float]:
         """Return the resource that pins to a node; a Ray that was started here has one node and needs none."""
         return node_resource(node) if self._joined else {}
 
 
-def _in_turn(nodes: Sequence[Node], count: int) -> list[Node]:
+def _in_turn(nodes: Sequence[ClusterNode], count: int) -> list[ClusterNode]:
     """Return equal numbers of each node, one node after the other; the first ones get what is left over."""
     each, more = divmod(count, len(nodes))
     return [node for number, node in enumerate(nodes) for _ in range(each + (number < more))]

@@ -143,7 +143,7 @@ class LocalWorkerGroup(WorkerGroup):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Process:
+class _WorkerProcess:
     """The process of a worker, for messages."""
 
     id: int
@@ -164,7 +164,7 @@ class _Host:
     def start(self, factory: Callable[..., object], stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Builds the worker; separate from the actor's start so that its errors come back as records."""
         reply = self._guard(stage, lambda: self._assign(factory(**kwargs)))[0]
-        return {**reply, "process": _Process(id=os.getpid(), host=socket.gethostname())}
+        return {**reply, "process": _WorkerProcess(id=os.getpid(), host=socket.gethostname())}
 
     def call(self, method: str, stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Result inside the record."""
@@ -274,7 +274,7 @@ class RayWorkerGroup(WorkerGroup):
             _new_actor(name, placement, rank, arguments=(file, log_level), streams_apart=streams_apart)
             for rank, file in files.items()
         ]
-        self._processes: list[_Process] = []
+        self._processes: list[_WorkerProcess] = []
         """Processes by rank, once all have started."""
         self._starting: list[ray.ObjectRef] = []
         self._start_stage = f"start of {name}"
@@ -297,7 +297,7 @@ class RayWorkerGroup(WorkerGroup):
             deadline=time.monotonic() + timeout_s,
             key=START_KEY,
         )
-        self._processes = [cast("_Process", reply["process"]) for reply in replies]
+        self._processes = [cast("_WorkerProcess", reply["process"]) for reply in replies]
 
     def rendezvous(self, reserve: Callable[[str], int], *, timeout_s: float) -> tuple[str, int]:
         """Address of rank 0's node, and a port there that `reserve` has bound in the process of rank 0.

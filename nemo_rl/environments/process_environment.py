@@ -17,7 +17,7 @@ from pathlib import Path
 from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.interfaces import EnvReport, Response
-from nemo_rl.environments.scorer_pool import Outcome, Score, ScorerItem, ScorerPool, ScorerSpec
+from nemo_rl.environments.scorer_pool import Score, ScoreOutcome, ScorerItem, ScorerPool, ScorerSpec
 from nemo_rl.errors import RewardError, name_some
 from nemo_rl.utils.console import printable
 
@@ -164,7 +164,7 @@ class ProcessEnvironment:
             truncated=response.truncated,
         )
 
-    def _check(self, item: ScorerItem, outcome: Outcome) -> None:
+    def _check(self, item: ScorerItem, outcome: ScoreOutcome) -> None:
         cause = outcome.error
         if outcome.timed_out and self._cfg.on_timeout == "error":
             cause = (
@@ -183,7 +183,9 @@ class ProcessEnvironment:
         lines += [f"  printed: {line}" for line in self._log.last()]
         return RewardError("\n".join(lines))
 
-    def _components(self, items: Sequence[ScorerItem], outcomes: Sequence[Outcome]) -> dict[str, tuple[float, ...]]:
+    def _components(
+        self, items: Sequence[ScorerItem], outcomes: Sequence[ScoreOutcome]
+    ) -> dict[str, tuple[float, ...]]:
         """Return the parts by name, NaN for rows without a score; check that every row has the same ones."""
         scored = [(item, outcome.score) for item, outcome in zip(items, outcomes, strict=True) if not outcome.timed_out]
         names = set(self._cfg.reward_weights)
@@ -214,7 +216,7 @@ class ProcessEnvironment:
             if not _COMPONENT_NAME.fullmatch(name):
                 raise self._error(item, f"returned the component {name!r}, expected a name of letters, digits, _ . -")
 
-    def _reward(self, outcome: Outcome) -> float:
+    def _reward(self, outcome: ScoreOutcome) -> float:
         if isinstance(outcome.score, dict):
             weights = self._cfg.reward_weights
             reward = math.fsum(weights.get(name, 1.0) * part for name, part in outcome.score.items())

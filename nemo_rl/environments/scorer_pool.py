@@ -30,7 +30,7 @@ from nemo_rl.errors import RewardError
 from nemo_rl.utils.console import printable
 from nemo_rl.utils.deadlines import wait_readable
 
-__all__ = ["Outcome", "Score", "ScorerItem", "ScorerPool", "ScorerProcess", "ScorerSpec"]
+__all__ = ["Score", "ScoreOutcome", "ScorerItem", "ScorerPool", "ScorerProcess", "ScorerSpec"]
 
 _CHILD = Path(__file__).with_name("scorer_child.py")
 _END_TIMEOUT_S = 10.0
@@ -275,7 +275,7 @@ class ScorerItem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class ScoreOutcome:
     """The outcome for one response."""
 
     score: Score = 0.0
@@ -327,7 +327,7 @@ class ScorerPool:
             raise
         self.source, self.checks_answers = first.source, first.checks_answers
 
-    def score(self, items: Sequence[ScorerItem]) -> list[Outcome]:
+    def score(self, items: Sequence[ScorerItem]) -> list[ScoreOutcome]:
         """Return one outcome per item, in order; bounded by the calls' limits."""
         calls = [items[start : start + self._batch_size] for start in range(0, len(items), self._batch_size)]
         return list(chain.from_iterable(self._threads.map(self._score_call, calls)))
@@ -350,7 +350,7 @@ class ScorerPool:
         for process in processes:
             process.close()
 
-    def _score_call(self, items: Sequence[ScorerItem]) -> list[Outcome]:
+    def _score_call(self, items: Sequence[ScorerItem]) -> list[ScoreOutcome]:
         process = self._process()
         names = ("prompt", "response", "answer", *sorted(process.wants))
         arguments = {name: [_field(item, name) for item in items] for name in names}
@@ -358,16 +358,16 @@ class ScorerPool:
             reply = process.ask({"arguments": arguments}, timeout_s=self._timeout_s)
         except TimeoutError:
             self._drop(process)
-            return [Outcome(timed_out=True)] * len(items)
+            return [ScoreOutcome(timed_out=True)] * len(items)
         except (TypeError, ValueError, RecursionError) as error:
             given = ", ".join(name for name in names if name in ("answer", "row"))
-            return [Outcome(error=f"cannot be given {given}, which holds no JSON values: {error}")] * len(items)
+            return [ScoreOutcome(error=f"cannot be given {given}, which holds no JSON values: {error}")] * len(items)
         except (OSError, EOFError) as error:
             self._drop(process)
-            return [Outcome(error=f"ended its process: {error}")] * len(items)
+            return [ScoreOutcome(error=f"ended its process: {error}")] * len(items)
         if "error" in reply:
-            return [Outcome(error=str(reply["error"]))] * len(items)
-        return [Outcome(score=score) for score in cast("list[Score]", reply["scores"])]
+            return [ScoreOutcome(error=str(reply["error"]))] * len(items)
+        return [ScoreOutcome(score=score) for score in cast("list[Score]", reply["scores"])]
 
     def _check_answers(self, answers: Sequence[object]) -> list[str | None]:
         process = self._process()

@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.policy.hooks import Order, TapList, Tokens, at_input, at_output
-from nemo_rl.records.record import Split
+from nemo_rl.models.policy.hooks import Order, TapList, TokenPositions, at_input, at_output
+from nemo_rl.records.record import DimSplit
 from nemo_rl.records.sites import SiteKind
 
 __all__ = ["ROUTER_KINDS", "Choose", "HFRouters", "HFSites", "SplitOf"]
@@ -128,7 +128,7 @@ def _routers(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
     return dict(sorted(found.items()))
 
 
-SplitOf = Callable[[torch.nn.Module, int], Split | None]
+SplitOf = Callable[[torch.nn.Module, int], DimSplit | None]
 """(module, dimension of its weight) -> this rank's part of that dimension; None has all of it."""
 DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 PROJECTIONS: Mapping[SiteKind, str] = {
@@ -143,7 +143,7 @@ MLP_PARTS: Mapping[SiteKind, str] = {
 }
 
 
-def _is_whole(_: torch.nn.Module, __: int) -> Split | None:
+def _is_whole(_: torch.nn.Module, __: int) -> DimSplit | None:
     return None
 
 
@@ -155,12 +155,14 @@ class HFSites(TapList):
         split_of: how the weights are split over ranks.
     """
 
-    def __init__(self, model: PreTrainedModel, *, between: Tokens = Tokens.ALL, split_of: SplitOf = _is_whole) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, between: TokenPositions = TokenPositions.ALL, split_of: SplitOf = _is_whole
+    ) -> None:
         super().__init__(order=Order.ROWS)
         self._between, self._split_of = between, split_of
         self.add(SiteKind.EMBED, None, at_output(model.get_input_embeddings()), tokens=between)
         head = model.get_output_embeddings()
-        self.add(SiteKind.LOGITS, None, at_output(head), tokens=Tokens.KEPT, split=split_of(head, 0))
+        self.add(SiteKind.LOGITS, None, at_output(head), tokens=TokenPositions.KEPT, split=split_of(head, 0))
         for name, part in model.named_modules():
             if match := DECODER_LAYER.search(name):
                 self._layer(int(match[1]), part)

@@ -36,7 +36,7 @@ from nemo_rl.models.loading import CONFIG_FILE, load_model_config, model_without
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.shards import Box
 
-__all__ = ["ModelDescription", "Share", "cast_folder", "write_folder", "write_shares"]
+__all__ = ["ModelDescription", "ModelShare", "cast_folder", "write_folder", "write_shares"]
 
 WINDOW_BYTES = 4 << 20
 """Bytes of a file that are gathered and written at once: enough for a disk and a network, and little for a node with
@@ -60,7 +60,7 @@ class ModelDescription:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class ModelShare:
     """One rank's part of a model whose weights lie in the memory of several ranks."""
 
     boxes: Callable[[str], Sequence[Box | None]]
@@ -93,7 +93,7 @@ def write_folder(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            places = {name: list[_Place]() for name in model.infos}
+            places = {name: list[_TensorPlace]() for name in model.infos}
             for file in files:
                 sink = stack.enter_context((folder / file.name).open("wb"))
                 for place in _places(file, sink):
@@ -111,7 +111,7 @@ def write_folder(
 def write_shares(
     folder: Path,
     model: ModelDescription,
-    share: Share,
+    share: ModelShare,
     *,
     group: dist.ProcessGroup,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -185,7 +185,7 @@ def cast_folder(folder: Path, dtype: torch.dtype) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
+class _TensorPlace:
     """The place of a tensor in an open file."""
 
     tensor: StoredTensor
@@ -204,11 +204,11 @@ class _Place:
         self.sink.write(_content(own.to("cpu").contiguous()))
 
 
-def _places(file: WeightFile, sink: BinaryIO) -> Iterator[_Place]:
+def _places(file: WeightFile, sink: BinaryIO) -> Iterator[_TensorPlace]:
     """Write the header."""
     offset = sink.write(file.header)
     for tensor in file.tensors:
-        yield _Place(tensor=tensor, sink=sink, offset=offset)
+        yield _TensorPlace(tensor=tensor, sink=sink, offset=offset)
         offset += tensor.num_bytes
 
 
@@ -233,7 +233,7 @@ def _content(tensor: torch.Tensor) -> memoryview:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
+class _FilePiece:
     """A run of a file's bytes within one tensor."""
 
     tensor: StoredTensor
@@ -241,14 +241,14 @@ class _Piece:
     """Box of the weight."""
 
 
-_Window = list[_Piece]
+_Window = list[_FilePiece]
 """Runs of bytes of one dtype that follow one another in a file."""
 
 
 def _windows(file: WeightFile) -> Iterator[_Window]:
     held: _Window = []
     held_bytes = 0
-    for piece in (_Piece(tensor=tensor, box=box) for tensor in file.tensors for box in _rows(tensor)):
+    for piece in (_FilePiece(tensor=tensor, box=box) for tensor in file.tensors for box in _rows(tensor)):
         num_bytes = piece.box.count * piece.tensor.dtype.itemsize
         if held and (held_bytes + num_bytes > WINDOW_BYTES or held[0].tensor.dtype is not piece.tensor.dtype):
             yield held
@@ -273,7 +273,7 @@ def _rows(tensor: StoredTensor) -> Iterator[Box]:
         yield box.along(dim, start, min(step, length - start))
 
 
-def _given(window: _Window, share: Share, rank: int) -> list[tuple[int, Box, Box]]:
+def _given(window: _Window, share: ModelShare, rank: int) -> list[tuple[int, Box, Box]]:
     """Return what a rank gives of a window: the piece, the part of the weight, and the box that the rank has of it."""
     found = []
     for number, piece in enumerate(window):
@@ -284,12 +284,12 @@ def _given(window: _Window, share: Share, rank: int) -> list[tuple[int, Box, Box
     return found
 
 
-def _own_parts(window: _Window, share: Share, rank: int) -> Iterator[torch.Tensor]:
+def _own_parts(window: _Window, share: ModelShare, rank: int) -> Iterator[torch.Tensor]:
     for number, part, held in _given(window, share, rank):
         yield part.of(share.held[window[number].tensor.weight].detach(), held=held)
 
 
-def _send(window: _Window, share: Share, group: dist.ProcessGroup) -> None:
+def _send(window: _Window, share: ModelShare, group: dist.ProcessGroup) -> None:
     parts = [part.reshape(-1) for part in _own_parts(window, share, group.rank())]
     if parts:
         together = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -328,7 +328,7 @@ class _Output:
                 self.problem = error
 
 
-def _filled(window: _Window, share: Share, group: dist.ProcessGroup) -> torch.Tensor:
+def _filled(window: _Window, share: ModelShare, group: dist.ProcessGroup) -> torch.Tensor:
     """(at the writer) Return the elements of a window, from all ranks."""
     dtype = window[0].tensor.dtype
     counts = [piece.box.count for piece in window]

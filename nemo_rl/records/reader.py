@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from nemo_rl.errors import NemoRLError, UserError
-from nemo_rl.records.record import FORMAT, FORMAT_VERSION, Manifest, Place, Split, TokenTable
+from nemo_rl.records.record import FORMAT, FORMAT_VERSION, DimSplit, RecordManifest, RecordPlace, TokenTable
 from nemo_rl.records.writer import MANIFEST, digest_of, end_path, lines_path, payload_path
 from nemo_rl.utils.files import open_plain, read_plain
 
-__all__ = ["CorruptRecord", "Problem", "Record", "RecordFolder", "UnsupportedRecord", "read_folder"]
+__all__ = ["CorruptRecord", "RecordFolder", "RecordProblem", "TensorRecord", "UnsupportedRecord", "read_folder"]
 
 MOST_RANKS = 1 << 16
 """More have never recorded; a damaged manifest may say any number."""
@@ -41,7 +41,7 @@ class UnsupportedRecord(NemoRLError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class RecordProblem:
     """Something wrong with a folder."""
 
     is_corrupt: bool
@@ -50,7 +50,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Payload:
+class _RecordPayload:
     path: Path
     offset: int
     num_bytes: int
@@ -80,19 +80,19 @@ class _Payload:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class TensorRecord:
     """One tensor of one rank."""
 
-    place: Place
+    place: RecordPlace
     rank: int
     seq: int
     """Counts the records of the rank."""
-    split: Split | None
+    split: DimSplit | None
     table: str | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    payload: _Payload
-    tables: Mapping[str, _Table] = field(repr=False)
+    payload: _RecordPayload
+    tables: Mapping[str, _TableFile] = field(repr=False)
     """Token tables of the rank of this record."""
 
     def load(self) -> torch.Tensor:
@@ -117,9 +117,9 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Table:
+class _TableFile:
     keys: tuple[str, ...]
-    payload: _Payload
+    payload: _RecordPayload
 
     def load(self) -> TokenTable:
         row_R, position_R, token_R = self.payload.load()
@@ -131,10 +131,10 @@ class RecordFolder:
     """All records of a folder."""
 
     path: Path
-    manifest: Manifest
-    records: Sequence[Record]
+    manifest: RecordManifest
+    records: Sequence[TensorRecord]
     """Rank by rank, each in the order in which it wrote them."""
-    problems: Sequence[Problem]
+    problems: Sequence[RecordProblem]
 
 
 def read_folder(path: Path) -> RecordFolder:
@@ -146,8 +146,8 @@ def read_folder(path: Path) -> RecordFolder:
         CorruptRecord: its manifest cannot be read.
     """
     manifest = _manifest(path)
-    records: list[Record] = []
-    problems: list[Problem] = []
+    records: list[TensorRecord] = []
+    problems: list[RecordProblem] = []
     for rank in range(_world(path, manifest)):
         found, wrong = _read_rank(path, rank)
         records += found
@@ -155,7 +155,7 @@ def read_folder(path: Path) -> RecordFolder:
     return RecordFolder(path=path, manifest=manifest, records=records, problems=problems)
 
 
-def _world(path: Path, manifest: Manifest) -> int:
+def _world(path: Path, manifest: RecordManifest) -> int:
     """Return the number of ranks that have recorded."""
     world = manifest.layout.get("world", 1)
     if not isinstance(world, int) or isinstance(world, bool) or not 1 <= world <= MOST_RANKS:
@@ -163,7 +163,7 @@ def _world(path: Path, manifest: Manifest) -> int:
     return world
 
 
-def _manifest(path: Path) -> Manifest:
+def _manifest(path: Path) -> RecordManifest:
     where = path / MANIFEST
     try:
         record = json.loads(read_plain(where).decode("utf-8"))
@@ -180,41 +180,43 @@ def _manifest(path: Path) -> Manifest:
             f"{where}: expected version {FORMAT_VERSION} of the format, got {record.get('version')!r}; record anew"
         )
     try:
-        return Manifest.of_record(record)
+        return RecordManifest.of_record(record)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CorruptRecord(f"{where}: its manifest is damaged: {error}") from error
 
 
-def _read_rank(folder: Path, rank: int) -> tuple[list[Record], list[Problem]]:
-    records: list[Record] = []
-    problems: list[Problem] = []
-    tables: dict[str, _Table] = {}
+def _read_rank(folder: Path, rank: int) -> tuple[list[TensorRecord], list[RecordProblem]]:
+    records: list[TensorRecord] = []
+    problems: list[RecordProblem] = []
+    tables: dict[str, _TableFile] = {}
     where = lines_path(folder, rank)
     try:
         lines = read_plain(where).split(b"\n")
     except OSError as error:
         # One that is there and cannot be read is damaged; one that is not has recorded nothing.
         return [], [
-            Problem(
+            RecordProblem(
                 is_corrupt=where.exists(), text=f"rank {rank} wrote nothing: {where.name}: {error.strerror or error}"
             )
         ]
     if lines[-1]:
-        problems.append(Problem(is_corrupt=False, text=f"{where.name}: its last line is cut off"))
+        problems.append(RecordProblem(is_corrupt=False, text=f"{where.name}: its last line is cut off"))
     for number, line in enumerate(lines[:-1], start=1):
         try:
             _read_line(json.loads(line), folder, rank, records, tables)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-            problems.append(Problem(is_corrupt=True, text=f"{where.name}, line {number}: no record: {error}"))
+            problems.append(RecordProblem(is_corrupt=True, text=f"{where.name}, line {number}: no record: {error}"))
     problems += _end_problems(folder, rank, num_records=len(lines) - 1)
     return records, problems
 
 
-def _read_line(head: object, folder: Path, rank: int, records: list[Record], tables: dict[str, _Table]) -> None:
+def _read_line(
+    head: object, folder: Path, rank: int, records: list[TensorRecord], tables: dict[str, _TableFile]
+) -> None:
     if not isinstance(head, dict):
         raise TypeError("expected an object")
     shape, dtype = tuple(int(n) for n in head["shape"]), DTYPES[head["dtype"]]
-    payload = _Payload(
+    payload = _RecordPayload(
         path=payload_path(folder, rank),
         offset=int(head["offset"]),
         num_bytes=int(head["bytes"]),
@@ -227,12 +229,12 @@ def _read_line(head: object, folder: Path, rank: int, records: list[Record], tab
     if min((0, payload.offset, *shape)) < 0 or math.prod(shape) * dtype.itemsize != payload.num_bytes:
         raise ValueError(f"{payload.num_bytes} bytes are no {head['dtype']} of shape {list(shape)}")
     if "tokens" in head:
-        tables[str(head["tokens"])] = _Table(keys=tuple(str(key) for key in head["keys"]), payload=payload)
+        tables[str(head["tokens"])] = _TableFile(keys=tuple(str(key) for key in head["keys"]), payload=payload)
         return
-    split = Split(index=int(head["split"][0]), count=int(head["split"][1])) if "split" in head else None
+    split = DimSplit(index=int(head["split"][0]), count=int(head["split"][1])) if "split" in head else None
     records.append(
-        Record(
-            place=Place.of_record(head["place"]),
+        TensorRecord(
+            place=RecordPlace.of_record(head["place"]),
             rank=rank,
             seq=int(head["seq"]),
             split=split,
@@ -245,14 +247,16 @@ def _read_line(head: object, folder: Path, rank: int, records: list[Record], tab
     )
 
 
-def _end_problems(folder: Path, rank: int, *, num_records: int) -> list[Problem]:
+def _end_problems(folder: Path, rank: int, *, num_records: int) -> list[RecordProblem]:
     where = end_path(folder, rank)
     try:
         said = int(json.loads(read_plain(where).decode("utf-8"))["records"])
     except FileNotFoundError:
-        return [Problem(is_corrupt=False, text=f"rank {rank} did not end: there is no {where.name}")]
+        return [RecordProblem(is_corrupt=False, text=f"rank {rank} did not end: there is no {where.name}")]
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        return [Problem(is_corrupt=True, text=f"{where.name}: {error}")]
+        return [RecordProblem(is_corrupt=True, text=f"{where.name}: {error}")]
     if said == num_records:
         return []
-    return [Problem(is_corrupt=said < num_records, text=f"rank {rank} wrote {said} records, {num_records} are there")]
+    return [
+        RecordProblem(is_corrupt=said < num_records, text=f"rank {rank} wrote {said} records, {num_records} are there")
+    ]

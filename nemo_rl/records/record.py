@@ -13,13 +13,13 @@ import torch
 
 from nemo_rl.records.sites import Direction, SiteKind
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "Manifest", "Place", "Split", "TokenTable"]
+__all__ = ["FORMAT", "FORMAT_VERSION", "DimSplit", "RecordManifest", "RecordPlace", "TokenTable"]
 
 FORMAT, FORMAT_VERSION = "nemo_rl.record", 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
+class DimSplit:
     """The equal part of the last dimension that a rank holds."""
 
     index: int
@@ -27,7 +27,7 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RecordPlace:
     """The site, the pass and the step in which a tensor was seen."""
 
     kind: SiteKind
@@ -50,7 +50,7 @@ class Place:
         return {part.name: value for part in fields(self) if (value := getattr(self, part.name)) != part.default}
 
     @classmethod
-    def of_record(cls, record: Mapping[str, object]) -> Place:
+    def of_record(cls, record: Mapping[str, object]) -> RecordPlace:
         """Raises:
         ValueError, TypeError, KeyError: no such record.
         """
@@ -87,7 +87,7 @@ class TokenTable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class RecordManifest:
     """The description of a folder of records: `manifest.json`."""
 
     run_id: str
@@ -120,7 +120,7 @@ class Manifest:
         return asdict(self)
 
     @classmethod
-    def of_record(cls, record: Mapping[str, object]) -> Manifest:
+    def of_record(cls, record: Mapping[str, object]) -> RecordManifest:
         """Raises:
         TypeError: fields are missing.
         """

@@ -19,7 +19,7 @@ from types import TracebackType
 import torch
 
 from nemo_rl.errors import UserError
-from nemo_rl.records.record import Manifest, Place, Split, TokenTable
+from nemo_rl.records.record import DimSplit, RecordManifest, RecordPlace, TokenTable
 from nemo_rl.utils.files import write_text
 
 __all__ = ["MANIFEST", "RecordWriter", "bytes_of", "digest_of", "end_path", "lines_path", "new_folder", "payload_path"]
@@ -52,7 +52,7 @@ def digest_of(payload: bytes) -> str:
     return blake2b(payload, digest_size=DIGEST_BYTES).hexdigest()
 
 
-def new_folder(folder: Path, manifest: Manifest) -> Path:
+def new_folder(folder: Path, manifest: RecordManifest) -> Path:
     """Make the folder and write its manifest; called by rank 0 before any rank writes.
 
     Raises:
@@ -93,7 +93,9 @@ class RecordWriter:
         self._put({"tokens": name, "keys": list(table.keys)}, packed_3R)
         return name
 
-    def tensor(self, place: Place, value: torch.Tensor, *, tokens: str | None, split: Split | None = None) -> None:
+    def tensor(
+        self, place: RecordPlace, value: torch.Tensor, *, tokens: str | None, split: DimSplit | None = None
+    ) -> None:
         """Write a tensor.
 
         Args:

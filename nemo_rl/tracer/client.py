@@ -18,7 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from nemo_rl.errors import NemoRLError, UserError, shorten
 from nemo_rl.tracer.protocol import LIVE_PATH, PROTOCOL_VERSION, Role
-from nemo_rl.tracer.watch import Plan
+from nemo_rl.tracer.watch import WatchPlan
 from nemo_rl.utils.console import printable
 
 __all__ = ["HubGone", "LiveClient", "Refused"]
@@ -160,7 +160,7 @@ class LiveClient:
             UserError: a watch that cannot be read, here or there.
             HubGone: no answer.
         """
-        plan = Plan.parse(texts)
+        plan = WatchPlan.parse(texts)
         self.send({"type": "watch", "watches": list(plan.texts)})
         return self.wait_for("plan", timeout_s=timeout_s, digest=plan.digest)
 

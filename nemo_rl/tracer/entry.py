@@ -25,9 +25,19 @@ from enum import Enum, IntEnum
 from struct import Struct
 from typing import Any, BinaryIO
 
-from nemo_rl.tracer.frame import BadFrame, Frame, Table, decode
+from nemo_rl.tracer.frame import BadFrame, Frame, FrameTable, decode
 
-__all__ = ["HEAD", "Entry", "EntryKind", "Problem", "entry_at", "find_entry", "pack_entry", "pack_message", "size_of"]
+__all__ = [
+    "HEAD",
+    "EntryKind",
+    "EntryProblem",
+    "StreamEntry",
+    "entry_at",
+    "find_entry",
+    "pack_entry",
+    "pack_message",
+    "size_of",
+]
 
 MAGIC = b"NRTE"
 HEAD = Struct("<4sBB2xIII")
@@ -47,7 +57,7 @@ class EntryKind(IntEnum):
     MESSAGE = 3
 
 
-class Problem(Enum):
+class EntryProblem(Enum):
     """The reason why there is no entry at a place."""
 
     INCOMPLETE = "the file ends in the middle of it"
@@ -55,7 +65,7 @@ class Problem(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Entry:
+class StreamEntry:
     """One entry of a file."""
 
     kind: EntryKind
@@ -78,13 +88,13 @@ class Entry:
     def is_table(self) -> bool:
         return self.kind is EntryKind.TABLE
 
-    def frame(self) -> Frame | Table:
+    def frame(self) -> Frame | FrameTable:
         """
         Raises:
             BadFrame: the body is neither.
         """
         found = decode(self.body)
-        if not isinstance(found, Frame | Table):
+        if not isinstance(found, Frame | FrameTable):
             raise BadFrame("expected a frame or a table of tokens, got a part")
         return found
 
@@ -114,27 +124,27 @@ def pack_message(record: Mapping[str, object]) -> bytes:
     return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")).encode()
 
 
-def entry_at(file: BinaryIO, at: int, *, size: int, with_body: bool = True) -> Entry | Problem:
+def entry_at(file: BinaryIO, at: int, *, size: int, with_body: bool = True) -> StreamEntry | EntryProblem:
     """Return the entry that begins at byte `at` of a file of `size` bytes, or the reason why there is none.
 
     Args:
         with_body: reads it and checks the CRC; without, only the head is read, and a damaged body goes unnoticed.
     """
     if at + HEAD.size > size:
-        return Problem.INCOMPLETE
+        return EntryProblem.INCOMPLETE
     file.seek(at)
     head = file.read(HEAD.size)
     if len(head) < HEAD.size:
-        return Problem.INCOMPLETE
+        return EntryProblem.INCOMPLETE
     magic, kind, is_repeat, length, step, crc = HEAD.unpack(head)
     if magic != MAGIC or kind > max(EntryKind) or is_repeat > 1:
-        return Problem.DAMAGED
+        return EntryProblem.DAMAGED
     if at + HEAD.size + length > size:
-        return Problem.INCOMPLETE
+        return EntryProblem.INCOMPLETE
     body = file.read(length) if with_body else b""
     if with_body and (len(body) != length or zlib.crc32(body, zlib.crc32(head[: FIELDS.size])) != crc):
-        return Problem.DAMAGED
-    return Entry(
+        return EntryProblem.DAMAGED
+    return StreamEntry(
         kind=EntryKind(kind),
         step=None if step == NO_STEP else step,
         is_repeat=bool(is_repeat),
@@ -152,7 +162,7 @@ def find_entry(file: BinaryIO, start: int, *, size: int) -> int | None:
         chunk = file.read(CHUNK_BYTES + len(MAGIC) - 1)
         place = chunk.find(MAGIC)
         while place >= 0:
-            if isinstance(entry_at(file, at + place, size=size), Entry):
+            if isinstance(entry_at(file, at + place, size=size), StreamEntry):
                 return at + place
             place = chunk.find(MAGIC, place + 1)
         at += CHUNK_BYTES

@@ -5,9 +5,9 @@
     header   JSON, filled up with spaces so that the payload starts at a multiple of 8
     payload  little-endian numbers as `dtype` and `shape` of the header say; the rest of the message
 
-Ranks send a `Table` per pass where tokens are shown one by one, and `Part`s; the hub makes `Frame`s and `Table`s of
-them, which viewers get and recordings hold. Invariant: decoding trusts nothing: a message that is no frame raises
-`BadFrame`, and nothing larger than the message is ever allocated.
+Ranks send a `FrameTable` per pass where tokens are shown one by one, and `FramePart`s; the hub makes `Frame`s and
+`FrameTable`s of them, which viewers get and recordings hold. Invariant: decoding trusts nothing: a message that is no
+frame raises `BadFrame`, and nothing larger than the message is ever allocated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,18 @@ from nemo_rl.errors import UserError
 from nemo_rl.records.sites import Direction, SiteKind, execution_order
 from nemo_rl.tracer.reducer import Reducer, Span, parse_reducer
 
-__all__ = ["MAGIC", "MAX_HEADER_BYTES", "BadFrame", "Frame", "Part", "Site", "Table", "Where", "decode", "header_of"]
+__all__ = [
+    "MAGIC",
+    "MAX_HEADER_BYTES",
+    "BadFrame",
+    "Frame",
+    "FramePart",
+    "FrameSite",
+    "FrameTable",
+    "Where",
+    "decode",
+    "header_of",
+]
 
 MAGIC = b"NRT1"
 LENGTH = struct.Struct("<I")
@@ -41,7 +52,7 @@ class BadFrame(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class FrameSite:
     """A place of the model in one direction of a pass."""
 
     kind: SiteKind
@@ -71,7 +82,7 @@ class Site:
         return record | ({"recomputed": True} if self.is_recomputed else {})
 
     @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> Site:
+    def of_record(cls, record: Mapping[str, Any]) -> FrameSite:
         layer, name = record.get("layer"), record.get("name")
         if not (layer is None or (type(layer) is int and layer >= 0)) or not (name is None or isinstance(name, str)):
             raise BadFrame(f"expected a site, got {str(record)[:200]}")
@@ -91,7 +102,7 @@ class Where:
     run: str
     step: int
     phase: str
-    site: Site
+    site: FrameSite
     reducer: Reducer
     update: int = 0
     """Optimizer step within the phase."""
@@ -112,14 +123,14 @@ class Where:
             run=_text(record, "run"),
             step=_count(record, "step"),
             phase=_text(record, "phase"),
-            site=Site.of_record(record["site"]),
+            site=FrameSite.of_record(record["site"]),
             reducer=parse_reducer(_text(record, "reducer")),
             update=_count(record, "update"),
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Part:
+class FramePart:
     """A reduced tensor of one rank in one microbatch."""
 
     what: ClassVar[str] = "part"
@@ -159,7 +170,7 @@ class Part:
         return _encode(self.what, self.header(), self.payload) + tail
 
     @classmethod
-    def of(cls, header: Mapping[str, Any], payload: np.ndarray, tail: bytes) -> Part:
+    def of(cls, header: Mapping[str, Any], payload: np.ndarray, tail: bytes) -> FramePart:
         """Raises:
         BadFrame, KeyError, TypeError, ValueError: no such part.
         """
@@ -236,7 +247,7 @@ class Frame:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Table:
+class FrameTable:
     """Tokens, in the order of the rows of what refers to them.
 
     From a rank: those of one pass; from the hub: those of all ranks, sorted by row and position, with their texts.
@@ -266,7 +277,7 @@ class Table:
         return _encode(self.what, header, self.tokens)
 
     @classmethod
-    def of(cls, header: Mapping[str, Any], payload: np.ndarray, tail: bytes) -> Table:
+    def of(cls, header: Mapping[str, Any], payload: np.ndarray, tail: bytes) -> FrameTable:
         """Raises:
         BadFrame, KeyError, TypeError, ValueError: no such table.
         """
@@ -286,10 +297,10 @@ class Table:
         )
 
 
-KINDS: Mapping[str, type[Part | Frame | Table]] = {kind.what: kind for kind in (Part, Frame, Table)}
+KINDS: Mapping[str, type[FramePart | Frame | FrameTable]] = {kind.what: kind for kind in (FramePart, Frame, FrameTable)}
 
 
-def decode(message: bytes) -> Part | Frame | Table:
+def decode(message: bytes) -> FramePart | Frame | FrameTable:
     """Read one message.
 
     Raises:

@@ -19,11 +19,11 @@ import numpy as np
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from nemo_rl.tracer.frame import Part, Table, Where
+from nemo_rl.tracer.frame import FramePart, FrameTable, Where
 from nemo_rl.tracer.protocol import HANDSHAKE_S, LIVE_PATH, PROTOCOL_VERSION, Role
 from nemo_rl.tracer.reducer import WholeTensor
 
-__all__ = ["Gathered", "HubAddress", "HubLink", "Outlet", "Straight"]
+__all__ = ["BufferedSender", "DirectSender", "FrameSender", "HubAddress", "HubLink"]
 
 logger = logging.getLogger(__name__)
 
@@ -195,44 +195,44 @@ GATHERED_BYTES = 1 << 20
 """Buffered values of single tokens are sent once they reach this size."""
 
 
-class Outlet(Protocol):
+class FrameSender(Protocol):
     """Takes what a sink has made, and never waits."""
 
-    def table(self, table: Table) -> None:
+    def table(self, table: FrameTable) -> None:
         """Take a table, before the parts that refer to it."""
 
-    def part(self, part: Part) -> None:
+    def part(self, part: FramePart) -> None:
         """Take a part, whose `dropped_before` is filled in when it is sent."""
 
 
-class Straight:
+class DirectSender:
     """Sends each table and part as its own message."""
 
     def __init__(self, link: HubLink) -> None:
         self._link = link
 
-    def table(self, table: Table) -> None:
+    def table(self, table: FrameTable) -> None:
         self._link.offer(table.encode())
 
-    def part(self, part: Part) -> None:
+    def part(self, part: FramePart) -> None:
         self._link.offer(replace(part, dropped_before=self._link.dropped).encode())
 
 
 @dataclass(slots=True)
-class _Tokens:
+class _JoinedTokens:
     """Tokens of several tables as one."""
 
     starts: dict[str, int] = field(default_factory=dict)
     """Name of a table -> its first row in the whole."""
-    tables: list[Table] = field(default_factory=list)
+    tables: list[FrameTable] = field(default_factory=list)
     count: int = 0
 
-    def add(self, table: Table) -> None:
+    def add(self, table: FrameTable) -> None:
         self.starts[table.name] = self.count
         self.tables.append(table)
         self.count += table.tokens.shape[1]
 
-    def whole(self, name: str) -> Table:
+    def whole(self, name: str) -> FrameTable:
         keys: dict[str, int] = {}
         parts = []
         for table in self.tables:
@@ -240,10 +240,11 @@ class _Tokens:
             number = np.array([keys.setdefault(table.keys[row], len(keys)) for row in used], dtype=np.int32)
             parts.append(np.stack((number[row_R], *table.tokens[1:])))
         first = self.tables[0]
-        return Table(run=first.run, name=name, step=first.step, keys=tuple(keys), tokens=np.concatenate(parts, axis=1))
+        tokens = np.concatenate(parts, axis=1)
+        return FrameTable(run=first.run, name=name, step=first.step, keys=tuple(keys), tokens=tokens)
 
 
-class Gathered:
+class BufferedSender:
     """Merges the parts of whole tensors, and joins those of tokens, until `flush`.
 
     Args:
@@ -252,16 +253,16 @@ class Gathered:
     """
 
     def __init__(self, link: HubLink, *, name: str) -> None:
-        self._straight, self._name = Straight(link), name
-        self._wholes: dict[Where, Part] = {}
-        self._of_tokens: dict[Where, list[Part]] = {}
-        self._tokens = _Tokens()
+        self._straight, self._name = DirectSender(link), name
+        self._wholes: dict[Where, FramePart] = {}
+        self._of_tokens: dict[Where, list[FramePart]] = {}
+        self._tokens = _JoinedTokens()
         self._num_bytes = self._num_tables = 0
 
-    def table(self, table: Table) -> None:
+    def table(self, table: FrameTable) -> None:
         self._tokens.add(table)
 
-    def part(self, part: Part) -> None:
+    def part(self, part: FramePart) -> None:
         if part.table is not None:
             self._of_tokens.setdefault(part.where, []).append(part)
             self._num_bytes += part.payload.nbytes
@@ -293,10 +294,10 @@ class Gathered:
             for parts in self._of_tokens.values():
                 self._straight.part(_joined(parts, self._tokens.starts, name))
         self._of_tokens.clear()
-        self._tokens, self._num_bytes = _Tokens(), 0
+        self._tokens, self._num_bytes = _JoinedTokens(), 0
 
 
-def _joined(parts: Sequence[Part], starts: Mapping[str, int], table: str) -> Part:
+def _joined(parts: Sequence[FramePart], starts: Mapping[str, int], table: str) -> FramePart:
     """Return parts of one place, which have all of their tables' tokens."""
     rows = [starts[part.table] + np.arange(len(part.payload)) for part in parts if part.table is not None]
     return replace(

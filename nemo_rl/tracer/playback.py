@@ -21,15 +21,15 @@ from threading import BoundedSemaphore, Event, Thread
 from typing import Any
 
 from nemo_rl.errors import NemoRLError, UserError
-from nemo_rl.tracer.entry import Entry, EntryKind
-from nemo_rl.tracer.frame import BadFrame, Table, header_of
+from nemo_rl.tracer.entry import EntryKind, StreamEntry
+from nemo_rl.tracer.frame import BadFrame, FrameTable, header_of
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.server import HubServer
-from nemo_rl.tracer.protocol import Limits, RunState
+from nemo_rl.tracer.protocol import HubLimits, RunState
 from nemo_rl.tracer.store import quiet_s
 from nemo_rl.tracer.stream_reader import Follow, StreamReader
-from nemo_rl.tracer.tokens import Tokens, token_path
-from nemo_rl.tracer.watch import Plan
+from nemo_rl.tracer.tokens import HubTokens, token_path
+from nemo_rl.tracer.watch import WatchPlan
 
 __all__ = ["Feed", "Player", "Serving", "paced", "serving"]
 
@@ -51,7 +51,7 @@ TURN_S = 0.2
 JOIN_S = 5.0
 
 
-def paced(entries: Iterator[Entry], *, speed: float, stop: Event) -> Iterator[Entry]:
+def paced(entries: Iterator[StreamEntry], *, speed: float, stop: Event) -> Iterator[StreamEntry]:
     """Yield each frame when it is due, as its `wall_s` says; what is not dated comes with what follows it.
 
     Args:
@@ -86,7 +86,7 @@ class Player:
         self._hub, self._folder, self._is_live, self._taken = hub, folder, is_live, taken
         self._names: dict[str, str] = {}
 
-    def publish(self, entry: Entry) -> None:
+    def publish(self, entry: StreamEntry) -> None:
         """Publish frames, tables and messages; what this version does not know is counted."""
         try:
             if entry.kind is EntryKind.MESSAGE:
@@ -96,7 +96,7 @@ class Player:
         except BadFrame:
             self.num_unreadable += 1
             return
-        if isinstance(found, Table):
+        if isinstance(found, FrameTable):
             self._hub.publish_table(replace(found, run=self._name(found.run)))
         else:
             self._hub.publish_frame(replace(found, where=replace(found.where, run=self._name(found.where.run))))
@@ -109,7 +109,7 @@ class Player:
         elif kind == "plan":
             # Watches of another version may be unknown here; what they gave is shown all the same.
             with suppress(UserError):
-                self._hub.plan = Plan.parse(map(str, said.get("watches") or ()))
+                self._hub.plan = WatchPlan.parse(map(str, said.get("watches") or ()))
                 self._hub.publish_message(self._hub.plan_record())
         elif kind in ("metrics", "mark", "problem"):
             self._hub.publish_message(message)
@@ -135,7 +135,7 @@ class Player:
 class Feed:
     """Publishes the entries of one folder, read by a thread of its own."""
 
-    def __init__(self, player: Player, entries: Iterator[Entry], *, follow: Follow) -> None:
+    def __init__(self, player: Player, entries: Iterator[StreamEntry], *, follow: Follow) -> None:
         """Args:
         follow: whose `stop` ends it, and whose `caught_up` is set at the end, too.
         """
@@ -180,7 +180,7 @@ class Feed:
         finally:
             self._follow.caught_up.set()
 
-    def _publish(self, entry: Entry) -> None:
+    def _publish(self, entry: StreamEntry) -> None:
         try:
             self._player.publish(entry)
         finally:
@@ -255,10 +255,10 @@ async def serving(*, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Se
     Raises:
         UserError: the address cannot be had.
     """
-    tokens = Tokens.draw()
+    tokens = HubTokens.draw()
     with tempfile.TemporaryDirectory(prefix="nemo_rl_tracer_") as folder:
         tokens.write(Path(folder))
-        hub = Hub(limits=Limits(history_bytes=HISTORY_BYTES))
+        hub = Hub(limits=HubLimits(history_bytes=HISTORY_BYTES))
         server = HubServer(hub, tokens=tokens, host=host, port=port)
         async with AsyncExitStack() as opened:
             try:
@@ -270,7 +270,7 @@ async def serving(*, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Se
             yield found
 
 
-def _wall_s(entry: Entry) -> float | None:
+def _wall_s(entry: StreamEntry) -> float | None:
     """Return the wall-clock time of an entry, or None for one without a date."""
     if entry.kind is not EntryKind.FRAME:
         return None

@@ -22,8 +22,8 @@ from typing import Any
 
 from nemo_rl.errors import ResourceError, RunFolderError
 from nemo_rl.tracer.link import HubAddress, HubLink, OnMessage
-from nemo_rl.tracer.protocol import Limits, Role
-from nemo_rl.tracer.tokens import Tokens, token_path, write_private
+from nemo_rl.tracer.protocol import HubLimits, Role
+from nemo_rl.tracer.tokens import HubTokens, token_path, write_private
 from nemo_rl.utils.deadlines import read_line
 from nemo_rl.utils.files import write_text
 
@@ -56,7 +56,7 @@ class HubSpec:
     """Origins of pages, beside the hub's own, from which a browser may connect."""
     watches: tuple[str, ...] = ()
     """Watches until a controller sets others."""
-    limits: Limits = field(default_factory=Limits)
+    limits: HubLimits = field(default_factory=HubLimits)
     record: bool = False
     record_bytes: int = 10 << 30
     """Most bytes of the recording."""
@@ -76,7 +76,7 @@ class HubSpec:
         """Return the settings of a record that `as_record` made."""
         paths = {name: None if record[name] is None else Path(record[name]) for name in ("tokenizer", "artifacts")}
         texts = {name: tuple(record[name]) for name in ("origins", "watches")}
-        limits = Limits(**record["limits"])
+        limits = HubLimits(**record["limits"])
         return cls(**{**record, **paths, **texts, "folder": Path(record["folder"]), "limits": limits})
 
 
@@ -89,7 +89,7 @@ class HubProcess:
     """
 
     def __init__(self, spec: HubSpec) -> None:
-        self.spec, self.tokens = spec, Tokens.draw()
+        self.spec, self.tokens = spec, HubTokens.draw()
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
 

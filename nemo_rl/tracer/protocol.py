@@ -52,8 +52,8 @@ __all__ = [
     "PROTOCOL_VERSION",
     "BadMessage",
     "ErrorCode",
-    "Group",
-    "Limits",
+    "HubLimits",
+    "RankGroup",
     "Role",
     "RunState",
     "dump",
@@ -78,7 +78,7 @@ class Role(StrEnum):
     CONTROLLER = "controller"
 
 
-class Group(StrEnum):
+class RankGroup(StrEnum):
     """Ranks that show the same phases."""
 
     POLICY = "policy"
@@ -87,7 +87,7 @@ class Group(StrEnum):
     @property
     def member(self) -> str:
         """Return the name of one member."""
-        return "engine" if self is Group.GENERATION else "rank"
+        return "engine" if self is RankGroup.GENERATION else "rank"
 
 
 class RunState(StrEnum):
@@ -114,7 +114,7 @@ class ErrorCode(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class HubLimits:
     """The limits of a hub."""
 
     max_viewers: int = 16

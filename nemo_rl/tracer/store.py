@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Self
 
 from nemo_rl.errors import RecordingError, UserError
-from nemo_rl.tracer.entry import HEAD, Entry, EntryKind, entry_at, pack_entry, pack_message, size_of
-from nemo_rl.tracer.frame import BadFrame, Frame, Table, header_of
+from nemo_rl.tracer.entry import HEAD, EntryKind, StreamEntry, entry_at, pack_entry, pack_message, size_of
+from nemo_rl.tracer.frame import BadFrame, Frame, FrameTable, header_of
 from nemo_rl.utils.exits import machine_problem
 
 __all__ = ["VERSION", "StreamWriter", "quiet_s", "stream_files"]
@@ -40,7 +40,7 @@ LASTING = ("run", "plan")
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TablePlace:
     """The place of a table."""
 
     number: int
@@ -95,7 +95,7 @@ class StreamWriter:
         self._max_bytes = max_bytes
         self._file_bytes = min(MAX_FILE_BYTES, max_bytes // NUM_FILES)
         self._lasting: dict[tuple[str, str], bytes] = {}
-        self._tables: dict[tuple[str, str], _Place] = {}
+        self._tables: dict[tuple[str, str], _TablePlace] = {}
         self._has_told = False
         self._lock: int | None = None
         self._descriptor: int | None = None
@@ -134,12 +134,12 @@ class StreamWriter:
         """
         header = header_of(encoded)
         run, step = str(header.get("run")), header.get("step")
-        if header.get("what") == Table.what:
+        if header.get("what") == FrameTable.what:
             key, content = (run, str(header.get("name"))), hash(encoded)
             # The passes of a step mostly have the same tokens.
             is_known = key in self._tables and self._tables[key].content == content
             if not is_known and self._write(EntryKind.TABLE, encoded, step):
-                self._tables[key] = _Place(self._number, self._last, content)
+                self._tables[key] = _TablePlace(self._number, self._last, content)
         elif header.get("what") == Frame.what:
             table = header.get("table")
             self._write(EntryKind.FRAME, encoded, step, table=None if table is None else (run, str(table)))
@@ -185,7 +185,7 @@ class StreamWriter:
             self._make_room(length + len(again))
             if again and table is not None:
                 self._append(again)
-                self._tables[table] = _Place(self._number, self._last, hash(again[HEAD.size :]))
+                self._tables[table] = _TablePlace(self._number, self._last, hash(again[HEAD.size :]))
             self._append(pack_entry(kind, body, step=step))
             self._has_own = True
         except RecordingError:
@@ -214,7 +214,7 @@ class StreamWriter:
                 found = entry_at(file, place.at, size=size_of(file))
         except OSError:
             return b""
-        if not isinstance(found, Entry):
+        if not isinstance(found, StreamEntry):
             return b""
         return pack_entry(found.kind, found.body, step=found.step, is_repeat=True)
 

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import TypeAlias
 
 from nemo_rl.errors import UserError
-from nemo_rl.tracer.entry import Entry, EntryKind, Problem, entry_at, find_entry, size_of
+from nemo_rl.tracer.entry import EntryKind, EntryProblem, StreamEntry, entry_at, find_entry, size_of
 from nemo_rl.tracer.frame import BadFrame, header_of
 from nemo_rl.tracer.store import VERSION, stream_files
 from nemo_rl.utils.console import printable
@@ -76,7 +76,7 @@ class StreamReader:
         self.num_torn = 0
         """Files whose last entry was not written to its end."""
 
-    def entries(self, follow: Follow | None = None) -> Iterator[Entry]:
+    def entries(self, follow: Follow | None = None) -> Iterator[StreamEntry]:
         """Yield all entries in the order in which they were written, each once.
 
         Args:
@@ -104,7 +104,7 @@ class StreamReader:
         heads = (entry for _, entry in self._heads() if entry.kind is EntryKind.FRAME)
         return sorted({entry.step for entry in heads if entry.step is not None})
 
-    def at_step(self, step: int) -> Iterator[Entry]:
+    def at_step(self, step: int) -> Iterator[StreamEntry]:
         """Yield the frames of one step, and the tables that they need before them; reads no other frames."""
         seen: set[Seen] = set()
         for path, heads in self._heads_by_file():
@@ -112,38 +112,38 @@ class StreamReader:
             wanted = [head.at for head in heads if head.at <= last and (head.is_table or _is_frame_of(head, step))]
             yield from _unseen(_with_tables(_at_places(path, wanted)), seen)
 
-    def messages(self) -> Iterator[Entry]:
+    def messages(self) -> Iterator[StreamEntry]:
         """Yield all messages, each once; reads no other bodies."""
         seen: set[Seen] = set()
         for path, heads in self._heads_by_file():
             wanted = [head.at for head in heads if head.kind is EntryKind.MESSAGE]
             yield from _unseen(_at_places(path, wanted), seen)
 
-    def _heads_by_file(self) -> Iterator[tuple[Path, list[Entry]]]:
+    def _heads_by_file(self) -> Iterator[tuple[Path, list[StreamEntry]]]:
         for path, found in groupby(self._heads(), key=lambda item: item[0]):
             yield path, [head for _, head in found]
 
-    def _heads(self) -> Iterator[tuple[Path, Entry]]:
+    def _heads(self) -> Iterator[tuple[Path, StreamEntry]]:
         """Yield the heads of all entries with their file."""
         for path in stream_files(self.folder).values():
             with suppress(FileNotFoundError), path.open("rb") as file:
                 at, size = 0, size_of(file)
                 while at < size:
                     found = entry_at(file, at, size=size, with_body=False)
-                    if isinstance(found, Entry):
+                    if isinstance(found, StreamEntry):
                         yield path, found
                         at = found.end
                     else:
                         after = find_entry(file, at + 1, size=size)
                         at = size if after is None else after
 
-    def _of_file(self, number: int, path: Path, wait: _Wait) -> Iterator[Entry]:
+    def _of_file(self, number: int, path: Path, wait: _Wait) -> Iterator[StreamEntry]:
         with path.open("rb") as file:
             at, tried, is_complete = 0, -1, not wait.is_following
             while True:
                 size = size_of(file)
                 found = entry_at(file, at, size=size)
-                if isinstance(found, Entry):
+                if isinstance(found, StreamEntry):
                     _check_version(found, self.folder)
                     wait.has_come()
                     yield found
@@ -166,8 +166,8 @@ class StreamReader:
                     self._count_end(found)
                 return
 
-    def _count_end(self, problem: Problem) -> None:
-        if problem is Problem.INCOMPLETE:
+    def _count_end(self, problem: EntryProblem) -> None:
+        if problem is EntryProblem.INCOMPLETE:
             self.num_torn += 1
         else:
             self.num_damaged += 1
@@ -196,21 +196,21 @@ class _Wait:
         return not follow.stop.wait(follow.poll_s)
 
 
-def _is_frame_of(head: Entry, step: int) -> bool:
+def _is_frame_of(head: StreamEntry, step: int) -> bool:
     return head.kind is EntryKind.FRAME and head.step == step
 
 
-def _at_places(path: Path, places: Sequence[int]) -> Iterator[Entry]:
+def _at_places(path: Path, places: Sequence[int]) -> Iterator[StreamEntry]:
     """Yield the entries at these places of a file that may have been deleted."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         size = size_of(file)
         found = (entry_at(file, at, size=size) for at in places)
-        yield from (entry for entry in found if isinstance(entry, Entry))
+        yield from (entry for entry in found if isinstance(entry, StreamEntry))
 
 
-def _with_tables(entries: Iterator[Entry]) -> Iterator[Entry]:
+def _with_tables(entries: Iterator[StreamEntry]) -> Iterator[StreamEntry]:
     """Yield frames, each table before the first that refers to it; other tables are left out."""
-    tables: dict[tuple[object, object], Entry] = {}
+    tables: dict[tuple[object, object], StreamEntry] = {}
     for entry in entries:
         with suppress(BadFrame):
             header = header_of(entry.body)
@@ -224,7 +224,7 @@ def _with_tables(entries: Iterator[Entry]) -> Iterator[Entry]:
             yield entry
 
 
-def _unseen(entries: Iterator[Entry], seen: set[Seen]) -> Iterator[Entry]:
+def _unseen(entries: Iterator[StreamEntry], seen: set[Seen]) -> Iterator[StreamEntry]:
     """Yield the entries that earlier files have not had, without those that every file begins with."""
     for entry in entries:
         if entry.kind is EntryKind.BEGIN:
@@ -237,7 +237,7 @@ def _unseen(entries: Iterator[Entry], seen: set[Seen]) -> Iterator[Entry]:
         yield entry
 
 
-def _check_version(entry: Entry, folder: Path) -> None:
+def _check_version(entry: StreamEntry, folder: Path) -> None:
     if entry.kind is EntryKind.BEGIN and (version := entry.message().get("version")) != VERSION:
         raise UserError(
             f"recording {folder}: expected version {VERSION} of the files, got {printable(str(version), limit=40)}; "

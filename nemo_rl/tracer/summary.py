@@ -1,4 +1,4 @@
-"""`RunSummary`: what a recording holds of each run, read once from its beginning to its end, and its readings.
+"""`StreamSummary`: what a recording holds of each run, read once from its beginning to its end, and its readings.
 
 `Reading` has the numbers of one frame of `stats`, `FirstNonFinite` finds the site that was the first to hold NaN or
 infinities, out of frames that come in any order. Called by `nemo-rl trace ls|watch|play` and by the hub. Invariant: the
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.tracer.entry import Entry, EntryKind
+from nemo_rl.tracer.entry import EntryKind, StreamEntry
 from nemo_rl.tracer.frame import BadFrame, Frame, Where
 from nemo_rl.tracer.protocol import RunState
 from nemo_rl.tracer.reducer import STATS, Stats
@@ -26,12 +26,12 @@ from nemo_rl.tracer.watch import GENERATION, PHASES
 
 __all__ = [
     "FirstNonFinite",
-    "NonFinite",
+    "NonFiniteSite",
     "Reading",
     "RecordingSummary",
-    "RunSummary",
     "SiteKey",
     "SiteSummary",
+    "StreamSummary",
     "summarize",
 ]
 
@@ -48,7 +48,7 @@ Order = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class NonFinite:
+class NonFiniteSite:
     """A site that held NaN or infinities."""
 
     where: Where
@@ -105,19 +105,19 @@ class FirstNonFinite:
         True
     """
 
-    _found: dict[str, NonFinite] = field(default_factory=dict)
+    _found: dict[str, NonFiniteSite] = field(default_factory=dict)
 
     def add(self, frame: Frame) -> bool:
         """Add a frame and return whether it is the first of its run, among those seen so far."""
         if frame.num_not_finite == 0:
             return False
-        new, old = NonFinite(frame.where, frame.num_not_finite), self._found.get(frame.where.run)
+        new, old = NonFiniteSite(frame.where, frame.num_not_finite), self._found.get(frame.where.run)
         if old is not None and old.order <= new.order:
             return False
         self._found[frame.where.run] = new
         return True
 
-    def of(self, run: str) -> NonFinite | None:
+    def of(self, run: str) -> NonFiniteSite | None:
         """Return the first non-finite site of a run, or None where all values that were looked at are finite."""
         return self._found.get(run)
 
@@ -234,7 +234,7 @@ SiteKey = tuple[SiteKind, Direction, bool, str]
 
 
 @dataclass(slots=True)
-class RunSummary:
+class StreamSummary:
     """The summary of one run of a recording."""
 
     run: str
@@ -291,7 +291,7 @@ class RecordingSummary:
     """The summary of a recording."""
 
     folder: Path
-    runs: dict[str, RunSummary] = field(default_factory=dict)
+    runs: dict[str, StreamSummary] = field(default_factory=dict)
     watches: list[str] = field(default_factory=list)
     marks: list[tuple[int | None, str]] = field(default_factory=list)
     """Step and label."""
@@ -306,10 +306,10 @@ class RecordingSummary:
     age_s: float = 0.0
     """Since something was written last."""
 
-    def run(self, name: str) -> RunSummary:
-        return self.runs.setdefault(name, RunSummary(name))
+    def run(self, name: str) -> StreamSummary:
+        return self.runs.setdefault(name, StreamSummary(name))
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: StreamEntry) -> None:
         self.num_entries += 1
         try:
             if entry.kind is EntryKind.MESSAGE:
@@ -349,7 +349,7 @@ def summarize(reader: StreamReader) -> RecordingSummary:
     return summary
 
 
-def _is_before(said: Mapping[str, Any], found: NonFinite | None) -> bool:
+def _is_before(said: Mapping[str, Any], found: NonFiniteSite | None) -> bool:
     step = said.get("step")
     return type(step) is int and (found is None or step < found.where.step)
 

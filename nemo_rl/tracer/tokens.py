@@ -1,4 +1,4 @@
-"""`Tokens`: who may speak to the hub: one random text each for the job, for viewers and for the controller.
+"""`HubTokens`: who may speak to the hub: one random text each for the job, for viewers and for the controller.
 
 They lie in files that only their owner can read, never on a command line and never in a log.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from nemo_rl.errors import RunFolderError, UserError
 from nemo_rl.tracer.protocol import Role
 
-__all__ = ["Tokens", "read_token", "token_path", "write_private"]
+__all__ = ["HubTokens", "read_token", "token_path", "write_private"]
 
 NUM_BYTES = 32
 """Random bytes in a token."""
@@ -27,7 +27,7 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Tokens:
+class HubTokens:
     """The three tokens of a hub; their text is in no `repr`."""
 
     job: str
@@ -40,7 +40,7 @@ class Tokens:
         return "Tokens(...)"
 
     @classmethod
-    def draw(cls) -> Tokens:
+    def draw(cls) -> HubTokens:
         """Return new tokens."""
         job, viewer, controller = (secrets.token_urlsafe(NUM_BYTES) for _ in range(3))
         return cls(job=job, viewer=viewer, controller=controller)
@@ -94,7 +94,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def read_token(path: Path) -> str:
-    """Return the token that `Tokens.write` has written.
+    """Return the token that `HubTokens.write` has written.
 
     Raises:
         UserError: no such file, or others can read it.

@@ -1,12 +1,12 @@
-"""`Watch`: what is looked at, as a text that is parsed and never evaluated: `SITES | REDUCERS | WHEN`.
+"""`SiteWatch`: what is looked at, as a text that is parsed and never evaluated: `SITES | REDUCERS | WHEN`.
 
     layer.out, attn.* & layer in 0..3 | stats                   in every phase of every traced step
     layer.out | tiles(8, rms); histogram | train; every 10      in training passes, of every tenth step
     mlp.out | stats | train; recomputed                         recomputed passes too, shown apart
     layer.out | stats | generation                              while the generation engine decodes, alone
 
-Sites are a `Selector`. Between the bars `;` separates. A `Plan` is all that is watched; its digest says whether two
-processes look at the same.
+Sites are a `Selector`. Between the bars `;` separates. A `WatchPlan` is all that is watched; its digest says whether
+two processes look at the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.reducer import Counts, PerToken, Reducer, parse_reducer
 
-__all__ = ["BY_FLAG", "BY_SWITCH", "CLASSICAL", "GENERATION", "PHASES", "Classical", "Plan", "Watch", "applies"]
+__all__ = [
+    "BY_FLAG",
+    "BY_SWITCH",
+    "CLASSICAL",
+    "GENERATION",
+    "PHASES",
+    "Classical",
+    "SiteWatch",
+    "WatchPlan",
+    "applies",
+]
 
 GENERATION = "generation"
 PHASES = ("prev_logprobs", "reference_logprobs", "train", GENERATION)
@@ -43,11 +53,11 @@ def applies(reducer: Reducer, kind: SiteKind) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class SiteWatch:
     """Some sites, and what is kept of them.
 
     Example:
-        >>> watch = Watch.parse("layer.out & layer in 0..1 | stats; norm | train; every 5")
+        >>> watch = SiteWatch.parse("layer.out & layer in 0..1 | stats; norm | train; every 5")
         >>> [str(reducer) for reducer in watch.reducers], watch.every
         (['stats', 'norm'], 5)
     """
@@ -62,7 +72,7 @@ class Watch:
     """True where tensors that a backward pass computes once more are shown too, apart from the first time."""
 
     @classmethod
-    def parse(cls, text: str) -> Watch:
+    def parse(cls, text: str) -> SiteWatch:
         """Raises:
         UserError: no such site, reducer or phase.
         """
@@ -92,20 +102,20 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WatchPlan:
     """The watches of a job."""
 
-    watches: tuple[Watch, ...] = ()
+    watches: tuple[SiteWatch, ...] = ()
 
     @classmethod
-    def parse(cls, texts: Iterable[str]) -> Plan:
+    def parse(cls, texts: Iterable[str]) -> WatchPlan:
         """Raises:
         UserError: names the watch that cannot be read.
         """
         texts = list(texts)
         if len(texts) > MAX_WATCHES:
             raise UserError(f"expected at most {MAX_WATCHES} watches, got {len(texts)}")
-        return cls(tuple(Watch.parse(text) for text in texts))
+        return cls(tuple(SiteWatch.parse(text) for text in texts))
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -189,7 +199,7 @@ class Classical:
     update_type: int
     """Its public number."""
     sites: str
-    """Sites as a `Watch` takes them."""
+    """Sites as a `SiteWatch` takes them."""
 
 
 CLASSICAL = (

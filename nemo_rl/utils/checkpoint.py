@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 
 from nemo_rl.errors import CheckpointError, NemoRLError, WorkerError
 from nemo_rl.utils import interrupt
-from nemo_rl.utils.files import MANIFEST_FILE, Manifest, read_plain, write_text
+from nemo_rl.utils.files import MANIFEST_FILE, FileManifest, read_plain, write_text
 
 __all__ = [
     "WEIGHTS",
@@ -55,7 +55,7 @@ class Checkpoint:
     path: Path
     state: Mapping[str, object]
     """Contents of `training_info.json`."""
-    manifest: Manifest
+    manifest: FileManifest
 
     @property
     def weights(self) -> Path:
@@ -101,7 +101,7 @@ class Unfinished:
 
 
 @runtime_checkable
-class _Listed(Protocol):
+class _Listable(Protocol):
     """A number or an array of numpy or torch."""
 
     def tolist(self) -> object: ...
@@ -162,7 +162,7 @@ class CheckpointManager:
         """
         with self.guarded(unfinished):
             write_text(unfinished.folder / STATE_FILE, unfinished.state_text)
-            Manifest.write(unfinished.folder)
+            FileManifest.write(unfinished.folder)
             self._replace_folder(unfinished.folder, unfinished.target)
             write_text(self._folder / LATEST_FILE, unfinished.target.name)
         self._prune(latest=unfinished.step)
@@ -346,7 +346,7 @@ def _plain(value: object) -> object:
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value.tolist() if isinstance(value, _Listed) else value
+    return value.tolist() if isinstance(value, _Listable) else value
 
 
 def _aside_paths(folder: Path) -> Iterator[Path]:
@@ -370,7 +370,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     step = int(path.name.removeprefix("step_"))
     if state.get("step") != step:
         raise ValueError(f"{STATE_FILE}: expected step {step}, got {state.get('step')!r}")
-    return Checkpoint(step=step, path=path, state=state, manifest=Manifest.read(path))
+    return Checkpoint(step=step, path=path, state=state, manifest=FileManifest.read(path))
 
 
 def _in_order(found: Sequence[Checkpoint], pointer: str | None) -> list[Checkpoint]:

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 __all__ = [
     "MANIFEST_FILE",
-    "Manifest",
+    "FileManifest",
     "give_usual_mode",
     "give_usual_modes",
     "open_plain",
@@ -102,21 +102,21 @@ THREADS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
+class _FileEntry:
     num_bytes: int
     crc32: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class FileManifest:
     """The files of a folder.
 
     Example:
-        >>> Manifest.parse('{"files": {"a/b.bin": {"bytes": 3, "crc32": "352441c2"}}}').paths
+        >>> FileManifest.parse('{"files": {"a/b.bin": {"bytes": 3, "crc32": "352441c2"}}}').paths
         ('a/b.bin',)
     """
 
-    entries: Mapping[str, _Entry]
+    entries: Mapping[str, _FileEntry]
     """Entries by path relative to the folder, with forward slashes."""
 
     @property
@@ -124,7 +124,7 @@ class Manifest:
         return tuple(self.entries)
 
     @classmethod
-    def write(cls, folder: Path) -> Manifest:
+    def write(cls, folder: Path) -> FileManifest:
         """Read every file of `folder` back and write the manifest next to them.
 
         Raises:
@@ -137,7 +137,7 @@ class Manifest:
         return cls(entries=entries)
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path) -> FileManifest:
         """
         Raises:
             OSError, ValueError: there is none, or it is damaged.
@@ -145,23 +145,23 @@ class Manifest:
         return cls.parse(read_plain(folder / MANIFEST_FILE).decode("utf-8"))
 
     @classmethod
-    def parse(cls, text: str) -> Manifest:
+    def parse(cls, text: str) -> FileManifest:
         try:
             files = json.loads(text)["files"].items()
-            entries = {str(n): _Entry(num_bytes=int(f["bytes"]), crc32=str(f["crc32"])) for n, f in files}
+            entries = {str(n): _FileEntry(num_bytes=int(f["bytes"]), crc32=str(f["crc32"])) for n, f in files}
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{MANIFEST_FILE} is damaged: {error!r}") from error
         return cls(entries=entries)
 
-    def without(self, prefix: str) -> Manifest:
+    def without(self, prefix: str) -> FileManifest:
         """Return the manifest without the files whose paths start with `prefix`."""
         kept = {name: entry for name, entry in self.entries.items() if not name.startswith(prefix)}
-        return Manifest(entries=kept)
+        return FileManifest(entries=kept)
 
-    def only(self, prefix: str, *, is_relative: bool = False) -> Manifest:
+    def only(self, prefix: str, *, is_relative: bool = False) -> FileManifest:
         """Return the files whose paths start with `prefix`; relative ones are without it."""
         kept = {name: entry for name, entry in self.entries.items() if name.startswith(prefix)}
-        return Manifest(entries={name.removeprefix(prefix): e for name, e in kept.items()} if is_relative else kept)
+        return FileManifest(entries={name.removeprefix(prefix): e for name, e in kept.items()} if is_relative else kept)
 
     def missing(self, folder: Path) -> str | None:
         """Return the first file that is absent or of another size, in words; reads no file."""
@@ -190,15 +190,15 @@ class Manifest:
         return f"{changed[0]} is corrupt: its checksum differs" if changed else None
 
 
-def _in_threads(read: Callable[[str], _Entry], names: list[str]) -> dict[str, _Entry]:
+def _in_threads(read: Callable[[str], _FileEntry], names: list[str]) -> dict[str, _FileEntry]:
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(names, pool.map(read, names), strict=True))
 
 
-def _entry(path: Path) -> _Entry:
+def _entry(path: Path) -> _FileEntry:
     checksum, num_bytes = 0, 0
     with open_plain(path) as file:
         while block := file.read(BLOCK_BYTES):
             checksum = zlib.crc32(block, checksum)
             num_bytes += len(block)
-    return _Entry(num_bytes=num_bytes, crc32=f"{checksum:08x}")
+    return _FileEntry(num_bytes=num_bytes, crc32=f"{checksum:08x}")

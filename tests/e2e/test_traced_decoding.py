@@ -22,7 +22,7 @@ from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationReq
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.tracer.entry import EntryKind
-from nemo_rl.tracer.frame import Frame, Table
+from nemo_rl.tracer.frame import Frame, FrameTable
 from nemo_rl.tracer.reducer import STATS
 from nemo_rl.tracer.stream_reader import StreamReader
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
@@ -48,7 +48,7 @@ class Watched:
     calls: list[int] = field(default_factory=list)
     """Steps that the engine was told of."""
     frames: list[Frame] = field(default_factory=list)
-    tables: dict[str, Table] = field(default_factory=dict)
+    tables: dict[str, FrameTable] = field(default_factory=dict)
     messages: list[dict[str, object]] = field(default_factory=list)
 
     def generation(self, site: str, reducer: str, *, step: int) -> Frame:
@@ -99,7 +99,7 @@ def opened(folder: Path, model: Path, *watches: str, **overrides: str) -> Iterat
             found.messages.append(json.loads(entry.body))
         elif isinstance(message := entry.frame() if entry.kind is not EntryKind.BEGIN else None, Frame):
             found.frames.append(message)
-        elif isinstance(message, Table):
+        elif isinstance(message, FrameTable):
             found.tables[message.name] = message
 
 
@@ -168,7 +168,7 @@ def test_every_token_that_is_fed_counts_once(watched: Watched) -> None:
         )
 
 
-def rows_of(frame: Frame, tables: dict[str, Table]) -> dict[str, list[tuple[int, int, np.ndarray]]]:
+def rows_of(frame: Frame, tables: dict[str, FrameTable]) -> dict[str, list[tuple[int, int, np.ndarray]]]:
     """Position, token and value of each shown token, by row."""
     rows: dict[str, list[tuple[int, int, np.ndarray]]] = {}
     for (key, position, token), value in zip(tokens_of(frame, tables), frame.payload, strict=True):

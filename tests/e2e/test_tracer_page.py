@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.tracer.frame import Frame, Site, Table, Where
+from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
 from nemo_rl.tracer.reducer import parse_reducer
-from nemo_rl.tracer.tokens import Tokens
+from nemo_rl.tracer.tokens import HubTokens
 from tests.helpers.browser import Browser, chromium_path
 from tests.helpers.planes import wait_until
 from tests.helpers.tracer_feed import Feed, PretendRun
@@ -69,7 +69,7 @@ def numbers(texts):
 
 def test_numbers_of_all_reducers_are_those_that_were_sent(browser, feed):
     run = PretendRun(bad_step=1)
-    where = Site(SiteKind.ATTN_OUT, layer=1, direction=Direction.BACKWARD, is_recomputed=True)
+    where = FrameSite(SiteKind.ATTN_OUT, layer=1, direction=Direction.BACKWARD, is_recomputed=True)
     linear = Where(run.run, 1, "prev_logprobs", where, parse_reducer("histogram(-1, 1, 3)"), update=2)
     sent = [*run.frames(1), Frame(where=linear, payload=np.array([1, 2, 2**60, 4, 5]))]
     feed.begin(run)
@@ -231,7 +231,7 @@ def _with_budget(route, budget):
 
 def test_a_lost_hub_is_said_and_found_again(browser):
     browser.complaints.clear()
-    run, tokens = PretendRun(), Tokens.draw()
+    run, tokens = PretendRun(), HubTokens.draw()
     with Feed(tokens=tokens) as feed:
         feed.begin(run)
         feed.step(run, 1)
@@ -441,10 +441,10 @@ def test_every_view_fits_the_screen_in_dark_and_light(browser, feed, tmp_path):
 
 
 def test_a_table_without_texts_and_frames_that_differ_from_it(browser, feed):
-    site = Site(SiteKind.LAYER_OUT, layer=0)
+    site = FrameSite(SiteKind.LAYER_OUT, layer=0)
     tokens = np.array([[1, 0, 1], [4, 0, 2], [9, 8, 7]], dtype=np.int32)
     feed.publish(
-        Table(run="x", name="t", step=5, keys=("b", "a"), tokens=tokens),
+        FrameTable(run="x", name="t", step=5, keys=("b", "a"), tokens=tokens),
         Frame(where=Where("x", 5, "forward", site, parse_reducer("sample(3)")), table="t", num_features=2,
               payload=np.array([[4, 5], [0, 1], [2, np.inf]], dtype=np.float32)),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.models.policy.trace_parts import Values, part_of
+from nemo_rl.models.policy.trace_parts import ReducedValues, part_of
 from nemo_rl.tracer.reducer import Span, parse_reducer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -33,7 +33,7 @@ def test_parts_do_not_depend_on_the_device(text: str, dtype: torch.dtype) -> Non
         tensor = tensor.nan_to_num(0.0, 0.0, 0.0) + torch.arange(96) * 1e-3
     span, vectors = Span(0, 96, 96), {"v": torch.linspace(-1, 1, 96)}
     parts = [
-        part_of(parse_reducer(text), Values(given, span, vectors, lambda: np.arange(64, dtype="u8")))
+        part_of(parse_reducer(text), ReducedValues(given, span, vectors, lambda: np.arange(64, dtype="u8")))
         for given in (tensor, tensor.cuda())
     ]
     np.testing.assert_allclose(parts[1], parts[0], rtol=1e-5, atol=1e-5)

@@ -11,16 +11,16 @@ import numpy as np
 from websockets.asyncio.client import ClientConnection, connect
 
 from nemo_rl.records.sites import SiteKind
-from nemo_rl.tracer.frame import Frame, Part, Site, Table, Where, decode
+from nemo_rl.tracer.frame import Frame, FramePart, FrameSite, FrameTable, Where, decode
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.server import HubServer
-from nemo_rl.tracer.protocol import PROTOCOL_VERSION, Limits
+from nemo_rl.tracer.protocol import PROTOCOL_VERSION, HubLimits
 from nemo_rl.tracer.reducer import Span, parse_reducer
-from nemo_rl.tracer.tokens import Tokens
-from nemo_rl.tracer.watch import Plan
+from nemo_rl.tracer.tokens import HubTokens
+from nemo_rl.tracer.watch import WatchPlan
 
 RUN, PHASE = "run", "train"
-SITE = Site(SiteKind.LAYER_OUT, 0)
+SITE = FrameSite(SiteKind.LAYER_OUT, 0)
 WAIT_S = 30.0
 """For anything that must come; the machine may be busy."""
 
@@ -34,12 +34,12 @@ class Peer:
     async def say(self, kind: str, **fields: object) -> None:
         await self.socket.send(json.dumps({"type": kind, **fields}))
 
-    async def hear(self) -> dict | Table | Frame:
+    async def hear(self) -> dict | FrameTable | Frame:
         async with asyncio.timeout(WAIT_S):
             message = await self.socket.recv()
         return json.loads(message) if isinstance(message, str) else decode(message)
 
-    async def hear_all(self, until) -> list[dict | Table | Frame]:
+    async def hear_all(self, until) -> list[dict | FrameTable | Frame]:
         """All messages up to the first that `until` takes, which is the last."""
         heard = []
         while not heard or not until(heard[-1]):
@@ -71,7 +71,7 @@ class Peer:
 class HubUnderTest:
     """A hub and its address."""
 
-    def __init__(self, hub: Hub, server: HubServer, tokens: Tokens) -> None:
+    def __init__(self, hub: Hub, server: HubServer, tokens: HubTokens) -> None:
         self.hub, self.server, self.tokens = hub, server, tokens
 
     @property
@@ -108,8 +108,8 @@ class HubUnderTest:
 async def open_hub(
     *, watches=("layer.out | stats",), artifacts=None, server=None, **limits
 ) -> AsyncIterator[HubUnderTest]:
-    hub = Hub(limits=Limits(**limits), plan=Plan.parse(watches), artifacts=artifacts)
-    tokens = Tokens.draw()
+    hub = Hub(limits=HubLimits(**limits), plan=WatchPlan.parse(watches), artifacts=artifacts)
+    tokens = HubTokens.draw()
     async with HubServer(hub, tokens=tokens, **(server or {})) as listening:
         yield HubUnderTest(hub, listening, tokens)
 
@@ -125,7 +125,7 @@ def frame(step=1, *, num_bytes=80, site=SITE, **more):
 async def send_phase(rank, step=1, *, value=9.0, number=0, ends=True, phase=PHASE, **more):
     """One norm, from begin to end."""
     await rank.say("begin", step=step, phase=phase)
-    part = Part(where=where(step, phase=phase), payload=np.array([value]), span=Span(0, 4, 4), rank=number, **more)
+    part = FramePart(where=where(step, phase=phase), payload=np.array([value]), span=Span(0, 4, 4), rank=number, **more)
     await rank.socket.send(part.encode())
     if ends:
         await rank.say("end", step=step, phase=phase, sent=1, dropped=0)

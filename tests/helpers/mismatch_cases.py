@@ -40,7 +40,7 @@ from nemo_rl.models.logprobs import Sampling, logprobs_from_logits, token_logpro
 from nemo_rl.models.support import SUPPORT, decode_support
 from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import MISSING
-from nemo_rl.utils.files import MANIFEST_FILE, Manifest
+from nemo_rl.utils.files import MANIFEST_FILE, FileManifest
 from tests.helpers.families import write_with_tokenizer
 from tests.helpers.runs import LOCAL, load_recipe, write_recipe
 from tests.helpers.tiny_model import VOCAB, write_tiny_folder
@@ -330,7 +330,7 @@ def _write(folder: Path, step: KeptStep, rows: Rows, scored: list[torch.Tensor],
     changed = replace(step, rows=kept_rows, keys=kept_rows.keys, trained=tuple(range(count)))
     (folder / STEP_FILE).write_text(record_text(changed))
     (folder / MANIFEST_FILE).unlink()
-    Manifest.write(folder)
+    FileManifest.write(folder)
 
 
 def _routes(routes: RecordedRoutes, lengths: torch.Tensor) -> dict[str, torch.Tensor]:

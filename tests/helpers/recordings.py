@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.records.record import Manifest, Place, Split, TokenTable
+from nemo_rl.records.record import DimSplit, RecordManifest, RecordPlace, TokenTable
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.records.writer import RecordWriter, new_folder
 
@@ -111,7 +111,7 @@ def write_recording(folder: Path, truth: Truth, layout: Layout | None = None, /,
         "phases": ("train",),
         "sites": tuple(truth.sites()),
     }
-    new_folder(folder, Manifest(**(fields | manifest)))  # type: ignore[arg-type]
+    new_folder(folder, RecordManifest(**(fields | manifest)))  # type: ignore[arg-type]
     for rank, pp, dp, cp, tp in layout.places():
         with RecordWriter(folder, rank=rank) as writer:
             for microbatch in range(layout.num_microbatches):
@@ -119,7 +119,7 @@ def write_recording(folder: Path, truth: Truth, layout: Layout | None = None, /,
                 _write_pass(writer, truth, layout, keys=own, at=(pp, cp, tp), microbatch=microbatch)
             for name, grad in truth.grads.items():
                 if _stage(int(name.split(".")[2]), layout) == pp:
-                    writer.tensor(Place(kind=SiteKind.GRAD, name=name, phase="train"), grad, tokens=None)
+                    writer.tensor(RecordPlace(kind=SiteKind.GRAD, name=name, phase="train"), grad, tokens=None)
     return folder
 
 
@@ -147,15 +147,15 @@ def _write_pass(
         if stage != pp or not keys:
             continue
         value = torch.cat([values[key][own] for key, own in positions.items()])
-        place = Place(kind=kind, layer=layer, direction=direction, phase="train", microbatch=microbatch)
+        place = RecordPlace(kind=kind, layer=layer, direction=direction, phase="train", microbatch=microbatch)
         if kind in SPLIT and layout.tp > 1:
             part = value.chunk(layout.tp, dim=-1)[tp]
-            writer.tensor(place, part, tokens=name, split=Split(index=tp, count=layout.tp))
+            writer.tensor(place, part, tokens=name, split=DimSplit(index=tp, count=layout.tp))
         else:
             writer.tensor(place, value, tokens=name)
     if is_last and truth.loss:
         loss = torch.tensor(sum(truth.loss[key] for key in keys))
-        writer.tensor(Place(kind=SiteKind.LOSS, phase="train", microbatch=microbatch), loss, tokens=None)
+        writer.tensor(RecordPlace(kind=SiteKind.LOSS, phase="train", microbatch=microbatch), loss, tokens=None)
 
 
 def _stage(layer: int, layout: Layout) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from websockets.sync.client import connect
 
 from nemo_rl.records.sites import SiteKind
-from nemo_rl.tracer.frame import Frame, Part, Site, Table, Where
+from nemo_rl.tracer.frame import Frame, FramePart, FrameSite, FrameTable, Where
 from nemo_rl.tracer.protocol import LIVE_PATH, PROTOCOL_VERSION
 from nemo_rl.tracer.reducer import Span, parse_reducer
 from nemo_rl.tracer.store import StreamWriter
@@ -53,7 +53,7 @@ def stats_of(values):
 
 
 def where_of(step, *, kind=SiteKind.LAYER_OUT, layer=0, phase="train", reducer="stats", run=RUN, **more):
-    return Where(run, step, phase, Site(kind, layer=layer), parse_reducer(reducer), **more)
+    return Where(run, step, phase, FrameSite(kind, layer=layer), parse_reducer(reducer), **more)
 
 
 def stats_frame(step, values=(1.0, 2.0, 3.0), *, wall_s=0.0, missing=(), dropped=0, **place):
@@ -77,7 +77,7 @@ def token_frame(step, *, table="t", num_tokens=3, **place):
 def token_table(step, *, name="t", num_tokens=3, run=RUN):
     tokens = np.stack([np.zeros(num_tokens), np.arange(num_tokens), np.arange(num_tokens) + 65]).astype(np.int32)
     texts = {str(65 + place): chr(65 + place) for place in range(num_tokens)}
-    return Table(run=run, name=name, step=step, keys=("row-0",), tokens=tokens, texts=texts)
+    return FrameTable(run=run, name=name, step=step, keys=("row-0",), tokens=tokens, texts=texts)
 
 
 def small_recording(folder, *, num_steps=3, num_layers=2, bad=None, state="ended", max_bytes=1 << 20, step_s=1.0):
@@ -148,11 +148,15 @@ class FakeJob:
             stats = stats_of(values)
             bad = int(stats[7:].sum())
             self.rank.connection.send(
-                Part(where=where_of(step, layer=layer), payload=stats, span=Span(0, 3, 3), num_not_finite=bad).encode()
+                FramePart(
+                    where=where_of(step, layer=layer), payload=stats, span=Span(0, 3, 3), num_not_finite=bad
+                ).encode()
             )
         where = where_of(step, reducer="tiles(8, mean)")
         payload = np.full((3, 8), float(step))
-        self.rank.connection.send(Part(where=where, payload=payload, span=Span(0, 8, 8), table=table.name).encode())
+        self.rank.connection.send(
+            FramePart(where=where, payload=payload, span=Span(0, 8, 8), table=table.name).encode()
+        )
         self.rank.say(type="end", step=step, phase="train", sent=layers + 1, dropped=0)
         self.driver.say(type="metrics", step=step, metrics={"reward": 0.5})
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.entry import EntryKind
-from nemo_rl.tracer.frame import Frame, Table
+from nemo_rl.tracer.frame import Frame, FrameTable
 from nemo_rl.tracer.reducer import STATS, Stats, TopK
 from nemo_rl.tracer.stream_reader import StreamReader
 
@@ -23,14 +23,14 @@ def num_frames(folder: Path) -> int:
     return sum(entry.kind is EntryKind.FRAME for entry in StreamReader(folder).entries())
 
 
-def frames_of(folder: Path) -> tuple[Frames, dict[str, Table]]:
+def frames_of(folder: Path) -> tuple[Frames, dict[str, FrameTable]]:
     """What a recording of one step holds."""
     frames, tables = {}, {}
     for entry in StreamReader(folder).entries():
         if entry.kind not in (EntryKind.FRAME, EntryKind.TABLE):
             continue
         message = entry.frame()
-        if isinstance(message, Table):
+        if isinstance(message, FrameTable):
             tables[message.name] = message
         else:
             where = message.where
@@ -39,7 +39,7 @@ def frames_of(folder: Path) -> tuple[Frames, dict[str, Table]]:
     return frames, tables
 
 
-def tokens_of(frame: Frame, tables: dict[str, Table]) -> list[tuple[str, int, int]]:
+def tokens_of(frame: Frame, tables: dict[str, FrameTable]) -> list[tuple[str, int, int]]:
     """Row, position and id of each token of a frame."""
     assert frame.table is not None
     table = tables[frame.table]

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.tracer.frame import Frame, Site, Table, Where
+from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.server import HubServer
 from nemo_rl.tracer.reducer import Histogram, parse_reducer
-from nemo_rl.tracer.tokens import Tokens
-from nemo_rl.tracer.watch import Plan
+from nemo_rl.tracer.tokens import HubTokens
+from nemo_rl.tracer.watch import WatchPlan
 from tests.helpers.browser import Browser, chromium_path
 from tests.helpers.traced import stats_of
 
@@ -76,7 +76,7 @@ class PretendRun:
             "world": 2,
         }
 
-    def table(self, step: int) -> Table:
+    def table(self, step: int) -> FrameTable:
         keys = tuple(f"prompt-{step % 5}/sample-{at}" for at in range(len(self.pieces)))
         rows = [
             (at, place, self.vocabulary[piece])
@@ -85,7 +85,7 @@ class PretendRun:
         ]
         tokens = np.array(rows, dtype=np.int32).T.copy()
         texts = {str(number): piece for piece, number in self.vocabulary.items()}
-        return Table(run=self.run, name=f"{self.run}-{step}", step=step, keys=keys, tokens=tokens, texts=texts)
+        return FrameTable(run=self.run, name=f"{self.run}-{step}", step=step, keys=keys, tokens=tokens, texts=texts)
 
     def frames(self, step: int) -> Iterator[Frame]:
         """All pictures of a step, in an order that nobody may rely on."""
@@ -95,12 +95,12 @@ class PretendRun:
         yield self._next_tokens(step, table)
         random = np.random.default_rng([self.seed, step, 99])
         norm = np.array([2.5 * np.exp(-step / 25) + 0.3 * random.random()])
-        grad = Site(SiteKind.GRAD, name="model.embed_tokens.weight")
+        grad = FrameSite(SiteKind.GRAD, name="model.embed_tokens.weight")
         yield self._frame(step, grad, "norm", norm)
         digest = np.array([-(2**62) - step * 12345678901], dtype=np.int64)
         yield self._frame(step, grad, "digest", digest)
 
-    def _layer(self, step: int, layer: int, table: Table) -> Iterator[Frame]:
+    def _layer(self, step: int, layer: int, table: FrameTable) -> Iterator[Frame]:
         random = np.random.default_rng([self.seed, step, layer])
         residual_RF = self._residual(step, layer, table, random)
         mlp_RF = 0.4 * residual_RF * random.normal(1.0, 0.5, residual_RF.shape).astype(np.float32) + 0.02 * layer
@@ -109,7 +109,7 @@ class PretendRun:
             mlp_RF[11, 7], mlp_RF[12, 8] = np.inf, -np.inf
             if layer > 3:
                 residual_RF[5:13] = np.nan
-        layer_out, mlp_out = Site(SiteKind.LAYER_OUT, layer=layer), Site(SiteKind.MLP_OUT, layer=layer)
+        layer_out, mlp_out = FrameSite(SiteKind.LAYER_OUT, layer=layer), FrameSite(SiteKind.MLP_OUT, layer=layer)
         yield self._frame(step, layer_out, "stats", stats_of(residual_RF), residual_RF)
         yield self._frame(step, layer_out, "histogram", histogram_of(residual_RF), residual_RF)
         yield self._frame(step, layer_out, "tiles(1, rms)", rms(residual_RF), residual_RF, table)
@@ -121,13 +121,13 @@ class PretendRun:
         yield self._frame(step, mlp_out, "tiles(1, mean)", mlp_RF.mean(axis=1, keepdims=True), mlp_RF, table)
         if layer == 2:
             yield self._frame(step, mlp_out, "full", mlp_RF, mlp_RF, table)
-        backward = Site(SiteKind.LAYER_OUT, layer=layer, direction=Direction.BACKWARD)
+        backward = FrameSite(SiteKind.LAYER_OUT, layer=layer, direction=Direction.BACKWARD)
         gradient = random.normal(size=2000) * 1e-4 * np.exp(-step / 30) * (NUM_LAYERS - layer)
         yield self._frame(step, backward, "stats", stats_of(gradient))
         load = random.multinomial(TOP_K * 40, self._routing(step, layer, random))
-        yield self._frame(step, Site(SiteKind.ROUTER_IDS, layer=layer), "counts", load.astype(np.int64))
+        yield self._frame(step, FrameSite(SiteKind.ROUTER_IDS, layer=layer), "counts", load.astype(np.int64))
 
-    def _residual(self, step: int, layer: int, table: Table, random: np.random.Generator) -> np.ndarray:
+    def _residual(self, step: int, layer: int, table: FrameTable, random: np.random.Generator) -> np.ndarray:
         row_R, position_R, id_R = table.tokens
         size = 0.5 * 1.45**layer * (1 + 0.008 * step)
         per_id = np.random.default_rng(3).normal(1.0, 0.28, 400)[id_R].clip(0.35)
@@ -141,7 +141,7 @@ class PretendRun:
         weights = np.exp(taste * sharpness + 0.05 * random.normal(size=NUM_EXPERTS))
         return weights / weights.sum()
 
-    def _next_tokens(self, step: int, table: Table) -> Frame:
+    def _next_tokens(self, step: int, table: FrameTable) -> Frame:
         random = np.random.default_rng([self.seed, step, 77])
         _, position_R, id_R = table.tokens
         known = np.array(sorted(self.vocabulary.values()))
@@ -154,16 +154,16 @@ class PretendRun:
                 found[0], found[1] = found[1], found[0]
             best[at, :, 0] = np.sort(random.normal(12 + step / 12, 3, TOP_K))[::-1]
             best[at, :, 1] = found
-        return self._frame(step, Site(SiteKind.LOGITS), f"topk({TOP_K})", best, None, table)
+        return self._frame(step, FrameSite(SiteKind.LOGITS), f"topk({TOP_K})", best, None, table)
 
     def _frame(
         self,
         step: int,
-        site: Site,
+        site: FrameSite,
         reducer: str,
         payload: np.ndarray,
         values: np.ndarray | None = None,
-        table: Table | None = None,
+        table: FrameTable | None = None,
     ) -> Frame:
         return Frame(
             where=Where(self.run, step, "train", site, parse_reducer(reducer)),
@@ -214,8 +214,8 @@ def histogram_of(values: np.ndarray) -> np.ndarray:
 class Feed:
     """A hub in a thread of its own."""
 
-    def __init__(self, *, watches: tuple[str, ...] = WATCHES, port: int = 0, tokens: Tokens | None = None) -> None:
-        self.tokens = tokens or Tokens.draw()
+    def __init__(self, *, watches: tuple[str, ...] = WATCHES, port: int = 0, tokens: HubTokens | None = None) -> None:
+        self.tokens = tokens or HubTokens.draw()
         self._watches, self.port = watches, port
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="feed")
@@ -233,7 +233,7 @@ class Feed:
         self._loop.close()
 
     async def _open(self) -> None:
-        self.hub = Hub(plan=Plan.parse(self._watches))
+        self.hub = Hub(plan=WatchPlan.parse(self._watches))
         self.server = HubServer(self.hub, tokens=self.tokens, port=self.port)
         await self.server.__aenter__()
         self.port = self.server.port
@@ -264,10 +264,10 @@ class Feed:
         """Of the page, with the controller's token."""
         return f"{self.address}#token={token or self.tokens.controller}"
 
-    def publish(self, *made: Frame | Table) -> None:
+    def publish(self, *made: Frame | FrameTable) -> None:
         def act() -> None:
             for one in made:
-                if isinstance(one, Table):
+                if isinstance(one, FrameTable):
                     self.hub.publish_table(one)
                 else:
                     self.hub.publish_frame(one)

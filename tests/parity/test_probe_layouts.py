@@ -12,7 +12,7 @@ import pytest
 
 from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.config.load import load_config
-from nemo_rl.diagnostics.compare.comparison import Comparison
+from nemo_rl.diagnostics.compare.comparison import RecordingComparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.measurement import Metric
 from nemo_rl.diagnostics.compare.noise import propose_limits
@@ -150,7 +150,7 @@ def _assert_same_pictures(one: Path, other: Path) -> None:
         assert tokens_of(ours[name], our_tables) == tokens_of(theirs[name], their_tables), name
 
 
-def _assert_same(found: Comparison) -> None:
+def _assert_same(found: RecordingComparison) -> None:
     assert found.verdict is Verdict.PASS, "\n".join(found.lines())
     logits = [result for result in found.sites if result.site.kind is SiteKind.LOGITS]
     assert logits

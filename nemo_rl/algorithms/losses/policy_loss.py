@@ -41,7 +41,7 @@ GENERATION, REFERENCE = "generation_logprobs", "reference_policy_logprobs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Tokens:
+class _LossColumns:
     """Columns of a microbatch as the parts of the loss take them."""
 
     inputs: PolicyInputs
@@ -125,7 +125,7 @@ class PolicyLoss:
         metrics["loss"] = Sum(loss.item())
         return LossOutput(loss=loss, metrics=metrics, token_losses=token_losses_NT)
 
-    def _tokens(self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> _Tokens:
+    def _tokens(self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> _LossColumns:
         weight_NT = token_weights(batch)
         mask_NT = weight_NT > 0
         now_NT = token_logprobs.detach()
@@ -149,7 +149,7 @@ class PolicyLoss:
             mask_NT=mask_NT,
             log_correction_NT=gap_NT if self._corrects else torch.zeros_like(gap_NT),
         )
-        return _Tokens(
+        return _LossColumns(
             inputs=inputs,
             weight_NT=weight_NT,
             gap_NT=gap_NT,
@@ -161,7 +161,7 @@ class PolicyLoss:
     def _corrects(self) -> bool:
         return self.config.use_importance_sampling_correction
 
-    def _correction(self, tokens: _Tokens) -> Correction | None:
+    def _correction(self, tokens: _LossColumns) -> Correction | None:
         """Return the correction; None where the loss has none, or has it inside."""
         traits = LOSS_TRAITS[self.term_name]
         if not self._corrects or traits.has_own_correction:
@@ -169,7 +169,7 @@ class PolicyLoss:
         mask_NT = tokens.inputs.mask_NT
         return off_policy_weights(tokens.gap_NT, mask_NT, self.config, is_row_level=traits.is_row_level)
 
-    def _kl(self, token_logprobs: torch.Tensor, tokens: _Tokens, batch: Mapping[str, torch.Tensor]) -> KlTerm:
+    def _kl(self, token_logprobs: torch.Tensor, tokens: _LossColumns, batch: Mapping[str, torch.Tensor]) -> KlTerm:
         mask_NT = tokens.inputs.mask_NT
         # Both sides under the whole vocabulary: a set of one token has no KL on it, however far the reference is.
         whole_NT = batch.get(UNFILTERED_LOGPROBS, token_logprobs)
@@ -183,7 +183,7 @@ class PolicyLoss:
         return kl_term(log_ratio_NT, log_importance_NT, self.config)
 
 
-def _share_metrics(tokens: _Tokens, found: TermOutput, correction: Correction | None) -> dict[str, Reduction]:
+def _share_metrics(tokens: _LossColumns, found: TermOutput, correction: Correction | None) -> dict[str, Reduction]:
     """Return what bounds did: clipped, masked, truncated, clamped; and the weights of the correction."""
     weight_NT = tokens.weight_NT
     masked_NT = torch.zeros_like(tokens.inputs.mask_NT)

@@ -30,7 +30,7 @@ from nemo_rl.models.hf_folder import open_weights
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.records.selector import Selector
-from nemo_rl.tracer.watch import Watch
+from nemo_rl.tracer.watch import SiteWatch
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.logger import check_trackers
 
@@ -322,7 +322,7 @@ def check_records(subject: Subject) -> list[str]:
         problems.append(f"diagnostics.record.sites: {error}")
     for number, text in enumerate(tracer.selectors):
         try:
-            Watch.parse(text)
+            SiteWatch.parse(text)
         except UserError as error:
             problems.append(f"diagnostics.tracer.selectors[{number}]: {error}")
     return problems

@@ -27,7 +27,7 @@ from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.memory import available_bytes
 
 __all__ = [
-    "Finding",
+    "DoctorFinding",
     "State",
     "examine",
     "green",
@@ -56,7 +56,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class DoctorFinding:
     """One thing that was looked at."""
 
     name: str
@@ -69,16 +69,16 @@ class Finding:
         return {name: str(value) for name, value in asdict(self).items()}
 
 
-def green(name: str, found: str) -> Finding:
-    return Finding(name=name, state=State.GREEN, found=found)
+def green(name: str, found: str) -> DoctorFinding:
+    return DoctorFinding(name=name, state=State.GREEN, found=found)
 
 
-def yellow(name: str, found: str, advice: str) -> Finding:
-    return Finding(name=name, state=State.YELLOW, found=found, advice=advice)
+def yellow(name: str, found: str, advice: str) -> DoctorFinding:
+    return DoctorFinding(name=name, state=State.YELLOW, found=found, advice=advice)
 
 
-def red(name: str, found: str, advice: str) -> Finding:
-    return Finding(name=name, state=State.RED, found=found, advice=advice)
+def red(name: str, found: str, advice: str) -> DoctorFinding:
+    return DoctorFinding(name=name, state=State.RED, found=found, advice=advice)
 
 
 OURS = "nemo-rl"
@@ -103,7 +103,7 @@ def installed_packages() -> dict[str, str]:
     return {dist.metadata["Name"].lower().replace("_", "-"): dist.version for dist in distributions()}
 
 
-def look_at_packages(found: Mapping[str, str] | None = None) -> Iterator[Finding]:
+def look_at_packages(found: Mapping[str, str] | None = None) -> Iterator[DoctorFinding]:
     """Check Python, our requirements, and known clashes.
 
     Args:
@@ -117,14 +117,14 @@ def look_at_packages(found: Mapping[str, str] | None = None) -> Iterator[Finding
             yield red("packages", what, advice)
 
 
-def _python() -> Finding:
+def _python() -> DoctorFinding:
     here = ".".join(map(str, sys.version_info[:3]))
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         return red("Python", here, "take one from 3.11 to 3.13")
     return green("Python", here)
 
 
-def _requirements(found: Mapping[str, str]) -> Iterator[Finding]:
+def _requirements(found: Mapping[str, str]) -> Iterator[DoctorFinding]:
     try:
         given = [Requirement(text) for text in requires(OURS) or ()]
     except PackageNotFoundError:
@@ -153,7 +153,7 @@ LITTLE_MEMORY, LITTLE_SHARED, LITTLE_DISK = 4 * GIB, GIB, 2 * GIB
 ASK_S = 10.0
 
 
-def look_at_machine(*, shared: Path = Path("/dev/shm"), folder: Path = Path()) -> Iterator[Finding]:
+def look_at_machine(*, shared: Path = Path("/dev/shm"), folder: Path = Path()) -> Iterator[DoctorFinding]:
     """Check the needs of every run, with GPUs or without.
 
     Args:
@@ -169,7 +169,7 @@ def look_at_machine(*, shared: Path = Path("/dev/shm"), folder: Path = Path()) -
     yield _disk(folder)
 
 
-def look_at_devices() -> Iterator[Finding]:
+def look_at_devices() -> Iterator[DoctorFinding]:
     """Check GPUs, their driver, and NCCL."""
     import torch  # noqa: PLC0415 - takes seconds, and may be what is broken
 
@@ -191,7 +191,7 @@ def look_at_devices() -> Iterator[Finding]:
         yield red("NCCL", "not in this build of torch", "install a build of torch with NCCL")
 
 
-def _memory() -> Finding:
+def _memory() -> DoctorFinding:
     free = available_bytes()
     text = f"{bytes_text(free)} available"
     if free < LITTLE_MEMORY:
@@ -199,7 +199,7 @@ def _memory() -> Finding:
     return green("memory", text)
 
 
-def _shared_memory(folder: Path) -> Finding:
+def _shared_memory(folder: Path) -> DoctorFinding:
     name = f"shared memory ({folder})"
     if not folder.is_dir():
         advice = "mount a tmpfs there; Ray and data_plane.impl=shm keep tensors in it"
@@ -213,7 +213,7 @@ def _shared_memory(folder: Path) -> Finding:
     return green(name, f"{bytes_text(free)} free")
 
 
-def _limit(name: str, which: int, few: int, advice: str) -> Finding:
+def _limit(name: str, which: int, few: int, advice: str) -> DoctorFinding:
     soft, hard = resource.getrlimit(which)
     text = "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}"
     if soft != resource.RLIM_INFINITY and soft < few:
@@ -222,7 +222,7 @@ def _limit(name: str, which: int, few: int, advice: str) -> Finding:
     return green(name, text)
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(folder: Path) -> DoctorFinding:
     free = shutil.disk_usage(folder).free
     text = f"{bytes_text(free)} free in {folder.resolve()}"
     if free < LITTLE_DISK:
@@ -249,7 +249,7 @@ FEW_PORTS = 1000
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def look_at_network(*, ray_port: int = RAY_PORT) -> Iterator[Finding]:
+def look_at_network(*, ray_port: int = RAY_PORT) -> Iterator[DoctorFinding]:
     """Check the network over which the processes of a run meet."""
     given = psutil.net_if_addrs()
     up = [name for name, stats in psutil.net_if_stats().items() if stats.isup]
@@ -265,7 +265,7 @@ def look_at_network(*, ray_port: int = RAY_PORT) -> Iterator[Finding]:
     yield _free_ports()
 
 
-def look_at_schedulers() -> Iterator[Finding]:
+def look_at_schedulers() -> Iterator[DoctorFinding]:
     """Check Ray and Slurm, where they are."""
     address = os.environ.get("RAY_ADDRESS", "")
     yield green("Ray", f"RAY_ADDRESS is {address}" if address else "each run starts its own")
@@ -279,14 +279,14 @@ def look_at_schedulers() -> Iterator[Finding]:
         yield green("Slurm", f"inside job {job}" if job else "its commands are here")
 
 
-def _loopback(addresses: dict[str, list[str]]) -> Finding:
+def _loopback(addresses: dict[str, list[str]]) -> DoctorFinding:
     if not any(each.startswith("127.") for found in addresses.values() for each in found):
         advice = "ip link set lo up: processes of one machine meet there"
         return red("loopback", "no interface with 127.0.0.1", advice)
     return green("loopback", "127.0.0.1")
 
 
-def _named_interfaces(addresses: dict[str, list[str]]) -> Iterator[Finding]:
+def _named_interfaces(addresses: dict[str, list[str]]) -> Iterator[DoctorFinding]:
     for name in VARIABLES:
         value = os.environ.get(name)
         wanted = [each.lstrip("=^") for each in value.split(",")] if value else []
@@ -296,7 +296,7 @@ def _named_interfaces(addresses: dict[str, list[str]]) -> Iterator[Finding]:
             )
 
 
-def _own_name(addresses: dict[str, list[str]]) -> Finding:
+def _own_name(addresses: dict[str, list[str]]) -> DoctorFinding:
     name = socket.gethostname()
     try:
         found = socket.gethostbyname(name)
@@ -314,7 +314,7 @@ def _own_name(addresses: dict[str, list[str]]) -> Finding:
     return green("host name", f"{name} is {found}")
 
 
-def _port(port: int) -> Finding:
+def _port(port: int) -> DoctorFinding:
     name = f"port {port}"
     try:
         with socket.socket() as probe:
@@ -326,7 +326,7 @@ def _port(port: int) -> Finding:
     return green(name, "free")
 
 
-def _free_ports() -> Finding:
+def _free_ports() -> DoctorFinding:
     try:
         first, last = map(int, PORT_RANGE.read_text(encoding="utf-8").split())
     except (OSError, ValueError):
@@ -339,13 +339,13 @@ def _free_ports() -> Finding:
 SIGNS = {State.GREEN: "ok", State.YELLOW: "look", State.RED: "bad"}
 
 
-def _self_test() -> Iterator[Finding]:
+def _self_test() -> Iterator[DoctorFinding]:
     from nemo_rl.cluster.doctor.self_test import look_at_self_test  # noqa: PLC0415 - imports all that a worker does
 
     yield from look_at_self_test()
 
 
-LOOKS: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
+LOOKS: tuple[tuple[str, Callable[[], Iterable[DoctorFinding]]], ...] = (
     ("packages", look_at_packages),
     ("machine", look_at_machine),
     ("devices", look_at_devices),
@@ -354,7 +354,7 @@ LOOKS: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
 )
 
 
-def examine(*, with_self_test: bool = True) -> Iterator[Finding]:
+def examine(*, with_self_test: bool = True) -> Iterator[DoctorFinding]:
     """Yield findings as they are made; a look that fails is a finding, too."""
     for name, look in (*LOOKS, *([("self-test", _self_test)] if with_self_test else [])):
         try:
@@ -364,13 +364,13 @@ def examine(*, with_self_test: bool = True) -> Iterator[Finding]:
             yield red(name, f"{type(error).__name__}: {first}", "this look itself failed; what it needs is broken")
 
 
-def worst(findings: Iterable[Finding]) -> State:
+def worst(findings: Iterable[DoctorFinding]) -> State:
     """Return the worst state of all findings."""
     order = list(State)
     return max((finding.state for finding in findings), key=order.index, default=State.GREEN)
 
 
-def show(finding: Finding, console: Console) -> None:
+def show(finding: DoctorFinding, console: Console) -> None:
     """Print one line, and one more with the advice."""
     line = Text(f"{SIGNS[finding.state]:<5}", style=finding.state.value)
     console.print(line.append(f"{finding.name}: {finding.found}", style="default"), soft_wrap=True)

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nemo_rl.cluster.doctor.checks import Finding, green, red
+from nemo_rl.cluster.doctor.checks import DoctorFinding, green, red
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
 """Three times what it takes on two busy cores."""
 
 
-def look_at_self_test(config: DataPlaneConfig = STORE) -> Iterator[Finding]:
+def look_at_self_test(config: DataPlaneConfig = STORE) -> Iterator[DoctorFinding]:
     """Let ranks put, meet and read: each reads what the other one has written."""
     started = time.monotonic()
     name = "self-test"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Setting
-from nemo_rl.cluster.plan.weights import NOTHING_GATHERED, Gathered
+from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, PlanSetting
+from nemo_rl.cluster.plan.weights import NOTHING_GATHERED, GatheredBytes
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.models.logprobs import CHUNK_ELEMENTS, Sampling
 
@@ -95,11 +95,11 @@ class PassActivations:
 
 
 def pass_activations(
-    setting: Setting,
+    setting: PlanSetting,
     tokens: PassTokens,
     *,
     stage: int,
-    gathered: Gathered = NOTHING_GATHERED,
+    gathered: GatheredBytes = NOTHING_GATHERED,
     num_microbatches: int,
     with_gradients: bool,
 ) -> PassActivations:
@@ -136,7 +136,7 @@ def pass_activations(
     )
 
 
-def layer_bytes(setting: Setting, tokens: PassTokens, layer: int) -> LayerBytes:
+def layer_bytes(setting: PlanSetting, tokens: PassTokens, layer: int) -> LayerBytes:
     """Return the bytes of the layer with this number."""
     count, size, stream = tokens.tokens, setting.element_bytes, _stream_width(setting)
     norms = _norm_bytes(setting, tokens) * 2
@@ -156,7 +156,7 @@ def layer_bytes(setting: Setting, tokens: PassTokens, layer: int) -> LayerBytes:
     )
 
 
-def scores_bytes(setting: Setting, tokens: PassTokens) -> int:
+def scores_bytes(setting: PlanSetting, tokens: PassTokens) -> int:
     """Return the bytes of attention without a fused kernel in one layer: a probability per head, query and key."""
     heads = setting.model.flops_shape.num_heads // setting.layout.tp
     return heads * tokens.tokens * tokens.sequence * setting.element_bytes
@@ -165,7 +165,7 @@ def scores_bytes(setting: Setting, tokens: PassTokens) -> int:
 # ---- the seam between the model and its log-probabilities
 
 
-def _seam(setting: Setting, tokens: PassTokens, *, logits: int, with_gradients: bool) -> int:
+def _seam(setting: PlanSetting, tokens: PassTokens, *, logits: int, with_gradients: bool) -> int:
     """Return the bytes at the loss: the logits twice, and one chunk of them several times, mostly in float32."""
     elements = tokens.selected * _columns(setting)
     chunk, before = min(elements, CHUNK_ELEMENTS), FLOAT32_BYTES if elements > CHUNK_ELEMENTS else 0
@@ -187,26 +187,26 @@ def _seam(setting: Setting, tokens: PassTokens, *, logits: int, with_gradients: 
 # ---- widths of this rank
 
 
-def _hidden(setting: Setting) -> int:
+def _hidden(setting: PlanSetting) -> int:
     return setting.model.flops_shape.hidden_size
 
 
-def _stream_width(setting: Setting) -> int:
+def _stream_width(setting: PlanSetting) -> int:
     """Return the width of the activations between the blocks, per position of the pass."""
     return _hidden(setting) // (setting.layout.tp if setting.layout.sequence_parallel else 1)
 
 
-def _columns(setting: Setting) -> int:
+def _columns(setting: PlanSetting) -> int:
     """Return the columns of the vocabulary on one rank."""
     return setting.model.flops_shape.vocab_size // setting.layout.tp
 
 
-def _mlp_width(setting: Setting) -> int:
+def _mlp_width(setting: PlanSetting) -> int:
     shape = setting.model.flops_shape
     return (shape.dense_mlp_size if shape.num_experts else shape.mlp_size) // setting.layout.tp
 
 
-def _expert_layers(setting: Setting) -> frozenset[int]:
+def _expert_layers(setting: PlanSetting) -> frozenset[int]:
     shape = setting.model.flops_shape
     if not shape.num_experts:
         return frozenset()
@@ -218,7 +218,7 @@ def _expert_layers(setting: Setting) -> frozenset[int]:
 # ---- parts of a layer, in bytes
 
 
-def _norm_bytes(setting: Setting, tokens: PassTokens) -> int:
+def _norm_bytes(setting: PlanSetting, tokens: PassTokens) -> int:
     """Return the bytes of the input in float32, the scaled input, and the output, which the block's first matrices
     keep."""
     width, size = _stream_width(setting), setting.element_bytes
@@ -229,7 +229,7 @@ def _norm_bytes(setting: Setting, tokens: PassTokens) -> int:
     return tokens.tokens * (width * (FLOAT32_BYTES + size) + out * size + FLOAT32_BYTES)
 
 
-def _attention_bytes(setting: Setting, tokens: PassTokens) -> tuple[int, int, int]:
+def _attention_bytes(setting: PlanSetting, tokens: PassTokens) -> tuple[int, int, int]:
     """Return the bytes of the part between the projections, of head norms and the input of the output projection, and
     the bytes while it runs."""
     shape, layout, size = setting.model.flops_shape, setting.layout, setting.element_bytes
@@ -256,12 +256,12 @@ def _attention_bytes(setting: Setting, tokens: PassTokens) -> tuple[int, int, in
     return int(tokens.tokens * core) + mask, int(tokens.tokens * rest) + rotary, int(moving)
 
 
-def _mlp_bytes(setting: Setting, tokens: PassTokens, width: int) -> int:
+def _mlp_bytes(setting: PlanSetting, tokens: PassTokens, width: int) -> int:
     kept = FUSED_GATED if setting.has_kernels else OWN_GATED_MEGATRON if setting.is_megatron else OWN_GATED
     return tokens.tokens * width * kept * setting.element_bytes
 
 
-def _experts_bytes(setting: Setting, tokens: PassTokens) -> int:
+def _experts_bytes(setting: PlanSetting, tokens: PassTokens) -> int:
     """Return the bytes of a mixture, with its router and the experts that see every token."""
     shape, layout, size = setting.model.flops_shape, setting.layout, setting.element_bytes
     sizes = setting.policy.parallel_sizes
@@ -278,7 +278,7 @@ def _experts_bytes(setting: Setting, tokens: PassTokens) -> int:
     return mine * (top_k * per_choice + EXPERT_BYTES * shape.num_experts) + shared
 
 
-def _head_bytes(setting: Setting, tokens: PassTokens) -> int:
+def _head_bytes(setting: PlanSetting, tokens: PassTokens) -> int:
     """Return the bytes of the last norm, and of its output at the positions that predict."""
     width, size = _stream_width(setting), setting.element_bytes
     norm = tokens.tokens * (width * (FLOAT32_BYTES + size) + FLOAT32_BYTES)
@@ -288,7 +288,7 @@ def _head_bytes(setting: Setting, tokens: PassTokens) -> int:
 # ---- recomputation
 
 
-def _kept(setting: Setting, layer: LayerBytes, number: int) -> int:
+def _kept(setting: PlanSetting, layer: LayerBytes, number: int) -> int:
     """Return the bytes that a layer keeps where parts of it, or all, are recomputed."""
     if not setting.is_megatron:
         return layer.entry if setting.policy.dtensor_cfg.activation_checkpointing else layer.kept

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nemo_rl.algorithms.grpo import plan_logprobs, plan_train
 from nemo_rl.cluster.plan.activations import PassTokens
-from nemo_rl.cluster.plan.setting import Setting
+from nemo_rl.cluster.plan.setting import PlanSetting
 from nemo_rl.distributed.packing import round_up
 from nemo_rl.distributed.worker_pass import WorkerPass
 
@@ -46,7 +46,7 @@ class Batches:
         return self.rows * self.row_tokens
 
 
-def plan_batches(setting: Setting) -> Batches:
+def plan_batches(setting: PlanSetting) -> Batches:
     """Raise ConfigError where a row does not fit a microbatch, or rows do not divide."""
     grpo, policy, layout = setting.config.grpo, setting.policy, setting.layout
     rows, size = grpo.num_prompts_per_step * grpo.num_generations_per_prompt, policy.train_global_batch_size
@@ -85,7 +85,7 @@ def plan_batches(setting: Setting) -> Batches:
     )
 
 
-def pass_tokens(setting: Setting, *, tokens: int, width: int, predicted: int, is_packed: bool) -> PassTokens:
+def pass_tokens(setting: PlanSetting, *, tokens: int, width: int, predicted: int, is_packed: bool) -> PassTokens:
     """Return the pass of the context rank with the most tokens to predict.
 
     Args:
@@ -106,7 +106,7 @@ def pass_tokens(setting: Setting, *, tokens: int, width: int, predicted: int, is
     return PassTokens(rows=rows, width=local, predicted=count, selected=rows * count, sequence=width, is_packed=False)
 
 
-def passes_of(setting: Setting) -> tuple[WorkerPass, ...]:
+def passes_of(setting: PlanSetting) -> tuple[WorkerPass, ...]:
     """Return the worker passes that a step of this recipe has, in order."""
     chosen = [WorkerPass.TRAIN]
     if setting.config.loss_fn.reference_policy_kl_penalty > 0:

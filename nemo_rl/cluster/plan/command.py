@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.cluster.known_models import planned_model_config
-from nemo_rl.cluster.plan.plan import Plan, make_plan
+from nemo_rl.cluster.plan.plan import RunPlan, make_plan
 from nemo_rl.cluster.plan.report import refusal
-from nemo_rl.cluster.plan.setting import GPU, GPUS, Model, Setting, gpu_named
+from nemo_rl.cluster.plan.setting import GPU, GPUS, Model, PlanSetting, gpu_named
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, ResourceError
 
-__all__ = ["Change", "PlanRequest", "changes_of", "cheapest_change", "nodes_overrides", "plan_recipe"]
+__all__ = ["PlanChange", "PlanRequest", "changes_of", "cheapest_change", "nodes_overrides", "plan_recipe"]
 
 FACTORS = (2, 4, 8)
 CPU_OFFLOADED = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class PlanChange:
     """One change, as overrides of the command line."""
 
     overrides: tuple[str, ...]
@@ -35,7 +35,7 @@ class Change:
     """The cost of the change, in a word or two."""
 
 
-def cheapest_change(plan: Plan, replan: Callable[[tuple[str, ...]], Plan]) -> tuple[Change, Plan] | None:
+def cheapest_change(plan: RunPlan, replan: Callable[[tuple[str, ...]], RunPlan]) -> tuple[PlanChange, RunPlan] | None:
     """Return the first candidate that fits; None where none does.
 
     Args:
@@ -52,7 +52,7 @@ def cheapest_change(plan: Plan, replan: Callable[[tuple[str, ...]], Plan]) -> tu
     return None
 
 
-def changes_of(setting: Setting) -> Iterator[Change]:
+def changes_of(setting: PlanSetting) -> Iterator[PlanChange]:
     """Yield all candidates, the cheapest first."""
     yield from _smaller_batches(setting)
     yield from _recomputation(setting)
@@ -62,7 +62,7 @@ def changes_of(setting: Setting) -> Iterator[Change]:
     yield from _more_room(setting)
     nodes = setting.config.cluster.num_nodes
     for factor in FACTORS:
-        yield Change(overrides=nodes_overrides(nodes * factor), cost="more machines")
+        yield PlanChange(overrides=nodes_overrides(nodes * factor), cost="more machines")
 
 
 def nodes_overrides(count: int) -> tuple[str, ...]:
@@ -70,12 +70,12 @@ def nodes_overrides(count: int) -> tuple[str, ...]:
     return (f"cluster.num_nodes={count}", *(["cluster.address=auto"] if count > 1 else []))
 
 
-def _smaller_batches(setting: Setting) -> Iterator[Change]:
+def _smaller_batches(setting: PlanSetting) -> Iterator[PlanChange]:
     policy = setting.policy
     most = policy.generation.max_batch_size
     while most > 1:
         most //= 2
-        yield Change(overrides=(f"policy.generation.max_batch_size={most}",), cost="more rounds of decoding")
+        yield PlanChange(overrides=(f"policy.generation.max_batch_size={most}",), cost="more rounds of decoding")
     for name, section in (
         ("sequence_packing", policy.sequence_packing),
         ("dynamic_batching", policy.dynamic_batching),
@@ -87,68 +87,70 @@ def _smaller_batches(setting: Setting) -> Iterator[Change]:
         while max(train, logprob) > floor:
             train, logprob = max(floor, train // 2), max(floor, logprob // 2)
             caps = (f"policy.{name}.train_mb_tokens={train}", f"policy.{name}.logprob_mb_tokens={logprob}")
-            yield Change(overrides=caps, cost="more microbatches")
+            yield PlanChange(overrides=caps, cost="more microbatches")
     if not policy.sequence_packing.enabled and not policy.dynamic_batching.enabled:
         rows = policy.train_micro_batch_size
         while rows > 1:
             rows //= 2
-            yield Change(overrides=(f"policy.train_micro_batch_size={rows}",), cost="more microbatches")
+            yield PlanChange(overrides=(f"policy.train_micro_batch_size={rows}",), cost="more microbatches")
 
 
-def _recomputation(setting: Setting) -> Iterator[Change]:
+def _recomputation(setting: PlanSetting) -> Iterator[PlanChange]:
     section = setting.policy.parallel_section
     is_on = setting.policy.megatron_cfg if setting.is_megatron else setting.policy.dtensor_cfg
     if not is_on.activation_checkpointing:
-        yield Change(overrides=(f"{section}.activation_checkpointing=true",), cost="a third more arithmetic")
+        yield PlanChange(overrides=(f"{section}.activation_checkpointing=true",), cost="a third more arithmetic")
 
 
-def _splits(setting: Setting) -> Iterator[Change]:
+def _splits(setting: PlanSetting) -> Iterator[PlanChange]:
     sizes, section = setting.policy.parallel_sizes, setting.policy.parallel_section
     sequence = f"{section}.sequence_parallel=true"
     if sizes.tensor > 1 and not sizes.sequence_parallel:
-        yield Change(overrides=(sequence,), cost="other communication")
+        yield PlanChange(overrides=(sequence,), cost="other communication")
     model = "_model" if setting.is_megatron else ""
     axes = [("context_parallel_size", sizes.context), (f"tensor{model}_parallel_size", sizes.tensor)]
     if setting.is_megatron:
         axes = [("expert_model_parallel_size", sizes.expert), *axes, ("pipeline_model_parallel_size", sizes.pipeline)]
         if sizes.expert_tensor > 1:
             one = (f"{section}.expert_tensor_parallel_size=1",)
-            yield Change(overrides=one, cost="other communication")
+            yield PlanChange(overrides=one, cost="other communication")
     for name, size in axes:
         for factor in FACTORS:
             more: tuple[str, ...] = (f"{section}.{name}={size * factor}",)
             if name.startswith("tensor") and sizes.tensor == 1:
                 more += (sequence,)
-            yield Change(overrides=more, cost="more communication")
+            yield PlanChange(overrides=more, cost="more communication")
 
 
-def _offloads(setting: Setting) -> Iterator[Change]:
+def _offloads(setting: PlanSetting) -> Iterator[PlanChange]:
     if not setting.is_megatron:
         if not setting.policy.dtensor_cfg.cpu_offload:
-            yield Change(overrides=("policy.dtensor_cfg.cpu_offload=true",), cost="weights cross to the GPU each pass")
+            yield PlanChange(
+                overrides=("policy.dtensor_cfg.cpu_offload=true",), cost="weights cross to the GPU each pass"
+            )
         return
     if not setting.policy.megatron_cfg.optimizer.optimizer_cpu_offload:
         optimizer = "policy.megatron_cfg.optimizer"
         both = (f"{optimizer}.optimizer_cpu_offload=true", f"{optimizer}.optimizer_offload_fraction={CPU_OFFLOADED}")
-        yield Change(overrides=both, cost="the optimizer steps on CPUs")
+        yield PlanChange(overrides=both, cost="the optimizer steps on CPUs")
 
 
-def _fewer_engines(setting: Setting) -> Iterator[Change]:
+def _fewer_engines(setting: PlanSetting) -> Iterator[PlanChange]:
     count = setting.policy.generation.num_replicas
     while count > 1:
         count //= 2
-        yield Change(overrides=(f"policy.generation.num_replicas={count}",), cost="slower rollouts")
+        yield PlanChange(overrides=(f"policy.generation.num_replicas={count}",), cost="slower rollouts")
 
 
-def _more_room(setting: Setting) -> Iterator[Change]:
+def _more_room(setting: PlanSetting) -> Iterator[PlanChange]:
     plane = setting.config.active_data_plane
     for factor in FACTORS:
         if plane.uses_mooncake:
             room = plane.mooncake.segment_bytes * factor
-            yield Change(overrides=(f"data_plane.mooncake.segment_bytes={room}",), cost="memory of the node")
+            yield PlanChange(overrides=(f"data_plane.mooncake.segment_bytes={room}",), cost="memory of the node")
         if plane.storage_capacity.bytes is not None:
             room = plane.storage_capacity.bytes * factor
-            yield Change(overrides=(f"data_plane.storage_capacity.bytes={room}",), cost="memory of the node")
+            yield PlanChange(overrides=(f"data_plane.storage_capacity.bytes={room}",), cost="memory of the node")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +164,7 @@ class PlanRequest:
     model_config: Path | None = None
 
 
-def plan_recipe(request: PlanRequest) -> tuple[Plan, ResourceError | None]:
+def plan_recipe(request: PlanRequest) -> tuple[RunPlan, ResourceError | None]:
     """Return the plan, and what to raise where it does not fit.
 
     Raises:
@@ -174,11 +176,11 @@ def plan_recipe(request: PlanRequest) -> tuple[Plan, ResourceError | None]:
     gpu = _gpu(request, config)
     model = Model(planned_model_config(config.policy.model_name, given=request.model_config))
 
-    def replan(further: tuple[str, ...]) -> Plan:
+    def replan(further: tuple[str, ...]) -> RunPlan:
         changed = load_config(request.recipe, (*overrides, *further))
-        return make_plan(Setting(config=changed, model=model, gpu=gpu))
+        return make_plan(PlanSetting(config=changed, model=model, gpu=gpu))
 
-    plan = make_plan(Setting(config=config, model=model, gpu=gpu))
+    plan = make_plan(PlanSetting(config=config, model=model, gpu=gpu))
     if plan.fits:
         return plan, None
     found = cheapest_change(plan, replan)

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 
 from nemo_rl.cluster.plan.activations import PassActivations, pass_activations
 from nemo_rl.cluster.plan.batches import Batches, passes_of
-from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Setting
-from nemo_rl.cluster.plan.weights import Gathered, RestMemory, gathered_weights, local_weights, rest_memory
+from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, PlanSetting
+from nemo_rl.cluster.plan.weights import GatheredBytes, RestMemory, gathered_weights, local_weights, rest_memory
 from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, WeightSlot, bucket_bytes
@@ -47,7 +47,7 @@ class EngineMemory:
     """Bytes while a token is computed, or while prompts are: the larger of both."""
 
 
-def engine_memory(setting: Setting, batches: Batches) -> EngineMemory:
+def engine_memory(setting: PlanSetting, batches: Batches) -> EngineMemory:
     """Return the memory of each engine."""
     generation, shape = setting.policy.generation, setting.model.flops_shape
     group, size = setting.config.grpo.num_generations_per_prompt, setting.engine_element_bytes
@@ -70,13 +70,13 @@ def engine_memory(setting: Setting, batches: Batches) -> EngineMemory:
     )
 
 
-def plan_slots(setting: Setting) -> list[WeightSlot]:
+def plan_slots(setting: PlanSetting) -> list[WeightSlot]:
     """Return all weights as a refit sends them."""
     dtype = setting.policy.generation.precision or setting.policy.precision
     return [WeightSlot(name=name, dtype=dtype, shape=shape) for name, shape in setting.model.whole_weights.items()]
 
 
-def delta_bytes(setting: Setting, *, ranks: int, engines: int) -> int:
+def delta_bytes(setting: PlanSetting, *, ranks: int, engines: int) -> int:
     """Return the bytes of the weights that were sent last on one node, on which deltas build.
 
     Args:
@@ -91,7 +91,7 @@ def delta_bytes(setting: Setting, *, ranks: int, engines: int) -> int:
     return (senders + receivers) * sum(slot.num_bytes for slot in plan_slots(setting))
 
 
-def refit_bytes(setting: Setting) -> int:
+def refit_bytes(setting: PlanSetting) -> int:
     """Return the bytes of a refit on each rank: a bucket, and the largest weight whole in the policy's dtype and in the
     engine's."""
     slots = plan_slots(setting)
@@ -120,7 +120,7 @@ class RankMemory:
     """While microbatches run: FSDP keeps whole gradients until the last one."""
     optimizer: int
     optimizer_on_host: int
-    gathered: Gathered
+    gathered: GatheredBytes
     train: PassActivations
     logprob: PassActivations | None
     """Activations of a log-probability pass, or None for a recipe without one."""
@@ -155,7 +155,7 @@ class RankMemory:
         return {**asdict(self), "stages": self.stages(), "peak": self.peak}
 
 
-def rank_memory(setting: Setting, batches: Batches, *, stage: int, with_engine: bool) -> RankMemory:
+def rank_memory(setting: PlanSetting, batches: Batches, *, stage: int, with_engine: bool) -> RankMemory:
     """Return the memory of the ranks of a pipeline stage.
 
     Args:
@@ -195,13 +195,13 @@ def rank_memory(setting: Setting, batches: Batches, *, stage: int, with_engine: 
     )
 
 
-def engine_peak(setting: Setting, engine: EngineMemory) -> int:
+def engine_peak(setting: PlanSetting, engine: EngineMemory) -> int:
     """Return the peak of the GPU of a non-colocated engine; it takes buckets of new weights when it does not decode."""
     return CONTEXT_BYTES + engine.weights + max(engine.cache + engine.working, refit_bytes(setting))
 
 
 def host_bytes(
-    setting: Setting, ranks: list[RankMemory], *, engine: EngineMemory, engines: int, others: int
+    setting: PlanSetting, ranks: list[RankMemory], *, engine: EngineMemory, engines: int, others: int
 ) -> dict[str, int]:
     """Return the bytes of one node, by their use.
 
@@ -232,7 +232,7 @@ def host_bytes(
     return found
 
 
-def _copied_bytes(setting: Setting, rank: RankMemory) -> int:
+def _copied_bytes(setting: PlanSetting, rank: RankMemory) -> int:
     """Return the most bytes that a rank holds of a checkpoint that is written beside the training: replicas are copied
     once."""
     state = rank.optimizer + rank.optimizer_on_host if setting.config.checkpointing.save_optimizer else 0

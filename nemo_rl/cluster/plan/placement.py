@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, engines_apart, logical_cpus, other_cpus
-from nemo_rl.cluster.plan.setting import Setting
+from nemo_rl.cluster.plan.setting import PlanSetting
 from nemo_rl.data_plane.store_kinds import kind_named
 
-__all__ = ["Device", "Node", "Port", "plan_nodes", "plan_ports"]
+__all__ = ["Device", "PlannedNode", "Port", "plan_nodes", "plan_ports"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
+class PlannedNode:
     """One machine of the run, with the processes on it."""
 
     number: int
@@ -56,7 +56,7 @@ class Port:
     """The key that fixes it; empty where there is none."""
 
 
-def plan_nodes(setting: Setting) -> list[Node]:
+def plan_nodes(setting: PlanSetting) -> list[PlannedNode]:
     """Return all machines of the run."""
     cluster, layout = setting.config.cluster, setting.layout
     per_node = cluster.num_workers // cluster.num_nodes
@@ -74,7 +74,7 @@ def plan_nodes(setting: Setting) -> list[Node]:
         is_first = number == 0
         placed = on_gpus if has_gpus else tuple(range(engines)) if is_first else ()
         nodes.append(
-            Node(
+            PlannedNode(
                 number=number,
                 devices=tuple(devices),
                 engines=apart.get(number, ()) if apart else placed,
@@ -84,12 +84,13 @@ def plan_nodes(setting: Setting) -> list[Node]:
         )
     alone = (number for number in sorted(apart) if number >= cluster.num_nodes)
     nodes += [
-        Node(number=number, devices=(), engines=apart[number], others=(), cpus=len(apart[number])) for number in alone
+        PlannedNode(number=number, devices=(), engines=apart[number], others=(), cpus=len(apart[number]))
+        for number in alone
     ]
     return nodes
 
 
-def _engines_apart(setting: Setting) -> dict[int, tuple[int, ...]]:
+def _engines_apart(setting: PlanSetting) -> dict[int, tuple[int, ...]]:
     """Return the numbers of the engines by node, where they share nothing with the policy workers; empty
     where they do."""
     config = setting.config
@@ -102,7 +103,7 @@ def _engines_apart(setting: Setting) -> dict[int, tuple[int, ...]]:
     return {first + place: tuple(range(place * each, (place + 1) * each)) for place in range(nodes)}
 
 
-def _cpus(setting: Setting, *, is_first: bool) -> int:
+def _cpus(setting: PlanSetting, *, is_first: bool) -> int:
     config = setting.config
     if config.cluster.launcher == "local":
         return 0
@@ -112,7 +113,7 @@ def _cpus(setting: Setting, *, is_first: bool) -> int:
     return each + (other_cpus(config) if is_first else 0)
 
 
-def _others(setting: Setting) -> tuple[str, ...]:
+def _others(setting: PlanSetting) -> tuple[str, ...]:
     """Return the processes of the driver's node besides policy workers and engines."""
     config = setting.config
     if config.cluster.launcher == "local":
@@ -132,7 +133,7 @@ def _others(setting: Setting) -> tuple[str, ...]:
     return tuple(found)
 
 
-def plan_ports(setting: Setting) -> list[Port]:
+def plan_ports(setting: PlanSetting) -> list[Port]:
     """List the listening ports; a port without a number is free whenever the machine has one."""
     config = setting.config
     if config.cluster.launcher == "local":

@@ -19,16 +19,16 @@ from nemo_rl.algorithms.cpu_needs import engines_apart
 from nemo_rl.cluster.plan.activations import layer_bytes, scores_bytes
 from nemo_rl.cluster.plan.batches import Batches, passes_of, plan_batches
 from nemo_rl.cluster.plan.memory import EngineMemory, RankMemory, engine_memory, engine_peak, host_bytes, rank_memory
-from nemo_rl.cluster.plan.placement import Node, Port, plan_nodes, plan_ports
+from nemo_rl.cluster.plan.placement import PlannedNode, Port, plan_nodes, plan_ports
 from nemo_rl.cluster.plan.plane import PLANNED_IDS, PlaneMemory, plan_plane
-from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, GPU, Setting
+from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, GPU, PlanSetting
 from nemo_rl.cluster.plan.weights import local_weights
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.flops import transformer_flops
 from nemo_rl.utils.memory import available_bytes
 
-__all__ = ["FORMAT_VERSION", "Plan", "StageBound", "make_plan", "stage_bounds"]
+__all__ = ["FORMAT_VERSION", "RunPlan", "StageBound", "make_plan", "stage_bounds"]
 
 TERA = 1e12
 
@@ -54,7 +54,7 @@ class StageBound:
         )[0]
 
 
-def stage_bounds(setting: Setting, batches: Batches, engine: EngineMemory, plane: PlaneMemory) -> list[StageBound]:
+def stage_bounds(setting: PlanSetting, batches: Batches, engine: EngineMemory, plane: PlaneMemory) -> list[StageBound]:
     """Return the bounds of the stages of a step; empty for CPUs, whose rates are not known."""
     if setting.gpu is None:
         return []
@@ -71,7 +71,7 @@ def stage_bounds(setting: Setting, batches: Batches, engine: EngineMemory, plane
     return found
 
 
-def _rollout(setting: Setting, gpu: GPU, batches: Batches, engine: EngineMemory) -> StageBound:
+def _rollout(setting: PlanSetting, gpu: GPU, batches: Batches, engine: EngineMemory) -> StageBound:
     """Return the bound of the rollout: every turn reads the weights that its tokens use, and the cache so far."""
     shape, replicas = setting.model.flops_shape, setting.policy.generation.num_replicas
     turns = min(batches.response_tokens, batches.row_tokens)
@@ -95,7 +95,7 @@ def _rollout(setting: Setting, gpu: GPU, batches: Batches, engine: EngineMemory)
     )
 
 
-def _pass(setting: Setting, gpu: GPU, batches: Batches, part: WorkerPass) -> StageBound:
+def _pass(setting: PlanSetting, gpu: GPU, batches: Batches, part: WorkerPass) -> StageBound:
     layout, shape = setting.layout, setting.model.flops_shape
     is_training = part is WorkerPass.TRAIN
     flops = transformer_flops(shape, [batches.row_tokens], with_backward=is_training) * batches.rows
@@ -118,7 +118,7 @@ def _pass(setting: Setting, gpu: GPU, batches: Batches, part: WorkerPass) -> Sta
     )
 
 
-def _collective_s(setting: Setting, gpu: GPU, sent: float) -> float:
+def _collective_s(setting: PlanSetting, gpu: GPU, sent: float) -> float:
     """Return the seconds for bytes that each rank gets from its peers of the data and context axes."""
     layout, cluster = setting.layout, setting.config.cluster
     shards = layout.dp * layout.cp
@@ -139,16 +139,16 @@ USABLE = 0.96
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """Sizes in bytes, times in seconds."""
 
-    setting: Setting
+    setting: PlanSetting
     batches: Batches
     ranks: tuple[RankMemory, ...]
     """One of each pipeline stage, with an engine where any rank of the stage shares its GPU with one."""
     engine: EngineMemory
     plane: PlaneMemory
-    nodes: tuple[Node, ...]
+    nodes: tuple[PlannedNode, ...]
     ports: tuple[Port, ...]
     hosts: tuple[dict[str, int], ...]
     """Memory of each node by its use."""
@@ -244,7 +244,7 @@ class Plan:
         }
 
 
-def make_plan(setting: Setting) -> Plan:
+def make_plan(setting: PlanSetting) -> RunPlan:
     """Raise ConfigError where the recipe cannot run in its layout, whatever the memory."""
     batches, nodes = plan_batches(setting), plan_nodes(setting)
     engine, plane = engine_memory(setting, batches), plan_plane(setting, batches)
@@ -264,7 +264,7 @@ def make_plan(setting: Setting) -> Plan:
         | ({"data plane": plane.held} if node.number == 0 else {})
         for node in nodes
     )
-    return Plan(
+    return RunPlan(
         setting=setting,
         batches=batches,
         ranks=ranks,
@@ -283,7 +283,7 @@ def make_plan(setting: Setting) -> Plan:
     )
 
 
-def _device_problems(setting: Setting, ranks: tuple[RankMemory, ...]) -> list[str]:
+def _device_problems(setting: PlanSetting, ranks: tuple[RankMemory, ...]) -> list[str]:
     if setting.gpu is None:
         return []
     room = int(setting.gpu.memory_bytes * USABLE)
@@ -296,7 +296,7 @@ def _device_problems(setting: Setting, ranks: tuple[RankMemory, ...]) -> list[st
     return [f"{stage}: a GPU{where} needs {bytes_text(worst.peak)}, {setting.gpu.name} has {bytes_text(room)} to use"]
 
 
-def _engine_problems(setting: Setting, engine: EngineMemory) -> list[str]:
+def _engine_problems(setting: PlanSetting, engine: EngineMemory) -> list[str]:
     """Return the problems of non-colocated engines with GPUs of their own."""
     if setting.gpu is None or not engines_apart(setting.config):
         return []
@@ -306,7 +306,7 @@ def _engine_problems(setting: Setting, engine: EngineMemory) -> list[str]:
     return [f"an engine's GPU needs {bytes_text(needed)}, {setting.gpu.name} has {bytes_text(room)} to use"]
 
 
-def _host_problems(setting: Setting, hosts: tuple[dict[str, int], ...]) -> list[str]:
+def _host_problems(setting: PlanSetting, hosts: tuple[dict[str, int], ...]) -> list[str]:
     """Return the problems of CPU workers on this machine; other machines are not known."""
     if setting.gpu is not None or len(hosts) > 1 or setting.config.cluster.address is not None:
         return []

@@ -16,7 +16,7 @@ from nemo_rl.algorithms.cpu_needs import num_clients
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.stages.columns import StageColumns, stage_columns, written_fields
 from nemo_rl.cluster.plan.batches import Batches
-from nemo_rl.cluster.plan.setting import Setting
+from nemo_rl.cluster.plan.setting import PlanSetting
 from nemo_rl.data_plane.schema import FIELDS, ROUTE_FIELDS, FieldSpec
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.models.support import BEFORE_STEPS, SUPPORT
@@ -67,7 +67,7 @@ class PlaneMemory:
         return max(self.reserved, self.rows_bytes)
 
 
-def plan_plane(setting: Setting, batches: Batches) -> PlaneMemory:
+def plan_plane(setting: PlanSetting, batches: Batches) -> PlaneMemory:
     """Return the memory of the store that the run starts."""
     plane = setting.config.active_data_plane
     clients, kind = num_clients(setting.config), kind_named(plane.impl or "noop")
@@ -95,12 +95,12 @@ def plan_plane(setting: Setting, batches: Batches) -> PlaneMemory:
     )
 
 
-def row_bytes(setting: Setting, tokens: int) -> dict[str, int]:
+def row_bytes(setting: PlanSetting, tokens: int) -> dict[str, int]:
     """Return the bytes of a row of so many tokens, by column."""
     return {name: _column_bytes(setting, FIELDS[name], tokens) for name in written_fields(_stages(setting))}
 
 
-def _stages(setting: Setting) -> tuple[StageColumns, ...]:
+def _stages(setting: PlanSetting) -> tuple[StageColumns, ...]:
     return stage_columns(setting.config, build_loss(setting.config))
 
 
@@ -118,7 +118,7 @@ def _header_bytes(columns: Mapping[str, int], *, rows: int, chunk_bytes: int) ->
     return total
 
 
-def _column_bytes(setting: Setting, spec: FieldSpec, tokens: int) -> int:
+def _column_bytes(setting: PlanSetting, spec: FieldSpec, tokens: int) -> int:
     if spec.name == SUPPORT:
         return min(setting.policy.longest_response, tokens) * _set_bytes(setting)
     if spec.name not in ROUTE_FIELDS:
@@ -135,7 +135,7 @@ def _column_bytes(setting: Setting, spec: FieldSpec, tokens: int) -> int:
     return tokens * per_token[spec.name] if spec.name in per_token else -(-tokens // BITS)
 
 
-def _set_bytes(setting: Setting) -> int:
+def _set_bytes(setting: PlanSetting) -> int:
     """Return the most bytes of a kept set: every distance takes a byte, and only so many fit the vocabulary that take
     more."""
     vocab, top_k = setting.model.flops_shape.vocab_size, setting.policy.generation.top_k
@@ -149,7 +149,7 @@ def _itemsize(dtype: str) -> int:
     return kind.element_size()
 
 
-def _route_shape(setting: Setting) -> RouteShape:
+def _route_shape(setting: PlanSetting) -> RouteShape:
     shape = setting.model.flops_shape
     layers = tuple(range(shape.num_dense_layers, shape.num_layers))
     return RouteShape(layers=layers, top_k=setting.model.top_k, num_experts=shape.num_experts)

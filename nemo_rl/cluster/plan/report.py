@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from nemo_rl.cluster.plan.memory import RankMemory
-from nemo_rl.cluster.plan.plan import Plan
+from nemo_rl.cluster.plan.plan import RunPlan
 from nemo_rl.utils.console import bytes_text
 
 __all__ = ["refusal", "show_plan"]
@@ -17,12 +17,12 @@ FEW = 8
 """Ranks of a node that are listed one by one; more are counted."""
 
 
-def show_plan(plan: Plan, console: Console) -> None:
+def show_plan(plan: RunPlan, console: Console) -> None:
     """Print everything."""
     console.print(Group(*_parts(plan)))
 
 
-def refusal(plan: Plan, change: tuple[str, str] | None) -> str:
+def refusal(plan: RunPlan, change: tuple[str, str] | None) -> str:
     """Return one message: what does not fit, and the cheapest change that would.
 
     Args:
@@ -37,7 +37,7 @@ def refusal(plan: Plan, change: tuple[str, str] | None) -> str:
     return f"this recipe does not fit: {what}. The cheapest change that fits: {change[0]} ({change[1]})"
 
 
-def _parts(plan: Plan) -> list[RenderableType]:
+def _parts(plan: RunPlan) -> list[RenderableType]:
     setting = plan.setting
     device = setting.gpu.name if setting.gpu is not None else "CPU"
     worker = "Megatron" if setting.is_megatron else "DTensor"
@@ -68,7 +68,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _where(plan: Plan) -> Table:
+def _where(plan: RunPlan) -> Table:
     table = Table(title="Who runs where", title_justify="left", box=None, pad_edge=False)
     for column in ("nodes", "policy ranks", "engines", "others"):
         table.add_column(column, overflow="fold")
@@ -92,7 +92,7 @@ def _counted(names: tuple[str, ...]) -> list[str]:
     return [name if names.count(name) == 1 else f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
 
 
-def _batches(plan: Plan) -> Table:
+def _batches(plan: RunPlan) -> Table:
     batches, table = plan.batches, _table("A step", "what", "number")
     for name, value in (
         ("rows", batches.rows),
@@ -109,7 +109,7 @@ def _batches(plan: Plan) -> Table:
     return table
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: RunPlan) -> Table:
     room = plan.device_bytes
     title = "Memory of a worker" if room is None else f"Memory of a GPU, {bytes_text(room)} to use"
     table = _table(title, "what", *_stage_names(plan))
@@ -121,7 +121,7 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _stage_names(plan: Plan) -> list[str]:
+def _stage_names(plan: RunPlan) -> list[str]:
     return ["bytes"] if len(plan.ranks) == 1 else [f"PP {rank.stage}" for rank in plan.ranks]
 
 
@@ -145,7 +145,7 @@ def _rank_rows(rank: RankMemory) -> dict[str, int]:
     }
 
 
-def _hosts(plan: Plan) -> Table:
+def _hosts(plan: RunPlan) -> Table:
     table = _table("Memory of a node", "what", "node 0", *(["each other node"] if len(plan.nodes) > 1 else []))
     last = plan.hosts[-1]
     for name, count in plan.hosts[0].items():
@@ -154,7 +154,7 @@ def _hosts(plan: Plan) -> Table:
     return table
 
 
-def _plane(plan: Plan) -> Table:
+def _plane(plan: RunPlan) -> Table:
     plane = plan.plane
     table = _table(f"Data plane: {plane.store}, {plane.clients} clients", "column", f"bytes of {plane.rows} rows")
     for name, count in plane.columns.items():
@@ -166,7 +166,7 @@ def _plane(plan: Plan) -> Table:
     return table
 
 
-def _times(plan: Plan) -> Table:
+def _times(plan: RunPlan) -> Table:
     table = _table("At least so many seconds (bounds, not estimates)", "stage", "seconds", "because of")
     for bound in plan.bounds:
         table.add_row(bound.stage, f"{bound.seconds:.2f}", bound.limited_by)

@@ -1,4 +1,4 @@
-"""`Setting`: a recipe with the architecture of its model and the GPU it is planned for; what all estimates read."""
+"""`PlanSetting`: a recipe with the architecture of its model and the GPU it is planned for; what all estimates read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nemo_rl.models.loading import DTYPES, named_weights
 from nemo_rl.models.megatron.architecture import Architecture, check_fits, layers_of_stages
 from nemo_rl.utils.flops import TransformerShape, theoretical_tflops
 
-__all__ = ["FLOAT32_BYTES", "GPU", "GPUS", "Model", "Setting", "gpu_named"]
+__all__ = ["FLOAT32_BYTES", "GPU", "GPUS", "Model", "PlanSetting", "gpu_named"]
 
 GB = 10**9
 MIB = 2**20
@@ -135,7 +135,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class PlanSetting:
     """The recipe that is planned, with its model and its GPU."""
 
     config: MasterConfig

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Model, Setting
+from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Model, PlanSetting
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.dtensor.tensor_parallel import split_dims
 from nemo_rl.models.dtensor.tensor_plans import plan_of
@@ -19,7 +19,7 @@ from nemo_rl.models.megatron.convert_table import Weight, weights_of
 
 __all__ = [
     "NOTHING_GATHERED",
-    "Gathered",
+    "GatheredBytes",
     "LocalWeight",
     "RestMemory",
     "gathered_weights",
@@ -73,7 +73,7 @@ class RestMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gathered:
+class GatheredBytes:
     """Bytes that FSDP adds while a pass runs."""
 
     root: int
@@ -84,15 +84,15 @@ class Gathered:
     """Bytes of the gradients of the largest layer, before and while they are shared out."""
 
 
-NOTHING_GATHERED = Gathered(root=0, layer=0, layer_gradients=0)
+NOTHING_GATHERED = GatheredBytes(root=0, layer=0, layer_gradients=0)
 
 
-def local_weights(setting: Setting, *, stage: int = 0) -> list[LocalWeight]:
+def local_weights(setting: PlanSetting, *, stage: int = 0) -> list[LocalWeight]:
     """Return the parts of all weights that a rank of a pipeline stage has."""
     return list(_of_megatron(setting, stage) if setting.is_megatron else _of_dtensor(setting))
 
 
-def rest_memory(setting: Setting, weights: list[LocalWeight], *, num_microbatches: int) -> RestMemory:
+def rest_memory(setting: PlanSetting, weights: list[LocalWeight], *, num_microbatches: int) -> RestMemory:
     """Return the memory at rest of a rank with these weights.
 
     Args:
@@ -112,7 +112,7 @@ def rest_memory(setting: Setting, weights: list[LocalWeight], *, num_microbatche
     )
 
 
-def gathered_weights(setting: Setting, weights: list[LocalWeight]) -> Gathered:
+def gathered_weights(setting: PlanSetting, weights: list[LocalWeight]) -> GatheredBytes:
     """Return the gathered weights of a rank; nothing where no weight is shared between passes."""
     if setting.is_megatron:
         return NOTHING_GATHERED
@@ -121,13 +121,15 @@ def gathered_weights(setting: Setting, weights: list[LocalWeight]) -> Gathered:
         units[weight.unit] = units.get(weight.unit, 0) + weight.in_use
     layer = max((count for unit, count in units.items() if unit != ROOT), default=0)
     size = setting.element_bytes
-    return Gathered(root=units.get(ROOT, 0) * size, layer=layer * size, layer_gradients=layer * (size + FLOAT32_BYTES))
+    return GatheredBytes(
+        root=units.get(ROOT, 0) * size, layer=layer * size, layer_gradients=layer * (size + FLOAT32_BYTES)
+    )
 
 
 # ---- DTensor
 
 
-def _of_dtensor(setting: Setting) -> Iterator[LocalWeight]:
+def _of_dtensor(setting: PlanSetting) -> Iterator[LocalWeight]:
     """Split over the tensor axis, then shared by FSDP along the first dimension, each part padded to the largest."""
     model, layout, sizes = setting.model.hf, setting.layout, setting.policy.dtensor_cfg
     split: Mapping[str, int | None] = {}
@@ -169,14 +171,14 @@ def _splits(model: Model, plan: tuple[tuple[str, str], ...]) -> Mapping[str, int
     return split_dims(model.hf, dict(plan))
 
 
-def _under(setting: Setting, prefix: str) -> list[str]:
+def _under(setting: PlanSetting, prefix: str) -> list[str]:
     return [name for name in setting.model.whole_weights if name.startswith(prefix)]
 
 
 # ---- Megatron
 
 
-def _of_megatron(setting: Setting, stage: int) -> Iterator[LocalWeight]:
+def _of_megatron(setting: PlanSetting, stage: int) -> Iterator[LocalWeight]:
     shape, layers = setting.model.architecture, setting.layers_of(stage)
     freezes = setting.policy.megatron_cfg.freeze_moe_router
     for weight in weights_of(shape):
@@ -198,7 +200,7 @@ def _of_megatron(setting: Setting, stage: int) -> Iterator[LocalWeight]:
         )
 
 
-def _elements(setting: Setting, weight: Weight) -> int:
+def _elements(setting: PlanSetting, weight: Weight) -> int:
     sizes = setting.policy.parallel_sizes
     ranks = sizes.expert_tensor if weight.num_experts else sizes.tensor
     elements = math.prod(weight.shape) // (ranks if weight.split.dim is not None else 1)
@@ -208,14 +210,14 @@ def _elements(setting: Setting, weight: Weight) -> int:
 # ---- both
 
 
-def _gradient_bytes(setting: Setting) -> int:
+def _gradient_bytes(setting: PlanSetting) -> int:
     if not setting.is_megatron:
         return FLOAT32_BYTES
     in_float32 = setting.policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32
     return FLOAT32_BYTES if in_float32 else setting.element_bytes
 
 
-def _state_bytes(setting: Setting, weight: LocalWeight) -> int:
+def _state_bytes(setting: PlanSetting, weight: LocalWeight) -> int:
     """Return the bytes of moments in float32, and of float32 weights where the model's are not."""
     if not setting.is_megatron:
         name = setting.policy.optimizer.name.rpartition(".")[2].lower()
@@ -228,7 +230,7 @@ def _state_bytes(setting: Setting, weight: LocalWeight) -> int:
     return math.ceil(weight.at_rest / _optimizer_ranks(setting, is_expert=weight.is_expert)) * kept * FLOAT32_BYTES
 
 
-def _optimizer_ranks(setting: Setting, *, is_expert: bool) -> int:
+def _optimizer_ranks(setting: PlanSetting, *, is_expert: bool) -> int:
     """Return the number of ranks that share the optimizer state of one weight."""
     optimizer, layout, sizes = setting.policy.megatron_cfg.optimizer, setting.layout, setting.policy.parallel_sizes
     if not optimizer.is_distributed(has_fused_adam=setting.has_kernels):
@@ -238,6 +240,6 @@ def _optimizer_ranks(setting: Setting, *, is_expert: bool) -> int:
     return layout.world_size // (layout.pp * sizes.expert * sizes.expert_tensor)
 
 
-def _offloaded(setting: Setting) -> float:
+def _offloaded(setting: PlanSetting) -> float:
     optimizer = setting.policy.megatron_cfg.optimizer
     return optimizer.optimizer_offload_fraction if setting.is_megatron and optimizer.optimizer_cpu_offload else 0.0

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from nemo_rl.cluster.recipe_import.keys import MANDATORY, MANY, Fate, Given, KeyRule, Outcome, Table, read_recipe
+from nemo_rl.cluster.recipe_import.keys import MANDATORY, MANY, Fate, Given, KeyOutcome, KeyRule, Table, read_recipe
 from nemo_rl.cluster.recipe_import.sections import convert_sections
 from nemo_rl.cluster.recipe_import.table import ALGORITHM, POLICY, RUN
 from nemo_rl.config.rule import Ignored
@@ -48,12 +48,12 @@ class Imported:
 
     given: Given
     tree: dict[str, Any]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[KeyOutcome, ...]
     problems: tuple[str, ...]
     """Decisions that are left to the user: rules that the recipe breaks as it is, parents and values that are not
     there, and keys without which something else is trained."""
 
-    def of(self, fate: Fate) -> list[Outcome]:
+    def of(self, fate: Fate) -> list[KeyOutcome]:
         return [outcome for outcome in self.outcomes if outcome.fate is fate]
 
 
@@ -85,42 +85,42 @@ def rule_of(key: str) -> KeyRule | None:
     return TABLE[max(wide, key=len)] if wide else None
 
 
-def _by_table(given: Given) -> Iterator[Outcome]:
+def _by_table(given: Given) -> Iterator[KeyOutcome]:
     for key, value in _leaves(given.tree):
         rule = rule_of(key)
         if rule is None:
             yield _unknown(key, value)
         elif rule.is_with_others:
             # What it becomes is said by its section; that it was seen, here.
-            yield Outcome(key=key, fate=rule.fate, why=rule.why)
+            yield KeyOutcome(key=key, fate=rule.fate, why=rule.why)
         elif rule.fate in (Fate.SAME, Fate.MAPPED):
             yield _kept(key, value, rule)
         elif rule.fate is Fate.NOT_SUPPORTED and any(value == off and type(value) is type(off) for off in rule.off):
-            yield Outcome(key=key, fate=Fate.SAME, why="switched off there, and not here")
+            yield KeyOutcome(key=key, fate=Fate.SAME, why="switched off there, and not here")
         else:
-            yield Outcome(key=key, fate=rule.fate, why=rule.why, must_decide=rule.must_decide)
+            yield KeyOutcome(key=key, fate=rule.fate, why=rule.why, must_decide=rule.must_decide)
 
 
-def _kept(key: str, value: object, rule: KeyRule) -> Outcome:
+def _kept(key: str, value: object, rule: KeyRule) -> KeyOutcome:
     to = rule.to or key
     if not place_of(to.split(".")).is_known:
         if value in (None, key == SHARES, {}):
-            return Outcome(key=key, fate=Fate.SAME, why="it asks for nothing that differs here")
-        return Outcome(key=key, fate=Fate.NOT_SUPPORTED, why="there is no such key here yet")
+            return KeyOutcome(key=key, fate=Fate.SAME, why="it asks for nothing that differs here")
+        return KeyOutcome(key=key, fate=Fate.NOT_SUPPORTED, why="there is no such key here yet")
     now = value if rule.convert is None else rule.convert(value)
     if now == value and to == key:
-        return Outcome(key=key, fate=Fate.SAME, to=to, value=now)
+        return KeyOutcome(key=key, fate=Fate.SAME, to=to, value=now)
     why = rule.why or ("" if now == value else f"{value!r} there")
-    return Outcome(key=key, fate=Fate.MAPPED, to=to, value=now, why=why)
+    return KeyOutcome(key=key, fate=Fate.MAPPED, to=to, value=now, why=why)
 
 
-def _unknown(key: str, value: object) -> Outcome:
+def _unknown(key: str, value: object) -> KeyOutcome:
     if place_of(key.split(".")).is_known:
-        return Outcome(key=key, fate=Fate.SAME, to=key, value=value, why="a key of ours")
+        return KeyOutcome(key=key, fate=Fate.SAME, to=key, value=value, why="a key of ours")
     section, _, name = key.rpartition(".")
     near = {known.rsplit(".", 1)[-1] for known in TABLE if known.rsplit(".", 1)[0] == section}
     hint = suggest(name, near) or suggest(key, TABLE)
-    return Outcome(key=key, fate=Fate.UNKNOWN, why=f"no key of NeMo-RL's that is known here{hint}")
+    return KeyOutcome(key=key, fate=Fate.UNKNOWN, why=f"no key of NeMo-RL's that is known here{hint}")
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -149,7 +149,7 @@ def _put(tree: dict[str, Any], path: list[str], value: object) -> None:
     tree[path[-1]] = copy.deepcopy(value)
 
 
-def _to_decide(given: Given, tree: Mapping[str, Any], outcomes: list[Outcome]) -> Iterator[str]:
+def _to_decide(given: Given, tree: Mapping[str, Any], outcomes: list[KeyOutcome]) -> Iterator[str]:
     for parent in given.lost_parents:
         yield f"defaults: {parent} is not here, and what it sets is missing: import the recipe where its parents are"
     for key, text in given.unresolved.items():
@@ -167,7 +167,7 @@ def _to_decide(given: Given, tree: Mapping[str, Any], outcomes: list[Outcome]) -
             yield f"{outcome.key}: {outcome.fate}: {outcome.why}; change it, or leave it out, in {given.file.name}"
 
 
-def _typed(tree: dict[str, Any], outcomes: list[Outcome]) -> list[Outcome]:
+def _typed(tree: dict[str, Any], outcomes: list[KeyOutcome]) -> list[KeyOutcome]:
     """Leave out what the schema does not take; the key that is named is that of the recipe."""
     for _ in range(MAX_ROUNDS):
         try:
@@ -186,15 +186,15 @@ def _typed(tree: dict[str, Any], outcomes: list[Outcome]) -> list[Outcome]:
     return outcomes
 
 
-def _not_taken(outcomes: list[Outcome], cut: str, value: object, message: str) -> list[Outcome]:
+def _not_taken(outcomes: list[KeyOutcome], cut: str, value: object, message: str) -> list[KeyOutcome]:
     """Return the outcomes after a key of ours was cut: null asks for the default, anything else is not supported."""
     found = [one for one in outcomes if one.to == cut or one.to.startswith(f"{cut}.")]
     others = [one for one in outcomes if one not in found]
     names = dict.fromkeys(one.key for one in found if one.key) or {cut: None}
     if value is None:
-        return others + [Outcome(key=name, fate=Fate.SAME, why="null there: the default here") for name in names]
+        return others + [KeyOutcome(key=name, fate=Fate.SAME, why="null there: the default here") for name in names]
     why = f"{value!r} is not taken here: {message}"
-    return others + [Outcome(key=name, fate=Fate.NOT_SUPPORTED, why=why) for name in names]
+    return others + [KeyOutcome(key=name, fate=Fate.NOT_SUPPORTED, why=why) for name in names]
 
 
 def _cut(tree: dict[str, Any], path: list[str]) -> tuple[str, object]:
@@ -210,7 +210,7 @@ def _cut(tree: dict[str, Any], path: list[str]) -> tuple[str, object]:
     return "", None
 
 
-def _without_effect(tree: dict[str, Any], outcomes: list[Outcome]) -> tuple[list[Outcome], list[str]]:
+def _without_effect(tree: dict[str, Any], outcomes: list[KeyOutcome]) -> tuple[list[KeyOutcome], list[str]]:
     """Leave out what the rules call ignored; what else they say is left to somebody."""
     problems: list[str] = []
     for _ in range(MAX_ROUNDS):
@@ -228,12 +228,12 @@ def _without_effect(tree: dict[str, Any], outcomes: list[Outcome]) -> tuple[list
     return outcomes, problems
 
 
-def _ignored(outcome: Outcome, removed: Mapping[str, Ignored]) -> Outcome:
+def _ignored(outcome: KeyOutcome, removed: Mapping[str, Ignored]) -> KeyOutcome:
     line = removed.get(outcome.to)
     if line is None:
         return outcome
     because = str(line).partition("because ")[2].partition(";")[0]
-    return Outcome(key=outcome.key, fate=Fate.IGNORED, why=because)
+    return KeyOutcome(key=outcome.key, fate=Fate.IGNORED, why=because)
 
 
 def _drop_empty(tree: dict[str, Any]) -> None:
@@ -276,7 +276,7 @@ def _check_reads_back(text: str, imported: Imported) -> None:
         raise ConfigError(f"{imported.given.file}: what was written would read as something else; nothing was imported")
 
 
-def _note(outcome: Outcome) -> str:
+def _note(outcome: KeyOutcome) -> str:
     if outcome.fate is Fate.SAME:
         return ""
     if not outcome.key:
@@ -329,14 +329,14 @@ def report_lines(imported: Imported) -> Iterator[str]:
         yield f"to decide: {problem}"
 
 
-def _unique(outcomes: list[Outcome]) -> list[Outcome]:
+def _unique(outcomes: list[KeyOutcome]) -> list[KeyOutcome]:
     """Return one outcome for each pair of keys: a section says more of a key than that it was seen."""
     last = {(outcome.key, outcome.to): outcome for outcome in outcomes}
     told = {key for key, to in last if to}
     return [outcome for (key, to), outcome in last.items() if to or key not in told]
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: KeyOutcome) -> str:
     if outcome.to and outcome.to != outcome.key:
         arrow = f"{outcome.key or 'added'} -> {outcome.to} {yaml_line(outcome.value)}"
     else:

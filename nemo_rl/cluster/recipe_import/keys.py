@@ -24,8 +24,8 @@ __all__ = [
     "OFF",
     "Fate",
     "Given",
+    "KeyOutcome",
     "KeyRule",
-    "Outcome",
     "Table",
     "becomes",
     "lacks",
@@ -81,7 +81,7 @@ Table = Mapping[str, KeyRule]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class KeyOutcome:
     """The outcome for one key of a recipe."""
 
     key: str
@@ -127,14 +127,14 @@ def with_others(why: str) -> KeyRule:
     return KeyRule(fate=Fate.MAPPED, why=why, is_with_others=True)
 
 
-def becomes(key: str, here: str, value: object, why: str) -> Outcome:
+def becomes(key: str, here: str, value: object, why: str) -> KeyOutcome:
     """Return the outcome of a key that becomes one of ours; an empty one is added."""
-    return Outcome(key=key, fate=Fate.MAPPED, to=here, value=value, why=why)
+    return KeyOutcome(key=key, fate=Fate.MAPPED, to=here, value=value, why=why)
 
 
-def lacks(key: str, why: str, *, must_decide: bool = False) -> Outcome:
+def lacks(key: str, why: str, *, must_decide: bool = False) -> KeyOutcome:
     """Return the outcome of a key that has no counterpart here."""
-    return Outcome(key=key, fate=Fate.NOT_SUPPORTED, why=why, must_decide=must_decide)
+    return KeyOutcome(key=key, fate=Fate.NOT_SUPPORTED, why=why, must_decide=must_decide)
 
 
 EXEMPLAR_NAME = "grpo_math_1B.yaml"

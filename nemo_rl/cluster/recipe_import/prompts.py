@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from nemo_rl.cluster.recipe_import.keys import OFF, Fate, Given, Outcome, becomes, lacks
+from nemo_rl.cluster.recipe_import.keys import OFF, Fate, Given, KeyOutcome, becomes, lacks
 from nemo_rl.config.compose import find_path
 from nemo_rl.errors import ConfigError, boundary
 
@@ -37,7 +37,7 @@ NOT_HERE = "it decides how responses are scored, and there is nothing of the kin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class PromptSource:
     """One data set of a recipe, with the defaults that it takes."""
 
     where: str
@@ -63,7 +63,7 @@ class Source:
         return str(self.entry.get("env_name") or MATH)
 
 
-def convert_prompts(given: Given) -> Iterator[Outcome]:
+def convert_prompts(given: Given) -> Iterator[KeyOutcome]:
     """Yield `data.train`, `data.validation` and `env.name`."""
     if not any(given.has(f"data.{name}") for name in ("train", "validation", "dataset_name", "data_path")):
         return
@@ -83,7 +83,7 @@ def convert_prompts(given: Given) -> Iterator[Outcome]:
     yield from _reward(train)
 
 
-def convert_environments(given: Given) -> Iterator[Outcome]:
+def convert_environments(given: Given) -> Iterator[KeyOutcome]:
     """Convert the sections below `env`: of the environments that score, and of others, which nothing reads."""
     train, validation, _ = _sources(given)
     used = {source.environment for source in (train, validation) if source is not None}
@@ -94,7 +94,7 @@ def convert_environments(given: Given) -> Iterator[Outcome]:
             key = f"env.{name}.{part}" if part else f"env.{name}"
             if name not in used:
                 why = f"no data set names {name!r} as its environment (env_name)"
-                yield Outcome(key=key, fate=Fate.IGNORED, why=why)
+                yield KeyOutcome(key=key, fate=Fate.IGNORED, why=why)
             elif part == "num_workers":
                 yield becomes(key, "env.num_workers", value, "")
             else:
@@ -110,22 +110,22 @@ def _parts(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:
         yield from _parts(value, f"{prefix}{name}.")
 
 
-def _scoring(key: str, name: str, part: str, value: object) -> Outcome:
+def _scoring(key: str, name: str, part: str, value: object) -> KeyOutcome:
     off = SAME_SCORES.get(part, OFF) if name == MATH else OFF
     if value in ({}, [], "") or any(value == each and type(value) is type(each) for each in off):
-        return Outcome(key=key, fate=Fate.SAME, why="it asks for nothing that differs here")
+        return KeyOutcome(key=key, fate=Fate.SAME, why="it asks for nothing that differs here")
     # Another environment is named by itself.
     return lacks(key, f"{value!r}: {NOT_HERE}; see docs/coming_from_nemo_rl.md", must_decide=name == MATH)
 
 
-def _sources(given: Given) -> tuple[Source, Source | None, list[Outcome]]:
+def _sources(given: Given) -> tuple[PromptSource, PromptSource | None, list[KeyOutcome]]:
     """Return the training prompts, validation prompts, and what is said about further ones."""
-    data, found = given.section("data"), list[Outcome]()
+    data, found = given.section("data"), list[KeyOutcome]()
     default = given.section("data.default")
     beside = {name: value for name, value in data.items() if name in SHARED}
     flat = {name: data[name] for name in ("dataset_name", "data_path") if name in data}
 
-    def source(part: str) -> Source | None:
+    def source(part: str) -> PromptSource | None:
         entry = data.get(part)
         if isinstance(entry, list):
             if len(entry) > 1:
@@ -137,17 +137,17 @@ def _sources(given: Given) -> tuple[Source, Source | None, list[Outcome]]:
             own = {**own, **flat}
         elif not own:
             return None
-        return Source(where=f"data.{part}", own=own, default=default, beside=beside)
+        return PromptSource(where=f"data.{part}", own=own, default=default, beside=beside)
 
     train, validation = source("train"), source("validation")
     assert train is not None, "training prompts always have a source, be it an empty one"
     if validation is None and train.entry.get("split_validation_size"):
         own = {**train.own, "data_path": None}
-        validation = Source(where="data.validation", own=own, default=default, beside=beside)
+        validation = PromptSource(where="data.validation", own=own, default=default, beside=beside)
     return train, validation, found
 
 
-def _dataset(given: Given, source: Source, *, part: str) -> Iterator[Outcome]:
+def _dataset(given: Given, source: PromptSource, *, part: str) -> Iterator[KeyOutcome]:
     entry, where = source.entry, source.where
     name, path = str(entry.get("dataset_name") or part), entry.get("data_path")
     if path:
@@ -166,7 +166,7 @@ def _dataset(given: Given, source: Source, *, part: str) -> Iterator[Outcome]:
     yield from _wording(given, source)
 
 
-def _rows(source: Source, *, is_file: bool, is_folder: bool) -> Iterator[Outcome]:
+def _rows(source: PromptSource, *, is_file: bool, is_folder: bool) -> Iterator[KeyOutcome]:
     """Convert the other keys that decide which rows there are and what they say."""
     entry, where = source.entry, source.where
     split = entry.get("split")
@@ -176,7 +176,7 @@ def _rows(source: Source, *, is_file: bool, is_folder: bool) -> Iterator[Outcome
         yield lacks(source.key("split"), f"{split!r}: a file has no splits; write these rows to one", must_decide=True)
     if entry.get("seed") is not None and entry.get("split_validation_size"):
         why = "it decides which rows are held out; they are those of the file that you write"
-        yield Outcome(key=source.key("seed"), fate=Fate.IGNORED, why=why)
+        yield KeyOutcome(key=source.key("seed"), fate=Fate.IGNORED, why=why)
     processor = entry.get("processor")
     if processor is not None and processor not in PLAIN_PROCESSORS:
         why = (
@@ -192,7 +192,7 @@ def _rows(source: Source, *, is_file: bool, is_folder: bool) -> Iterator[Outcome
 # ---- texts
 
 
-def _wording(given: Given, source: Source) -> Iterator[Outcome]:
+def _wording(given: Given, source: PromptSource) -> Iterator[KeyOutcome]:
     for name, here in (("prompt_file", "prompt_template"), ("system_prompt_file", "system_prompt")):
         if not source.entry.get(name):
             continue
@@ -262,7 +262,7 @@ def _literal(text: str) -> str:
 # ---- scores
 
 
-def _reward(train: Source) -> Iterator[Outcome]:
+def _reward(train: PromptSource) -> Iterator[KeyOutcome]:
     key, name = train.key("env_name"), train.environment
     if name == MATH:
         yield becomes(key, "env.name", MATH, "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from nemo_rl.cluster.recipe_import.keys import Given, Outcome, becomes, lacks
+from nemo_rl.cluster.recipe_import.keys import Given, KeyOutcome, becomes, lacks
 from nemo_rl.cluster.recipe_import.prompts import convert_environments, convert_prompts
 from nemo_rl.config.generation import VllmConfig
 
@@ -24,7 +24,7 @@ OTHER_MODELS = ("hf_overrides", "quantization", "kv_cache_dtype", "enable_lora",
 """Arguments of vLLM with which engines would sample from another distribution than the trainer's."""
 
 
-def _lengths(given: Given) -> Iterator[Outcome]:
+def _lengths(given: Given) -> Iterator[KeyOutcome]:
     total = given.get("policy.max_total_sequence_length")
     prompt, new = given.get("data.max_input_seq_length"), given.get("policy.generation.max_new_tokens")
     keys: dict[str, object] = {"data.max_input_seq_length": prompt, "policy.generation.max_new_tokens": new}
@@ -43,7 +43,7 @@ def _lengths(given: Given) -> Iterator[Outcome]:
         yield becomes(key, key, fitted[key], why.format(value) if fitted[key] != value else "")
 
 
-def _validation(given: Given) -> Iterator[Outcome]:
+def _validation(given: Given) -> Iterator[KeyOutcome]:
     if given.has("grpo.max_val_samples"):
         value = given.get("grpo.max_val_samples")
         yield becomes(
@@ -59,7 +59,7 @@ def _validation(given: Given) -> Iterator[Outcome]:
             yield lacks("grpo.stop_at_validation_metric", f"a run stops at an accuracy, not at {metric!r}")
 
 
-def _estimator(given: Given) -> Iterator[Outcome]:
+def _estimator(given: Given) -> Iterator[KeyOutcome]:
     """Convert the estimator to its name here, and the keys that it needs."""
     prefix, to = "grpo.adv_estimator", "grpo.adv_estimator.name"
     name, weights = given.get(f"{prefix}.name", "grpo"), given.get(f"{prefix}.reward_weights")
@@ -75,7 +75,7 @@ def _estimator(given: Given) -> Iterator[Outcome]:
         yield becomes(f"{prefix}.reward_weights", of_sum, weights, "weights of a reward's components")
 
 
-def _loss(given: Given) -> Iterator[Outcome]:
+def _loss(given: Given) -> Iterator[KeyOutcome]:
     penalty, kind = (
         given.get("loss_fn.reference_policy_kl_penalty", 0.01),
         given.get("loss_fn.reference_policy_kl_type"),
@@ -97,7 +97,7 @@ def _loss(given: Given) -> Iterator[Outcome]:
         yield lacks("grpo.skip_reference_policy_logprobs_calculation", why, must_decide=True)
 
 
-def _kl_in_reward(given: Given) -> Iterator[Outcome]:
+def _kl_in_reward(given: Given) -> Iterator[KeyOutcome]:
     key, name = "loss_fn.use_kl_in_reward", given.get("grpo.adv_estimator.name", "grpo")
     if not given.get(key):
         return
@@ -112,7 +112,7 @@ def _kl_in_reward(given: Given) -> Iterator[Outcome]:
         yield becomes(key, key, True, "there each token loses its own KL, here that of all tokens from there on")
 
 
-def _policy_loss(given: Given) -> Iterator[Outcome]:
+def _policy_loss(given: Given) -> Iterator[KeyOutcome]:
     """Convert the switches of the loss to a named loss, and the correction that goes with it."""
     on = [name for name in _LOSS_SWITCHES if given.get(f"loss_fn.{name}")]
     for name in on:
@@ -140,14 +140,14 @@ _LOSS_SWITCHES = {
 }
 
 
-def _clip(given: Given) -> Iterator[Outcome]:
+def _clip(given: Given) -> Iterator[KeyOutcome]:
     """Convert gradient clipping: the Megatron worker has a key of its own there, and one with the other worker here."""
     key = "policy.megatron_cfg.optimizer.clip_grad"
     if given.has(key) and given.get("policy.megatron_cfg.enabled"):
         yield becomes(key, "policy.max_grad_norm", given.get(key) or None, "the worker that trains clips by it")
 
 
-def _tokenizer(given: Given) -> Iterator[Outcome]:
+def _tokenizer(given: Given) -> Iterator[KeyOutcome]:
     name = given.get("policy.tokenizer.name")
     if name is not None and name != given.get("policy.model_name"):
         yield becomes("policy.tokenizer.name", "policy.tokenizer.name", name, "")
@@ -160,7 +160,7 @@ def _tokenizer(given: Given) -> Iterator[Outcome]:
             yield becomes(key, key, template, "")
 
 
-def _caps(given: Given) -> Iterator[Outcome]:
+def _caps(given: Given) -> Iterator[KeyOutcome]:
     """Raise the caps to hold the longest sequence, and log-probability passes hold what training passes do."""
     tensor, context = _axis(given, "tensor"), _axis(given, "context")
     multiple = max(tensor, 1) * (2 * context if context > 1 else 1)
@@ -188,7 +188,7 @@ def _number(value: object) -> int:
     return int(value) if isinstance(value, (int, float)) else 0
 
 
-def _engines(given: Given) -> Iterator[Outcome]:
+def _engines(given: Given) -> Iterator[KeyOutcome]:
     prefix = "policy.generation"
     backend = given.get(f"{prefix}.backend")
     if backend == "vllm":
@@ -222,7 +222,7 @@ def _engines(given: Given) -> Iterator[Outcome]:
             yield lacks(f"{prefix}.val_{name}", f"validation samples with {prefix}.{name}")
 
 
-def _precision(given: Given, prefix: str) -> Iterator[Outcome]:
+def _precision(given: Given, prefix: str) -> Iterator[KeyOutcome]:
     key = f"{prefix}.vllm_cfg.precision"
     precision = given.get(key)
     if precision in FULL_PRECISIONS and precision != given.get("policy.precision"):
@@ -231,7 +231,7 @@ def _precision(given: Given, prefix: str) -> Iterator[Outcome]:
         yield lacks(key, f"{precision!r}: engines compute in {' or '.join(FULL_PRECISIONS)}")
 
 
-def _vllm(given: Given) -> Iterator[Outcome]:
+def _vllm(given: Given) -> Iterator[KeyOutcome]:
     """Convert the keys of the engine that both have, and arguments that go to it by vLLM's own names."""
     prefix, total = "policy.generation", given.get("policy.max_total_sequence_length")
     for name in ("gpu_memory_utilization", "enforce_eager"):
@@ -259,7 +259,7 @@ def _vllm(given: Given) -> Iterator[Outcome]:
         yield becomes(f"{prefix}.vllm_kwargs", f"{prefix}.vllm_kwargs", rest, "arguments of vLLM's engine")
 
 
-def _store(given: Given) -> Iterator[Outcome]:
+def _store(given: Given) -> Iterator[KeyOutcome]:
     is_on = given.get("data_plane.enabled")
     if is_on is not None:
         yield becomes(
@@ -276,7 +276,7 @@ def _store(given: Given) -> Iterator[Outcome]:
             yield becomes("", "data_plane.mooncake.host", HEAD, "set the address that all nodes reach")
 
 
-def _without_a_key(given: Given) -> Iterator[Outcome]:
+def _without_a_key(given: Given) -> Iterator[KeyOutcome]:
     """Set the features that NeMo-RL has by default and that are off here by default."""
     if not given.get("grpo.use_dynamic_sampling"):
         yield becomes("", "grpo.drop_zero_advantage_groups", False, "there such groups stay in the divisors")
@@ -297,12 +297,12 @@ def _without_a_key(given: Given) -> Iterator[Outcome]:
             yield becomes("", "policy.dtensor_cfg.enabled", False, "one worker trains")
 
 
-CONVERSIONS: tuple[Callable[[Given], Iterator[Outcome]], ...] = (
+CONVERSIONS: tuple[Callable[[Given], Iterator[KeyOutcome]], ...] = (
     *(_without_a_key, _lengths, convert_prompts, convert_environments, _validation, _estimator, _loss),
     *(_clip, _tokenizer, _caps, _engines, _store),
 )
 
 
-def convert_sections(given: Given) -> list[Outcome]:
+def convert_sections(given: Given) -> list[KeyOutcome]:
     """Convert everything that more than one key decides, later ones over earlier ones."""
     return [outcome for conversion in CONVERSIONS for outcome in conversion(given)]

@@ -1,4 +1,4 @@
-"""The changes of a recipe that let its code run on this machine: one `Change` per key, each with its reason.
+"""The changes of a recipe that let its code run on this machine: one `ShrinkChange` per key, each with its reason.
 
 What is not changed here is as in the recipe: stages, loss, advantages, store, batching, replay, refit. `SmallLayout`
 has the parallel axes of the recipe at 2 each, as far as this machine bears so many processes: an axis that is above 1
@@ -20,7 +20,7 @@ from nemo_rl.config.schema_walk import lookup
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.errors import UserError
 
-__all__ = ["Change", "Changes", "SmallLayout", "changes_of", "small_layout"]
+__all__ = ["Changes", "ShrinkChange", "SmallLayout", "changes_of", "small_layout"]
 
 KEPT = 2
 """Ranks along an axis that has several: the fewest that exchange anything."""
@@ -142,7 +142,7 @@ ON_GPUS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class ShrinkChange:
     """One changed key, with its reason."""
 
     key: str
@@ -161,12 +161,12 @@ class Changes:
 
     def __init__(self, config: MasterConfig) -> None:
         self._tree = config.model_dump(mode="json")
-        self.found: list[Change] = []
+        self.found: list[ShrinkChange] = []
 
     def set(self, key: str, now: object, why: str) -> None:
         is_set, was = lookup(self._tree, key.split("."))
         if not is_set or was != now:
-            self.found.append(Change(key=key, was=was, now=now, why=why))
+            self.found.append(ShrinkChange(key=key, was=was, now=now, why=why))
 
     def cap(self, key: str, most: float, why: str) -> None:
         """Lower a number to at most so much; null stays."""

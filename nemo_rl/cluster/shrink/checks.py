@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
-from nemo_rl.cluster.shrink.changes import Change
+from nemo_rl.cluster.shrink.changes import ShrinkChange
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.diagnostics.step_replay.chain import checkpoints_of
 from nemo_rl.diagnostics.step_replay.replay import replay_step
@@ -22,11 +22,11 @@ from nemo_rl.models.loading import load_causal_lm, named_weights
 from nemo_rl.models.weights_digest import digest_weights
 from nemo_rl.utils.trackers import read_metrics
 
-__all__ = ["Check", "ShrinkReport", "checks_of", "stages_of"]
+__all__ = ["ShrinkCheck", "ShrinkReport", "checks_of", "stages_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
+class ShrinkCheck:
     """One question about the run."""
 
     name: str
@@ -46,12 +46,12 @@ class ShrinkReport:
     """The real one and the small one, for people."""
     layout: str
     reduced: tuple[str, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[ShrinkChange, ...]
     notes: tuple[str, ...] = ()
     stages: Mapping[str, float] | None = None
     """Seconds of each stage over all steps; None: it was not run."""
     steps: int = 0
-    checks: tuple[Check, ...] = ()
+    checks: tuple[ShrinkCheck, ...] = ()
     seconds: float = 0.0
 
     @property
@@ -122,7 +122,7 @@ def stages_of(config: MasterConfig) -> dict[str, float]:
     return seconds
 
 
-def checks_of(config: MasterConfig, *, steps: int) -> tuple[Check, ...]:
+def checks_of(config: MasterConfig, *, steps: int) -> tuple[ShrinkCheck, ...]:
     """Return all checks, in the order of what they look at."""
     rows = _rows(config)
     return (
@@ -138,7 +138,7 @@ def _rows(config: MasterConfig) -> list[dict[str, float]]:
     return [row for row in read_metrics(config.logger.log_dir / "metrics.jsonl") if "timing/step_s" in row]
 
 
-def _every_stage(config: MasterConfig, rows: Sequence[Mapping[str, float]], *, steps: int) -> Check:
+def _every_stage(config: MasterConfig, rows: Sequence[Mapping[str, float]], *, steps: int) -> ShrinkCheck:
     kept = StepsFolder(config.logger.log_dir).all()
     expected = [*(kept[-1].read().run.stages if kept else ()), "refit"]
     if config.logger.num_rollouts_to_log == 0 and LOG in expected:
@@ -153,66 +153,66 @@ def _every_stage(config: MasterConfig, rows: Sequence[Mapping[str, float]], *, s
     if len(rows) != steps:
         missing.append(f"{steps - len(rows)} of {steps} steps")
     text = f"missing: {', '.join(missing)}" if missing else f"{len(rows)} steps: {', '.join(expected)}"
-    return Check(name="every stage", holds=not missing, text=text)
+    return ShrinkCheck(name="every stage", holds=not missing, text=text)
 
 
-def _gradients(rows: Sequence[Mapping[str, float]]) -> Check:
+def _gradients(rows: Sequence[Mapping[str, float]]) -> ShrinkCheck:
     norms = [row[NORM_METRIC] for row in rows if NORM_METRIC in row]
     text = f"norms {', '.join(f'{norm:.3g}' for norm in norms)}" if norms else "no step trained a row"
-    return Check(name="gradients", holds=any(norm > 0 for norm in norms), text=text)
+    return ShrinkCheck(name="gradients", holds=any(norm > 0 for norm in norms), text=text)
 
 
-def _one_process(config: MasterConfig, *, steps: int) -> Check:
+def _one_process(config: MasterConfig, *, steps: int) -> ShrinkCheck:
     """Check every step again in one process, from the initial model."""
     name = "one process"
     workers = config.cluster.num_workers
     if workers == 1:
-        return Check(name=name, holds=None, text="the run had one worker")
+        return ShrinkCheck(name=name, holds=None, text="the run had one worker")
     try:
         report = replay_step(ReplayRequest(run=config.logger.log_dir, step=steps, in_one_process=True))
     except ReplayProblem as problem:
-        return Check(name=name, holds=False, text=str(problem))
+        return ShrinkCheck(name=name, holds=False, text=str(problem))
     first = report.first_difference
     if first is None and report.verdict in (Verdict.PASS, Verdict.INCOMPLETE):
-        return Check(name=name, holds=True, text=f"{workers} workers give its numbers in {steps} steps")
+        return ShrinkCheck(name=name, holds=True, text=f"{workers} workers give its numbers in {steps} steps")
     if first is None:
-        return Check(name=name, holds=False, text=f"the replay is {report.verdict.label}")
+        return ShrinkCheck(name=name, holds=False, text=f"the replay is {report.verdict.label}")
     step = next(step for step in report.steps if step.number == first[0])
     finding = next(finding for finding in step.findings if finding.agrees is False)
     what = finding.difference or f"{finding.kept} -> {finding.replayed}"
-    return Check(name=name, holds=False, text=f"{finding.stage} of step {step.number} is another: {what}")
+    return ShrinkCheck(name=name, holds=False, text=f"{finding.stage} of step {step.number} is another: {what}")
 
 
-def _engines(config: MasterConfig, rows: Sequence[Mapping[str, float]]) -> Check:
+def _engines(config: MasterConfig, rows: Sequence[Mapping[str, float]]) -> ShrinkCheck:
     name = "engines"
     if config.grpo.use_generation_logprobs_as_prev:
-        return Check(name=name, holds=None, text="grpo.use_generation_logprobs_as_prev: nothing to compare with")
+        return ShrinkCheck(name=name, holds=None, text="grpo.use_generation_logprobs_as_prev: nothing to compare with")
     errors = [row[ERROR_METRIC] - 1 for row in rows if ERROR_METRIC in row]
     if not errors:
-        return Check(name=name, holds=None, text=f"no {ERROR_METRIC} was logged")
+        return ShrinkCheck(name=name, holds=None, text=f"no {ERROR_METRIC} was logged")
     bound = ENGINE_BOUNDS[config.policy.generation.precision or config.policy.precision]
     text = f"log-probabilities of their tokens are {max(errors):.2g} from the trainer's, at most {bound:g}"
-    return Check(name=name, holds=max(errors) <= bound, text=text)
+    return ShrinkCheck(name=name, holds=max(errors) <= bound, text=text)
 
 
-def _checkpoint(config: MasterConfig, *, steps: int) -> Check:
+def _checkpoint(config: MasterConfig, *, steps: int) -> ShrinkCheck:
     """Check that the checkpoint of the last step is whole and holds the weights with which the step ended."""
     name = "checkpoint"
     if not config.checkpointing.enabled:
-        return Check(name=name, holds=None, text="checkpointing.enabled is false")
+        return ShrinkCheck(name=name, holds=None, text="checkpointing.enabled is false")
     found = [checkpoint for checkpoint in checkpoints_of(config, config.logger.log_dir) if checkpoint.step == steps]
     if not found:
-        return Check(name=name, holds=False, text=f"there is none of step {steps}")
+        return ShrinkCheck(name=name, holds=False, text=f"there is none of step {steps}")
     damage = found[0].manifest.damage(found[0].path)
     if damage is not None:
-        return Check(name=name, holds=False, text=damage)
+        return ShrinkCheck(name=name, holds=False, text=damage)
     outcome = StepsFolder(config.logger.log_dir).all()[-1].read().outcome
     kept = None if outcome is None else outcome.weights
     if kept is None:
-        return Check(name=name, holds=None, text="the last step kept no digest of its weights")
+        return ShrinkCheck(name=name, holds=None, text="the last step kept no digest of its weights")
     saved = digest_weights(named_weights(load_causal_lm(found[0].weights)))
     apart = kept.distance(saved)
     text = f"holds the weights of step {steps}"
     if apart:
         text = f"its weights are {apart:.2g} of their norm from those of step {steps}"
-    return Check(name=name, holds=apart == 0, text=text)
+    return ShrinkCheck(name=name, holds=apart == 0, text=text)

@@ -34,7 +34,7 @@ from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils.exits import INTERRUPTED, NODE_LOST
 from nemo_rl.utils.files import write_text
 
-__all__ = ["Node", "main"]
+__all__ = ["SlurmNode", "main"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ DISCARD_PORT = 9
 """Port of the route to the other node; nothing is sent to it."""
 
 
-class Node:
+class SlurmNode:
     """This node's part of the job.
 
     Args:
@@ -279,7 +279,7 @@ def main() -> int:
     settings, code = None, NemoRLError.exit_code
     try:
         settings = NodeSettings.from_environment(os.environ)
-        code = asyncio.run(Node(settings).run())
+        code = asyncio.run(SlurmNode(settings).run())
     except NemoRLError as error:
         logger.error("error: %s", error)
         code = error.exit_code

@@ -34,7 +34,7 @@ class NodesMissing(NemoRLError):
     """Nodes of the job that have not joined, or do no longer answer."""
 
 
-class Place(StrEnum):
+class NodeProgress(StrEnum):
     """The progress of a node."""
 
     ABSENT = "has not reported"
@@ -48,7 +48,7 @@ class Place(StrEnum):
 class _Member:
     name: str
     host: str = "host unknown"
-    place: Place = Place.ABSENT
+    place: NodeProgress = NodeProgress.ABSENT
     why: str = ""
     writer: asyncio.StreamWriter | None = None
 
@@ -92,13 +92,13 @@ class Roll:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while any(member.place is not Place.JOINED for member in self._members.values()):
+                while any(member.place is not NodeProgress.JOINED for member in self._members.values()):
                     reason = self.problem() or note()
                     if reason is not None:
                         raise NodesMissing(reason)
                     await self._change()
         except TimeoutError:
-            missing = [member for member in self._members.values() if member.place is not Place.JOINED]
+            missing = [member for member in self._members.values() if member.place is not NodeProgress.JOINED]
             listed = "; ".join(f"{member.name} ({member.host}) {member.place}" for member in missing)
             raise NodesMissing(
                 f"{len(missing)} of {len(self._members) + 1} nodes are missing after {timeout_s:g} s: {listed}. Look "
@@ -107,7 +107,7 @@ class Roll:
 
     def problem(self) -> str | None:
         """Return the first node that is lost, and why."""
-        lost = (member for member in self._members.values() if member.place is Place.LOST)
+        lost = (member for member in self._members.values() if member.place is NodeProgress.LOST)
         return next((f"node {member.name} ({member.host}) is lost: {member.why}" for member in lost), None)
 
     async def lost(self) -> str:
@@ -120,7 +120,7 @@ class Roll:
         """Tell all nodes to leave; those that have not said so in time are returned."""
         for member in self._members.values():
             _say(member.writer, leave=True)
-        over = (Place.LEFT, Place.LOST, Place.ABSENT)
+        over = (NodeProgress.LEFT, NodeProgress.LOST, NodeProgress.ABSENT)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while any(member.place not in over for member in self._members.values()):
@@ -166,7 +166,7 @@ class Roll:
         proof = str(said.get("proof")).encode(errors="replace")
         if member is None or not hmac.compare_digest(proof, _proof(self._token, nonce).encode()):
             return None
-        member.host, member.place, member.writer = str(said.get("host")), Place.HERE, writer
+        member.host, member.place, member.writer = str(said.get("host")), NodeProgress.HERE, writer
         if self._ray is not None:
             _say(writer, ray=self._ray)
         self._changed.set()
@@ -176,7 +176,7 @@ class Roll:
         beats = asyncio.create_task(_beat(member.writer))
         why = "its connection was closed"
         try:
-            while member.place is not Place.LEFT:
+            while member.place is not NodeProgress.LEFT:
                 async with asyncio.timeout(self._silence_s):
                     line = await reader.readline()
                 if not line:
@@ -186,7 +186,7 @@ class Roll:
                     why = str(said["failed"])
                     break
                 if "place" in said:
-                    member.place = Place[str(said["place"])]
+                    member.place = NodeProgress[str(said["place"])]
                     self._changed.set()
         except TimeoutError:
             why = f"no sign of life for {self._silence_s:g} s"
@@ -194,8 +194,8 @@ class Roll:
             why = str(error) or type(error).__name__
         finally:
             beats.cancel()
-            if member.place is not Place.LEFT:
-                member.place, member.why = Place.LOST, why
+            if member.place is not NodeProgress.LEFT:
+                member.place, member.why = NodeProgress.LOST, why
             member.writer = None
             self._changed.set()
 
@@ -241,7 +241,7 @@ class Attendance:
             continue
 
     def joined(self) -> None:
-        _say(self._writer, place=Place.JOINED.name)
+        _say(self._writer, place=NodeProgress.JOINED.name)
 
     def failed(self, why: str) -> None:
         _say(self._writer, failed=why)
@@ -249,7 +249,7 @@ class Attendance:
     async def leave(self) -> None:
         """Send the last message. Idempotent."""
         self._beats.cancel()
-        _say(self._writer, place=Place.LEFT.name)
+        _say(self._writer, place=NodeProgress.LEFT.name)
         await _close(self._writer)
 
     async def _hear(self) -> dict[str, object]:

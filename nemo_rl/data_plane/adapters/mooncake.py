@@ -27,7 +27,7 @@ from nemo_rl.data_plane.adapters.mooncake_codes import (
     call_error,
     read_error,
 )
-from nemo_rl.data_plane.adapters.mooncake_link import CLOSE_GRACE_S, Lease, MooncakeLink
+from nemo_rl.data_plane.adapters.mooncake_link import CLOSE_GRACE_S, BufferLease, MooncakeLink
 from nemo_rl.data_plane.adapters.mooncake_master import (
     MooncakeServers,
     StoreAddress,
@@ -202,7 +202,7 @@ class MooncakeStore(PayloadStore):
         self._check_open()
         return self._link.run(what, action, deadline)
 
-    def _stage(self, chunks: Mapping[str, Parts], sizes: Mapping[str, int]) -> _Put:
+    def _stage(self, chunks: Mapping[str, Parts], sizes: Mapping[str, int]) -> _OpenPut:
         """Copy the parts into registered memory: the caller's may be freed while a late call still reads."""
         lease = self._link.buffers.lease(sum(sizes.values()))
         pointers: dict[str, int] = {}
@@ -212,9 +212,9 @@ class MooncakeStore(PayloadStore):
             for part in parts:
                 lease.view[at : at + part.nbytes] = np.frombuffer(part, dtype=np.uint8)
                 at += part.nbytes
-        return _Put(lease=lease, pointers=pointers, sizes=sizes)
+        return _OpenPut(lease=lease, pointers=pointers, sizes=sizes)
 
-    def _put_once(self, call: _Put, chunk_ids: list[str], deadline: float) -> list[int]:
+    def _put_once(self, call: _OpenPut, chunk_ids: list[str], deadline: float) -> list[int]:
         names = [self._name(chunk_id) for chunk_id in chunk_ids]
         pointers, sizes = [call.pointers[i] for i in chunk_ids], [call.sizes[i] for i in chunk_ids]
 
@@ -225,7 +225,7 @@ class MooncakeStore(PayloadStore):
 
         return self._run("put", write, deadline)
 
-    def _may_wait(self, call: _Put, full: Sequence[str], deadline: float) -> bool:
+    def _may_wait(self, call: _OpenPut, full: Sequence[str], deadline: float) -> bool:
         """Return whether space may still come; sleeps a moment if so."""
         fits = max(call.sizes[chunk_id] for chunk_id in full) < self._config.segment_bytes
         if not fits or time.monotonic() + FULL_POLL_S + LEAST_CALL_S >= deadline or self._dead_servers():
@@ -273,10 +273,10 @@ class MooncakeStore(PayloadStore):
 
 
 @dataclass(frozen=True, slots=True)
-class _Put:
+class _OpenPut:
     """A put under way: its bytes are in `lease`, each chunk at its address."""
 
-    lease: Lease
+    lease: BufferLease
     pointers: Mapping[str, int]
     sizes: Mapping[str, int]
 

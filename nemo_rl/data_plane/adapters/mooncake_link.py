@@ -38,7 +38,7 @@ from nemo_rl.data_plane.adapters.mooncake_master import (
 )
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, DataPlaneError, DataPlaneTimeout
 
-__all__ = ["CLOSE_GRACE_S", "BufferPool", "DeadlineCalls", "Lease", "MooncakeLink"]
+__all__ = ["CLOSE_GRACE_S", "BufferLease", "BufferPool", "DeadlineCalls", "MooncakeLink"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class DeadlineCalls:
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
-        self._idle: list[_Worker] = []
-        self._busy: set[_Worker] = set()
+        self._idle: list[_LinkWorker] = []
+        self._busy: set[_LinkWorker] = set()
         self._is_closed = False
 
     def run(self, action: Callable[[], _T], *, timeout_s: float) -> _T:
@@ -77,7 +77,7 @@ class DeadlineCalls:
         with self._changed:
             if self._is_closed:
                 raise DataPlaneClosed(f"this {self._name} client is closed")
-            worker = self._idle.pop() if self._idle else _Worker(self._name)
+            worker = self._idle.pop() if self._idle else _LinkWorker(self._name)
             self._busy.add(worker)
         worker.jobs.put(job)
         try:
@@ -104,7 +104,7 @@ class DeadlineCalls:
             worker.thread.join(grace_s)
         return is_idle
 
-    def _rest(self, worker: _Worker) -> None:
+    def _rest(self, worker: _LinkWorker) -> None:
         with self._changed:
             self._busy.discard(worker)
             if self._is_closed:
@@ -114,7 +114,7 @@ class DeadlineCalls:
             self._changed.notify_all()
 
 
-class _Worker:
+class _LinkWorker:
     def __init__(self, name: str) -> None:
         self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name=f"{name}-call", daemon=True)
@@ -130,7 +130,7 @@ SMALLEST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class BufferLease:
     """Memory of one call: `view` keeps it, and so does every memoryview of `view`."""
 
     view: npt.NDArray[np.uint8]
@@ -156,7 +156,7 @@ class BufferPool:
         self._returned: deque[_Buffer] = deque()
         self._is_closed = False
 
-    def lease(self, num_bytes: int) -> Lease:
+    def lease(self, num_bytes: int) -> BufferLease:
         """Lease at least `num_bytes` of registered memory with unspecified content.
 
         Raises:
@@ -173,7 +173,7 @@ class BufferPool:
         view = np.frombuffer(buffer.memory, dtype=np.uint8, count=num_bytes)
         # A finalizer may run at any allocation, also under our lock, so it only appends.
         weakref.finalize(view, self._returned.append, buffer).atexit = False
-        return Lease(view=view, address=buffer.address)
+        return BufferLease(view=view, address=buffer.address)
 
     def free_bytes(self) -> int:
         """Return bytes of buffers that nobody uses now."""

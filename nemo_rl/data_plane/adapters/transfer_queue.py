@@ -87,7 +87,7 @@ CLEAR_BATCH = 4096
 
 
 @dataclass(slots=True)
-class _Session:
+class _QueueSession:
     """This process's one connection; TransferQueue keeps it in module globals."""
 
     run_id: str
@@ -108,17 +108,17 @@ class _Session:
 
 
 @dataclass(slots=True)
-class _Process:
+class _QueueProcess:
     """This process's client of TransferQueue and the session that it is in."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    session: _Session | None = None
+    session: _QueueSession | None = None
 
-    def usable(self) -> _Session | None:
+    def usable(self) -> _QueueSession | None:
         return None if self.session is None or self.session.ended else self.session
 
 
-_process = _Process()
+_process = _QueueProcess()
 _left_behind: list[Any] = []
 """Clients whose loop did not end; they must never be collected."""
 
@@ -126,7 +126,7 @@ _left_behind: list[Any] = []
 class TransferQueueStore(PayloadStore):
     """Chunks in TransferQueue."""
 
-    def __init__(self, session: _Session, *, is_owner: bool) -> None:
+    def __init__(self, session: _QueueSession, *, is_owner: bool) -> None:
         self._session, self._is_owner = session, is_owner
         self._partition = f"nemo_rl-{session.run_id}"
         self._is_closed = False
@@ -164,7 +164,7 @@ class TransferQueueStore(PayloadStore):
                 if servers is not None:
                     servers.stop()
                 raise
-            _process.session = _Session(
+            _process.session = _QueueSession(
                 run_id=run_id,
                 client=tq.get_client(),
                 namespace=namespace,
@@ -197,7 +197,7 @@ class TransferQueueStore(PayloadStore):
             if mooncake is not None:
                 _bind_to_own_address(mooncake.master)
             bounded(f"TransferQueue did not attach within {timeout_s:.1f} s", tq.init, timeout_s=timeout_s)
-            _process.session = _Session(
+            _process.session = _QueueSession(
                 run_id=run_id,
                 client=tq.get_client(),
                 namespace=ours["namespace"],
@@ -363,7 +363,7 @@ async def _get_or_none(keys: list[str], partition: str) -> TensorDict | None:
     return rows
 
 
-def _wait(future: concurrent.futures.Future[_T], session: _Session, deadline: float) -> _T:
+def _wait(future: concurrent.futures.Future[_T], session: _QueueSession, deadline: float) -> _T:
     while True:
         left = deadline - time.monotonic()
         try:
@@ -392,7 +392,7 @@ def _bind_to_own_address(master: str) -> None:
     os.environ["MC_TCP_BIND_ADDRESS"] = own_address(master)
 
 
-def _dead(session: _Session) -> list[str]:
+def _dead(session: _QueueSession) -> list[str]:
     """Return actors and servers of the service that are gone."""
     dead = dead_actors(session.namespace, session.num_units, session.processes)
     if session.mooncake is not None:
@@ -410,7 +410,7 @@ def _kind_of(error: Exception) -> type[DataPlaneError]:
     return next((kind for code, kind in kinds.items() if code in codes), DataPlaneError)
 
 
-def _end_service(session: _Session) -> None:
+def _end_service(session: _QueueSession) -> None:
     """End client, storage units and controller. A dead controller must not keep the rest from ending."""
     _cancel_calls(session)
     try:
@@ -431,7 +431,7 @@ def _end_service(session: _Session) -> None:
         session.servers.stop()
 
 
-def _leave(session: _Session) -> None:
+def _leave(session: _QueueSession) -> None:
     """End this process's connection only: `tq.close` would end the controller for everybody."""
     _cancel_calls(session)
     try:
@@ -441,7 +441,7 @@ def _leave(session: _Session) -> None:
     forget_module_state()
 
 
-def _cancel_calls(session: _Session) -> None:
+def _cancel_calls(session: _QueueSession) -> None:
     """Calls that still wait for a dead peer end with CancelledError instead of blocking their threads for ever."""
     loop = session.client._loop
 

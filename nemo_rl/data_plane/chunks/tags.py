@@ -23,7 +23,7 @@ _PRIMITIVES = frozenset((str, int, float, bool, type(None)))
 
 
 @runtime_checkable
-class _Listed(Protocol):
+class _TagNumbers(Protocol):
     """A number or an array of numpy or torch; the ledger's processes import neither torch nor what needs it."""
 
     ndim: int
@@ -185,7 +185,7 @@ def plain_column(name: str, values: object, *, where: str) -> list[TagValue]:
     Raises:
         SchemaMismatch: a string, which would be taken for one value per letter, or values that are no primitives.
     """
-    if isinstance(values, _Listed):
+    if isinstance(values, _TagNumbers):
         values = values.tolist()
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise SchemaMismatch(f"{where}: tag {name!r}: expected one value per row, got {values!r}")
@@ -196,7 +196,7 @@ def plain_column(name: str, values: object, *, where: str) -> list[TagValue]:
 
 
 def _as_number(value: object) -> object:
-    return value.tolist() if isinstance(value, _Listed) and value.ndim == 0 else value
+    return value.tolist() if isinstance(value, _TagNumbers) and value.ndim == 0 else value
 
 
 def _check(name: object, value: object, at: str) -> None:

@@ -29,7 +29,7 @@ from nemo_rl.data_plane.client.leases import LeaseKeeper
 from nemo_rl.data_plane.client.link import (
     FIRST_POLL_S,
     LONGEST_POLL_S,
-    Call,
+    ClientCall,
     ClientLink,
     Declaration,
     SchemaCache,
@@ -40,7 +40,7 @@ from nemo_rl.data_plane.client.link import (
 from nemo_rl.data_plane.client.meter import Meter
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.client.reads import Read, RowReader, assemble, assemble_padded
-from nemo_rl.data_plane.client.writes import Put, RowWriter
+from nemo_rl.data_plane.client.writes import PutRequest, RowWriter
 from nemo_rl.data_plane.interfaces import Columns, DataPlaneClient, PayloadStore
 from nemo_rl.data_plane.ledger.host import LedgerHost
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
@@ -157,10 +157,10 @@ class LedgerClient(DataPlaneClient):
         *,
         claimed: KVBatchMeta | None = None,
     ) -> KVBatchMeta:
-        put = Put(keys=keys, partition_id=partition_id, fields=fields, tags=tags, claimed=claimed)
+        put = PutRequest(keys=keys, partition_id=partition_id, fields=fields, tags=tags, claimed=claimed)
         return self._put("kv_batch_put", put)
 
-    def _put(self, operation: str, put: Put) -> KVBatchMeta:
+    def _put(self, operation: str, put: PutRequest) -> KVBatchMeta:
         with self._meter.measure(
             operation, put.partition_id, rows=len(put.keys), fields=map(str, put.fields.keys())
         ) as cost:
@@ -188,7 +188,7 @@ class LedgerClient(DataPlaneClient):
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(max_workers=PUT_THREADS, thread_name_prefix="data-plane-put")
             context = copy_context()  # the stage of the caller
-            put = Put(keys=keys, partition_id=partition_id, fields=fields, tags=tags, claimed=claimed)
+            put = PutRequest(keys=keys, partition_id=partition_id, fields=fields, tags=tags, claimed=claimed)
             return self._pool.submit(context.run, self._put, "put_async", put)
 
     # ---- reading
@@ -274,7 +274,12 @@ class LedgerClient(DataPlaneClient):
         return meta
 
     def _wait_for_rows(
-        self, call: Call, partition_id: str, ask: Callable[[Declaration], Reply], consumer_id: str, limit: float | None
+        self,
+        call: ClientCall,
+        partition_id: str,
+        ask: Callable[[Declaration], Reply],
+        consumer_id: str,
+        limit: float | None,
     ) -> Reply:
         """Ask until there are rows; past `limit` seconds it is an error, and None asks once."""
         poll_s = FIRST_POLL_S
@@ -366,7 +371,7 @@ class LedgerClient(DataPlaneClient):
             cost.rows = self._cleared(call, partition_id, None, reply)
         return cost.rows
 
-    def _cleared(self, call: Call, partition_id: str, keys: list[str] | None, reply: Reply) -> int:
+    def _cleared(self, call: ClientCall, partition_id: str, keys: list[str] | None, reply: Reply) -> int:
         """Let go of the claims and chunks of rows that the ledger has cleared; return how many it were."""
         self._leases.forget(partition_id, keys)
         self._link.drop(names_of(reply["drop"]))

@@ -40,7 +40,7 @@ __all__ = [
     "FIRST_POLL_S",
     "LONGEST_POLL_S",
     "NO_STAGE",
-    "Call",
+    "ClientCall",
     "ClientLink",
     "Declaration",
     "RoomWait",
@@ -153,7 +153,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ClientCall:
     """One public call: its deadline, and what an error message says about it."""
 
     what: str
@@ -193,18 +193,18 @@ class ClientLink:
         with self._lock:
             self._counters[what] += num_bytes
 
-    def begin(self, what: str) -> Call:
+    def begin(self, what: str) -> ClientCall:
         """Return a call with the client's deadline."""
         self.check_open()
         now = time.monotonic()
-        return Call(what=what, deadline=now + self.timeout_s, started=now)
+        return ClientCall(what=what, deadline=now + self.timeout_s, started=now)
 
     def check_open(self) -> None:
         """Raise DataPlaneClosed after `end`."""
         if self._has_ended:
             raise DataPlaneClosed(f"this client of run {self.address.run_id!r} is closed")
 
-    def ask(self, call: Call, op: str, args: Args, *, handles: Handles | None = None) -> Reply:
+    def ask(self, call: ClientCall, op: str, args: Args, *, handles: Handles | None = None) -> Reply:
         """Run one operation of the ledger, signed with the client's label and its stage."""
         signed: Args = {**args, "who": self.label, "stage": current_stage.get()}
         with self.clock.measure("ledger"):
@@ -214,7 +214,7 @@ class ClientLink:
         """Run an operation outside of any call: heartbeats, and reservations that are given back."""
         return self._host.call(op, args, timeout_s=self.timeout_s)
 
-    def timed(self, call: Call, action: Callable[[], _T]) -> _T:
+    def timed(self, call: ClientCall, action: Callable[[], _T]) -> _T:
         """Run one step of a call; when a peer is gone or silent, the error names the call, its owner and its age."""
         self.check_open()
         try:
@@ -308,11 +308,11 @@ class SchemaCache:
         """The partition was dropped."""
         self._known.pop(partition_id, None)
 
-    def get(self, call: Call, partition_id: str) -> Declaration:
+    def get(self, call: ClientCall, partition_id: str) -> Declaration:
         """Return the declaration of a partition."""
         return self._known.get(partition_id) or self._ask(call, partition_id)
 
-    def use(self, call: Call, partition_id: str, action: Callable[[Declaration], _T]) -> _T:
+    def use(self, call: ClientCall, partition_id: str, action: Callable[[Declaration], _T]) -> _T:
         """Run `action` with the declaration; once more when it fails and the partition was declared anew."""
         known = self.get(call, partition_id)
         try:
@@ -323,7 +323,7 @@ class SchemaCache:
                 raise
         return action(fresh)
 
-    def _ask(self, call: Call, partition_id: str) -> Declaration:
+    def _ask(self, call: ClientCall, partition_id: str) -> Declaration:
         reply = self._link.ask(call, "describe", {"partition": partition_id})
         records = reply["fields"]
         assert isinstance(records, list), f"malformed reply: {reply}"

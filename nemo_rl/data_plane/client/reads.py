@@ -22,7 +22,7 @@ from nemo_rl.data_plane.chunks.columns import Lengths
 from nemo_rl.data_plane.client.link import (
     FIRST_POLL_S,
     LONGEST_POLL_S,
-    Call,
+    ClientCall,
     ClientLink,
     Declaration,
     names_of,
@@ -164,7 +164,7 @@ class RowReader:
     def __init__(self, link: ClientLink) -> None:
         self._link = link
 
-    def read(self, call: Call, read: Read[_T], declaration: Declaration) -> _T:
+    def read(self, call: ClientCall, read: Read[_T], declaration: Declaration) -> _T:
         """Fetch the chunks of the rows; return what `read.build` makes of them."""
         declaration.check_declared(read.fields, where=read.where)
         specs = [declaration.specs[name] for name in read.fields]
@@ -205,7 +205,7 @@ class RowReader:
                 self._link.count("over_read_bytes", located.num_bytes - located.num_bytes_used)
                 return rows
 
-    def _fetch(self, call: Call, chunk_ids: list[str], reply: Reply) -> list[Parts]:
+    def _fetch(self, call: ClientCall, chunk_ids: list[str], reply: Reply) -> list[Parts]:
         if not chunk_ids:
             return []
         handles = reply.get("handles", {})
@@ -224,7 +224,7 @@ class RowReader:
             self._link.store.confirm(chunk_ids)
             raise
 
-    def _check_live(self, call: Call, chunk_ids: list[str]) -> None:
+    def _check_live(self, call: ClientCall, chunk_ids: list[str]) -> None:
         """Check, where a store reuses memory, that no chunk was freed, and maybe overwritten, while it was fetched."""
         if not chunk_ids or not self._link.store.reuses_memory:
             return

@@ -15,19 +15,19 @@ from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.chunks.columns import FlatColumn, check_columns, check_tags, token_lengths
 from nemo_rl.data_plane.chunks.tags import Tags
 from nemo_rl.data_plane.client.leases import LeaseKeeper
-from nemo_rl.data_plane.client.link import Call, ClientLink, Declaration, RoomWait, names_of, versions_of
+from nemo_rl.data_plane.client.link import ClientCall, ClientLink, Declaration, RoomWait, names_of, versions_of
 from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
 from nemo_rl.data_plane.interfaces import Columns
 from nemo_rl.data_plane.ledger.ledger import Args
 from nemo_rl.errors import CapacityExceeded, DataPlaneError, DataPlaneTimeout
 
-__all__ = ["Put", "RowWriter"]
+__all__ = ["PutRequest", "RowWriter"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Put:
+class PutRequest:
     """One put, as the caller of the client asked for it."""
 
     keys: Sequence[str]
@@ -51,7 +51,7 @@ class RowWriter:
     def __init__(self, link: ClientLink, leases: LeaseKeeper) -> None:
         self._link, self._leases = link, leases
 
-    def write(self, call: Call, put: Put, declaration: Declaration) -> KVBatchMeta:
+    def write(self, call: ClientCall, put: PutRequest, declaration: Declaration) -> KVBatchMeta:
         """Check the columns, store and commit them; return the meta of the rows. A failed put leaves nothing behind."""
         keys = list(put.keys)
         with self._link.clock.measure("encode"):
@@ -81,7 +81,7 @@ class RowWriter:
             versions=versions,
         )
 
-    def _store(self, call: Call, columns: Mapping[str, FlatColumn], put: Args) -> dict[str, Version]:
+    def _store(self, call: ClientCall, columns: Mapping[str, FlatColumn], put: Args) -> dict[str, Version]:
         """Store the chunks of the columns, then commit them; return the family versions."""
         chunk_bytes = self._link.store.chunk_bytes or self._link.address.config.chunk_bytes
         with self._link.clock.measure("encode"):

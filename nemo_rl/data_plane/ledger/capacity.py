@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nemo_rl.data_plane.ledger.state import Chunk, Partition, Piece
+from nemo_rl.data_plane.ledger.state import Chunk, Partition, RowPiece
 from nemo_rl.errors import CapacityExceeded
 
 __all__ = ["Capacity", "Demand", "Reservation"]
@@ -109,7 +109,7 @@ class Capacity:
         for name, size in chunk.sizes.items():
             held[name] = held.get(name, 0) + size
 
-    def shrink(self, partition: Partition, piece: Piece) -> None:
+    def shrink(self, partition: Partition, piece: RowPiece) -> None:
         """Count cells that are gone from a chunk that lives on."""
         chunk = piece.chunk
         for name in piece.fields:

@@ -16,10 +16,10 @@ from nemo_rl.data_plane.ledger.events import EventSink, Recorder, explain_row
 from nemo_rl.data_plane.ledger.reads import locate
 from nemo_rl.data_plane.ledger.state import (
     Chunk,
+    ClaimLease,
     FamilyColumn,
-    Lease,
     Partition,
-    Piece,
+    RowPiece,
     TaskCursor,
     check_invariants,
 )
@@ -68,7 +68,7 @@ class Ledger:
         self._validate = validate
         self._partitions: dict[str, Partition] = {}
         self._chunks: dict[str, Chunk] = {}
-        self._claims: dict[int, tuple[str, str, Lease]] = {}
+        self._claims: dict[int, tuple[str, str, ClaimLease]] = {}
         self._num_claims = 0
         self._num_declared = 0
         self._first_versions: dict[str, int] = {}
@@ -255,7 +255,7 @@ class Ledger:
         left = partition.columns[_text(record, "family")].attach(keys[first : first + count], chunk)
         return self._let_go(partition, left)
 
-    def _let_go(self, partition: Partition, left: Sequence[Piece]) -> list[str]:
+    def _let_go(self, partition: Partition, left: Sequence[RowPiece]) -> list[str]:
         """Settle that these cells are gone; return the ids of chunks that nobody reads now."""
         dropped: list[str] = []
         for piece in left:
@@ -328,7 +328,7 @@ class Ledger:
         if not keys:
             return {"keys": [], "why": claim_rules.explain(partition, cursor, needed=needed, now=now)}
         self._num_claims += 1
-        lease = Lease(
+        lease = ClaimLease(
             claim_id=self._num_claims,
             consumer_id=_text(args, "consumer"),
             taken=now,

@@ -17,13 +17,13 @@ from nemo_rl.data_plane.schema import FieldSpec
 
 __all__ = [
     "Chunk",
+    "ClaimLease",
     "FamilyColumn",
-    "Group",
-    "Lease",
+    "LedgerGroup",
     "Partition",
-    "Piece",
     "Row",
-    "Split",
+    "RowPiece",
+    "SplitRow",
     "TagScalar",
     "TaskCursor",
     "check_invariants",
@@ -68,7 +68,7 @@ class Chunk:
         return self.sizes.get(name, 0) // self.rows if table is None else table[at]
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """The chunk that holds some fields of one row, and the row's index in it."""
 
     chunk: Chunk
@@ -78,11 +78,11 @@ class Piece(NamedTuple):
 
 
 @dataclass(slots=True)
-class Split:
+class SplitRow:
     """One family of one row whose fields were written by different puts."""
 
     version: int
-    pieces: list[Piece]
+    pieces: list[RowPiece]
 
     def has(self, fields: frozenset[str]) -> bool:
         return all(any(name in piece.fields for piece in self.pieces) for name in fields)
@@ -96,7 +96,7 @@ class FamilyColumn:
     """One family of a partition: key -> where its bytes are. A key is in `whole` or in `split`, or not written."""
 
     whole: dict[str, tuple[Chunk, int]] = field(default_factory=dict)
-    split: dict[str, Split] = field(default_factory=dict)
+    split: dict[str, SplitRow] = field(default_factory=dict)
 
     def has(self, key: str, fields: frozenset[str]) -> bool:
         place = self.whole.get(key)
@@ -130,44 +130,44 @@ class FamilyColumn:
                 version = max(version, cell.version + is_rewrite)
         return version
 
-    def attach(self, keys: Sequence[str], chunk: Chunk) -> list[Piece]:
+    def attach(self, keys: Sequence[str], chunk: Chunk) -> list[RowPiece]:
         """Point rows at a new chunk; return the cells that it replaces."""
         whole, split = self.whole, self.split
         if whole.keys().isdisjoint(keys) and (not split or split.keys().isdisjoint(keys)):
             whole.update(zip(keys, zip(repeat(chunk), range(len(keys)), strict=False), strict=False))
             return []
-        left: list[Piece] = []
+        left: list[RowPiece] = []
         for index, key in enumerate(keys):
             place = whole.get(key)
             if place is None:
                 self._attach_to_split(key, index, chunk, left)
             elif place[0].fields <= chunk.fields:
-                left.append(Piece(*place, place[0].fields))
+                left.append(RowPiece(*place, place[0].fields))
                 whole[key] = (chunk, index)
             else:
                 del whole[key]
-                left.append(Piece(*place, place[0].fields & chunk.fields))
-                old = Piece(*place, place[0].fields - chunk.fields)
-                split[key] = Split(chunk.version, [old, Piece(chunk, index, chunk.fields)])
+                left.append(RowPiece(*place, place[0].fields & chunk.fields))
+                old = RowPiece(*place, place[0].fields - chunk.fields)
+                split[key] = SplitRow(chunk.version, [old, RowPiece(chunk, index, chunk.fields)])
         return left
 
-    def _attach_to_split(self, key: str, index: int, chunk: Chunk, left: list[Piece]) -> None:
+    def _attach_to_split(self, key: str, index: int, chunk: Chunk, left: list[RowPiece]) -> None:
         cell = self.split.pop(key, None)
-        kept: list[Piece] = []
+        kept: list[RowPiece] = []
         for old in cell.pieces if cell is not None else ():
             left.append(old._replace(fields=old.fields & chunk.fields))
             if rest := old.fields - chunk.fields:
                 kept.append(old._replace(fields=rest))
         if kept:
-            self.split[key] = Split(chunk.version, [*kept, Piece(chunk, index, chunk.fields)])
+            self.split[key] = SplitRow(chunk.version, [*kept, RowPiece(chunk, index, chunk.fields)])
         else:
             self.whole[key] = (chunk, index)
 
-    def remove(self, key: str) -> list[Piece]:
+    def remove(self, key: str) -> list[RowPiece]:
         """Return the cells that the row had."""
         place = self.whole.pop(key, None)
         if place is not None:
-            return [Piece(*place, place[0].fields)]
+            return [RowPiece(*place, place[0].fields)]
         cell = self.split.pop(key, None)
         return cell.pieces if cell is not None else []
 
@@ -186,7 +186,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Lease:
+class ClaimLease:
     """One claim. It expires when no heartbeat came until `expires`, and ends when its rows are done or handed on."""
 
     claim_id: int
@@ -205,7 +205,7 @@ class TaskCursor:
     """Fields the task produces: a row that has them all is done for it."""
     pending: dict[str, None] = field(default_factory=dict)
     """Keys of pending rows, in order of first put."""
-    leases: dict[str, Lease] = field(default_factory=dict)
+    leases: dict[str, ClaimLease] = field(default_factory=dict)
     """Rows of expired leases stay here, and are pending too, until another consumer claims them."""
     done: dict[str, int] = field(default_factory=dict)
     """Key -> the claim under which it was finished, 0 when there was none."""
@@ -230,13 +230,13 @@ class TaskCursor:
         self.done[key] = 0 if lease is None else lease.claim_id
         self._unlease(key)
 
-    def lease(self, key: str, lease: Lease) -> None:
+    def lease(self, key: str, lease: ClaimLease) -> None:
         self.pending.pop(key, None)
         self._unlease(key)
         self.leases[key] = lease
         lease.keys.add(key)
 
-    def expire(self, now: float, rows: Mapping[str, Row]) -> list[Lease]:
+    def expire(self, now: float, rows: Mapping[str, Row]) -> list[ClaimLease]:
         """Make rows of leases that ended without a heartbeat pending again; return these leases."""
         over = {id(lease): lease for lease in self.leases.values() if lease.expires <= now and not lease.has_expired}
         if not over:
@@ -254,7 +254,7 @@ class TaskCursor:
 
 
 @dataclass(slots=True)
-class Group:
+class LedgerGroup:
     keys: dict[str, None] = field(default_factory=dict)
     """Live rows, in order of first put."""
     put: set[str] = field(default_factory=set)
@@ -277,7 +277,7 @@ class Partition:
     """Family -> its cells."""
     tags: dict[str, dict[str, TagScalar]] = field(default_factory=dict)
     """Name -> key -> value: a dict per row costs ten times as much."""
-    groups: dict[str, Group] = field(default_factory=dict)
+    groups: dict[str, LedgerGroup] = field(default_factory=dict)
     column_types: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Field -> dtype and trailing dims, settled by its first write."""
     num_put: int = 0
@@ -300,14 +300,14 @@ class Partition:
         uid = group_uid(key)
         group = self.groups.get(uid)
         if group is None:
-            group = self.groups[uid] = Group()
+            group = self.groups[uid] = LedgerGroup()
         group.keys[key] = None
         group.put.add(key)
         for task in self.tasks.values():
             task.pending[key] = None
         return row
 
-    def remove_row(self, key: str) -> list[Piece]:
+    def remove_row(self, key: str) -> list[RowPiece]:
         """Forget a row; return the cells that it had."""
         del self.rows[key]
         uid = group_uid(key)
@@ -433,7 +433,7 @@ def _check_column(
 ) -> dict[str, Chunk]:
     assert not column.whole.keys() & column.split.keys(), f"{name}: a row is whole and split"
     assert (column.whole.keys() | column.split.keys()) <= rows, f"{name}: a row that is gone has cells"
-    own = [Piece(*place, place[0].fields) for place in column.whole.values()]
+    own = [RowPiece(*place, place[0].fields) for place in column.whole.values()]
     for cell in column.split.values():
         fields = [f for piece in cell.pieces for f in piece.fields]
         assert len(fields) == len(set(fields)), f"{name}: a field is in two pieces"

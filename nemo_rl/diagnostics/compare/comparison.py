@@ -1,4 +1,4 @@
-"""`Comparison`: the verdict over two recordings, for people and for machines. Made by `compare_folders`.
+"""`RecordingComparison`: the verdict over two recordings, for people and for machines. Made by `compare_folders`.
 
 It names where a difference starts: the first site that fails, the block that adds most, the first NaN or infinity.
 """
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from nemo_rl.diagnostics.compare.measurement import Metric
-from nemo_rl.diagnostics.compare.side import Finding
-from nemo_rl.diagnostics.compare.site import Site
+from nemo_rl.diagnostics.compare.side import SideFinding
+from nemo_rl.diagnostics.compare.site import ComparedSite
 from nemo_rl.diagnostics.compare.site_result import RowName, SiteResult, WorstToken
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.records.sites import SiteKind
 
 __all__ = [
-    "Comparison",
+    "ComparedNonFinite",
     "Contribution",
-    "Divergence",
-    "NonFinite",
+    "FirstDivergence",
+    "RecordingComparison",
     "SideFacts",
     "first_divergence",
     "first_non_finite",
@@ -35,11 +35,11 @@ NO_SIZE = frozenset({SiteKind.LOSS, SiteKind.GRAD})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Divergence:
+class FirstDivergence:
     """The first site in the order of a step that fails."""
 
     result: SiteResult
-    after: Site | None
+    after: ComparedSite | None
     """The last site before it, which passes; None where it is the first that was compared."""
 
 
@@ -50,9 +50,9 @@ class Contribution:
     A difference that was only carried along adds nothing.
     """
 
-    start: Site | None
+    start: ComparedSite | None
     """The site before the part; None for all that ran before the first site of a pass."""
-    end: Site
+    end: ComparedSite
     rms_rel_in: float
     rms_rel_out: float
 
@@ -69,11 +69,11 @@ class Contribution:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NonFinite:
+class ComparedNonFinite:
     """The first site of a side that is not all finite; what was recorded before it is."""
 
     side: str
-    site: Site
+    site: ComparedSite
     row: RowName
     num_nan: int
     num_inf: int
@@ -84,12 +84,12 @@ class NonFinite:
         return f"{self.side}: {self.site.label}, {self.row.text} ({self.num_nan} NaN, {self.num_inf} infinite)"
 
 
-def first_divergence(results: Sequence[SiteResult]) -> Divergence | None:
+def first_divergence(results: Sequence[SiteResult]) -> FirstDivergence | None:
     """Return the first site that fails; the results are in the order of a step."""
     before = None
     for result in results:
         if result.failures:
-            return Divergence(result=result, after=before)
+            return FirstDivergence(result=result, after=before)
         before = result.site
     return None
 
@@ -110,9 +110,9 @@ def largest_contribution(results: Sequence[SiteResult]) -> Contribution | None:
     return largest if largest is not None and largest.added > 0 else None
 
 
-def first_non_finite(results: Sequence[SiteResult]) -> list[NonFinite]:
+def first_non_finite(results: Sequence[SiteResult]) -> list[ComparedNonFinite]:
     """Return the first NaN or infinity of each side, at most one of each."""
-    found: dict[str, NonFinite] = {}
+    found: dict[str, ComparedNonFinite] = {}
     for result in results:
         told = result.measurement
         if told is None:
@@ -122,7 +122,7 @@ def first_non_finite(results: Sequence[SiteResult]) -> list[NonFinite]:
             ("B", result.bad_b, told.nan_b, told.inf_b),
         ):
             if row is not None and side not in found:
-                found[side] = NonFinite(side=side, site=result.site, row=row, num_nan=nan, num_inf=inf)
+                found[side] = ComparedNonFinite(side=side, site=result.site, row=row, num_nan=nan, num_inf=inf)
     return [found[side] for side in sorted(found)]
 
 
@@ -166,7 +166,7 @@ class SideFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class RecordingComparison:
     """All that is known about two recordings."""
 
     verdict: Verdict
@@ -176,10 +176,10 @@ class Comparison:
     b: SideFacts
     sites: Sequence[SiteResult] = ()
     """Results of the sites of both sides, in the order in which a step meets them."""
-    first: Divergence | None = None
+    first: FirstDivergence | None = None
     contribution: Contribution | None = None
-    non_finite: Sequence[NonFinite] = ()
-    findings: Sequence[Finding] = ()
+    non_finite: Sequence[ComparedNonFinite] = ()
+    findings: Sequence[SideFinding] = ()
     """Problems of the comparison, except for sites that fail."""
     notes: Sequence[str] = ()
     """Remarks that do not change the verdict."""
@@ -248,7 +248,7 @@ class Comparison:
         text = None if token is None else self.texts.get(token)
         return "" if text is None else f" {text!r}"
 
-    def _first_lines(self, first: Divergence) -> list[str]:
+    def _first_lines(self, first: FirstDivergence) -> list[str]:
         after = "nothing before it was compared" if first.after is None else f"{first.after.label} before it agrees"
         lines = [f"first divergence: {first.result.site.label}; {after}"]
         lines += [f"  {failure}" for failure in first.result.failures]

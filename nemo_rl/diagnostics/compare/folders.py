@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_rl.diagnostics.compare.comparison import (
-    Comparison,
+    RecordingComparison,
     SideFacts,
     first_divergence,
     first_non_finite,
     largest_contribution,
 )
-from nemo_rl.diagnostics.compare.limits import DEFAULT, Limits
+from nemo_rl.diagnostics.compare.limits import DEFAULT, ToleranceRules
 from nemo_rl.diagnostics.compare.merge import SampleMap, match_samples, merge
-from nemo_rl.diagnostics.compare.side import Finding, Side, gravest, token_texts
-from nemo_rl.diagnostics.compare.site import Site
+from nemo_rl.diagnostics.compare.side import Side, SideFinding, gravest, token_texts
+from nemo_rl.diagnostics.compare.site import ComparedSite
 from nemo_rl.diagnostics.compare.site_result import SiteResult, compare_site
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError, name_some
@@ -34,21 +34,21 @@ from nemo_rl.records.reader import CorruptRecord, RecordFolder, UnsupportedRecor
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
 
-__all__ = ["Coverage", "common_sites", "compare_folders"]
+__all__ = ["SiteCoverage", "common_sites", "compare_folders"]
 
 
 @dataclass(kw_only=True, slots=True)
-class Coverage:
+class SiteCoverage:
     """Sites of both sides, and why others are of one side only."""
 
-    common: list[Site] = field(default_factory=list)
+    common: list[ComparedSite] = field(default_factory=list)
     """Sites of both sides, in the order in which a step meets them."""
     notes: list[str] = field(default_factory=list)
 
 
-def common_sites(a: Side, b: Side) -> Coverage:
+def common_sites(a: Side, b: Side) -> SiteCoverage:
     """Note what one side was not asked for or cannot give; what is missing otherwise is a finding of that side."""
-    coverage = Coverage(common=sorted(set(a.sites) & set(b.sites), key=lambda site: site.order))
+    coverage = SiteCoverage(common=sorted(set(a.sites) & set(b.sites), key=lambda site: site.order))
     for side, other in ((a, b), (b, a)):
         _check_promised(side)
         manifest = side.folder.manifest
@@ -102,7 +102,7 @@ def _check_promised(side: Side) -> None:
         side.found(Verdict.INCOMPLETE, f"nothing was recorded in {name_some(silent)}")
 
 
-def _excuse(site: Site, side: Side) -> str | None:
+def _excuse(site: ComparedSite, side: Side) -> str | None:
     """Return the reason for which a side may lack a site that the other has; None where it may not."""
     manifest = side.folder.manifest
     if site.is_recomputed:
@@ -116,7 +116,7 @@ def _excuse(site: Site, side: Side) -> str | None:
     return None
 
 
-def _takes(selector: str, site: Site) -> bool:
+def _takes(selector: str, site: ComparedSite) -> bool:
     """Return whether a selector asks for the site; one that cannot be parsed asks for every site."""
     try:
         return site.is_taken_by(Selector.parse(selector))
@@ -124,7 +124,7 @@ def _takes(selector: str, site: Site) -> bool:
         return True
 
 
-def _is_named(asked: str, site: Site) -> bool:
+def _is_named(asked: str, site: ComparedSite) -> bool:
     """Return whether a site that was asked for, written as a selector or beginning with its kind, is this one."""
     try:
         return site.is_taken_by(Selector.parse(asked))
@@ -136,24 +136,24 @@ def _texts(names: Mapping[str, str]) -> Sequence[str]:
     return [str(name) for name in names]
 
 
-def compare_folders(a: Path, b: Path, *, limits: Limits = DEFAULT) -> Comparison:
+def compare_folders(a: Path, b: Path, *, limits: ToleranceRules = DEFAULT) -> RecordingComparison:
     """Compare the recordings in two folders, `a` being what is relied on.
 
     Raises:
         UserError: a path is no folder of records.
     """
     folders: list[RecordFolder] = []
-    failed: list[Finding] = []
+    failed: list[SideFinding] = []
     for name, path in (("A", a), ("B", b)):
         found = _open(path, name)
-        if isinstance(found, Finding):
+        if isinstance(found, SideFinding):
             failed.append(found)
         else:
             folders.append(found)
     worst = gravest(failed)
     if worst is not None:
         facts = [SideFacts(path=str(path), manifest={}) for path in (a, b)]
-        return Comparison(verdict=worst.verdict, reason=worst.text, a=facts[0], b=facts[1], findings=failed)
+        return RecordingComparison(verdict=worst.verdict, reason=worst.text, a=facts[0], b=facts[1], findings=failed)
     sides = (Side(folders[0], name="A"), Side(folders[1], name="B"))
     for side in sides:
         side.read_samples()
@@ -163,38 +163,38 @@ def compare_folders(a: Path, b: Path, *, limits: Limits = DEFAULT) -> Comparison
     return _compare(*sides, limits)
 
 
-def _open(path: Path, name: str) -> RecordFolder | Finding:
+def _open(path: Path, name: str) -> RecordFolder | SideFinding:
     try:
         return read_folder(path)
     except CorruptRecord as error:
-        return Finding(verdict=Verdict.CORRUPT, text=f"{name}: {error}")
+        return SideFinding(verdict=Verdict.CORRUPT, text=f"{name}: {error}")
     except UnsupportedRecord as error:
-        return Finding(verdict=Verdict.UNSUPPORTED, text=f"{name}: {error}")
+        return SideFinding(verdict=Verdict.UNSUPPORTED, text=f"{name}: {error}")
 
 
-def _refusals(a: Side, b: Side) -> list[Finding]:
+def _refusals(a: Side, b: Side) -> list[SideFinding]:
     """Return the reasons for which there is nothing to compare."""
     if a.folder.manifest.run_id == b.folder.manifest.run_id:
         text = f"both folders hold the recording {a.folder.manifest.run_id!r}: it was compared with itself"
-        return [Finding(verdict=Verdict.VACUOUS, text=text)]
+        return [SideFinding(verdict=Verdict.VACUOUS, text=text)]
     empty = [side.name for side in (a, b) if not side.sites]
     if empty:
-        return [Finding(verdict=Verdict.VACUOUS, text=f"{' and '.join(empty)} recorded nothing")]
+        return [SideFinding(verdict=Verdict.VACUOUS, text=f"{' and '.join(empty)} recorded nothing")]
     models = (a.folder.manifest.model, b.folder.manifest.model)
     differing = [name for name in sorted({*models[0], *models[1]}) if models[0].get(name) != models[1].get(name)]
     if differing:
         texts = [f"{name} is {models[0].get(name)!r} in A, {models[1].get(name)!r} in B" for name in differing]
-        return [Finding(verdict=Verdict.UNSUPPORTED, text=f"the models differ: {'; '.join(texts)}")]
+        return [SideFinding(verdict=Verdict.UNSUPPORTED, text=f"the models differ: {'; '.join(texts)}")]
     return []
 
 
-def _compare(a: Side, b: Side, limits: Limits) -> Comparison:
+def _compare(a: Side, b: Side, limits: ToleranceRules) -> RecordingComparison:
     samples = match_samples(a, b)
     coverage = common_sites(a, b)
-    refused: list[Finding] = []
+    refused: list[SideFinding] = []
     if a.samples and b.samples and not samples.num_common:
         text = "A and B have no sample in common, neither by key nor by its tokens"
-        refused.append(Finding(verdict=Verdict.VACUOUS, text=text))
+        refused.append(SideFinding(verdict=Verdict.VACUOUS, text=text))
         return _judge((a, b), [], refused, coverage.notes)
     if samples.is_by_tokens:
         unmatched = f"{len(b.samples) - samples.num_common} of {len(b.samples)} samples of B have no partner"
@@ -203,18 +203,20 @@ def _compare(a: Side, b: Side, limits: Limits) -> Comparison:
     _verify_others((a, b), coverage.common)
     check_rows(a, b, results)
     if not any(result.num_rows or result.failures for result in results):
-        refused.append(Finding(verdict=Verdict.VACUOUS, text="A and B have no row of any site in common"))
+        refused.append(SideFinding(verdict=Verdict.VACUOUS, text="A and B have no row of any site in common"))
     return _judge((a, b), results, refused, coverage.notes)
 
 
-def _one_site(site: Site, sides: tuple[Side, Side], samples: SampleMap, limits: Limits) -> SiteResult | None:
+def _one_site(
+    site: ComparedSite, sides: tuple[Side, Side], samples: SampleMap, limits: ToleranceRules
+) -> SiteResult | None:
     a, b = (merge(site, side) for side in sides)
     if a is None or b is None:
         return None
     return compare_site(site, sides, (a, b), samples=samples, limits=limits)
 
 
-def _verify_others(sides: tuple[Side, Side], compared: Sequence[Site]) -> None:
+def _verify_others(sides: tuple[Side, Side], compared: Sequence[ComparedSite]) -> None:
     """Damage counts wherever it is."""
     for side in sides:
         for site in set(side.sites) - set(compared):
@@ -222,13 +224,15 @@ def _verify_others(sides: tuple[Side, Side], compared: Sequence[Site]) -> None:
                 side.load(record)
 
 
-def _judge(sides: tuple[Side, Side], results: list[SiteResult], own: list[Finding], notes: list[str]) -> Comparison:
+def _judge(
+    sides: tuple[Side, Side], results: list[SiteResult], own: list[SideFinding], notes: list[str]
+) -> RecordingComparison:
     findings = [*own, *sides[0].findings, *sides[1].findings]
     tokens = {worst.row.token for result in results for worst in result.worst if worst.row.token is not None}
     tokenizer = sides[0].folder.manifest.tokenizer or sides[1].folder.manifest.tokenizer
     texts, why = token_texts(str(tokenizer), tokens)
     verdict, reason = _verdict(findings, results)
-    return Comparison(
+    return RecordingComparison(
         verdict=verdict,
         reason=reason,
         a=_facts(sides[0]),
@@ -243,12 +247,12 @@ def _judge(sides: tuple[Side, Side], results: list[SiteResult], own: list[Findin
     )
 
 
-def _verdict(findings: Sequence[Finding], results: Sequence[SiteResult]) -> tuple[Verdict, str]:
+def _verdict(findings: Sequence[SideFinding], results: Sequence[SiteResult]) -> tuple[Verdict, str]:
     failing = [result for result in results if result.failures]
     own = []
     if failing:
         text = f"{len(failing)} of {len(results)} sites differ, first {failing[0].site.label}: {failing[0].failures[0]}"
-        own.append(Finding(verdict=Verdict.MISMATCH, text=text))
+        own.append(SideFinding(verdict=Verdict.MISMATCH, text=text))
     worst = gravest([*own, *findings])
     if worst is not None:
         return worst.verdict, worst.text

@@ -1,4 +1,4 @@
-"""`Limits`: how far two recordings may be apart, by site and metric, and the files that say so.
+"""`ToleranceRules`: how far two recordings may be apart, by site and metric, and the files that say so.
 
     - {sites: "layer.*, mlp.out", layers: "0..3", direction: forward, metric: token_rel, max: 1e-4}
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from nemo_rl.config.schema_walk import suggest
 from nemo_rl.config.yaml_text import YamlProblem, parse_yaml
 from nemo_rl.diagnostics.compare.measurement import Metric
-from nemo_rl.diagnostics.compare.site import Site
+from nemo_rl.diagnostics.compare.site import ComparedSite
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
 
-__all__ = ["DEFAULT", "Limits", "Precision", "Rule", "coarsest", "limits_text", "read_limits"]
+__all__ = ["DEFAULT", "Precision", "Rule", "ToleranceRules", "coarsest", "limits_text", "read_limits"]
 
 KEYS = ("sites", "layers", "direction", "metric", "max")
 Precision = str
@@ -59,17 +59,17 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class ToleranceRules:
     """Rules in the order of their precedence, then the defaults.
 
     Example:
-        >>> DEFAULT.of(Site(phase="train", kind=SiteKind.LOGPROB), precision="float32", is_integer=False)
+        >>> DEFAULT.of(ComparedSite(phase="train", kind=SiteKind.LOGPROB), precision="float32", is_integer=False)
         {<Metric.MAX_ABS: 'max_abs'>: 0.0001}
     """
 
     rules: tuple[Rule, ...] = ()
 
-    def of(self, site: Site, *, precision: Precision, is_integer: bool) -> Mapping[Metric, float]:
+    def of(self, site: ComparedSite, *, precision: Precision, is_integer: bool) -> Mapping[Metric, float]:
         """Metric -> the largest value that passes."""
         limits: dict[Metric, float] = {}
         for rule in self.rules:
@@ -80,7 +80,7 @@ class Limits:
         return limits or _default(site, precision, is_integer=is_integer)
 
 
-DEFAULT = Limits()
+DEFAULT = ToleranceRules()
 
 
 def coarsest(*names: str) -> Precision:
@@ -91,7 +91,7 @@ def coarsest(*names: str) -> Precision:
     return min(known, key=PRECISIONS.index, default="float32")
 
 
-def read_limits(path: Path) -> Limits:
+def read_limits(path: Path) -> ToleranceRules:
     """Raises:
     ConfigError: all that is wrong with the file.
     """
@@ -107,7 +107,7 @@ def read_limits(path: Path) -> Limits:
     read = [_read_rule(rule, f"{path}: rule {number}", problems) for number, rule in enumerate(rules, start=1)]
     if problems:
         raise ConfigError(problems)
-    return Limits(rules=tuple(rule for rule in read if rule is not None))
+    return ToleranceRules(rules=tuple(rule for rule in read if rule is not None))
 
 
 def limits_text(rules: Sequence[Mapping[str, object]]) -> str:
@@ -116,7 +116,7 @@ def limits_text(rules: Sequence[Mapping[str, object]]) -> str:
     return "".join(f"- {{{line}}}\n" for line in lines)
 
 
-def _default(site: Site, precision: Precision, *, is_integer: bool) -> Mapping[Metric, float]:
+def _default(site: ComparedSite, precision: Precision, *, is_integer: bool) -> Mapping[Metric, float]:
     if is_integer:
         return {Metric.DIFFERING_FRACTION: 0.0}
     if site.direction is Direction.BACKWARD or site.kind is SiteKind.GRAD:

@@ -17,9 +17,9 @@ import torch
 
 from nemo_rl.diagnostics.compare.measurement import as_rows, row_stats, take_rows
 from nemo_rl.diagnostics.compare.side import POSITIONS, Side
-from nemo_rl.diagnostics.compare.site import Site
+from nemo_rl.diagnostics.compare.site import ComparedSite
 from nemo_rl.diagnostics.verdict import Verdict
-from nemo_rl.records.reader import Record
+from nemo_rl.records.reader import TensorRecord
 from nemo_rl.records.sites import SiteKind
 
 __all__ = ["MatchedRows", "Merged", "SampleMap", "match_rows", "match_samples", "merge"]
@@ -40,7 +40,7 @@ class Merged:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
+class _RowsPiece:
     """Whole rows from one microbatch."""
 
     rank: int
@@ -49,7 +49,7 @@ class _Piece:
     values: torch.Tensor
 
 
-def merge(site: Site, side: Side) -> Merged | None:
+def merge(site: ComparedSite, side: Side) -> Merged | None:
     """Merge the records of a site; return None where nothing can be used, for which the side's findings say why."""
     records = side.sites[site]
     if site.kind is SiteKind.LOSS:
@@ -67,9 +67,9 @@ def merge(site: Site, side: Side) -> Merged | None:
     return _one_row_per_token(site, pieces, side) if pieces else None
 
 
-def _whole_pieces(site: Site, records: Sequence[Record], side: Side) -> list[_Piece]:
+def _whole_pieces(site: ComparedSite, records: Sequence[TensorRecord], side: Side) -> list[_RowsPiece]:
     """Join the parts of the last dimension of equal tokens of a microbatch; copies of a part must agree."""
-    parts: dict[tuple[int, str, int], dict[int, _Piece]] = {}
+    parts: dict[tuple[int, str, int], dict[int, _RowsPiece]] = {}
     for record in records:
         tokens, values = side.tokens(record), side.load(record)
         if tokens is None or values is None:
@@ -79,7 +79,7 @@ def _whole_pieces(site: Site, records: Sequence[Record], side: Side) -> list[_Pi
             text = f"{site.label}: rank {record.rank}: shape {list(values.shape)} is not of {len(tokens.code_R)} tokens"
             side.found(Verdict.CORRUPT, f"{text}, part {index + 1} of {count}")
             continue
-        piece = _Piece(rank=record.rank, code_R=tokens.code_R, token_R=tokens.token_R, values=values)
+        piece = _RowsPiece(rank=record.rank, code_R=tokens.code_R, token_R=tokens.token_R, values=values)
         held = parts.setdefault((record.place.microbatch, tokens.identity, count), {})
         first = held.setdefault(index, piece)
         if first is not piece:
@@ -93,11 +93,11 @@ def _whole_pieces(site: Site, records: Sequence[Record], side: Side) -> list[_Pi
             side.found(Verdict.INCOMPLETE, text)
             continue
         values = first.values if count == 1 else torch.cat([held[index].values for index in range(count)], dim=-1)
-        whole.append(_Piece(rank=first.rank, code_R=first.code_R, token_R=first.token_R, values=values))
+        whole.append(_RowsPiece(rank=first.rank, code_R=first.code_R, token_R=first.token_R, values=values))
     return whole
 
 
-def _one_row_per_token(site: Site, pieces: Sequence[_Piece], side: Side) -> Merged:
+def _one_row_per_token(site: ComparedSite, pieces: Sequence[_RowsPiece], side: Side) -> Merged:
     """Sort by sample and position; a token that several pieces hold must be the same in all."""
     rank_N = torch.cat([torch.full_like(piece.code_R, piece.rank) for piece in pieces])
     code_N, order = torch.cat([piece.code_R for piece in pieces]).sort(stable=True)
@@ -128,7 +128,7 @@ def _one_row_per_token(site: Site, pieces: Sequence[_Piece], side: Side) -> Merg
     return Merged(values=values, code_N=code_N[is_first], token_N=token_N[is_first])
 
 
-def _merge_whole(site: Site, records: Sequence[Record], side: Side) -> Merged | None:
+def _merge_whole(site: ComparedSite, records: Sequence[TensorRecord], side: Side) -> Merged | None:
     """Return a tensor without tokens, such as a gradient: copies or parts of one."""
     held: dict[int, tuple[int, torch.Tensor]] = {}
     count = 1
@@ -149,7 +149,7 @@ def _merge_whole(site: Site, records: Sequence[Record], side: Side) -> Merged | 
     return Merged(values=values, code_N=None, token_N=None)
 
 
-def _merge_loss(site: Site, records: Sequence[Record], side: Side) -> Merged | None:
+def _merge_loss(site: ComparedSite, records: Sequence[TensorRecord], side: Side) -> Merged | None:
     """Return the sum over data ranks and microbatches, which are shares of one batch; other ranks hold copies."""
     if not side.has_all_ranks:
         side.found(Verdict.INCOMPLETE, f"{site.label}: not compared: a sum over what is there is not the batch's loss")
@@ -181,7 +181,9 @@ def _merge_loss(site: Site, records: Sequence[Record], side: Side) -> Merged | N
     return Merged(values=values.to(dtype).reshape(1, 1), code_N=None, token_N=None)
 
 
-def _check_copies(site: Site, side: Side, first: tuple[int, torch.Tensor], other: tuple[int, torch.Tensor]) -> None:
+def _check_copies(
+    site: ComparedSite, side: Side, first: tuple[int, torch.Tensor], other: tuple[int, torch.Tensor]
+) -> None:
     """Check that two ranks agree; `first` and `other` are a rank and its tensor."""
     (rank_a, a), (rank_b, b) = first, other
     ranks = f"ranks {rank_a} and {rank_b}" if rank_a != rank_b else f"records of rank {rank_a}"
@@ -196,7 +198,9 @@ def _check_copies(site: Site, side: Side, first: tuple[int, torch.Tensor], other
         side.found(Verdict.MISMATCH, f"{site.label}: {text}")
 
 
-def _check_tokens(site: Site, side: Side, tokens: tuple[torch.Tensor, torch.Tensor], code_C: torch.Tensor) -> None:
+def _check_tokens(
+    site: ComparedSite, side: Side, tokens: tuple[torch.Tensor, torch.Tensor], code_C: torch.Tensor
+) -> None:
     bad = (tokens[0] != tokens[1]).nonzero()[:, 0]
     if len(bad):
         code, at = int(code_C[bad[0]]), int(bad[0])

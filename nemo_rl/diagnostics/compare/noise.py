@@ -11,7 +11,7 @@ from pathlib import Path
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.limits import limits_text
 from nemo_rl.diagnostics.compare.measurement import Metric
-from nemo_rl.diagnostics.compare.site import Site
+from nemo_rl.diagnostics.compare.site import ComparedSite
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError
 from nemo_rl.records.sites import Direction, SiteKind
@@ -32,7 +32,7 @@ MAX_RULES = 600
 class Floor:
     """The largest difference of a site over all pairs."""
 
-    site: Site
+    site: ComparedSite
     metric: Metric
     value: float
 
@@ -56,7 +56,7 @@ def propose_limits(folders: Sequence[Path]) -> Proposal:
     """
     if len(folders) < 2:
         raise UserError(f"noise: expected two recordings or more with the same settings, got {len(folders)}")
-    floors: dict[tuple[Site, Metric], float] = {}
+    floors: dict[tuple[ComparedSite, Metric], float] = {}
     pairs = list(combinations(folders, 2))
     for a, b in pairs:
         comparison = compare_folders(a, b)

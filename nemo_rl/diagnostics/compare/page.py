@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from nemo_rl.diagnostics.compare.comparison import Comparison
+from nemo_rl.diagnostics.compare.comparison import RecordingComparison
 from nemo_rl.diagnostics.compare.markup import Markup, tag
 from nemo_rl.diagnostics.compare.measurement import ULP_BUCKETS, Metric
 from nemo_rl.diagnostics.compare.site_result import SiteResult, WorstToken
@@ -138,12 +138,12 @@ _METRICS = (Metric.TOKEN_REL, Metric.MAX_ABS, Metric.MAX_REL, Metric.RMS_REL, Me
 _HEADS = ("site", "rows", *_METRICS, "differing", "NaN a/b", "inf a/b", "ulps", "limits", "result", "worst tokens")
 
 
-def write_page(path: Path, comparison: Comparison) -> Path:
+def write_page(path: Path, comparison: RecordingComparison) -> Path:
     """`path` holds the page, or what it held before."""
     return write_text(path, page_text(comparison))
 
 
-def page_text(comparison: Comparison) -> str:
+def page_text(comparison: RecordingComparison) -> str:
     """Return the page."""
     title = f"{comparison.verdict.name}: {comparison.a.path} against {comparison.b.path}"
     head = tag("head", tag("meta", {"charset": "utf-8"}), tag("title", title), tag("style", Markup(STYLE)))
@@ -160,7 +160,7 @@ def page_text(comparison: Comparison) -> str:
     return f"<!DOCTYPE html>\n{tag('html', {'lang': 'en'}, head, body)}\n"
 
 
-def _summary(comparison: Comparison) -> list[Markup]:
+def _summary(comparison: RecordingComparison) -> list[Markup]:
     lines: list[object] = []
     if comparison.first is not None:
         first = comparison.first
@@ -175,7 +175,7 @@ def _summary(comparison: Comparison) -> list[Markup]:
     return [tag("ul", *(tag("li", line) for line in lines))] if lines else []
 
 
-def _manifests(comparison: Comparison) -> Markup:
+def _manifests(comparison: RecordingComparison) -> Markup:
     """Both sides, a row for each field; what differs has a colour."""
     a, b = comparison.a, comparison.b
     rows = [tag("tr", tag("th", "field"), tag("th", "A"), tag("th", "B"))]
@@ -188,7 +188,7 @@ def _manifests(comparison: Comparison) -> Markup:
     return tag("table", *rows)
 
 
-def _plots(comparison: Comparison) -> list[Markup]:
+def _plots(comparison: RecordingComparison) -> list[Markup]:
     parts = []
     for in_pass, results in groupby(comparison.sites, key=lambda result: result.site.in_pass):
         phase, update, is_recomputed, direction = in_pass
@@ -199,7 +199,7 @@ def _plots(comparison: Comparison) -> list[Markup]:
     return parts
 
 
-def _sites(comparison: Comparison) -> list[Markup]:
+def _sites(comparison: RecordingComparison) -> list[Markup]:
     if not comparison.sites:
         return []
     rows = [tag("tr", *(tag("th", head) for head in _HEADS))]
@@ -208,7 +208,7 @@ def _sites(comparison: Comparison) -> list[Markup]:
     return [tag("h2", "Sites"), tag("table", *rows)]
 
 
-def _layer(results: Sequence[SiteResult], comparison: Comparison) -> Iterable[Markup]:
+def _layer(results: Sequence[SiteResult], comparison: RecordingComparison) -> Iterable[Markup]:
     site = results[0].site
     where = "outside the layers" if site.layer is None else f"layer {site.layer}"
     name = f"{site.phase}, {site.direction.value}: {where}"
@@ -217,7 +217,7 @@ def _layer(results: Sequence[SiteResult], comparison: Comparison) -> Iterable[Ma
         yield tag("tr", {"class": "fail"} if result.failures else {}, *_cells(result, comparison))
 
 
-def _cells(result: SiteResult, comparison: Comparison) -> list[Markup]:
+def _cells(result: SiteResult, comparison: RecordingComparison) -> list[Markup]:
     number = {"class": "n"}
     verdict = tag("td", "; ".join(result.failures) or "ok")
     found = result.measurement
@@ -239,7 +239,7 @@ def _cells(result: SiteResult, comparison: Comparison) -> list[Markup]:
     ]
 
 
-def _worst(worst: Sequence[WorstToken], comparison: Comparison) -> Markup:
+def _worst(worst: Sequence[WorstToken], comparison: RecordingComparison) -> Markup:
     if not worst:
         return tag("span", "none")
     items = []

@@ -1,7 +1,7 @@
 """`Side`: a folder of records opened for a comparison: its sites, its tokens, and what was wrong with it.
 
-A `Finding` is one thing that is wrong; `gravest` is the verdict that follows from all of them. Invariant: nothing that
-a folder holds raises; it becomes a finding, and what is left is compared.
+A `SideFinding` is one thing that is wrong; `gravest` is the verdict that follows from all of them. Invariant: nothing
+that a folder holds raises; it becomes a finding, and what is left is compared.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.diagnostics.compare.site import Site
+from nemo_rl.diagnostics.compare.site import ComparedSite
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError, boundary, shorten
-from nemo_rl.records.reader import CorruptRecord, Record, RecordFolder
+from nemo_rl.records.reader import CorruptRecord, RecordFolder, TensorRecord
 from nemo_rl.records.record import TokenTable
 from nemo_rl.records.writer import bytes_of, digest_of
 
-__all__ = ["POSITIONS", "Finding", "Side", "Tokens", "gravest", "token_texts"]
+__all__ = ["POSITIONS", "Side", "SideFinding", "SideTokens", "gravest", "token_texts"]
 
 _GRAVITY = (Verdict.CORRUPT, Verdict.UNSUPPORTED, Verdict.VACUOUS, Verdict.MISMATCH, Verdict.INCOMPLETE)
 """Verdicts, gravest first. Damaged bytes prove nothing; a difference beyond its limit is one, whatever else is
@@ -27,14 +27,14 @@ missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class SideFinding:
     """A reason for which two recordings cannot be said to agree."""
 
     verdict: Verdict
     text: str
 
 
-def gravest(findings: Sequence[Finding]) -> Finding | None:
+def gravest(findings: Sequence[SideFinding]) -> SideFinding | None:
     """Return the first of those of the gravest kind; None where nothing is wrong."""
     return min(findings, key=lambda finding: _GRAVITY.index(finding.verdict), default=None)
 
@@ -44,7 +44,7 @@ POSITIONS = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tokens:
+class SideTokens:
     """A table of tokens with its samples numbered over the whole side."""
 
     code_R: torch.Tensor
@@ -63,7 +63,7 @@ class Side:
     def __init__(self, folder: RecordFolder, *, name: str) -> None:
         self.folder, self.name = folder, name
         self.findings = [
-            Finding(
+            SideFinding(
                 verdict=Verdict.CORRUPT if problem.is_corrupt else Verdict.INCOMPLETE, text=f"{name}: {problem.text}"
             )
             for problem in folder.problems
@@ -71,16 +71,16 @@ class Side:
         self.samples: dict[str, int] = {}
         """Key -> number."""
         self.has_all_ranks = not folder.problems
-        self.sites: Mapping[Site, list[Record]] = self._sites()
-        self._tokens: dict[tuple[int, str | None], Tokens | None] = {}
+        self.sites: Mapping[ComparedSite, list[TensorRecord]] = self._sites()
+        self._tokens: dict[tuple[int, str | None], SideTokens | None] = {}
 
     def found(self, verdict: Verdict, text: str) -> None:
         """Note something wrong with this side."""
-        finding = Finding(verdict=verdict, text=f"{self.name}: {text}")
+        finding = SideFinding(verdict=verdict, text=f"{self.name}: {text}")
         if finding not in self.findings:
             self.findings.append(finding)
 
-    def load(self, record: Record) -> torch.Tensor | None:
+    def load(self, record: TensorRecord) -> torch.Tensor | None:
         """Load a tensor; return None for bytes that are not those that were written."""
         try:
             return record.load()
@@ -88,7 +88,7 @@ class Side:
             self.found(Verdict.CORRUPT, str(error))
             return None
 
-    def tokens(self, record: Record) -> Tokens | None:
+    def tokens(self, record: TensorRecord) -> SideTokens | None:
         """Return the tokens of the rows of a record that has them; None for a damaged table."""
         at = (record.rank, record.table)
         if at not in self._tokens:
@@ -121,16 +121,16 @@ class Side:
         """Return the key of the sample of a token's code."""
         return list(self.samples)[code // POSITIONS]
 
-    def _sites(self) -> Mapping[Site, list[Record]]:
-        sites: dict[Site, list[Record]] = {}
+    def _sites(self) -> Mapping[ComparedSite, list[TensorRecord]]:
+        sites: dict[ComparedSite, list[TensorRecord]] = {}
         for record in self.folder.records:
             try:
-                sites.setdefault(Site.of_place(record.place), []).append(record)
+                sites.setdefault(ComparedSite.of_place(record.place), []).append(record)
             except ValueError as error:
                 self.found(Verdict.CORRUPT, f"rank {record.rank}, record {record.seq}: {error}")
         return sites
 
-    def _read_tokens(self, record: Record) -> Tokens | None:
+    def _read_tokens(self, record: TensorRecord) -> SideTokens | None:
         try:
             table = record.tokens()
             return None if table is None else self._number(table)
@@ -138,7 +138,7 @@ class Side:
             self.found(Verdict.CORRUPT, f"rank {record.rank}, tokens {record.table!r}: {error}")
             return None
 
-    def _number(self, table: TokenTable) -> Tokens:
+    def _number(self, table: TokenTable) -> SideTokens:
         columns = (table.row_R, table.position_R, table.token_R)
         if any(column.dtype != torch.int64 or column.dim() != 1 for column in columns):
             raise ValueError("expected three rows of int64")
@@ -149,7 +149,7 @@ class Side:
             raise ValueError("a token has no position")
         number_K = torch.tensor([self.samples.setdefault(key, len(self.samples)) for key in table.keys] or [0])
         code_R = number_K[row_R] * POSITIONS + position_R
-        return Tokens(code_R=code_R, token_R=token_R, identity=digest_of(bytes_of(torch.stack((code_R, token_R)))))
+        return SideTokens(code_R=code_R, token_R=token_R, identity=digest_of(bytes_of(torch.stack((code_R, token_R)))))
 
 
 TEXT_SHOWN = 40

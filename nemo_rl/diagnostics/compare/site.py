@@ -1,25 +1,25 @@
-"""`Site`: a place of a recording over all ranks and microbatches, and the order in which passes meet sites."""
+"""`ComparedSite`: a place of a recording over all ranks and microbatches, and the order in which passes meet sites."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_rl.records.record import Place
+from nemo_rl.records.record import RecordPlace
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind, execution_order
 
-__all__ = ["PHASES", "Site"]
+__all__ = ["PHASES", "ComparedSite"]
 
 PHASES = ("prev_logprobs", "reference_logprobs", "forward", "train")
 """Passes in the order in which a step runs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Site:
-    """A `Place` without its microbatch.
+class ComparedSite:
+    """A `RecordPlace` without its microbatch.
 
     Example:
-        >>> Site(phase="train", kind=SiteKind.MLP_OUT, layer=3, direction=Direction.BACKWARD).label
+        >>> ComparedSite(phase="train", kind=SiteKind.MLP_OUT, layer=3, direction=Direction.BACKWARD).label
         'train/mlp.out[3] backward'
     """
 
@@ -32,7 +32,7 @@ class Site:
     is_recomputed: bool = False
 
     @classmethod
-    def of_place(cls, place: Place) -> Site:
+    def of_place(cls, place: RecordPlace) -> ComparedSite:
         """Raises:
         ValueError: the record names no such place.
         """

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from nemo_rl.diagnostics.compare.limits import Limits, coarsest
+from nemo_rl.diagnostics.compare.limits import ToleranceRules, coarsest
 from nemo_rl.diagnostics.compare.measurement import Measurement, Metric, measure, take_rows
 from nemo_rl.diagnostics.compare.merge import MatchedRows, Merged, SampleMap, match_rows
 from nemo_rl.diagnostics.compare.side import POSITIONS, Side
-from nemo_rl.diagnostics.compare.site import Site
+from nemo_rl.diagnostics.compare.site import ComparedSite
 
 __all__ = ["RowName", "SiteResult", "WorstToken", "compare_site", "finite_or_text"]
 
@@ -58,7 +58,7 @@ class WorstToken:
 class SiteResult:
     """A site that both sides have."""
 
-    site: Site
+    site: ComparedSite
     num_rows: int
     """Number of rows that were compared."""
     num_only_a: int
@@ -122,7 +122,12 @@ class SiteResult:
 
 
 def compare_site(
-    site: Site, sides: tuple[Side, Side], merged: tuple[Merged, Merged], *, samples: SampleMap, limits: Limits
+    site: ComparedSite,
+    sides: tuple[Side, Side],
+    merged: tuple[Merged, Merged],
+    *,
+    samples: SampleMap,
+    limits: ToleranceRules,
 ) -> SiteResult:
     """Matches, measures and judges one site."""
     a, b = merged

@@ -24,7 +24,7 @@ from nemo_rl.diagnostics.mismatch.parts import split
 from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.report import MismatchReport, far_tokens, look_at
 from nemo_rl.diagnostics.mismatch.scorer import Scorer
-from nemo_rl.diagnostics.mismatch.setting import Setting, Stated
+from nemo_rl.diagnostics.mismatch.setting import ScoreSetting, Stated
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens, read_tokens, route_columns
 from nemo_rl.diagnostics.mismatch.versions import Versions, find_versions
 from nemo_rl.diagnostics.step_replay.chain import ChainLink, read_link
@@ -90,7 +90,7 @@ def _explain(
         versions.folders,
         version=target.step.policy_version,
         routes_of=routes_of if stated.can_replay else None,
-        engine=Setting(lag=0, precision=stated.precision, routes=stated.routes, sampling=stated.sampling),
+        engine=ScoreSetting(lag=0, precision=stated.precision, routes=stated.routes, sampling=stated.sampling),
         device=device,
         progress=progress,
     )
@@ -132,7 +132,7 @@ def _stated(settings: ReplaySettings, target: ChainLink, *, has_sets: bool) -> S
     )
 
 
-def _words(setting: Setting, *, is_fresh: bool) -> str:
+def _words(setting: ScoreSetting, *, is_fresh: bool) -> str:
     sampling = setting.sampling
     support = f"temperature {sampling.temperature:.4g}, top-k {sampling.top_k}, top-p {sampling.top_p:.4g}"
     if sampling.has_filter:

@@ -23,8 +23,8 @@ import torch
 from nemo_rl.diagnostics.mismatch.scorer import Scorer
 from nemo_rl.diagnostics.mismatch.setting import (
     Cause,
-    Change,
-    Setting,
+    ScoreSetting,
+    SettingChange,
     Stated,
     refined,
     sampling_changes,
@@ -33,11 +33,20 @@ from nemo_rl.diagnostics.mismatch.setting import (
 )
 from nemo_rl.models.logprobs import Sampling, k3
 
-__all__ = ["Divergence", "Part", "Split", "divergence", "find_trainer", "named_first", "noise_floor", "split"]
+__all__ = [
+    "MismatchPart",
+    "MismatchSplit",
+    "TokenDivergence",
+    "divergence",
+    "find_trainer",
+    "named_first",
+    "noise_floor",
+    "split",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Divergence:
+class TokenDivergence:
     """The divergence between two sides, over the tokens of all rows."""
 
     kl: float
@@ -51,7 +60,7 @@ class Divergence:
     num_tokens: int
 
 
-def divergence(trainer_M: torch.Tensor, rollout_M: torch.Tensor, row_M: torch.Tensor) -> Divergence:
+def divergence(trainer_M: torch.Tensor, rollout_M: torch.Tensor, row_M: torch.Tensor) -> TokenDivergence:
     """Over the tokens that both sides have; NaN is none.
 
     Args:
@@ -61,12 +70,12 @@ def divergence(trainer_M: torch.Tensor, rollout_M: torch.Tensor, row_M: torch.Te
     is_there_M = ~log_ratio_M.isnan()
     d, row = log_ratio_M[is_there_M], row_M[is_there_M]
     if not len(d):
-        return Divergence(kl=0.0, std_error=0.0, mean_abs=0.0, largest=0.0, num_tokens=0)
+        return TokenDivergence(kl=0.0, std_error=0.0, mean_abs=0.0, largest=0.0, num_tokens=0)
     each = k3(d)
     mean = float(each.mean())
     # The mean is a ratio of two sums over rows: its error is that of the rows' sums about it.
     of_rows = torch.zeros(int(row.max()) + 1, dtype=torch.float64).index_add_(0, row, each - mean)
-    return Divergence(
+    return TokenDivergence(
         kl=mean,
         std_error=float(of_rows.square().sum().sqrt()) / len(d),
         mean_abs=float(d.abs().mean()),
@@ -101,7 +110,7 @@ UNEXPLAINED = "no change explains it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class MismatchPart:
     """The KL that one change has removed."""
 
     cause: Cause
@@ -114,20 +123,20 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
+class MismatchSplit:
     """The KL of one step."""
 
-    total: Divergence
+    total: TokenDivergence
     floor: float
     """The KL below which a difference is noise."""
-    trainer: Setting
-    parts: tuple[Part, ...]
+    trainer: ScoreSetting
+    parts: tuple[MismatchPart, ...]
     """Parts in the order of the changes; the last one is the rest."""
     rest_M: torch.Tensor
     """Log-probabilities after all changes."""
 
 
-def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision: str) -> Split:
+def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision: str) -> MismatchSplit:
     """
     Args:
         trainer_M: log-probabilities of the trainer's own pass.
@@ -135,7 +144,9 @@ def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision:
     """
     tokens = scorer.tokens
     total = divergence(trainer_M, tokens.rollout_M, tokens.row_M)
-    as_run = Setting(lag=None, precision=precision, routes=stated.routes, sampling=stated.sampling, sets=stated.sets)
+    as_run = ScoreSetting(
+        lag=None, precision=precision, routes=stated.routes, sampling=stated.sampling, sets=stated.sets
+    )
     floor = noise_floor(scorer, as_run, stated)
     search = _Search(scorer, stated, total.kl, floor)
     at = find_trainer(scorer, stated, as_run, trainer_M, enough=max(floor, SMALL_SHARE * total.kl))
@@ -148,7 +159,7 @@ def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision:
         parts.append(search.part(change.cause, change.text, change.setting, left, is_stated=change.is_stated))
         at, left = change.setting, search.kl(change.setting)
     parts.append(search.rest(at, left))
-    return Split(
+    return MismatchSplit(
         total=total,
         floor=floor,
         trainer=trainer,
@@ -157,7 +168,7 @@ def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision:
     )
 
 
-def noise_floor(scorer: Scorer, as_run: Setting, stated: Stated) -> float:
+def noise_floor(scorer: Scorer, as_run: ScoreSetting, stated: Stated) -> float:
     """Return the KL of one model against itself: rows one by one against rows of one length together.
 
     Where both sides compute in the same low precision, also what that gives against float32.
@@ -172,14 +183,16 @@ def noise_floor(scorer: Scorer, as_run: Setting, stated: Stated) -> float:
     return floor
 
 
-def find_trainer(scorer: Scorer, stated: Stated, as_run: Setting, trainer_M: torch.Tensor, *, enough: float) -> Setting:
+def find_trainer(
+    scorer: Scorer, stated: Stated, as_run: ScoreSetting, trainer_M: torch.Tensor, *, enough: float
+) -> ScoreSetting:
     """Find the setting under which the trainer has scored: as the config says, unless its own numbers say otherwise.
 
     Args:
         enough: KL to the trainer's numbers at which the config is believed.
     """
 
-    def apart(settings: Sequence[Setting]) -> list[float]:
+    def apart(settings: Sequence[ScoreSetting]) -> list[float]:
         scored = scorer.logprobs(*settings)
         return [divergence(one, trainer_M, scorer.tokens.row_M).kl for one in scored]
 
@@ -209,12 +222,12 @@ def find_trainer(scorer: Scorer, stated: Stated, as_run: Setting, trainer_M: tor
 
 
 def _nearest(
-    settings: Sequence[Setting], apart: Callable[[Sequence[Setting]], Sequence[float]]
-) -> tuple[Setting, float]:
+    settings: Sequence[ScoreSetting], apart: Callable[[Sequence[ScoreSetting]], Sequence[float]]
+) -> tuple[ScoreSetting, float]:
     return min(zip(settings, apart(settings), strict=True), key=lambda pair: pair[1])
 
 
-def named_first(parts: Sequence[Part]) -> Part:
+def named_first(parts: Sequence[MismatchPart]) -> MismatchPart:
     """Return the cause with the largest part; what it has in several steps counts together."""
     causes = {part.cause: [other for other in parts if other.cause == part.cause] for part in parts}
     largest = max(causes.values(), key=lambda of_cause: sum(part.kl for part in of_cause))
@@ -230,19 +243,21 @@ class _Search:
         self._tried: set[Cause] = set()
         """Supposed and taken: none is taken twice, so the search ends."""
 
-    def kl(self, setting: Setting) -> float:
+    def kl(self, setting: ScoreSetting) -> float:
         """Left under a setting."""
         return self._kls([setting])[0]
 
-    def part(self, cause: Cause, what: str, after: Setting, before: float, *, is_stated: bool = True) -> Part:
+    def part(
+        self, cause: Cause, what: str, after: ScoreSetting, before: float, *, is_stated: bool = True
+    ) -> MismatchPart:
         """Return the part of a change to the setting `after`."""
         removed = before - self.kl(after)
-        return Part(cause=cause, what=what, kl=removed, share=self._share(removed), is_stated=is_stated)
+        return MismatchPart(cause=cause, what=what, kl=removed, share=self._share(removed), is_stated=is_stated)
 
-    def rest(self, at: Setting, left: float) -> Part:
+    def rest(self, at: ScoreSetting, left: float) -> MismatchPart:
         """Return the part that no change has removed."""
         is_rounding = left <= self.rounding(at)
-        return Part(
+        return MismatchPart(
             cause="precision" if is_rounding else "engine",
             what=f"the rest is of the size of {at.precision}'s own rounding" if is_rounding else UNEXPLAINED,
             kl=left,
@@ -250,14 +265,14 @@ class _Search:
             is_stated=False,
         )
 
-    def rounding(self, at: Setting) -> float:
+    def rounding(self, at: ScoreSetting) -> float:
         """Return the KL of a low precision against float32: decoding rounds elsewhere than a pass over whole rows."""
         if at.precision == EXACT:
             return 0.0
         low, exact = self._scorer.logprobs(at, replace(at, precision=EXACT))
         return divergence(exact, low, self._scorer.tokens.row_M).kl
 
-    def best(self, at: Setting, left: float) -> Change | None:
+    def best(self, at: ScoreSetting, left: float) -> SettingChange | None:
         """Return the change that removes most; None where none removes enough."""
         stated = self._stated
         changes = stated_changes(at, stated, is_lagging=self._scorer.is_lagging)
@@ -278,8 +293,8 @@ class _Search:
         return self._chosen(said, min(believed, key=lambda pair: pair[1], default=None), left)
 
     def _chosen(
-        self, said: tuple[Change, float] | None, supposed: tuple[Change, float] | None, left: float
-    ) -> Change | None:
+        self, said: tuple[SettingChange, float] | None, supposed: tuple[SettingChange, float] | None, left: float
+    ) -> SettingChange | None:
         if said is not None and left - said[1] < max(SMALL_SHARE * self._total, self._floor):
             said = None
         # A supposition must explain clearly more than what the run says itself.
@@ -290,7 +305,9 @@ class _Search:
         self._tried.add(supposed[0].cause)
         return supposed[0]
 
-    def _fits(self, at: Setting, left: float, changes: Sequence[Change]) -> list[tuple[Change, float] | None]:
+    def _fits(
+        self, at: ScoreSetting, left: float, changes: Sequence[SettingChange]
+    ) -> list[tuple[SettingChange, float] | None]:
         # Samplings share their forward passes, so they are scored in one call.
         self._kls([change.setting for change in changes if change.setting.passes == at.passes])
         found = []
@@ -300,7 +317,9 @@ class _Search:
                 break
         return found
 
-    def _fit(self, at: Setting, left: float, changes: Sequence[Change]) -> tuple[Change, float] | None:
+    def _fit(
+        self, at: ScoreSetting, left: float, changes: Sequence[SettingChange]
+    ) -> tuple[SettingChange, float] | None:
         found = self._least(changes)
         if found is None or (found[0].cause == "rope" and found[1] > (1 - WORTH_SHARE) * left):
             return found
@@ -308,11 +327,11 @@ class _Search:
         best = refined(found[0], at, lambda tried: self._kls([one.setting for one in tried]), enough=enough)
         return best, self.kl(best.setting)
 
-    def _least(self, changes: Sequence[Change]) -> tuple[Change, float] | None:
+    def _least(self, changes: Sequence[SettingChange]) -> tuple[SettingChange, float] | None:
         kls = self._kls([change.setting for change in changes])
         return min(zip(changes, kls, strict=True), key=lambda pair: pair[1], default=None)
 
-    def _kls(self, settings: Sequence[Setting]) -> list[float]:
+    def _kls(self, settings: Sequence[ScoreSetting]) -> list[float]:
         tokens = self._scorer.tokens
         scored = self._scorer.logprobs(*settings)
         return [divergence(one, tokens.rollout_M, tokens.row_M).kl for one in scored]
@@ -321,7 +340,7 @@ class _Search:
         return kl / self._total if self._total else 0.0
 
 
-def _is_believed(supposed: tuple[Change, float], left: float) -> bool:
+def _is_believed(supposed: tuple[SettingChange, float], left: float) -> bool:
     """
     Args:
         supposed: with the KL that it leaves.

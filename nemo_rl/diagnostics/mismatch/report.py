@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from nemo_rl.diagnostics.mismatch.parts import Divergence, Part, named_first
+from nemo_rl.diagnostics.mismatch.parts import MismatchPart, TokenDivergence, named_first
 from nemo_rl.diagnostics.mismatch.setting import CAUSES, Cause
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.diagnostics.verdict import Verdict
@@ -142,12 +142,12 @@ class MismatchReport:
     run: str
     step: int
     num_rows: int
-    total: Divergence
+    total: TokenDivergence
     floor: float
     """Nats per token, below which a KL is noise."""
     trainer: str
     """The trainer's way of scoring, by its own numbers."""
-    parts: tuple[Part, ...]
+    parts: tuple[MismatchPart, ...]
     evidence: Evidence
     """Evidence of the rest."""
     far: tuple[FarToken, ...]
@@ -155,7 +155,7 @@ class MismatchReport:
     seconds: float
 
     @property
-    def first(self) -> Part | None:
+    def first(self) -> MismatchPart | None:
         """The cause that is named first; None for a total within noise."""
         return None if self.total.kl <= self.floor else named_first(self.parts)
 
@@ -192,7 +192,7 @@ class MismatchReport:
             "verdict": self.verdict.label,
         }
 
-    def _causes(self, first: Part) -> Iterator[str]:
+    def _causes(self, first: MismatchPart) -> Iterator[str]:
         yield f"  {'cause':<42} {'part':>11} {'share':>7}  changed"
         for part in [*sorted(self.parts[:-1], key=lambda part: -part.kl), self.parts[-1]]:
             yield f"  {CAUSES[part.cause]:<42} {part.kl:>11.4g} {part.share:>7.1%}  {part.what}"

@@ -1,4 +1,4 @@
-"""`Scorer`: the rows of a step under any `Setting`, by the Hugging Face model in this process.
+"""`Scorer`: the rows of a step under any `ScoreSetting`, by the Hugging Face model in this process.
 
 Rows of one length make a pass: nothing is packed or padded. Invariant: a setting is scored once. Shapes: n rows of a
 pass, N all rows, T tokens, M sampled tokens, V vocabulary.
@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.diagnostics.mismatch.progress import Progress
-from nemo_rl.diagnostics.mismatch.setting import Cut, Setting
+from nemo_rl.diagnostics.mismatch.setting import Cut, ScoreSetting
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.distributed.local_job import quiet_libraries
 from nemo_rl.models.hf_modules import HFRouters
@@ -63,7 +63,7 @@ RoutesOf = Callable[[RouteShape], torch.Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Scored:
+class _ScoredTokens:
     """The wanted tokens of one forward pass."""
 
     row_m: torch.Tensor
@@ -89,7 +89,7 @@ class Scorer:
         folders: Mapping[int, Path],
         *,
         version: int,
-        engine: Setting,
+        engine: ScoreSetting,
         routes_of: RoutesOf | None = None,
         device: torch.device | str = "cpu",
         progress: Progress | None = None,
@@ -121,13 +121,13 @@ class Scorer:
         """Return whether the weights of every row are there."""
         return all(version in self._folders for version in self._versions(lag))
 
-    def has_rope(self, setting: Setting) -> bool:
+    def has_rope(self, setting: ScoreSetting) -> bool:
         """Return whether the model has rotary embeddings that can be changed."""
         return has_rope(self._model(self._versions(setting.lag)[0], setting.precision)[0])
 
-    def logprobs(self, *settings: Setting) -> list[torch.Tensor]:
+    def logprobs(self, *settings: ScoreSetting) -> list[torch.Tensor]:
         """Return `[M]` float32 of each; NaN where a shifted token has no counterpart."""
-        by_passes: dict[tuple[object, ...], list[Setting]] = {}
+        by_passes: dict[tuple[object, ...], list[ScoreSetting]] = {}
         for setting in settings:
             if (setting.passes, setting.cut) not in self._scored:
                 by_passes.setdefault(setting.passes, []).append(setting)
@@ -139,7 +139,7 @@ class Scorer:
                 self._scored[passes, cut] = scored_NT
         return [self._placed(self._scored[setting.passes, setting.cut], setting.shift) for setting in settings]
 
-    def one_by_one(self, setting: Setting, *, num_rows: int) -> torch.Tensor:
+    def one_by_one(self, setting: ScoreSetting, *, num_rows: int) -> torch.Tensor:
         """Score the first rows like `logprobs`, each in a pass of its own; the others are NaN."""
         rows = range(min(num_rows, len(self.tokens.rows)))
         self._progress.begin("measuring the noise, rows scored", total=len(rows))
@@ -165,7 +165,7 @@ class Scorer:
 
     @torch.inference_mode()
     def _score(
-        self, setting: Setting, cuts: Sequence[Cut], *, groups: Sequence[Sequence[int]] | None = None
+        self, setting: ScoreSetting, cuts: Sequence[Cut], *, groups: Sequence[Sequence[int]] | None = None
     ) -> list[torch.Tensor]:
         """Return `[N, T]` for each cut, NaN where nothing is wanted."""
         found = [torch.full(self.tokens.ids_NT.shape, float("nan")) for _ in cuts]
@@ -182,8 +182,8 @@ class Scorer:
         return found
 
     def _passes(
-        self, setting: Setting, wanted_NT: torch.Tensor, groups: Sequence[Sequence[int]] | None = None
-    ) -> Iterator[_Scored]:
+        self, setting: ScoreSetting, wanted_NT: torch.Tensor, groups: Sequence[Sequence[int]] | None = None
+    ) -> Iterator[_ScoredTokens]:
         """Yield the logits of the wanted tokens, pass by pass; a row is in one pass."""
         ids_NT = self.tokens.ids_NT
         versions = self._versions(setting.lag)
@@ -200,7 +200,7 @@ class Scorer:
                         logits_nTV = model(ids_NT[index, :length].to(self._device), use_cache=False).logits
                     self._progress.advance(len(of_version))
                     place_m, column_m = wanted_NT[index, :length].nonzero(as_tuple=True)
-                    yield _Scored(
+                    yield _ScoredTokens(
                         row_m=index[place_m],
                         column_m=column_m,
                         target_m=ids_NT[index[place_m], column_m].to(self._device),
@@ -227,7 +227,7 @@ class Scorer:
         rows = recorder.rows(len(self.tokens.rows))
         self._support_NS = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
-    def _kept(self, scored: _Scored) -> KeptSets:
+    def _kept(self, scored: _ScoredTokens) -> KeptSets:
         """Return the sets of what was sampled; other tokens have an empty list."""
         assert self._support_NS is not None, "they are found before a pass"
         rows = scored.row_m.unique()
@@ -272,7 +272,7 @@ class Scorer:
         return found
 
     def _routing(
-        self, routers: HFRouters | None, setting: Setting, index: torch.Tensor, length: int
+        self, routers: HFRouters | None, setting: ScoreSetting, index: torch.Tensor, length: int
     ) -> AbstractContextManager[None]:
         if routers is None or setting.routes == "own":
             return nullcontext()

@@ -1,7 +1,8 @@
-"""`Setting`: everything that decides the log-probability of a given token, as one of the two sides may have had it.
+"""`ScoreSetting`: everything that decides the log-probability of a given token, as one of the two sides may have had
+it.
 
-The hypotheses on the engine are `Change`s of a setting, and the fits of those that are numbers; the greedy search
-(`parts`) calls them. Invariant: a change names one cause and changes one field of the setting.
+The hypotheses on the engine are `SettingChange`s of a setting, and the fits of those that are numbers; the greedy
+search (`parts`) calls them. Invariant: a change names one cause and changes one field of the setting.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from nemo_rl.models.logprobs import Sampling
 __all__ = [
     "CAUSES",
     "Cause",
-    "Change",
     "Cut",
     "Routes",
+    "ScoreSetting",
     "Sets",
-    "Setting",
+    "SettingChange",
     "Stated",
     "refined",
     "sampling_changes",
@@ -58,12 +59,12 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class ScoreSetting:
     """The settings under which rows are scored.
 
     Example:
         >>> from dataclasses import replace
-        >>> setting = Setting(lag=None, precision="float32", routes="own", sampling=Sampling())
+        >>> setting = ScoreSetting(lag=None, precision="float32", routes="own", sampling=Sampling())
         >>> setting.passes == replace(setting, sampling=Sampling(top_p=0.9)).passes
         True
     """
@@ -92,13 +93,13 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class SettingChange:
     """One step from the trainer's setting towards the engine's."""
 
     cause: Cause
     text: str
     """The change in words, from -> to."""
-    setting: Setting
+    setting: ScoreSetting
     is_stated: bool
     """True where config and tags say it of the engine; else it is a supposition."""
 
@@ -130,25 +131,27 @@ class Stated:
     """The rollout's sets were kept."""
 
 
-def stated_changes(at: Setting, stated: Stated, *, is_lagging: bool) -> list[Change]:
+def stated_changes(at: ScoreSetting, stated: Stated, *, is_lagging: bool) -> list[SettingChange]:
     """Towards what the run says of its engine.
 
     Args:
         is_lagging: the tags name other weights than the trainer's.
     """
     found = [
-        Change(cause=cause, text=f"{text} (as configured)", setting=replace(at, sampling=sampling), is_stated=True)
+        SettingChange(
+            cause=cause, text=f"{text} (as configured)", setting=replace(at, sampling=sampling), is_stated=True
+        )
         for cause, text, sampling in _towards(at.sampling, stated.sampling)
     ]
     found += _sets(at, stated)
     if is_lagging and at.lag is None:
         lagging = replace(at, lag=0)
         text = "the trainer's weights -> those that each row is tagged with"
-        found.append(Change(cause="weights", text=text, setting=lagging, is_stated=True))
+        found.append(SettingChange(cause="weights", text=text, setting=lagging, is_stated=True))
     if at.precision != stated.precision:
         text = f"{at.precision} -> {stated.precision} (as configured)"
         found.append(
-            Change(cause="precision", text=text, setting=replace(at, precision=stated.precision), is_stated=True)
+            SettingChange(cause="precision", text=text, setting=replace(at, precision=stated.precision), is_stated=True)
         )
     if at.routes != stated.routes:
         found.append(_routes(at, stated.routes, is_stated=True))
@@ -156,32 +159,36 @@ def stated_changes(at: Setting, stated: Stated, *, is_lagging: bool) -> list[Cha
 
 
 def supposed_changes(
-    at: Setting, stated: Stated, *, has_weights: Callable[[int], bool], has_rope: bool
-) -> list[Change]:
+    at: ScoreSetting, stated: Stated, *, has_weights: Callable[[int], bool], has_rope: bool
+) -> list[SettingChange]:
     """Return the changes that nothing in the run states."""
     found = []
     lag = at.lag or 0
     for other in (-1, 1):
         if has_weights(lag + other):
             text = f"weights {_versions(lag)} -> {_versions(lag + other)}"
-            found.append(Change(cause="weights", text=text, setting=replace(at, lag=lag + other), is_stated=False))
+            found.append(
+                SettingChange(cause="weights", text=text, setting=replace(at, lag=lag + other), is_stated=False)
+            )
     for precision in PRECISIONS:
         if precision not in (at.precision, stated.precision):
             text = f"{at.precision} -> {precision}, against the config"
             found.append(
-                Change(cause="precision", text=text, setting=replace(at, precision=precision), is_stated=False)
+                SettingChange(cause="precision", text=text, setting=replace(at, precision=precision), is_stated=False)
             )
     if stated.can_replay and at.routes == stated.routes:
         found.append(_routes(at, "own" if at.routes == "replayed" else "replayed", is_stated=False))
     for shift in (-1, 1):
         text = f"each token -> the one {'before' if shift > 0 else 'behind'} it"
-        found.append(Change(cause="shift", text=text, setting=replace(at, shift=at.shift + shift), is_stated=False))
+        found.append(
+            SettingChange(cause="shift", text=text, setting=replace(at, shift=at.shift + shift), is_stated=False)
+        )
     if has_rope:
         found += [_rope(at, factor) for factor in ROPE_FACTORS]
     return [*found, *sampling_changes(at)]
 
 
-def sampling_changes(at: Setting) -> list[Change]:
+def sampling_changes(at: ScoreSetting) -> list[SettingChange]:
     """Return other samplings around the present one."""
     now = at.sampling
     samplings: list[tuple[Cause, Sampling]] = [
@@ -192,7 +199,9 @@ def sampling_changes(at: Setting) -> list[Change]:
     return [_sampling(at, cause, sampling) for cause, sampling in samplings]
 
 
-def refined(best: Change, at: Setting, cost: Callable[[Sequence[Change]], Sequence[float]], *, enough: float) -> Change:
+def refined(
+    best: SettingChange, at: ScoreSetting, cost: Callable[[Sequence[SettingChange]], Sequence[float]], *, enough: float
+) -> SettingChange:
     """Return a change of a number, nearer to where the cost is least; another change as it is.
 
     Args:
@@ -216,7 +225,7 @@ def refined(best: Change, at: Setting, cost: Callable[[Sequence[Change]], Sequen
     return best
 
 
-def _moved(best: Change, at: Setting, by: float) -> Change | None:
+def _moved(best: SettingChange, at: ScoreSetting, by: float) -> SettingChange | None:
     sampling = best.setting.sampling
     if best.cause == "rope":
         return _rope(at, best.setting.rope / at.rope * math.exp(by))
@@ -226,7 +235,7 @@ def _moved(best: Change, at: Setting, by: float) -> Change | None:
     return _sampling(at, "top_p", replace(sampling, top_p=top_p)) if 0 < top_p < 1 else None
 
 
-def _sets(at: Setting, stated: Stated) -> list[Change]:
+def _sets(at: ScoreSetting, stated: Stated) -> list[SettingChange]:
     """Return changes to the engine's sets, which a trainer without recorded sets cannot know."""
     if at.sets == "engine" or not at.sampling.has_filter or _filter(at.sampling) != _filter(stated.sampling):
         return []
@@ -234,7 +243,7 @@ def _sets(at: Setting, stated: Stated) -> list[Change]:
     cut += [] if at.sampling.top_k is None else [f"top-k {at.sampling.top_k}"]
     engines = "that the rollout recorded" if stated.has_sets else "of the engine's weights"
     text = f"{' and '.join(cut)} without recorded sets: the trainer's own sets -> those {engines}"
-    return [Change(cause="sets", text=text, setting=replace(at, sets="engine"), is_stated=True)]
+    return [SettingChange(cause="sets", text=text, setting=replace(at, sets="engine"), is_stated=True)]
 
 
 def _filter(sampling: Sampling) -> tuple[int | None, float]:
@@ -253,21 +262,21 @@ def _towards(now: Sampling, wanted: Sampling) -> list[tuple[Cause, str, Sampling
     return found
 
 
-def _sampling(at: Setting, cause: Cause, sampling: Sampling) -> Change:
+def _sampling(at: ScoreSetting, cause: Cause, sampling: Sampling) -> SettingChange:
     text = "; ".join(text for _, text, _ in _towards(at.sampling, sampling))
     setting = replace(at, sampling=sampling)
-    return Change(cause=cause, text=f"{text}, fitted", setting=setting, is_stated=False)
+    return SettingChange(cause=cause, text=f"{text}, fitted", setting=setting, is_stated=False)
 
 
-def _rope(at: Setting, factor: float) -> Change:
+def _rope(at: ScoreSetting, factor: float) -> SettingChange:
     setting = replace(at, rope=at.rope * factor)
-    return Change(cause="rope", text=f"base x {setting.rope:.4g}, fitted", setting=setting, is_stated=False)
+    return SettingChange(cause="rope", text=f"base x {setting.rope:.4g}, fitted", setting=setting, is_stated=False)
 
 
-def _routes(at: Setting, routes: Routes, *, is_stated: bool) -> Change:
+def _routes(at: ScoreSetting, routes: Routes, *, is_stated: bool) -> SettingChange:
     words = {"own": "the trainer's own", "replayed": "those that the rollout recorded"}
     text = f"{words[at.routes]} -> {words[routes]}"
-    return Change(cause="routes", text=text, setting=replace(at, routes=routes), is_stated=is_stated)
+    return SettingChange(cause="routes", text=text, setting=replace(at, routes=routes), is_stated=is_stated)
 
 
 def _versions(lag: int) -> str:

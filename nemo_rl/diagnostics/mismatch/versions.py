@@ -16,7 +16,7 @@ from nemo_rl.algorithms.kept_steps.record import StepStatus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
-from nemo_rl.diagnostics.step_replay.chain import Chain, ChainLink, checkpoints_of, find_chain, read_link
+from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayChain, checkpoints_of, find_chain, read_link
 from nemo_rl.diagnostics.step_replay.columns import KeptColumns
 from nemo_rl.diagnostics.step_replay.rank import RankJob, ReplayRank, replay_rank
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
@@ -70,7 +70,9 @@ def find_versions(
     needed = {trainer, *tokens.versions}
     around = {version + by for version in tokens.versions for by in (-1, 1) if 0 <= version + by <= trainer}
     wants_pass = tokens.trainer_M is None
-    plan = _Plan(request=request, target=target, checkpoints=checkpoints, settings=settings, wants_pass=wants_pass)
+    plan = _ReplayPlan(
+        request=request, target=target, checkpoints=checkpoints, settings=settings, wants_pass=wants_pass
+    )
     notes: list[str] = []
     missing = (needed | around) - here.keys()
     try:
@@ -114,7 +116,7 @@ class _Keep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Plan:
+class _ReplayPlan:
     """The steps that have to be replayed."""
 
     request: ReplayRequest
@@ -123,12 +125,12 @@ class _Plan:
     settings: ReplaySettings
     wants_pass: bool
 
-    def chain(self, missing: Collection[int]) -> Chain | None:
+    def chain(self, missing: Collection[int]) -> ReplayChain | None:
         """Return the steps from before the first missing version to the last one; None where nothing is to be run."""
         trainer = self.target.step.policy_version
         if not missing:
             loaded = next((found for found in self.checkpoints if found.step == trainer), None)
-            return Chain(links=(), checkpoint=loaded, with_optimizer=False) if self.wants_pass else None
+            return ReplayChain(links=(), checkpoint=loaded, with_optimizer=False) if self.wants_pass else None
         start = self._to(min(missing))
         links = list(start.links)
         for number in range(min(missing) + 1, (trainer if self.wants_pass else max(missing)) + 1):
@@ -136,19 +138,19 @@ class _Plan:
         unfinished = [link.step.number for link in links if link.step.status is not StepStatus.COMPLETE]
         if unfinished:
             raise ReplayProblem(f"step {name_some(unfinished)} did not end", verdict=Verdict.INCOMPLETE)
-        return Chain(links=tuple(links), checkpoint=start.checkpoint, with_optimizer=start.with_optimizer)
+        return ReplayChain(links=tuple(links), checkpoint=start.checkpoint, with_optimizer=start.with_optimizer)
 
     def target_pass(self) -> StepWork | None:
         """Return the step whose pass is run again."""
         return make_work(self.target, self.settings, only=self.request.rows) if self.wants_pass else None
 
-    def _to(self, number: int) -> Chain:
+    def _to(self, number: int) -> ReplayChain:
         read_link(self.request.run, number)
         reads_optimizer = not self.settings.is_other_worker
         return find_chain(self.request.run, number, self.checkpoints, reads_optimizer=reads_optimizer)
 
 
-def _begin_replay(chain: Chain, scratch: Path, progress: Progress) -> None:
+def _begin_replay(chain: ReplayChain, scratch: Path, progress: Progress) -> None:
     steps = [link.step.number for link in chain.links]
     what = f"replaying steps {name_some(steps)} for their weights" if steps else "running the trainer's pass again"
 
@@ -159,7 +161,7 @@ def _begin_replay(chain: Chain, scratch: Path, progress: Progress) -> None:
     progress.begin(what, total=len(steps), count=count)
 
 
-def _replay(chain: Chain, settings: ReplaySettings, keep: _Keep) -> None:
+def _replay(chain: ReplayChain, settings: ReplaySettings, keep: _Keep) -> None:
     run = chain.links[-1].step.run if chain.links else None
     job = RankJob(
         settings=settings,

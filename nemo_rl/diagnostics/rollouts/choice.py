@@ -11,14 +11,14 @@ from nemo_rl.errors import UserError, name_some
 from nemo_rl.utils.console import printable
 from nemo_rl.utils.rollout_file import ROLLOUTS, rollout_path, steps_with_rollouts
 
-__all__ = ["Group", "ShownRollouts", "choose_rollouts"]
+__all__ = ["ShownGroup", "ShownRollouts", "choose_rollouts"]
 
 NAME_SHOWN = 80
 """Characters of a group's name in a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class ShownGroup:
     """Rows of one prompt."""
 
     uid: str
@@ -47,7 +47,7 @@ class ShownRollouts:
 
     run: Path
     steps: tuple[int, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[ShownGroup, ...]
     num_rows: int
     """Rows of the files, shown or not."""
 
@@ -90,7 +90,7 @@ def choose_rollouts(
     return ShownRollouts(run=run, steps=wanted, groups=tuple(groups), num_rows=num_rows)
 
 
-def _of_step(run: Path, step: int, *, group: str | None, limit: int | None) -> tuple[list[Group], int]:
+def _of_step(run: Path, step: int, *, group: str | None, limit: int | None) -> tuple[list[ShownGroup], int]:
     """Return the wanted groups of a step, and how many rows its file has."""
     path = rollout_path(run, step)
     rows = read_rows(path)
@@ -102,7 +102,7 @@ def _of_step(run: Path, step: int, *, group: str | None, limit: int | None) -> t
     for uid, members in groupby(rows, key=lambda row: row.group):
         of_group = tuple(members)
         if uid in wanted and left > 0:
-            groups.append(Group(uid=uid, step=step, rows=of_group[:left], num_rows=len(of_group)))
+            groups.append(ShownGroup(uid=uid, step=step, rows=of_group[:left], num_rows=len(of_group)))
             left -= len(groups[-1].rows)
     return groups, len(rows)
 

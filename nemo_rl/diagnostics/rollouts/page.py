@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import fmean
 
 from nemo_rl.diagnostics.compare.markup import Markup, tag
-from nemo_rl.diagnostics.rollouts.choice import Group, ShownRollouts
+from nemo_rl.diagnostics.rollouts.choice import ShownGroup, ShownRollouts
 from nemo_rl.diagnostics.rollouts.row import (
     BOUNDS,
     Grade,
-    Piece,
     RolloutRow,
     RowTokens,
+    TokenPiece,
     difference_text,
     pieces_of,
     shared_reason,
@@ -154,7 +154,7 @@ def _filters(shown: ShownRollouts) -> Markup:
     )
 
 
-def _group(group: Group, *, of_step: bool, is_said: bool) -> Markup:
+def _group(group: ShownGroup, *, of_step: bool, is_said: bool) -> Markup:
     """
     Args:
         of_step: the page has several steps.
@@ -204,7 +204,7 @@ def _tokens(tokens: RowTokens) -> Iterator[Markup]:
         yield tag("span", {"class": shade, "title": said}, _visible(piece))
 
 
-def _visible(piece: Piece) -> str:
+def _visible(piece: TokenPiece) -> str:
     """Spell out line feeds, so that each is seen before it acts."""
     return _lines(piece.text).replace("\n", "\\n\n")
 

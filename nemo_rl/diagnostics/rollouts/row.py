@@ -1,8 +1,8 @@
 """`RolloutRow`: one row of readable rollouts, as `rollouts/step_N.jsonl` has it, and the pieces of its text.
 
-A line without tokens is a row all the same: files of earlier versions have texts, reward and advantage alone. A `Piece`
-is the smallest part of a row's text that can have a colour: a token, or the tokens that make up one character, which
-are as far apart as the worst of them.
+A line without tokens is a row all the same: files of earlier versions have texts, reward and advantage alone. A
+`TokenPiece` is the smallest part of a row's text that can have a colour: a token, or the tokens that make up one
+character, which are as far apart as the worst of them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from nemo_rl.utils.console import printable
 __all__ = [
     "BOUNDS",
     "Grade",
-    "Piece",
     "RolloutRow",
     "RowTokens",
+    "TokenPiece",
     "difference_text",
     "grade_of",
     "legend",
@@ -199,7 +199,7 @@ class Grade(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TokenPiece:
     """Text of one token, or of the tokens of one character."""
 
     text: str
@@ -220,7 +220,7 @@ def grade_of(difference: float | None) -> Grade | None:
     return Grade(sum(abs(difference) > bound for bound in BOUNDS))
 
 
-def pieces_of(tokens: RowTokens) -> Iterator[Piece]:
+def pieces_of(tokens: RowTokens) -> Iterator[TokenPiece]:
     """Yield the response of a row: from the first token that is trained to its end."""
     waiting: list[int] = []
     last = len(tokens.ids) - 1
@@ -229,7 +229,7 @@ def pieces_of(tokens: RowTokens) -> Iterator[Piece]:
         if tokens.texts[at] == "" and at < last:
             continue
         grades = [grade for place in waiting if (grade := grade_of(tokens.difference(place))) is not None]
-        yield Piece(
+        yield TokenPiece(
             text=tokens.texts[at],
             is_masked=not any(tokens.mask[place] for place in waiting),
             grade=max(grades, default=None),

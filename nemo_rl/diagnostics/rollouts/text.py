@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
-from nemo_rl.diagnostics.rollouts.choice import Group, ShownRollouts
-from nemo_rl.diagnostics.rollouts.row import Grade, Piece, RolloutRow, difference_text, legend, pieces_of, signed
+from nemo_rl.diagnostics.rollouts.choice import ShownGroup, ShownRollouts
+from nemo_rl.diagnostics.rollouts.row import Grade, RolloutRow, TokenPiece, difference_text, legend, pieces_of, signed
 from nemo_rl.utils.console import printable
 
 __all__ = ["rollout_lines"]
@@ -36,7 +36,7 @@ def rollout_lines(shown: ShownRollouts, *, width: int) -> Iterator[Text]:
         yield from _group_lines(group, width, of_step=f" of step {group.step}" if len(shown.steps) > 1 else "")
 
 
-def _group_lines(group: Group, width: int, *, of_step: str) -> Iterator[Text]:
+def _group_lines(group: ShownGroup, width: int, *, of_step: str) -> Iterator[Text]:
     yield from _words([f"group {_plain(group.uid)}{of_step}:", *_listed(group.summary())], width, style=WORD)
     yield from _words(difference_text(group.rows).split(" "), width, indent="  ")
     prompts = dict.fromkeys(row.prompt for row in group.rows)
@@ -67,7 +67,7 @@ def _row_lines(row: RolloutRow, width: int) -> Iterator[Text]:
     yield from _folded([_drawn(piece, is_left_out=is_left_out) for piece in pieces_of(row.tokens)], width)
 
 
-def _drawn(piece: Piece, *, is_left_out: bool) -> tuple[str, str, str]:
+def _drawn(piece: TokenPiece, *, is_left_out: bool) -> tuple[str, str, str]:
     """Return text, style and mark."""
     if piece.is_masked:
         return piece.text, MASKED, "-"

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_rl.diagnostics.route_chain.compare import Comparison, compare, guess
-from nemo_rl.diagnostics.route_chain.coverage import Coverage, Gap
-from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, Sample, named_layers, observe, read_sample
+from nemo_rl.diagnostics.route_chain.compare import RouteComparison, compare, guess
+from nemo_rl.diagnostics.route_chain.coverage import Gap, TraceCoverage
+from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, RolloutSample, named_layers, observe, read_sample
 from nemo_rl.diagnostics.route_chain.records import Trace, read_trace
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError, name_some
@@ -122,19 +122,19 @@ def verify_trace(folder: Path, *, require_forward_verify: bool = False, require_
     if not folder.is_dir():
         raise UserError(f"{folder} is not a directory; pass NRL_R3_TRACE_DIR of a run with NRL_R3_TRACE=1")
     trace = read_trace(folder)
-    check = _Check(trace)
+    check = _TraceCheck(trace)
     for seen in observe(trace, trace.damaged):
         check.add(seen)
     return check.report(require_forward_verify=require_forward_verify, require_cp_identity=require_cp_identity)
 
 
-class _Check:
+class _TraceCheck:
     """Everything that the observations of a trace add up to."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.samples: dict[str, Sample] = {}
-        self.first_bad: Comparison | None = None
+        self.samples: dict[str, RolloutSample] = {}
+        self.first_bad: RouteComparison | None = None
         self.bad_records: Counter[Hop] = Counter()
         self.twice: Mismatch | None = None
         self.compared: Counter[tuple[Hop, str]] = Counter()
@@ -151,9 +151,9 @@ class _Check:
                 trace.damaged.append(f"{record.where}: a rollout of {record.fields.get('key')!r} without routes")
             else:
                 self._add_sample(sample)
-        self.coverage = Coverage(trace, self.samples)
+        self.coverage = TraceCoverage(trace, self.samples)
 
-    def _add_sample(self, sample: Sample) -> None:
+    def _add_sample(self, sample: RolloutSample) -> None:
         first = self.samples.setdefault(sample.key, sample)
         if first.layers == sample.layers and np.array_equal(first.digests, sample.digests):
             return
@@ -237,7 +237,7 @@ class _Check:
         return notes
 
 
-def _order(found: Comparison) -> tuple[int, Hop, float]:
+def _order(found: RouteComparison) -> tuple[int, Hop, float]:
     """Causal: what a step has spoiled cannot be the fault of a later hop or step."""
     return found.seen.step, found.seen.hop, found.seen.record.time
 
@@ -246,7 +246,7 @@ def _same_width(rows: list[np.ndarray]) -> bool:
     return len({row.shape[1] for row in rows}) == 1
 
 
-def _mismatch(found: Comparison, samples: Mapping[str, Sample]) -> Mismatch:
+def _mismatch(found: RouteComparison, samples: Mapping[str, RolloutSample]) -> Mismatch:
     seen, place = found.seen, found.first
     is_token = found.kind == "tokens"
     layer = None if is_token else seen.layers[place.column]
@@ -282,7 +282,7 @@ def _shown(value: np.int64, is_token: bool) -> list[int] | str:
     return [int(value)] if is_token else f"digest {int(value) & (1 << 64) - 1:016x}"
 
 
-def _rolled_out_twice(first: Sample, second: Sample) -> Mismatch:
+def _rolled_out_twice(first: RolloutSample, second: RolloutSample) -> Mismatch:
     """Return one key with two sets of routes: nothing after it can be judged."""
     return Mismatch(
         hop=Hop.ROLLOUT.name.lower(),

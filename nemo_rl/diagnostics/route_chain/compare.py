@@ -14,15 +14,15 @@ from typing import Literal
 
 import numpy as np
 
-from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, Sample, digest_of
+from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, RolloutSample, digest_of
 
-__all__ = ["Comparison", "Place", "compare", "guess", "lookup"]
+__all__ = ["DifferencePlace", "RouteComparison", "compare", "guess", "lookup"]
 
 Kind = Literal["tokens", "routes"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class DifferencePlace:
     """The place of the first difference."""
 
     slot: int
@@ -33,7 +33,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class RouteComparison:
     """The content of an observation, that of the rollout at the same places, and where they differ."""
 
     seen: Observation
@@ -50,13 +50,13 @@ class Comparison:
     """Compared places at which the rollout has a route."""
 
     @property
-    def first(self) -> Place:
+    def first(self) -> DifferencePlace:
         """The first position of the first sample that differs."""
         bad = self.is_bad.any(axis=1)
         owner = self.seen.key_index[int(bad.argmax())]
         slots = np.flatnonzero(bad & (self.seen.key_index == owner))
         slot = int(slots[self.seen.positions[slots].argmin()])
-        return Place(
+        return DifferencePlace(
             slot=slot,
             key=self.seen.keys[int(owner)],
             position=int(self.seen.positions[slot]),
@@ -65,7 +65,7 @@ class Comparison:
 
 
 def lookup(
-    samples: Mapping[str, Sample], seen: Observation, kind: Kind, key_index: np.ndarray, positions: np.ndarray
+    samples: Mapping[str, RolloutSample], seen: Observation, kind: Kind, key_index: np.ndarray, positions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Look up the rollout's values at any places, and whether it has one: both `[n, L]`.
 
@@ -91,10 +91,10 @@ def lookup(
     return found, is_there
 
 
-def compare(samples: Mapping[str, Sample], seen: Observation) -> list[Comparison]:
+def compare(samples: Mapping[str, RolloutSample], seen: Observation) -> list[RouteComparison]:
     """Compare tokens, where the record has them, and routes; slots of samples that no rollout recorded are left out."""
     known = np.array([key in samples for key in seen.keys] + [False])[seen.key_index]
-    found: list[Comparison] = []
+    found: list[RouteComparison] = []
     is_missing = _is_missing(samples, seen)
     kinds: list[tuple[Kind, np.ndarray]] = [("routes", seen.digests)]
     if seen.tokens is not None:
@@ -109,7 +109,7 @@ def compare(samples: Mapping[str, Sample], seen: Observation) -> list[Comparison
         # A place that the rollout does not have, such as a position behind the end, is a difference too.
         is_bad = is_compared & (~is_there | (got != expected))
         found.append(
-            Comparison(
+            RouteComparison(
                 seen=seen,
                 kind=kind,
                 got=got,
@@ -122,7 +122,7 @@ def compare(samples: Mapping[str, Sample], seen: Observation) -> list[Comparison
     return found
 
 
-def _is_missing(samples: Mapping[str, Sample], seen: Observation) -> np.ndarray:
+def _is_missing(samples: Mapping[str, RolloutSample], seen: Observation) -> np.ndarray:
     """Return `[S, L]` bool: tokens whose route the rollout does not have."""
     missing = np.zeros(seen.digests.shape, dtype=bool)
     for index, key in enumerate(seen.keys):
@@ -137,12 +137,12 @@ def _is_missing(samples: Mapping[str, Sample], seen: Observation) -> np.ndarray:
     return missing
 
 
-Samples = Mapping[str, Sample]
+Samples = Mapping[str, RolloutSample]
 SHIFTS = (1, -1, 2, -2)
 UNKNOWN = "no known mistake explains it"
 
 
-def guess(found: Comparison, samples: Samples) -> str:
+def guess(found: RouteComparison, samples: Samples) -> str:
     """Return a mistake in words, or that none is known."""
     for explain in MISTAKES:
         guess = explain(found, samples)
@@ -151,7 +151,7 @@ def guess(found: Comparison, samples: Samples) -> str:
     return UNKNOWN
 
 
-def _narrow_integer(found: Comparison, samples: Samples) -> str | None:
+def _narrow_integer(found: RouteComparison, samples: Samples) -> str | None:
     """Return ids beyond what 8 or 16 bits hold."""
     seen, first = found.seen, found.first
     if found.kind == "tokens":
@@ -172,7 +172,7 @@ def _narrow_integer(found: Comparison, samples: Samples) -> str | None:
     return None
 
 
-def _lost(found: Comparison, samples: Samples) -> str | None:
+def _lost(found: RouteComparison, samples: Samples) -> str | None:
     top_k = samples[found.first.key].top_k
     bad = found.is_bad
     if found.kind == "tokens":
@@ -187,7 +187,7 @@ def _lost(found: Comparison, samples: Samples) -> str | None:
     return None
 
 
-def _layer_map(found: Comparison, samples: Samples) -> str | None:
+def _layer_map(found: RouteComparison, samples: Samples) -> str | None:
     """Routes of another layer."""
     seen, column = found.seen, found.first.column
     if found.kind == "tokens":
@@ -201,7 +201,7 @@ def _layer_map(found: Comparison, samples: Samples) -> str | None:
     return None
 
 
-def _in_layer(found: Comparison, samples: Samples, layer: int) -> tuple[np.ndarray, np.ndarray]:
+def _in_layer(found: RouteComparison, samples: Samples, layer: int) -> tuple[np.ndarray, np.ndarray]:
     """Return `[S]` digests of another layer at the places of the record, and where there are some."""
     seen = found.seen
     values, is_there = np.zeros(len(seen.positions), dtype=np.int64), np.zeros(len(seen.positions), dtype=bool)
@@ -214,7 +214,7 @@ def _in_layer(found: Comparison, samples: Samples, layer: int) -> tuple[np.ndarr
     return values, is_there
 
 
-def _shift(found: Comparison, samples: Samples) -> str | None:
+def _shift(found: RouteComparison, samples: Samples) -> str | None:
     seen = found.seen
     slots = np.flatnonzero(found.is_bad.any(axis=1))
     for shift in SHIFTS:
@@ -225,7 +225,7 @@ def _shift(found: Comparison, samples: Samples) -> str | None:
     return None
 
 
-def _contiguous(found: Comparison, samples: Samples) -> str | None:
+def _contiguous(found: RouteComparison, samples: Samples) -> str | None:
     """Return one run of tokens where the record names the two of a zigzag split; each sequence split by itself."""
     seen, key = found.seen, found.first.key
     slots = np.flatnonzero(seen.key_index == seen.keys.index(key))
@@ -245,7 +245,7 @@ def _has_gap(positions: np.ndarray) -> bool:
     return bool((np.diff(positions) != 1).any())
 
 
-def _swapped_samples(found: Comparison, samples: Samples) -> str | None:
+def _swapped_samples(found: RouteComparison, samples: Samples) -> str | None:
     seen, key = found.seen, found.first.key
     slots = np.flatnonzero(found.is_bad.any(axis=1) & (seen.key_index == seen.keys.index(key)))
     for other, sample in samples.items():
@@ -256,7 +256,7 @@ def _swapped_samples(found: Comparison, samples: Samples) -> str | None:
     return None
 
 
-def _moved(found: Comparison, samples: Samples) -> str | None:
+def _moved(found: RouteComparison, samples: Samples) -> str | None:
     """Return rows that lie at other places of any sample."""
     seen = found.seen
     places = {
@@ -283,7 +283,7 @@ def _is_one_run(origins: Sequence[tuple[str, int] | None]) -> bool:
     return len(pairs) > 1 and all(b[1] == a[1] + 1 if a[0] == b[0] else b[1] == 0 for a, b in pairs)
 
 
-MISTAKES: Sequence[Callable[[Comparison, Samples], str | None]] = (
+MISTAKES: Sequence[Callable[[RouteComparison, Samples], str | None]] = (
     _narrow_integer,
     _lost,
     _layer_map,
@@ -294,7 +294,7 @@ MISTAKES: Sequence[Callable[[Comparison, Samples], str | None]] = (
 )
 
 
-def _rows(sample: Sample, found: Comparison) -> np.ndarray:
+def _rows(sample: RolloutSample, found: RouteComparison) -> np.ndarray:
     """Return `[T, L]` int64 of a sample, in the columns of the comparison; 0 in layers that it does not have."""
     if found.kind == "tokens":
         tokens: np.ndarray = sample.tokens.astype(np.int64)[:, None]
@@ -311,7 +311,7 @@ def _explains(got: np.ndarray, values: np.ndarray, is_there: np.ndarray) -> bool
     return bool(is_there.sum() * 2 > is_there.size and (got == values)[is_there].all())
 
 
-def _expected_ids(found: Comparison, samples: Samples) -> tuple[np.ndarray, np.ndarray] | None:
+def _expected_ids(found: RouteComparison, samples: Samples) -> tuple[np.ndarray, np.ndarray] | None:
     """Return `[n, K]` ids of the differing places, seen and of the rollout; None where a record has no ids."""
     seen, got, expected = found.seen, [], []
     assert seen.ids is not None

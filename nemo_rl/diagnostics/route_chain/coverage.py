@@ -12,11 +12,11 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, Sample
-from nemo_rl.diagnostics.route_chain.records import Record, Trace
+from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, RolloutSample
+from nemo_rl.diagnostics.route_chain.records import Trace, TraceRecord
 from nemo_rl.errors import name_some
 
-__all__ = ["Coverage", "Gap"]
+__all__ = ["Gap", "TraceCoverage"]
 
 What = Literal["stage", "sample", "rank", "layer", "tokens", "forward", "identity", "record"]
 Pass: TypeAlias = tuple[str, int]
@@ -35,11 +35,11 @@ class Gap:
 
 
 @dataclass(slots=True)
-class Coverage:
+class TraceCoverage:
     """Collects what was seen, then reports what was not."""
 
     trace: Trace
-    samples: Mapping[str, Sample]
+    samples: Mapping[str, RolloutSample]
     fetched: dict[str, dict[str, set[int]]] = field(default_factory=dict)
     """Stage -> key -> layers."""
     num_fetched: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Coverage:
         )
 
     def _rank_gaps(self) -> Iterator[Gap]:
-        started: dict[Pass, list[Record]] = {}
+        started: dict[Pass, list[TraceRecord]] = {}
         for record in self.trace.of("stage_started"):
             started.setdefault(_pass(record), []).append(record)
         ended = {(record.process, _pass(record)): record for record in self.trace.of("stage_ended")}
@@ -156,7 +156,7 @@ class Coverage:
                 elif end.fields["microbatches"] and self.microbatch_limit and run[0] in self.stages:
                     yield from self._layer_gaps(record, who)
 
-    def _layer_gaps(self, started: Record, who: str) -> Iterator[Gap]:
+    def _layer_gaps(self, started: TraceRecord, who: str) -> Iterator[Gap]:
         """Return layers that a rank says it holds, of which no router was given routes."""
         stage, step = _pass(started)
         done = {cell[4] for cell in self.cells[Hop.ASSIGNMENT] if cell[:3] == (started.process, stage, step)}
@@ -242,7 +242,7 @@ def _cell_gaps(cells: set[Cell], what: What, text: str) -> Iterator[Gap]:
         yield Gap(what=what, text=f"stage {stage}: {text} {where}{more}")
 
 
-def _is_inside(record: Record) -> bool:
+def _is_inside(record: TraceRecord) -> bool:
     """Return whether the stage is inside a pipeline: it is given activations, and sees no tokens."""
     coords, sizes = record.fields.get("coords"), record.fields.get("sizes")
     if not isinstance(coords, dict) or not isinstance(sizes, dict):
@@ -251,14 +251,14 @@ def _is_inside(record: Record) -> bool:
     return isinstance(place, int) and isinstance(size, int) and 0 < place < size - 1
 
 
-def _cell(record: Record) -> Cell:
+def _cell(record: TraceRecord) -> Cell:
     return (record.process, *_pass(record), record.fields["microbatch_idx"], record.fields["layer_number"])
 
 
-def _pass(record: Record) -> Pass:
+def _pass(record: TraceRecord) -> Pass:
     return record.fields["stage"], record.fields["trace_step"]
 
 
-def _limit(record: Record, name: str) -> int:
+def _limit(record: TraceRecord, name: str) -> int:
     limit = record.fields["limits"].get(name)
     return limit if isinstance(limit, int) else 1

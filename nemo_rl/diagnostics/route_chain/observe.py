@@ -1,6 +1,6 @@
 """The observations of all records: which token of which sample was in which slot, with which routes.
 
-Called by `chain`. A `Sample` is what the rollout recorded; an `Observation` is what a later
+Called by `chain`. A `RolloutSample` is what the rollout recorded; an `Observation` is what a later
 record saw. Shapes: T tokens of a sample, S slots of a record, L layers, K chosen experts.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl.diagnostics.route_chain.records import Record, RecordError, Trace, decode_array
+from nemo_rl.diagnostics.route_chain.records import RecordError, Trace, TraceRecord, decode_array
 from nemo_rl.utils.r3_trace_records import token_digests
 
-__all__ = ["Hop", "Observation", "Sample", "digest_of", "named_layers", "observe", "read_sample"]
+__all__ = ["Hop", "Observation", "RolloutSample", "digest_of", "named_layers", "observe", "read_sample"]
 
 
 class Hop(IntEnum):
@@ -32,7 +32,7 @@ class Hop(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class RolloutSample:
     """The routes of one sample as the rollout recorded them."""
 
     key: str
@@ -47,7 +47,7 @@ class Sample:
     top_k: int
     highest: int
     """Largest id."""
-    record: Record
+    record: TraceRecord
 
     @property
     def is_missing(self) -> np.ndarray:
@@ -65,7 +65,7 @@ class Observation:
     """The routes that one record saw."""
 
     hop: Hop
-    record: Record
+    record: TraceRecord
     stage: str
     step: int
     microbatch: int | None
@@ -104,7 +104,7 @@ def named_layers(trace: Trace) -> tuple[int, ...]:
     return tuple(sorted(layer for layer in named if isinstance(layer, int)))
 
 
-def read_sample(record: Record, named: tuple[int, ...]) -> Sample | None:
+def read_sample(record: TraceRecord, named: tuple[int, ...]) -> RolloutSample | None:
     """Return the sample of a record of whole samples; None when it holds no routes.
 
     Args:
@@ -127,7 +127,7 @@ def read_sample(record: Record, named: tuple[int, ...]) -> Sample | None:
     tokens = decode_array(record.get("input_ids", dict).get("values"), where)
     if len(tokens) != len(digests):
         raise RecordError(f"{where}: {key} has {len(tokens)} tokens, but routes of {len(digests)}")
-    return Sample(
+    return RolloutSample(
         key=key,
         layers=tuple(layers),
         digests=digests,
@@ -166,7 +166,7 @@ _HOPS = {
 }
 
 
-def _fetched(record: Record, named: tuple[int, ...]) -> Observation | None:
+def _fetched(record: TraceRecord, named: tuple[int, ...]) -> Observation | None:
     sample = read_sample(record, named)
     if sample is None:
         return None
@@ -190,7 +190,7 @@ def _fetched(record: Record, named: tuple[int, ...]) -> Observation | None:
     )
 
 
-def _slots(record: Record, shards: Mapping[tuple[str, ...], Observation]) -> Observation | None:
+def _slots(record: TraceRecord, shards: Mapping[tuple[str, ...], Observation]) -> Observation | None:
     if "digests" not in record.fields:
         return None  # an action without routes of its own
     hop = _HOPS[record.event]
@@ -257,10 +257,10 @@ def _check_layers(layers: object, num: int, where: str) -> None:
         raise RecordError(f"{where}: expected the numbers of {num} layers, got {layers!r}")
 
 
-def _pass_of(record: Record) -> tuple[str, ...]:
+def _pass_of(record: TraceRecord) -> tuple[str, ...]:
     """Return the identity that records of one microbatch share."""
     return (record.process, *(str(record.fields.get(name)) for name in ("stage", "trace_step", "microbatch_idx")))
 
 
-def _ids(record: Record) -> np.ndarray | None:
+def _ids(record: TraceRecord) -> np.ndarray | None:
     return decode_array(record.fields["ids"], record.where) if "ids" in record.fields else None

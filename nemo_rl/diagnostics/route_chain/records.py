@@ -17,7 +17,7 @@ import numpy as np
 
 from nemo_rl.utils.r3_trace_records import FORMAT
 
-__all__ = ["Record", "RecordError", "Trace", "decode_array", "read_trace"]
+__all__ = ["RecordError", "Trace", "TraceRecord", "decode_array", "read_trace"]
 
 DTYPES = frozenset({"<i4", "<i8"})
 FILES = "r3_trace_*_pid*.jsonl"
@@ -51,7 +51,7 @@ class RecordError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class TraceRecord:
     """One line of a trace file."""
 
     event: str
@@ -91,13 +91,13 @@ class Trace:
     """The records of a folder."""
 
     files: list[Path] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
+    records: list[TraceRecord] = field(default_factory=list)
     torn: list[str] = field(default_factory=list)
     """Last lines that a killed process has not finished."""
     damaged: list[str] = field(default_factory=list)
     """Other lines that are no records."""
 
-    def of(self, *events: str) -> Iterator[Record]:
+    def of(self, *events: str) -> Iterator[TraceRecord]:
         """Return records of these events, file by file, in the order in which they were written."""
         return (record for record in self.records if record.event in events)
 
@@ -144,7 +144,7 @@ def _read_file(path: Path, trace: Trace) -> None:
             if fields.get("format") != FORMAT:
                 trace.damaged.append(f"{where}: expected records of format {FORMAT}, got {fields.get('format')!r}")
         process = f"{fields.get('host')}/{fields.get('pid')}" + (f"#{num_started}" if num_started > 1 else "")
-        record = Record(event=fields["event"], fields=fields, process=process, where=where)
+        record = TraceRecord(event=fields["event"], fields=fields, process=process, where=where)
         try:
             _check_form(record)
             trace.records.append(record)
@@ -152,7 +152,7 @@ def _read_file(path: Path, trace: Trace) -> None:
             trace.damaged.append(str(error))
 
 
-def _check_form(record: Record) -> None:
+def _check_form(record: TraceRecord) -> None:
     for name, kind in FORMS.get(record.event, {}).items():
         record.get(name, kind)
     for name, kind in LISTS.items():

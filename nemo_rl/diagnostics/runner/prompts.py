@@ -17,7 +17,7 @@ from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import UserError
 
-__all__ = ["DEFAULT_LENGTH", "PromptKind", "PromptSpec", "Rows", "batch_of", "make_rows"]
+__all__ = ["DEFAULT_LENGTH", "PromptKind", "PromptSpec", "RunnerRows", "batch_of", "make_rows"]
 
 DEFAULT_LENGTH = 137
 """Odd, so that no layout divides it: padding is met in every run."""
@@ -46,14 +46,14 @@ class PromptSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class RunnerRows:
     """Rows and their names."""
 
     keys: tuple[str, ...]
     ids: tuple[tuple[int, ...], ...]
 
 
-def make_rows(spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, max_length: int) -> Rows:
+def make_rows(spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, max_length: int) -> RunnerRows:
     """Raises:
     UserError: nothing to read, too few tokens for the length, ids outside the vocabulary, rows that are too long.
     """
@@ -73,10 +73,10 @@ def make_rows(spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, vocab_siz
             )
         if bad := [token for token in row if not 0 <= token < vocab_size]:
             raise UserError(f"row {number}: expected token ids of 0 to {vocab_size - 1}, got {bad[0]}")
-    return Rows(keys=tuple(keys) or tuple(f"row_{number}" for number in range(len(rows))), ids=tuple(rows))
+    return RunnerRows(keys=tuple(keys) or tuple(f"row_{number}" for number in range(len(rows))), ids=tuple(rows))
 
 
-def batch_of(rows: Rows) -> BatchedDataDict:
+def batch_of(rows: RunnerRows) -> BatchedDataDict:
     """Return all rows padded on the right; every token but the first is scored, padding never."""
     lengths = torch.tensor([len(row) for row in rows.ids], dtype=torch.int64)
     ids_NT = torch.zeros(len(rows.ids), int(lengths.max()), dtype=torch.int64)

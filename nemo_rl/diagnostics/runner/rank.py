@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from nemo_rl.algorithms.grpo import plan_train
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.diagnostics.runner.prompts import Rows, batch_of
+from nemo_rl.diagnostics.runner.prompts import RunnerRows, batch_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, init_process_group
 from nemo_rl.distributed.layout import ParallelLayout
@@ -52,11 +52,13 @@ class RoutesFile:
 
     shape: RouteShape
     model: Mapping[str, object]
-    rows: Rows
+    rows: RunnerRows
     routes: torch.Tensor
     """`[S, L, K]` int16, decoded, row after row."""
 
-    def for_rows(self, rows: Rows, *, shape: RouteShape, model: Mapping[str, object], where: Path) -> torch.Tensor:
+    def for_rows(
+        self, rows: RunnerRows, *, shape: RouteShape, model: Mapping[str, object], where: Path
+    ) -> torch.Tensor:
         """Return `[N, T, L, K]` int16 for these rows, found by their tokens; -1 in the padding.
 
         Raises:
@@ -85,7 +87,7 @@ class RoutesFile:
 
 
 def write_routes(
-    path: Path, routes_NTLK: torch.Tensor, rows: Rows, *, shape: RouteShape, model: Mapping[str, object]
+    path: Path, routes_NTLK: torch.Tensor, rows: RunnerRows, *, shape: RouteShape, model: Mapping[str, object]
 ) -> Path:
     """Write the file, or leave what was there.
 
@@ -130,7 +132,7 @@ def read_routes(path: Path) -> RoutesFile:
         )
         lengths = [int(n) for n in tensors["lengths"].tolist()]
         ids = tuple(tuple(part.tolist()) for part in tensors["tokens"].split(lengths))
-        rows = Rows(keys=tuple(manifest["keys"]), ids=ids)
+        rows = RunnerRows(keys=tuple(manifest["keys"]), ids=ids)
         is_whole = manifest["digests"] == _row_digests(tensors["ids"], ids, shape)
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such routes file") from error
@@ -153,7 +155,7 @@ def _row_digests(routes: torch.Tensor, rows: Sequence[Sequence[int]], shape: Rou
     ]
 
 
-def _why_not(key: str, row: Sequence[int], held: Rows) -> str:
+def _why_not(key: str, row: Sequence[int], held: RunnerRows) -> str:
     same_key = dict(zip(held.keys, held.ids, strict=True)).get(key)
     if same_key is None:
         return f"it has no routes of {key}"
@@ -172,7 +174,7 @@ class RankWork:
     """Plain values, the same for every rank."""
 
     policy: PolicyConfig
-    rows: Rows
+    rows: RunnerRows
     layout: ParallelLayout
     seed: int = 0
     has_backward: bool = False

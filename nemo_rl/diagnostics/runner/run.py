@@ -22,7 +22,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.diagnostics.runner.layout_text import LayoutText, smallest_world
-from nemo_rl.diagnostics.runner.prompts import PromptSpec, Rows, make_rows
+from nemo_rl.diagnostics.runner.prompts import PromptSpec, RunnerRows, make_rows
 from nemo_rl.diagnostics.runner.rank import STEP, RankResult, RankWork, probe_rank
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.layout import ParallelLayout
@@ -37,7 +37,7 @@ from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.records.reader import read_folder
 from nemo_rl.records.selector import Selector
 from nemo_rl.tracer.process import HubSpec, open_job
-from nemo_rl.tracer.watch import Plan
+from nemo_rl.tracer.watch import WatchPlan
 from nemo_rl.utils.files import write_text
 
 __all__ = ["RECORDS", "RESULT", "ABRuns", "ProbeResult", "ProbeSpec", "run_ab", "run_probe"]
@@ -77,7 +77,7 @@ class ProbeSpec:
 class ProbeResult:
     """The result of a probe."""
 
-    rows: Rows
+    rows: RunnerRows
     texts: tuple[tuple[str, ...], ...]
     """Texts of all tokens."""
     found: RankResult
@@ -154,7 +154,7 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
         Selector.parse(spec.dump)
         if spec.out is None:
             raise UserError("a dump needs a folder for its records: give --out DIR")
-    plan = Plan.parse(spec.watches)
+    plan = WatchPlan.parse(spec.watches)
     if spec.watches and (spec.out is None or "RANK" in environment):
         raise UserError("the trace server of this process writes what is watched: give --out DIR, without torchrun")
     if spec.routes_from is not None and spec.routes_to is not None:
@@ -188,7 +188,7 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
     return result
 
 
-def _rows(policy: PolicyConfig, spec: ProbeSpec) -> tuple[Rows, tuple[tuple[str, ...], ...]]:
+def _rows(policy: PolicyConfig, spec: ProbeSpec) -> tuple[RunnerRows, tuple[tuple[str, ...], ...]]:
     tokenizer = load_tokenizer(policy.tokenizer.name or policy.model_name, chat_template=policy.tokenizer.chat_template)
     settings = load_model_config(policy.model_name).get_text_config().to_dict()
     rows = make_rows(
@@ -200,7 +200,7 @@ def _rows(policy: PolicyConfig, spec: ProbeSpec) -> tuple[Rows, tuple[tuple[str,
     return rows, tuple(tuple(tokenizer.decode([token]) for token in ids) for ids in rows.ids)
 
 
-def _placed(policy: PolicyConfig, spec: ProbeSpec, rows: Rows) -> tuple[PolicyConfig, int]:
+def _placed(policy: PolicyConfig, spec: ProbeSpec, rows: RunnerRows) -> tuple[PolicyConfig, int]:
     """Return the policy in its layout, and the number of its ranks."""
     has_routes = spec.routes_from is not None or spec.routes_to is not None
     if spec.layout is None:
@@ -214,7 +214,7 @@ def _placed(policy: PolicyConfig, spec: ProbeSpec, rows: Rows) -> tuple[PolicyCo
     return placed, spec.layout.world_size
 
 
-def _work(policy: PolicyConfig, spec: ProbeSpec, rows: Rows, world_size: int, *, weights: str) -> RankWork:
+def _work(policy: PolicyConfig, spec: ProbeSpec, rows: RunnerRows, world_size: int, *, weights: str) -> RankWork:
     record = None
     if spec.dump is not None and spec.out is not None:
         record = record_spec(
@@ -243,7 +243,7 @@ def _work(policy: PolicyConfig, spec: ProbeSpec, rows: Rows, world_size: int, *,
 
 
 @contextmanager
-def _traced(work: RankWork, spec: ProbeSpec, plan: Plan) -> Iterator[RankWork]:
+def _traced(work: RankWork, spec: ProbeSpec, plan: WatchPlan) -> Iterator[RankWork]:
     """The work with a hub to show it to, where something is watched."""
     if not plan.watches or spec.out is None:
         yield work

@@ -1,4 +1,4 @@
-"""`Chain`: the kept steps that lead to the one that is asked for, and the start from which they go.
+"""`ReplayChain`: the kept steps that lead to the one that is asked for, and the start from which they go.
 
 Invariant: the steps of a chain are those that the run did between its start and the target, all of them.
 """
@@ -18,7 +18,7 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import CheckpointError, SchemaMismatch, name_some, shorten
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 
-__all__ = ["Chain", "ChainLink", "checkpoints_of", "find_chain", "read_link", "read_target"]
+__all__ = ["ChainLink", "ReplayChain", "checkpoints_of", "find_chain", "read_link", "read_target"]
 
 MOST_RANKS = 1 << 16
 
@@ -32,7 +32,7 @@ class ChainLink:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chain:
+class ReplayChain:
     """The kept steps from a start to the target."""
 
     links: tuple[ChainLink, ...]
@@ -79,7 +79,7 @@ def checkpoints_of(config: MasterConfig, run: Path) -> list[Checkpoint]:
     return [found for found in manager.all() if found.manifest.missing(found.path) is None]
 
 
-def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_optimizer: bool) -> Chain:
+def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_optimizer: bool) -> ReplayChain:
     """Return the shortest way to the target.
 
     Args:
@@ -110,7 +110,7 @@ def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_o
             problem = None if checkpoint is None else checkpoint.manifest.damage(checkpoint.path)
             if checkpoint is not None and problem is not None:
                 raise ReplayProblem(f"checkpoint {checkpoint.path}: {problem}", verdict=Verdict.CORRUPT)
-            return Chain(links=tuple(links), checkpoint=checkpoint, with_optimizer=with_optimizer)
+            return ReplayChain(links=tuple(links), checkpoint=checkpoint, with_optimizer=with_optimizer)
         missing = unfinished
     why = "" if reads_optimizer else " (this worker cannot read the optimizer's state of the run's checkpoints)"
     there = name_some(found.step for found in checkpoints) or "none"

@@ -22,7 +22,7 @@ from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES
 from nemo_rl.models.policy.lm_policy import TrainSummary, summarize
 
-__all__ = ["Finding", "ReplayReport", "StepFindings", "compare_step"]
+__all__ = ["ReplayFinding", "ReplayReport", "StepFindings", "compare_step"]
 
 LOSS_BOUND = 1e-6
 """Absolute, or relative to a loss above 1."""
@@ -37,7 +37,7 @@ SHOWN = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class ReplayFinding:
     """One stage of one step."""
 
     stage: str
@@ -48,7 +48,7 @@ class Finding:
     difference: str = ""
 
 
-def compare_step(work: StepWork, ranks: Sequence[RankStep], settings: ReplaySettings) -> list[Finding]:
+def compare_step(work: StepWork, ranks: Sequence[RankStep], settings: ReplaySettings) -> list[ReplayFinding]:
     """Return the stages of a step in their order, as far as it came."""
     if work.error is not None:
         return [_error(work.step, ranks[0])]
@@ -56,7 +56,7 @@ def compare_step(work: StepWork, ranks: Sequence[RankStep], settings: ReplaySett
     if not work.trained:
         return [
             *findings,
-            Finding(stage="update", kept=_what_update(work.step), replayed="none", agrees=_no_update(work)),
+            ReplayFinding(stage="update", kept=_what_update(work.step), replayed="none", agrees=_no_update(work)),
         ]
     findings += _routes(ranks)
     findings += _logprobs("prev_logprobs", [rank.prev for rank in ranks], settings)
@@ -75,7 +75,7 @@ def compare_step(work: StepWork, ranks: Sequence[RankStep], settings: ReplaySett
     return [*findings, _weights(work.step.outcome, ranks[0], settings)]
 
 
-def _columns(work: StepWork) -> list[Finding]:
+def _columns(work: StepWork) -> list[ReplayFinding]:
     step, rows = work.step, work.step.rows
     assert rows is not None, "a step without rows has no work"
     columns = KeptColumns.read(work.folder, step)
@@ -88,7 +88,9 @@ def _columns(work: StepWork) -> list[Finding]:
         problems.append("which rows are trained")
     replayed = f"{len(rows.keys)} rows, {len(work.trained)} trained"
     findings = [
-        Finding(stage="columns", kept=what, replayed=replayed, agrees=not problems, difference=", ".join(problems))
+        ReplayFinding(
+            stage="columns", kept=what, replayed=replayed, agrees=not problems, difference=", ".join(problems)
+        )
     ]
     if not work.trained:
         return findings
@@ -104,7 +106,7 @@ def _columns(work: StepWork) -> list[Finding]:
     return findings
 
 
-def _token_advantages(columns: KeptColumns, made_NT: torch.Tensor, work: StepWork) -> Finding:
+def _token_advantages(columns: KeptColumns, made_NT: torch.Tensor, work: StepWork) -> ReplayFinding:
     lengths = [columns.lengths[row] for row in work.trained]
     made = torch.cat([row_T[:length] for row_T, length in zip(made_NT, lengths, strict=True)])
     is_kept = columns.has(TOKEN_ADVANTAGES, work.trained)
@@ -112,7 +114,7 @@ def _token_advantages(columns: KeptColumns, made_NT: torch.Tensor, work: StepWor
     return _vector(TOKEN_ADVANTAGES, kept, made)
 
 
-def _plans(work: StepWork) -> list[Finding]:
+def _plans(work: StepWork) -> list[ReplayFinding]:
     findings = []
     for name, kept, made in (
         ("plan", work.step.plan, work.run_plan),
@@ -121,7 +123,7 @@ def _plans(work: StepWork) -> list[Finding]:
         if kept is None or made is None:
             continue
         findings.append(
-            Finding(
+            ReplayFinding(
                 stage=name,
                 kept=f"{_shape(kept.microbatches)}, {kept.digest[:12]}",
                 replayed=f"{_shape(made.microbatches)}, {made.digest()[:12]}",
@@ -132,7 +134,7 @@ def _plans(work: StepWork) -> list[Finding]:
     return findings
 
 
-def _routes(ranks: Sequence[RankStep]) -> list[Finding]:
+def _routes(ranks: Sequence[RankStep]) -> list[ReplayFinding]:
     """Compare routes of the log-probability pass; those of the rollout are columns, and given to the routers."""
     found = [rank.routes for rank in ranks if rank.routes is not None]
     if not found:
@@ -140,25 +142,29 @@ def _routes(ranks: Sequence[RankStep]) -> list[Finding]:
     count, different = sum(part.num_values for part in found), sum(part.num_different for part in found)
     text = f"{different} of {count}" if different else ""
     shown = f"{count} experts"
-    return [Finding(stage="routes", kept=shown, replayed=shown, agrees=different == 0, difference=text)]
+    return [ReplayFinding(stage="routes", kept=shown, replayed=shown, agrees=different == 0, difference=text)]
 
 
-def _logprobs(stage: str, parts: Sequence[Logprobs | None], settings: ReplaySettings) -> list[Finding]:
+def _logprobs(stage: str, parts: Sequence[Logprobs | None], settings: ReplaySettings) -> list[ReplayFinding]:
     found = [part for part in parts if part is not None]
     if not found:
         return []
     count, different = sum(part.num_values for part in found), sum(part.num_different for part in found)
     if not all(part.has_kept for part in found):
-        return [Finding(stage=stage, kept="not kept", replayed=f"{count} tokens", agrees=None)]
+        return [ReplayFinding(stage=stage, kept="not kept", replayed=f"{count} tokens", agrees=None)]
     worst = max(found, key=lambda part: part.largest)
     agrees = different == 0 if settings.is_exact else worst.largest <= LOGPROBS_BOUND
     difference = f"{different} of {count} tokens, at most {worst.largest:.2g} ({worst.key})" if different else ""
     return [
-        Finding(stage=stage, kept=f"{count} tokens", replayed=f"{count} tokens", agrees=agrees, difference=difference)
+        ReplayFinding(
+            stage=stage, kept=f"{count} tokens", replayed=f"{count} tokens", agrees=agrees, difference=difference
+        )
     ]
 
 
-def _update(summary: TrainSummary, work: StepWork, kept: KeptOutcome | None, settings: ReplaySettings) -> list[Finding]:
+def _update(
+    summary: TrainSummary, work: StepWork, kept: KeptOutcome | None, settings: ReplaySettings
+) -> list[ReplayFinding]:
     exact = settings.is_exact
     findings = [
         _number(
@@ -199,27 +205,31 @@ def _in_replay_order(kept: Sequence[Sequence[float]], work: StepWork) -> list[fl
     ]
 
 
-def _weights(outcome: KeptOutcome | None, rank: RankStep, settings: ReplaySettings) -> Finding:
+def _weights(outcome: KeptOutcome | None, rank: RankStep, settings: ReplaySettings) -> ReplayFinding:
     made, kept = rank.weights, None if outcome is None else outcome.weights
     assert made is not None, "rank 0 makes the digest"
     if kept is None:
-        return Finding(stage="weights", kept="not kept", replayed=made.bits[:12], agrees=None)
+        return ReplayFinding(stage="weights", kept="not kept", replayed=made.bits[:12], agrees=None)
     is_same, apart = kept.bits == made.bits, kept.distance(made)
     agrees = is_same if settings.is_exact else apart <= WEIGHTS_BOUND
     furthest = kept.furthest(made)
     difference = "" if is_same else f"{apart:.2g} of their norm apart" + (f", most in {furthest}" if furthest else "")
-    return Finding(stage="weights", kept=kept.bits[:12], replayed=made.bits[:12], agrees=agrees, difference=difference)
+    return ReplayFinding(
+        stage="weights", kept=kept.bits[:12], replayed=made.bits[:12], agrees=agrees, difference=difference
+    )
 
 
-def _error(step: KeptStep, rank: RankStep) -> Finding:
+def _error(step: KeptStep, rank: RankStep) -> ReplayFinding:
     kept, made = step.error, rank.error
     shown = "none" if kept is None else f"{kept.kind} in {kept.stage}"
     replayed = "none" if made is None else f"{made.kind} in {made.stage}: {made.text}"
     if made is None and kept is not None and kept.kind != "NonFiniteError":
         # An interrupt or a worker that died is not in the numbers.
-        return Finding(stage="error", kept=f"{shown}: {kept.text}", replayed=replayed, agrees=None)
+        return ReplayFinding(stage="error", kept=f"{shown}: {kept.text}", replayed=replayed, agrees=None)
     agrees = kept is not None and made is not None and (kept.kind, kept.stage) == (made.kind, made.stage)
-    return Finding(stage="error", kept=shown, replayed=replayed, agrees=agrees, difference="" if agrees else "another")
+    return ReplayFinding(
+        stage="error", kept=shown, replayed=replayed, agrees=agrees, difference="" if agrees else "another"
+    )
 
 
 def _no_update(work: StepWork) -> bool | None:
@@ -233,11 +243,11 @@ def _what_update(step: KeptStep) -> str:
     return f"{len(step.outcome.losses)} optimizer steps" if step.outcome.losses else "none"
 
 
-def _vector(stage: str, kept: torch.Tensor | None, made: torch.Tensor) -> Finding:
+def _vector(stage: str, kept: torch.Tensor | None, made: torch.Tensor) -> ReplayFinding:
     shown = f"{len(made)} numbers"
     if kept is None or kept.shape != made.shape:
         is_none = kept is None
-        return Finding(
+        return ReplayFinding(
             stage=stage,
             kept="not kept" if kept is None else f"{len(kept)} numbers",
             replayed=shown,
@@ -246,10 +256,10 @@ def _vector(stage: str, kept: torch.Tensor | None, made: torch.Tensor) -> Findin
         )
     different = int((kept != made).sum())
     text = f"{different} of {len(made)}, at most {float((kept - made).abs().max()):.2g}" if different else ""
-    return Finding(stage=stage, kept=shown, replayed=shown, agrees=different == 0, difference=text)
+    return ReplayFinding(stage=stage, kept=shown, replayed=shown, agrees=different == 0, difference=text)
 
 
-def _number(stage: str, kept: float | None, made: float, *, exact: bool, bound: float) -> Finding:
+def _number(stage: str, kept: float | None, made: float, *, exact: bool, bound: float) -> ReplayFinding:
     return _numbers(stage, None if kept is None else [kept], [made], exact=exact, bound=bound)
 
 
@@ -261,12 +271,12 @@ def _numbers(
     exact: bool,
     bound: float,
     relative: bool = False,
-) -> Finding:
+) -> ReplayFinding:
     shown = _listed(made)
     if kept is None:
-        return Finding(stage=stage, kept="not kept", replayed=shown, agrees=None)
+        return ReplayFinding(stage=stage, kept="not kept", replayed=shown, agrees=None)
     if len(kept) != len(made):
-        return Finding(
+        return ReplayFinding(
             stage=stage, kept=_listed(kept), replayed=shown, agrees=False, difference="another number of them"
         )
     apart = [_apart(a, b, relative=relative) for a, b in zip(kept, made, strict=True)]
@@ -274,7 +284,7 @@ def _numbers(
     is_same = all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(kept, made, strict=True))
     agrees = is_same if exact else worst <= bound
     difference = "" if is_same else f"at most {worst:.2g}" + (" relative" if relative else "")
-    return Finding(stage=stage, kept=_listed(kept), replayed=shown, agrees=agrees, difference=difference)
+    return ReplayFinding(stage=stage, kept=_listed(kept), replayed=shown, agrees=agrees, difference=difference)
 
 
 def _apart(kept: float, made: float, *, relative: bool) -> float:
@@ -307,7 +317,7 @@ class StepFindings:
     """One step."""
 
     number: int
-    findings: tuple[Finding, ...]
+    findings: tuple[ReplayFinding, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,7 +386,7 @@ class ReplayReport:
             else {"step": self.first_difference[0], "stage": self.first_difference[1]},
         }
 
-    def _word(self, finding: Finding) -> str:
+    def _word(self, finding: ReplayFinding) -> str:
         if finding.agrees is None:
             return "not kept"
         if not finding.agrees:
@@ -384,6 +394,6 @@ class ReplayReport:
         return "within" if finding.difference else "equal"
 
 
-def _both(finding: Finding) -> str:
+def _both(finding: ReplayFinding) -> str:
     shown = finding.kept if finding.kept == finding.replayed else f"{finding.kept} -> {finding.replayed}"
     return f"{shown}; {finding.difference}" if finding.difference else shown

@@ -21,7 +21,7 @@ import torch
 
 from nemo_rl.algorithms.kept_steps.record import KeptStep, StepStatus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
-from nemo_rl.diagnostics.step_replay.chain import Chain, checkpoints_of, find_chain, read_target
+from nemo_rl.diagnostics.step_replay.chain import ReplayChain, checkpoints_of, find_chain, read_target
 from nemo_rl.diagnostics.step_replay.compare import ReplayReport, StepFindings, compare_step
 from nemo_rl.diagnostics.step_replay.rank import RankJob, RankStep, replay_rank
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
@@ -32,7 +32,7 @@ from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import CheckpointError, NonFiniteError
 from nemo_rl.models.policy.recording import RecordSpec, record_spec
-from nemo_rl.records.reader import Record, read_folder
+from nemo_rl.records.reader import TensorRecord, read_folder
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import SiteKind, execution_order
 
@@ -80,13 +80,13 @@ def first_non_finite(folder: Path) -> NonFiniteValue | None:
     return None
 
 
-def _order(record: Record, phases: dict[str, int]) -> tuple[int, ...]:
+def _order(record: TensorRecord, phases: dict[str, int]) -> tuple[int, ...]:
     place = record.place
     at = execution_order(place.kind, place.layer, place.direction)
     return (phases.get(place.phase, len(phases)), place.update, place.microbatch, *at, record.rank, record.seq)
 
 
-def _named(record: Record, value: torch.Tensor) -> NonFiniteValue:
+def _named(record: TensorRecord, value: torch.Tensor) -> NonFiniteValue:
     place = record.place
     is_bad = ~value.isfinite()
     at = place.layer if place.kind is not SiteKind.GRAD else place.name
@@ -214,7 +214,7 @@ def _unmeasured(works: Sequence[StepWork]) -> list[str]:
     ]
 
 
-def _notes(request: ReplayRequest, chain: Chain, settings: ReplaySettings) -> tuple[str, ...]:
+def _notes(request: ReplayRequest, chain: ReplayChain, settings: ReplaySettings) -> tuple[str, ...]:
     notes = list(settings.notes)
     status = chain.target.status
     if status is StepStatus.PARTIAL:

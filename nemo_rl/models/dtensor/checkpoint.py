@@ -28,7 +28,7 @@ from nemo_rl.models.checkpoint_folder import (
 )
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
 from nemo_rl.models.dtensor.weights import boxes_of, fill_shards, name_differences, open_source
-from nemo_rl.models.hf_writing import ModelDescription, Share, write_shares
+from nemo_rl.models.hf_writing import ModelDescription, ModelShare, write_shares
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.shards import local_shard
@@ -51,7 +51,7 @@ class DTensorSnapshot:
     """A rank's part of model and optimizer at one moment; see `Snapshot`."""
 
     model: ModelDescription
-    share: Share
+    share: ModelShare
     optimizer: dict[str, Any] | None
     """Sharded state and this rank's random state, as torch's checkpoints take them; None: it is not saved."""
     trainer_state: Mapping[str, float]
@@ -82,7 +82,7 @@ class DTensorSnapshot:
             model=ModelDescription(
                 config=model.hf.config, infos=weight_infos(model), generation_config=model.hf.generation_config
             ),
-            share=Share(boxes=boxes.__getitem__, held=_copied(given) if copies else given),
+            share=ModelShare(boxes=boxes.__getitem__, held=_copied(given) if copies else given),
             optimizer=state,
             trainer_state=dict(trainer_state),
         )

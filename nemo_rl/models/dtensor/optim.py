@@ -122,7 +122,7 @@ class LearningRate:
         self._config, self._optimizer, self._num_steps = config, optimizer, num_steps
         self._settings = [_settings(group) for group in optimizer.param_groups]
         self._calls_done = 0
-        self._chain = _Chain(config, self._settings) if config.phases else None
+        self._chain = _PhaseChain(config, self._settings) if config.phases else None
 
     @property
     def calls_done(self) -> int:
@@ -149,7 +149,7 @@ class LearningRate:
         """Continue the curve after as many calls; replay torch schedulers from the start."""
         self._calls_done = int(state["calls_done"])
         if self._chain is not None:
-            self._chain = _Chain(self._config, self._settings)
+            self._chain = _PhaseChain(self._config, self._settings)
             for _ in range(self._calls_done):
                 self._chain.advance()
 
@@ -175,7 +175,7 @@ def learning_rate_factor(config: SchedulerConfig, *, calls_done: int, num_steps:
     return config.min_factor + (1.0 - config.min_factor) * shape
 
 
-class _Chain:
+class _PhaseChain:
     """`SequentialLR` over the phases, on an optimizer of its own that has the same settings and no weights."""
 
     def __init__(self, config: SchedulerConfig, settings: list[dict[str, Any]]) -> None:

@@ -33,7 +33,7 @@ from nemo_rl.models.checkpoint_folder import (
     refuse_code,
     set_random_state,
 )
-from nemo_rl.models.hf_writing import ModelDescription, Share, write_folder, write_shares
+from nemo_rl.models.hf_writing import ModelDescription, ModelShare, write_folder, write_shares
 from nemo_rl.models.megatron.cpu_compat import as_if_cuda
 from nemo_rl.models.megatron.mcore import (
     COMMON_STATE_FNAME,
@@ -138,7 +138,7 @@ class MegatronSnapshot:
     later is kept as equal parts of all weights."""
 
     model: ModelDescription
-    weights: Share | Iterator[tuple[str, torch.Tensor]]
+    weights: ModelShare | Iterator[tuple[str, torch.Tensor]]
     optimizer: OptimizerSnapshot | None
 
     def write(self, *, weights: Path, optimizer: Path | None, group: dist.ProcessGroup) -> None:
@@ -146,7 +146,7 @@ class MegatronSnapshot:
         if self.optimizer is not None and optimizer is not None:
             self.optimizer.write(optimizer, group=group)
         with complete_or_nothing(weights, group=group) as target:
-            if isinstance(self.weights, Share):
+            if isinstance(self.weights, ModelShare):
                 write_shares(target, self.model, self.weights, group=group)
                 return
             if dist.get_rank() == 0:
@@ -155,7 +155,7 @@ class MegatronSnapshot:
                 """Each is gathered from all ranks."""
 
 
-def equal_share(infos: Mapping[str, TensorInfo], weights: Iterator[tuple[str, torch.Tensor]]) -> Share:
+def equal_share(infos: Mapping[str, TensorInfo], weights: Iterator[tuple[str, torch.Tensor]]) -> ModelShare:
     """(collective, as the gathering of `weights` is) Keep this rank's rows of every weight, on the CPU.
 
     Args:
@@ -168,7 +168,7 @@ def equal_share(infos: Mapping[str, TensorInfo], weights: Iterator[tuple[str, to
         box = boxes[name][rank]
         if box is not None:
             held[name] = own_copy(box.of(weight, held=Box.whole(tuple(weight.shape))))
-    return Share(boxes=boxes.__getitem__, held=held)
+    return ModelShare(boxes=boxes.__getitem__, held=held)
 
 
 def _row_boxes(shape: tuple[int, ...], count: int) -> list[Box | None]:

@@ -29,7 +29,7 @@ __all__ = ["export_gradients", "export_weights", "load_weights", "weight_infos"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Groups:
+class _WeightGroups:
     """The ranks that share weights with this one."""
 
     tensor: dist.ProcessGroup
@@ -38,7 +38,7 @@ class _Groups:
     pipeline: dist.ProcessGroup
 
     @classmethod
-    def of_rank(cls) -> _Groups:
+    def of_rank(cls) -> _WeightGroups:
         return cls(
             tensor=parallel_state.get_tensor_model_parallel_group(),
             expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
@@ -67,7 +67,7 @@ def load_weights(model: MegatronModel, source: WeightSource) -> None:
             unless a file turned out to be damaged on the way.
     """
     _check_same_model(model.shape, source)
-    groups, tensors = _Groups.of_rank(), _tensors(model.module, model.config)
+    groups, tensors = _WeightGroups.of_rank(), _tensors(model.module, model.config)
     filled = set[str]()
     for weight in weights_of(model.shape):
         fill = _fill_experts if weight.num_experts else _fill_split
@@ -107,7 +107,7 @@ def _export_all(
     model: MegatronModel, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(collective) Return whole tensors from each rank's parts of them."""
-    groups = _Groups.of_rank()
+    groups = _WeightGroups.of_rank()
     stages = range(groups.pipeline.size())
     first_layers = [get_transformer_layer_offset(model.config, pp_rank=stage) for stage in stages]
     for weight in weights_of(model.shape):
@@ -118,7 +118,7 @@ def _export_all(
 
 
 def _export(
-    weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _Groups, *, stage: int, dtype: torch.dtype
+    weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _WeightGroups, *, stage: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(collective) Yield the parts of a weight that a pipeline stage has."""
     dtype = _dtype(weight, dtype)
@@ -167,7 +167,9 @@ def _check_same_model(shape: Architecture, source: WeightSource) -> None:
         )
 
 
-def _fill_split(weight: Weight, tensors: Mapping[str, torch.Tensor], source: WeightSource, groups: _Groups) -> set[str]:
+def _fill_split(
+    weight: Weight, tensors: Mapping[str, torch.Tensor], source: WeightSource, groups: _WeightGroups
+) -> set[str]:
     """Return the names that were filled: none where another stage has the weight."""
     if weight.local not in tensors:
         return set()
@@ -178,7 +180,7 @@ def _fill_split(weight: Weight, tensors: Mapping[str, torch.Tensor], source: Wei
 
 
 def _fill_experts(
-    weight: Weight, tensors: Mapping[str, torch.Tensor], source: WeightSource, groups: _Groups
+    weight: Weight, tensors: Mapping[str, torch.Tensor], source: WeightSource, groups: _WeightGroups
 ) -> set[str]:
     """Fill the parts of a weight like `_fill_split`, expert by expert."""
     count = weight.num_experts // groups.expert.size()
@@ -200,14 +202,14 @@ def _fill(target: torch.Tensor, value: torch.Tensor, weight: Weight) -> None:
     target.detach().copy_(value)
 
 
-def _gather_split(weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _Groups) -> torch.Tensor:
+def _gather_split(weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _WeightGroups) -> torch.Tensor:
     shard = tensors[weight.local].detach()
     if weight.split.dim is None or groups.tensor.size() == 1:
         return shard.clone()
     return weight.split.join(_gather(shard, groups.tensor))
 
 
-def _gather_experts(weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _Groups) -> torch.Tensor:
+def _gather_experts(weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _WeightGroups) -> torch.Tensor:
     """Gather a weight expert by expert, so that besides the result there is little more than one of each rank."""
     whole = tensors[weight.local.format(expert=0)].new_empty(weight.shape)
     of_ranks = whole.unflatten(0, (groups.expert.size(), -1))

@@ -14,7 +14,7 @@ import torch
 
 from nemo_rl.models.megatron.architecture import Architecture, Mixture
 
-__all__ = ["Part", "Split", "Weight", "table_name", "weights_of"]
+__all__ = ["Weight", "WeightPart", "WeightSplit", "table_name", "weights_of"]
 
 OTHER_NAMES = (
     (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
@@ -25,7 +25,7 @@ OTHER_NAMES = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
+class WeightSplit:
     """The division of a weight over the ranks of a tensor parallel group.
 
     Example:
@@ -54,14 +54,14 @@ class Split:
         return divided.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
-WHOLE = Split()
-ROWS = Split(dim=0)
-COLUMNS = Split(dim=1)
-HALVES = Split(dim=0, runs=2)
+WHOLE = WeightSplit()
+ROWS = WeightSplit(dim=0)
+COLUMNS = WeightSplit(dim=1)
+HALVES = WeightSplit(dim=0, runs=2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class WeightPart:
     """A weight of the Hugging Face module."""
 
     name: str
@@ -80,9 +80,9 @@ class Weight:
     """Name in megatron-core, layers counted over the whole model; of experts with `{expert}`, counted on the rank."""
     layer: int
     """Its pipeline stage is that of this layer."""
-    parts: tuple[Part, ...]
+    parts: tuple[WeightPart, ...]
     """Parts in the Hugging Face module; experts have a single one, whose first dim is the expert."""
-    split: Split = WHOLE
+    split: WeightSplit = WHOLE
     """Over the tensor parallel ranks, or over the expert tensor parallel ones."""
     groups: int = 1
     """The parts' rows alternate in so many groups."""
@@ -130,7 +130,7 @@ def table_name(name: str, *, first_layer: int) -> str:
 def weights_of(shape: Architecture) -> Iterator[Weight]:
     """Yield all weights of a model, from the embedding to the head."""
     vocabulary = (shape.vocab_size, shape.hidden_size)
-    embedding = (Part(name="model.embed_tokens.weight", shape=vocabulary),)
+    embedding = (WeightPart(name="model.embed_tokens.weight", shape=vocabulary),)
     yield Weight(local="embedding.word_embeddings.weight", layer=0, parts=embedding, split=ROWS)
     for layer, has_experts in enumerate(shape.expert_layers):
         yield from _attention(shape, layer)
@@ -140,9 +140,9 @@ def weights_of(shape: Architecture) -> Iterator[Weight]:
         else:
             yield from _feed_forward(shape, layer, where="mlp", rows=shape.intermediate_size)
     last = shape.num_layers - 1
-    norm = (Part(name="model.norm.weight", shape=(shape.hidden_size,)),)
+    norm = (WeightPart(name="model.norm.weight", shape=(shape.hidden_size,)),)
     yield Weight(local="decoder.final_layernorm.weight", layer=last, parts=norm)
-    head = embedding if shape.is_tied else (Part(name="lm_head.weight", shape=vocabulary),)
+    head = embedding if shape.is_tied else (WeightPart(name="lm_head.weight", shape=vocabulary),)
     yield Weight(local="output_layer.weight", layer=last, parts=head, split=ROWS, is_copy=shape.is_tied)
 
 
@@ -155,7 +155,7 @@ def _attention(shape: Architecture, layer: int) -> Iterator[Weight]:
             local=f"decoder.layers.{layer}.self_attention.linear_qkv.{kind}",
             layer=layer,
             parts=tuple(
-                Part(name=f"model.layers.{layer}.self_attn.{name}_proj.{kind}", shape=(rows, *columns))
+                WeightPart(name=f"model.layers.{layer}.self_attn.{name}_proj.{kind}", shape=(rows, *columns))
                 for name, rows in (("q", heads), ("k", groups), ("v", groups))
             ),
             split=ROWS,
@@ -164,26 +164,26 @@ def _attention(shape: Architecture, layer: int) -> Iterator[Weight]:
     yield Weight(
         local=f"decoder.layers.{layer}.self_attention.linear_proj.weight",
         layer=layer,
-        parts=(Part(name=f"model.layers.{layer}.self_attn.o_proj.weight", shape=(hidden, heads)),),
+        parts=(WeightPart(name=f"model.layers.{layer}.self_attn.o_proj.weight", shape=(hidden, heads)),),
         split=COLUMNS,
     )
     for name in "qk" if shape.has_head_norms else "":
         yield Weight(
             local=f"decoder.layers.{layer}.self_attention.{name}_layernorm.weight",
             layer=layer,
-            parts=(Part(name=f"model.layers.{layer}.self_attn.{name}_norm.weight", shape=(head,)),),
+            parts=(WeightPart(name=f"model.layers.{layer}.self_attn.{name}_norm.weight", shape=(head,)),),
         )
 
 
 def _norm(shape: Architecture, layer: int, *, local: str, name: str) -> Weight:
-    part = Part(name=f"model.layers.{layer}.{name}.weight", shape=(shape.hidden_size,))
+    part = WeightPart(name=f"model.layers.{layer}.{name}.weight", shape=(shape.hidden_size,))
     return Weight(local=f"decoder.layers.{layer}.{local}.weight", layer=layer, parts=(part,))
 
 
 def _feed_forward(shape: Architecture, layer: int, *, where: str, rows: int) -> Iterator[Weight]:
     local, name, hidden = f"decoder.layers.{layer}.{where}", f"model.layers.{layer}.{where}", shape.hidden_size
-    gate_up = tuple(Part(name=f"{name}.{half}_proj.weight", shape=(rows, hidden)) for half in ("gate", "up"))
-    down = (Part(name=f"{name}.down_proj.weight", shape=(hidden, rows)),)
+    gate_up = tuple(WeightPart(name=f"{name}.{half}_proj.weight", shape=(rows, hidden)) for half in ("gate", "up"))
+    down = (WeightPart(name=f"{name}.down_proj.weight", shape=(hidden, rows)),)
     yield Weight(local=f"{local}.linear_fc1.weight", layer=layer, parts=gate_up, split=HALVES)
     yield Weight(local=f"{local}.linear_fc2.weight", layer=layer, parts=down, split=COLUMNS)
 
@@ -191,10 +191,10 @@ def _feed_forward(shape: Architecture, layer: int, *, where: str, rows: int) -> 
 def _experts(shape: Architecture, mixture: Mixture, layer: int) -> Iterator[Weight]:
     local, name = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     count, rows, hidden = mixture.num_experts, mixture.intermediate_size, shape.hidden_size
-    gate = (Part(name=f"{name}.gate.weight", shape=(count, hidden)),)
+    gate = (WeightPart(name=f"{name}.gate.weight", shape=(count, hidden)),)
     yield Weight(local=f"{local}.router.weight", layer=layer, parts=gate)
     if mixture.score == "sigmoid":
-        bias = (Part(name=f"{name}.gate.e_score_correction_bias", shape=(count,)),)
+        bias = (WeightPart(name=f"{name}.gate.e_score_correction_bias", shape=(count,)),)
         yield Weight(local=f"{local}.router.expert_bias", layer=layer, parts=bias, is_float32=True)
     for linear, projection, columns, split in (
         ("linear_fc1", "gate_up_proj", (2 * rows, hidden), HALVES),
@@ -203,7 +203,7 @@ def _experts(shape: Architecture, mixture: Mixture, layer: int) -> Iterator[Weig
         yield Weight(
             local=f"{local}.experts.local_experts.{{expert}}.{linear}.weight",
             layer=layer,
-            parts=(Part(name=f"{name}.experts.{projection}", shape=(count, *columns)),),
+            parts=(WeightPart(name=f"{name}.experts.{projection}", shape=(count, *columns)),),
             split=split,
             num_experts=count,
         )

@@ -223,7 +223,7 @@ def _repair_wheel() -> None:
         random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
-class _Stream:
+class _CpuStream:
     """Work on a CPU is done when the call returns: nothing to wait for."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
@@ -260,8 +260,8 @@ class _StandInCuda(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
-        stream = _Stream()
-        self.Stream, self.Event = _Stream, _Event
+        stream = _CpuStream()
+        self.Stream, self.Event = _CpuStream, _Event
         self.current_device = lambda: "cpu"
         self.current_stream = self.default_stream = lambda *_: stream
         self.stream = lambda *_: nullcontext()

@@ -15,9 +15,9 @@ import torch
 from nemo_rl.models.megatron.convert import export_gradients
 from nemo_rl.models.megatron.mcore import MLP, TopKRouter
 from nemo_rl.models.megatron.setup import MegatronModel
-from nemo_rl.models.policy.hooks import Deliver, Detach, Order, TapList, Taps, Tokens, at_input, at_output
+from nemo_rl.models.policy.hooks import Deliver, Detach, HookPoints, Order, TapList, TokenPositions, at_input, at_output
 from nemo_rl.models.policy.steps import ThisRank
-from nemo_rl.records.record import Split
+from nemo_rl.records.record import DimSplit
 from nemo_rl.records.sites import SiteKind
 
 __all__ = ["taps_of"]
@@ -25,7 +25,9 @@ __all__ = ["taps_of"]
 Pick = Callable[[Any], torch.Tensor]
 
 
-def taps_of(model: MegatronModel, here: ThisRank, *, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Taps:
+def taps_of(
+    model: MegatronModel, here: ThisRank, *, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+) -> HookPoints:
     """Return the sites of this rank.
 
     Args:
@@ -38,10 +40,10 @@ def taps_of(model: MegatronModel, here: ThisRank, *, weights: Callable[[], Itera
     for layer in module.decoder.layers:
         found.layer(int(layer.layer_number) - 1, layer)
     if module.post_process:
-        found.add(SiteKind.LOGITS, None, at_output(module.output_layer), tokens=Tokens.KEPT, split=found.part)
+        found.add(SiteKind.LOGITS, None, at_output(module.output_layer), tokens=TokenPositions.KEPT, split=found.part)
     if model.ddp.ddp_config.use_distributed_optimizer:
         found.cannot("the distributed optimizer leaves each rank a part of the gradients only", SiteKind.GRAD)
-    return Taps(
+    return HookPoints(
         taps=tuple(found.taps),
         unobserved=found.unobserved,
         chunk=(here.coordinates.tp, here.layout.tp) if here.layout.sequence_parallel else (0, 1),
@@ -57,8 +59,8 @@ class _Finder(TapList):
     def __init__(self, model: MegatronModel, here: ThisRank) -> None:
         super().__init__(order=Order.POSITIONS)
         self._model = model
-        self.between = Tokens.CHUNK if here.layout.sequence_parallel else Tokens.ALL
-        self.part = Split(index=here.coordinates.tp, count=here.layout.tp)
+        self.between = TokenPositions.CHUNK if here.layout.sequence_parallel else TokenPositions.ALL
+        self.part = DimSplit(index=here.coordinates.tp, count=here.layout.tp)
 
     def layer(self, number: int, layer: Any) -> None:
         """Add the sites of one layer."""

@@ -1,4 +1,4 @@
-"""`Tap`: how one site of a model is reached on one rank, and how its tensor lies there.
+"""`HookPoint`: how one site of a model is reached on one rank, and how its tensor lies there.
 
 Made by the engines (`workers.dtensor_engine`, `nemo_rl.models.megatron.sites`), used by `SiteObserver`.
 Invariant: a tap delivers the tensor of one pass of this rank, and says how rows and positions lie in it.
@@ -14,16 +14,27 @@ from typing import Any
 import torch
 
 from nemo_rl.distributed.layout import Coordinates
-from nemo_rl.records.record import Split
+from nemo_rl.records.record import DimSplit
 from nemo_rl.records.sites import SiteKind
 
-__all__ = ["Deliver", "Detach", "Order", "Tap", "TapList", "Taps", "Tokens", "at_input", "at_output", "first_tensor"]
+__all__ = [
+    "Deliver",
+    "Detach",
+    "HookPoint",
+    "HookPoints",
+    "Order",
+    "TapList",
+    "TokenPositions",
+    "at_input",
+    "at_output",
+    "first_tensor",
+]
 
 Deliver = Callable[[torch.Tensor], None]
 Detach = Callable[[], None]
 
 
-class Tokens(Enum):
+class TokenPositions(Enum):
     """The positions of this rank that a tensor has."""
 
     ALL = auto()
@@ -59,7 +70,7 @@ class Order(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tap:
+class HookPoint:
     """One site on this rank."""
 
     kind: SiteKind
@@ -67,8 +78,8 @@ class Tap:
     attach: Callable[[Deliver], Detach]
     """Lets a function see the tensor in every pass from here on; returns what ends that."""
     order: Order = Order.ROWS
-    tokens: Tokens = Tokens.ALL
-    split: Split | None = None
+    tokens: TokenPositions = TokenPositions.ALL
+    split: DimSplit | None = None
     """This rank's part of the last dimension."""
 
 
@@ -80,7 +91,7 @@ class TapList:
     """
 
     def __init__(self, *, order: Order) -> None:
-        self.taps: list[Tap] = []
+        self.taps: list[HookPoint] = []
         self.unobserved: dict[SiteKind, str] = {}
         self._order = order
 
@@ -90,13 +101,13 @@ class TapList:
         layer: int | None,
         attach: Callable[[Deliver], Detach],
         *,
-        tokens: Tokens = Tokens.ALL,
-        split: Split | None = None,
+        tokens: TokenPositions = TokenPositions.ALL,
+        split: DimSplit | None = None,
         order: Order | None = None,
     ) -> None:
         """Add a tap with these fields."""
         chosen = self._order if order is None else order
-        self.taps.append(Tap(kind=kind, layer=layer, attach=attach, tokens=tokens, split=split, order=chosen))
+        self.taps.append(HookPoint(kind=kind, layer=layer, attach=attach, tokens=tokens, split=split, order=chosen))
 
     def cannot(self, why: str, *kinds: SiteKind) -> None:
         """Note sites that the model does not give."""
@@ -104,16 +115,16 @@ class TapList:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Taps:
+class HookPoints:
     """All sites of a model on this rank."""
 
-    taps: tuple[Tap, ...]
+    taps: tuple[HookPoint, ...]
     unobserved: Mapping[SiteKind, str]
     """Sites that this model does not give -> why."""
     place: Coordinates
     """Coordinates of this rank."""
     chunk: tuple[int, int] = (0, 1)
-    """Index and number of the equal parts of the positions, for `Tokens.CHUNK`."""
+    """Index and number of the equal parts of the positions, for `TokenPositions.CHUNK`."""
     loss_factor: Callable[[], float] = field(default=lambda: 1.0)
     """Factor of the loss before its backward pass: gradients are divided by it."""
     gradients: Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -123,10 +134,12 @@ class Taps:
 
     # One of the ranks that have the very same tensor shows it.
 
-    def shows(self, tap: Tap) -> bool:
+    def shows(self, tap: HookPoint) -> bool:
         """Return a site of the model; all have parts of their own where the tensor axis splits features or
         positions."""
-        is_split = (tap.split is not None and tap.split.count > 1) or (tap.tokens is Tokens.CHUNK and self.chunk[1] > 1)
+        is_split = (tap.split is not None and tap.split.count > 1) or (
+            tap.tokens is TokenPositions.CHUNK and self.chunk[1] > 1
+        )
         return is_split or self.place.tp == 0
 
     @property

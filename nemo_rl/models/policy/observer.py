@@ -19,11 +19,11 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.models.policy.hooks import Tap, Taps, Tokens
+from nemo_rl.models.policy.hooks import HookPoint, HookPoints, TokenPositions
 from nemo_rl.models.policy.interfaces import LossOutput
 from nemo_rl.models.policy.microbatch import Microbatch
 from nemo_rl.models.policy.steps import row_names
-from nemo_rl.records.record import Place, Split, TokenTable
+from nemo_rl.records.record import DimSplit, RecordPlace, TokenTable
 from nemo_rl.records.sites import SITES, Direction, SiteKind
 from nemo_rl.torch_private import after_backward
 
@@ -99,11 +99,11 @@ class PassRows:
 class Sight:
     """A tensor that one tap delivered during one pass on this rank."""
 
-    place: Place
+    place: RecordPlace
     value: torch.Tensor
     """`[n, s, ...]` where there are rows, a view of the model's own tensor: not to be changed. Else of any shape."""
     rows: PassRows | None = None
-    split: Split | None = None
+    split: DimSplit | None = None
     """This rank's part of the last dimension; None has all of it."""
     is_first: bool
     """True on the first of the ranks that have the very same tensor."""
@@ -126,13 +126,13 @@ class SiteSink(Protocol):
 
 
 @dataclass(kw_only=True, slots=True)
-class _Pass:
+class _MicrobatchPass:
     """One microbatch, from its forward pass to the end of its backward pass."""
 
     micro: Microbatch
-    place: Place
+    place: RecordPlace
     """Place of the pass, without kind and layer."""
-    rows: dict[Tokens, PassRows] = field(default_factory=dict)
+    rows: dict[TokenPositions, PassRows] = field(default_factory=dict)
     seen: set[tuple[SiteKind, int | None]] = field(default_factory=set)
     """Sites that have been shown; one that comes again is recomputed."""
     with_gradient: set[tuple[SiteKind, int | None]] = field(default_factory=set)
@@ -148,12 +148,12 @@ class SiteObserver(PassObserver):
         keys: of the rows of the batch.
     """
 
-    def __init__(self, taps: Taps, sinks: Sequence[SiteSink], *, phase: str, keys: Sequence[str]) -> None:
+    def __init__(self, taps: HookPoints, sinks: Sequence[SiteSink], *, phase: str, keys: Sequence[str]) -> None:
         self._taps, self._sinks = taps, tuple(sinks)
-        self._place = Place(kind=SiteKind.LOSS, phase=phase)
+        self._place = RecordPlace(kind=SiteKind.LOSS, phase=phase)
         self._keys = keys
-        self._current: _Pass | None = None
-        self._by_rows: dict[tuple[int, ...], _Pass] = {}
+        self._current: _MicrobatchPass | None = None
+        self._by_rows: dict[tuple[int, ...], _MicrobatchPass] = {}
         self._count = 0
         self._numbers = count()
         # Gradients come on threads of the autograd engine.
@@ -186,11 +186,11 @@ class SiteObserver(PassObserver):
 
     @contextmanager
     def pass_of(self, micro: Microbatch, *, backward_follows: bool = False) -> Iterator[OnBackward]:
-        current = _Pass(micro=micro, place=replace(self._place, microbatch=self._count))
+        current = _MicrobatchPass(micro=micro, place=replace(self._place, microbatch=self._count))
         self._count += 1
         self._current = self._by_rows[micro.rows] = current
         if micro.rows and self._is_wanted(SiteKind.TOKENS):
-            rows = self._rows_of(current, Tokens.ALL)
+            rows = self._rows_of(current, TokenPositions.ALL)
             place = replace(current.place, kind=SiteKind.TOKENS)
             self._show(Sight(place=place, value=micro.inputs.input_ids, rows=rows, is_first=self._taps.shows_inputs))
         try:
@@ -242,7 +242,7 @@ class SiteObserver(PassObserver):
                 Sight(place=replace(self._place, kind=kind, name=name), value=value, is_first=self._taps.shows_whole)
             )
 
-    def _on_backward(self, current: _Pass, output: torch.Tensor) -> None:
+    def _on_backward(self, current: _MicrobatchPass, output: torch.Tensor) -> None:
         """Assign recomputed layers: those that the backward pass of this output runs again belong to its microbatch."""
 
         def begin(_: torch.Tensor) -> None:
@@ -255,7 +255,7 @@ class SiteObserver(PassObserver):
     def _leave(self) -> None:
         self._current = None
 
-    def _deliver_to(self, tap: Tap, directions: Sequence[Direction]) -> Callable[[torch.Tensor], None]:
+    def _deliver_to(self, tap: HookPoint, directions: Sequence[Direction]) -> Callable[[torch.Tensor], None]:
         def deliver(value: torch.Tensor) -> None:
             current = self._current
             if current is None or not current.micro.rows:
@@ -273,7 +273,7 @@ class SiteObserver(PassObserver):
 
         return deliver
 
-    def _show_gradient(self, current: _Pass, tap: Tap, gradient: torch.Tensor) -> None:
+    def _show_gradient(self, current: _MicrobatchPass, tap: HookPoint, gradient: torch.Tensor) -> None:
         site = tap.kind, tap.layer
         if site not in current.with_gradient:
             current.with_gradient.add(site)
@@ -284,7 +284,7 @@ class SiteObserver(PassObserver):
         factor = self._taps.loss_factor()
         return gradient if factor == 1.0 else gradient / factor
 
-    def _sight(self, current: _Pass, tap: Tap, place: Place, value: torch.Tensor) -> Sight:
+    def _sight(self, current: _MicrobatchPass, tap: HookPoint, place: RecordPlace, value: torch.Tensor) -> Sight:
         by_rows = tap.order.by_rows(value.detach(), current.micro.inputs.input_ids.shape[0])
         return Sight(
             place=place,
@@ -295,7 +295,11 @@ class SiteObserver(PassObserver):
         )
 
     def _show_selected(
-        self, current: _Pass, kind: SiteKind, values_nt: torch.Tensor, direction: Direction = Direction.FORWARD
+        self,
+        current: _MicrobatchPass,
+        kind: SiteKind,
+        values_nt: torch.Tensor,
+        direction: Direction = Direction.FORWARD,
     ) -> None:
         """Show values of the tokens whose log-probability is wanted."""
         micro = current.micro
@@ -304,19 +308,19 @@ class SiteObserver(PassObserver):
         place = replace(current.place, kind=kind, direction=direction)
         self._show(Sight(place=place, value=values_nt.detach(), rows=rows, is_first=self._taps.shows_outputs))
 
-    def _rows_of(self, current: _Pass, tokens: Tokens) -> PassRows:
+    def _rows_of(self, current: _MicrobatchPass, tokens: TokenPositions) -> PassRows:
         """Return the rows of a pass, made once per pass and kind."""
         if tokens in current.rows:
             return current.rows[tokens]
         inputs = current.micro.inputs
-        if tokens is Tokens.KEPT:
+        if tokens is TokenPositions.KEPT:
             # The positions that this row asked for, among those whose logits are computed.
             at, is_whole = (inputs.row_m, inputs.kept_m), False
             where = inputs.row_m, inputs.keep_K[inputs.kept_m]
             row_R, column_R, ids_R = (part[where] for part in (inputs.row_ns, inputs.column_ns, inputs.input_ids))
         else:
             parts = inputs.row_ns, inputs.column_ns, inputs.input_ids
-            if tokens is Tokens.CHUNK:
+            if tokens is TokenPositions.CHUNK:
                 index, num_chunks = self._taps.chunk
                 row_ns, column_ns, ids_ns = (part.chunk(num_chunks, dim=1)[index] for part in parts)
             else:
@@ -354,7 +358,7 @@ class Onlookers:
         taps: the sites of the model; None where nobody looks on.
     """
 
-    def __init__(self, taps: Taps | None = None, onlookers: Sequence[Onlooker] = ()) -> None:
+    def __init__(self, taps: HookPoints | None = None, onlookers: Sequence[Onlooker] = ()) -> None:
         self._taps, self._onlookers = taps, tuple(onlookers)
 
     @contextmanager

@@ -20,10 +20,10 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import UserError
 from nemo_rl.models.loading import load_model_config
-from nemo_rl.models.policy.hooks import Taps
+from nemo_rl.models.policy.hooks import HookPoints
 from nemo_rl.models.policy.observer import Onlooker, PassRows, Sight, SiteSink
 from nemo_rl.models.policy.steps import ThisRank
-from nemo_rl.records.record import Manifest
+from nemo_rl.records.record import RecordManifest
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import SITES, Direction, SiteKind
 from nemo_rl.records.writer import RecordWriter, new_folder
@@ -130,7 +130,7 @@ class SiteRecording(Recording):
         UserError: an unknown site.
     """
 
-    def __init__(self, spec: RecordSpec, taps: Taps, here: ThisRank) -> None:
+    def __init__(self, spec: RecordSpec, taps: HookPoints, here: ThisRank) -> None:
         self._spec, self._taps, self._here = spec, taps, here
         self._selector = Selector.parse(spec.sites)
         self._writer: RecordWriter | None = None
@@ -180,10 +180,10 @@ class SiteRecording(Recording):
         if writer is not None:
             writer.abandon()
 
-    def _manifest(self) -> Manifest:
+    def _manifest(self) -> RecordManifest:
         spec, layout = self._spec, self._here.layout
         kinds = set(self._selector.kinds())
-        return Manifest(
+        return RecordManifest(
             run_id=uuid.uuid4().hex,
             model=dict(spec.model),
             layout={

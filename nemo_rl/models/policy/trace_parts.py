@@ -38,7 +38,7 @@ from nemo_rl.tracer.reducer import (
     mix,
 )
 
-__all__ = ["TENSOR", "Values", "Vectors", "part_of"]
+__all__ = ["TENSOR", "ReducedValues", "Vectors", "part_of"]
 
 NOTHING = np.array([0, 0, 0, np.inf, -np.inf, -np.inf, 0, 0, 0, 0], dtype=np.float64)
 """`stats` of no value."""
@@ -51,7 +51,7 @@ MAX_COUNTED = 1 << 20
 
 
 @dataclass(eq=False)
-class Values:
+class ReducedValues:
     """A tensor as reducers see it."""
 
     given: torch.Tensor
@@ -88,12 +88,12 @@ class Values:
         return int((~self.floats.isfinite()).sum())
 
 
-def part_of(reducer: Reducer, values: Values) -> np.ndarray:
+def part_of(reducer: Reducer, values: ReducedValues) -> np.ndarray:
     """Return this rank's part."""
     return _PARTS[type(reducer)](reducer, values)
 
 
-def _stats(_: Reducer, values: Values) -> np.ndarray:
+def _stats(_: Reducer, values: ReducedValues) -> np.ndarray:
     if values.floats.device.type != "cpu":
         return _stats_on_device(values.floats)
     found = NOTHING
@@ -146,7 +146,7 @@ def _stats_on_device(floats: torch.Tensor) -> np.ndarray:
     return found
 
 
-def _histogram(reducer: Reducer, values: Values) -> np.ndarray:
+def _histogram(reducer: Reducer, values: ReducedValues) -> np.ndarray:
     assert isinstance(reducer, Histogram)
     array = values.array.reshape(-1)
     if bool(values.floats.sum().isnan()):
@@ -164,16 +164,16 @@ def _histogram(reducer: Reducer, values: Values) -> np.ndarray:
     return np.bincount(at, minlength=reducer.size).astype(np.int64)
 
 
-def _counts(_: Reducer, values: Values) -> np.ndarray:
+def _counts(_: Reducer, values: ReducedValues) -> np.ndarray:
     numbers = values.given.detach().reshape(-1).to(device="cpu", dtype=torch.int64)
     return np.bincount(numbers.clamp(0, MAX_COUNTED).numpy(), minlength=1).astype(np.int64)
 
 
-def _norm(_: Reducer, values: Values) -> np.ndarray:
+def _norm(_: Reducer, values: ReducedValues) -> np.ndarray:
     return np.array([float(values.squares_R.sum())])
 
 
-def _digest(_: Reducer, values: Values) -> np.ndarray:
+def _digest(_: Reducer, values: ReducedValues) -> np.ndarray:
     bits = np.ascontiguousarray(values.array).view(np.uint32).astype(np.uint64)
     features = mix(np.arange(values.span.start, values.span.stop, dtype=np.uint64))
     with np.errstate(over="ignore"):
@@ -181,7 +181,7 @@ def _digest(_: Reducer, values: Values) -> np.ndarray:
         return hashed.sum(dtype=np.uint64, keepdims=True).reshape(1).view(np.int64)
 
 
-def _tiles(reducer: Reducer, values: Values) -> np.ndarray:
+def _tiles(reducer: Reducer, values: ReducedValues) -> np.ndarray:
     """Return the part of each stretch that this rank has."""
     assert isinstance(reducer, Tiles)
     span, floats = values.span, values.floats
@@ -203,7 +203,7 @@ _REDUCE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _top_k(reducer: Reducer, values: Values) -> np.ndarray:
+def _top_k(reducer: Reducer, values: ReducedValues) -> np.ndarray:
     assert isinstance(reducer, TopK)
     k = min(reducer.k, values.floats.shape[1])
     found = values.floats.topk(k, dim=-1)
@@ -213,17 +213,17 @@ def _top_k(reducer: Reducer, values: Values) -> np.ndarray:
     return part
 
 
-def _full(_: Reducer, values: Values) -> np.ndarray:
+def _full(_: Reducer, values: ReducedValues) -> np.ndarray:
     return values.array
 
 
-def _project(reducer: Reducer, values: Values) -> np.ndarray:
+def _project(reducer: Reducer, values: ReducedValues) -> np.ndarray:
     assert isinstance(reducer, Project)
     vector = values.vectors[reducer.vector][values.span.start : values.span.stop]
     return (values.floats @ vector.to(values.floats.device))[:, None].cpu().numpy()
 
 
-_PARTS: Mapping[type[Reducer], Callable[[Reducer, Values], np.ndarray]] = {
+_PARTS: Mapping[type[Reducer], Callable[[Reducer, ReducedValues], np.ndarray]] = {
     Stats: _stats,
     Histogram: _histogram,
     Counts: _counts,

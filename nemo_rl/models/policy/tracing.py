@@ -18,17 +18,17 @@ import torch
 
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import UserError
-from nemo_rl.models.policy.hooks import Taps
+from nemo_rl.models.policy.hooks import HookPoints
 from nemo_rl.models.policy.observer import Onlooker, PassRows, Sight, SiteSink
 from nemo_rl.models.policy.steps import ThisRank
-from nemo_rl.models.policy.trace_parts import Values, Vectors, part_of
-from nemo_rl.records.record import Place, Split
+from nemo_rl.models.policy.trace_parts import ReducedValues, Vectors, part_of
+from nemo_rl.records.record import DimSplit, RecordPlace
 from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.tracer.frame import Part, Site, Table, Where
-from nemo_rl.tracer.link import HubAddress, HubLink, Outlet, Straight
-from nemo_rl.tracer.protocol import Group, Role
+from nemo_rl.tracer.frame import FramePart, FrameSite, FrameTable, Where
+from nemo_rl.tracer.link import DirectSender, FrameSender, HubAddress, HubLink
+from nemo_rl.tracer.protocol import RankGroup, Role
 from nemo_rl.tracer.reducer import PerToken, Project, Reducer, Sample, Span, Stats, token_hashes
-from nemo_rl.tracer.watch import Plan
+from nemo_rl.tracer.watch import WatchPlan
 
 __all__ = ["NO_TRACING", "GroupPlace", "SiteTracing", "TraceSink", "TraceSpec", "TracedPhases", "TracedStep", "Tracing"]
 
@@ -39,7 +39,7 @@ class TracedStep:
 
     run: str
     number: int
-    plan: Plan
+    plan: WatchPlan
     keys: frozenset[str]
     """Rows whose tokens are shown one by one."""
 
@@ -52,7 +52,7 @@ class TraceSink:
         step: TracedStep,
         *,
         phase: str,
-        outlet: Outlet,
+        outlet: FrameSender,
         rank: int,
         axes: Mapping[str, int],
         vectors: Vectors,
@@ -84,7 +84,7 @@ class TraceSink:
             if isinstance(reducer, PerToken) and sight.rows is not None:
                 self._send_tokens(sight, sight.rows, reducer)
 
-    def _reducers_of(self, place: Place) -> tuple[Reducer, ...]:
+    def _reducers_of(self, place: RecordPlace) -> tuple[Reducer, ...]:
         plan, step = self._step.plan, self._step.number
         if place.name is not None:
             return plan.reducers_of_parameter(place.kind, place.name, phase=self._phase, step=step)
@@ -99,10 +99,10 @@ class TraceSink:
         rows = sight.rows
         if rows is None:
             flat = sight.value.detach().reshape(1, -1)
-            values = Values(flat, _span(None, flat.shape[1]), {}, lambda: np.zeros(1, "u8"))
+            values = ReducedValues(flat, _span(None, flat.shape[1]), {}, lambda: np.zeros(1, "u8"))
         else:
             tokens = _two_dim(sight.tokens())
-            values = Values(tokens, _span(sight.split, tokens.shape[1]), {}, lambda: _hashes(rows))
+            values = ReducedValues(tokens, _span(sight.split, tokens.shape[1]), {}, lambda: _hashes(rows))
         parts = {reducer: part_of(reducer, values) for reducer in reducers}
         stats = next((part for reducer, part in parts.items() if isinstance(reducer, Stats)), None)
         bad = int(stats[-3:].sum()) if stats is not None else values.num_not_finite
@@ -120,11 +120,11 @@ class TraceSink:
         except UserError as error:
             self._on_problem(str(error))
             return
-        values = Values(tokens, span, vectors, lambda: _hashes(rows)[chosen_r.numpy()])
+        values = ReducedValues(tokens, span, vectors, lambda: _hashes(rows)[chosen_r.numpy()])
         part = part_of(reducer, values)
         self._offer(sight, reducer, part, span=span, table=name, num_not_finite=values.num_not_finite)
 
-    def _vectors_of(self, reducer: Reducer, place: Place, span: Span) -> Mapping[str, torch.Tensor]:
+    def _vectors_of(self, reducer: Reducer, place: RecordPlace, span: Span) -> Mapping[str, torch.Tensor]:
         if not isinstance(reducer, Project):
             return {}
         return {reducer.vector: self._vectors.of_layer(reducer.vector, place.layer, size=span.whole)}
@@ -145,7 +145,7 @@ class TraceSink:
                 parts = (part[chosen_r] for part in (table.row_R, table.position_R, table.token_R))
                 tokens = torch.stack(tuple(parts)).to(torch.int32).numpy()
                 self._outlet.table(
-                    Table(run=self._step.run, name=name, step=self._step.number, keys=table.keys, tokens=tokens)
+                    FrameTable(run=self._step.run, name=name, step=self._step.number, keys=table.keys, tokens=tokens)
                 )
         return self._tables[rows.number, kind]
 
@@ -153,12 +153,12 @@ class TraceSink:
         self, sight: Sight, reducer: Reducer, part: np.ndarray, *, span: Span, table: str | None, num_not_finite: int
     ) -> None:
         place = sight.place
-        message = Part(
+        message = FramePart(
             where=Where(
                 run=self._step.run,
                 step=self._step.number,
                 phase=self._phase,
-                site=Site(place.kind, place.layer, place.name, place.direction, place.is_recomputed),
+                site=FrameSite(place.kind, place.layer, place.name, place.direction, place.is_recomputed),
                 reducer=reducer,
                 update=place.update,
             ),
@@ -178,7 +178,7 @@ def _two_dim(tokens: torch.Tensor) -> torch.Tensor:
     return tokens.detach().flatten(1) if tokens.dim() > 1 else tokens.detach()[:, None]
 
 
-def _span(split: Split | None, num_features: int) -> Span:
+def _span(split: DimSplit | None, num_features: int) -> Span:
     """Return the range of these features in the whole; parts are equal."""
     if split is None:
         return Span(0, num_features, num_features)
@@ -213,7 +213,7 @@ class TraceSpec:
 class GroupPlace:
     """The place of a process among those that show the same phases."""
 
-    group: Group = Group.POLICY
+    group: RankGroup = RankGroup.POLICY
     rank: int
     world: int
     axes: Mapping[str, int]
@@ -245,10 +245,10 @@ class TracedPhases:
         """Begin a step, to which the phases that follow belong.
 
         Args:
-            watches: texts of a `Plan`.
+            watches: texts of a `WatchPlan`.
             keys: rows whose tokens are shown one by one.
         """
-        plan = Plan.parse(watches)
+        plan = WatchPlan.parse(watches)
         self._step = TracedStep(run=self._spec.run, number=step, plan=plan, keys=frozenset(keys))
         self.link.open()
 
@@ -261,7 +261,7 @@ class TracedPhases:
         self.end()
         self.link.close(timeout_s=CLOSE_S)
 
-    def begin_phase(self, phase: str, *, outlet: Outlet | None = None) -> TraceSink | None:
+    def begin_phase(self, phase: str, *, outlet: FrameSender | None = None) -> TraceSink | None:
         """Begin a phase and return the sink of its sites, or None where nothing of it is watched in this step.
 
         Args:
@@ -274,7 +274,7 @@ class TracedPhases:
         return TraceSink(
             step,
             phase=phase,
-            outlet=outlet or Straight(self.link),
+            outlet=outlet or DirectSender(self.link),
             rank=self._place.rank,
             axes=self._place.axes,
             vectors=self._vectors,
@@ -302,7 +302,7 @@ class Tracing(Onlooker):
         """Begin a step, to which the passes that follow belong.
 
         Args:
-            watches: texts of a `Plan`.
+            watches: texts of a `WatchPlan`.
             keys: rows whose tokens are shown one by one.
         """
 
@@ -319,7 +319,7 @@ NO_TRACING = Tracing()
 class SiteTracing(TracedPhases, Tracing):
     """Shows the passes of this rank."""
 
-    def __init__(self, spec: TraceSpec, taps: Taps, here: ThisRank) -> None:
+    def __init__(self, spec: TraceSpec, taps: HookPoints, here: ThisRank) -> None:
         place = here.coordinates
         axes = {"dp": place.dp, "cp": place.cp, "tp": place.tp, "pp": place.pp}
         super().__init__(

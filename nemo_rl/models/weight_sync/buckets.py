@@ -19,9 +19,9 @@ from nemo_rl.utils.memory import available_bytes
 
 __all__ = [
     "BucketFiller",
+    "BucketPiece",
     "BucketSink",
     "DeltaRefit",
-    "Piece",
     "RefitPlan",
     "WeightJoiner",
     "WeightSlot",
@@ -59,7 +59,7 @@ class WeightSlot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class BucketPiece:
     """Part of a weight in a bucket, in bytes."""
 
     slot: int
@@ -107,9 +107,9 @@ class RefitPlan:
             return self.bucket_bytes
         return self.bucket_bytes + HEADER_BYTES * max(map(len, self.buckets()), default=0)
 
-    def buckets(self) -> list[list[Piece]]:
+    def buckets(self) -> list[list[BucketPiece]]:
         """Return the pieces of each bucket; a weight without elements has none."""
-        buckets: list[list[Piece]] = []
+        buckets: list[list[BucketPiece]] = []
         room = 0
         for index, slot in enumerate(self.slots):
             start = 0
@@ -118,7 +118,7 @@ class RefitPlan:
                     buckets.append([])
                     room = self.bucket_bytes
                 size = min(room, slot.num_bytes - start)
-                buckets[-1].append(Piece(slot=index, start=start, size=size, offset=self.bucket_bytes - room))
+                buckets[-1].append(BucketPiece(slot=index, start=start, size=size, offset=self.bucket_bytes - room))
                 start, room = start + size, room - size
         return buckets
 
@@ -202,7 +202,7 @@ class BucketFiller:
         self._num_filled += 1
         return size
 
-    def _write(self, piece: Piece, source: torch.Tensor, room: torch.Tensor) -> int:
+    def _write(self, piece: BucketPiece, source: torch.Tensor, room: torch.Tensor) -> int:
         """Put the bytes of a piece at the head of `room`; return how many bytes it took."""
         room[: piece.size].copy_(source)
         return piece.size

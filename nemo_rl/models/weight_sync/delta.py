@@ -14,7 +14,7 @@ import torch
 
 from nemo_rl.errors import WorkerError
 
-__all__ = ["HEADER_BYTES", "Block", "Form", "apply_block", "encode_block", "read_block", "write_block"]
+__all__ = ["HEADER_BYTES", "Block", "DeltaForm", "apply_block", "encode_block", "read_block", "write_block"]
 
 HEADER_BYTES = 24
 """Form, bytes of the stream, bytes of the elements: three int64."""
@@ -25,7 +25,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Element size -> a dtype that compares and copies bits."""
 
 
-class Form(IntEnum):
+class DeltaForm(IntEnum):
     """The form in which a block says which elements it holds."""
 
     WHOLE = 0
@@ -45,10 +45,10 @@ class Block:
     """The change of a part of a weight.
 
     Example:
-        Of elements `[a, b, c, d]` only `c` is new: `Form.INDEX`, stream `[2]` (two are left out), values `[c]`.
+        Of elements `[a, b, c, d]` only `c` is new: `DeltaForm.INDEX`, stream `[2]` (two are left out), values `[c]`.
     """
 
-    form: Form
+    form: DeltaForm
     stream: torch.Tensor
     """`[n]` uint8."""
     values: torch.Tensor
@@ -67,26 +67,26 @@ def encode_block(base: torch.Tensor | None, part: torch.Tensor, *, unit: int) ->
         part: `[n]` uint8, on the same device.
         unit: bytes of an element; divides n.
     """
-    whole = Block(form=Form.WHOLE, stream=_no_bytes(part), values=part)
+    whole = Block(form=DeltaForm.WHOLE, stream=_no_bytes(part), values=part)
     if base is None:
         return whole
     new = part.view(INTEGERS[unit])
     changed = new != base.view(INTEGERS[unit])
     count = int(changed.count_nonzero())
     if count == 0:
-        return Block(form=Form.SAME, stream=_no_bytes(part), values=_no_bytes(part))
-    sizes = {Form.WHOLE: part.numel() - count * unit, Form.MASK: -(-changed.numel() // MASK_BITS)}
-    numbers: dict[Form, torch.Tensor] = {}
+        return Block(form=DeltaForm.SAME, stream=_no_bytes(part), values=_no_bytes(part))
+    sizes = {DeltaForm.WHOLE: part.numel() - count * unit, DeltaForm.MASK: -(-changed.numel() // MASK_BITS)}
+    numbers: dict[DeltaForm, torch.Tensor] = {}
     # A number takes a byte at least. Where a mask takes less, runs could save a third at the most.
     if count < min(sizes.values()):
         places = changed.nonzero()[:, 0]
         gaps = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
-        numbers = {Form.INDEX: gaps, Form.RUNS: _runs(gaps)}
+        numbers = {DeltaForm.INDEX: gaps, DeltaForm.RUNS: _runs(gaps)}
     sizes |= {form: _numbers_bytes(each) for form, each in numbers.items()}
     form = min(sizes, key=sizes.__getitem__)
-    if form is Form.WHOLE:
+    if form is DeltaForm.WHOLE:
         return whole
-    if form is Form.MASK:
+    if form is DeltaForm.MASK:
         return Block(form=form, stream=_pack_mask(changed), values=new[changed].view(torch.uint8))
     return Block(form=form, stream=_pack_numbers(numbers[form]), values=new[places].view(torch.uint8))
 
@@ -111,12 +111,12 @@ def read_block(buffer: torch.Tensor) -> Block:
     header = buffer[:HEADER_BYTES].cpu().clone()
     form, stream, values = header.view(torch.int64).tolist() if header.numel() == HEADER_BYTES else (-1, 0, 0)
     end = HEADER_BYTES + stream + values
-    if form not in list(Form) or min(stream, values) < 0 or end > buffer.numel():
+    if form not in list(DeltaForm) or min(stream, values) < 0 or end > buffer.numel():
         raise WorkerError(
             f"refit: expected the block of a weight, got form {form} of {end} bytes in {buffer.numel()}", stage="refit"
         )
     middle = HEADER_BYTES + stream
-    return Block(form=Form(form), stream=buffer[HEADER_BYTES:middle], values=buffer[middle:end])
+    return Block(form=DeltaForm(form), stream=buffer[HEADER_BYTES:middle], values=buffer[middle:end])
 
 
 def apply_block(block: Block, target: torch.Tensor, *, unit: int) -> None:
@@ -125,22 +125,22 @@ def apply_block(block: Block, target: torch.Tensor, *, unit: int) -> None:
     Raises:
         WorkerError: the block is that of another part.
     """
-    if block.form is Form.WHOLE:
+    if block.form is DeltaForm.WHOLE:
         _expect(block.values.numel(), target.numel())
         target.copy_(block.values)
-    if block.form in (Form.WHOLE, Form.SAME):
+    if block.form in (DeltaForm.WHOLE, DeltaForm.SAME):
         return
     elements = target.view(INTEGERS[unit])
     # A copy starts where an element of any size may start.
     values = block.values.to(target.device).clone().view(INTEGERS[unit])
     stream = block.stream.to(target.device)
-    if block.form is Form.MASK:
+    if block.form is DeltaForm.MASK:
         mask = _unpack_mask(stream, elements.numel())
         _expect(int(mask.count_nonzero()), values.numel())
         elements.masked_scatter_(mask, values)
         return
     numbers = _unpack_numbers(stream)
-    places = _places_of_runs(numbers) if block.form is Form.RUNS else (numbers + 1).cumsum(0) - 1
+    places = _places_of_runs(numbers) if block.form is DeltaForm.RUNS else (numbers + 1).cumsum(0) - 1
     _expect(places.numel(), values.numel())
     if places.numel():
         _expect(max(elements.numel(), int(places[-1]) + 1), elements.numel())

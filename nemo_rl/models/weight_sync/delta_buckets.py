@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from nemo_rl.errors import ConfigError, WorkerError
-from nemo_rl.models.weight_sync.buckets import BucketFiller, DeltaRefit, Piece, RefitPlan, WeightSlot, flat_bytes
+from nemo_rl.models.weight_sync.buckets import BucketFiller, BucketPiece, DeltaRefit, RefitPlan, WeightSlot, flat_bytes
 from nemo_rl.models.weight_sync.delta import apply_block, encode_block, read_block, write_block
 
 __all__ = ["NO_VERSION", "DeltaFiller", "DeltaSchedule", "DeltaSink", "HeldWeights"]
@@ -61,7 +61,7 @@ class HeldWeights:
         if not num_missing:
             self.version = self._next_version
 
-    def part(self, piece: Piece) -> torch.Tensor:
+    def part(self, piece: BucketPiece) -> torch.Tensor:
         """Return `[piece.size]` uint8, of the memory itself."""
         return self._bytes[piece.slot][piece.start : piece.start + piece.size]
 
@@ -91,7 +91,7 @@ class DeltaFiller(BucketFiller):
         self._held.note(num_missing=self.num_missing)
         return size
 
-    def _write(self, piece: Piece, source: torch.Tensor, room: torch.Tensor) -> int:
+    def _write(self, piece: BucketPiece, source: torch.Tensor, room: torch.Tensor) -> int:
         before = self._held.part(piece)
         base = None if self._delta.base == NO_VERSION else before.to(source.device)
         block = encode_block(base, source, unit=_unit(self._plan, piece))
@@ -151,7 +151,7 @@ class DeltaSink:
             self._take(self._plan.slots[slot].name, self._held.weight(slot, device=self._device))
 
 
-def _unit(plan: RefitPlan, piece: Piece) -> int:
+def _unit(plan: RefitPlan, piece: BucketPiece) -> int:
     """Return bytes of an element; 1 where a bucket cuts one."""
     size = plan.slots[piece.slot].element_bytes
     return size if piece.start % size == 0 and piece.size % size == 0 else 1

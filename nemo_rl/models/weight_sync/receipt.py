@@ -28,7 +28,7 @@ __all__ = [
     "Receipt",
     "ReceiptSpec",
     "RefitReport",
-    "Scored",
+    "ScoredProbe",
     "Sent",
     "Tolerance",
     "make_probe",
@@ -209,7 +209,7 @@ class Sent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scored:
+class ScoredProbe:
     """The probe as a rank of the policy scores it."""
 
     logprobs: tuple[float, ...]

@@ -20,7 +20,16 @@ from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import RefitMismatch, WorkerError, name_some
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.weight_sync.receipt import Answer, Probe, ProbeTurns, Receipt, ReceiptSpec, Scored, Sent, Tolerance
+from nemo_rl.models.weight_sync.receipt import (
+    Answer,
+    Probe,
+    ProbeTurns,
+    Receipt,
+    ReceiptSpec,
+    ScoredProbe,
+    Sent,
+    Tolerance,
+)
 from nemo_rl.models.weight_sync.target import RefitTarget
 
 __all__ = ["Parties", "Receipts", "behaviour_problems", "content_problems", "gap", "measured", "scoring_problems"]
@@ -177,7 +186,7 @@ class Receipts:
         self._before: Mapping[str, str] = {}
         self._scored_before: Sequence[float] | None = None
         """Log-probabilities of the policy when the probe was scored last."""
-        self._scored: Pending[list[Scored]] = Pending.done([])
+        self._scored: Pending[list[ScoredProbe]] = Pending.done([])
         self._probe: Probe | None = None
         self.tolerance: Tolerance | None = None
         """Tolerance of the run, or None before the first refit that was proved."""

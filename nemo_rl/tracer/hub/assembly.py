@@ -14,9 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from nemo_rl.tracer.frame import BadFrame, Frame, Part, Table, Where
-from nemo_rl.tracer.hub.parts import Rows, StepKeys, TokenParts, Tokens, WholeParts, check_part, draw_sample, table_of
-from nemo_rl.tracer.protocol import Limits
+from nemo_rl.tracer.frame import BadFrame, Frame, FramePart, FrameTable, Where
+from nemo_rl.tracer.hub.parts import (
+    PictureRows,
+    RankTokens,
+    StepKeys,
+    TokenParts,
+    WholeParts,
+    check_part,
+    draw_sample,
+    table_of,
+)
+from nemo_rl.tracer.protocol import HubLimits
 from nemo_rl.tracer.reducer import PerToken, Sample, WholeTensor
 
 __all__ = ["Assembly", "Phase"]
@@ -44,13 +53,13 @@ class Phase:
     missing: tuple[int, ...] = ()
     is_closed: bool = False
 
-    def frames(self, limit: int) -> Iterator[Table | Frame]:
+    def frames(self, limit: int) -> Iterator[FrameTable | Frame]:
         """Yield the frames of the phase, a table before the frames that refer to it, and let the parts go.
 
         Args:
             limit: bytes that one picture may need; larger ones are left out.
         """
-        tables: dict[bytes, Rows] = {}
+        tables: dict[bytes, PictureRows] = {}
         for where in sorted((*self.wholes, *self.tokens), key=lambda where: (where.update, where.site.order)):
             # Taken out one by one, so that the parts of frames that were sent are freed.
             if where in self.wholes:
@@ -71,8 +80,8 @@ class Phase:
         return self._signed(frame)
 
     def _of_tokens(
-        self, where: Where, parts: TokenParts, tables: dict[bytes, Rows], limit: int
-    ) -> Iterator[Table | Frame]:
+        self, where: Where, parts: TokenParts, tables: dict[bytes, PictureRows], limit: int
+    ) -> Iterator[FrameTable | Frame]:
         reducer, tokens = where.reducer, parts.tokens()
         assert isinstance(reducer, PerToken), where
         if not parts.fits(len(tokens.codes), reducer, limit):
@@ -81,7 +90,7 @@ class Phase:
         merged = parts.merge(tokens.codes, reducer)
         if isinstance(reducer, Sample):
             kept = draw_sample(tokens.codes, self.keys, reducer.n)
-            tokens, merged = Tokens(tokens.codes[kept], tokens.ids[kept]), merged[kept]
+            tokens, merged = RankTokens(tokens.codes[kept], tokens.ids[kept]), merged[kept]
         content = tokens.codes.tobytes() + tokens.ids.tobytes()
         rows = tables.get(content)
         if rows is None:
@@ -101,7 +110,7 @@ class Phase:
         return replace(frame, missing=self.missing, dropped=sum(self.dropped.values()), wall_s=time.time())
 
 
-class _Step:
+class _AssemblyStep:
     """The phases of one step while ranks are in it."""
 
     def __init__(self) -> None:
@@ -115,16 +124,16 @@ class _Step:
 class Assembly:
     """Assembles the pictures of one run and one group of ranks."""
 
-    def __init__(self, run: str, *, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run: str, *, limits: HubLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.run, self.world = run, 0
         self.num_late = 0
         """Parts that came after their phase was closed, or without one."""
         self._limits, self._clock = limits, clock
         self._here: set[int] = set()
         self._gone: set[int] = set()
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, _AssemblyStep] = {}
         self._current: dict[int, Phase] = {}
-        self._tables: dict[int, dict[str, tuple[int, Tokens]]] = {}
+        self._tables: dict[int, dict[str, tuple[int, RankTokens]]] = {}
         """Rank -> name of a table -> step and tokens."""
         self._told_dropped: Counter[int] = Counter()
         self._num_bytes = 0
@@ -176,7 +185,7 @@ class Assembly:
         at.begun.add(rank)
         self._current[rank] = at
 
-    def add_table(self, rank: int, table: Table) -> None:
+    def add_table(self, rank: int, table: FrameTable) -> None:
         """Raises:
         BadFrame: it cannot be used.
         """
@@ -187,14 +196,14 @@ class Assembly:
             )
         if self._num_bytes + 3 * table.tokens.nbytes > self._limits.assembly_bytes:
             raise BadFrame("too many tables wait")
-        tokens = Tokens.of(table, found.keys)
+        tokens = RankTokens.of(table, found.keys)
         mine = self._tables.setdefault(rank, {})
         if table.name in mine:
             self._num_bytes -= mine[table.name][1].num_bytes
         mine[table.name] = (table.step, tokens)
         self._num_bytes += tokens.num_bytes
 
-    def add_part(self, rank: int, part: Part) -> None:
+    def add_part(self, rank: int, part: FramePart) -> None:
         """Raises:
         BadFrame: it is none of this rank's phase, or does not fit its reducer.
         """
@@ -267,7 +276,7 @@ class Assembly:
         is_overdue = at.deadline_s is not None and self._clock() >= at.deadline_s
         return is_overdue or waits_for <= at.ended | self._gone
 
-    def _step(self, step: int) -> _Step | None:
+    def _step(self, step: int) -> _AssemblyStep | None:
         """Return the step, or None where ranks are already further."""
         if step in self._steps:
             return self._steps[step]
@@ -280,7 +289,7 @@ class Assembly:
             if oldest is None or step < oldest:
                 return None
             del self._steps[oldest]
-        return self._steps.setdefault(step, _Step())
+        return self._steps.setdefault(step, _AssemblyStep())
 
     def _forget_tables(self, rank: int) -> None:
         self._num_bytes -= sum(tokens.num_bytes for _, tokens in self._tables.pop(rank, {}).values())
@@ -288,7 +297,7 @@ class Assembly:
     def _note_dropped(self, phase: Phase, rank: int, dropped: int) -> None:
         phase.dropped[rank] = max(phase.dropped[rank], dropped - self._told_dropped[rank])
 
-    def _add(self, phase: Phase, rank: int, part: Part) -> int:
+    def _add(self, phase: Phase, rank: int, part: FramePart) -> int:
         step_and_tokens = self._tables.get(rank, {}).get(part.table or "")
         if step_and_tokens is None or step_and_tokens[0] != phase.step:
             raise BadFrame(f"{part.where.reducer}: expected a table that was sent before, got {str(part.table)[:80]!r}")
@@ -301,7 +310,7 @@ class Assembly:
             parts = phase.tokens[part.where] = TokenParts(part.span.whole)
         return parts.add(part, tokens, reducer)
 
-    def _add_whole(self, phase: Phase, part: Part) -> int:
+    def _add_whole(self, phase: Phase, part: FramePart) -> int:
         check_part(part, None)
         reducer = part.where.reducer
         assert isinstance(reducer, WholeTensor), part.where

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nemo_rl.tracer.frame import Frame, Site, Table, Where
+from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
 from nemo_rl.tracer.reducer import Reducer
 
 __all__ = ["History", "Kept", "KeptTable", "Place"]
 
-Place = tuple[str, str, Site, Reducer]
+Place = tuple[str, str, FrameSite, Reducer]
 """Run, phase, site and reducer: one picture of the page, which newer frames replace."""
 
 
@@ -42,7 +42,7 @@ class Kept:
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
+class _HistoryStep:
     frames: dict[Where, Kept] = field(default_factory=dict)
     tables: dict[str, KeptTable] = field(default_factory=dict)
 
@@ -52,17 +52,17 @@ class History:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self.num_bytes = max_bytes, 0
-        self._steps: dict[tuple[str, int], _Step] = {}
+        self._steps: dict[tuple[str, int], _HistoryStep] = {}
         self._tables: dict[tuple[str, str], KeptTable] = {}
         self._latest: dict[Place, Kept] = {}
 
-    def add_table(self, table: Table) -> KeptTable:
+    def add_table(self, table: FrameTable) -> KeptTable:
         """Keep it with its step."""
         found = self._tables.get((table.run, table.name))
         if found is None:
             found = self._tables[table.run, table.name] = KeptTable(table.run, table.name, table.encode())
             self.num_bytes += len(found.message)
-        self._use(found, self._steps.setdefault((table.run, table.step), _Step()))
+        self._use(found, self._steps.setdefault((table.run, table.step), _HistoryStep()))
         self._shrink()
         return found
 
@@ -71,7 +71,7 @@ class History:
         where = frame.where
         table = None if frame.table is None else self._tables.get((where.run, frame.table))
         kept = Kept(where, frame.encode(), table)
-        step = self._steps.setdefault((where.run, where.step), _Step())
+        step = self._steps.setdefault((where.run, where.step), _HistoryStep())
         if table is not None:
             self._use(table, step)
         if (old := step.frames.pop(where, None)) is not None:
@@ -93,7 +93,7 @@ class History:
             found = self._steps.get((run, step))
             yield from [] if found is None else [*found.frames.values()]
 
-    def _use(self, table: KeptTable, step: _Step) -> None:
+    def _use(self, table: KeptTable, step: _HistoryStep) -> None:
         if table.name not in step.tables:
             step.tables[table.name] = table
             table.num_users += 1

@@ -22,21 +22,21 @@ from typing import Any, Protocol
 
 from nemo_rl.errors import UserError, name_some
 from nemo_rl.records.sites import SITES
-from nemo_rl.tracer.frame import Frame, Table
+from nemo_rl.tracer.frame import Frame, FrameTable
 from nemo_rl.tracer.hub.history import History, Kept
-from nemo_rl.tracer.protocol import PROTOCOL_VERSION, Limits, Role, RunState, dump
+from nemo_rl.tracer.protocol import PROTOCOL_VERSION, HubLimits, Role, RunState, dump
 from nemo_rl.tracer.reducer import REDUCERS, VECTOR_FILES, Project
 from nemo_rl.tracer.summary import FirstNonFinite
-from nemo_rl.tracer.watch import Plan
+from nemo_rl.tracer.watch import WatchPlan
 
-__all__ = ["Hub", "RunFacts", "Sink", "SinkThread", "Subscriber"]
+__all__ = ["Hub", "HubRunFacts", "Sink", "SinkThread", "Subscriber"]
 
 METRICS_KEPT = 1000
 """Steps whose metrics viewers that come later get."""
 
 
 @dataclass(kw_only=True, slots=True)
-class RunFacts:
+class HubRunFacts:
     """The facts of one run, as viewers get them."""
 
     run: str
@@ -194,16 +194,16 @@ class Hub:
     """Publishes the frames of one job, or of recorded runs."""
 
     def __init__(
-        self, *, limits: Limits | None = None, plan: Plan | None = None, artifacts: Path | None = None
+        self, *, limits: HubLimits | None = None, plan: WatchPlan | None = None, artifacts: Path | None = None
     ) -> None:
         """Args:
         artifacts: the folder that has the vectors of `project(NAME)`; None takes every name.
         """
-        self.limits, self.plan = limits or Limits(), plan or Plan()
+        self.limits, self.plan = limits or HubLimits(), plan or WatchPlan()
         self.effective_step: int | None = None
         """First step that the plan counts for; None until the driver has applied it."""
         self.history = History(self.limits.history_bytes)
-        self.runs: dict[str, RunFacts] = {}
+        self.runs: dict[str, HubRunFacts] = {}
         self.driver: Subscriber | None = None
         self.problems: list[str] = []
         self.marks: list[Mapping[str, Any]] = []
@@ -214,7 +214,7 @@ class Hub:
 
     # Publishing.
 
-    def set_run(self, record: Mapping[str, Any]) -> RunFacts:
+    def set_run(self, record: Mapping[str, Any]) -> HubRunFacts:
         """Return facts of a run (`run`, `name`, `model`, `layout`, `unobserved`, `state`, `text`, `step`, `world`,
         `first_non_finite`; what is left out stays as it is), told to all."""
         run = str(record["run"])
@@ -222,7 +222,7 @@ class Hub:
         if is_new:
             if len(self.runs) >= MAX_RUNS:
                 self.runs.pop(next(iter(self.runs)))
-            self.runs[run] = RunFacts(run=run)
+            self.runs[run] = HubRunFacts(run=run)
         facts = self.runs[run]
         before = facts.as_record()
         facts.take(record)
@@ -230,7 +230,7 @@ class Hub:
             self._tell_run(facts)
         return facts
 
-    def publish_table(self, table: Table) -> None:
+    def publish_table(self, table: FrameTable) -> None:
         """Publish a table, before the frames that refer to it."""
         kept = self.history.add_table(table)
         for sink in self._sinks:
@@ -286,11 +286,11 @@ class Hub:
 
     # Watches.
 
-    def read_plan(self, texts: list[str]) -> Plan:
+    def read_plan(self, texts: list[str]) -> WatchPlan:
         """Raises:
         UserError: a watch that cannot be read, or a vector that is not among the artifacts.
         """
-        plan = Plan.parse(texts)
+        plan = WatchPlan.parse(texts)
         vectors = [each.vector for watch in plan.watches for each in watch.reducers if isinstance(each, Project)]
         folder = self._artifacts
         for vector in vectors:
@@ -303,7 +303,7 @@ class Hub:
                 )
         return plan
 
-    def set_plan(self, plan: Plan) -> None:
+    def set_plan(self, plan: WatchPlan) -> None:
         """Watch something else from the step on that the driver will name."""
         self.plan, self.effective_step = plan, None
         self._tell_plan()
@@ -392,10 +392,10 @@ class Hub:
             "effective_step": self.effective_step,
         }
 
-    def _facts(self, run: str) -> RunFacts:
+    def _facts(self, run: str) -> HubRunFacts:
         return self.runs[run] if run in self.runs else self.set_run({"run": run})
 
-    def _tell_run(self, facts: RunFacts) -> None:
+    def _tell_run(self, facts: HubRunFacts) -> None:
         record = facts.as_record()
         text = dump({"type": "run", **record})
         for subscriber in self._subscribers:

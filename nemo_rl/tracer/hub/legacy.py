@@ -22,12 +22,12 @@ from websockets.exceptions import ConnectionClosed
 
 from nemo_rl.errors import UserError, shorten
 from nemo_rl.records.sites import Direction
-from nemo_rl.tracer.frame import Frame, Table, decode
+from nemo_rl.tracer.frame import Frame, FrameTable, decode
 from nemo_rl.tracer.hub.history import Kept
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.sessions import MAX_BAD_MESSAGES, Sessions, refuse
 from nemo_rl.tracer.hub.viewer import Viewer
-from nemo_rl.tracer.protocol import BadMessage, ErrorCode, Limits, Role, dump, parse
+from nemo_rl.tracer.protocol import BadMessage, ErrorCode, HubLimits, Role, dump, parse
 from nemo_rl.tracer.reducer import Full, Project, Reducer, Tiles
 from nemo_rl.tracer.watch import BY_FLAG, Classical
 
@@ -132,7 +132,7 @@ NUM_LAYERS = ("num_layers", "num_hidden_layers")
 class LegacyViewer(Viewer):
     """Gets frames as `update` messages and nothing else of what viewers get."""
 
-    def __init__(self, connection: ServerConnection, limits: Limits, hub: Hub) -> None:
+    def __init__(self, connection: ServerConnection, limits: HubLimits, hub: Hub) -> None:
         super().__init__(connection, Role.CONTROLLER, limits)
         self._hub, self._request = hub, LegacyRequest(reducers={})
         self._last: dict[str, np.ndarray] = {}
@@ -250,7 +250,7 @@ def _numbers(kept: Kept) -> np.ndarray:
     """Return `[B, S, n]` float64, NaN where a row has no token."""
     assert kept.table is not None, "has one"
     frame, table = decode(kept.message), decode(kept.table.message)
-    assert isinstance(frame, Frame) and isinstance(table, Table), "as the hub has made them"
+    assert isinstance(frame, Frame) and isinstance(table, FrameTable), "as the hub has made them"
     row_R = table.tokens[0]
     lengths = np.bincount(row_R, minlength=len(table.keys)) if len(row_R) else np.zeros(0, np.int64)
     # Rows follow each other, so that a token's place is how far it is behind the first of its row.

@@ -18,8 +18,8 @@ from nemo_rl.errors import UserError
 from nemo_rl.tracer.hub.hub import Hub, SinkThread
 from nemo_rl.tracer.hub.server import HubServer
 from nemo_rl.tracer.process import HubSpec
-from nemo_rl.tracer.tokens import Tokens
-from nemo_rl.tracer.watch import Plan
+from nemo_rl.tracer.tokens import HubTokens
+from nemo_rl.tracer.watch import WatchPlan
 
 __all__ = ["main"]
 
@@ -35,7 +35,7 @@ def main() -> int:
     """Return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given = json.loads(sys.stdin.readline())
-    spec, tokens = HubSpec.of_record(given["spec"]), Tokens(**given["tokens"])
+    spec, tokens = HubSpec.of_record(given["spec"]), HubTokens(**given["tokens"])
     try:
         asyncio.run(_run(spec, tokens))
     except (OSError, UserError) as error:
@@ -44,9 +44,9 @@ def main() -> int:
     return 0
 
 
-async def _run(spec: HubSpec, tokens: Tokens) -> None:
+async def _run(spec: HubSpec, tokens: HubTokens) -> None:
     parent = os.getppid()
-    hub = Hub(limits=spec.limits, plan=Plan.parse(spec.watches), artifacts=spec.artifacts)
+    hub = Hub(limits=spec.limits, plan=WatchPlan.parse(spec.watches), artifacts=spec.artifacts)
     server = HubServer(
         hub,
         tokens=tokens,

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from nemo_rl.tracer.frame import BadFrame, Part, Table
+from nemo_rl.tracer.frame import BadFrame, FramePart, FrameTable
 from nemo_rl.tracer.reducer import (
     STATS,
     Counts,
@@ -33,7 +33,7 @@ from nemo_rl.tracer.reducer import (
     token_hashes,
 )
 
-__all__ = ["StepKeys", "TokenParts", "Tokens", "WholeParts", "check_part"]
+__all__ = ["RankTokens", "StepKeys", "TokenParts", "WholeParts", "check_part"]
 
 MAX_FEATURES = 1 << 40
 POSITION_BITS = 32
@@ -74,7 +74,7 @@ class StepKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class RankTokens:
     """Tokens of a rank's table."""
 
     codes: np.ndarray
@@ -83,7 +83,7 @@ class Tokens:
     """`[R]` int32"""
 
     @classmethod
-    def of(cls, table: Table, keys: StepKeys) -> Tokens:
+    def of(cls, table: FrameTable, keys: StepKeys) -> RankTokens:
         """Raises:
         BadFrame: positions are negative.
         """
@@ -96,7 +96,7 @@ class Tokens:
     def num_bytes(self) -> int:
         return self.codes.nbytes + self.ids.nbytes
 
-    def take(self, rows: np.ndarray | None) -> Tokens:
+    def take(self, rows: np.ndarray | None) -> RankTokens:
         """Return the tokens of a part.
 
         Raises:
@@ -106,10 +106,10 @@ class Tokens:
             return self
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self.codes):
             raise BadFrame(f"expected rows below {len(self.codes)}, got {int(rows.min())} to {int(rows.max())}")
-        return Tokens(self.codes[rows], self.ids[rows])
+        return RankTokens(self.codes[rows], self.ids[rows])
 
 
-SHAPES: Mapping[type[Reducer], Callable[[Reducer, Part], tuple[int, ...]]] = {
+SHAPES: Mapping[type[Reducer], Callable[[Reducer, FramePart], tuple[int, ...]]] = {
     Stats: lambda reducer, part: (len(STATS),),
     Histogram: lambda reducer, part: (reducer.size,) if isinstance(reducer, Histogram) else (),
     Counts: lambda reducer, part: (part.payload.size,),
@@ -124,7 +124,7 @@ SHAPES: Mapping[type[Reducer], Callable[[Reducer, Part], tuple[int, ...]]] = {
 """Reducer -> shape of a part's payload, less its tokens where there are some."""
 
 
-def check_part(part: Part, num_tokens: int | None) -> None:
+def check_part(part: FramePart, num_tokens: int | None) -> None:
     """Args:
         num_tokens: that the part has; None for reducers of whole tensors.
 
@@ -150,7 +150,7 @@ class WholeParts:
     num_parts: int = 0
     num_not_finite: int = 0
 
-    def add(self, part: Part, reducer: WholeTensor) -> int:
+    def add(self, part: FramePart, reducer: WholeTensor) -> int:
         """Return the bytes that it now needs more."""
         before = self.payload.nbytes if self.num_parts else 0
         dtype = np.int64 if isinstance(reducer, INTEGERS) else np.float64
@@ -163,10 +163,10 @@ class WholeParts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _PicturePiece:
     order: tuple[int, int]
     """Microbatch and rank."""
-    tokens: Tokens
+    tokens: RankTokens
     payload: np.ndarray
 
 
@@ -175,12 +175,12 @@ class TokenParts:
     """Parts of a reducer that keeps something of each token, merged at the end, when all tokens are known."""
 
     num_features: int
-    pieces: dict[Span, list[_Piece]] = field(default_factory=dict)
+    pieces: dict[Span, list[_PicturePiece]] = field(default_factory=dict)
     num_parts: int = 0
     num_not_finite: int = 0
     ITEM_BYTES: ClassVar[int] = 8
 
-    def add(self, part: Part, tokens: Tokens, reducer: PerToken) -> int:
+    def add(self, part: FramePart, tokens: RankTokens, reducer: PerToken) -> int:
         """Return the bytes that it now needs more.
 
         Raises:
@@ -192,19 +192,19 @@ class TokenParts:
         if isinstance(reducer, TopK) and payload.shape[1] != reducer.k:
             none = reducer.empty(len(payload), part.span.whole)
             payload = reducer.merge(none, payload, part.span)
-        self.pieces.setdefault(part.span, []).append(_Piece((part.microbatch, part.rank), tokens, payload))
+        self.pieces.setdefault(part.span, []).append(_PicturePiece((part.microbatch, part.rank), tokens, payload))
         self.num_parts += 1
         self.num_not_finite += part.num_not_finite
         # Codes and ids are those of the table, unless the part has rows of its own.
         return payload.nbytes + (0 if part.rows is None else tokens.num_bytes)
 
-    def tokens(self) -> Tokens:
+    def tokens(self) -> RankTokens:
         """Return the tokens of all parts, each once, sorted by code."""
         pieces = [piece for group in self.pieces.values() for piece in group]
         if not pieces:
-            return Tokens(np.zeros(0, np.int64), np.zeros(0, np.int32))
+            return RankTokens(np.zeros(0, np.int64), np.zeros(0, np.int32))
         codes, first = np.unique(np.concatenate([piece.tokens.codes for piece in pieces]), return_index=True)
-        return Tokens(codes, np.concatenate([piece.tokens.ids for piece in pieces])[first])
+        return RankTokens(codes, np.concatenate([piece.tokens.ids for piece in pieces])[first])
 
     def merge(self, codes: np.ndarray, reducer: PerToken) -> np.ndarray:
         """Return `[R, ...]`, by the sorted codes of the tokens; what `PerToken.finish` takes."""
@@ -234,10 +234,10 @@ class TokenParts:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PictureRows:
     """The tokens of a picture, in its order."""
 
-    table: Table
+    table: FrameTable
     order: np.ndarray
     """`[R]` of the sorted codes, which come one after the other."""
 
@@ -248,7 +248,7 @@ def draw_sample(codes: np.ndarray, keys: StepKeys, n: int) -> np.ndarray:
     return np.sort(np.argsort(hashes, kind="stable")[:n])
 
 
-def table_of(tokens: Tokens, keys: StepKeys, *, run: str, step: int) -> Rows:
+def table_of(tokens: RankTokens, keys: StepKeys, *, run: str, step: int) -> PictureRows:
     """Return their table: rows in the order of the keys, then by position; named by what is in it."""
     row_R, position_R = tokens.codes >> POSITION_BITS, tokens.codes & ((1 << POSITION_BITS) - 1)
     places = keys.places()
@@ -261,4 +261,4 @@ def table_of(tokens: Tokens, keys: StepKeys, *, run: str, step: int) -> Rows:
     digest = blake2b(numbers.tobytes(), digest_size=8)
     for name in names:
         digest.update(name.encode() + b"\n")
-    return Rows(Table(run=run, name=digest.hexdigest(), step=step, keys=names, tokens=numbers), order)
+    return PictureRows(FrameTable(run=run, name=digest.hexdigest(), step=step, keys=names, tokens=numbers), order)

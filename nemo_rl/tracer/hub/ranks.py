@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl.tracer.frame import BadFrame, Part, Table
+from nemo_rl.tracer.frame import BadFrame, FramePart, FrameTable
 from nemo_rl.tracer.hub.assembly import Assembly, Phase
 from nemo_rl.tracer.hub.hub import Hub
-from nemo_rl.tracer.protocol import Group
+from nemo_rl.tracer.protocol import RankGroup
 
-__all__ = ["Peer", "Ranks", "TokenTexts"]
+__all__ = ["HubTokenTexts", "Peer", "Ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 """Stands for a space in vocabularies of SentencePiece; decoding one token alone loses it."""
 
 
-class TokenTexts:
+class HubTokenTexts:
     """Texts of single tokens, each decoded once."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -87,7 +87,7 @@ class Peer:
     """One rank: ranks of several groups have the same numbers."""
 
     run: str
-    group: Group
+    group: RankGroup
     rank: int
 
     @property
@@ -101,9 +101,9 @@ class Ranks:
 
     def __init__(self, hub: Hub, *, tokenizer: Path | None = None) -> None:
         self._hub = hub
-        self._texts = TokenTexts(tokenizer)
+        self._texts = HubTokenTexts(tokenizer)
         self._has_tokenizer = tokenizer is not None
-        self._assemblies: dict[tuple[str, Group], Assembly] = {}
+        self._assemblies: dict[tuple[str, RankGroup], Assembly] = {}
         self._told: set[tuple[Peer, str]] = set()
         self._wake = asyncio.Event()
         self._closed: deque[tuple[Assembly, Phase]] = deque()
@@ -112,19 +112,19 @@ class Ranks:
     def set_tokenizer(self, folder: Path) -> None:
         """Take the tokenizer that the driver names, unless the hub was configured with one."""
         if not self._has_tokenizer:
-            self._texts, self._has_tokenizer = TokenTexts(folder), True
+            self._texts, self._has_tokenizer = HubTokenTexts(folder), True
 
     def connect(self, peer: Peer, world: int) -> None:
         """Add a rank, one of `world` in its group."""
         self._of(peer.run, peer.group).connect(peer.rank, world)
-        self._hub.set_run({"run": peer.run, **({"world": world} if peer.group is Group.POLICY else {})})
+        self._hub.set_run({"run": peer.run, **({"world": world} if peer.group is RankGroup.POLICY else {})})
 
     def disconnect(self, peer: Peer) -> None:
         """Remove a rank."""
         self._of(peer.run, peer.group).disconnect(peer.rank)
         self._wake.set()
 
-    def set_keys(self, run: str, group: Group, step: int, keys: Sequence[str]) -> None:
+    def set_keys(self, run: str, group: RankGroup, step: int, keys: Sequence[str]) -> None:
         """Set the order of the rows of a step."""
         self._of(run, group).set_keys(step, keys)
 
@@ -137,12 +137,12 @@ class Ranks:
         self._of(peer.run, peer.group).end(peer.rank, step, phase, dropped)
         self._wake.set()
 
-    def add(self, peer: Peer, sent: Part | Table) -> None:
+    def add(self, peer: Peer, sent: FramePart | FrameTable) -> None:
         """Take a part or a table; one that fits nothing is told once per rank and kind of trouble."""
         assembly = self._of(peer.run, peer.group)
         num_late = assembly.num_late
         try:
-            if isinstance(sent, Table):
+            if isinstance(sent, FrameTable):
                 assembly.add_table(peer.rank, sent)
             else:
                 assembly.add_part(peer.rank, sent)
@@ -189,7 +189,7 @@ class Ranks:
             logger.warning("step %d, %s: published without ranks %s", phase.step, phase.name, phase.missing)
         until_s = time.monotonic() + PACE_S
         for made in phase.frames(self._hub.limits.assembly_bytes):
-            if isinstance(made, Table):
+            if isinstance(made, FrameTable):
                 await asyncio.to_thread(self._texts.load)
                 self._hub.publish_table(replace(made, texts=self._texts.of(made.tokens[2])))
             else:
@@ -202,7 +202,7 @@ class Ranks:
         while self._hub.is_ahead and len(self._closed) == 1 and time.monotonic() < until_s:
             await asyncio.sleep(PACE_S / 1000)
 
-    def _of(self, run: str, group: Group) -> Assembly:
+    def _of(self, run: str, group: RankGroup) -> Assembly:
         if (run, group) not in self._assemblies:
             self._assemblies[run, group] = Assembly(run, limits=self._hub.limits)
         return self._assemblies[run, group]

@@ -26,7 +26,7 @@ from nemo_rl.tracer.hub.legacy import LEGACY_PATH, serve_legacy
 from nemo_rl.tracer.hub.ranks import Ranks
 from nemo_rl.tracer.hub.sessions import Sessions
 from nemo_rl.tracer.protocol import HANDSHAKE_S, LIVE_PATH, Role
-from nemo_rl.tracer.tokens import Tokens
+from nemo_rl.tracer.tokens import HubTokens
 
 __all__ = ["HubServer", "Pages", "refuse"]
 
@@ -152,7 +152,7 @@ class HubServer:
         self,
         hub: Hub,
         *,
-        tokens: Tokens,
+        tokens: HubTokens,
         host: str = "127.0.0.1",
         port: int = 0,
         origins: Sequence[str] = (),

@@ -31,7 +31,7 @@ from nemo_rl.tracer.protocol import (
     PROTOCOL_VERSION,
     BadMessage,
     ErrorCode,
-    Group,
+    RankGroup,
     Role,
     RunState,
     dump,
@@ -41,7 +41,7 @@ from nemo_rl.tracer.protocol import (
     text_field,
     texts_field,
 )
-from nemo_rl.tracer.tokens import Tokens
+from nemo_rl.tracer.tokens import HubTokens
 
 __all__ = ["Sessions"]
 
@@ -68,7 +68,7 @@ FOREIGN_WORDS = frozenset({"hello", "begin", "end", "run", "step", "metrics", "f
 class Sessions:
     """All connections of a hub."""
 
-    def __init__(self, hub: Hub, ranks: Ranks, tokens: Tokens) -> None:
+    def __init__(self, hub: Hub, ranks: Ranks, tokens: HubTokens) -> None:
         self._hub, self._ranks, self._tokens = hub, ranks, tokens
         self.viewers: list[Viewer] = []
         self.controller: Viewer | None = None
@@ -157,7 +157,7 @@ class Sessions:
         """Note the sites that a rank cannot show, beside those of other ranks; groups other than the policy's are
         named."""
         if isinstance(given, Mapping):
-            where = "" if peer.group is Group.POLICY else f" ({peer.group.value})"
+            where = "" if peer.group is RankGroup.POLICY else f" ({peer.group.value})"
             texts = {str(kind)[:MAX_KIND]: str(why)[:MAX_PROBLEM] for kind, why in islice(given.items(), MAX_KINDS)}
             known = self._hub.runs[peer.run].unobserved if peer.run in self._hub.runs else {}
             found = {f"{kind}{where}": why for kind, why in texts.items()}
@@ -376,14 +376,14 @@ async def refuse(connection: ServerConnection, code: ErrorCode, text: str) -> No
     await connection.close(POLICY_VIOLATION, code.value)
 
 
-def _group(message: Mapping[str, Any]) -> Group:
+def _group(message: Mapping[str, Any]) -> RankGroup:
     """Raises:
     BadMessage: there is no such group.
     """
-    group = message.get("group", Group.POLICY)
-    if group not in list(Group):
-        raise BadMessage(f"group: expected one of {', '.join(Group)}, got {str(group)[:40]!r}")
-    return Group(group)
+    group = message.get("group", RankGroup.POLICY)
+    if group not in list(RankGroup):
+        raise BadMessage(f"group: expected one of {', '.join(RankGroup)}, got {str(group)[:40]!r}")
+    return RankGroup(group)
 
 
 def _is_number(value: object) -> bool:

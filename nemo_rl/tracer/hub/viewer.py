@@ -16,7 +16,7 @@ from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
 
 from nemo_rl.tracer.hub.history import Kept, Place
-from nemo_rl.tracer.protocol import ErrorCode, Limits, Role, dump, error_text
+from nemo_rl.tracer.protocol import ErrorCode, HubLimits, Role, dump, error_text
 
 __all__ = ["Viewer"]
 
@@ -37,7 +37,7 @@ TRY_LATER = 1013
 class Viewer:
     """A viewer or the controller."""
 
-    def __init__(self, connection: ServerConnection, role: Role, limits: Limits) -> None:
+    def __init__(self, connection: ServerConnection, role: Role, limits: HubLimits) -> None:
         self.connection, self.role = connection, role
         self.is_paused = False
         self.num_sent = self.num_dropped = 0

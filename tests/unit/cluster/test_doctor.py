@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.cluster.doctor.checks import (
-    Finding,
+    DoctorFinding,
     State,
     examine,
     green,
@@ -29,7 +29,7 @@ from nemo_rl.config.data_plane import DataPlaneConfig, SharedMemoryConfig
 DEADLINE_S = 180.0
 
 
-def named(findings: object, name: str) -> Finding:
+def named(findings: object, name: str) -> DoctorFinding:
     (found,) = [finding for finding in findings if finding.name.startswith(name)]  # type: ignore[attr-defined]
     return found
 
@@ -62,7 +62,7 @@ def test_the_worst_finding_decides_and_a_look_that_fails_is_one(monkeypatch: pyt
     assert worst([green("a", ""), yellow("b", "", "do")]) is State.YELLOW
     assert worst([red("a", "", "do"), yellow("b", "", "do")]) is State.RED
 
-    def broken() -> list[Finding]:
+    def broken() -> list[DoctorFinding]:
         raise ValueError("the disk is on fire")
 
     monkeypatch.setattr("nemo_rl.cluster.doctor.checks.LOOKS", (("packages", broken), ("machine", look_at_machine)))

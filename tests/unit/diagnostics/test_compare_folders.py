@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.diagnostics.compare.comparison import Comparison
+from nemo_rl.diagnostics.compare.comparison import RecordingComparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.measurement import Metric
-from nemo_rl.diagnostics.compare.site import Site
+from nemo_rl.diagnostics.compare.site import ComparedSite
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError
-from nemo_rl.records.record import Place
+from nemo_rl.records.record import RecordPlace
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.records.writer import RecordWriter, end_path, lines_path, payload_path
 from tests.helpers.recordings import (
@@ -290,7 +290,7 @@ def test_a_folder_is_not_compared_with_itself(right: Path, tmp_path: Path) -> No
         compare_folders(right, tmp_path / "absent")
 
 
-def pair(folder: Path, a: Truth, b: Truth, **manifest: object) -> Comparison:
+def pair(folder: Path, a: Truth, b: Truth, **manifest: object) -> RecordingComparison:
     return compare_folders(write_recording(folder / "a", a, **manifest), write_recording(folder / "b", b, **manifest))
 
 
@@ -409,7 +409,7 @@ def test_recomputed_passes_are_compared_with_each_other_only(tmp_path: Path) -> 
         folder = write_recording(tmp_path / name, one_site(torch.ones(3)), layout={"world": 2, "dp": 2})
         with RecordWriter(folder, rank=1) as writer:
             if offset is not None:
-                place = Place(kind=SiteKind.LAYER_OUT, layer=0, phase="train", is_recomputed=True)
+                place = RecordPlace(kind=SiteKind.LAYER_OUT, layer=0, phase="train", is_recomputed=True)
                 writer.tensor(place, torch.ones(2, 2) + offset, tokens=None)
         return folder
 
@@ -509,7 +509,7 @@ def test_passes_come_in_the_order_of_a_step(tmp_path: Path) -> None:
         )
         with RecordWriter(folder, rank=1) as writer:
             for phase, update in (("train", 1), ("prev_logprobs", 0)):
-                place = Place(kind=SiteKind.LAYER_OUT, layer=0, phase=phase, update=update)
+                place = RecordPlace(kind=SiteKind.LAYER_OUT, layer=0, phase=phase, update=update)
                 writer.tensor(place, torch.ones(2, 2) + offset, tokens=None)
         return folder
 
@@ -522,13 +522,13 @@ def test_passes_come_in_the_order_of_a_step(tmp_path: Path) -> None:
 
 def test_recomputed_sites_come_after_all_others_of_an_update() -> None:
     ordered = [
-        Site(phase="prev_logprobs", kind=SiteKind.LOGPROB),
-        Site(phase="reference_logprobs", kind=SiteKind.EMBED),
-        Site(phase="train", kind=SiteKind.LOGPROB),
-        Site(phase="train", kind=SiteKind.LAYER_OUT, layer=1, direction=BACKWARD),
-        Site(phase="train", kind=SiteKind.LAYER_IN, layer=0, is_recomputed=True),
-        Site(phase="train", kind=SiteKind.EMBED, update=1),
-        Site(phase="of somebody else", kind=SiteKind.EMBED),
+        ComparedSite(phase="prev_logprobs", kind=SiteKind.LOGPROB),
+        ComparedSite(phase="reference_logprobs", kind=SiteKind.EMBED),
+        ComparedSite(phase="train", kind=SiteKind.LOGPROB),
+        ComparedSite(phase="train", kind=SiteKind.LAYER_OUT, layer=1, direction=BACKWARD),
+        ComparedSite(phase="train", kind=SiteKind.LAYER_IN, layer=0, is_recomputed=True),
+        ComparedSite(phase="train", kind=SiteKind.EMBED, update=1),
+        ComparedSite(phase="of somebody else", kind=SiteKind.EMBED),
     ]
     assert sorted(reversed(ordered), key=lambda site: site.order) == ordered
 

@@ -10,17 +10,17 @@ import torch
 
 from nemo_rl.diagnostics.compare import noise
 from nemo_rl.diagnostics.compare.folders import compare_folders
-from nemo_rl.diagnostics.compare.limits import DEFAULT, Limits, coarsest, limits_text, read_limits
+from nemo_rl.diagnostics.compare.limits import DEFAULT, ToleranceRules, coarsest, limits_text, read_limits
 from nemo_rl.diagnostics.compare.measurement import ULP_BUCKETS, Metric, measure, ulp_counts
 from nemo_rl.diagnostics.compare.noise import propose_limits
-from nemo_rl.diagnostics.compare.site import Site
+from nemo_rl.diagnostics.compare.site import ComparedSite
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.records.sites import Direction, SiteKind
 from tests.helpers.recordings import BACKWARD, FORWARD, one_site, whole_truth, write_recording
 
 
-def limits_of(path: Path, text: str) -> Limits:
+def limits_of(path: Path, text: str) -> ToleranceRules:
     path.write_text(text)
     return read_limits(path)
 
@@ -40,7 +40,7 @@ def test_the_first_rule_for_a_site_and_metric_counts(tmp_path: Path) -> None:
     def of(
         kind: SiteKind, layer: int | None = None, *, way: Direction = FORWARD, name: str | None = None
     ) -> dict[str, float]:
-        site = Site(phase="train", kind=kind, layer=layer, direction=way, name=name)
+        site = ComparedSite(phase="train", kind=kind, layer=layer, direction=way, name=name)
         is_integer = kind is SiteKind.ROUTER_IDS
         return {m.value: v for m, v in limits.of(site, precision="float32", is_integer=is_integer).items()}
 
@@ -97,7 +97,7 @@ def test_the_coarsest_precision_of_both_sides_counts() -> None:
     assert coarsest("float32", "float16", "bf16") == "bfloat16"
     assert coarsest("float64", "float32", "") == "float32"
     assert coarsest("int64", "") == "float32"
-    site = Site(phase="train", kind=SiteKind.LAYER_OUT, layer=0)
+    site = ComparedSite(phase="train", kind=SiteKind.LAYER_OUT, layer=0)
     found = [DEFAULT.of(site, precision=p, is_integer=False)[Metric.TOKEN_REL] for p in ("float64", "float32")]
     found += [DEFAULT.of(site, precision=p, is_integer=False)[Metric.TOKEN_REL] for p in ("float16", "bfloat16")]
     assert found == sorted(found)
@@ -126,7 +126,9 @@ def test_proposed_limits_are_three_times_the_largest_difference(tmp_path: Path) 
     assert floors[("train/layer.out[1]", Metric.TOKEN_REL)] == 0
     limits = limits_of(tmp_path / "proposed", proposal.text)
     limit_of = {
-        label: limits.of(Site(phase="forward", kind=kind, layer=layer), precision="float32", is_integer=is_integer)
+        label: limits.of(
+            ComparedSite(phase="forward", kind=kind, layer=layer), precision="float32", is_integer=is_integer
+        )
         for label, kind, layer, is_integer in (
             ("noisy", SiteKind.LAYER_OUT, 0, False),
             ("equal", SiteKind.LAYER_OUT, 1, False),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.diagnostics.compare.comparison import Comparison
+from nemo_rl.diagnostics.compare.comparison import RecordingComparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.page import page_text, write_page
 from nemo_rl.records.sites import SiteKind
@@ -49,7 +49,7 @@ def read(text: str) -> Reader:
     return reader
 
 
-def differing(folder: Path, **manifest: object) -> Comparison:
+def differing(folder: Path, **manifest: object) -> RecordingComparison:
     truth = whole_truth()
     worse = deepcopy(truth)
     worse.values[(SiteKind.MLP_OUT, 1, FORWARD)]["s2"][3] += 1

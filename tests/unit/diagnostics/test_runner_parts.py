@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.config.policy import ParallelSizes
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.diagnostics.runner.layout_text import LayoutText, smallest_world
-from nemo_rl.diagnostics.runner.prompts import PromptSpec, Rows, batch_of, make_rows
+from nemo_rl.diagnostics.runner.prompts import PromptSpec, RunnerRows, batch_of, make_rows
 from nemo_rl.diagnostics.runner.rank import FORMAT, read_routes, write_routes
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.local_job import ChildFailed, run_job
@@ -31,7 +31,7 @@ from tests.helpers.tiny_model import tiny_policy, write_tiny_folder
 
 SHAPE = RouteShape(layers=(1, 3), top_k=2, num_experts=4)
 MODEL = {"model_type": "qwen3_moe", "hidden_size": 32}
-ROWS = Rows(keys=("row_0", "row_1"), ids=((5, 6, 7), (5, 8)))
+ROWS = RunnerRows(keys=("row_0", "row_1"), ids=((5, 6, 7), (5, 8)))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(folder)
 
 
-def rows_of(tokenizer: PreTrainedTokenizerBase, **settings: object) -> Rows:
+def rows_of(tokenizer: PreTrainedTokenizerBase, **settings: object) -> RunnerRows:
     return make_rows(PromptSpec(**settings), tokenizer, vocab_size=320, max_length=1000)  # type: ignore[arg-type]
 
 
@@ -170,7 +170,7 @@ def path(tmp_path: Path) -> Path:
 def test_routes_come_back_for_rows_in_any_order_found_by_their_tokens(path: Path) -> None:
     held = read_routes(path)
     assert torch.equal(held.for_rows(ROWS, shape=SHAPE, model=MODEL, where=path), routes_NTLK())
-    other = Rows(keys=("x", "y", "z"), ids=((5, 8), (5, 6, 7), (5, 8)))
+    other = RunnerRows(keys=("x", "y", "z"), ids=((5, 8), (5, 6, 7), (5, 8)))
     assert torch.equal(held.for_rows(other, shape=SHAPE, model=MODEL, where=path), routes_NTLK()[[1, 0, 1]])
     with safe_open(str(path), framework="pt") as file:
         assert FORMAT in file.metadata()
@@ -225,13 +225,13 @@ def test_a_changed_file_is_refused(
         (ROWS, RouteShape(layers=(0, 3), top_k=2, num_experts=4), MODEL, "another model: layers"),
         (ROWS, RouteShape(layers=(1, 3), top_k=2, num_experts=8), MODEL, "another model: num_experts"),
         (ROWS, SHAPE, {**MODEL, "hidden_size": 64}, "another model: hidden_size"),
-        (Rows(keys=("row_0",), ids=((5, 6),)), SHAPE, MODEL, "row_0 has 3 tokens, this one 2"),
-        (Rows(keys=("row_0",), ids=((5, 9, 7),)), SHAPE, MODEL, "row_0 has token 6 at position 1, this one 9"),
-        (Rows(keys=("row_7",), ids=((5, 9, 7),)), SHAPE, MODEL, "no routes of row_7"),
+        (RunnerRows(keys=("row_0",), ids=((5, 6),)), SHAPE, MODEL, "row_0 has 3 tokens, this one 2"),
+        (RunnerRows(keys=("row_0",), ids=((5, 9, 7),)), SHAPE, MODEL, "row_0 has token 6 at position 1, this one 9"),
+        (RunnerRows(keys=("row_7",), ids=((5, 9, 7),)), SHAPE, MODEL, "no routes of row_7"),
     ],
 )
 def test_routes_of_another_model_length_or_sequence_are_refused_by_name(
-    rows: Rows, shape: RouteShape, model: dict[str, object], said: str, path: Path
+    rows: RunnerRows, shape: RouteShape, model: dict[str, object], said: str, path: Path
 ) -> None:
     with pytest.raises(UserError, match=said):
         read_routes(path).for_rows(rows, shape=shape, model=model, where=path)

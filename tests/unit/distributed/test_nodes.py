@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.distributed.virtual_cluster import Node, Share, choose_nodes, node_resource
+from nemo_rl.distributed.virtual_cluster import ClusterNode, NodeShare, choose_nodes, node_resource
 from nemo_rl.errors import ResourceError
 
 
-def node(last: int, *, cpus: float = 8, gpus: float = 0) -> Node:
-    return Node(id=f"id{last}", address=f"10.0.0.{last}", name=f"host{last}", num_cpus=cpus, num_gpus=gpus)
+def node(last: int, *, cpus: float = 8, gpus: float = 0) -> ClusterNode:
+    return ClusterNode(id=f"id{last}", address=f"10.0.0.{last}", name=f"host{last}", num_cpus=cpus, num_gpus=gpus)
 
 
-def share(num_nodes: int, *, cpus: int = 4, gpus: int = 0, what: str = "cluster.num_nodes") -> Share:
-    return Share(num_nodes=num_nodes, num_cpus=cpus, num_gpus=gpus, what=what)
+def share(num_nodes: int, *, cpus: int = 4, gpus: int = 0, what: str = "cluster.num_nodes") -> NodeShare:
+    return NodeShare(num_nodes=num_nodes, num_cpus=cpus, num_gpus=gpus, what=what)
 
 
-def chosen(nodes: list[Node], *shares: Share, first: str = "id9") -> list[list[str]]:
+def chosen(nodes: list[ClusterNode], *shares: NodeShare, first: str = "id9") -> list[list[str]]:
     return [[each.name for each in found] for found in choose_nodes(nodes, shares, first=first)]
 
 

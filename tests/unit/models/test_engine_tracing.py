@@ -14,9 +14,9 @@ from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationReq
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.generation.torch_engine.tracing import DecodeTracing
 from nemo_rl.models.policy.tracing import TraceSpec
-from nemo_rl.tracer.frame import Frame, Table
+from nemo_rl.tracer.frame import Frame, FrameTable
 from nemo_rl.tracer.process import HubSpec, open_job
-from nemo_rl.tracer.protocol import Group
+from nemo_rl.tracer.protocol import RankGroup
 from nemo_rl.tracer.reducer import STATS
 from tests.helpers.families import config_of
 from tests.helpers.tiny_model import tiny_model
@@ -58,7 +58,7 @@ def shown(
     watches: Sequence[str] = WATCHES,
     make: Callable[[], PreTrainedModel] = tiny_model,
     max_batch_size: int = 1024,
-) -> tuple[dict[tuple[str, str, str], Frame], dict[str, Table]]:
+) -> tuple[dict[tuple[str, str, str], Frame], dict[str, FrameTable]]:
     """Frames and tables of a step in which two engines do what `body` says."""
     with open_job(HubSpec(folder=folder, run="run", start_timeout_s=300, record=True), {"name": "test"}) as job:
         spec, engines = TraceSpec(address=job.address, run="run", memory_bytes=64 << 20), []
@@ -76,7 +76,7 @@ def shown(
             )
             tracing.begin(1, watches=watches, keys=KEYS)
             engines.append(engine)
-        job.link.say({"type": "step", "step": 1, "keys": KEYS, "group": Group.GENERATION.value})
+        job.link.say({"type": "step", "step": 1, "keys": KEYS, "group": RankGroup.GENERATION.value})
         body(engines)
         for engine in engines:
             engine._tracing.end()

@@ -11,7 +11,7 @@ from nemo_rl.errors import ConfigError, WorkerError
 from nemo_rl.models.weight_sync.buckets import DeltaRefit, RefitPlan, WeightSlot, flat_bytes
 from nemo_rl.models.weight_sync.delta import (
     HEADER_BYTES,
-    Form,
+    DeltaForm,
     apply_block,
     encode_block,
     read_block,
@@ -22,7 +22,7 @@ from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, DeltaSchedule,
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.float64)
 
 
-def sent(base: torch.Tensor | None, weight: torch.Tensor, *, held: torch.Tensor, unit: int) -> tuple[Form, int]:
+def sent(base: torch.Tensor | None, weight: torch.Tensor, *, held: torch.Tensor, unit: int) -> tuple[DeltaForm, int]:
     """Brings `weight` to `held` over the wire; its form, and the bytes on the wire."""
     source = flat_bytes(weight)
     block = encode_block(None if base is None else flat_bytes(base), source, unit=unit)
@@ -67,11 +67,17 @@ def test_each_share_of_changed_elements_arrives_in_the_smallest_form(dtype: torc
     held, unit = base.clone(), dtype.itemsize
     form, size = sent(base, weight, held=held, unit=unit)
     assert torch.equal(held, weight)
-    expected = {0.0: Form.SAME, 0.003: Form.INDEX, 0.05: Form.INDEX, 0.5: Form.MASK, 1.0: Form.WHOLE}[share]
+    expected = {
+        0.0: DeltaForm.SAME,
+        0.003: DeltaForm.INDEX,
+        0.05: DeltaForm.INDEX,
+        0.5: DeltaForm.MASK,
+        1.0: DeltaForm.WHOLE,
+    }[share]
     assert form is expected
     # A byte or two say where an element is, or a bit of each.
     count = int(is_new.sum())
-    where = {Form.SAME: 0, Form.INDEX: 2 * count, Form.MASK: 2_500, Form.WHOLE: 0}[form]
+    where = {DeltaForm.SAME: 0, DeltaForm.INDEX: 2 * count, DeltaForm.MASK: 2_500, DeltaForm.WHOLE: 0}[form]
     assert size <= HEADER_BYTES + count * unit + where
 
 
@@ -81,7 +87,7 @@ def test_neighbours_travel_as_runs() -> None:
     weight[3_000:4_000], weight[9_000:9_010], weight[19_999] = 1.0, 2.0, 3.0
     held = base.clone()
     form, size = sent(base, weight, held=held, unit=2)
-    assert form is Form.RUNS and torch.equal(held, weight)
+    assert form is DeltaForm.RUNS and torch.equal(held, weight)
     assert size < HEADER_BYTES + 2 * 1_011 + 100
 
 
@@ -93,9 +99,9 @@ def test_bits_are_compared_and_not_numbers() -> None:
     assert bool(weight[0] == base[0]), "numbers do not tell them apart"
     held = base.clone()
     form, _ = sent(base, weight, held=held, unit=4)
-    assert form is not Form.SAME and torch.equal(held.view(torch.int32), weight.view(torch.int32))
+    assert form is not DeltaForm.SAME and torch.equal(held.view(torch.int32), weight.view(torch.int32))
     # A NaN that has stayed is no change.
-    assert sent(weight, weight.clone(), held=held, unit=4)[0] is Form.SAME
+    assert sent(weight, weight.clone(), held=held, unit=4)[0] is DeltaForm.SAME
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -103,7 +109,7 @@ def test_a_weight_without_elements_and_one_without_a_base_arrive(count: int) -> 
     weight = torch.full((count,), 7.0)
     held = torch.zeros(count)
     form, _ = sent(None, weight, held=held, unit=4)
-    assert form is Form.WHOLE and torch.equal(held, weight)
+    assert form is DeltaForm.WHOLE and torch.equal(held, weight)
 
 
 def test_a_block_of_another_weight_or_none_at_all_is_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from nemo_rl.errors import UserError
 from nemo_rl.records.reader import CorruptRecord, RecordFolder, UnsupportedRecord, read_folder
-from nemo_rl.records.record import Manifest, Place, Split, TokenTable
+from nemo_rl.records.record import DimSplit, RecordManifest, RecordPlace, TokenTable
 from nemo_rl.records.sites import Direction, SiteKind, execution_order
 from nemo_rl.records.writer import MANIFEST, RecordWriter, end_path, lines_path, new_folder, payload_path
 
@@ -22,7 +22,7 @@ TABLE = TokenTable(
     position_R=torch.tensor([0, 1, 0]),
     token_R=torch.tensor([5, 6, 5]),
 )
-PLACE = Place(kind=SiteKind.LAYER_OUT, layer=3, phase="train", direction=Direction.BACKWARD, is_recomputed=True)
+PLACE = RecordPlace(kind=SiteKind.LAYER_OUT, layer=3, phase="train", direction=Direction.BACKWARD, is_recomputed=True)
 VALUES = {
     "float32": torch.tensor([[1.0, float("nan")], [2.0, -0.0], [float("inf"), 3.0]]),
     "bfloat16": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.5]], dtype=torch.bfloat16),
@@ -31,8 +31,8 @@ VALUES = {
 }
 
 
-def manifest(world: int = 1) -> Manifest:
-    return Manifest(
+def manifest(world: int = 1) -> RecordManifest:
+    return RecordManifest(
         run_id="r", model={"m": 1}, layout={"world": world}, engine="e", precision="p", selector="*", phases=("train",)
     )
 
@@ -43,8 +43,8 @@ def folder(tmp_path: Path) -> Path:
     with RecordWriter(path, rank=0) as writer:
         table = writer.tokens(TABLE)
         for value in VALUES.values():
-            writer.tensor(PLACE, value, tokens=table, split=Split(index=1, count=2))
-        writer.tensor(Place(kind=SiteKind.LOSS), torch.tensor(0.5), tokens=None)
+            writer.tensor(PLACE, value, tokens=table, split=DimSplit(index=1, count=2))
+        writer.tensor(RecordPlace(kind=SiteKind.LOSS), torch.tensor(0.5), tokens=None)
     return path
 
 
@@ -57,7 +57,7 @@ def test_records_come_back_to_the_bit(folder: Path) -> None:
         assert torch.equal(loaded.view(torch.uint8), value.view(torch.uint8))
         tokens = record.tokens()
         assert tokens is not None and tokens.keys == TABLE.keys and torch.equal(tokens.token_R, TABLE.token_R)
-        assert record.place == PLACE and record.split == Split(index=1, count=2)
+        assert record.place == PLACE and record.split == DimSplit(index=1, count=2)
     assert found.records[-1].load().item() == 0.5 and found.records[-1].tokens() is None
 
 

@@ -10,14 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.tracer.frame import MAGIC, MAX_HEADER_BYTES, BadFrame, Frame, Part, Site, Table, Where, decode
+from nemo_rl.tracer.frame import (
+    MAGIC,
+    MAX_HEADER_BYTES,
+    BadFrame,
+    Frame,
+    FramePart,
+    FrameSite,
+    FrameTable,
+    Where,
+    decode,
+)
 from nemo_rl.tracer.reducer import Span, parse_reducer
 
 SITES = (
-    Site(SiteKind.MLP_OUT, 3),
-    Site(SiteKind.LOSS),
-    Site(SiteKind.GRAD, name="lm_head.weight"),
-    Site(SiteKind.LAYER_OUT, 0, direction=Direction.BACKWARD, is_recomputed=True),
+    FrameSite(SiteKind.MLP_OUT, 3),
+    FrameSite(SiteKind.LOSS),
+    FrameSite(SiteKind.GRAD, name="lm_head.weight"),
+    FrameSite(SiteKind.LAYER_OUT, 0, direction=Direction.BACKWARD, is_recomputed=True),
 )
 REDUCERS = ("stats", "tiles(8, rms)", "histogram(-1.5, 2.0, 7)", "project(truth)", "sample(3)")
 DTYPES = ("float32", "float64", "int32", "int64")
@@ -28,7 +38,7 @@ def where(site=SITES[0], reducer="stats", **more):
 
 
 def part(**more):
-    return Part(where=where(), payload=np.zeros(10), span=Span(0, 4, 4), **more)
+    return FramePart(where=where(), payload=np.zeros(10), span=Span(0, 4, 4), **more)
 
 
 @settings(max_examples=30, deadline=None)
@@ -44,7 +54,7 @@ def test_what_is_sent_comes_back(site, reducer, dtype, shape, rows, table):
     payload = np.arange(int(np.prod(shape)), dtype=dtype).reshape(shape)
     rows = None if rows is None else np.array(rows, dtype=np.int32)
     at = where(site, reducer, update=2)
-    sent = Part(
+    sent = FramePart(
         where=at, payload=payload, span=Span(1, 3, 9), table=table, rows=rows, microbatch=4, rank=2, axes={"tp": 1},
         num_not_finite=6, dropped_before=7,
     )  # fmt: skip
@@ -70,7 +80,8 @@ def test_not_a_number_travels():
 
 
 def test_tables_come_back_with_their_texts():
-    sent = Table(run="r", name="t", step=1, keys=("a",), tokens=np.zeros((3, 2), dtype=np.int32), texts={"0": "\u00e9"})
+    tokens = np.zeros((3, 2), dtype=np.int32)
+    sent = FrameTable(run="r", name="t", step=1, keys=("a",), tokens=tokens, texts={"0": "\u00e9"})
     found = decode(sent.encode())
     assert (found.run, found.name, found.step, found.keys, found.texts) == ("r", "t", 1, ("a",), {"0": "\u00e9"})
     np.testing.assert_array_equal(found.tokens, sent.tokens)
@@ -90,7 +101,7 @@ def message_of(sent, payload=None, **changes):
     return MAGIC + struct.pack("<I", len(text)) + text + (message[8 + length :] if payload is None else payload)
 
 
-TABLE = Table(run="r", name="t", step=1, keys=("a",), tokens=np.zeros((3, 2), dtype=np.int32))
+TABLE = FrameTable(run="r", name="t", step=1, keys=("a",), tokens=np.zeros((3, 2), dtype=np.int32))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +174,7 @@ def test_texts_of_sites_are_for_people():
 
 
 def test_a_header_beyond_its_bound_is_refused_whatever_it_says():
-    table = Table(run="r", name="t", step=1, keys=("a",), tokens=np.zeros((3, 1), dtype=np.int32)).encode()
+    table = FrameTable(run="r", name="t", step=1, keys=("a",), tokens=np.zeros((3, 1), dtype=np.int32)).encode()
     length = int.from_bytes(table[4:8], "little")
     padded = table[8 : 8 + length] + b" " * MAX_HEADER_BYTES
     message = table[:4] + len(padded).to_bytes(4, "little") + padded + table[8 + length :]

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.records.sites import SiteKind
-from nemo_rl.tracer.frame import BadFrame, Frame, Part, Site, Table, Where
+from nemo_rl.tracer.frame import BadFrame, Frame, FramePart, FrameSite, FrameTable, Where
 from nemo_rl.tracer.hub.assembly import Assembly
-from nemo_rl.tracer.protocol import Limits
+from nemo_rl.tracer.protocol import HubLimits
 from nemo_rl.tracer.reducer import Counts, Digest, Histogram, Norm, PerToken, Span, Stats, parse_reducer, token_hashes
 
 FOUR = Span(0, 4, 4)
 RUN, STEP, PHASE = "run", 7, "train"
-SITE = Site(SiteKind.LAYER_OUT, 3)
+SITE = FrameSite(SiteKind.LAYER_OUT, 3)
 KEYS = ("row-b", "row-a", "row-c")
 REDUCERS = (
     *("stats", "histogram(-3, 3, 4)", "counts", "norm", "digest", "full", "sample(5)", "project(v)", "topk(3)"),
@@ -92,7 +92,7 @@ class Sender:
     """Ranks of one phase, in this process."""
 
     def __init__(self, world, *, step=STEP, **limits):
-        self.assembly = Assembly(RUN, limits=Limits(**limits), clock=lambda: self.now)
+        self.assembly = Assembly(RUN, limits=HubLimits(**limits), clock=lambda: self.now)
         self.world, self.step, self.now = world, step, 0.0
         for rank in range(world):
             self.assembly.connect(rank, world)
@@ -106,11 +106,11 @@ class Sender:
             self.assembly.end(rank, self.step, PHASE, dropped)
 
     def table(self, rank, name, tokens_3R, keys=KEYS):
-        table = Table(run=RUN, name=name, step=self.step, keys=keys, tokens=np.asarray(tokens_3R, dtype=np.int32))
+        table = FrameTable(run=RUN, name=name, step=self.step, keys=keys, tokens=np.asarray(tokens_3R, dtype=np.int32))
         self.assembly.add_table(rank, table)
 
     def part(self, rank, text, payload, *, span=FOUR, table=None, rows=None, microbatch=0, **more):
-        part = Part(
+        part = FramePart(
             where=Where(RUN, self.step, PHASE, SITE, parse_reducer(text)),
             payload=payload,
             span=span,
@@ -192,7 +192,7 @@ def test_any_split_gives_what_the_whole_gives(text, seed):
             hashes = token_hashes(KEYS, tokens[0], tokens[1])
             shown = order[np.isin(order, np.argsort(hashes)[: reducer.n])]
         table = made[0]
-        assert isinstance(table, Table) and frame.table == table.name and len(made) == 2
+        assert isinstance(table, FrameTable) and frame.table == table.name and len(made) == 2
         assert list(table.keys) == [key for key in ("row-a", "row-b", "row-c") if key in _keys_of(tokens[:, shown])]
         assert [table.keys[row] for row in table.tokens[0]] == [KEYS[row] for row in tokens[0][shown]]
         np.testing.assert_array_equal(table.tokens[1:], tokens[1:, shown])
@@ -228,11 +228,12 @@ def test_frames_with_the_same_tokens_share_one_table_and_come_in_the_order_of_a_
     sender.begin()
     sender.table(0, "t", [[0, 0], [0, 1], [5, 6]])
     where = [
-        Where(RUN, STEP, PHASE, Site(kind, 0), parse_reducer("full")) for kind in (SiteKind.MLP_OUT, SiteKind.ATTN_Q)
+        Where(RUN, STEP, PHASE, FrameSite(kind, 0), parse_reducer("full"))
+        for kind in (SiteKind.MLP_OUT, SiteKind.ATTN_Q)
     ]
     for at in where:
         payload = np.ones((2, 4), dtype=np.float32)
-        sender.assembly.add_part(0, Part(where=at, payload=payload, span=Span(0, 4, 4), table="t"))
+        sender.assembly.add_part(0, FramePart(where=at, payload=payload, span=Span(0, 4, 4), table="t"))
     sender.end()
     table, first, second = sender.made()
     assert first.table == second.table == table.name
@@ -371,10 +372,10 @@ def test_other_runs_ranks_and_negative_positions_are_refused():
     sender.begin()
     where = Where("other", STEP, PHASE, SITE, parse_reducer("norm"))
     with pytest.raises(BadFrame, match="run"):
-        sender.assembly.add_part(0, Part(where=where, payload=np.ones(1), span=Span(0, 4, 4)))
+        sender.assembly.add_part(0, FramePart(where=where, payload=np.ones(1), span=Span(0, 4, 4)))
     where = Where(RUN, STEP, PHASE, SITE, parse_reducer("norm"))
     with pytest.raises(BadFrame, match="rank 1"):
-        sender.assembly.add_part(0, Part(where=where, payload=np.ones(1), span=Span(0, 4, 4), rank=1))
+        sender.assembly.add_part(0, FramePart(where=where, payload=np.ones(1), span=Span(0, 4, 4), rank=1))
     with pytest.raises(BadFrame, match="negative"):
         sender.table(0, "t", [[0], [-1], [5]])
 

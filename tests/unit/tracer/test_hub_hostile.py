@@ -12,7 +12,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from nemo_rl.records.sites import SiteKind
-from nemo_rl.tracer.frame import Site
+from nemo_rl.tracer.frame import FrameSite
 from tests.helpers.hub import RUN, WAIT_S, frame, open_hub, send_phase
 
 SLOW_VIEWER_S = float(os.environ.get("NEMO_RL_TEST_SLOW_VIEWER_S", "1"))
@@ -273,7 +273,7 @@ async def test_one_controller_at_a_time_and_the_first_frees_no_place_but_its_own
             assert third.first["role"] == "controller"
 
 
-PLACES = [Site(SiteKind.LAYER_OUT, layer) for layer in range(4)]
+PLACES = [FrameSite(SiteKind.LAYER_OUT, layer) for layer in range(4)]
 
 
 @in_hub(viewer_bytes=1 << 20, history_bytes=4 << 20, slow_viewer_s=600.0)

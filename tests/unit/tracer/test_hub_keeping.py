@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.records.sites import SiteKind
-from nemo_rl.tracer.frame import Frame, Site, Table, Where, decode
+from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where, decode
 from nemo_rl.tracer.hub.history import History
 from nemo_rl.tracer.hub.hub import Hub, SinkThread
 from nemo_rl.tracer.hub.viewer import Viewer
-from nemo_rl.tracer.protocol import Limits, Role
+from nemo_rl.tracer.protocol import HubLimits, Role
 from nemo_rl.tracer.reducer import Norm
 from tests.helpers.hub import RUN, WAIT_S, frame, open_hub, send_phase
 
@@ -21,11 +21,11 @@ LIMIT = 20_000
 
 
 def table(step, name):
-    return Table(run=RUN, name=name, step=step, keys=("a",), tokens=np.zeros((3, 20), dtype=np.int32))
+    return FrameTable(run=RUN, name=name, step=step, keys=("a",), tokens=np.zeros((3, 20), dtype=np.int32))
 
 
 def shown(step, layer, name, num_bytes):
-    where = Where(RUN, step, "train", Site(SiteKind.LAYER_OUT, layer), Norm())
+    where = Where(RUN, step, "train", FrameSite(SiteKind.LAYER_OUT, layer), Norm())
     return Frame(where=where, payload=np.zeros(num_bytes // 8), table=name)
 
 
@@ -164,7 +164,8 @@ def test_recorded_runs_are_shown_without_a_job():
             async with hub.peer("viewer") as viewer:
                 (run,) = viewer.first["runs"]
                 assert (run["state"], run["name"], run["text"]) == ("recorded", "old", "played back")
-                assert isinstance((await viewer.hear_all(lambda message: isinstance(message, Table)))[-1], Table)
+                heard = await viewer.hear_all(lambda message: isinstance(message, FrameTable))
+                assert isinstance(heard[-1], FrameTable)
                 assert (await viewer.frame()).table == "t"
 
     asyncio.run(go())
@@ -174,7 +175,7 @@ def test_frames_of_the_same_place_give_way_first_then_those_of_places_with_sever
     history = History(1 << 20)
     sent = [history.add_frame(shown(step, layer, None, 4000)) for step, layer in enumerate((0, 1, 1, 2, 0, 3, 4))]
     # Nothing is written: the queue alone.
-    viewer = Viewer(None, Role.VIEWER, Limits(viewer_bytes=4 * len(sent[0].message)))
+    viewer = Viewer(None, Role.VIEWER, HubLimits(viewer_bytes=4 * len(sent[0].message)))
 
     def waiting():
         return [kept.where.step for kept in viewer._queue.values()]

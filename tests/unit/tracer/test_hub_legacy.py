@@ -8,12 +8,12 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from nemo_rl.records.sites import SiteKind
-from nemo_rl.tracer.frame import Frame, Site, Table, Where
+from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
 from nemo_rl.tracer.reducer import parse_reducer
 from nemo_rl.tracer.watch import CLASSICAL
 from tests.helpers.hub import PHASE, RUN, WAIT_S, open_hub
 
-TABLE = Table(
+TABLE = FrameTable(
     run=RUN, name="t", step=1, keys=("a", "b"), tokens=np.array([[0, 1, 1], [4, 0, 1], [7, 8, 9]], dtype=np.int32)
 )
 FLAGS = tuple(each.flag for each in CLASSICAL)
@@ -43,7 +43,7 @@ def request(flag="HiddenStates", kind="Tile", **configs):
 
 
 def publish(hub, kind, reducer, payload, layer=2, **more):
-    where = Where(RUN, 1, more.get("phase", PHASE), Site(SiteKind(kind), layer), parse_reducer(reducer))
+    where = Where(RUN, 1, more.get("phase", PHASE), FrameSite(SiteKind(kind), layer), parse_reducer(reducer))
     hub.hub.publish_table(TABLE)
     hub.hub.publish_frame(Frame(where=where, payload=np.asarray(payload, dtype=np.float32), table="t"))
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from nemo_rl.tracer.frame import Frame, Part, Table
+from nemo_rl.tracer.frame import Frame, FramePart, FrameTable
 from nemo_rl.tracer.reducer import Span
 from tests.helpers.hub import PHASE, RUN, WAIT_S, frame, open_hub, send_phase, where
 
@@ -56,9 +56,9 @@ async def test_tables_come_before_frames_once_and_in_the_order_of_the_driver(hub
         await viewer.wait_for("run", step=1)
         tokens = np.array([[0, 1, 1], [0, 0, 1], [7, 8, 9]], dtype=np.int32)
         await rank.say("begin", step=1, phase=PHASE)
-        await rank.socket.send(Table(run=RUN, name="t", step=1, keys=("a", "b"), tokens=tokens).encode())
+        await rank.socket.send(FrameTable(run=RUN, name="t", step=1, keys=("a", "b"), tokens=tokens).encode())
         for reducer, payload in (("full", np.eye(3, 2)), ("tiles(1, mean)", np.ones((3, 1)))):
-            part = Part(where=where(reducer=reducer), payload=payload, span=Span(0, 2, 2), table="t")
+            part = FramePart(where=where(reducer=reducer), payload=payload, span=Span(0, 2, 2), table="t")
             await rank.socket.send(part.encode())
         await rank.say("end", step=1, phase=PHASE, sent=2, dropped=0)
         heard = await viewer.hear_all(
@@ -263,11 +263,11 @@ def test_texts_of_tokens_come_from_the_vocabulary(tmp_path):
         async with open_hub(server={"tokenizer": tmp_path}) as hub, hub.rank() as rank, hub.peer("viewer") as viewer:
             await rank.say("begin", step=1, phase=PHASE)
             tokens = np.array([[0, 0], [0, 1], [1, 99]], dtype=np.int32)
-            await rank.socket.send(Table(run=RUN, name="t", step=1, keys=("a",), tokens=tokens).encode())
-            part = Part(where=where(reducer="full"), payload=np.ones((2, 2)), span=Span(0, 2, 2), table="t")
+            await rank.socket.send(FrameTable(run=RUN, name="t", step=1, keys=("a",), tokens=tokens).encode())
+            part = FramePart(where=where(reducer="full"), payload=np.ones((2, 2)), span=Span(0, 2, 2), table="t")
             await rank.socket.send(part.encode())
             await rank.say("end", step=1, phase=PHASE, sent=1, dropped=0)
-            table = (await viewer.hear_all(lambda message: isinstance(message, Table)))[-1]
+            table = (await viewer.hear_all(lambda message: isinstance(message, FrameTable)))[-1]
             assert table.texts == {"1": "one", "99": ""}
 
     asyncio.run(go())

@@ -20,10 +20,10 @@ from websockets.sync.client import connect
 from nemo_rl.errors import ResourceError
 from nemo_rl.tracer import process
 from nemo_rl.tracer.entry import EntryKind
-from nemo_rl.tracer.frame import Frame, Part, decode
+from nemo_rl.tracer.frame import Frame, FramePart, decode
 from nemo_rl.tracer.link import HubLink
 from nemo_rl.tracer.process import HubProcess, HubSpec, open_job
-from nemo_rl.tracer.protocol import Limits, Role
+from nemo_rl.tracer.protocol import HubLimits, Role
 from nemo_rl.tracer.reducer import Span
 from nemo_rl.tracer.store import stream_files
 from nemo_rl.tracer.stream_reader import StreamReader
@@ -62,7 +62,7 @@ def line(address, role, token, **hello):
 
 def send_norm(peer, step, value):
     peer.say("begin", step=step, phase=PHASE)
-    peer.socket.send(Part(where=where(step), payload=np.array([value]), span=Span(0, 4, 4)).encode())
+    peer.socket.send(FramePart(where=where(step), payload=np.array([value]), span=Span(0, 4, 4)).encode())
     peer.say("end", step=step, phase=PHASE, sent=1, dropped=0)
 
 
@@ -72,7 +72,7 @@ def test_specs_travel_as_json(tmp_path):
         port=5,
         origins=("http://a",),
         watches=("layer.out | stats",),
-        limits=Limits(max_viewers=3),
+        limits=HubLimits(max_viewers=3),
         record=True,
         compat=True,
         tokenizer=tmp_path,

@@ -7,12 +7,12 @@ import pytest
 
 from nemo_rl.errors import RunFolderError, UserError
 from nemo_rl.tracer.protocol import Role
-from nemo_rl.tracer.tokens import Tokens, read_token, token_path, write_private
+from nemo_rl.tracer.tokens import HubTokens, read_token, token_path, write_private
 
 
 def test_tokens_are_read_as_they_were_written_and_replace_older_ones(tmp_path):
     for _ in range(2):
-        tokens = Tokens.draw()
+        tokens = HubTokens.draw()
         tokens.write(tmp_path / "tracer")
         read = {name: read_token(token_path(tmp_path / "tracer", name)) for name in ("job", "viewer", "controller")}
         assert read == {"job": tokens.job, "viewer": tokens.viewer, "controller": tokens.controller}
@@ -27,7 +27,7 @@ def test_files_are_of_their_owner_alone_whatever_was_there_and_whatever_the_umas
     token_path(tmp_path, "viewer").symlink_to(secret)
     before = os.umask(0)
     try:
-        Tokens.draw().write(tmp_path)
+        HubTokens.draw().write(tmp_path)
     finally:
         os.umask(before)
     for name in ("job", "viewer", "controller"):
@@ -56,7 +56,7 @@ def test_private_file_is_private_from_its_first_moment(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o666])
 def test_token_that_others_can_read_is_refused(tmp_path, mode):
-    Tokens.draw().write(tmp_path)
+    HubTokens.draw().write(tmp_path)
     path = token_path(tmp_path, "viewer")
     path.chmod(mode)
     with pytest.raises(UserError, match="expected a file of mode 0600.*start the run again"):
@@ -77,11 +77,11 @@ def test_no_token_an_empty_one_and_a_link_are_refused(tmp_path):
 def test_folder_that_cannot_be_written_is_the_users_problem(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="cannot be written"):
-        Tokens.draw().write(tmp_path / "file" / "tracer")
+        HubTokens.draw().write(tmp_path / "file" / "tracer")
 
 
 def test_tokens_are_good_for_their_roles_alone():
-    tokens = Tokens(job="j", viewer="v", controller="c")
+    tokens = HubTokens(job="j", viewer="v", controller="c")
     good = {(role, token) for role in Role for token in ("j", "v", "c", "", "\ud800") if tokens.allow(role, token)}
     assert good == {
         (Role.RANK, "j"),

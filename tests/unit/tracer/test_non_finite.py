@@ -6,11 +6,11 @@ import json
 import numpy as np
 
 from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.tracer.frame import Frame, Site, Where
+from nemo_rl.tracer.frame import Frame, FrameSite, Where
 from nemo_rl.tracer.reducer import Stats
 from nemo_rl.tracer.summary import FirstNonFinite
 
-MLP = Site(SiteKind.MLP_OUT, layer=2)
+MLP = FrameSite(SiteKind.MLP_OUT, layer=2)
 
 
 def frame(site=MLP, *, step=5, phase="train", update=0, num=4096, run="a"):
@@ -41,26 +41,26 @@ def test_finite_frames_name_nobody():
 
 
 def test_earliest_step_then_phase_then_update_then_site_whatever_the_order():
-    later = frame(Site(SiteKind.LAYER_OUT, layer=2))
+    later = frame(FrameSite(SiteKind.LAYER_OUT, layer=2))
     assert in_any_order(frame(step=6), frame(step=5), frame(step=7)).startswith("step 5,")
     assert "prev_logprobs" in in_any_order(frame(), frame(phase="prev_logprobs"), frame(phase="reference_logprobs"))
     assert "update" not in in_any_order(frame(update=1), frame(), frame(update=2))
-    assert "mlp.out[2]:" in in_any_order(later, frame(), frame(Site(SiteKind.EMBED, direction=Direction.BACKWARD)))
+    assert "mlp.out[2]:" in in_any_order(later, frame(), frame(FrameSite(SiteKind.EMBED, direction=Direction.BACKWARD)))
     assert "generation" in in_any_order(frame(phase="prev_logprobs"), frame(phase="generation"))
 
 
 def test_forward_comes_before_recomputed_before_backward_before_gradients():
-    grad = Site(SiteKind.GRAD, name="lm_head.weight")
-    backward = Site(SiteKind.MLP_OUT, layer=2, direction=Direction.BACKWARD)
-    recomputed = Site(SiteKind.MLP_OUT, layer=2, is_recomputed=True)
-    after = Site(SiteKind.LAYER_OUT, layer=2, direction=Direction.BACKWARD)
+    grad = FrameSite(SiteKind.GRAD, name="lm_head.weight")
+    backward = FrameSite(SiteKind.MLP_OUT, layer=2, direction=Direction.BACKWARD)
+    recomputed = FrameSite(SiteKind.MLP_OUT, layer=2, is_recomputed=True)
+    after = FrameSite(SiteKind.LAYER_OUT, layer=2, direction=Direction.BACKWARD)
     assert "mlp.out[2]:" in in_any_order(frame(grad), frame(backward), frame(recomputed), frame())
     assert "recomputed" in in_any_order(frame(grad), frame(backward), frame(recomputed))
     assert "layer.out[2] backward" in in_any_order(frame(grad), frame(backward), frame(after))
 
 
 def test_parameters_come_before_the_passes_that_used_them():
-    param = Site(SiteKind.PARAM, name="norm.weight")
+    param = FrameSite(SiteKind.PARAM, name="norm.weight")
     text = in_any_order(frame(phase="prev_logprobs"), frame(param, num=3), frame())
     assert "param[norm.weight]: 3 values are NaN or infinite in the parameter itself" in text
     assert "prev_logprobs" in in_any_order(frame(phase="prev_logprobs"), frame(param, update=1))

@@ -19,7 +19,7 @@ from nemo_rl.cli.main import app, main
 from nemo_rl.errors import UserError
 from nemo_rl.tracer.client import LiveClient
 from nemo_rl.tracer.entry import EntryKind
-from nemo_rl.tracer.frame import Frame, Table, decode
+from nemo_rl.tracer.frame import Frame, FrameTable, decode
 from nemo_rl.tracer.playback import paced
 from nemo_rl.tracer.store import StreamWriter
 from nemo_rl.tracer.stream_reader import StreamReader
@@ -87,7 +87,8 @@ def test_every_step_of_a_recording_is_served_byte_for_byte(tmp_path) -> None:
         assert client.wait_for("mark", step=4)["label"] == "look here"
         found = history(client, RUN, 1, 4)
         assert [each for each in found if isinstance(decode(each), Frame)] == recorded(folder)
-        assert {each for each in found if isinstance(decode(each), Table)} == set(recorded(folder, EntryKind.TABLE))
+        tables = {each for each in found if isinstance(decode(each), FrameTable)}
+        assert tables == set(recorded(folder, EntryKind.TABLE))
         assert {decode(each).where.step for each in history(client, RUN, 2, 2) if b'"frame"' in each[:64]} == {2}
         client.close()
         assert served.end() == (0, "")

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl.errors import RecordingError, UserError
 from nemo_rl.tracer.entry import HEAD, EntryKind
-from nemo_rl.tracer.frame import BadFrame, Frame, Part, Table
+from nemo_rl.tracer.frame import BadFrame, Frame, FramePart, FrameTable
 from nemo_rl.tracer.reducer import Span
 from nemo_rl.tracer.store import StreamWriter, stream_files
 from nemo_rl.tracer.stream_reader import Follow, StreamReader, find_recording
@@ -50,7 +50,7 @@ def test_what_is_written_is_read_in_order(tmp_path):
     assert [entry.kind for entry in read] == [EntryKind.MESSAGE, EntryKind.TABLE, EntryKind.FRAME, EntryKind.MESSAGE]
     assert [entry.body for entry in read[1:3]] == [table, frame]
     assert read[0].message() == RUN_MESSAGE and read[3].message()["label"] == "x"
-    assert isinstance(read[1].frame(), Table) and isinstance(read[2].frame(), Frame)
+    assert isinstance(read[1].frame(), FrameTable) and isinstance(read[2].frame(), Frame)
     assert [entry.step for entry in read] == [1, 1, 1, 1]
 
 
@@ -68,7 +68,7 @@ def test_messages_hold_null_for_numbers_that_json_lacks(tmp_path):
 
 def test_parts_and_other_bytes_are_no_entries(tmp_path):
     frame = stats_frame(1)
-    part = Part(where=frame.where, payload=frame.payload, span=Span(0, 3, 3))
+    part = FramePart(where=frame.where, payload=frame.payload, span=Span(0, 3, 3))
     with StreamWriter(tmp_path, BIG) as writer:
         with pytest.raises(BadFrame, match="part"):
             writer.frame(part.encode())
@@ -138,7 +138,7 @@ def test_old_files_fall_out_and_the_rest_can_be_read_without_them(tmp_path):
     tables = set()
     for entry in read[2:]:
         found = entry.frame()
-        if isinstance(found, Table):
+        if isinstance(found, FrameTable):
             tables.add(found.name)
         else:
             assert found.table in tables, found.where
@@ -155,7 +155,7 @@ def test_each_file_can_be_read_alone(tmp_path):
         read = list(StreamReader(alone).entries())
         assert read[0].message() == RUN_MESSAGE
         frames = [entry.frame() for entry in read[2:]]
-        names = {found.name for found in frames if isinstance(found, Table)}
+        names = {found.name for found in frames if isinstance(found, FrameTable)}
         assert names >= {found.table for found in frames if isinstance(found, Frame)}
 
 
@@ -190,7 +190,7 @@ def test_frames_of_a_step_come_with_a_table_of_an_earlier_step(tmp_path):
         for frame in (token_table(1), token_frame(1), token_table(1, name="other"), token_frame(2), token_frame(2)):
             writer.frame(frame.encode())
     found = [entry.frame() for entry in StreamReader(tmp_path).at_step(2)]
-    assert [each.name if isinstance(each, Table) else each.table for each in found] == ["t", "t", "t"]
+    assert [each.name if isinstance(each, FrameTable) else each.table for each in found] == ["t", "t", "t"]
 
 
 def test_steps_are_found_and_read_alone(tmp_path):
@@ -198,7 +198,7 @@ def test_steps_are_found_and_read_alone(tmp_path):
     reader = StreamReader(folder)
     assert reader.steps() == [1, 2, 3, 4, 5]
     found = [entry.frame() for entry in reader.at_step(4)]
-    assert [found.name for found in found if isinstance(found, Table)] == ["t4"]
+    assert [found.name for found in found if isinstance(found, FrameTable)] == ["t4"]
     assert {found.where.step for found in found if isinstance(found, Frame)} == {4}
     assert len(found) == 1 + 4 + 1
     assert list(reader.at_step(9)) == []

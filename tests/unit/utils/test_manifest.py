@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from nemo_rl.utils.files import BLOCK_BYTES, Manifest
+from nemo_rl.utils.files import BLOCK_BYTES, FileManifest
 
 
 def test_every_file_is_listed_with_size_and_checksum(tmp_path):
@@ -14,8 +14,8 @@ def test_every_file_is_listed_with_size_and_checksum(tmp_path):
     contents = {"a/b/large.bin": b"z" * (BLOCK_BYTES + 5), "a/empty": b"", "top.json": b"{}"}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    Manifest.write(tmp_path)
-    read = Manifest.read(tmp_path)
+    FileManifest.write(tmp_path)
+    read = FileManifest.read(tmp_path)
     assert {name: (entry.num_bytes, entry.crc32) for name, entry in read.entries.items()} == {
         name: (len(content), f"{zlib.crc32(content):08x}") for name, content in contents.items()
     }
@@ -30,4 +30,4 @@ def test_every_file_is_listed_with_size_and_checksum(tmp_path):
 )
 def test_what_is_no_manifest_is_an_error(text):
     with pytest.raises(ValueError):
-        Manifest.parse(text)
+        FileManifest.parse(text)

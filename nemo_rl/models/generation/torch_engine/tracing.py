@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from nemo_rl.models.generation.interfaces import traced_row
 from nemo_rl.models.generation.torch_engine.decode import NO_OBSERVER, DecodeObserver
 from nemo_rl.models.hf_modules import HFSites
-from nemo_rl.models.policy.hooks import Tap, Tokens
+from nemo_rl.models.policy.hooks import HookPoint, TokenPositions
 from nemo_rl.models.policy.observer import PassRows, Sight, SiteSink
 from nemo_rl.models.policy.tracing import GroupPlace, TracedPhases, TraceSink, TraceSpec
-from nemo_rl.records.record import Place, TokenTable
+from nemo_rl.records.record import RecordPlace, TokenTable
 from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.tracer.link import Gathered
-from nemo_rl.tracer.protocol import Group
+from nemo_rl.tracer.link import BufferedSender
+from nemo_rl.tracer.protocol import RankGroup
 from nemo_rl.tracer.watch import GENERATION
 
 __all__ = ["NO_SITES", "NO_TRACING", "DecodeTracing", "EngineTracing", "ObservedRequest", "RequestSites"]
@@ -49,11 +49,11 @@ NO_SITES = ObservedRequest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Pass:
+class _DecodePass:
     """The forward pass that runs, or is about to."""
 
     num_rows: int
-    rows: Mapping[Tokens, PassRows]
+    rows: Mapping[TokenPositions, PassRows]
 
 
 class RequestSites(ObservedRequest):
@@ -68,7 +68,7 @@ class RequestSites(ObservedRequest):
 
     def __init__(
         self,
-        taps: Sequence[Tap],
+        taps: Sequence[HookPoint],
         sink: SiteSink,
         *,
         phase: str,
@@ -78,7 +78,7 @@ class RequestSites(ObservedRequest):
     ) -> None:
         self._taps, self._sink, self._phase = tuple(taps), sink, phase
         self._name_of, self._numbers, self._between_passes = name_of, numbers, between_passes
-        self._current: _Pass | None = None
+        self._current: _DecodePass | None = None
 
     @contextmanager
     def attached(self) -> Iterator[RequestSites]:
@@ -104,18 +104,18 @@ class RequestSites(ObservedRequest):
             kept: those whose logits are computed.
         """
         self._between_passes()
-        rows = {Tokens.ALL: every, Tokens.KEPT: kept}
-        self._current = _Pass(num_rows=len(ids), rows=rows)
+        rows = {TokenPositions.ALL: every, TokenPositions.KEPT: kept}
+        self._current = _DecodePass(num_rows=len(ids), rows=rows)
         if self._sink.takes(SiteKind.TOKENS, None, Direction.FORWARD):
-            place = Place(kind=SiteKind.TOKENS, phase=self._phase)
+            place = RecordPlace(kind=SiteKind.TOKENS, phase=self._phase)
             self._sink.see(Sight(place=place, value=ids, rows=every, is_first=True))
 
     def pass_rows(self, table: TokenTable, at: tuple[torch.Tensor, ...], *, is_whole: bool) -> PassRows:
         """Return the rows of a pass, under a number of their own."""
         return PassRows(number=next(self._numbers), at=at, table=table, is_whole=is_whole)
 
-    def _deliver_to(self, tap: Tap) -> Callable[[torch.Tensor], None]:
-        place = Place(kind=tap.kind, layer=tap.layer, phase=self._phase)
+    def _deliver_to(self, tap: HookPoint) -> Callable[[torch.Tensor], None]:
+        place = RecordPlace(kind=tap.kind, layer=tap.layer, phase=self._phase)
 
         def deliver(value: torch.Tensor) -> None:
             current = self._current
@@ -209,17 +209,17 @@ class DecodeTracing(EngineTracing):
             NOT_IN_DECODING, SiteKind.LOGPROB, SiteKind.TOKEN_LOSS, SiteKind.LOSS, SiteKind.GRAD, SiteKind.PARAM
         )
         self._taps, self._number = tuple(sites.taps), number
-        place = GroupPlace(group=Group.GENERATION, rank=number, world=num_engines, axes={"engine": number})
+        place = GroupPlace(group=RankGroup.GENERATION, rank=number, world=num_engines, axes={"engine": number})
         self._phases = TracedPhases(spec, place, unobserved=sites.unobserved)
         self._sink: TraceSink | None = None
-        self._gathered = Gathered(self._phases.link, name="")
+        self._gathered = BufferedSender(self._phases.link, name="")
         self._num_rows, self._numbers = 0, count()
         """Rows of the step's requests so far, and the numbers of their token tables."""
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
         self.end()
         self._phases.begin(step, watches=watches, keys=keys)
-        self._gathered = Gathered(self._phases.link, name=f"{step}.{GENERATION}")
+        self._gathered = BufferedSender(self._phases.link, name=f"{step}.{GENERATION}")
         self._sink = self._phases.begin_phase(GENERATION, outlet=self._gathered)
         self._num_rows, self._numbers = 0, count()
 

@@ -18,7 +18,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.worker_mixin import ReplicaMember
-from nemo_rl.distributed.abort import AbortWatch, NoWatch, Watch
+from nemo_rl.distributed.abort import AbortWatch, NoWatch, StepWatch
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, job_store, new_group
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.policy.observer import Onlooker, Onlookers
@@ -245,7 +245,7 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
     return worker
 
 
-def _abort_watch(spec: WorkerSpec) -> tuple[Watch, AbstractContextManager[None]]:
+def _abort_watch(spec: WorkerSpec) -> tuple[StepWatch, AbstractContextManager[None]]:
     """Keep the watch, and what is around the start of the worker."""
     rank = spec.rank
     if rank.world_size == 1:

@@ -23,7 +23,7 @@ from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
 from nemo_rl.models.dtensor.weights import fill_shards, make_room, open_source
 from nemo_rl.models.hf_modules import HFRouters, HFSites
 from nemo_rl.models.loading import build_skeleton, decoder_sizes, named_weights
-from nemo_rl.models.policy.hooks import Taps, Tokens
+from nemo_rl.models.policy.hooks import HookPoints, TokenPositions
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.replay import RouteReplayer
@@ -39,7 +39,7 @@ from nemo_rl.models.policy.workers.base import (
     placement_of,
 )
 from nemo_rl.models.policy.workers.engine import Engine, Snapshot
-from nemo_rl.records.record import Split
+from nemo_rl.records.record import DimSplit
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape
 
@@ -50,15 +50,15 @@ Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 def taps_of(
     model: PolicyModel, here: ThisRank, groups: ParallelGroups, scaler: LossScaler, *, weights: Weights
-) -> Taps:
+) -> HookPoints:
     """Return the sites of this rank.
 
     Args:
         weights: (collective) whole weights by name.
     """
-    between = Tokens.CHUNK if here.layout.sequence_parallel else Tokens.ALL
+    between = TokenPositions.CHUNK if here.layout.sequence_parallel else TokenPositions.ALL
     found = HFSites(model.hf, between=between, split_of=partial(_split_of, here))
-    return Taps(
+    return HookPoints(
         taps=tuple(found.taps),
         unobserved=found.unobserved,
         chunk=(here.coordinates.tp, here.layout.tp) if here.layout.sequence_parallel else (0, 1),
@@ -78,7 +78,7 @@ def _gradients(model: PolicyModel, scaler: LossScaler) -> Iterator[tuple[str, to
             yield name, gradient if scaler.scale == 1.0 else gradient / scaler.scale
 
 
-def _split_of(here: ThisRank, module: torch.nn.Module, dim: int) -> Split | None:
+def _split_of(here: ThisRank, module: torch.nn.Module, dim: int) -> DimSplit | None:
     """Return this rank's part of the features, as the module's weight has been split over the tensor axis."""
     weight = module._parameters.get("weight")
     if not isinstance(weight, DTensor):
@@ -86,7 +86,7 @@ def _split_of(here: ThisRank, module: torch.nn.Module, dim: int) -> Split | None
     names = weight.device_mesh.mesh_dim_names or ()
     if "tp" not in names or not weight.placements[names.index("tp")].is_shard(dim):
         return None
-    return Split(index=here.coordinates.tp, count=here.layout.tp)
+    return DimSplit(index=here.coordinates.tp, count=here.layout.tp)
 
 
 class DTensorEngine(Engine):
@@ -117,7 +117,7 @@ class DTensorEngine(Engine):
         )
         return StepRunner(self.model, layout, self._groups, step, routes, observer)
 
-    def taps(self) -> Taps:
+    def taps(self) -> HookPoints:
         return taps_of(self.model, self._here, self._groups, self.scaler, weights=self.whole_weights)
 
     def routers(self, *, validates: bool) -> Routers:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.models.policy.hooks import Taps
+from nemo_rl.models.policy.hooks import HookPoints
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
@@ -60,7 +60,7 @@ class Engine(ABC):
         """Run the microbatches of one call."""
 
     @abstractmethod
-    def taps(self) -> Taps:
+    def taps(self) -> HookPoints:
         """Return the sites of the model on this rank."""
 
     @abstractmethod

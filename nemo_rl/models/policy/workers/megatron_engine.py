@@ -34,7 +34,7 @@ from nemo_rl.models.megatron.setup import (
 )
 from nemo_rl.models.megatron.sites import taps_of
 from nemo_rl.models.megatron.train_step import PipelineRunner
-from nemo_rl.models.policy.hooks import Taps
+from nemo_rl.models.policy.hooks import HookPoints
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.replay import RouteReplayer
@@ -135,7 +135,7 @@ class MegatronEngine(Engine):
     def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver = NO_OBSERVER) -> PipelineRunner:
         return PipelineRunner(self.model, layout, self._here, self.optimizer, routes, observer)
 
-    def taps(self) -> Taps:
+    def taps(self) -> HookPoints:
         return taps_of(self.model, self._here, weights=self.whole_weights)
 
     def routers(self, *, validates: bool) -> Routers:

@@ -28,14 +28,14 @@ from nemo_rl.models.policy.workers.life_cycle import LifeCycle
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
 
-__all__ = ["Passes", "RecordedRoutes"]
+__all__ = ["Passes", "RankRoutes"]
 
 TOKEN_MASK = "token_mask"
 """Name of a column; where a batch has it, only its tokens' log-probabilities are computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecordedRoutes:
+class RankRoutes:
     """The routes that a rank recorded."""
 
     logprobs_NT: torch.Tensor
@@ -174,7 +174,7 @@ class Passes:
 
     def record_routes(
         self, batch: BatchedDataDict, *, plan: PackPlan | None = None, with_squares: bool = False
-    ) -> RecordedRoutes:
+    ) -> RankRoutes:
         """(collective) Return log-probabilities as `get_logprobs`, and the routes that the routers chose for
         themselves.
 
@@ -188,7 +188,7 @@ class Passes:
             found_cNT = self._logprobs(batch, plan, stage, WorkerPass.PREV_LOGPROBS, computed=computed)
             routes_NTLK = stage.recorded(batch)
         squares_NT = found_cNT[1] if with_squares else None
-        return RecordedRoutes(logprobs_NT=found_cNT[0], routes_NTLK=routes_NTLK, squares_NT=squares_NT)
+        return RankRoutes(logprobs_NT=found_cNT[0], routes_NTLK=routes_NTLK, squares_NT=squares_NT)
 
     def _logprobs(
         self,

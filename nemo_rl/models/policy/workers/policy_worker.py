@@ -40,11 +40,11 @@ from nemo_rl.models.policy.tracing import Tracing
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
-from nemo_rl.models.policy.workers.passes import Passes, RecordedRoutes
+from nemo_rl.models.policy.workers.passes import Passes, RankRoutes
 from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.policy.workers.saving import Saving
 from nemo_rl.models.weight_sync.buckets import RefitPlan
-from nemo_rl.models.weight_sync.receipt import Probe, Scored, Sent
+from nemo_rl.models.weight_sync.receipt import Probe, ScoredProbe, Sent
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec
 from nemo_rl.models.weights_digest import WeightsDigest, digest_weights
 
@@ -126,7 +126,7 @@ class PolicyWorker:
         """(collective) Return `get_logprobs` under the reference weights, whose routers choose for themselves."""
         return self.passes.get_reference_policy_logprobs(batch, mbs=mbs, plan=plan)
 
-    def record_routes(self, batch: BatchedDataDict, *, plan: PackPlan | None = None) -> RecordedRoutes:
+    def record_routes(self, batch: BatchedDataDict, *, plan: PackPlan | None = None) -> RankRoutes:
         """(collective) Return log-probabilities, and the routes that the routers chose for themselves."""
         return self.passes.record_routes(batch, plan=plan)
 
@@ -209,13 +209,13 @@ class PolicyWorker:
         """Free the buffer; say what was sent since `begin_refit`. Idempotent."""
         return self.refit.end()
 
-    def score_probe(self, probe: Probe) -> Scored:
+    def score_probe(self, probe: Probe) -> ScoredProbe:
         """(collective) Return how this policy scores the fixed rows of a receipt."""
         started, batch, logprobs = time.monotonic(), probe.batch(), tuple[float, ...]()
         scored_NT = self.passes.score(batch)
         if self.layout.is_writer(self.rank):
             logprobs = probe.spread(scored_NT[batch.tensor("token_mask")].tolist())
-        return Scored(logprobs=logprobs, seconds=time.monotonic() - started)
+        return ScoredProbe(logprobs=logprobs, seconds=time.monotonic() - started)
 
     def open_refit_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Open the store of the refit group; return its port."""

@@ -15,7 +15,7 @@ from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS, ROUTE_FIELDS
 from nemo_rl.data_plane.worker_mixin import ReplicaMember, TQWorkerMixin
-from nemo_rl.distributed.abort import Watch
+from nemo_rl.distributed.abort import StepWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import scatter_from_leader
 from nemo_rl.distributed.packing import PackPlan
@@ -27,7 +27,7 @@ from nemo_rl.models.policy.routes.slices import RouteSlices, ShardRoutes
 from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
 from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.models.policy.workers.base import WorkerState
-from nemo_rl.models.policy.workers.passes import Passes, RecordedRoutes
+from nemo_rl.models.policy.workers.passes import Passes, RankRoutes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.routes.columns import decode_routes, encode_routes
@@ -209,7 +209,7 @@ class StoredRoutes:
             digests=None if digests is None else values_of(digests),
         )
 
-    def _encoded(self, recorded: RecordedRoutes, meta: KVBatchMeta, batch: BatchedDataDict) -> dict[str, torch.Tensor]:
+    def _encoded(self, recorded: RankRoutes, meta: KVBatchMeta, batch: BatchedDataDict) -> dict[str, torch.Tensor]:
         """(collective over the replica group) Return columns of the routes that its ranks have recorded."""
         routes_NTLK, shape = recorded.routes_NTLK, self.replay.shape
         if self.replica.group is not None:
@@ -271,7 +271,7 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
         watch: ends a step on all ranks when it fails on one; closed with the worker.
     """
 
-    def __init__(self, parts: WorkerParts, *, replica: ReplicaMember, watch: Watch) -> None:
+    def __init__(self, parts: WorkerParts, *, replica: ReplicaMember, watch: StepWatch) -> None:
         PolicyWorker.__init__(self, parts)
         pad_values = {"input_ids": float(parts.tokenizer.pad_token_id)}
         TQWorkerMixin.__init__(self, rank=parts.here.rank, replica=replica, watch=watch, pad_values=pad_values)

@@ -14,7 +14,7 @@ from nemo_rl.algorithms.grpo import plan_train
 from nemo_rl.cluster.known_models import planned_model_config
 from nemo_rl.cluster.plan.activations import pass_activations
 from nemo_rl.cluster.plan.batches import pass_tokens
-from nemo_rl.cluster.plan.setting import Model, Setting
+from nemo_rl.cluster.plan.setting import Model, PlanSetting
 from nemo_rl.cluster.plan.weights import gathered_weights, local_weights, rest_memory
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.generation import GenerationConfig
@@ -148,7 +148,7 @@ def check(case: Case, policy: PolicyConfig, measured: list[Measured]) -> None:
         reference_policy_kl_penalty=0.1 if UNFILTERED_LOGPROBS in case.asks else 0.0,
     )
     config = MasterConfig(policy=policy, loss_fn=loss, cluster=ClusterConfig(cpu_workers_per_node=len(measured)))
-    setting = Setting(config=config, model=Model(planned_model_config(policy.model_name)), gpu=None)
+    setting = PlanSetting(config=config, model=Model(planned_model_config(policy.model_name)), gpu=None)
     number = len(plan_train([WIDTH] * ROWS, [ROWS], policy, layout=setting.layout).microbatches[0])
     tokens = pass_tokens(setting, tokens=CAP, width=WIDTH, predicted=WIDTH - PROMPT, is_packed=case.is_packed)
     for stage in range(setting.layout.pp):

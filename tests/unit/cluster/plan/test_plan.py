@@ -17,7 +17,7 @@ from nemo_rl.algorithms.stages.columns import PARTITION, declare_partition, stag
 from nemo_rl.cli.main import app
 from nemo_rl.cluster.plan.activations import pass_activations
 from nemo_rl.cluster.plan.command import PlanRequest, changes_of, plan_recipe
-from nemo_rl.cluster.plan.plan import FORMAT_VERSION, Plan
+from nemo_rl.cluster.plan.plan import FORMAT_VERSION, RunPlan
 from nemo_rl.cluster.plan.setting import GPUS, gpu_named
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.column_io import kv_first_write
@@ -57,7 +57,7 @@ MEGATRON = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=tru
 PIPELINE = "policy.megatron_cfg.pipeline_model_parallel_size=2"
 
 
-def planned(recipe: Path, *overrides: str, gpu: str | None = None, nodes: int | None = None) -> Plan:
+def planned(recipe: Path, *overrides: str, gpu: str | None = None, nodes: int | None = None) -> RunPlan:
     """Of a recipe that fits."""
     plan, error = plan_recipe(PlanRequest(recipe=recipe, overrides=overrides, gpu=gpu, nodes=nodes))
     assert error is None, error
@@ -246,7 +246,7 @@ def test_rows_that_wait_and_kept_sets_take_the_planned_bytes_too() -> None:
     assert not any("keeps" in line for line in plan.assumptions())
 
 
-def full_columns(plan: Plan, rows: int) -> dict[str, torch.Tensor]:
+def full_columns(plan: RunPlan, rows: int) -> dict[str, torch.Tensor]:
     """As many rows of full length, of columns that need no encoding."""
     columns = {}
     for name in plan.plane.columns:
@@ -259,7 +259,7 @@ def full_columns(plan: Plan, rows: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def partition_of(plan: Plan) -> Iterator[DataPlaneClient]:
+def partition_of(plan: RunPlan) -> Iterator[DataPlaneClient]:
     config = plan.setting.config
     client = build_data_plane_client(DataPlaneConfig(impl="noop"), run_id="planned")
     try:

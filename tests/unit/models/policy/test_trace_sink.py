@@ -13,12 +13,12 @@ from nemo_rl.errors import UserError
 from nemo_rl.models.policy.observer import PassRows, Sight
 from nemo_rl.models.policy.trace_parts import Vectors
 from nemo_rl.models.policy.tracing import TracedStep, TraceSink
-from nemo_rl.records.record import Place, TokenTable
+from nemo_rl.records.record import RecordPlace, TokenTable
 from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.tracer.frame import Part, Table, decode
-from nemo_rl.tracer.link import HubAddress, HubLink, Straight
+from nemo_rl.tracer.frame import FramePart, FrameTable, decode
+from nemo_rl.tracer.link import DirectSender, HubAddress, HubLink
 from nemo_rl.tracer.protocol import Role
-from nemo_rl.tracer.watch import Plan
+from nemo_rl.tracer.watch import WatchPlan
 
 NOWHERE = HubAddress(host="127.0.0.1", port=9, token="t")
 
@@ -41,11 +41,11 @@ class Line(HubLink):
 def seen(*watches: str, sight: Sight, keys: tuple[str, ...] = ("b",), folder: Path | None = None) -> tuple[list, list]:
     """What goes to the hub, and what is reported."""
     line, problems = Line(), []
-    step = TracedStep(run="r", number=10, plan=Plan.parse(watches), keys=frozenset(keys))
+    step = TracedStep(run="r", number=10, plan=WatchPlan.parse(watches), keys=frozenset(keys))
     sink = TraceSink(
         step,
         phase="train",
-        outlet=Straight(line),
+        outlet=DirectSender(line),
         rank=1,
         axes={"dp": 1},
         vectors=Vectors(folder),
@@ -62,7 +62,7 @@ def sight_of(value: torch.Tensor, kind: SiteKind = SiteKind.LAYER_OUT, **changes
     row_R, position_R = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 1, 2, 0, 1])
     table = TokenTable(keys=("a", "b"), row_R=row_R, position_R=position_R, token_R=torch.arange(5) + 40)
     rows = PassRows(number=0, at=(row_R, position_R), table=table)
-    parts = {"place": Place(kind=kind, layer=2), "value": value, "rows": rows, "is_first": True, **changes}
+    parts = {"place": RecordPlace(kind=kind, layer=2), "value": value, "rows": rows, "is_first": True, **changes}
     return Sight(**parts)  # type: ignore[arg-type]
 
 
@@ -70,7 +70,7 @@ def test_whole_tensors_are_of_all_tokens_and_no_padding() -> None:
     value = torch.full((2, 3, 4), 100.0)
     value[0], value[1, :2] = 1.0, 2.0
     [part], problems = seen("layer.out | stats", sight=sight_of(value))
-    assert isinstance(part, Part) and not problems
+    assert isinstance(part, FramePart) and not problems
     assert part.payload[:5].tolist() == [20.0, 28.0, 44.0, 1.0, 2.0]
     assert (part.rank, part.where.step, part.where.site.text) == (1, 10, "layer.out[2]")
 
@@ -78,7 +78,7 @@ def test_whole_tensors_are_of_all_tokens_and_no_padding() -> None:
 def test_tokens_are_those_of_the_rows_that_are_shown() -> None:
     value = torch.arange(24.0).reshape(2, 3, 4)
     (table, part), problems = seen("layer.out | full", sight=sight_of(value))
-    assert isinstance(table, Table) and isinstance(part, Part) and not problems
+    assert isinstance(table, FrameTable) and isinstance(part, FramePart) and not problems
     assert table.tokens.tolist() == [[1, 1], [0, 1], [43, 44]]
     assert part.payload.tolist() == value[1, :2].tolist() and part.table == table.name
     assert seen("layer.out | full", sight=sight_of(value), keys=("c",)) == ([], [])
@@ -94,14 +94,14 @@ def test_what_is_not_watched_is_not_shown() -> None:
         assert seen(watch, sight=sight_of(value)) == ([], []), watch
     assert seen("layer.out | stats | every 3", sight=sight_of(value)) == ([], [])
     assert seen("layer.out & backward | stats", sight=sight_of(value)) == ([], [])
-    recomputed = Place(kind=SiteKind.LAYER_OUT, layer=2, is_recomputed=True)
+    recomputed = RecordPlace(kind=SiteKind.LAYER_OUT, layer=2, is_recomputed=True)
     assert seen("layer.out | stats", sight=sight_of(value, place=recomputed)) == ([], [])
     [part], _ = seen("layer.out | stats | train; recomputed", sight=sight_of(value, place=recomputed))
     assert part.where.site.is_recomputed
 
 
 def test_parameters_are_chosen_by_name() -> None:
-    place = Place(kind=SiteKind.PARAM, name="model.layers.1.mlp.up_proj.weight")
+    place = RecordPlace(kind=SiteKind.PARAM, name="model.layers.1.mlp.up_proj.weight")
     weight = Sight(place=place, value=torch.full((3, 4), 2.0), is_first=True)
     [part], _ = seen("param & name=*.up_proj.* | norm", sight=weight)
     assert part.payload.tolist() == pytest.approx([48.0], rel=1e-6)
@@ -133,7 +133,7 @@ def test_vectors_are_of_one_folder_and_fit_their_site(tmp_path: Path) -> None:
     assert np.array_equal(part.payload, [[8.0], [8.0]]) and not problems
     for name, text in {"w": "expected a tensor 'vector'", "x": "cannot be read"}.items():
         found, [problem] = seen(f"layer.out | project({name})", sight=sight_of(value), folder=tmp_path)
-        assert not [part for part in found if isinstance(part, Part)] and text in problem
+        assert not [part for part in found if isinstance(part, FramePart)] and text in problem
     with pytest.raises(UserError, match="expected 5 numbers"):
         Vectors(tmp_path).of_layer("v", 0, size=5)
     with pytest.raises(UserError, match="rows for layers 0 to 2"):
@@ -206,5 +206,5 @@ def test_the_same_tokens_are_drawn_whoever_has_them() -> None:
 
 
 def test_a_site_without_its_direction_is_not_taken() -> None:
-    plan = Plan.parse(["layer.out & forward | stats"])
+    plan = WatchPlan.parse(["layer.out & forward | stats"])
     assert not plan.looks_at(SiteKind.LAYER_OUT, 0, Direction.BACKWARD, phase="train", step=1)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.models.policy.trace_parts import Values, _stats_on_device, part_of
+from nemo_rl.models.policy.trace_parts import ReducedValues, _stats_on_device, part_of
 from nemo_rl.tracer.reducer import STATS, PerToken, Span, WholeTensor, parse_reducer, token_hashes
 
 WHOLE = ["stats", "histogram", "histogram(-1, 1, 7)", "norm", "digest"]
@@ -20,12 +20,12 @@ VECTOR = (-1.0, 1.3)
 """First and last component; none is zero, of whose product with infinity libraries make different things."""
 
 
-def values_of(tensor: torch.Tensor, tokens: slice, features: slice) -> Values:
+def values_of(tensor: torch.Tensor, tokens: slice, features: slice) -> ReducedValues:
     keys = [f"row {n}" for n in range(len(tensor))]
     hashes = token_hashes(keys, np.arange(len(tensor)), np.zeros(len(tensor), dtype=np.int64))[tokens]
     vector = torch.linspace(*VECTOR, tensor.shape[1])
     span = Span(features.start, features.stop, tensor.shape[1])
-    return Values(tensor[tokens, features], span, {"v": vector}, lambda: hashes)
+    return ReducedValues(tensor[tokens, features], span, {"v": vector}, lambda: hashes)
 
 
 def cuts(draw: st.DrawFn, size: int) -> list[slice]:
