@@ -22,7 +22,7 @@ from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.distributed import run_sweeper
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import ResourceError
-from nemo_rl.utils.deadlines import read_line
+from nemo_rl.utils.files import read_line
 
 __all__ = ["RunFolder"]
 

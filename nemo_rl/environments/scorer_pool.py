@@ -28,7 +28,7 @@ from typing import cast
 
 from nemo_rl.errors import RewardError
 from nemo_rl.utils.console import printable
-from nemo_rl.utils.deadlines import wait_readable
+from nemo_rl.utils.files import wait_readable
 
 __all__ = ["Score", "ScoreOutcome", "ScorerItem", "ScorerPool", "ScorerProcess", "ScorerSpec"]
 

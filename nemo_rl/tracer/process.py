@@ -24,8 +24,7 @@ from nemo_rl.errors import ResourceError, RunFolderError
 from nemo_rl.tracer.link import HubAddress, HubLink, OnMessage
 from nemo_rl.tracer.protocol import HubLimits, Role
 from nemo_rl.tracer.tokens import HubTokens, token_path, write_private
-from nemo_rl.utils.deadlines import read_line
-from nemo_rl.utils.files import write_text
+from nemo_rl.utils.files import read_line, write_text
 
 __all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec", "TracedJob", "open_job"]
 

@@ -1,4 +1,4 @@
-"""The deadlines of a run: process starts, the last save, third-party code, and reads from child processes.
+"""The deadlines of a run: process starts, the last save, and third-party code.
 
 `setup` makes one `StartUp` from `cluster.worker_start_timeout_s`, and all that starts a process takes it. There is no
 other deadline for a start, so a machine that is merely slow needs one key. `SaveDeadline` is made from
@@ -9,9 +9,7 @@ with a checkpoint of its last step.
 from __future__ import annotations
 
 import logging
-import math
 import os
-import select
 import signal
 import threading
 import time
@@ -173,30 +171,3 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, left, interval)
-
-
-def wait_readable(*descriptors: int, timeout_s: float) -> set[int]:
-    """Return the descriptors that can be read without waiting, at their end included; empty after `timeout_s`."""
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return {descriptor for descriptor, _ in poll.poll(math.ceil(max(timeout_s, 0.0) * 1000))}
-
-
-def read_line(descriptor: int, *, timeout_s: float, limit_bytes: int = 1 << 16) -> bytes:
-    """Return the first line that comes, with its line feed. Without one: what came until the end, the limit or the
-    deadline.
-
-    What follows the line in the same piece is dropped, so this is for who says one line.
-    """
-    deadline, line = time.monotonic() + timeout_s, b""
-    while b"\n" not in line and len(line) < limit_bytes:
-        left = deadline - time.monotonic()
-        if left <= 0 or not wait_readable(descriptor, timeout_s=left):
-            break
-        part = os.read(descriptor, limit_bytes - len(line))
-        if not part:
-            break
-        line += part
-    first, feed, _ = line.partition(b"\n")
-    return first + feed

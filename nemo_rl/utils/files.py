@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import select
 import stat
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +23,11 @@ __all__ = [
     "give_usual_mode",
     "give_usual_modes",
     "open_plain",
+    "read_line",
     "read_plain",
     "read_tail",
     "replace_file",
+    "wait_readable",
     "write_text",
 ]
 
@@ -202,3 +207,30 @@ def _entry(path: Path) -> _FileEntry:
             checksum = zlib.crc32(block, checksum)
             num_bytes += len(block)
     return _FileEntry(num_bytes=num_bytes, crc32=f"{checksum:08x}")
+
+
+def wait_readable(*descriptors: int, timeout_s: float) -> set[int]:
+    """Return the descriptors that can be read without waiting, at their end included; empty after `timeout_s`."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(math.ceil(max(timeout_s, 0.0) * 1000))}
+
+
+def read_line(descriptor: int, *, timeout_s: float, limit_bytes: int = 1 << 16) -> bytes:
+    """Return the first line that comes, with its line feed. Without one: what came until the end, the limit or the
+    deadline.
+
+    What follows the line in the same piece is dropped, so this is for who says one line.
+    """
+    deadline, line = time.monotonic() + timeout_s, b""
+    while b"\n" not in line and len(line) < limit_bytes:
+        left = deadline - time.monotonic()
+        if left <= 0 or not wait_readable(descriptor, timeout_s=left):
+            break
+        part = os.read(descriptor, limit_bytes - len(line))
+        if not part:
+            break
+        line += part
+    first, feed, _ = line.partition(b"\n")
+    return first + feed

@@ -28,8 +28,8 @@ from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import MooncakeConfig
 from nemo_rl.data_plane.adapters import process_guard
 from nemo_rl.errors import DataPlaneClosed, ResourceError
-from nemo_rl.utils.deadlines import DEFAULT_START, StartUp, read_line
-from nemo_rl.utils.files import read_tail
+from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
+from nemo_rl.utils.files import read_line, read_tail
 
 __all__ = [
     "GuardedProcess",

@@ -37,7 +37,8 @@ from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
 from nemo_rl.data_plane.keys import chunk_tag, owner_of, process_of
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, DataPlaneError, KeysNotFound
-from nemo_rl.utils.deadlines import DEFAULT_START, StartUp, wait_readable
+from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
+from nemo_rl.utils.files import wait_readable
 
 __all__ = ["SegmentFolder", "SegmentWatcher", "SharedMemoryStore", "folder_of"]
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.deadlines import read_line
-from nemo_rl.utils.files import give_usual_modes, read_plain, read_tail, replace_file, write_text
+from nemo_rl.utils.files import give_usual_modes, read_line, read_plain, read_tail, replace_file, write_text
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
