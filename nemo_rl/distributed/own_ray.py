@@ -307,7 +307,7 @@ def _bring_token(folder: Path) -> None:
 SERVER = "gcs_server"
 GRACE_S = 12.0
 """Seconds from the server's end to ours: a start that fails by itself within this time raises what it knows."""
-START_LOOK_S = 0.5
+SERVER_POLL_S = 0.5
 
 
 @contextmanager
@@ -338,7 +338,7 @@ def end_servers() -> None:
 def _watch(is_over: threading.Event, earlier: set[ProcessIdentity]) -> None:
     seen: set[ProcessIdentity] = set()
     ended: dict[ProcessIdentity, float] = {}
-    while not is_over.wait(START_LOOK_S):
+    while not is_over.wait(SERVER_POLL_S):
         seen |= _started_servers() - earlier
         for server in seen:
             if not server.is_alive() and time.monotonic() - ended.setdefault(server, time.monotonic()) > GRACE_S:
