@@ -46,7 +46,7 @@ from nemo_rl.data_plane.factory import build_data_plane_client, open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.experience.payload import RowScalars
+from nemo_rl.experience.payload import SampleStats
 from nemo_rl.experience.rollout_worker import WEIGHT_VERSION, RolloutHandle, RolloutResult
 from nemo_rl.models.policy.tq_policy import TQPolicy
 
@@ -179,7 +179,7 @@ def _rolled(step: StepState, client: DataPlaneClient) -> RolloutResult:
     )
     tags = [{"reward": float(reward), WEIGHT_VERSION: step.policy_version} for reward in rewards]
     meta = kv_first_write(client, columns, step.keys, partition_id=step.partition, tags=tags)
-    carry = RowScalars(
+    carry = SampleStats(
         rewards=rewards, truncated=np.zeros(count, dtype=bool), response_lengths=lengths.numpy().astype(np.int32)
     )
     return RolloutResult(meta=meta, carry=carry)

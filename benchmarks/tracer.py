@@ -37,7 +37,7 @@ from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.policy.observer import NO_ONLOOKERS
+from nemo_rl.models.policy.observer import NO_HOOK_OBSERVERS
 from nemo_rl.models.policy.tracing import SiteTracing, TraceSpec
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
@@ -159,7 +159,7 @@ def pairs(
             if is_traced and watches is not None:
                 worker.begin_tracing(pair + WARMUP_PAIRS + 1, watches, KEYS)
             # Megatron-core has room for one model in a process: this is what a worker without a tracer holds.
-            worker.passes._onlookers = with_tracer if is_traced or watches is not None else NO_ONLOOKERS
+            worker.passes._onlookers = with_tracer if is_traced or watches is not None else NO_HOOK_OBSERVERS
             began = time.perf_counter()
             seconds = step_s(worker, batch)
             wall_s = time.perf_counter() - began

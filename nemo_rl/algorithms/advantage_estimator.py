@@ -30,7 +30,7 @@ class GroupStats:
     Example:
         Rewards 1, 0, 1, 1 in groups a, a, b, b:
         >>> stats = group_statistics(torch.tensor([1.0, 0.0, 1.0, 1.0]), ["a", "a", "b", "b"])
-        >>> stats.mean.tolist(), stats.is_trivial.tolist()
+        >>> stats.mean.tolist(), stats.is_zero_variance.tolist()
         ([0.5, 1.0], [False, True])
     """
 
@@ -42,7 +42,7 @@ class GroupStats:
     """`[P]` float64."""
     std: torch.Tensor
     """`[P]` float64, unbiased; exactly 0 for a trivial group or a single row."""
-    is_trivial: torch.Tensor
+    is_zero_variance: torch.Tensor
     """`[P]` bool, all rewards of the group are equal."""
 
     @property
@@ -51,9 +51,9 @@ class GroupStats:
         return self.std[self.row_group]
 
     @property
-    def row_is_trivial(self) -> torch.Tensor:
+    def row_is_zero_variance(self) -> torch.Tensor:
         """`[N]` bool."""
-        return self.is_trivial[self.row_group]
+        return self.is_zero_variance[self.row_group]
 
     def of(self, values: torch.Tensor) -> GroupStats:
         """The same groups, statistics of other values `[N]`."""
@@ -68,7 +68,7 @@ class GroupStats:
             count=self.count[kept],
             mean=self.mean[kept],
             std=self.std[kept],
-            is_trivial=self.is_trivial[kept],
+            is_zero_variance=self.is_zero_variance[kept],
         )
 
     def concat(self, *others: GroupStats) -> GroupStats:
@@ -80,14 +80,14 @@ class GroupStats:
             count=torch.cat([part.count for part in parts]),
             mean=torch.cat([part.mean for part in parts]),
             std=torch.cat([part.std for part in parts]),
-            is_trivial=torch.cat([part.is_trivial for part in parts]),
+            is_zero_variance=torch.cat([part.is_zero_variance for part in parts]),
         )
 
 
 class AdvantageEstimator(Protocol):
     """The interface of `grpo.adv_estimator.name`: a class that is made with `config=` (the section `grpo`).
 
-    A class that inherits from `UsesRows` is also called with `rows=`, the `RowScalars` of the step.
+    A class that inherits from `UsesRows` is also called with `rows=`, the `SampleStats` of the step.
     """
 
     def __call__(self, rewards: torch.Tensor, stats: GroupStats) -> torch.Tensor:
@@ -130,5 +130,5 @@ def _statistics(rewards_N: torch.Tensor, group_N: torch.Tensor) -> GroupStats:
         count=count_P,
         mean=mean_P,
         std=torch.where(is_trivial_P, 0.0, variance_P.sqrt()),
-        is_trivial=is_trivial_P,
+        is_zero_variance=is_trivial_P,
     )

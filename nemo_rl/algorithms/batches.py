@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from nemo_rl.algorithms.advantage_estimator import group_statistics
-from nemo_rl.algorithms.grpo import rows_of_equal_groups
+from nemo_rl.algorithms.grpo import rows_of_zero_variance_groups
 from nemo_rl.algorithms.stages.columns import PARTITION, ROLLOUT
 from nemo_rl.algorithms.stages.state import StepState, begin_step
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.data.sampler import PromptDraw, PromptSampler
-from nemo_rl.data_plane.client.link import CLEAR, working_for
+from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.factory import cleared_after_error
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.errors import CheckpointError, UserError
@@ -254,7 +254,7 @@ class DynamicBatches(SyncBatches):
 
     def _clear(self, keys: Sequence[str], reason: str) -> None:
         if keys:
-            with working_for(CLEAR):
+            with stage_context(CLEAR):
                 self._parts.client.kv_clear(list(keys), PARTITION, reason=reason)
             trace_retired(keys=keys, reason=reason)
 
@@ -278,7 +278,7 @@ class DynamicBatches(SyncBatches):
 def is_informative(group: RolloutResult, config: GRPOConfig) -> bool:
     """Return whether the rewards of a group are not all equal, compared exactly."""
     stats = group_statistics(torch.tensor(group.carry.rewards, dtype=torch.float32), group.group_uids)
-    return not bool(rows_of_equal_groups(group.carry, stats, config).any())
+    return not bool(rows_of_zero_variance_groups(group.carry, stats, config).any())
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from nemo_rl.algorithms.advantage_estimator import GroupStats, UsesRows
 from nemo_rl.algorithms.token_work import VARIANCE_EPSILON, TokenEstimator, TokenRows
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.payload import RowScalars
+from nemo_rl.experience.payload import SampleStats
 
 __all__ = [
     "GDPO",
@@ -104,7 +104,7 @@ def estimate_advantages(
         advantages_N = advantages_N / (
             _sibling_divisor(rewards, stats) if leave_one_out_std else stats.row_std + STD_EPSILON
         )
-    advantages_N = torch.where(stats.row_is_trivial, 0.0, advantages_N)
+    advantages_N = torch.where(stats.row_is_zero_variance, 0.0, advantages_N)
     return advantages_N.float()
 
 
@@ -123,7 +123,7 @@ def _sibling_divisor(rewards: torch.Tensor, stats: GroupStats) -> torch.Tensor:
 def _has_equal_siblings(rewards_N: torch.Tensor, stats: GroupStats) -> torch.Tensor:
     """`[N]` bool, by exact equality."""
     group_N, zeros_P = stats.row_group, torch.zeros(len(stats.count), dtype=torch.float64)
-    found_N = stats.row_is_trivial
+    found_N = stats.row_is_zero_variance
     for which in ("amax", "amin"):
         extreme_N = zeros_P.scatter_reduce(0, group_N, rewards_N, which, include_self=False)[group_N]
         is_extreme_N = rewards_N == extreme_N
@@ -147,7 +147,7 @@ class MaxRL:
     def __call__(self, rewards: torch.Tensor, stats: GroupStats) -> torch.Tensor:
         mean_N = stats.mean[stats.row_group]
         advantages_N = (rewards.double() - mean_N) / torch.where(mean_N > 0, mean_N, 1.0)
-        return torch.where((mean_N > 0) & ~stats.row_is_trivial, advantages_N, 0.0).float()
+        return torch.where((mean_N > 0) & ~stats.row_is_zero_variance, advantages_N, 0.0).float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class GDPO(UsesRows):
 
     config: GRPOConfig
 
-    def __call__(self, rewards: torch.Tensor, stats: GroupStats, *, rows: RowScalars) -> torch.Tensor:
+    def __call__(self, rewards: torch.Tensor, stats: GroupStats, *, rows: SampleStats) -> torch.Tensor:
         """
         Raises:
             ConfigError: the reward has fewer than two components, or a weight is for none of them.
@@ -184,7 +184,7 @@ class GDPO(UsesRows):
             leave_one_out_std=self.config.use_leave_one_out_std,
         )
 
-    def _weights(self, rows: RowScalars) -> dict[str, float]:
+    def _weights(self, rows: SampleStats) -> dict[str, float]:
         given, names = self.config.adv_estimator.component_weights, sorted(rows.components)
         unknown = sorted(set(given) - set(names))
         if unknown:
@@ -203,7 +203,7 @@ class ReinforcePlusPlus(UsesRows):
 
     config: GRPOConfig
 
-    def __call__(self, rewards: torch.Tensor, stats: GroupStats, *, rows: RowScalars) -> torch.Tensor:
+    def __call__(self, rewards: torch.Tensor, stats: GroupStats, *, rows: SampleStats) -> torch.Tensor:
         return whiten_over_tokens(rewards.double(), _lengths(rows)).float()
 
 
@@ -226,8 +226,8 @@ class ReinforcePlusPlusBaseline(UsesRows):
 
     config: GRPOConfig
 
-    def __call__(self, rewards: torch.Tensor, stats: GroupStats, *, rows: RowScalars) -> torch.Tensor:
-        centred_N = torch.where(stats.row_is_trivial, 0.0, rewards.double() - stats.mean[stats.row_group])
+    def __call__(self, rewards: torch.Tensor, stats: GroupStats, *, rows: SampleStats) -> torch.Tensor:
+        centred_N = torch.where(stats.row_is_zero_variance, 0.0, rewards.double() - stats.mean[stats.row_group])
         return whiten_over_tokens(centred_N, _lengths(rows)).float()
 
 
@@ -251,7 +251,7 @@ def whiten_over_tokens(values: torch.Tensor, lengths: torch.Tensor) -> torch.Ten
     return centred_N / (variance + VARIANCE_EPSILON).sqrt()
 
 
-def _lengths(rows: RowScalars) -> torch.Tensor:
+def _lengths(rows: SampleStats) -> torch.Tensor:
     return torch.from_numpy(rows.response_lengths).double()
 
 

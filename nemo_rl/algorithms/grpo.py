@@ -29,7 +29,7 @@ from nemo_rl.distributed.packing import (
     replan_rows,
 )
 from nemo_rl.errors import ConfigError, NonFiniteError
-from nemo_rl.experience.payload import RowScalars
+from nemo_rl.experience.payload import SampleStats
 
 __all__ = [
     "TrainRows",
@@ -38,7 +38,7 @@ __all__ = [
     "plan_logprobs",
     "plan_train",
     "rewards_of",
-    "rows_of_equal_groups",
+    "rows_of_zero_variance_groups",
     "scale_rewards",
     "score_rows",
     "select_train_rows",
@@ -57,7 +57,7 @@ class TrainRows:
 
 
 def score_rows(
-    carry: RowScalars, group_uids: Sequence[str], config: GRPOConfig, *, per_token: bool = False
+    carry: SampleStats, group_uids: Sequence[str], config: GRPOConfig, *, per_token: bool = False
 ) -> ScoredRows:
     """Group statistics, advantages, and the weight of each row.
 
@@ -76,7 +76,7 @@ def score_rows(
         weight[torch.tensor(carry.truncated)] = 0.0
     is_trained_group = torch.ones(len(rewards), dtype=torch.bool)
     if config.leaves_equal_groups_out:
-        is_trained_group = ~rows_of_equal_groups(carry, stats, config)
+        is_trained_group = ~rows_of_zero_variance_groups(carry, stats, config)
         weight[~is_trained_group] = 0.0
     return ScoredRows(
         stats=stats,
@@ -87,23 +87,23 @@ def score_rows(
     )
 
 
-def rows_of_equal_groups(carry: RowScalars, stats: GroupStats, config: GRPOConfig) -> torch.Tensor:
+def rows_of_zero_variance_groups(carry: SampleStats, stats: GroupStats, config: GRPOConfig) -> torch.Tensor:
     """`[N]` bool: nothing is learned from the row's group, whose rewards, as they were scored, are all equal.
 
     For gdpo all components that count must be equal, too: those that cancel in the sum still tell its rows apart.
     """
-    is_equal_N = stats.row_is_trivial
+    is_equal_N = stats.row_is_zero_variance
     if config.adv_estimator.name == "gdpo":
         weights = config.adv_estimator.component_weights
         for name, part in carry.components.items():
             if weights.get(name, 1.0) != 0:
                 part_N = torch.from_numpy(part).nan_to_num(nan=0.0)
-                is_equal_N = is_equal_N & stats.of(part_N).row_is_trivial
+                is_equal_N = is_equal_N & stats.of(part_N).row_is_zero_variance
     return is_equal_N
 
 
 def estimated_advantages(
-    carry: RowScalars, rewards: torch.Tensor, stats: GroupStats, config: GRPOConfig
+    carry: SampleStats, rewards: torch.Tensor, stats: GroupStats, config: GRPOConfig
 ) -> torch.Tensor:
     """`[N]` float32, clipped, whichever estimator the recipe names.
 
@@ -249,14 +249,14 @@ def _is_capped(policy: PolicyConfig) -> bool:
     return policy.sequence_packing.enabled or policy.dynamic_batching.enabled
 
 
-def rewards_of(carry: RowScalars, config: GRPOConfig) -> torch.Tensor:
+def rewards_of(carry: SampleStats, config: GRPOConfig) -> torch.Tensor:
     """`[N]` float32: what becomes advantages, scaled and shaped as the recipe says."""
     if config.reward_scaling.enabled or config.reward_shaping.enabled:
         return shaped_rewards(carry, config.reward_scaling, config.reward_shaping)
     return torch.tensor(carry.rewards, dtype=torch.float32)
 
 
-def shaped_rewards(rows: RowScalars, scaling: RewardScalingConfig, shaping: RewardShapingConfig) -> torch.Tensor:
+def shaped_rewards(rows: SampleStats, scaling: RewardScalingConfig, shaping: RewardShapingConfig) -> torch.Tensor:
     """`[N]` float32: rewards scaled, then less what the length costs."""
     rewards = torch.tensor(rows.rewards, dtype=torch.float32)
     if scaling.enabled:

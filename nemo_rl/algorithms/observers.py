@@ -3,13 +3,13 @@
     GRPOTrainer walks its list of observers:
       begin          before a step's rollout
       before_stage   a stage starts                       (StageDisplay)
-      after_stage    a stage has run                      (StepKeeper, LiveTracing)
+      after_stage    a stage has run                      (StepRecorder, LiveTracing)
       end            all stages have run, the rows are still there
       failed         instead of `end`, when the step ends with an error
       metrics        numbers of the observer's own, for the log
       report         the numbers of the step are known    (MismatchWarning, LiveTracing)
 
-Here are the small ones; `StepKeeper` and `LiveTracing` have files of their own. Invariant: an observer changes no
+Here are the small ones; `StepRecorder` and `LiveTracing` have files of their own. Invariant: an observer changes no
 number of a run.
 """
 

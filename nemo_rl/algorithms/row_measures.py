@@ -1,4 +1,4 @@
-"""`RowMeasures`: what the driver must know of the tokens of a row, as one number each, measured by the workers.
+"""`TokenStatistics`: what the driver must know of the tokens of a row, as one number each, measured by the workers.
 
 The stage `measure_rows` sends it; `nemo-rl replay` calls it on kept columns. Invariant: a number of a row depends on
 the row's tokens alone, to the last bit: not on padding, on other rows or on which rank measures. Shapes: N rows, T
@@ -18,14 +18,14 @@ from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.data_plane.row_work import RowWorkOutput
-from nemo_rl.experience.payload import RowScalars
+from nemo_rl.experience.payload import SampleStats
 
 __all__ = [
     "KL",
     "LOGPROB_ERROR",
     "KlInReward",
-    "MeasuredRows",
-    "RowMeasures",
+    "MeasuredStatistics",
+    "TokenStatistics",
     "decide_rows",
     "less_penalties",
     "row_sums",
@@ -33,7 +33,7 @@ __all__ = [
 
 PREV, GENERATION, REFERENCE = "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"
 LOGPROB_ERROR, KL = "logprob_error", "kl"
-"""Names of the numbers of `RowMeasures`."""
+"""Names of the numbers of `TokenStatistics`."""
 LOG_BOUND = 20.0
 """Bound of a log-ratio before it is exponentiated, as in the losses."""
 
@@ -64,15 +64,15 @@ class KlInReward:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowMeasures:
-    """`RowWork`; measures only what the recipe needs."""
+class TokenStatistics:
+    """`RowFunction`; measures only what the recipe needs."""
 
     error_threshold: float | None = None
     """`grpo.seq_logprob_error_threshold`."""
     kl: KlInReward | None = None
 
     @classmethod
-    def of(cls, config: MasterConfig) -> RowMeasures | None:
+    def of(cls, config: MasterConfig) -> TokenStatistics | None:
         """Return the measurements; None where the recipe needs nothing."""
         threshold, kl = config.grpo.seq_logprob_error_threshold, KlInReward.of(config.loss_fn)
         return None if threshold is None and kl is None else cls(error_threshold=threshold, kl=kl)
@@ -96,7 +96,7 @@ class RowMeasures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredRows:
+class MeasuredStatistics:
     """Measurements of the rows that were chosen for training, in their order."""
 
     had_weight: torch.Tensor
@@ -111,11 +111,11 @@ class MeasuredRows:
     @classmethod
     def of(
         cls, sample_mask: torch.Tensor, numbers: Mapping[str, torch.Tensor], *, threshold: float | None
-    ) -> MeasuredRows:
+    ) -> MeasuredStatistics:
         """
         Args:
             sample_mask: `[N]`, weights before.
-            numbers: of `RowMeasures`, `[N]` each.
+            numbers: of `TokenStatistics`, `[N]` each.
         """
         had_weight, errors = sample_mask > 0, numbers.get(LOGPROB_ERROR)
         is_masked = torch.zeros_like(had_weight)
@@ -141,14 +141,14 @@ class MeasuredRows:
 
 def decide_rows(
     scored: ScoredRows,
-    carry: RowScalars,
+    carry: SampleStats,
     config: GRPOConfig,
     *,
-    measures: RowMeasures,
+    measures: TokenStatistics,
     numbers: Mapping[str, torch.Tensor],
     rows: Sequence[int],
     per_token: bool,
-) -> tuple[ScoredRows, MeasuredRows]:
+) -> tuple[ScoredRows, MeasuredStatistics]:
     """Weights and advantages after what was measured.
 
     Args:
@@ -157,7 +157,7 @@ def decide_rows(
         per_token: each token gets an advantage of its own later, from its own KL.
     """
     weights = scored.sample_mask[torch.as_tensor(rows, dtype=torch.int64)]
-    measured = MeasuredRows.of(weights, numbers, threshold=measures.error_threshold)
+    measured = MeasuredStatistics.of(weights, numbers, threshold=measures.error_threshold)
     scored = scored.with_weights(rows, weights.masked_fill(measured.is_masked, 0.0))
     if measured.kl is not None and measures.kl is not None and not per_token:
         penalties = measures.kl.weight * measured.kl
@@ -166,7 +166,7 @@ def decide_rows(
 
 
 def less_penalties(
-    scored: ScoredRows, carry: RowScalars, config: GRPOConfig, *, rows: Sequence[int], penalties: torch.Tensor
+    scored: ScoredRows, carry: SampleStats, config: GRPOConfig, *, rows: Sequence[int], penalties: torch.Tensor
 ) -> ScoredRows:
     """Advantages again, of rewards less a penalty of each row of a trained group; the others keep theirs.
 

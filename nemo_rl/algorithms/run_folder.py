@@ -32,9 +32,9 @@ __all__ = [
     "RECORDS",
     "STEPS",
     "TRACER",
-    "cut_rollouts",
     "open_run_folders",
     "run_folders",
+    "truncate_rollouts",
     "used_folder_problems",
 ]
 
@@ -117,7 +117,7 @@ def used_folder_problems(config: MasterConfig) -> list[str]:
     ]
 
 
-def cut_rollouts(log_dir: Path, *, resume_step: int) -> None:
+def truncate_rollouts(log_dir: Path, *, resume_step: int) -> None:
     """Removes rollouts and records of steps after the one that a run resumes from: it makes them again."""
     for path in (log_dir / ROLLOUTS).glob("*.jsonl"):
         if _step_of(path) > resume_step:

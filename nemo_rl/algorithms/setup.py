@@ -23,21 +23,21 @@ from nemo_rl.algorithms.engines import EngineStarts, engine_scheduler, engine_sp
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
 from nemo_rl.algorithms.identity import date_line, first_start, identity_of, identity_state, model_dtype
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
-from nemo_rl.algorithms.kept_steps.keeper import StepKeeper
+from nemo_rl.algorithms.kept_steps.keeper import StepRecorder
 from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.observers import MismatchWarning, RouteTracePlan, StageDisplay, StepObservers, TensorRecording
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.preflight.inputs import too_few_prompts
 from nemo_rl.algorithms.process_environment import run_environment
-from nemo_rl.algorithms.row_measures import RowMeasures
-from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, cut_rollouts, open_run_folders
+from nemo_rl.algorithms.row_measures import TokenStatistics
+from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, open_run_folders, truncate_rollouts
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.step_tracing import LiveTracing, TracedEngines, TracedRun, open_tracing
 from nemo_rl.algorithms.token_work import token_estimator
-from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
+from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
@@ -160,7 +160,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             policy=policy,
             rollout=rollout,
             loss_fn=loss_fn,
-            measures=RowMeasures.of(config),
+            measures=TokenStatistics.of(config),
             token_estimator=token_estimator(config),
             cost=sequence_cost(TransformerShape.from_config(decoder_sizes(model_config))),
         )
@@ -213,7 +213,7 @@ def _source(tools: StageTools, weight_sync: WeightSync, sampler: PromptSampler) 
 
 def _traced_engines(config: MasterConfig, groups: _RunProcesses) -> TracedEngines:
     """Return the engines that the tracer may ask: those that are known to be a `TracedEngine`."""
-    traits = ENGINE_TRAITS.get(config.policy.generation.backend, EngineTraits())
+    traits = ENGINE_CAPABILITIES.get(config.policy.generation.backend, EngineCapabilities())
     return TracedEngines(groups.engines if traits.shows_decoding else None, timeout_s=config.cluster.stage_timeout_s)
 
 
@@ -223,7 +223,7 @@ def _keepers(
     config: MasterConfig,
     resume_from: Checkpoint | None,
     identity: Mapping[str, str],
-) -> tuple[StepKeeper, ...]:
+) -> tuple[StepRecorder, ...]:
     if not config.diagnostics.keep_steps.enabled:
         return ()
     train = next(stage for stage in columns if stage.name == WorkerPass.TRAIN)
@@ -238,7 +238,7 @@ def _keepers(
         packages=package_versions(),
         identity=identity,
     )
-    keeper = StepKeeper(
+    keeper = StepRecorder(
         config.diagnostics.keep_steps,
         run=facts,
         seed=config.grpo.seed,
@@ -456,6 +456,6 @@ def _checkpoint_to_resume(
     choice = checkpoints.choose(with_optimizer=config.checkpointing.load_optimizer)
     chosen = choice.checkpoint
     panel.note(f"resuming after step {chosen.step} from {chosen.path}: {choice.reason}")
-    cut_rollouts(config.logger.log_dir, resume_step=chosen.step)
+    truncate_rollouts(config.logger.log_dir, resume_step=chosen.step)
     StepsFolder(config.logger.log_dir).cut(resume_step=chosen.step)
     return chosen

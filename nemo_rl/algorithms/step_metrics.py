@@ -26,8 +26,8 @@ __all__ = [
     "data_plane_metrics",
     "engine_speeds",
     "informative_kl",
-    "lag_metrics",
     "pack_metrics",
+    "staleness_metrics",
     "step_metrics",
     "training_speed",
 ]
@@ -61,7 +61,7 @@ def step_metrics(step: StepState) -> dict[str, float]:
     metrics = {
         REWARD_METRIC: float(np.mean(carry.rewards)),
         "train/reward_std": float(np.std(carry.rewards)),
-        "rollout/trivial_group_share": float(stats.is_trivial.float().mean()),
+        "rollout/trivial_group_share": float(stats.is_zero_variance.float().mean()),
         "rollout/truncated_share": float(np.mean(carry.truncated)),
         "rollout/mean_response_tokens": float(np.mean(carry.response_lengths)),
         "train/rows": _trained_rows(plan),
@@ -70,7 +70,7 @@ def step_metrics(step: StepState) -> dict[str, float]:
     }
     metrics |= {f"{REWARD_METRIC}/{name}": mean_of_scored(part) for name, part in carry.components.items()}
     metrics.update({f"rollout/{name}": value for name, value in values(step.rows.metrics).items()})
-    metrics |= lag_metrics(step.rows.weight_versions, policy_version=step.policy_version)
+    metrics |= staleness_metrics(step.rows.weight_versions, policy_version=step.policy_version)
     metrics |= pack_metrics("train", plan) | pack_metrics("logprob", logprob_plan)
     if step.measured is not None:
         metrics |= {f"train/{name}": value for name, value in step.measured.metrics().items()}
@@ -106,16 +106,16 @@ def informative_kl(train: TrainSummary | None, metrics: Mapping[str, float], con
     return None if is_same_policy else metrics.get("train/policy_kl")
 
 
-def lag_metrics(weight_versions: np.ndarray, *, policy_version: int) -> dict[str, float]:
+def staleness_metrics(weight_versions: np.ndarray, *, policy_version: int) -> dict[str, float]:
     """Return how many updates the policy is ahead of the weights that sampled each row; nothing where it is ahead of
     none."""
     lags = policy_version - weight_versions
     if not lags.any():
         return {}
     return {
-        "rollout/weight_lag_min": float(lags.min()),
-        "rollout/weight_lag_max": float(lags.max()),
-        "rollout/weight_lag_mean": float(lags.mean()),
+        "rollout/staleness_min": float(lags.min()),
+        "rollout/staleness_max": float(lags.max()),
+        "rollout/staleness_mean": float(lags.mean()),
     }
 
 

@@ -29,7 +29,7 @@ from nemo_rl.data_plane.row_work import RowWorkOutput
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
 from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.errors import ConfigError, NonFiniteError
-from nemo_rl.experience.payload import RowScalars
+from nemo_rl.experience.payload import SampleStats
 from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES
 
 __all__ = [
@@ -121,7 +121,7 @@ class Moments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenWork(Counted):
-    """`RowWork` on rows of whole groups."""
+    """`RowFunction` on rows of whole groups."""
 
     estimator: TokenEstimator
     kl: KlInReward | None
@@ -140,7 +140,7 @@ class TokenWork(Counted):
     def of(
         cls,
         scored: ScoredRows,
-        carry: RowScalars,
+        carry: SampleStats,
         config: GRPOConfig,
         *,
         estimator: TokenEstimator,

@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from nemo_rl.config.base import EnvVars, Options, Section, Text
-from nemo_rl.config.parts import ENGINE_TRAITS, ENGINES, EngineTraits
+from nemo_rl.config.parts import ENGINE_CAPABILITIES, ENGINES, EngineCapabilities
 from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ _APART = "policy.generation.colocated"
 
 def rule_engine_fits_launcher(config: MasterConfig) -> list[str]:
     backend = config.policy.generation.backend
-    traits = ENGINE_TRAITS.get(backend, EngineTraits())
+    traits = ENGINE_CAPABILITIES.get(backend, EngineCapabilities())
     if config.cluster.launcher == "local" and traits.needs_own_process:
         return [
             f"policy.generation.backend: {backend!r} needs a process of its own, and cluster.launcher 'local' runs "
@@ -191,7 +191,7 @@ def rule_engine_fits_launcher(config: MasterConfig) -> list[str]:
 def rule_engine_keys_fit_the_engine(config: MasterConfig) -> list[str]:
     generation, lines = config.policy.generation, list[str]()
     switch = "policy.generation.backend"
-    for name, traits in ENGINE_TRAITS.items():
+    for name, traits in ENGINE_CAPABILITIES.items():
         if name != generation.backend:
             because = f"{switch} is {generation.backend!r}"
             lines += would_be_ignored(generation, "policy.generation", traits.keys, switch=switch, because=because)

@@ -22,7 +22,7 @@ __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "DATASETS",
     "ENGINES",
-    "ENGINE_TRAITS",
+    "ENGINE_CAPABILITIES",
     "ENVIRONMENTS",
     "HUB_NAME",
     "LOSSES",
@@ -30,7 +30,7 @@ __all__ = [
     "TOKEN_ESTIMATORS",
     "TRACKERS",
     "UNKNOWN_PART",
-    "EngineTraits",
+    "EngineCapabilities",
     "PartKind",
 ]
 
@@ -160,7 +160,7 @@ ENGINES = PartKind(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineTraits:
+class EngineCapabilities:
     """Facts about a generation engine that a run must know; a user-defined one has the defaults."""
 
     keys: tuple[str, ...] = ()
@@ -177,9 +177,9 @@ class EngineTraits:
     """`module:name` of a function that is given the `PolicyConfig` and returns a line per problem, before a run."""
 
 
-ENGINE_TRAITS: Mapping[str, EngineTraits] = {
-    "torch": EngineTraits(shows_decoding=True, has_planned_memory=True),
-    "vllm": EngineTraits(
+ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
+    "torch": EngineCapabilities(shows_decoding=True, has_planned_memory=True),
+    "vllm": EngineCapabilities(
         keys=("vllm_cfg", "vllm_kwargs"),
         needs_own_process=True,
         takes_whole_weights=True,

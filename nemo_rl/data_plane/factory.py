@@ -22,7 +22,7 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.adapters.noop import NoopStore
 from nemo_rl.data_plane.address import AttachPoint, DataPlaneAddress, HostKind, LedgerAddress, write_attach_file
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
-from nemo_rl.data_plane.client.link import CLEAR, working_for
+from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.interfaces import DataPlaneClient, PayloadStore
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerHost, LedgerService, build_service
 from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
@@ -139,7 +139,7 @@ def open_step(client: DataPlaneClient, partition_id: str, keys: Collection[str])
     """
     with cleared_after_error(client, partition_id, keys):
         yield
-    with working_for(CLEAR):
+    with stage_context(CLEAR):
         client.kv_clear(list(keys), partition_id, reason="step end")
         check_empty(client, [partition_id], keys=keys)
 
@@ -155,7 +155,7 @@ def cleared_after_error(client: DataPlaneClient, partition_id: str, keys: Collec
         yield
     except BaseException as error:
         try:
-            with working_for(CLEAR):
+            with stage_context(CLEAR):
                 client.kv_clear(list(keys), partition_id, reason=f"failed step: {type(error).__name__}")
         except DataPlaneError as problem:
             logger.warning("could not clear the rows of a failed step in %r: %s", partition_id, problem)

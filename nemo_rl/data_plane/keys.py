@@ -22,7 +22,7 @@ __all__ = [
     "index_of",
     "key_of",
     "keys_of_groups",
-    "mint_uids",
+    "new_group_ids",
     "owner_of",
     "place_of",
     "process_of",
@@ -36,7 +36,7 @@ UID_BYTES = 6
 """Random bytes of a group uid: with 2^48 values a collision among the live groups of all steps is out of reach."""
 
 
-def mint_uids(num_groups: int) -> tuple[str, ...]:
+def new_group_ids(num_groups: int) -> tuple[str, ...]:
     """Return fresh uids: no group of another step or epoch has one of them."""
     return tuple(secrets.token_hex(UID_BYTES) for _ in range(num_groups))
 

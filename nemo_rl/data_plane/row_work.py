@@ -1,6 +1,6 @@
-"""`RowWork`: what the driver has workers do with rows of a step without the model, and what comes back.
+"""`RowFunction`: what the driver has workers do with rows of a step without the model, and what comes back.
 
-The driver sends the work, as it sends a loss, and `TQWorkerMixin.do_row_work` runs it next to the data plane: tokens go
+The driver sends the work, as it sends a loss, and `TQWorkerMixin.map_rows` runs it next to the data plane: tokens go
 no further than a worker, the driver gets a few numbers per row. Invariant: of each shard one rank reads, works and
 writes, the one that writes every result of the shard.
 """
@@ -16,7 +16,7 @@ import torch
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.distributed.pack_plan import PackPlan
 
-__all__ = ["RowWork", "RowWorkDone", "RowWorkOutput", "RowWorkResult"]
+__all__ = ["RowFunction", "RowResults", "RowWorkOutput", "RowWorkResult"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class RowWorkOutput:
     """Columns for the data plane, `[N, T]`."""
 
 
-class RowWork(Protocol):
+class RowFunction(Protocol):
     """Sent by the driver to the workers; must be picklable."""
 
     @property
@@ -54,8 +54,8 @@ class RowWorkResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowWorkDone:
-    """The result of `RowWork` over all data-parallel shards."""
+class RowResults:
+    """The result of `RowFunction` over all data-parallel shards."""
 
     meta: KVBatchMeta
     """The meta of all rows, with the columns that were written."""

@@ -26,9 +26,9 @@ from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.row_work import RowWork, RowWorkResult
+from nemo_rl.data_plane.row_work import RowFunction, RowWorkResult
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
-from nemo_rl.distributed.abort import FirstCause, StepWatch
+from nemo_rl.distributed.abort import RootCause, StepWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, check_plans, replica_group_of
 from nemo_rl.distributed.layout import ParallelLayout
@@ -230,7 +230,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         return self._watch.stage(stage)
 
     @property
-    def first_cause(self) -> FirstCause | None:
+    def root_cause(self) -> RootCause | None:
         """The cause that ended the step, or None while nothing has."""
         return self._watch.cause
 
@@ -265,7 +265,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             column = WorkerPass.REFERENCE_LOGPROBS.column
             return self._write_back(meta, {column: self._reference_logprobs(meta, batch)})
 
-    def do_row_work(self, meta: KVBatchMeta, work: RowWork, *, stage: RowPass) -> RowWorkResult:
+    def map_rows(self, meta: KVBatchMeta, work: RowFunction, *, stage: RowPass) -> RowWorkResult:
         """(on every rank) Do the work on the rank that writes the shard's results; the others wait for nothing."""
         with self._stage(stage):
             if not self._replica.is_write_back_leader or not meta.keys:

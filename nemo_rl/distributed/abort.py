@@ -16,7 +16,7 @@ NCCL can abort a communicator. Gloo has no working abort (torch 2.13: `ProcessGr
 stays), but every blocked call ends with "Connection closed by peer" when its sockets are shut down, in this process as
 well. Gloo's sockets are those that its own threads poll.
 
-`FirstCause` is the record of what ended a step: written here on the ranks, read by `worker_groups` on the driver, and
+`RootCause` is the record of what ended a step: written here on the ranks, read by `worker_groups` on the driver, and
 the error that every rank and the driver raise from it.
 """
 
@@ -53,23 +53,31 @@ from nemo_rl.errors import (
 )
 from nemo_rl.torch_private import abort_nccl
 
-__all__ = ["AbortWatch", "FirstCause", "GuardedWorker", "NoWatch", "StepWatch", "abort_process_groups", "is_symptom"]
+__all__ = ["AbortWatch", "GuardedWorker", "NoWatch", "RootCause", "StepWatch", "abort_process_groups", "is_secondary"]
 
-SYMPTOMS = ("connection closed", "connection reset", "timed out waiting", "gloo", "nccl", "broken pipe", "communicator")
+SECONDARY_TEXTS = (
+    "connection closed",
+    "connection reset",
+    "timed out waiting",
+    "gloo",
+    "nccl",
+    "broken pipe",
+    "communicator",
+)
 """Texts of errors that a peer's failure causes: something else is the first cause."""
 WORKER_ERRORS = {kind.__name__: kind for kind in (WorkerError, CollectiveTimeout, WorkerLost, WorkerLate)}
 
 
-def is_symptom(error: BaseException) -> bool:
+def is_secondary(error: BaseException) -> bool:
     """Return whether the error looks like what a peer's failure does to this rank."""
     if isinstance(error, UserError):
         return False
     text = str(error).lower()
-    return isinstance(error, RuntimeError | WorkerError) and any(word in text for word in SYMPTOMS)
+    return isinstance(error, RuntimeError | WorkerError) and any(word in text for word in SECONDARY_TEXTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FirstCause:
+class RootCause:
     """The error that ended a step, with its rank and stage."""
 
     rank: int
@@ -79,7 +87,7 @@ class FirstCause:
     text: str
 
     @classmethod
-    def of(cls, error: BaseException, *, rank: int, stage: str) -> FirstCause:
+    def of(cls, error: BaseException, *, rank: int, stage: str) -> RootCause:
         """Return the record of an error that left `stage` on `rank`; one that came from another rank keeps its own."""
         if isinstance(error, WorkerError):
             rank = rank if error.rank is None else error.rank
@@ -107,7 +115,7 @@ class FirstCause:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> FirstCause:
+    def from_json(cls, text: str | bytes) -> RootCause:
         return cls(**json.loads(text))
 
 
@@ -120,7 +128,7 @@ class GuardedWorker(Protocol):
         ...
 
     @property
-    def first_cause(self) -> FirstCause | None:
+    def root_cause(self) -> RootCause | None:
         """The cause that ended the step, or None while nothing has."""
         ...
 
@@ -217,7 +225,7 @@ class StepWatch(Protocol):
     """The methods of its watch that a worker calls; `AbortWatch` documents them."""
 
     @property
-    def cause(self) -> FirstCause | None: ...
+    def cause(self) -> RootCause | None: ...
     def stage(self, name: str) -> AbstractContextManager[None]: ...
     def close(self) -> None: ...
 
@@ -226,7 +234,7 @@ class NoWatch:
     """The watch of a job of one rank, where no peer waits for it."""
 
     @property
-    def cause(self) -> FirstCause | None:
+    def cause(self) -> RootCause | None:
         return None
 
     def stage(self, name: str) -> AbstractContextManager[None]:
@@ -255,7 +263,7 @@ class AbortWatch:
         self._store.set_timeout(timedelta(seconds=timeout_s))
         self._neighbours = self._meet()
         self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
-        self._cause: FirstCause | None = None
+        self._cause: RootCause | None = None
         self._raised: BaseException | None = None
         self._stages: list[str] = []
         self._idle, self._closed = threading.Event(), threading.Event()
@@ -265,7 +273,7 @@ class AbortWatch:
         atexit.register(self.close)
 
     @property
-    def cause(self) -> FirstCause | None:
+    def cause(self) -> RootCause | None:
         """The cause that ended the step, or None while nothing has."""
         return self._cause
 
@@ -314,7 +322,7 @@ class AbortWatch:
         """Return the error that this rank raises for one that leaves the stage, after every peer was informed."""
         if error is self._raised:
             return error
-        mine = FirstCause.of(error, rank=self.rank, stage=stage)
+        mine = RootCause.of(error, rank=self.rank, stage=stage)
         if self._cause is None:
             self._learn(self._explain(error, mine))
         abort_process_groups()
@@ -326,19 +334,19 @@ class AbortWatch:
         self._raised = error if self._cause == mine and mine.rank == self.rank else self._cause.to_error()
         return self._raised
 
-    def _explain(self, error: BaseException, mine: FirstCause) -> FirstCause:
+    def _explain(self, error: BaseException, mine: RootCause) -> RootCause:
         """Return the first cause of an error of this rank: an earlier record, a dead peer, or the error itself."""
         try:
             if isinstance(error, UserError):
                 return self._publish(mine)
             found = self._read() or self._find_dead(mine.stage)
-            if found is None and is_symptom(error):
+            if found is None and is_secondary(error):
                 found = self._wait_for_cause(mine)
             return found or self._publish(mine)
         except RuntimeError as lost:
             return self._cause or self._without_store(lost, mine.stage)
 
-    def _wait_for_cause(self, mine: FirstCause) -> FirstCause:
+    def _wait_for_cause(self, mine: RootCause) -> RootCause:
         """Return the cause of a broken connection.
 
         It is the record that comes, the ranks that fell silent, or what this rank has seen.
@@ -357,7 +365,7 @@ class AbortWatch:
         timed_out = "timed out waiting" in mine.text.lower()
         kind = CollectiveTimeout.__name__ if timed_out else WorkerError.__name__
         text = f"a collective failed, and every rank still lives: {mine.text}"
-        return self._publish(FirstCause(rank=self.rank, stage=mine.stage, kind=kind, text=text))
+        return self._publish(RootCause(rank=self.rank, stage=mine.stage, kind=kind, text=text))
 
     def _await_all(self, what: str, wait_s: float) -> None:
         keys = [f"{what}/{rank}" for rank in range(self.world_size) if rank != self.rank]
@@ -401,7 +409,7 @@ class AbortWatch:
         """Innermost stage of this rank; the main thread may leave it meanwhile."""
         return next(reversed(tuple(self._stages)), "between stages")
 
-    def _learn(self, cause: FirstCause) -> None:
+    def _learn(self, cause: RootCause) -> None:
         self._cause = self._cause or cause
 
     # The store.
@@ -415,24 +423,24 @@ class AbortWatch:
         processes = {rank: ProcessIdentity(**json.loads(text)) for rank, text in enumerate(found)}
         return {rank: p for rank, p in processes.items() if rank != self.rank and p.is_visible_from(me)}
 
-    def _read(self) -> FirstCause | None:
-        return FirstCause.from_json(self._store.get("error")) if self._store.check(["error"]) else None
+    def _read(self) -> RootCause | None:
+        return RootCause.from_json(self._store.get("error")) if self._store.check(["error"]) else None
 
-    def _publish(self, cause: FirstCause) -> FirstCause:
+    def _publish(self, cause: RootCause) -> RootCause:
         """Agree on the cause: the first record wins, on every rank."""
-        return FirstCause.from_json(self._store.compare_set("error", "", cause.to_json()))
+        return RootCause.from_json(self._store.compare_set("error", "", cause.to_json()))
 
     def _signs_of_life(self) -> list[bytes]:
         return self._store.multi_get([f"life/{rank}" for rank in range(self.world_size)])
 
-    def _find_dead(self, stage: str) -> FirstCause | None:
+    def _find_dead(self, stage: str) -> RootCause | None:
         """Write the record of a neighbour whose process ended without leaving the job."""
         for rank, process in self._neighbours.items():
             if not process.is_alive() and not self._store.check([f"left/{rank}"]):
                 return self._publish(_death(rank, stage, f"exited without output (process {process.pid})"))
         return None
 
-    def _without_store(self, error: RuntimeError, stage: str) -> FirstCause:
+    def _without_store(self, error: RuntimeError, stage: str) -> RootCause:
         dead = [rank for rank, process in self._neighbours.items() if not process.is_alive()]
         if dead:
             return _death(dead[0], stage, "exited without output, and the job's store with it")
@@ -440,6 +448,6 @@ class AbortWatch:
         return _death(0, stage, f"or the launcher, whichever keeps the job's store, has ended: {first_line}")
 
 
-def _death(rank: int, stage: str, what: str) -> FirstCause:
+def _death(rank: int, stage: str, what: str) -> RootCause:
     text = f"the worker process of rank {rank} {what}; look for a kill, an out-of-memory or a crash in its log"
-    return FirstCause(rank=rank, stage=stage, kind=WorkerError.__name__, text=text)
+    return RootCause(rank=rank, stage=stage, kind=WorkerError.__name__, text=text)

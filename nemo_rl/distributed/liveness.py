@@ -1,9 +1,9 @@
 """Liveness of processes and of the cluster: the identity of a process, and the watchdog of a lost connection.
 
-The abort watch asks `ProcessIdentity` and so learns of a killed peer before any connection says so. `Lifeline` ends a
-worker process whose cluster can no longer be reached: a machine that is cut off from the others keeps its processes,
-since Ray there goes on looking for its head and nobody ends a worker that waits for its next call. The actor behind
-`RayWorkerGroup` holds one where a cluster has several machines.
+The abort watch asks `ProcessIdentity` and so learns of a killed peer before any connection says so. `DriverWatchdog`
+ends a worker process whose cluster can no longer be reached: a machine that is cut off from the others keeps its
+processes, since Ray there goes on looking for its head and nobody ends a worker that waits for its next call. The actor
+behind `RayWorkerGroup` holds one where a cluster has several machines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LOST_S", "Lifeline", "ProcessIdentity"]
+__all__ = ["LOST_S", "DriverWatchdog", "ProcessIdentity"]
 
 PROC = Path("/proc")
 STATE_FIELD, START_FIELD = 0, 19
@@ -81,7 +81,7 @@ LOST_EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h."""
 
 
-class Lifeline:
+class DriverWatchdog:
     """Looks from a thread whether `address` still takes connections, and ends this process when it has not for long.
 
     Args:

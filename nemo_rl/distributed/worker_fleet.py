@@ -59,7 +59,7 @@ class WorkerFleet:
         return tuple(sorted(self._members))
 
     @property
-    def births(self) -> Mapping[int, int]:
+    def incarnations(self) -> Mapping[int, int]:
         """Number of starts of each member that is there: another count is another process."""
         return {number: self._births[number] for number in self.numbers}
 
@@ -141,7 +141,7 @@ class WorkerFleet:
         """Return the error that ends a run whose members are all lost: the first loss since all were there."""
         return self._cause or WorkerError("no worker is left", stage=stage)
 
-    def heal(self) -> tuple[int, ...]:
+    def restart_failed(self) -> tuple[int, ...]:
         """Starts those anew that were lost; returns their numbers. One that does not start is left out."""
         if self._start is None:
             return ()

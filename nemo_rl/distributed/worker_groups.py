@@ -28,9 +28,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl.distributed.abort import FirstCause, GuardedWorker, is_symptom
+from nemo_rl.distributed.abort import GuardedWorker, RootCause, is_secondary
 from nemo_rl.distributed.calls import Call, Payload, Pending
-from nemo_rl.distributed.liveness import Lifeline
+from nemo_rl.distributed.liveness import DriverWatchdog
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.worker_log import WorkerLog
 from nemo_rl.errors import NemoRLError, WorkerError, WorkerLate, WorkerLost
@@ -159,7 +159,7 @@ class _Host:
         logger.info("process %d on %s", os.getpid(), socket.gethostname())
         head = str(ray.get_runtime_context().gcs_address)
         # On loopback the head is on this machine, and Ray hears of its end at once.
-        self._lifeline = None if head.startswith("127.") else Lifeline(head)
+        self._lifeline = None if head.startswith("127.") else DriverWatchdog(head)
 
     def start(self, factory: Callable[..., object], stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Builds the worker; separate from the actor's start so that its errors come back as records."""
@@ -204,8 +204,8 @@ class _Host:
                 value = action()
             return {"ok": True, "warnings": self._log.take_warnings()}, value
         except Exception as error:
-            known = guarded.first_cause if guarded is not None else None
-            cause = known or FirstCause.of(error, rank=UNKNOWN_RANK, stage=stage)
+            known = guarded.root_cause if guarded is not None else None
+            cause = known or RootCause.of(error, rank=UNKNOWN_RANK, stage=stage)
             logger.info("failed", exc_info=True)
             return {
                 "ok": False,
@@ -534,10 +534,10 @@ def _failure(reply: Mapping[str, object], *, rank: int, stage: str, who: str) ->
     if "died" in reply:
         return WorkerLost(f"{reply['died']} ({who}): {reply['text']}", rank=rank, stage=stage)
     logger.debug("rank %s, stage %s:\n%s", rank, stage, reply["trace"])
-    cause = FirstCause.from_json(str(reply["cause"]))
+    cause = RootCause.from_json(str(reply["cause"]))
     return (replace(cause, rank=rank) if cause.rank == UNKNOWN_RANK else cause).to_error()
 
 
 def _root_cause(failures: Sequence[NemoRLError]) -> NemoRLError:
     """Return, without a recorded root cause, the first failure that is not merely what a peer's death looks like."""
-    return next((failure for failure in failures if not is_symptom(failure)), failures[0])
+    return next((failure for failure in failures if not is_secondary(failure)), failures[0])

@@ -36,7 +36,7 @@ class WorkerPass(StrEnum):
 
 
 class RowPass(StrEnum):
-    """Work without the model (`RowWork`), by its stage's name."""
+    """Work without the model (`RowFunction`), by its stage's name."""
 
     MEASURE = "measure_rows"
     """Sums over the tokens of each row, for the driver."""

@@ -1,6 +1,6 @@
 """Converts rollouts to columns of the data plane, and makes the small per-row record that the driver carries.
 
-Called by the rollout worker. Invariant: nothing per token is in `RowScalars`.
+Called by the rollout worker. Invariant: nothing per token is in `SampleStats`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from nemo_rl.models.generation.interfaces import GenerationOutput
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.utils.rollout_file import rounded
 
-__all__ = ["RowScalars", "build_columns", "mean_of_scored", "row_record"]
+__all__ = ["SampleStats", "build_columns", "mean_of_scored", "row_record"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowScalars:
+class SampleStats:
     """Per-row scalars that the driver needs for advantages, filters and metrics.
 
     Rows are those of their meta, whose keys name their groups and whose tags their weight versions.
@@ -40,21 +40,21 @@ class RowScalars:
     def __len__(self) -> int:
         return len(self.rewards)
 
-    def select(self, rows: Sequence[int]) -> RowScalars:
+    def select(self, rows: Sequence[int]) -> SampleStats:
         """The same columns at `rows`, in that order."""
         index = np.asarray(rows, dtype=np.int64)
-        return RowScalars(
+        return SampleStats(
             rewards=self.rewards[index],
             truncated=self.truncated[index],
             response_lengths=self.response_lengths[index],
             components={name: part[index] for name, part in self.components.items()},
         )
 
-    def concat(self, *others: RowScalars) -> RowScalars:
+    def concat(self, *others: SampleStats) -> SampleStats:
         """Rows of this one, then those of the others, also of other steps; a component that some lack is NaN there."""
         parts = (self, *others)
         names = dict.fromkeys(name for part in parts for name in part.components)
-        return RowScalars(
+        return SampleStats(
             rewards=np.concatenate([part.rewards for part in parts]),
             truncated=np.concatenate([part.truncated for part in parts]),
             response_lengths=np.concatenate([part.response_lengths for part in parts]),

@@ -45,7 +45,7 @@ from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
-from nemo_rl.experience.payload import RowScalars, build_columns
+from nemo_rl.experience.payload import SampleStats, build_columns
 from nemo_rl.experience.rollouts import ResponseScorer, check_versions, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.scheduler import EngineScheduler
@@ -125,7 +125,7 @@ class RolloutResult:
     """Rows of whole groups, already in the data plane."""
 
     meta: KVBatchMeta
-    carry: RowScalars
+    carry: SampleStats
     metrics: dict[str, Reduction] = field(default_factory=dict)
     printed: tuple[str, ...] = ()
     """Lines of the reward for the person at the terminal."""
@@ -287,7 +287,7 @@ class RolloutWorker:
         ]
         with self.client.stage("rollout"):
             meta = kv_first_write(self.client, columns, keys, partition_id=partition_id, tags=tags)
-        carry = RowScalars(
+        carry = SampleStats(
             rewards=rewards,
             truncated=output.truncated.numpy(),
             response_lengths=output.lengths.numpy().astype(np.int32),

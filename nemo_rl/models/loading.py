@@ -23,7 +23,7 @@ from nemo_rl.errors import ModelFolderError, boundary, shorten
 __all__ = [
     "CONFIG_FILE",
     "DTYPES",
-    "build_skeleton",
+    "build_meta_model",
     "check_model_folder",
     "decoder_sizes",
     "fit_experts",
@@ -256,7 +256,7 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, weight
 
 
-def build_skeleton(folder: str | Path) -> PreTrainedModel:
+def build_meta_model(folder: str | Path) -> PreTrainedModel:
     """Return the model of a folder in float32 and evaluation mode; its parameters are on the meta device.
 
     Raises:

@@ -16,7 +16,7 @@ from nemo_rl.distributed.collectives import replica_group_of
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.errors import ConfigError, DataPlaneClosed, KeysNotFound, SchemaMismatch
-from nemo_rl.models.policy.steps import ThisRank
+from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.workers.compose import compose_parts
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from tests.helpers.gloo import run_ranks
@@ -36,7 +36,7 @@ def rollout_batch() -> BatchedDataDict:
 def start_worker(rank: int, folder: str) -> TQWorker:
     """Rank 1 leads."""
     replica = ReplicaMember(group=replica_group_of(rank, [[0, 1]]), leader=1, is_write_back_leader=rank == 1)
-    here = ThisRank(layout=ParallelLayout.of(2), rank=rank, device=torch.device("cpu"))
+    here = RankInfo(layout=ParallelLayout.of(2), rank=rank, device=torch.device("cpu"))
     parts = compose_parts(
         tiny_policy(folder),
         here,

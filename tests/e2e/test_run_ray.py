@@ -124,7 +124,7 @@ class Watched(RayWorkerGroup):
         requests = [call.of_rank(rank) for rank in range(self.world_size)]
         [method] = {request.method for request in requests}
         Watched.calls.add(method)
-        if method in ("rollout", "log_rollouts", "do_row_work") or method.endswith("_presharded"):
+        if method in ("rollout", "log_rollouts", "map_rows") or method.endswith("_presharded"):
             sent = [value for request in requests for name, value in request.arguments.items() if name in ABOUT_ROWS]
             Watched.num_bytes += sum(len(pickle.dumps(value, protocol=5)) for value in (*sent, *results))
         arguments = [dict(request.arguments) for request in requests]
@@ -169,7 +169,7 @@ def test_two_tensor_parallel_workers_train_like_one_and_no_per_token_tensor_pass
     for row in rows:
         parts = row["train/reward/odd"] + 0.1 * row["train/reward/length"]
         assert row["train/reward"] == pytest.approx(parts, rel=1e-5)
-    assert {"rollout", "train_presharded", "get_logprobs_presharded", "do_row_work"} <= Watched.calls
+    assert {"rollout", "train_presharded", "get_logprobs_presharded", "map_rows"} <= Watched.calls
     assert Watched.seen == []
     assert all(1 < row["train/seq_logprob_error_max"] < 1.01 for row in rows)
     assert not any(row["train/seq_logprob_error_masked_rows"] for row in rows)
@@ -188,7 +188,7 @@ def test_advantages_of_tokens_are_those_of_one_process_and_never_pass_the_driver
     Watched.seen, Watched.calls = [], set()
     recipe = write_recipe(tmp_path / "two", model, env=JUDGED)
     rows = train(recipe, {"cluster.cpu_workers_per_node": "2", "data_plane.impl": "ray", **PER_TOKEN})
-    assert Watched.seen == [] and "do_row_work" in Watched.calls
+    assert Watched.seen == [] and "map_rows" in Watched.calls
     assert len(rows) == len(alone) == 2 and alone[0]["train/kl_in_reward"] == 0 != alone[1]["train/kl_in_reward"]
     for ours, theirs in zip(rows, alone, strict=True):
         for name in ("train/loss", "train/grad_norm", "train/kl_in_reward"):

@@ -20,7 +20,7 @@ from nemo_rl.algorithms.stages.bodies import PrevLogprobs
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.rollouts.row import RolloutRow, read_rows
-from nemo_rl.diagnostics.step_replay.columns import KeptColumns
+from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
 from nemo_rl.diagnostics.step_replay.replay import replay_step
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
@@ -128,7 +128,7 @@ def kept_run(folder: Path, model: Path, overrides: dict[str, str]) -> KeptRun:
     [_, kept] = StepsFolder(folder / "logs").all()
     step = kept.read()
     assert step.rows is not None and step.trained is not None
-    columns, trained = KeptColumns.read(kept, step), list(step.trained)
+    columns, trained = SnapshotColumns.read(kept, step), list(step.trained)
     masks = columns.rows("token_mask", trained).unbind()
     found = {}
     for name in columns.update:

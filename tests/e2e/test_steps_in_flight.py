@@ -111,7 +111,7 @@ def test_two_steps_in_flight_share_stages_workers_and_partition(
     assert len(scheduler.alive()) == 2 * ROWS
     two = replace(scheduler.run(under_way.result(), *BEFORE_TRAIN[2:], "train", "log"), policy_version=1)
     lag = scheduler.close(two, 2)
-    assert lag["rollout/weight_lag_min"] == lag["rollout/weight_lag_max"] == 1, "sampled before the first update"
+    assert lag["rollout/staleness_min"] == lag["rollout/staleness_max"] == 1, "sampled before the first update"
     assert scheduler.alive() == {*three.keys}
 
     # One batch of the rows of two rollouts, which different weights have sampled.
@@ -137,7 +137,7 @@ def test_a_step_that_fails_leaves_the_rows_of_the_other_one(
         assert len(scheduler.alive()) == 2 * ROWS, "its rows are there"
         raise RuntimeError("planted behind the put")
 
-    monkeypatch.setattr("nemo_rl.experience.rollout_worker.RowScalars", fail)
+    monkeypatch.setattr("nemo_rl.experience.rollout_worker.SampleStats", fail)
     with pytest.raises(RuntimeError, match="planted"):
         scheduler.parts.source.next(2)
     assert scheduler.alive() == {*one.keys}

@@ -24,7 +24,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE_FILE, StepsFolder
-from nemo_rl.algorithms.kept_steps.record import KeptStep, record_text
+from nemo_rl.algorithms.kept_steps.record import StepSnapshot, record_text
 from nemo_rl.algorithms.run import run
 from nemo_rl.data_plane.column_io import write_column_file
 from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
@@ -295,7 +295,7 @@ def _score(
     return torch.zeros(len(ids)).index_put((places,), scored)
 
 
-def _write(folder: Path, step: KeptStep, rows: Rows, scored: list[torch.Tensor], *, tag: int) -> None:
+def _write(folder: Path, step: StepSnapshot, rows: Rows, scored: list[torch.Tensor], *, tag: int) -> None:
     lengths = torch.tensor([len(ids) for ids in rows.ids])
     is_response = [torch.arange(len(ids)) >= len(p) for ids, p in zip(rows.ids, rows.prompts, strict=True)]
     given = [

@@ -18,7 +18,7 @@ from ray._common.utils import reset_ray_address
 from ray.cluster_utils import Cluster
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.algorithms.row_measures import LOGPROB_ERROR, RowMeasures
+from nemo_rl.algorithms.row_measures import LOGPROB_ERROR, TokenStatistics
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
 from nemo_rl.config.dtensor import DTensorConfig
@@ -180,7 +180,7 @@ def one_step(worker: TQWorker, plane: Plane) -> StepReport:
         snapshot = worker.data_plane_snapshot()
         worker.prepare_for_training()
         worker.train_presharded(meta, LOSS, fields=TRAINED)
-        measured = worker.do_row_work(meta, RowMeasures(error_threshold=2.0), stage=RowPass.MEASURE).numbers
+        measured = worker.map_rows(meta, TokenStatistics(error_threshold=2.0), stage=RowPass.MEASURE).numbers
         worker.end_step()
         # Also a barrier, behind which rank 0 may end the store.
         return StepReport(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.algorithms.estimators import OptimalTokenBaseline
-from nemo_rl.algorithms.row_measures import LOGPROB_ERROR, RowMeasures
+from nemo_rl.algorithms.row_measures import LOGPROB_ERROR, TokenStatistics
 from nemo_rl.algorithms.token_work import TokenWork
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.dtensor import DTensorConfig
@@ -157,10 +157,10 @@ def one_step(
     columns = {"sample_mask": torch.arange(ROWS) / 8.0, "advantages": torch.arange(ROWS) - 3.5}
     meta = everyone(write_columns(client, meta, columns) if client else None)[job.home]
     mine = job.shards(meta)[job.shard]
-    done = everyone(worker.do_row_work(mine, token_work(len(mine.keys)), stage=RowPass.ADVANTAGES).meta)
+    done = everyone(worker.map_rows(mine, token_work(len(mine.keys)), stage=RowPass.ADVANTAGES).meta)
     meta = meta.with_written(worker.layout.of_writers(done))
     mine = job.shards(meta)[job.shard]
-    measured = worker.do_row_work(mine, RowMeasures(error_threshold=2.0), stage=RowPass.MEASURE).numbers
+    measured = worker.map_rows(mine, TokenStatistics(error_threshold=2.0), stage=RowPass.MEASURE).numbers
     fetched = worker._fetch(mine, (*TRAINED, TOKEN_ADVANTAGES))
     assert bool(fetched.tensor(TOKEN_ADVANTAGES).any())
     worker.prepare_for_training()

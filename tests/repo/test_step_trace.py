@@ -20,7 +20,7 @@ NOT_IN_THE_DEMO = {
     # The demo takes the sampler's log-probabilities.
     *("TQPolicy.submit_logprobs_from_meta", "TQWorkerMixin.get_logprobs_presharded", "Passes.get_logprobs"),
     # Without advantages per token.
-    "TQWorkerMixin.do_row_work",
+    "TQWorkerMixin.map_rows",
     # The test has another reward.
     "exact_match",
     # After the step.

@@ -3,11 +3,11 @@
     RUN/steps/step_N/            a step that has ended; its manifest is written last
       rollout.safetensors        columns of the rollout, all rows
       update.safetensors         columns of the update, the trained rows in its order
-      step.json                  everything else (`KeptStep`)
+      step.json                  everything else (`StepSnapshot`)
       manifest.json              size and checksum of each file
     RUN/steps/step_N.partial/    the step in flight, or where a killed run was: a step without outcome
 
-The trainer writes through `StepKeeper`; the replay only reads. Invariant: a folder named `step_N` is whole.
+The trainer writes through `StepRecorder`; the replay only reads. Invariant: a folder named `step_N` is whole.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.algorithms.kept_steps.record import KeptStep, read_record
+from nemo_rl.algorithms.kept_steps.record import StepSnapshot, read_record
 from nemo_rl.algorithms.run_folder import STEPS
 from nemo_rl.data_plane.column_io import read_column_file
 from nemo_rl.errors import CheckpointError, SchemaMismatch
 from nemo_rl.utils.files import FileManifest, read_plain
 
-__all__ = ["ROLLOUT_FILE", "STEP_FILE", "UPDATE_FILE", "KeptFolder", "StepsFolder"]
+__all__ = ["ROLLOUT_FILE", "STEP_FILE", "UPDATE_FILE", "SnapshotFolder", "StepsFolder"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ NAME = re.compile(rf"step_([0-9]{{1,18}})({re.escape(PARTIAL)})?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptFolder:
+class SnapshotFolder:
     """One kept step on disk."""
 
     number: int
@@ -48,7 +48,7 @@ class KeptFolder:
     def num_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.path.glob("*") if path.is_file())
 
-    def read(self) -> KeptStep:
+    def read(self) -> StepSnapshot:
         """The record; of a whole folder all files are compared with the manifest.
 
         Raises:
@@ -90,15 +90,15 @@ class StepsFolder:
     def __init__(self, log_dir: Path) -> None:
         self.path = log_dir / STEPS
 
-    def all(self) -> list[KeptFolder]:
+    def all(self) -> list[SnapshotFolder]:
         """Return the steps in order; a step in flight only where there is no whole one."""
-        found: dict[int, KeptFolder] = {}
+        found: dict[int, SnapshotFolder] = {}
         for path in sorted(self.path.glob("step_*"), reverse=True):
             name = NAME.fullmatch(path.name)
             # A run that is killed at once leaves an empty folder.
             if name is not None and (path / STEP_FILE).is_file():
                 # In reverse order `step_7.partial` comes before `step_7`.
-                found[int(name[1])] = KeptFolder(number=int(name[1]), path=path, is_partial=name[2] is not None)
+                found[int(name[1])] = SnapshotFolder(number=int(name[1]), path=path, is_partial=name[2] is not None)
         return [found[number] for number in sorted(found)]
 
     def begin(self, number: int) -> Path:
@@ -108,14 +108,14 @@ class StepsFolder:
         path.mkdir(parents=True)
         return path
 
-    def end(self, number: int) -> KeptFolder:
+    def end(self, number: int) -> SnapshotFolder:
         """The step in flight becomes a whole one; its files are all there."""
         source, target = self.path / f"step_{number}{PARTIAL}", self.path / f"step_{number}"
         FileManifest.write(source)
         # One that an earlier run of this folder has left is of other rows.
         shutil.rmtree(target, ignore_errors=True)
         os.replace(source, target)
-        return KeptFolder(number=number, path=target, is_partial=False)
+        return SnapshotFolder(number=number, path=target, is_partial=False)
 
     def drop(self, number: int) -> None:
         """Forgets the step in flight."""

@@ -1,10 +1,10 @@
-"""`StepKeeper`: writes each step of a run to disk while it goes on.
+"""`StepRecorder`: writes each step of a run to disk while it goes on.
 
     GRPOTrainer.step
-      |- after "score"        record; the rollout worker writes columns of all rows       (StepKeeper.after_stage)
+      |- after "score"        record; the rollout worker writes columns of all rows       (StepRecorder.after_stage)
       |- after "advantages"   it writes those of the trained rows, while they are trained
-      |- at the end           waits for both; outcome, digest of the weights, manifest    (StepKeeper.end)
-      `- or on an error       the same as far as it came                                  (StepKeeper.failed)
+      |- at the end           waits for both; outcome, digest of the weights, manifest    (StepRecorder.end)
+      `- or on an error       the same as far as it came                                  (StepRecorder.failed)
 
 The driver holds no column: the rollout worker's process reads and writes them. Invariant: keeping changes no number of
 the run, and an error while a failed step is kept never hides the one that ended it.
@@ -21,12 +21,12 @@ from pathlib import Path
 
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE_FILE, StepsFolder
 from nemo_rl.algorithms.kept_steps.record import (
-    KeptError,
-    KeptOutcome,
-    KeptPlan,
-    KeptRows,
-    KeptStep,
     RunFacts,
+    SnapshotOutcome,
+    SnapshotPlan,
+    SnapshotRows,
+    StepError,
+    StepSnapshot,
     record_text,
     tag_columns,
 )
@@ -42,7 +42,7 @@ from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.metrics import values
 
-__all__ = ["StepKeeper"]
+__all__ = ["StepRecorder"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ FAILED_STEP_S = 30.0
 """Deadline for keeping a step that has failed: its workers may be gone, and somebody waits for the error."""
 
 
-class StepKeeper(StepObserver):
+class StepRecorder(StepObserver):
     """Keeps the steps of one run.
 
     Args:
@@ -75,7 +75,7 @@ class StepKeeper(StepObserver):
         self._writing: list[Pending[int]] = []
         self._path: Path | None = None
         """Folder of the step in flight, once it has one."""
-        self._rows: KeptRows | None = None
+        self._rows: SnapshotRows | None = None
         """Rows of the step in flight, once they are there."""
         self._seconds = 0.0
         self._bytes = 0
@@ -172,7 +172,7 @@ class StepKeeper(StepObserver):
                 waiting.callback(pending.result)
             self._writing = []
 
-    def _end(self, record: KeptStep) -> None:
+    def _end(self, record: StepSnapshot) -> None:
         assert self._path is not None, "the step has begun"
         write_text(self._path / STEP_FILE, record_text(record))
         self._bytes = self._folder.end(record.number).num_bytes
@@ -191,11 +191,11 @@ class StepKeeper(StepObserver):
         except Exception as problem:  # noqa: BLE001  (the error that ended the step is the one to be seen)
             logger.warning("step %d has failed and could not be kept whole: %s", step.number, problem)
 
-    def _record(self, step: StepState) -> KeptStep:
+    def _record(self, step: StepState) -> StepSnapshot:
         chosen, places = step.chosen, {}
         if chosen is not None:
             places = {key: row for row, key in enumerate(step.rows.meta.keys)}
-        return KeptStep(
+        return StepSnapshot(
             number=step.number,
             partition=step.partition,
             prompts=tuple(draw.prompt for draw in step.drawn),
@@ -208,15 +208,17 @@ class StepKeeper(StepObserver):
             run=self._run,
             rows=self._rows,
             trained=None if chosen is None else tuple(places[key] for key in chosen.meta.keys),
-            plan=None if chosen is None else KeptPlan.of(chosen.plan),
-            logprob_plan=(None if chosen is None or chosen.logprob_plan is None else KeptPlan.of(chosen.logprob_plan)),
+            plan=None if chosen is None else SnapshotPlan.of(chosen.plan),
+            logprob_plan=(
+                None if chosen is None or chosen.logprob_plan is None else SnapshotPlan.of(chosen.logprob_plan)
+            ),
             update_versions={} if chosen is None else dict(chosen.meta.versions),
         )
 
-    def _outcome(self, step: StepState) -> KeptOutcome:
+    def _outcome(self, step: StepState) -> SnapshotOutcome:
         if step.train is None:
-            return KeptOutcome()
-        return KeptOutcome(
+            return SnapshotOutcome()
+        return SnapshotOutcome(
             losses=step.train.losses,
             grad_norms=step.train.grad_norms,
             microbatch_losses=step.train.microbatch_losses,
@@ -226,9 +228,9 @@ class StepKeeper(StepObserver):
         )
 
 
-def _kept_rows(step: StepState) -> KeptRows:
+def _kept_rows(step: StepState) -> SnapshotRows:
     meta, carry = step.rows.meta, step.rows.carry
-    return KeptRows(
+    return SnapshotRows(
         keys=meta.keys,
         lengths=meta.sequence_lengths or (),
         tags=tag_columns(meta.tags or ()),
@@ -240,7 +242,7 @@ def _kept_rows(step: StepState) -> KeptRows:
     )
 
 
-def _kept_error(error: BaseException, stage: str) -> KeptError:
+def _kept_error(error: BaseException, stage: str) -> StepError:
     if isinstance(error, WorkerError):
         stage = error.stage or stage
-    return KeptError(kind=type(error).__name__, text=str(error), stage=stage)
+    return StepError(kind=type(error).__name__, text=str(error), stage=stage)

@@ -1,6 +1,6 @@
-"""`KeptStep`: what is known of a step besides its columns, as `step.json` holds it.
+"""`StepSnapshot`: what is known of a step besides its columns, as `step.json` holds it.
 
-Written by `StepKeeper`, read by the replay. Invariant: nothing per token is in it, and reading it back gives the same
+Written by `StepRecorder`, read by the replay. Invariant: nothing per token is in it, and reading it back gives the same
 record: floats to the last bit, NaN included.
 """
 
@@ -18,17 +18,17 @@ from nemo_rl.data_plane.chunks.tags import TagValue
 from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.distributed.packing import DEFAULT_COST
 from nemo_rl.errors import SchemaMismatch, shorten
-from nemo_rl.experience.payload import RowScalars
+from nemo_rl.experience.payload import SampleStats
 from nemo_rl.models.weights_digest import WeightsDigest
 
 __all__ = [
     "FORMAT",
-    "KeptError",
-    "KeptOutcome",
-    "KeptPlan",
-    "KeptRows",
-    "KeptStep",
     "RunFacts",
+    "SnapshotOutcome",
+    "SnapshotPlan",
+    "SnapshotRows",
+    "StepError",
+    "StepSnapshot",
     "StepStatus",
     "read_record",
     "record_text",
@@ -49,7 +49,7 @@ class StepStatus(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptPlan:
+class SnapshotPlan:
     """A pack plan without its costs."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -59,7 +59,7 @@ class KeptPlan:
     digest: str
 
     @classmethod
-    def of(cls, plan: PackPlan) -> KeptPlan:
+    def of(cls, plan: PackPlan) -> SnapshotPlan:
         return cls(
             microbatches=plan.microbatches,
             steps=plan.steps,
@@ -70,7 +70,7 @@ class KeptPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptRows:
+class SnapshotRows:
     """The rows of a step, one entry each, in the order of the rollout's file."""
 
     keys: tuple[str, ...]
@@ -85,9 +85,9 @@ class KeptRows:
     components: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
-    def scalars(self) -> RowScalars:
+    def scalars(self) -> SampleStats:
         """Return the scalars as the rollout gave them to the driver."""
-        return RowScalars(
+        return SampleStats(
             rewards=np.asarray(self.rewards, dtype=np.float32),
             truncated=np.asarray(self.truncated, dtype=np.bool_),
             response_lengths=np.asarray(self.response_lengths, dtype=np.int32),
@@ -96,7 +96,7 @@ class KeptRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptOutcome:
+class SnapshotOutcome:
     """The result of the update; everything is empty for a step that trained no row."""
 
     losses: tuple[float, ...] = ()
@@ -112,7 +112,7 @@ class KeptOutcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptError:
+class StepError:
     """The error that ended a step."""
 
     kind: str
@@ -145,11 +145,11 @@ class RunFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptStep:
+class StepSnapshot:
     """One step.
 
     Example:
-        >>> step = KeptStep(number=3, partition="train", prompts=(7,), uids=("a",), keys=("a_g0", "a_g1"),
+        >>> step = StepSnapshot(number=3, partition="train", prompts=(7,), uids=("a",), keys=("a_g0", "a_g1"),
         ...                 policy_version=2, run=RunFacts(config={}, world_size=1, stages=(), train_fields=()))
         >>> read_record(record_text(step)) == step, step.status
         (True, <StepStatus.PARTIAL: 'partial'>)
@@ -171,33 +171,33 @@ class KeptStep:
     seed: int = 0
     """`grpo.seed`."""
     run: RunFacts
-    rows: KeptRows | None = None
+    rows: SnapshotRows | None = None
     """The rows, or None when the rollout was not done."""
     trained: tuple[int, ...] | None = None
     """Rows of the update, in its order: indices into the rows. None: not decided yet, or none has a gradient."""
-    plan: KeptPlan | None = None
+    plan: SnapshotPlan | None = None
     """The plan of the update, in indices into `trained`."""
-    logprob_plan: KeptPlan | None = None
+    logprob_plan: SnapshotPlan | None = None
     update_versions: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
     """Family -> version of the columns of the trained rows, when they were kept."""
-    outcome: KeptOutcome | None = None
-    error: KeptError | None = None
+    outcome: SnapshotOutcome | None = None
+    error: StepError | None = None
 
-    def ended(self, *, outcome: KeptOutcome | None = None, error: KeptError | None = None) -> KeptStep:
+    def ended(self, *, outcome: SnapshotOutcome | None = None, error: StepError | None = None) -> StepSnapshot:
         """The step with its outcome, or with what ended it."""
         status = StepStatus.COMPLETE if error is None else StepStatus.FAILED
         return replace(self, outcome=outcome, error=error, status=status)
 
 
-_ADAPTER = TypeAdapter(KeptStep)
+_ADAPTER = TypeAdapter(StepSnapshot)
 
 
-def record_text(step: KeptStep) -> str:
+def record_text(step: StepSnapshot) -> str:
     """The content of `step.json`."""
     return json.dumps(_ADAPTER.dump_python(step, mode="json"), separators=(",", ":"))
 
 
-def read_record(text: str, *, where: str = "step.json") -> KeptStep:
+def read_record(text: str, *, where: str = "step.json") -> StepSnapshot:
     """The inverse of `record_text`.
 
     Raises:

@@ -17,7 +17,7 @@ from nemo_rl.algorithms.advantage_estimator import UsesRows
 from nemo_rl.algorithms.identity import first_start, model_digest, same_or_refused
 from nemo_rl.algorithms.preflight import model_check
 from nemo_rl.algorithms.token_work import TokenEstimator
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINE_TRAITS, ENGINES, LOSSES, STORES, EngineTraits
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINE_CAPABILITIES, ENGINES, LOSSES, STORES, EngineCapabilities
 from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets, raw_prompts
 from nemo_rl.data.messages import PromptEncoder, prompt_messages
@@ -235,7 +235,7 @@ def _misses_rows(estimator: object) -> bool:
 def check_engine(subject: Subject) -> list[str]:
     """Check that what the engine of the rollout needs is installed, and that its own settings make sense."""
     backend = subject.config.policy.generation.backend
-    check = ENGINE_TRAITS.get(backend, EngineTraits()).check
+    check = ENGINE_CAPABILITIES.get(backend, EngineCapabilities()).check
     if check is None:
         return []
     module, _, name = check.partition(":")

@@ -49,7 +49,7 @@ from nemo_rl.models.hf_modules import HFSites
 from nemo_rl.models.hf_writing import ModelDescription, write_folder
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.observer import Onlooker, Sight
+from nemo_rl.models.policy.observer import Capture, HookObserver
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.tiny_model import WINDOW, language_config, write_small_model
@@ -295,7 +295,7 @@ def _keep(held: list[torch.Tensor], value: torch.Tensor) -> None:
     held.append(value.detach()[0].flatten(1))
 
 
-class _Collector(Onlooker):
+class _Collector(HookObserver):
     """An onlooker of a worker that keeps what the log-probability pass shows of the watched sites."""
 
     def __init__(self) -> None:
@@ -311,7 +311,7 @@ class _Collector(Onlooker):
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
         return kind in WATCHED and direction is Direction.FORWARD
 
-    def see(self, sight: Sight) -> None:
+    def see(self, sight: Capture) -> None:
         if sight.rows is None or sight.split is not None:
             return
         table = sight.rows.table

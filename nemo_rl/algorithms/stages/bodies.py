@@ -2,7 +2,7 @@
 runs them.
 
     build_stages
-      |- score               RowScalars -> advantages, weights, tags        (Score, score_rows)
+      |- score               SampleStats -> advantages, weights, tags        (Score, score_rows)
       |                      lengths -> rows of each rank and microbatch    (select_train_rows, plan_train)
       |- prev_logprobs       workers write log-probs of the policy          (PrevLogprobs, plan_logprobs)
       |- reference_logprobs  workers write those of the reference           (ReferenceLogprobs)
@@ -22,18 +22,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nemo_rl.algorithms.grpo import plan_logprobs, plan_train, score_rows, select_train_rows
-from nemo_rl.algorithms.row_measures import RowMeasures, decide_rows
+from nemo_rl.algorithms.row_measures import TokenStatistics, decide_rows
 from nemo_rl.algorithms.scored_rows import TOO_FAR, ScoredRows
 from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, fetched_fields
 from nemo_rl.algorithms.stages.stage import Stage, StageTools, UpdateStage
 from nemo_rl.algorithms.stages.state import ChosenRows, StepState
 from nemo_rl.algorithms.token_work import ADVANTAGE, TokenWork, plan_groups, whitening_of
 from nemo_rl.data_plane.chunks.wire import message_bytes
-from nemo_rl.data_plane.client.link import CLEAR, working_for
+from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.client.meter import columns_bytes
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from nemo_rl.data_plane.row_work import RowWorkDone
+from nemo_rl.data_plane.row_work import RowResults
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
@@ -128,10 +128,10 @@ class MeasureRows(UpdateStage):
     def _submit(self, step: StepState) -> Pending[StepState]:
         chosen, measures = step.update, self._tools.measures
         assert measures is not None, "the stage is there because something is measured"
-        done = self._tools.policy.submit_row_work(chosen.meta, chosen.plan, measures, stage=RowPass.MEASURE)
+        done = self._tools.policy.submit_map_rows(chosen.meta, chosen.plan, measures, stage=RowPass.MEASURE)
         return done.then(lambda found: self._decide(step, found, measures))
 
-    def _decide(self, step: StepState, done: RowWorkDone, measures: RowMeasures) -> StepState:
+    def _decide(self, step: StepState, done: RowResults, measures: TokenStatistics) -> StepState:
         """The step with its rows' numbers; without chosen rows when none of them has kept its weight."""
         chosen = step.update
         scored, measured = decide_rows(
@@ -164,21 +164,21 @@ class TokenAdvantages(UpdateStage):
         plan = plan_groups(work.groups.tolist(), lengths, dp_world=num_ranks)
         works = [work.of_rows(plan.rows_of_rank(rank)) for rank in range(num_ranks)]
 
-        def submit(parts: Sequence[TokenWork]) -> Pending[RowWorkDone]:
-            return self._tools.policy.submit_row_work(chosen.meta, plan, parts, stage=RowPass.ADVANTAGES)
+        def submit(parts: Sequence[TokenWork]) -> Pending[RowResults]:
+            return self._tools.policy.submit_map_rows(chosen.meta, plan, parts, stage=RowPass.ADVANTAGES)
 
         if not estimator.whitens:
             return submit(works).then(lambda done: _with_advantages(step, done))
         moments = submit([replace(part, only_moments=True) for part in works])
 
-        def whiten(found: RowWorkDone) -> StepState:
+        def whiten(found: RowResults) -> StepState:
             whitening = whitening_of(found.shards)
             return _with_advantages(step, submit([replace(part, whitening=whitening) for part in works]).result())
 
         return moments.then(whiten)
 
 
-def _with_advantages(step: StepState, done: RowWorkDone) -> StepState:
+def _with_advantages(step: StepState, done: RowResults) -> StepState:
     chosen, means = step.update, done.by_row()[ADVANTAGE]
     return replace(
         step,
@@ -260,7 +260,7 @@ def clear_untrained(client: DataPlaneClient, step: StepState) -> None:
         if key in untrained:
             keys_of.setdefault(NOT_TRAINED.format(why=step.scores.why_no_weight(row)), []).append(key)
     for reason, keys in keys_of.items():
-        with working_for(CLEAR):
+        with stage_context(CLEAR):
             client.kv_clear(keys, step.partition, reason=reason)
         trace_retired(keys=keys, reason=reason)
 

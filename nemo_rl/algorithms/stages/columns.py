@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from nemo_rl.algorithms.row_measures import KlInReward, RowMeasures
+from nemo_rl.algorithms.row_measures import KlInReward, TokenStatistics
 from nemo_rl.algorithms.token_work import TokenEstimator, token_estimator
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.data_plane.interfaces import DataPlaneClient
@@ -152,7 +152,7 @@ def _with_routes(stage: StageColumns, routes: Sequence[str], *, recorder: str) -
 
 def _row_stages(config: MasterConfig, estimator: TokenEstimator | None) -> list[StageColumns]:
     """Work of the workers without the model."""
-    stages, measures = [], RowMeasures.of(config)
+    stages, measures = [], TokenStatistics.of(config)
     if measures is not None:
         stages.append(StageColumns(name=RowPass.MEASURE.value, reads=_in_table_order(measures.input_fields)))
     if estimator is not None:

@@ -11,13 +11,13 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
-from nemo_rl.algorithms.row_measures import RowMeasures
+from nemo_rl.algorithms.row_measures import TokenStatistics
 from nemo_rl.algorithms.stages.columns import StageColumns
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.algorithms.token_work import TokenEstimator
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig, LoggerConfig
-from nemo_rl.data_plane.client.link import working_for
+from nemo_rl.data_plane.client.link import stage_context
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import DEFAULT_COST
@@ -39,7 +39,7 @@ class StageTools:
     policy: TQPolicy
     rollout: RolloutHandle
     loss_fn: LossFunction
-    measures: RowMeasures | None = None
+    measures: TokenStatistics | None = None
     """Measurements of the rows' tokens that the driver needs, or None."""
     token_estimator: TokenEstimator | None = None
     """Estimator of advantages per token, or None when the driver computes one per row."""
@@ -87,11 +87,11 @@ class Stage(ABC):
         if not self.applies_to(step):
             return Pending.done(step)
         started = time.perf_counter()
-        with working_for(self.name):
+        with stage_context(self.name):
             pending = self._submit(step)
 
         def finish() -> StepState:
-            with working_for(self.name):
+            with stage_context(self.name):
                 done = pending.result()
             seconds = {**done.stage_seconds, self.name: time.perf_counter() - started}
             return replace(done, stage_seconds=seconds)

@@ -12,12 +12,12 @@ from itertools import chain
 
 import torch
 
-from nemo_rl.algorithms.row_measures import MeasuredRows
+from nemo_rl.algorithms.row_measures import MeasuredStatistics
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.algorithms.stages.columns import PARTITION
 from nemo_rl.data.sampler import PromptDraw
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.keys import keys_of_groups, mint_uids
+from nemo_rl.data_plane.keys import keys_of_groups, new_group_ids
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.experience.rollout_worker import RolloutResult
 from nemo_rl.models.policy.lm_policy import TrainSummary
@@ -64,7 +64,7 @@ class StepState:
     chosen: ChosenRows | None = None
     """The rows that are trained; None before the rows are scored, and when no row carries a gradient: then nothing
     is trained."""
-    measured: MeasuredRows | None = None
+    measured: MeasuredStatistics | None = None
     """Measurements of the chosen rows; None before workers have measured them, and where the recipe needs nothing of
     the kind."""
     train: TrainSummary | None = None
@@ -109,7 +109,7 @@ class StepState:
 
 def begin_step(number: int, drawn: Sequence[PromptDraw], *, group_size: int, version: int) -> StepState:
     """A step that is sampled from, and trained on, the weights of one version, as a synchronous trainer does it."""
-    uids = mint_uids(len(drawn))
+    uids = new_group_ids(len(drawn))
     return StepState(
         number=number,
         partition=PARTITION,

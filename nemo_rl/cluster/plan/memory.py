@@ -14,7 +14,7 @@ from nemo_rl.cluster.plan.activations import PassActivations, pass_activations
 from nemo_rl.cluster.plan.batches import Batches, passes_of
 from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, PlanSetting
 from nemo_rl.cluster.plan.weights import GatheredBytes, RestMemory, gathered_weights, local_weights, rest_memory
-from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
+from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, WeightSlot, bucket_bytes
 
@@ -62,7 +62,7 @@ def engine_memory(setting: PlanSetting, batches: Batches) -> EngineMemory:
     width = max(3 * max(shape.mlp_size, shape.dense_mlp_size), 5 * shape.num_heads * shape.head_dim)
     prefill = tokens * (size * (width + 2 * shape.hidden_size) + 2 * FLOAT32_BYTES * shape.hidden_size)
     return EngineMemory(
-        is_known=ENGINE_TRAITS.get(generation.backend, EngineTraits()).has_planned_memory,
+        is_known=ENGINE_CAPABILITIES.get(generation.backend, EngineCapabilities()).has_planned_memory,
         rows=rows,
         weights=setting.model.num_parameters * size,
         cache=cache,
@@ -87,7 +87,7 @@ def delta_bytes(setting: PlanSetting, *, ranks: int, engines: int) -> int:
     if not generation.refit_delta.enabled:
         return 0
     senders = ranks if setting.config.refit_transport == "ipc" else 1
-    receivers = engines if ENGINE_TRAITS.get(generation.backend, EngineTraits()).takes_whole_weights else 0
+    receivers = engines if ENGINE_CAPABILITIES.get(generation.backend, EngineCapabilities()).takes_whole_weights else 0
     return (senders + receivers) * sum(slot.num_bytes for slot in plan_slots(setting))
 
 

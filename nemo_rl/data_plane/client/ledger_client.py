@@ -34,8 +34,8 @@ from nemo_rl.data_plane.client.link import (
     Declaration,
     SchemaCache,
     names_of,
+    stage_context,
     versions_of,
-    working_for,
 )
 from nemo_rl.data_plane.client.meter import Meter
 from nemo_rl.data_plane.client.operation_counts import Totals
@@ -105,7 +105,7 @@ class LedgerClient(DataPlaneClient):
         return self._link.clock.snapshot()
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        return working_for(name)
+        return stage_context(name)
 
     def snapshot(self, *, reset: bool = False) -> Totals:
         return self._meter.totals(over_read_bytes=self.counters["over_read_bytes"], reset=reset)

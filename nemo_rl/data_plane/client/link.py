@@ -1,7 +1,7 @@
 """`ClientLink`: one client's way to its ledger and its store. Calls have deadlines, errors say whose they are.
 
-Used by `ledger_client`, `writes` and `reads`. Beside it: the stage for which a thread works (`working_for`), the clock
-of a call's parts, the wait for capacity (`RoomWait`), and the declared columns of partitions (`SchemaCache`).
+Used by `ledger_client`, `writes` and `reads`. Beside it: the stage for which a thread works (`stage_context`), the
+clock of a call's parts, the wait for capacity (`RoomWait`), and the declared columns of partitions (`SchemaCache`).
 Invariants: nothing reaches the host or the store after `end`, and no call outlives its deadline; a wait ends with the
 ledger's grant or with `CapacityExceeded`; a call that fails because its partition was dropped and declared anew is made
 again with the new declaration, so a client never has to be informed.
@@ -49,8 +49,8 @@ __all__ = [
     "current_stage",
     "names_of",
     "plain_versions",
+    "stage_context",
     "versions_of",
-    "working_for",
 ]
 
 NO_STAGE = ""
@@ -61,7 +61,7 @@ current_stage: ContextVar[str] = ContextVar("data_plane_stage", default=NO_STAGE
 
 
 @contextmanager
-def working_for(stage: str) -> Iterator[None]:
+def stage_context(stage: str) -> Iterator[None]:
     """Calls made inside, in this thread, belong to `stage`."""
     token = current_stage.set(stage)
     try:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.kept_steps.folder import KeptFolder
-from nemo_rl.algorithms.kept_steps.record import KeptRows, KeptStep
+from nemo_rl.algorithms.kept_steps.folder import SnapshotFolder
+from nemo_rl.algorithms.kept_steps.record import SnapshotRows, StepSnapshot
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
-from nemo_rl.diagnostics.step_replay.columns import KeptColumns
+from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -60,7 +60,7 @@ class StepTokens:
         return self.is_sampled_NT.nonzero(as_tuple=True)[1]
 
 
-def read_tokens(folder: KeptFolder, step: KeptStep, *, only: Sequence[str] = ()) -> StepTokens:
+def read_tokens(folder: SnapshotFolder, step: StepSnapshot, *, only: Sequence[str] = ()) -> StepTokens:
     """
     Args:
         only: keys of rows; empty takes all that the trainer has scored.
@@ -71,7 +71,7 @@ def read_tokens(folder: KeptFolder, step: KeptStep, *, only: Sequence[str] = ())
     """
     if step.rows is None:
         raise ReplayProblem(f"step {step.number} ended before its rows were written", verdict=Verdict.INCOMPLETE)
-    columns = KeptColumns.read(folder, step)
+    columns = SnapshotColumns.read(folder, step)
     rows = _chosen(step, columns, only)
     missing = [name for name in NEEDED if not columns.has(name, rows)]
     if missing:
@@ -102,9 +102,11 @@ def read_tokens(folder: KeptFolder, step: KeptStep, *, only: Sequence[str] = ())
     )
 
 
-def route_columns(folder: KeptFolder, step: KeptStep, rows: Sequence[int], shape: RouteShape) -> torch.Tensor | None:
+def route_columns(
+    folder: SnapshotFolder, step: StepSnapshot, rows: Sequence[int], shape: RouteShape
+) -> torch.Tensor | None:
     """Return `[N, T, L, K]` int16 with -1 where a route is missing; None where none were kept."""
-    columns = KeptColumns.read(folder, step)
+    columns = SnapshotColumns.read(folder, step)
     names = [name for name in ROUTE_FIELDS if columns.has(name, rows)]
     if not names:
         return None
@@ -112,13 +114,13 @@ def route_columns(folder: KeptFolder, step: KeptStep, rows: Sequence[int], shape
     return materialize({"routes": routes}, pad_values={"routes": float(MISSING)}).tensor("routes")
 
 
-def _versions(step: KeptStep, kept: KeptRows, rows: Sequence[int]) -> tuple[int, ...]:
+def _versions(step: StepSnapshot, kept: SnapshotRows, rows: Sequence[int]) -> tuple[int, ...]:
     tags = kept.tags.get(WEIGHT_VERSION)
     found = [step.policy_version if tags is None else tags[row] for row in rows]
     return tuple(version for version in found if isinstance(version, int))
 
 
-def _chosen(step: KeptStep, columns: KeptColumns, only: Sequence[str]) -> list[int]:
+def _chosen(step: StepSnapshot, columns: SnapshotColumns, only: Sequence[str]) -> list[int]:
     everywhere = list(range(len(columns.keys)))
     if only:
         places = {key: row for row, key in enumerate(columns.keys)}

@@ -17,7 +17,7 @@ from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayChain, checkpoints_of, find_chain, read_link
-from nemo_rl.diagnostics.step_replay.columns import KeptColumns
+from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
 from nemo_rl.diagnostics.step_replay.rank import RankJob, ReplayRank, replay_rank
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
@@ -109,7 +109,7 @@ class _Keep:
             rank.worker.save_checkpoint(weights=self.folder / _name(version), optimizer=None, tokenizer=None)
         if self.target is None or version != self.target.step.policy_version:
             return
-        columns = KeptColumns.read(self.target.folder, self.target.step)
+        columns = SnapshotColumns.read(self.target.folder, self.target.step)
         rows, got_NT = rank.logprobs(WorkerPass.PREV_LOGPROBS, self.target, columns)
         path = self.folder / PASS.format(rank=rank.worker.rank)
         save_file({ROWS: torch.tensor(rows, dtype=torch.int64), LOGPROBS: got_NT.contiguous()}, path)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl.algorithms.kept_steps.folder import STEP_FILE, KeptFolder, StepsFolder
-from nemo_rl.algorithms.kept_steps.record import KeptStep, StepStatus
+from nemo_rl.algorithms.kept_steps.folder import STEP_FILE, SnapshotFolder, StepsFolder
+from nemo_rl.algorithms.kept_steps.record import StepSnapshot, StepStatus
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem
 from nemo_rl.diagnostics.verdict import Verdict
@@ -27,8 +27,8 @@ MOST_RANKS = 1 << 16
 class ChainLink:
     """One kept step."""
 
-    folder: KeptFolder
-    step: KeptStep
+    folder: SnapshotFolder
+    step: StepSnapshot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class ReplayChain:
     with_optimizer: bool = True
 
     @property
-    def target(self) -> KeptStep:
+    def target(self) -> StepSnapshot:
         return self.links[-1].step
 
     @property
@@ -50,7 +50,7 @@ class ReplayChain:
         return "the initial model" if self.checkpoint is None else f"checkpoint {self.checkpoint.path}"
 
 
-def read_target(run: Path, number: int) -> KeptStep:
+def read_target(run: Path, number: int) -> StepSnapshot:
     """Return the record of the step that is asked for; raises as `read_link`."""
     return read_link(run, number).step
 
@@ -121,7 +121,7 @@ def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_o
     )
 
 
-def _read(folder: KeptFolder) -> ChainLink:
+def _read(folder: SnapshotFolder) -> ChainLink:
     try:
         step = folder.read()
         problem = _contradiction(step, folder.number)
@@ -135,7 +135,7 @@ def _read(folder: KeptFolder) -> ChainLink:
         raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
 
 
-def _contradiction(step: KeptStep, number: int) -> str | None:
+def _contradiction(step: StepSnapshot, number: int) -> str | None:
     """Return how a record contradicts itself or its folder's name, in words; a checksum finds no edit."""
     if step.number != number:
         return f"number: expected {number} as its folder is named, got {step.number}"

@@ -1,4 +1,4 @@
-"""`KeptColumns`: the columns of a kept step, as dense batches of the rows that a rank works on."""
+"""`SnapshotColumns`: the columns of a kept step, as dense batches of the rows that a rank works on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE_FILE, KeptFolder
-from nemo_rl.algorithms.kept_steps.record import KeptStep
+from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE_FILE, SnapshotFolder
+from nemo_rl.algorithms.kept_steps.record import StepSnapshot
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -19,13 +19,13 @@ from nemo_rl.models.policy.routes.worker_replay import ROUTES
 from nemo_rl.routes.columns import decode_routes
 from nemo_rl.routes.shape import MISSING, RouteShape
 
-__all__ = ["KeptColumns"]
+__all__ = ["SnapshotColumns"]
 
 INPUT_IDS = "input_ids"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptColumns:
+class SnapshotColumns:
     """The columns of one step; rows are counted in the order of the rollout."""
 
     keys: tuple[str, ...]
@@ -38,7 +38,7 @@ class KeptColumns:
     """Row -> its place in the columns of the update."""
 
     @classmethod
-    def read(cls, folder: KeptFolder, step: KeptStep) -> KeptColumns:
+    def read(cls, folder: SnapshotFolder, step: StepSnapshot) -> SnapshotColumns:
         """
         Raises:
             CheckpointError: a file is torn, or holds columns of other rows than the step's.

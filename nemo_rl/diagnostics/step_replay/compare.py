@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from nemo_rl.algorithms.kept_steps.record import KeptOutcome, KeptStep
-from nemo_rl.diagnostics.step_replay.columns import KeptColumns
+from nemo_rl.algorithms.kept_steps.record import SnapshotOutcome, StepSnapshot
+from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
 from nemo_rl.diagnostics.step_replay.rank import Logprobs, RankStep
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork
@@ -78,7 +78,7 @@ def compare_step(work: StepWork, ranks: Sequence[RankStep], settings: ReplaySett
 def _columns(work: StepWork) -> list[ReplayFinding]:
     step, rows = work.step, work.step.rows
     assert rows is not None, "a step without rows has no work"
-    columns = KeptColumns.read(work.folder, step)
+    columns = SnapshotColumns.read(work.folder, step)
     everywhere = list(range(len(rows.keys)))
     what = f"{len(rows.keys)} rows, {len(step.trained or ())} trained"
     problems = []
@@ -106,7 +106,7 @@ def _columns(work: StepWork) -> list[ReplayFinding]:
     return findings
 
 
-def _token_advantages(columns: KeptColumns, made_NT: torch.Tensor, work: StepWork) -> ReplayFinding:
+def _token_advantages(columns: SnapshotColumns, made_NT: torch.Tensor, work: StepWork) -> ReplayFinding:
     lengths = [columns.lengths[row] for row in work.trained]
     made = torch.cat([row_T[:length] for row_T, length in zip(made_NT, lengths, strict=True)])
     is_kept = columns.has(TOKEN_ADVANTAGES, work.trained)
@@ -163,7 +163,7 @@ def _logprobs(stage: str, parts: Sequence[Logprobs | None], settings: ReplaySett
 
 
 def _update(
-    summary: TrainSummary, work: StepWork, kept: KeptOutcome | None, settings: ReplaySettings
+    summary: TrainSummary, work: StepWork, kept: SnapshotOutcome | None, settings: ReplaySettings
 ) -> list[ReplayFinding]:
     exact = settings.is_exact
     findings = [
@@ -205,7 +205,7 @@ def _in_replay_order(kept: Sequence[Sequence[float]], work: StepWork) -> list[fl
     ]
 
 
-def _weights(outcome: KeptOutcome | None, rank: RankStep, settings: ReplaySettings) -> ReplayFinding:
+def _weights(outcome: SnapshotOutcome | None, rank: RankStep, settings: ReplaySettings) -> ReplayFinding:
     made, kept = rank.weights, None if outcome is None else outcome.weights
     assert made is not None, "rank 0 makes the digest"
     if kept is None:
@@ -219,7 +219,7 @@ def _weights(outcome: KeptOutcome | None, rank: RankStep, settings: ReplaySettin
     )
 
 
-def _error(step: KeptStep, rank: RankStep) -> ReplayFinding:
+def _error(step: StepSnapshot, rank: RankStep) -> ReplayFinding:
     kept, made = step.error, rank.error
     shown = "none" if kept is None else f"{kept.kind} in {kept.stage}"
     replayed = "none" if made is None else f"{made.kind} in {made.stage}: {made.text}"
@@ -237,7 +237,7 @@ def _no_update(work: StepWork) -> bool | None:
     return None if outcome is None else not outcome.losses
 
 
-def _what_update(step: KeptStep) -> str:
+def _what_update(step: StepSnapshot) -> str:
     if step.outcome is None:
         return "not kept"
     return f"{len(step.outcome.losses)} optimizer steps" if step.outcome.losses else "none"

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nemo_rl.algorithms.kept_steps.record import KeptError
+from nemo_rl.algorithms.kept_steps.record import StepError
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
-from nemo_rl.diagnostics.step_replay.columns import KeptColumns
+from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork
@@ -125,7 +125,7 @@ class RankStep:
     train: TrainResult | None = None
     weights: WeightsDigest | None = None
     """Digest of the weights; rank 0 has it."""
-    error: KeptError | None = None
+    error: StepError | None = None
 
 
 def replay_rank(spec: RankSpec, job: RankJob) -> list[RankStep]:
@@ -201,7 +201,7 @@ class ReplayRank:
         found = RankStep(number=work.step.number, error=work.error)
         if work.error is not None or not work.trained:
             return found
-        columns = KeptColumns.read(work.folder, work.step)
+        columns = SnapshotColumns.read(work.folder, work.step)
         fresh: dict[str, torch.Tensor] = {}
         stage = WorkerPass.PREV_LOGPROBS
         if self._job.record is not None and work is self._job.steps[-1]:
@@ -213,14 +213,14 @@ class ReplayRank:
             stage = WorkerPass.TRAIN
             found.train = self._train(work, columns, fresh)
         except NonFiniteError as error:
-            found.error = KeptError(kind=type(error).__name__, text=str(error), stage=stage.value)
+            found.error = StepError(kind=type(error).__name__, text=str(error), stage=stage.value)
             return found
         self.worker.end_recording()
         if not work.is_subset:
             found.weights = self.worker.weights_digest()
         return found
 
-    def logprobs(self, stage: WorkerPass, work: StepWork, columns: KeptColumns) -> tuple[list[int], torch.Tensor]:
+    def logprobs(self, stage: WorkerPass, work: StepWork, columns: SnapshotColumns) -> tuple[list[int], torch.Tensor]:
         """(collective) Return the pass of a stage under the present weights: this rank's rows, and `[rows, T]`."""
         assert work.logprob_plan is not None, "there are rows"
         self.worker.life.enter(WorkerState.LOGPROBS)
@@ -236,7 +236,7 @@ class ReplayRank:
         self,
         stage: WorkerPass,
         work: StepWork,
-        columns: KeptColumns,
+        columns: SnapshotColumns,
         fresh: dict[str, torch.Tensor],
         found: RankStep,
     ) -> None:
@@ -255,7 +255,7 @@ class ReplayRank:
             found.reference = compared
 
     def _recorded_logprobs(
-        self, work: StepWork, columns: KeptColumns, found: RankStep
+        self, work: StepWork, columns: SnapshotColumns, found: RankStep
     ) -> tuple[list[int], torch.Tensor]:
         """Compute log-probabilities like `logprobs`, with routes that the pass chooses and records."""
         assert work.logprob_plan is not None, "there are rows"
@@ -268,7 +268,7 @@ class ReplayRank:
         return rows, recorded.logprobs_NT
 
     def _seed_batch(
-        self, work: StepWork, columns: KeptColumns, fields: Sequence[str], rows: list[int], *, width: int
+        self, work: StepWork, columns: SnapshotColumns, fields: Sequence[str], rows: list[int], *, width: int
     ) -> BatchedDataDict:
         """Return the batch of a log-probability pass; weights of rows are kept only of steps that wrote them."""
         kept = [name for name in fields if columns.has(name, rows)]
@@ -278,7 +278,7 @@ class ReplayRank:
             batch[SAMPLE_MASK] = work.sample_mask[torch.tensor([places[row] for row in rows])]
         return batch
 
-    def _train(self, work: StepWork, columns: KeptColumns, fresh: dict[str, torch.Tensor]) -> TrainResult:
+    def _train(self, work: StepWork, columns: SnapshotColumns, fresh: dict[str, torch.Tensor]) -> TrainResult:
         assert work.plan is not None, "there are rows"
         rows, plan = self._share(work, work.plan)
         made = {"advantages": work.advantages, SAMPLE_MASK: work.sample_mask}
@@ -306,7 +306,7 @@ class ReplayRank:
         """Return rows of this rank, counted in the rollout's order, and its part of the plan."""
         return [work.trained[place] for place in plan.rows_of_rank(self._at.dp)], plan.for_rank(self._at.dp)
 
-    def _add_routes(self, batch: BatchedDataDict, columns: KeptColumns, rows: list[int]) -> None:
+    def _add_routes(self, batch: BatchedDataDict, columns: SnapshotColumns, rows: list[int]) -> None:
         if isinstance(self.worker.replay, WorkerReplay):
             columns.add_routes(batch, rows, self.worker.replay.shape)
 
@@ -325,12 +325,12 @@ def _compared_routes(recorded_NTLK: torch.Tensor, batch: BatchedDataDict) -> Rou
     return Routes(num_values=kept.numel(), num_different=int((recorded_NTLK[is_own] != kept).sum()))
 
 
-def _prev_fields(columns: KeptColumns, rows: Sequence[int]) -> tuple[str, ...]:
+def _prev_fields(columns: SnapshotColumns, rows: Sequence[int]) -> tuple[str, ...]:
     """Return the fields that `prev_logprobs` reads: the kept sets, too, where the run has recorded them."""
     return (*LP_SEED_FIELDS, SUPPORT) if columns.has(SUPPORT, rows) else LP_SEED_FIELDS
 
 
-def _compared(name: str, got_NT: torch.Tensor, columns: KeptColumns, rows: list[int]) -> Logprobs:
+def _compared(name: str, got_NT: torch.Tensor, columns: SnapshotColumns, rows: list[int]) -> Logprobs:
     lengths = torch.tensor([columns.lengths[row] for row in rows])
     is_token_NT = torch.arange(got_NT.shape[1]) < lengths[:, None]
     got = got_NT[is_token_NT]

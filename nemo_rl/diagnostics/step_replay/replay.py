@@ -19,7 +19,7 @@ from typing import cast
 
 import torch
 
-from nemo_rl.algorithms.kept_steps.record import KeptStep, StepStatus
+from nemo_rl.algorithms.kept_steps.record import StepSnapshot, StepStatus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.diagnostics.step_replay.chain import ReplayChain, checkpoints_of, find_chain, read_target
 from nemo_rl.diagnostics.step_replay.compare import ReplayReport, StepFindings, compare_step
@@ -136,7 +136,7 @@ def _first_nan(folder: Path) -> tuple[str, ...]:
     return ("every recorded site is finite",) if found is None else (f"first NaN or infinity: {found.text}",)
 
 
-def _replay(request: ReplayRequest, target: KeptStep) -> ReplayReport:
+def _replay(request: ReplayRequest, target: StepSnapshot) -> ReplayReport:
     started = time.perf_counter()
     settings = replay_settings(request, target)
     checkpoints = checkpoints_of(settings.config, request.run)
@@ -172,7 +172,7 @@ def _replay(request: ReplayRequest, target: KeptStep) -> ReplayReport:
     )
 
 
-def _record_spec(request: ReplayRequest, settings: ReplaySettings, target: KeptStep) -> RecordSpec | None:
+def _record_spec(request: ReplayRequest, settings: ReplaySettings, target: StepSnapshot) -> RecordSpec | None:
     if request.dump is None:
         return None
     if request.out is None:

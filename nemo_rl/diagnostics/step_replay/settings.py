@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from nemo_rl.algorithms.identity import differences, model_digest
 from nemo_rl.algorithms.kept_steps.folder import STEP_FILE
-from nemo_rl.algorithms.kept_steps.record import KeptStep
+from nemo_rl.algorithms.kept_steps.record import StepSnapshot
 from nemo_rl.algorithms.run_folder import STEPS
 from nemo_rl.config.compose import apply_overrides, compose
 from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig, SchedulerConfig
@@ -67,7 +67,7 @@ class ReplaySettings:
         return not self.differences
 
 
-def replay_settings(request: ReplayRequest, step: KeptStep) -> ReplaySettings:
+def replay_settings(request: ReplayRequest, step: StepSnapshot) -> ReplaySettings:
     """
     Raises:
         ConfigError: an override is wrong.
@@ -133,7 +133,7 @@ def _config(kept: Mapping[str, object], overrides: Sequence[str]) -> MasterConfi
     return MasterConfig.model_validate_json(json.dumps(recipe.tree), strict=True)
 
 
-def _check_identity(config: MasterConfig, step: KeptStep) -> None:
+def _check_identity(config: MasterConfig, step: StepSnapshot) -> None:
     """Model, tokenizer and chat template are those of the run; data and reward are not read again."""
     policy, before = config.policy, step.run.identity
     if not before:

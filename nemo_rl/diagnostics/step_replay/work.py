@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.grpo import TrainRows, plan_logprobs, plan_train, score_rows, select_train_rows
-from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, KeptFolder
-from nemo_rl.algorithms.kept_steps.record import KeptError, KeptRows, KeptStep, StepStatus
-from nemo_rl.algorithms.row_measures import KlInReward, RowMeasures, decide_rows
+from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, SnapshotFolder
+from nemo_rl.algorithms.kept_steps.record import SnapshotRows, StepError, StepSnapshot, StepStatus
+from nemo_rl.algorithms.row_measures import KlInReward, TokenStatistics, decide_rows
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.algorithms.token_work import TokenEstimator, TokenWork, advantages_in_process, token_estimator
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.step_replay.chain import ChainLink
-from nemo_rl.diagnostics.step_replay.columns import KeptColumns
+from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.verdict import Verdict
@@ -36,14 +36,16 @@ __all__ = ["RowNumbers", "StepWork", "TokenNeeds", "make_work"]
 class TokenNeeds:
     """The token columns that the advantages and weights of a recipe need."""
 
-    measures: RowMeasures | None
+    measures: TokenStatistics | None
     estimator: TokenEstimator | None
     kl: KlInReward | None
 
     @classmethod
     def of(cls, settings: ReplaySettings) -> TokenNeeds:
         config = settings.config
-        return cls(measures=RowMeasures.of(config), estimator=token_estimator(config), kl=KlInReward.of(config.loss_fn))
+        return cls(
+            measures=TokenStatistics.of(config), estimator=token_estimator(config), kl=KlInReward.of(config.loss_fn)
+        )
 
     @property
     def needs_whole_groups(self) -> bool:
@@ -66,7 +68,7 @@ class RowNumbers:
 
     @classmethod
     def made(
-        cls, link: ChainLink, kept: KeptRows, scored: ScoredRows, chosen: Sequence[int], settings: ReplaySettings
+        cls, link: ChainLink, kept: SnapshotRows, scored: ScoredRows, chosen: Sequence[int], settings: ReplaySettings
     ) -> RowNumbers:
         """
         Args:
@@ -79,7 +81,7 @@ class RowNumbers:
         _check_kind(step, needs)
         if not chosen or (needs.measures is None and needs.estimator is None):
             return cls(scored=scored)
-        columns, carry = KeptColumns.read(link.folder, step), kept.scalars
+        columns, carry = SnapshotColumns.read(link.folder, step), kept.scalars
         lengths = [kept.lengths[row] for row in chosen]
         if needs.measures is not None:
             batch = _dense(columns, needs.measures.input_fields, chosen, width=max(lengths))
@@ -105,7 +107,7 @@ class RowNumbers:
         return cls(scored=scored, token_advantages=found)
 
     @classmethod
-    def _without(cls, step: KeptStep, scored: ScoredRows, fields: Sequence[str]) -> RowNumbers:
+    def _without(cls, step: StepSnapshot, scored: ScoredRows, fields: Sequence[str]) -> RowNumbers:
         """Return the problem that columns were not kept."""
         if step.status is StepStatus.COMPLETE and step.trained is None:
             # The run has measured its rows, and none of them was left to train on.
@@ -119,7 +121,7 @@ class RowNumbers:
         return cls(scored=scored, lacks_tokens=True)
 
 
-def _check_kind(step: KeptStep, needs: TokenNeeds) -> None:
+def _check_kind(step: StepSnapshot, needs: TokenNeeds) -> None:
     if (needs.estimator is not None) != (TOKEN_ADVANTAGES in step.run.train_fields):
         raise ReplayProblem(
             f"step {step.number} was trained on advantages of {'rows' if needs.estimator else 'tokens'}: replay it "
@@ -129,7 +131,7 @@ def _check_kind(step: KeptStep, needs: TokenNeeds) -> None:
 
 
 def _dense(
-    columns: KeptColumns, names: Sequence[str], rows: Sequence[int], *, width: int
+    columns: SnapshotColumns, names: Sequence[str], rows: Sequence[int], *, width: int
 ) -> dict[str, torch.Tensor] | None:
     """Return dense columns, or None where one was not kept."""
     if not all(columns.has(name, rows) for name in names):
@@ -142,8 +144,8 @@ def _dense(
 class StepWork:
     """One step for the ranks."""
 
-    folder: KeptFolder
-    step: KeptStep
+    folder: SnapshotFolder
+    step: StepSnapshot
     trained: tuple[int, ...] = ()
     """Empty: no row has a gradient, nothing is run."""
     advantages: torch.Tensor
@@ -159,7 +161,7 @@ class StepWork:
     plan: PackPlan | None = None
     """The plan for the layout of the replay."""
     logprob_plan: PackPlan | None = None
-    error: KeptError | None = None
+    error: StepError | None = None
     """The driver already fails."""
     is_subset: bool = False
     """True for the log-probabilities and the loss alone, without an update."""
@@ -190,7 +192,7 @@ def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] 
         needs, uids = TokenNeeds.of(settings), [group_uid(key) for key in rows.keys]
         scored = score_rows(rows.scalars, uids, settings.config.grpo, per_token=needs.estimator is not None)
     except NonFiniteError as error:
-        found = KeptError(kind=type(error).__name__, text=str(error), stage="score")
+        found = StepError(kind=type(error).__name__, text=str(error), stage="score")
         return StepWork(folder=link.folder, step=step, advantages=none, sample_mask=none, error=found)
     chosen = select_train_rows(
         scored,
@@ -205,7 +207,9 @@ def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] 
     return _whole(link, rows, chosen, made, settings)
 
 
-def _whole(link: ChainLink, rows: KeptRows, chosen: TrainRows, made: RowNumbers, settings: ReplaySettings) -> StepWork:
+def _whole(
+    link: ChainLink, rows: SnapshotRows, chosen: TrainRows, made: RowNumbers, settings: ReplaySettings
+) -> StepWork:
     policy, layout = settings.config.policy, settings.run_layout
     if not chosen.rows or not made.trains:
         none = torch.zeros(0)
@@ -231,7 +235,7 @@ def _whole(link: ChainLink, rows: KeptRows, chosen: TrainRows, made: RowNumbers,
 
 def _subset(
     link: ChainLink,
-    rows: KeptRows,
+    rows: SnapshotRows,
     chosen: TrainRows,
     made: RowNumbers,
     settings: ReplaySettings,

@@ -16,7 +16,7 @@ from nemo_rl.models.megatron.convert import export_gradients
 from nemo_rl.models.megatron.mcore import MLP, TopKRouter
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.hooks import Deliver, Detach, HookPoints, Order, TapList, TokenPositions, at_input, at_output
-from nemo_rl.models.policy.steps import ThisRank
+from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.records.record import DimSplit
 from nemo_rl.records.sites import SiteKind
 
@@ -26,7 +26,7 @@ Pick = Callable[[Any], torch.Tensor]
 
 
 def taps_of(
-    model: MegatronModel, here: ThisRank, *, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+    model: MegatronModel, here: RankInfo, *, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
 ) -> HookPoints:
     """Return the sites of this rank.
 
@@ -56,7 +56,7 @@ def taps_of(
 class _Finder(TapList):
     """Looks for sites where megatron-core has them."""
 
-    def __init__(self, model: MegatronModel, here: ThisRank) -> None:
+    def __init__(self, model: MegatronModel, here: RankInfo) -> None:
         super().__init__(order=Order.POSITIONS)
         self._model = model
         self.between = TokenPositions.CHUNK if here.layout.sequence_parallel else TokenPositions.ALL

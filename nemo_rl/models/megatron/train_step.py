@@ -30,8 +30,8 @@ from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,
     Microbatches,
+    RankInfo,
     StepOutcome,
-    ThisRank,
     bad_rows,
     computed_fields,
     keep_found,
@@ -66,7 +66,7 @@ class PipelineRunner:
         self,
         model: MegatronModel,
         layout: BatchForm,
-        here: ThisRank,
+        here: RankInfo,
         optimizer: PolicyOptimizer,
         routes: PassRoutes,
         observer: PassObserver = NO_OBSERVER,
@@ -286,7 +286,7 @@ class PipelineRunner:
         raise_together(what, batch, rows, is_writer=self._here.is_writer, device=self._here.device)
 
 
-def _vocab_shard(model: MegatronModel, here: ThisRank) -> VocabShard | None:
+def _vocab_shard(model: MegatronModel, here: RankInfo) -> VocabShard | None:
     if here.layout.tp == 1:
         return None
     group = parallel_state.get_tensor_model_parallel_group()

@@ -1,6 +1,6 @@
 """`PassObserver`: what runners tell about their passes, and `SiteObserver`, which hands captured tensors to sinks.
 
-Runners of both engines call a `PassObserver` in every pass; `Onlookers` makes it for one call of the worker.
+Runners of both engines call a `PassObserver` in every pass; `HookObservers` makes it for one call of the worker.
 Invariant: an observer changes no bit of what it looks at, and none of its hooks outlives its block. Sinks get rows by
 key and position; padding is never shown. Shapes: n rows of a pass, s positions on this rank, R tokens.
 """
@@ -28,14 +28,14 @@ from nemo_rl.records.sites import SITES, Direction, SiteKind
 from nemo_rl.torch_private import after_backward
 
 __all__ = [
+    "NO_HOOK_OBSERVERS",
     "NO_OBSERVER",
-    "NO_ONLOOKERS",
+    "Capture",
+    "HookObserver",
+    "HookObservers",
     "OnBackward",
-    "Onlooker",
-    "Onlookers",
     "PassObserver",
     "PassRows",
-    "Sight",
     "SiteObserver",
     "SiteSink",
     "nothing_follows",
@@ -96,7 +96,7 @@ class PassRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Sight:
+class Capture:
     """A tensor that one tap delivered during one pass on this rank."""
 
     place: RecordPlace
@@ -121,7 +121,7 @@ class SiteSink(Protocol):
         """Return whether the sink wants this site. For sites outside the layers every rank must return the same
         value, since they are gathered."""
 
-    def see(self, sight: Sight) -> None:
+    def see(self, sight: Capture) -> None:
         """Take one tensor; called by one thread at a time."""
 
 
@@ -192,7 +192,7 @@ class SiteObserver(PassObserver):
         if micro.rows and self._is_wanted(SiteKind.TOKENS):
             rows = self._rows_of(current, TokenPositions.ALL)
             place = replace(current.place, kind=SiteKind.TOKENS)
-            self._show(Sight(place=place, value=micro.inputs.input_ids, rows=rows, is_first=self._taps.shows_inputs))
+            self._show(Capture(place=place, value=micro.inputs.input_ids, rows=rows, is_first=self._taps.shows_inputs))
         try:
             yield (lambda output: self._on_backward(current, output)) if backward_follows else nothing_follows
         finally:
@@ -215,7 +215,7 @@ class SiteObserver(PassObserver):
             return
         if self._is_wanted(SiteKind.LOSS):
             place = replace(current.place, kind=SiteKind.LOSS)
-            self._show(Sight(place=place, value=output.loss.detach(), is_first=self._taps.shows_outputs))
+            self._show(Capture(place=place, value=output.loss.detach(), is_first=self._taps.shows_outputs))
         if output.token_losses is not None and self._is_wanted(SiteKind.TOKEN_LOSS):
             self._show_selected(current, SiteKind.TOKEN_LOSS, output.token_losses)
 
@@ -228,7 +228,7 @@ class SiteObserver(PassObserver):
     def _is_wanted(self, kind: SiteKind, layer: int | None = None, way: Direction = Direction.FORWARD) -> bool:
         return any(sink.takes(kind, layer, way) for sink in self._sinks)
 
-    def _show(self, sight: Sight) -> None:
+    def _show(self, sight: Capture) -> None:
         place = sight.place
         with self._lock:
             for sink in self._sinks:
@@ -239,7 +239,7 @@ class SiteObserver(PassObserver):
         """Show named tensors, which every rank has whole."""
         for name, value in tensors:
             self._show(
-                Sight(place=replace(self._place, kind=kind, name=name), value=value, is_first=self._taps.shows_whole)
+                Capture(place=replace(self._place, kind=kind, name=name), value=value, is_first=self._taps.shows_whole)
             )
 
     def _on_backward(self, current: _MicrobatchPass, output: torch.Tensor) -> None:
@@ -284,9 +284,9 @@ class SiteObserver(PassObserver):
         factor = self._taps.loss_factor()
         return gradient if factor == 1.0 else gradient / factor
 
-    def _sight(self, current: _MicrobatchPass, tap: HookPoint, place: RecordPlace, value: torch.Tensor) -> Sight:
+    def _sight(self, current: _MicrobatchPass, tap: HookPoint, place: RecordPlace, value: torch.Tensor) -> Capture:
         by_rows = tap.order.by_rows(value.detach(), current.micro.inputs.input_ids.shape[0])
-        return Sight(
+        return Capture(
             place=place,
             value=by_rows,
             rows=self._rows_of(current, tap.tokens),
@@ -306,7 +306,7 @@ class SiteObserver(PassObserver):
         at = micro.out_row_M, micro.out_column_M
         rows = PassRows(number=next(self._numbers), at=at, table=self._table(micro, *at, micro.ids_nt[at]))
         place = replace(current.place, kind=kind, direction=direction)
-        self._show(Sight(place=place, value=values_nt.detach(), rows=rows, is_first=self._taps.shows_outputs))
+        self._show(Capture(place=place, value=values_nt.detach(), rows=rows, is_first=self._taps.shows_outputs))
 
     def _rows_of(self, current: _MicrobatchPass, tokens: TokenPositions) -> PassRows:
         """Return the rows of a pass, made once per pass and kind."""
@@ -340,7 +340,7 @@ class SiteObserver(PassObserver):
         return TokenTable(keys=keys, row_R=row_R.cpu(), position_R=position_R.cpu(), token_R=token_R.cpu())
 
 
-class Onlooker:
+class HookObserver:
     """Keeps something of some calls; the base class keeps nothing."""
 
     def begin_call(self, phase: WorkerPass) -> SiteSink | None:
@@ -351,14 +351,14 @@ class Onlooker:
         """End a call that a sink was made for, also one that ended by an error."""
 
 
-class Onlookers:
+class HookObservers:
     """The onlookers of one rank.
 
     Args:
         taps: the sites of the model; None where nobody looks on.
     """
 
-    def __init__(self, taps: HookPoints | None = None, onlookers: Sequence[Onlooker] = ()) -> None:
+    def __init__(self, taps: HookPoints | None = None, onlookers: Sequence[HookObserver] = ()) -> None:
         self._taps, self._onlookers = taps, tuple(onlookers)
 
     @contextmanager
@@ -378,4 +378,4 @@ class Onlookers:
                 one.end_call(phase)
 
 
-NO_ONLOOKERS = Onlookers()
+NO_HOOK_OBSERVERS = HookObservers()

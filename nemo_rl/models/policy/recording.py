@@ -1,4 +1,4 @@
-"""`Recording`: which calls of a worker are recorded, and where to: one of its `Onlookers`, made with it.
+"""`Recording`: which calls of a worker are recorded, and where to: one of its `HookObservers`, made with it.
 
 The driver says which step begins (`begin`, `end`); inside, calls of the chosen phases are seen by a `RecordSink`.
 Invariant: without a `RecordSpec` nothing is kept.
@@ -21,8 +21,8 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import UserError
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.hooks import HookPoints
-from nemo_rl.models.policy.observer import Onlooker, PassRows, Sight, SiteSink
-from nemo_rl.models.policy.steps import ThisRank
+from nemo_rl.models.policy.observer import Capture, HookObserver, PassRows, SiteSink
+from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.records.record import RecordManifest
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import SITES, Direction, SiteKind
@@ -49,7 +49,7 @@ class RecordSink:
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
         return self._selector.takes(kind, layer, direction) or (kind in NAMED and kind in self._selector.kinds())
 
-    def see(self, sight: Sight) -> None:
+    def see(self, sight: Capture) -> None:
         if self._has_ended:
             return
         try:
@@ -60,7 +60,7 @@ class RecordSink:
             self._has_ended = True
             self._on_refusal(error)
 
-    def _write(self, sight: Sight) -> None:
+    def _write(self, sight: Capture) -> None:
         place = sight.place
         if place.name is not None:
             if sight.is_first and self._selector.takes_parameter(place.name, place.kind):
@@ -109,7 +109,7 @@ class RecordSpec:
     precision: str = ""
 
 
-class Recording(Onlooker):
+class Recording(HookObserver):
     """Chooses the passes of a worker that are recorded; the base class records none and cannot be asked to."""
 
     def begin(self, step: int) -> None:
@@ -130,7 +130,7 @@ class SiteRecording(Recording):
         UserError: an unknown site.
     """
 
-    def __init__(self, spec: RecordSpec, taps: HookPoints, here: ThisRank) -> None:
+    def __init__(self, spec: RecordSpec, taps: HookPoints, here: RankInfo) -> None:
         self._spec, self._taps, self._here = spec, taps, here
         self._selector = Selector.parse(spec.sites)
         self._writer: RecordWriter | None = None

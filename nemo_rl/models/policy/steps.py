@@ -23,9 +23,9 @@ from nemo_rl.utils.metrics import Reduction
 
 __all__ = [
     "BatchForm",
+    "RankInfo",
     "Runner",
     "StepOutcome",
-    "ThisRank",
     "all_reduce_sum",
     "bad_rows",
     "check_same_plan",
@@ -47,7 +47,7 @@ Microbatches = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ThisRank:
+class RankInfo:
     """The place of this rank in the job."""
 
     layout: ParallelLayout

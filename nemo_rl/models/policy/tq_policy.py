@@ -14,7 +14,7 @@ from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.row_work import RowWork, RowWorkDone, RowWorkResult
+from nemo_rl.data_plane.row_work import RowFunction, RowResults, RowWorkResult
 from nemo_rl.distributed.calls import Pending, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
@@ -103,9 +103,9 @@ class TQPolicy(Policy):
 
         return self._submit(requests, WorkerPass.TRAIN.value).then(merge)
 
-    def submit_row_work(
-        self, meta: KVBatchMeta, plan: PackPlan, work: RowWork | Sequence[RowWork], *, stage: RowPass
-    ) -> Pending[RowWorkDone]:
+    def submit_map_rows(
+        self, meta: KVBatchMeta, plan: PackPlan, work: RowFunction | Sequence[RowFunction], *, stage: RowPass
+    ) -> Pending[RowResults]:
         """Let the workers do the work on their rows of `plan`, without the model.
 
         Args:
@@ -114,14 +114,14 @@ class TQPolicy(Policy):
         metas = self._metas(meta, plan)
         works = self._layout.spread(list(work) if isinstance(work, Sequence) else [work] * self._layout.dp)
         requests = [
-            ask(TQWorker.do_row_work, meta=part, work=of_rank, stage=stage)
+            ask(TQWorker.map_rows, meta=part, work=of_rank, stage=stage)
             for part, of_rank in zip(metas, works, strict=True)
         ]
 
-        def merge(results: Sequence[RowWorkResult]) -> RowWorkDone:
+        def merge(results: Sequence[RowWorkResult]) -> RowResults:
             self.driver_bytes += message_bytes((metas, works, results))
             done = self._layout.of_writers(results)
-            return RowWorkDone(
+            return RowResults(
                 meta=meta.with_written([result.meta for result in done]),
                 shards=tuple(result.numbers for result in done),
                 plan=plan,

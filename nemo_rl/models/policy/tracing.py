@@ -1,4 +1,4 @@
-"""`Tracing`: what a worker shows to the tracer's hub: one of its `Onlookers`, made with it.
+"""`Tracing`: what a worker shows to the tracer's hub: one of its `HookObservers`, made with it.
 
 The driver says which step begins and what is watched in it (`begin`, `end`), the same to all ranks; `TraceSink`
 reduces what is seen and sends the parts. Invariant: without a `TraceSpec` nothing is shown, and whatever becomes of
@@ -19,8 +19,8 @@ import torch
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import UserError
 from nemo_rl.models.policy.hooks import HookPoints
-from nemo_rl.models.policy.observer import Onlooker, PassRows, Sight, SiteSink
-from nemo_rl.models.policy.steps import ThisRank
+from nemo_rl.models.policy.observer import Capture, HookObserver, PassRows, SiteSink
+from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.trace_parts import ReducedValues, Vectors, part_of
 from nemo_rl.records.record import DimSplit, RecordPlace
 from nemo_rl.records.sites import Direction, SiteKind
@@ -66,7 +66,7 @@ class TraceSink:
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
         return self._step.plan.looks_at(kind, layer, direction, phase=self._phase, step=self._step.number)
 
-    def see(self, sight: Sight) -> None:
+    def see(self, sight: Capture) -> None:
         if not sight.is_first:
             return
         try:
@@ -75,7 +75,7 @@ class TraceSink:
             place = sight.place
             self._on_problem(f"{place.kind.value}, layer {place.layer}: {type(error).__name__}: {error}")
 
-    def _show(self, sight: Sight) -> None:
+    def _show(self, sight: Capture) -> None:
         reducers = self._reducers_of(sight.place)
         whole = [reducer for reducer in reducers if not isinstance(reducer, PerToken)]
         if whole:
@@ -95,7 +95,7 @@ class TraceSink:
             )
         return self._reducers[site]
 
-    def _send_whole(self, sight: Sight, reducers: Sequence[Reducer]) -> None:
+    def _send_whole(self, sight: Capture, reducers: Sequence[Reducer]) -> None:
         rows = sight.rows
         if rows is None:
             flat = sight.value.detach().reshape(1, -1)
@@ -109,7 +109,7 @@ class TraceSink:
         for reducer, part in parts.items():
             self._offer(sight, reducer, part, span=values.span, table=None, num_not_finite=bad)
 
-    def _send_tokens(self, sight: Sight, rows: PassRows, reducer: PerToken) -> None:
+    def _send_tokens(self, sight: Capture, rows: PassRows, reducer: PerToken) -> None:
         name, chosen_r = self._table(rows, reducer)
         if not len(chosen_r):
             return
@@ -150,7 +150,7 @@ class TraceSink:
         return self._tables[rows.number, kind]
 
     def _offer(
-        self, sight: Sight, reducer: Reducer, part: np.ndarray, *, span: Span, table: str | None, num_not_finite: int
+        self, sight: Capture, reducer: Reducer, part: np.ndarray, *, span: Span, table: str | None, num_not_finite: int
     ) -> None:
         place = sight.place
         message = FramePart(
@@ -295,7 +295,7 @@ class TracedPhases:
             self.link.say({"type": "problem", "text": text})
 
 
-class Tracing(Onlooker):
+class Tracing(HookObserver):
     """Shows the passes of a worker, step by step; the base class shows nothing."""
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
@@ -319,7 +319,7 @@ NO_TRACING = Tracing()
 class SiteTracing(TracedPhases, Tracing):
     """Shows the passes of this rank."""
 
-    def __init__(self, spec: TraceSpec, taps: HookPoints, here: ThisRank) -> None:
+    def __init__(self, spec: TraceSpec, taps: HookPoints, here: RankInfo) -> None:
         place = here.coordinates
         axes = {"dp": place.dp, "cp": place.cp, "tp": place.tp, "pp": place.pp}
         super().__init__(

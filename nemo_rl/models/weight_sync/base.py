@@ -100,7 +100,7 @@ class WeightSync(ABC):
         started, parties = time.monotonic(), self._parties
         before, self._version = self._version, -1
         parties.run_engines(ask(GenerationInterface.finish_generation))
-        replaced = parties.engines.heal()
+        replaced = parties.engines.restart_failed()
         parties.run_policy(ask(PolicyWorker.offload_before_refit))
         plan = self._with_delta(self._negotiate(), version, before=before)
         self._move(plan, partial(self._open_receipt, has_new_engines=bool(replaced)))
@@ -156,9 +156,10 @@ class WeightSync(ABC):
         if self._deltas is None:
             return plan
         held = self._parties.run_engines(ask(RefitTarget.delta_base))
-        births = self._parties.engines.births
+        incarnations = self._parties.engines.incarnations
         return replace(
-            plan, delta=self._deltas.next(version, before=before, slots=plan.slots, births=births, held=held)
+            plan,
+            delta=self._deltas.next(version, before=before, slots=plan.slots, incarnations=incarnations, held=held),
         )
 
     def _negotiate(self) -> RefitPlan:

@@ -181,7 +181,7 @@ class DeltaSchedule:
         *,
         before: int,
         slots: tuple[WeightSlot, ...],
-        births: Mapping[int, int],
+        incarnations: Mapping[int, int],
         held: Mapping[int, int | None],
     ) -> DeltaRefit:
         """Return how version `version` is sent.
@@ -189,7 +189,7 @@ class DeltaSchedule:
         Args:
             before: version of the last refit; -1 when there was none, or it failed.
             slots: what is sent.
-            births: of the engines: another count is another process.
+            incarnations: of the engines: another count is another process.
             held: version that each engine can build on; None: it takes whole buckets alone.
 
         Raises:
@@ -201,24 +201,24 @@ class DeltaSchedule:
                 f"{KEY}.enabled: true, but engine {deaf[0]} supports whole weights only: its `RefitTarget` has no "
                 "`delta_base`; set it to false"
             )
-        doubt = self._doubt(before, slots, births, held)
+        doubt = self._doubt(before, slots, incarnations, held)
         if doubt is not None and self._slots:
             logger.info("refit to version %d sends all weights whole: %s", version, doubt)
         self._num_since_full = 0 if doubt is not None else self._num_since_full + 1
-        self._slots, self._births = slots, dict(births)
+        self._slots, self._births = slots, dict(incarnations)
         return DeltaRefit(base=before if doubt is None else NO_VERSION, version=version)
 
     def _doubt(
         self,
         before: int,
         slots: tuple[WeightSlot, ...],
-        births: Mapping[int, int],
+        incarnations: Mapping[int, int],
         held: Mapping[int, int | None],
     ) -> str | None:
         """Return why a delta is not to be trusted, or None where it is."""
         if before == NO_VERSION:
             return "no refit has succeeded since"
-        if births != self._births:
+        if incarnations != self._births:
             return "the engines are not the same processes"
         if slots != self._slots:
             return "other weights are sent than before"

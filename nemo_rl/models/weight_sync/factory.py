@@ -97,7 +97,7 @@ class BroadcastWeightSync(WeightSync):
         self._members: Mapping[int, int] = {}
 
     def _negotiate(self) -> RefitPlan:
-        members = self._parties.engines.births
+        members = self._parties.engines.incarnations
         if members != self._members:
             self.buffer_is_on_device = self._join() == "nccl"
             self._members = members

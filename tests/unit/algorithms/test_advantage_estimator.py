@@ -82,7 +82,7 @@ def test_statistics_equal_a_slow_reference() -> None:
         group = [r for r, u in zip(rewards, uids, strict=True) if u == uid]
         assert stats.count[p] == len(group)
         assert stats.mean[p].item() == pytest.approx(statistics.fmean(group), rel=1e-7)
-        assert bool(stats.is_trivial[p]) == (len(set(group)) == 1)
+        assert bool(stats.is_zero_variance[p]) == (len(set(group)) == 1)
         assert stats.std[p].item() == pytest.approx(statistics.stdev(group), rel=1e-6, abs=1e-9)
 
 
@@ -90,21 +90,21 @@ def test_equal_rewards_are_trivial_even_where_their_mean_rounds() -> None:
     # 0.1 added nine times is not nine times 0.1, so a standard deviation need not come out as 0.
     stats = group_statistics(torch.full((9,), 0.1, dtype=torch.float64), ["a"] * 9)
     advantages = estimate_advantages(torch.full((9,), 0.1), stats, leave_one_out=True, normalize=True)
-    assert stats.row_is_trivial.all()
+    assert stats.row_is_zero_variance.all()
     assert stats.row_std.tolist() == [0.0] * 9
     assert advantages.tolist() == [0.0] * 9
 
 
 def test_almost_equal_rewards_are_not_trivial() -> None:
     stats = group_statistics(torch.tensor([1.0, 1.0 + 1e-12], dtype=torch.float64), ["a", "a"])
-    assert not stats.is_trivial.any()
+    assert not stats.is_zero_variance.any()
 
 
 def test_a_row_that_outscores_equal_siblings_is_in_no_trivial_group() -> None:
     # Its siblings' own spread is 0, the group's is not.
     stats = group_statistics(torch.tensor([1.0, 0.0, 0.0, 0.0]), ["a"] * 4)
     result = estimate_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), stats, leave_one_out=True, normalize=False)
-    assert not stats.is_trivial.any()
+    assert not stats.is_zero_variance.any()
     assert result.tolist() == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
 
 

@@ -14,7 +14,7 @@ from nemo_rl.algorithms.grpo import overlong_penalty, score_rows
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, TOKEN_ESTIMATORS
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.payload import RowScalars
+from nemo_rl.experience.payload import SampleStats
 
 OF_ROWS = [name for name, path in ADVANTAGE_ESTIMATORS.builtin.items() if TOKEN_ESTIMATORS.builtin.get(name) != path]
 """Those that give one advantage per row."""
@@ -30,8 +30,8 @@ def rows_of(
     lengths: Sequence[int] = LENGTHS,
     parts: Mapping[str, Sequence[float]] = PARTS,
     truncated: Sequence[bool] | None = None,
-) -> RowScalars:
-    return RowScalars(
+) -> SampleStats:
+    return SampleStats(
         rewards=np.asarray(rewards, dtype=np.float32),
         truncated=np.asarray(truncated or [False] * len(rewards)),
         response_lengths=np.asarray(lengths, dtype=np.int32),
@@ -44,7 +44,7 @@ def config_of(name: str = "grpo", **keys: object) -> GRPOConfig:
     return GRPOConfig.model_validate({"adv_estimator": estimator, "drop_zero_advantage_groups": False, **keys})
 
 
-def advantages(name: str, rows: RowScalars | None = None, uids: Sequence[str] = UIDS, **keys: object) -> list[float]:
+def advantages(name: str, rows: SampleStats | None = None, uids: Sequence[str] = UIDS, **keys: object) -> list[float]:
     return score_rows(rows or rows_of(), uids, config_of(name, **keys)).advantages.tolist()
 
 
@@ -163,7 +163,7 @@ def test_the_overlong_penalty_grows_in_the_buffer_and_no_further() -> None:
     assert overlong_penalty(lengths, longest=20480, buffer=4096, most=0.5).tolist()[2] == -0.25
 
 
-def shaped(rows: RowScalars, **keys: object) -> list[float]:
+def shaped(rows: SampleStats, **keys: object) -> list[float]:
     """Rewards after shaping, told by the estimator without baseline of groups of two opposite rows."""
     names = [f"u{row // 2}" for row in range(len(rows))]
     found = score_rows(rows, names, config_of("dr_grpo", **keys)).advantages.tolist()

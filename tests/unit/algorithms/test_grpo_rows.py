@@ -15,16 +15,16 @@ from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.payload import RowScalars
+from nemo_rl.experience.payload import SampleStats
 
 PACKED = {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 64}
 TWO = ParallelLayout(dp=2)
 LENGTHS = [5, 6, 7, 8, 5, 6, 7, 8]
 
 
-def carry(rewards: list[float], truncated: list[bool] | None = None) -> RowScalars:
+def carry(rewards: list[float], truncated: list[bool] | None = None) -> SampleStats:
     count = len(rewards)
-    return RowScalars(
+    return SampleStats(
         rewards=np.asarray(rewards, dtype=np.float32),
         truncated=np.asarray(truncated or [False] * count),
         response_lengths=np.full(count, 3, dtype=np.int32),
@@ -177,7 +177,7 @@ def test_scores_of_several_steps_are_joined_and_cut_by_row():
     rewards, names = [1.0, 0, 1, 1, 0, 1, 1, 0], [*uids(4), *uids(4, "v")]
     joined = score(rewards[:4]).concat(score(rewards[4:], "v"))
     assert joined.stats.row_group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert joined.stats.is_trivial.tolist() == [False, True, False, False]
+    assert joined.stats.is_zero_variance.tolist() == [False, True, False, False]
     # Groups keep their uid, so that scores of the joined rows are the joined scores, in whatever order the rows stand.
     order = [6, 0, 2, 4, 1, 7, 5, 3]
     rows = carry(rewards[:4]).concat(carry(rewards[4:])).select(order)

@@ -16,11 +16,11 @@ from rich.console import Console
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, StepsFolder
 from nemo_rl.algorithms.kept_steps.record import (
-    KeptError,
-    KeptOutcome,
-    KeptRows,
-    KeptStep,
     RunFacts,
+    SnapshotOutcome,
+    SnapshotRows,
+    StepError,
+    StepSnapshot,
     StepStatus,
     read_record,
     record_text,
@@ -37,7 +37,7 @@ from tests.helpers.runs import LOCAL, ROOT, load_recipe, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
 
-def a_step(number: int = 3, **changes: object) -> KeptStep:
+def a_step(number: int = 3, **changes: object) -> StepSnapshot:
     values: dict[str, object] = {
         "number": number,
         "partition": "train",
@@ -47,7 +47,7 @@ def a_step(number: int = 3, **changes: object) -> KeptStep:
         "policy_version": 2,
         "run": RunFacts(config={"grpo": {"seed": 1}}, world_size=1, stages=("rollout",), train_fields=("input_ids",)),
     }
-    return KeptStep(**{**values, **changes})
+    return StepSnapshot(**{**values, **changes})
 
 
 def write_step(steps: StepsFolder, number: int, *, size: int = 1000, whole: bool = True) -> None:
@@ -78,7 +78,7 @@ def test_keys_of_kept_steps_without_their_switch_are_refused(tmp_path: Path) -> 
 
 
 def test_a_record_comes_back_to_the_last_bit() -> None:
-    rows = KeptRows(
+    rows = SnapshotRows(
         keys=("a_g0", "a_g1"),
         lengths=(3, 4),
         tags={"reward": (0.1, 1.0), "weight_version": (2, 2), "why": (None, "x")},
@@ -88,7 +88,7 @@ def test_a_record_comes_back_to_the_last_bit() -> None:
         response_lengths=(1, 2),
         components={"odd": (0.5, float("nan"))},
     )
-    outcome = KeptOutcome(
+    outcome = SnapshotOutcome(
         losses=(float("nan"), 1e-300), weights=digest_weights([("w", torch.arange(5.0))]), metrics={"kl": float("inf")}
     )
     step = a_step(rows=rows, trained=(1, 0)).ended(outcome=outcome)
@@ -97,7 +97,7 @@ def test_a_record_comes_back_to_the_last_bit() -> None:
     assert record_text(again) == text and again.status is StepStatus.COMPLETE
     assert again.rows is not None and again.rows.tags == rows.tags and again.rows.versions == rows.versions
     assert again.rows.scalars.rewards.tolist() == torch.tensor([0.1, 1 / 3]).tolist()
-    failed = a_step().ended(error=KeptError(kind="NonFiniteError", text="NaN", stage="train"))
+    failed = a_step().ended(error=StepError(kind="NonFiniteError", text="NaN", stage="train"))
     assert read_record(record_text(failed)) == failed and failed.status is StepStatus.FAILED
 
 

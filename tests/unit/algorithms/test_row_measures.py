@@ -14,8 +14,8 @@ from nemo_rl.algorithms.row_measures import (
     KL,
     LOGPROB_ERROR,
     KlInReward,
-    MeasuredRows,
-    RowMeasures,
+    MeasuredStatistics,
+    TokenStatistics,
     less_penalties,
     logprob_errors,
     row_sums,
@@ -25,10 +25,10 @@ from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.experience.payload import RowScalars
+from nemo_rl.experience.payload import SampleStats
 
-ERRORS = RowMeasures(error_threshold=2.0)
-IN_REWARD = RowMeasures(kl=KlInReward(weight=0.1, clamp=0.5))
+ERRORS = TokenStatistics(error_threshold=2.0)
+IN_REWARD = TokenStatistics(kl=KlInReward(weight=0.1, clamp=0.5))
 
 
 def batch_of(rows: int = 5, width: int = 9, *, seed: int = 0, padding: int = 0) -> dict[str, torch.Tensor]:
@@ -91,7 +91,7 @@ def test_weight_and_clamp_are_those_of_the_recipe() -> None:
 def test_only_what_a_recipe_needs_is_read() -> None:
     assert ERRORS.input_fields == ("token_mask", "prev_logprobs", "generation_logprobs")
     assert IN_REWARD.input_fields == ("token_mask", "prev_logprobs", "reference_policy_logprobs")
-    both = RowMeasures(error_threshold=2.0, kl=IN_REWARD.kl)
+    both = TokenStatistics(error_threshold=2.0, kl=IN_REWARD.kl)
     assert both.input_fields == (*ERRORS.input_fields, "reference_policy_logprobs")
     assert set(both(batch_of()).numbers) == {LOGPROB_ERROR, KL}
 
@@ -128,7 +128,7 @@ def test_what_is_not_known_is_equal_and_what_is_infinite_is_bounded(
 
 def test_rows_above_the_threshold_lose_their_weight_and_others_are_not_counted() -> None:
     errors, weights = torch.tensor([1.0, 2.0, 2.5, 9.0]), torch.tensor([1.0, 0.5, 1.0, 0.0])
-    measured = MeasuredRows.of(weights, {LOGPROB_ERROR: errors}, threshold=2.0)
+    measured = MeasuredStatistics.of(weights, {LOGPROB_ERROR: errors}, threshold=2.0)
     assert measured.is_masked.tolist() == [False, False, True, False]
     assert measured.metrics() == {
         "seq_logprob_error_max": 2.5,
@@ -136,9 +136,9 @@ def test_rows_above_the_threshold_lose_their_weight_and_others_are_not_counted()
         "seq_logprob_error_masked_rows": 1.0,
         "seq_logprob_error_masked_share": pytest.approx(1 / 3),
     }
-    nothing = MeasuredRows.of(weights, {}, threshold=None)
+    nothing = MeasuredStatistics.of(weights, {}, threshold=None)
     assert not nothing.is_masked.any() and nothing.metrics() == {}
-    of_kl = MeasuredRows.of(weights, {KL: torch.tensor([1.0, 2.0, 3.0, 99.0])}, threshold=None)
+    of_kl = MeasuredStatistics.of(weights, {KL: torch.tensor([1.0, 2.0, 3.0, 99.0])}, threshold=None)
     assert of_kl.metrics() == {"kl_in_reward": 2.0}
 
 
@@ -149,10 +149,10 @@ def test_sums_leave_out_what_is_not_in_the_mask() -> None:
     assert row_sums(values, torch.zeros_like(mask)).tolist() == [0.0, 0.0]
 
 
-def groups_of(rewards: list[float], **keys: object) -> tuple[RowScalars, ScoredRows, GRPOConfig]:
+def groups_of(rewards: list[float], **keys: object) -> tuple[SampleStats, ScoredRows, GRPOConfig]:
     """Groups of three."""
     config = GRPOConfig.model_validate(keys)
-    rows = RowScalars(
+    rows = SampleStats(
         rewards=np.asarray(rewards, dtype=np.float32),
         truncated=np.asarray([row == 4 for row in range(len(rewards))]),
         response_lengths=np.arange(1, len(rewards) + 1, dtype=np.int32),

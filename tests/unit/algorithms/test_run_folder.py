@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.run_folder import cut_rollouts, open_run_folders, used_folder_problems
+from nemo_rl.algorithms.run_folder import open_run_folders, truncate_rollouts, used_folder_problems
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import RunFolderError
 
@@ -117,5 +117,5 @@ def test_two_runs_that_share_only_their_checkpoints_are_refused(tmp_path):
 def test_rollouts_after_the_resumed_step_are_removed(tmp_path):
     kept = {f"rollouts/{name}.jsonl" for name in ("step_2", "step_9", "val_step_9", "step_\u00b2")} | {"step_12.jsonl"}
     write(tmp_path, *kept, *(f"rollouts/{name}.jsonl" for name in ("step_10", "step_11", "val_step_10")))
-    cut_rollouts(tmp_path, resume_step=9)
+    truncate_rollouts(tmp_path, resume_step=9)
     assert files(tmp_path) == kept

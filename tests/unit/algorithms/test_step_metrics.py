@@ -14,8 +14,8 @@ from nemo_rl.algorithms.stages.state import ChosenRows, begin_step
 from nemo_rl.algorithms.step_metrics import (
     data_plane_metrics,
     informative_kl,
-    lag_metrics,
     pack_metrics,
+    staleness_metrics,
     step_metrics,
     training_speed,
 )
@@ -24,7 +24,7 @@ from nemo_rl.data.sampler import PromptDraw
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals
 from nemo_rl.distributed.packing import PackPlan, plan_fixed
-from nemo_rl.experience.payload import RowScalars
+from nemo_rl.experience.payload import SampleStats
 from nemo_rl.experience.rollout_worker import RolloutResult
 from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.utils.metrics import Mean, Sum
@@ -101,7 +101,7 @@ def test_pack_metrics_say_how_far_a_plan_is_from_the_best() -> None:
 
 def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
     config = load_config(RECIPE)
-    carry = RowScalars(
+    carry = SampleStats(
         rewards=np.asarray([1, 0, 1, 1], dtype=np.float32),
         truncated=np.asarray([False, True, False, False]),
         response_lengths=np.asarray([2, 4, 3, 3], dtype=np.int32),
@@ -142,10 +142,10 @@ def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
 
 
 def test_the_lag_of_a_batch_is_told_by_its_rows_and_only_where_there_is_one() -> None:
-    mixed = lag_metrics(np.asarray([4, 3, 1, 4]), policy_version=4)
-    assert mixed == {"rollout/weight_lag_min": 0.0, "rollout/weight_lag_max": 3.0, "rollout/weight_lag_mean": 1.0}
-    assert lag_metrics(np.asarray([4, 4]), policy_version=4) == {}
-    old = lag_metrics(np.asarray([3, 3]), policy_version=4)
+    mixed = staleness_metrics(np.asarray([4, 3, 1, 4]), policy_version=4)
+    assert mixed == {"rollout/staleness_min": 0.0, "rollout/staleness_max": 3.0, "rollout/staleness_mean": 1.0}
+    assert staleness_metrics(np.asarray([4, 4]), policy_version=4) == {}
+    old = staleness_metrics(np.asarray([3, 3]), policy_version=4)
     assert set(old.values()) == {1.0}
 
 

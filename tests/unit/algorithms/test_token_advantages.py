@@ -32,7 +32,7 @@ from nemo_rl.algorithms.token_work import (
 from nemo_rl.config.loss import LOSS_TRAITS
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.errors import ConfigError, NonFiniteError
-from nemo_rl.experience.payload import RowScalars
+from nemo_rl.experience.payload import SampleStats
 
 KL = KlInReward(weight=0.1, clamp=20.0)
 REWARDS = [1.0, 0.0, 0.0, 0.5, 0.25, 0.25, 1.0, 1.0, 0.0]
@@ -79,7 +79,7 @@ def columns_of(*, padding: int = 0) -> dict[str, torch.Tensor]:
 
 
 def work_of(estimator: TokenEstimator, *, kl: KlInReward | None = KL, **grpo: object) -> TokenWork:
-    rows = RowScalars(
+    rows = SampleStats(
         rewards=np.asarray(REWARDS, dtype=np.float32),
         truncated=np.zeros(len(REWARDS), dtype=bool),
         response_lengths=np.asarray(LENGTHS, dtype=np.int32) - PROMPT,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from nemo_rl.data_plane.keys import group_uid, keys_of_groups, mint_uids
+from nemo_rl.data_plane.keys import group_uid, keys_of_groups, new_group_ids
 
 
 def test_keys_are_unique_and_name_their_group() -> None:
-    uids = mint_uids(3)
+    uids = new_group_ids(3)
     keys = keys_of_groups(uids, 2)
     assert len(set(keys)) == 6 and [key.rsplit("_g", 1)[1] for key in keys] == ["0", "1"] * 3
     assert [group_uid(key) for key in keys] == [uid for uid in uids for _ in range(2)]
@@ -14,5 +14,5 @@ def test_keys_are_unique_and_name_their_group() -> None:
 
 
 def test_steps_and_epochs_mint_uids_of_their_own() -> None:
-    steps = [mint_uids(4) for _ in range(500)]
+    steps = [new_group_ids(4) for _ in range(500)]
     assert len({uid for step in steps for uid in step}) == 2000

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.kept_steps.record import KeptStep, RunFacts
+from nemo_rl.algorithms.kept_steps.record import RunFacts, StepSnapshot
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.verdict import Verdict
@@ -19,7 +19,7 @@ RECIPES = ("grpo_sort_tp2_cpu", "grpo_sort_megatron_pp2_cpu", "grpo_sort_moe_r3_
 def settings_of(recipe: str, **request: object) -> ReplaySettings:
     config = load_recipe(ROOT / "configs" / "recipes" / f"{recipe}.yaml")
     facts = RunFacts(config=config.model_dump(mode="json"), world_size=2, stages=(), train_fields=())
-    step = KeptStep(number=1, partition="train", prompts=(), uids=(), keys=(), policy_version=0, run=facts)
+    step = StepSnapshot(number=1, partition="train", prompts=(), uids=(), keys=(), policy_version=0, run=facts)
     return replay_settings(ReplayRequest(run=Path("run"), step=1, **request), step)
 
 
@@ -52,7 +52,7 @@ def test_code_of_strangers_is_named_and_not_imported(key: str, name: str) -> Non
         section = section[part]
     section[last] = name
     facts = RunFacts(config=config, world_size=2, stages=(), train_fields=())
-    step = KeptStep(number=1, partition="train", prompts=(), uids=(), keys=(), policy_version=0, run=facts)
+    step = StepSnapshot(number=1, partition="train", prompts=(), uids=(), keys=(), policy_version=0, run=facts)
     with pytest.raises(ReplayProblem, match=rf"step.json: .*{key}: '{name}'. Add --allow-code") as caught:
         replay_settings(ReplayRequest(run=Path("run"), step=1), step)
     assert caught.value.verdict is Verdict.USAGE

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.distributed.abort import FirstCause, is_symptom
+from nemo_rl.distributed.abort import RootCause, is_secondary
 from nemo_rl.errors import CollectiveTimeout, ConfigError, KeysNotFound, NonFiniteError, WorkerError
 
 CLOSED = "[/pair.cc:553] Connection closed by peer [127.0.0.1]:63198"
 
 
 def round_trip(error: BaseException) -> BaseException:
-    return FirstCause.from_json(FirstCause.of(error, rank=3, stage="train").to_json()).to_error()
+    return RootCause.from_json(RootCause.of(error, rank=3, stage="train").to_json()).to_error()
 
 
 def test_an_error_becomes_a_worker_error_of_its_rank():
@@ -48,4 +48,4 @@ def test_an_error_that_came_from_another_rank_keeps_that_rank_and_its_text():
     ],
 )
 def test_only_what_a_peer_does_to_a_rank_is_a_symptom(error, expected):
-    assert is_symptom(error) is expected
+    assert is_secondary(error) is expected

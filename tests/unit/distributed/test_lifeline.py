@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 60.0
 SCRIPT = """
 import sys, time
-from nemo_rl.distributed.liveness import Lifeline
-Lifeline(sys.argv[1], lost_s=0.3, look_s=0.05)
+from nemo_rl.distributed.liveness import DriverWatchdog
+DriverWatchdog(sys.argv[1], lost_s=0.3, look_s=0.05)
 print("begun", flush=True)
 time.sleep(600)
 """

@@ -66,15 +66,15 @@ def add(fleet: WorkerFleet) -> dict[int, int]:
 
 def test_a_dead_member_is_left_out_and_started_anew(fleet):
     other = fleet.copy()
-    assert add(fleet) == {0: 10, 1: 11} and fleet.births == {0: 1, 1: 1}
+    assert add(fleet) == {0: 10, 1: 11} and fleet.incarnations == {0: 1, 1: 1}
     with pytest.raises(
         WorkerLost, match=r"rank 1, stage dying: the worker process died \(member worker, process \d+\)"
     ):
         fleet.run_one(1, Call(request=ask(Member.die), stage="dying", timeout_s=60))
     assert add(fleet) == {0: 10} and fleet.numbers == (0,)
     # Whoever else knows the process hears of its end by asking.
-    assert add(other) == {0: 10} and other.heal() == ()
-    assert fleet.heal() == (1,) and fleet.births == {0: 1, 1: 2}
+    assert add(other) == {0: 10} and other.restart_failed() == ()
+    assert fleet.restart_failed() == (1,) and fleet.incarnations == {0: 1, 1: 2}
     assert add(fleet) == {0: 10, 1: 11} == add(fleet.copy())
 
 
@@ -83,7 +83,7 @@ def test_a_member_that_stands_still_is_left_out_and_ended(fleet):
     stopped = psutil.Process(processes[0])
     with pytest.raises(WorkerLate, match=r"ranks \[0\] did not finish in 2 s .*raise engine.key if"):
         fleet.run_one(0, Call(request=ask(Member.stop), stage="stopping", timeout_s=2, deadline_key="engine.key"))
-    assert add(fleet) == {1: 11} and fleet.heal() == (0,)
+    assert add(fleet) == {1: 11} and fleet.restart_failed() == (0,)
     _, left = psutil.wait_procs([stopped], timeout=GONE_S)
     assert not left, "the process that stood still is still there"
 
@@ -100,7 +100,7 @@ def test_with_none_left_the_first_loss_is_raised(fleet):
     with pytest.raises(WorkerError, match="rank 0, stage dying"):
         add(fleet)
     # Another end of all has another cause.
-    assert fleet.heal() == (0, 1)
+    assert fleet.restart_failed() == (0, 1)
     with pytest.raises(WorkerLost, match="rank 0, stage again: the worker process died"):
         fleet.run(ask(Member.die), stage="again", timeout_s=60)
 
@@ -114,4 +114,4 @@ def test_a_member_that_never_starts_again_is_given_up(ray_cluster):
 
     fleet = WorkerFleet([started(0)], start=start)
     fleet.lose(0, WorkerLost("gone", rank=0, stage="adding"))
-    assert [fleet.heal() for _ in range(4)] == [()] * 4 and tries == [0] * MOST_STARTS
+    assert [fleet.restart_failed() for _ in range(4)] == [()] * 4 and tries == [0] * MOST_STARTS

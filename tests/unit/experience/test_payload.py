@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
-from nemo_rl.experience.payload import RowScalars, build_columns, mean_of_scored
+from nemo_rl.experience.payload import SampleStats, build_columns, mean_of_scored
 from nemo_rl.experience.rollout_worker import RolloutResult
 from nemo_rl.models.generation.interfaces import GenerationOutput
 from nemo_rl.utils.metrics import Sum
@@ -34,9 +34,9 @@ def test_columns_are_prompt_then_response_then_padding():
     assert batch.tensor("input_ids").dtype == torch.int32
 
 
-def carry(rewards: list[float], **components: list[float]) -> RowScalars:
+def carry(rewards: list[float], **components: list[float]) -> SampleStats:
     count = len(rewards)
-    return RowScalars(
+    return SampleStats(
         rewards=np.array(rewards, dtype=np.float32),
         truncated=np.array([row % 2 == 1 for row in range(count)]),
         response_lengths=np.arange(4, 4 + count, dtype=np.int32),

@@ -206,9 +206,9 @@ ONE, TWO = {0: 1}, {0: 1, 1: 1}
 
 def base_of(schedule: DeltaSchedule, version: int, **changes: object) -> int:
     """-1: all weights are sent."""
-    given: dict[str, object] = {"before": version - 1, "slots": SLOTS, "births": TWO}
+    given: dict[str, object] = {"before": version - 1, "slots": SLOTS, "incarnations": TWO}
     given |= changes
-    given.setdefault("held", dict.fromkeys(given["births"], given["before"]))  # type: ignore[call-overload]
+    given.setdefault("held", dict.fromkeys(given["incarnations"], given["before"]))  # type: ignore[call-overload]
     return schedule.next(version, **given).base  # type: ignore[arg-type]
 
 
@@ -221,8 +221,8 @@ def test_one_of_so_many_refits_is_whole() -> None:
     "doubt",
     [
         {"before": -1},
-        {"births": {0: 1, 1: 2}},
-        {"births": {0: 1}},
+        {"incarnations": {0: 1, 1: 2}},
+        {"incarnations": {0: 1}},
         {"held": {0: 1, 1: -1}},
         {"held": {0: 1, 1: 0}},
         {"slots": (WeightSlot(name="w", dtype="float32", shape=(4,)),)},
@@ -233,7 +233,7 @@ def test_after_any_doubt_all_weights_are_sent_once(doubt: dict[str, object]) -> 
     schedule = DeltaSchedule(full_every=99)
     assert [base_of(schedule, version) for version in (0, 1)] == [-1, 0]
     assert base_of(schedule, 2, **doubt) == -1
-    lasting = {name: value for name, value in doubt.items() if name in ("births", "slots")}
+    lasting = {name: value for name, value in doubt.items() if name in ("incarnations", "slots")}
     assert base_of(schedule, 3, **lasting) == 2
 
 

@@ -22,7 +22,7 @@ from nemo_rl.models.generation.interfaces import traced_row
 from nemo_rl.models.generation.torch_engine.decode import NO_OBSERVER, DecodeObserver
 from nemo_rl.models.hf_modules import HFSites
 from nemo_rl.models.policy.hooks import HookPoint, TokenPositions
-from nemo_rl.models.policy.observer import PassRows, Sight, SiteSink
+from nemo_rl.models.policy.observer import Capture, PassRows, SiteSink
 from nemo_rl.models.policy.tracing import GroupPlace, TracedPhases, TraceSink, TraceSpec
 from nemo_rl.records.record import RecordPlace, TokenTable
 from nemo_rl.records.sites import Direction, SiteKind
@@ -108,7 +108,7 @@ class RequestSites(ObservedRequest):
         self._current = _DecodePass(num_rows=len(ids), rows=rows)
         if self._sink.takes(SiteKind.TOKENS, None, Direction.FORWARD):
             place = RecordPlace(kind=SiteKind.TOKENS, phase=self._phase)
-            self._sink.see(Sight(place=place, value=ids, rows=every, is_first=True))
+            self._sink.see(Capture(place=place, value=ids, rows=every, is_first=True))
 
     def pass_rows(self, table: TokenTable, at: tuple[torch.Tensor, ...], *, is_whole: bool) -> PassRows:
         """Return the rows of a pass, under a number of their own."""
@@ -121,7 +121,7 @@ class RequestSites(ObservedRequest):
             current = self._current
             if current is not None:
                 by_rows = tap.order.by_rows(value.detach(), current.num_rows)
-                self._sink.see(Sight(place=place, value=by_rows, rows=current.rows[tap.tokens], is_first=True))
+                self._sink.see(Capture(place=place, value=by_rows, rows=current.rows[tap.tokens], is_first=True))
 
         return deliver
 

@@ -1,8 +1,8 @@
 """The start of one vLLM engine: variables of its process, arguments, and checks of both before a run.
 
 Imports no vLLM, which takes ten seconds and reads the variables: `build_vllm_worker` sets them before the first import.
-`preflight` calls `check_vllm` through `ENGINE_TRAITS`; what only vLLM knows is found when the engines start, before
-training. Invariant: an argument of vLLM that has a key of ours is set by that key alone.
+`preflight` calls `check_vllm` through `ENGINE_CAPABILITIES`; what only vLLM knows is found when the engines start,
+before training. Invariant: an argument of vLLM that has a key of ours is set by that key alone.
 """
 
 from __future__ import annotations

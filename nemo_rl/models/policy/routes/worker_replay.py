@@ -25,7 +25,7 @@ from nemo_rl.errors import FieldNotProduced, name_some
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
 from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, ReplayAction, RouteReplayer, microbatch_routes
 from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
-from nemo_rl.models.policy.steps import ThisRank, row_names
+from nemo_rl.models.policy.steps import RankInfo, row_names
 from nemo_rl.routes.shape import MISSING, RouteShape
 from nemo_rl.utils.metrics import Reduction
 from nemo_rl.utils.r3_trace import (
@@ -342,7 +342,7 @@ class NoReplay(Replay):
 class WorkerReplay(Replay):
     """(collective over the job: the constructor) Router replay of this rank."""
 
-    def __init__(self, routers: Routers, here: ThisRank) -> None:
+    def __init__(self, routers: Routers, here: RankInfo) -> None:
         self.routers, self.shape = routers, routers.shape
         self._here = here
         everywhere: list[tuple[int, ...]] = [()] * here.layout.world_size

@@ -21,14 +21,14 @@ from nemo_rl.data_plane.worker_mixin import ReplicaMember
 from nemo_rl.distributed.abort import AbortWatch, NoWatch, StepWatch
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, job_store, new_group
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.models.policy.observer import Onlooker, Onlookers
+from nemo_rl.models.policy.observer import HookObserver, HookObservers
 from nemo_rl.models.policy.recording import NO_RECORDING, RecordSpec, SiteRecording
 from nemo_rl.models.policy.routes.worker_replay import NoReplay, Replay, WorkerReplay
-from nemo_rl.models.policy.steps import ThisRank
+from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.tracing import NO_TRACING, SiteTracing, TraceSpec
 from nemo_rl.models.policy.workers.base import DeviceSide
 from nemo_rl.models.policy.workers.engine import Engine, EngineFactory
-from nemo_rl.models.policy.workers.life_cycle import LifeCycle
+from nemo_rl.models.policy.workers.life_cycle import DeviceStates
 from nemo_rl.models.policy.workers.passes import Passes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
 from nemo_rl.models.policy.workers.refit_source import RefitSource
@@ -58,7 +58,7 @@ def compose_worker(
     layout: ParallelLayout | None = None,
     record: RecordSpec | None = None,
     trace: TraceSpec | None = None,
-    onlookers: Sequence[Onlooker] = (),
+    onlookers: Sequence[HookObserver] = (),
 ) -> PolicyWorker:
     """(collective) Make one rank of the policy, without a data plane; a single rank makes its own process group.
 
@@ -85,7 +85,7 @@ def compose_worker(
         layout = layout or ParallelLayout.of_policy(config, world_size=world_size)
         parts = compose_parts(
             config,
-            ThisRank(layout=layout, rank=rank, device=chosen),
+            RankInfo(layout=layout, rank=rank, device=chosen),
             num_steps=num_steps,
             collective_timeout_s=collective_timeout_s,
             seed=seed,
@@ -101,7 +101,7 @@ def compose_worker(
 
 def compose_parts(
     config: PolicyConfig,
-    here: ThisRank,
+    here: RankInfo,
     *,
     num_steps: int,
     collective_timeout_s: float,
@@ -110,7 +110,7 @@ def compose_parts(
     owns_group: bool,
     record: RecordSpec | None = None,
     trace: TraceSpec | None = None,
-    onlookers: Sequence[Onlooker] = (),
+    onlookers: Sequence[HookObserver] = (),
 ) -> WorkerParts:
     """(collective) Return the parts of one rank, in a process whose default process group exists.
 
@@ -128,7 +128,7 @@ def compose_parts(
         recording = NO_RECORDING if record is None or taps is None else SiteRecording(record, taps, here)
         tracing = NO_TRACING if trace is None or taps is None else SiteTracing(trace, taps, here)
         undo.callback(tracing.close)
-        life = LifeCycle(engine, device_side, rank=here.rank, keep_reference=keep_reference)
+        life = DeviceStates(engine, device_side, rank=here.rank, keep_reference=keep_reference)
         group = new_group(range(here.layout.world_size), backend="gloo")
         assert group is not None, "every rank is in it"
         saving = Saving(engine, life, tokenizer, group)
@@ -141,7 +141,7 @@ def compose_parts(
         engine=engine,
         replay=replay,
         life=life,
-        passes=Passes(config, here, engine, life, replay, Onlookers(taps, (recording, tracing, *onlookers))),
+        passes=Passes(config, here, engine, life, replay, HookObservers(taps, (recording, tracing, *onlookers))),
         recording=recording,
         tracing=tracing,
         refit=RefitSource(
@@ -158,7 +158,7 @@ def _engine_factory(config: PolicyConfig) -> EngineFactory:
     return TRAINING_ENGINES.load(name, key=f"policy.{name}_cfg.enabled")
 
 
-def _replay(config: PolicyConfig, engine: Engine, here: ThisRank) -> Replay:
+def _replay(config: PolicyConfig, engine: Engine, here: RankInfo) -> Replay:
     if not config.router_replay.enabled:
         return NoReplay()
     return WorkerReplay(engine.routers(validates=router_replay_validate_enabled()), here)
@@ -231,7 +231,7 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
     with start:
         parts = compose_parts(
             spec.policy,
-            ThisRank(layout=spec.layout, rank=spec.rank.rank, device=device),
+            RankInfo(layout=spec.layout, rank=spec.rank.rank, device=device),
             num_steps=spec.num_steps,
             collective_timeout_s=spec.collective_timeout_s,
             seed=spec.seed,

@@ -22,13 +22,13 @@ from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight, paralle
 from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
 from nemo_rl.models.dtensor.weights import fill_shards, make_room, open_source
 from nemo_rl.models.hf_modules import HFRouters, HFSites
-from nemo_rl.models.loading import build_skeleton, decoder_sizes, named_weights
+from nemo_rl.models.loading import build_meta_model, decoder_sizes, named_weights
 from nemo_rl.models.policy.hooks import HookPoints, TokenPositions
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
-from nemo_rl.models.policy.steps import BatchForm, ThisRank
+from nemo_rl.models.policy.steps import BatchForm, RankInfo
 from nemo_rl.models.policy.workers.base import (
     Placement,
     WorkerState,
@@ -49,7 +49,7 @@ Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 def taps_of(
-    model: PolicyModel, here: ThisRank, groups: ParallelGroups, scaler: LossScaler, *, weights: Weights
+    model: PolicyModel, here: RankInfo, groups: ParallelGroups, scaler: LossScaler, *, weights: Weights
 ) -> HookPoints:
     """Return the sites of this rank.
 
@@ -78,7 +78,7 @@ def _gradients(model: PolicyModel, scaler: LossScaler) -> Iterator[tuple[str, to
             yield name, gradient if scaler.scale == 1.0 else gradient / scaler.scale
 
 
-def _split_of(here: ThisRank, module: torch.nn.Module, dim: int) -> DimSplit | None:
+def _split_of(here: RankInfo, module: torch.nn.Module, dim: int) -> DimSplit | None:
     """Return this rank's part of the features, as the module's weight has been split over the tensor axis."""
     weight = module._parameters.get("weight")
     if not isinstance(weight, DTensor):
@@ -93,11 +93,11 @@ class DTensorEngine(Engine):
     """FSDP2 over data x context ranks, with tensor and sequence parallelism."""
 
     def __init__(
-        self, config: PolicyConfig, here: ThisRank, *, num_steps: int, collective_timeout_s: float, seed: int
+        self, config: PolicyConfig, here: RankInfo, *, num_steps: int, collective_timeout_s: float, seed: int
     ) -> None:
         """(collective) Make the engine of this rank; its groups have the deadline of the default one."""
         self._config, self._here, self._device = config, here, here.device
-        hf = build_skeleton(config.model_name)
+        hf = build_meta_model(config.model_name)
         source = open_source(config.model_name, hf)
         # Tensor parallel ranks hold the same activations, so they must drop the same ones.
         torch.manual_seed(seed + here.rank // here.layout.tp)

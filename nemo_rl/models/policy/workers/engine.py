@@ -18,7 +18,7 @@ from nemo_rl.models.policy.hooks import HookPoints
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
-from nemo_rl.models.policy.steps import BatchForm, Runner, ThisRank
+from nemo_rl.models.policy.steps import BatchForm, RankInfo, Runner
 from nemo_rl.models.policy.workers.base import Placement, WorkerState
 from nemo_rl.utils.flops import TransformerShape
 
@@ -134,7 +134,7 @@ class EngineFactory(Protocol):
     """(collective) Makes the engine of one rank."""
 
     def __call__(
-        self, config: PolicyConfig, here: ThisRank, *, num_steps: int, collective_timeout_s: float, seed: int
+        self, config: PolicyConfig, here: RankInfo, *, num_steps: int, collective_timeout_s: float, seed: int
     ) -> Engine:
         """Args:
             num_steps: training calls of the whole run, for the learning-rate schedule.

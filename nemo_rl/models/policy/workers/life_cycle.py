@@ -1,4 +1,4 @@
-"""`LifeCycle`: states of a policy worker, what memory they take, and its reference weights.
+"""`DeviceStates`: states of a policy worker, what memory they take, and its reference weights.
 
 A part of the worker. Invariant: after each state change parameters, gradients and optimizer state are where the state
 promises (`base.check_placement`).
@@ -17,7 +17,7 @@ from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState, pinned_c
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.shards import local_shard
 
-__all__ = ["LifeCycle", "Shards"]
+__all__ = ["DeviceStates", "Shards"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Shards:
             torch.cuda.synchronize(self._device_side.device)
 
 
-class LifeCycle:
+class DeviceStates:
     """Moves a worker between its states. Starts ready for training.
 
     Args:

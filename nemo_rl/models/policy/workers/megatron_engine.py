@@ -39,7 +39,7 @@ from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
-from nemo_rl.models.policy.steps import BatchForm, ThisRank
+from nemo_rl.models.policy.steps import BatchForm, RankInfo
 from nemo_rl.models.policy.workers.base import Placement, WorkerState, check_placement, placement_of
 from nemo_rl.models.policy.workers.engine import Engine, Snapshot
 from nemo_rl.routes.shape import RouteShape
@@ -110,7 +110,7 @@ class MegatronEngine(Engine):
     """
 
     def __init__(
-        self, config: PolicyConfig, here: ThisRank, *, num_steps: int, collective_timeout_s: float, seed: int
+        self, config: PolicyConfig, here: RankInfo, *, num_steps: int, collective_timeout_s: float, seed: int
     ) -> None:
         """(collective) Make the engine of this rank."""
         self._config, self._here = config, here

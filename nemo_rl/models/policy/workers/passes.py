@@ -18,13 +18,13 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.policy.interfaces import ADVANTAGES, SQUARED_PROBS, TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
-from nemo_rl.models.policy.observer import NO_ONLOOKERS, Onlookers
+from nemo_rl.models.policy.observer import NO_HOOK_OBSERVERS, HookObservers
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
-from nemo_rl.models.policy.steps import BatchForm, ThisRank, check_same_plan, loss_scales
+from nemo_rl.models.policy.steps import BatchForm, RankInfo, check_same_plan, loss_scales
 from nemo_rl.models.policy.workers.base import WorkerState, device_name
 from nemo_rl.models.policy.workers.engine import Engine
-from nemo_rl.models.policy.workers.life_cycle import LifeCycle
+from nemo_rl.models.policy.workers.life_cycle import DeviceStates
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
 
@@ -52,11 +52,11 @@ class Passes:
     def __init__(
         self,
         config: PolicyConfig,
-        here: ThisRank,
+        here: RankInfo,
         engine: Engine,
-        life: LifeCycle,
+        life: DeviceStates,
         replay: Replay,
-        onlookers: Onlookers = NO_ONLOOKERS,
+        onlookers: HookObservers = NO_HOOK_OBSERVERS,
     ) -> None:
         self._config, self._here, self._engine, self._life = config, here, engine, life
         self._replay, self._onlookers = replay, onlookers
@@ -211,7 +211,7 @@ class Passes:
             select_NT = batch.tensor(TOKEN_MASK).bool()
         else:
             select_NT = torch.ones_like(batch.tensor("input_ids"), dtype=torch.bool)
-        onlookers = self._onlookers if phase is not None else NO_ONLOOKERS
+        onlookers = self._onlookers if phase is not None else NO_HOOK_OBSERVERS
         with onlookers.phase(phase or WorkerPass.PREV_LOGPROBS, batch) as observer:
             runner = self._engine.runner(layout, routes, observer)
             return runner.logprobs(batch, microbatches, select_NT, computed=computed).cpu()

@@ -6,7 +6,7 @@ order.
 
     PolicyWorker
       passes   Passes                           train, log-probabilities      -> engine, life, replay
-      life     LifeCycle                        states, memory, reference     -> engine
+      life     DeviceStates                        states, memory, reference     -> engine
       refit    RefitSource                      weights to the engines        -> engine, life
       saving   Saving                           checkpoints                   -> engine, life
       replay   WorkerReplay | NoReplay          routes of each pass
@@ -35,11 +35,11 @@ from nemo_rl.models.policy.interfaces import LossFunction, TensorInfo, TrainResu
 from nemo_rl.models.policy.recording import Recording
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import Replay
-from nemo_rl.models.policy.steps import ThisRank
+from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.tracing import Tracing
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.engine import Engine
-from nemo_rl.models.policy.workers.life_cycle import LifeCycle
+from nemo_rl.models.policy.workers.life_cycle import DeviceStates
 from nemo_rl.models.policy.workers.passes import Passes, RankRoutes
 from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.policy.workers.saving import Saving
@@ -56,12 +56,12 @@ class WorkerParts:
     """The parts of a worker."""
 
     config: PolicyConfig
-    here: ThisRank
+    here: RankInfo
     tokenizer: PreTrainedTokenizerBase
     device_side: DeviceSide
     engine: Engine
     replay: Replay
-    life: LifeCycle
+    life: DeviceStates
     passes: Passes
     recording: Recording
     tracing: Tracing
@@ -176,7 +176,7 @@ class PolicyWorker:
         return self.life.use_reference_model()
 
     def memory_report(self) -> dict[str, int]:
-        """Return bytes since the last report; see `LifeCycle.memory_report`."""
+        """Return bytes since the last report; see `DeviceStates.memory_report`."""
         return self.life.memory_report()
 
     # Refit; see `RefitSource`.

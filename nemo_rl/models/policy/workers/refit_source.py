@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.engine import Engine
-from nemo_rl.models.policy.workers.life_cycle import LifeCycle
+from nemo_rl.models.policy.workers.life_cycle import DeviceStates
 from nemo_rl.models.weight_sync import buckets, transport
 from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan, in_dtypes
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
@@ -32,7 +32,13 @@ class RefitSource:
     """
 
     def __init__(
-        self, engine: Engine, life: LifeCycle, device_side: DeviceSide, *, rank: int, takes_fingerprints: bool = False
+        self,
+        engine: Engine,
+        life: DeviceStates,
+        device_side: DeviceSide,
+        *,
+        rank: int,
+        takes_fingerprints: bool = False,
     ) -> None:
         self._engine, self._life, self._device_side, self._rank = engine, life, device_side, rank
         self._takes_fingerprints = takes_fingerprints and rank == 0

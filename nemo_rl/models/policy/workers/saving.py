@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.checkpoint_folder import save_tokenizer
 from nemo_rl.models.policy.workers.engine import Engine, Snapshot
-from nemo_rl.models.policy.workers.life_cycle import LifeCycle
+from nemo_rl.models.policy.workers.life_cycle import DeviceStates
 
 __all__ = ["Saving"]
 
@@ -33,7 +33,7 @@ class Saving:
     """
 
     def __init__(
-        self, engine: Engine, life: LifeCycle, tokenizer: PreTrainedTokenizerBase, group: dist.ProcessGroup
+        self, engine: Engine, life: DeviceStates, tokenizer: PreTrainedTokenizerBase, group: dist.ProcessGroup
     ) -> None:
         self._engine, self._life, self._tokenizer, self._group = engine, life, tokenizer, group
         self._running: _Thread | None = None

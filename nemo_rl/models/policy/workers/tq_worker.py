@@ -25,7 +25,7 @@ from nemo_rl.models.logprobs import k3
 from nemo_rl.models.policy.interfaces import SQUARED_PROBS, LossFunction, TrainResult
 from nemo_rl.models.policy.routes.slices import RouteSlices, ShardRoutes
 from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
-from nemo_rl.models.policy.steps import ThisRank
+from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.passes import Passes, RankRoutes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
@@ -133,7 +133,7 @@ class StoredRoutes:
     """Router replay over the data plane."""
 
     config: RouterReplayConfig
-    here: ThisRank
+    here: RankInfo
     replica: ReplicaMember
     replay: WorkerReplay
     passes: Passes

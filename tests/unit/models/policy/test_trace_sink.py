@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_rl.errors import UserError
-from nemo_rl.models.policy.observer import PassRows, Sight
+from nemo_rl.models.policy.observer import Capture, PassRows
 from nemo_rl.models.policy.trace_parts import Vectors
 from nemo_rl.models.policy.tracing import TracedStep, TraceSink
 from nemo_rl.records.record import RecordPlace, TokenTable
@@ -38,7 +38,9 @@ class Line(HubLink):
         return True
 
 
-def seen(*watches: str, sight: Sight, keys: tuple[str, ...] = ("b",), folder: Path | None = None) -> tuple[list, list]:
+def seen(
+    *watches: str, sight: Capture, keys: tuple[str, ...] = ("b",), folder: Path | None = None
+) -> tuple[list, list]:
     """What goes to the hub, and what is reported."""
     line, problems = Line(), []
     step = TracedStep(run="r", number=10, plan=WatchPlan.parse(watches), keys=frozenset(keys))
@@ -57,13 +59,13 @@ def seen(*watches: str, sight: Sight, keys: tuple[str, ...] = ("b",), folder: Pa
     return [decode(message) for message in line.messages], problems
 
 
-def sight_of(value: torch.Tensor, kind: SiteKind = SiteKind.LAYER_OUT, **changes: object) -> Sight:
+def sight_of(value: torch.Tensor, kind: SiteKind = SiteKind.LAYER_OUT, **changes: object) -> Capture:
     """Two rows of three and two tokens, padded."""
     row_R, position_R = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 1, 2, 0, 1])
     table = TokenTable(keys=("a", "b"), row_R=row_R, position_R=position_R, token_R=torch.arange(5) + 40)
     rows = PassRows(number=0, at=(row_R, position_R), table=table)
     parts = {"place": RecordPlace(kind=kind, layer=2), "value": value, "rows": rows, "is_first": True, **changes}
-    return Sight(**parts)  # type: ignore[arg-type]
+    return Capture(**parts)  # type: ignore[arg-type]
 
 
 def test_whole_tensors_are_of_all_tokens_and_no_padding() -> None:
@@ -102,7 +104,7 @@ def test_what_is_not_watched_is_not_shown() -> None:
 
 def test_parameters_are_chosen_by_name() -> None:
     place = RecordPlace(kind=SiteKind.PARAM, name="model.layers.1.mlp.up_proj.weight")
-    weight = Sight(place=place, value=torch.full((3, 4), 2.0), is_first=True)
+    weight = Capture(place=place, value=torch.full((3, 4), 2.0), is_first=True)
     [part], _ = seen("param & name=*.up_proj.* | norm", sight=weight)
     assert part.payload.tolist() == pytest.approx([48.0], rel=1e-6)
     assert seen("param & name=*.down_proj.* | norm", sight=weight) == ([], [])
