@@ -23,7 +23,7 @@ NemoRLError
 |   |-- CapacityExceeded      the partition or the store is full
 |   |-- PayloadLost           the process that held the bytes of these rows is gone; the data plane itself lives
 |   `-- DataPlaneClosed       the client, its ledger or its backend has ended
-`-- WorkerError               a worker failed: rank, stage and text of the first cause
+`-- WorkerError               a worker failed: rank, stage and text of the root cause
     |-- CollectiveTimeout     a collective did not finish in time
     |-- RefitMismatch         an engine does not sample from the weights that it was sent
     `-- WorkerLost            the process of a worker has died, or does not answer
@@ -221,7 +221,7 @@ class DataPlaneClosed(DataPlaneError):
 
 
 class WorkerError(NemoRLError):
-    """A worker failed inside a stage: the first cause, with its rank."""
+    """A worker failed inside a stage: the root cause, with its rank."""
 
     def __init__(self, text: str, *, rank: int | None = None, stage: str | None = None) -> None:
         self.text, self.rank, self.stage = text, rank, stage

@@ -41,7 +41,7 @@ class GroupStats:
     mean: torch.Tensor
     """`[P]` float64."""
     std: torch.Tensor
-    """`[P]` float64, unbiased; exactly 0 for a trivial group or a single row."""
+    """`[P]` float64, unbiased; exactly 0 for a zero-variance group or a single row."""
     is_zero_variance: torch.Tensor
     """`[P]` bool, all rewards of the group are equal."""
 
@@ -122,13 +122,13 @@ def _statistics(rewards_N: torch.Tensor, group_N: torch.Tensor) -> GroupStats:
     mean_P = zeros_P.index_add(0, group_N, rewards_N) / count_P
     high_P = zeros_P.scatter_reduce(0, group_N, rewards_N, "amax", include_self=False)
     low_P = zeros_P.scatter_reduce(0, group_N, rewards_N, "amin", include_self=False)
-    is_trivial_P = high_P == low_P
+    is_zero_variance_P = high_P == low_P
     deviation_N = rewards_N - mean_P[group_N]
     variance_P = zeros_P.index_add(0, group_N, deviation_N.square()) / (count_P - 1).clamp(min=1)
     return GroupStats(
         row_group=group_N,
         count=count_P,
         mean=mean_P,
-        std=torch.where(is_trivial_P, 0.0, variance_P.sqrt()),
-        is_zero_variance=is_trivial_P,
+        std=torch.where(is_zero_variance_P, 0.0, variance_P.sqrt()),
+        is_zero_variance=is_zero_variance_P,
     )

@@ -87,7 +87,7 @@ def estimate_advantages(
     normalize: bool,
     leave_one_out_std: bool = False,
 ) -> torch.Tensor:
-    """`[N]` float32 advantages, exactly 0 in trivial groups.
+    """`[N]` float32 advantages, exactly 0 in zero-variance groups.
 
     A_i = R_i - b_i, with b_i the mean of the other rows of the group (leave-one-out, arXiv 2402.14740) or of all its
     rows; divided by (std + 1e-4) when `normalize` is set. A group of one row has no siblings and gets 0.

@@ -7,7 +7,7 @@
            |- source     a step whose rows are in the data plane           (BatchSource.next)
            |- open_step  these rows are cleared at its end, also after an error     (open_step)
            |    |- stages  score, logprobs, advantages, train, log; see stages/bodies.py   (Stage.submit)
-           |    |- observers  follow every stage: kept steps, live tracer, panel    (StepObserver.after_stage)
+           |    |- observers  follow every stage: kept steps, live tracer, panel    (StepObservers.after_stage)
            |    `- clear   rows that were not trained, with the reason     (clear_untrained)
            `- end_step   workers forget what they fetched                  (TQPolicy.end_step)
          then refit, validate, log, save                                   (step_metrics, Saver.save)

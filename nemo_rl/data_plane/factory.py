@@ -88,7 +88,7 @@ def build_data_plane_client(
         host = _own_host(config, run_id, validate=validate, log_dir=log_dir, start=start)
         undo.callback(host.close)
         if log_dir is not None:
-            _open_to_onlookers(log_dir, host.address, at_end)
+            _open_to_observers(log_dir, host.address, at_end)
         store = start_store(config, run_id=run_id, start=start)
         undo.callback(store.close)
         own = DataPlaneAddress(
@@ -121,7 +121,7 @@ def attach_data_plane(address: DataPlaneAddress) -> DataPlaneClient:
 
 
 def observe(point: AttachPoint) -> LedgerHost:
-    """Return the ledger of a running job, for onlookers on its machine: no store, and its close leaves the job as it
+    """Return the ledger of a running job, for observers on its machine: no store, and its close leaves the job as it
     is.
 
     Calls raise DataPlaneClosed when the job has ended.
@@ -225,7 +225,7 @@ def _own_host(
     return InProcessHost(service, is_owner=True)
 
 
-def _open_to_onlookers(log_dir: Path, ledger: LedgerAddress, at_end: ExitStack) -> None:
+def _open_to_observers(log_dir: Path, ledger: LedgerAddress, at_end: ExitStack) -> None:
     """Write for `nemo-rl data-plane` where the ledger answers; a ledger of this process gets a socket for it."""
     if ledger.kind == "in_process":
         server = LedgerServer(_services[ledger.run_id])

@@ -6,7 +6,7 @@ Each worker process of a job has one `AbortWatch` and does its work inside `watc
                        -> it ends its own connections, which frees the peers that wait for them
     every rank's watch -> polls the key on a connection of its own (a client that is blocked in a collective serves no
                           second thread), ends the connections of this process, and the blocked collective raises
-    leaving the stage  -> raises the first cause, whatever this rank saw of it
+    leaving the stage  -> raises the root cause, whatever this rank saw of it
     still not out      -> the process ends: failed workers are replaced, never reused
 
 A rank that was killed writes nothing: its neighbours see that its process is gone, others that its sign of life stands
@@ -64,7 +64,7 @@ SECONDARY_TEXTS = (
     "broken pipe",
     "communicator",
 )
-"""Texts of errors that a peer's failure causes: something else is the first cause."""
+"""Texts of errors that a peer's failure causes: something else is the root cause."""
 WORKER_ERRORS = {kind.__name__: kind for kind in (WorkerError, CollectiveTimeout, WorkerLost, WorkerLate)}
 
 
@@ -208,7 +208,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
 """Seconds between two looks at the error key: a peer is out of its collective well within the 5 s of the contract."""
-SYMPTOM_WAIT_S = 2.0
+SECONDARY_WAIT_S = 2.0
 """Seconds that a rank with a broken connection waits for the record of the cause and watches the signs of life."""
 SEEN_WAIT_S = 2.0
 """Seconds that a failed rank stays so that its peers can read the record: the store may end with its process."""
@@ -254,7 +254,7 @@ class AbortWatch:
         timeout_s: how long to wait for the other ranks here.
 
     Raises:
-        WorkerError: in `stage`, on every rank: the first cause with its rank. UserError: the same, of its own kind.
+        WorkerError: in `stage`, on every rank: the root cause with its rank. UserError: the same, of its own kind.
     """
 
     def __init__(self, store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> None:
@@ -335,7 +335,7 @@ class AbortWatch:
         return self._raised
 
     def _explain(self, error: BaseException, mine: RootCause) -> RootCause:
-        """Return the first cause of an error of this rank: an earlier record, a dead peer, or the error itself."""
+        """Return the root cause of an error of this rank: an earlier record, a dead peer, or the error itself."""
         try:
             if isinstance(error, UserError):
                 return self._publish(mine)
@@ -352,7 +352,7 @@ class AbortWatch:
         It is the record that comes, the ranks that fell silent, or what this rank has seen.
         """
         before = self._signs_of_life()
-        deadline = time.monotonic() + SYMPTOM_WAIT_S
+        deadline = time.monotonic() + SECONDARY_WAIT_S
         while time.monotonic() < deadline:
             time.sleep(POLL_S / 2)
             found = self._cause or self._read() or self._find_dead(mine.stage)
@@ -361,7 +361,7 @@ class AbortWatch:
         after = self._signs_of_life()
         silent = [rank for rank in range(self.world_size) if rank != self.rank and before[rank] == after[rank]]
         if silent:
-            return self._publish(_death(silent[0], mine.stage, f"gave no sign of life for {SYMPTOM_WAIT_S:.0f} s"))
+            return self._publish(_death(silent[0], mine.stage, f"gave no sign of life for {SECONDARY_WAIT_S:.0f} s"))
         timed_out = "timed out waiting" in mine.text.lower()
         kind = CollectiveTimeout.__name__ if timed_out else WorkerError.__name__
         text = f"a collective failed, and every rank still lives: {mine.text}"

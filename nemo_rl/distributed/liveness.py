@@ -92,7 +92,7 @@ class DriverWatchdog:
         host, _, port = address.rpartition(":")
         self._place = (host.strip("[]"), int(port))
         self._lost_s, self._look_s = lost_s, look_s
-        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+        threading.Thread(target=self._watch, name="driver-watchdog", daemon=True).start()
 
     def _watch(self) -> None:
         last = time.monotonic()

@@ -45,7 +45,7 @@ class WorkerFleet:
         self._members = dict(enumerate(members))
         self._start = start
         self._failed_starts = dict.fromkeys(self._members, 0)
-        self._births = dict.fromkeys(self._members, 1)
+        self._incarnations = dict.fromkeys(self._members, 1)
         self._cause: WorkerLost | None = None
 
     @property
@@ -61,12 +61,12 @@ class WorkerFleet:
     @property
     def incarnations(self) -> Mapping[int, int]:
         """Number of starts of each member that is there: another count is another process."""
-        return {number: self._births[number] for number in self.numbers}
+        return {number: self._incarnations[number] for number in self.numbers}
 
     def copy(self) -> WorkerFleet:
         """The same processes for another caller, who replaces nobody."""
         twin = WorkerFleet([])
-        twin.size, twin._members, twin._births = self.size, dict(self._members), dict(self._births)
+        twin.size, twin._members, twin._incarnations = self.size, dict(self._members), dict(self._incarnations)
         return twin
 
     def run(self, request: Request[_T] | Mapping[int, Request[_T]], *, stage: str, timeout_s: float) -> dict[int, _T]:
@@ -157,7 +157,7 @@ class WorkerFleet:
                 logger.warning("worker %d does not start again: %s", number, error)
                 continue
             self._failed_starts[number] = 0
-            self._births[number] += 1
+            self._incarnations[number] += 1
             healed.append(number)
             logger.warning("worker %d has been replaced, %d of %d are there", number, len(self), self.size)
         if len(self) == self.size:

@@ -50,7 +50,7 @@ START_KEY = "cluster.worker_start_timeout_s"
 RAY_LOOK_S = 1.0
 """Seconds between two checks of the processes of a run's own Ray, whose death no call notices for a minute."""
 FIRST_CAUSE_GRACE_S = 2.0
-"""After a failure without a first cause (a dead process, a worker without a watch), how long peers may report it."""
+"""After a failure without a root cause (a dead process, a worker without a watch), how long peers may report it."""
 
 
 class WorkerGroup(ABC):
@@ -159,7 +159,7 @@ class _Host:
         logger.info("process %d on %s", os.getpid(), socket.gethostname())
         head = str(ray.get_runtime_context().gcs_address)
         # On loopback the head is on this machine, and Ray hears of its end at once.
-        self._lifeline = None if head.startswith("127.") else DriverWatchdog(head)
+        self._watchdog = None if head.startswith("127.") else DriverWatchdog(head)
 
     def start(self, factory: Callable[..., object], stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Builds the worker; separate from the actor's start so that its errors come back as records."""

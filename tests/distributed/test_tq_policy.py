@@ -1,4 +1,4 @@
-"""`TQPolicy` over real actors: a replica group counts once, and the driver raises the first cause of a failed step."""
+"""`TQPolicy` over real actors: a replica group counts once, and the driver raises the root cause of a failed step."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_two_steps_in_flight_share_stages_workers_and_partition(
     assert len(batch.scores.stats.count) == 8 and set(batch.scores.stats.count.tolist()) == {4.0}
     assert batch.train is not None and batch.train.num_tokens == batch.num_tokens == three.num_tokens + four.num_tokens
     mixed = scheduler.close(batch, 3, 4)
-    assert [mixed[f"rollout/weight_lag_{which}"] for which in ("min", "max", "mean")] == [0, 1, 0.5]
+    assert [mixed[f"rollout/staleness_{which}"] for which in ("min", "max", "mean")] == [0, 1, 0.5]
     assert scheduler.alive() == set() and scheduler.parts.client.stats()["peak_rows"] == 2 * ROWS
 
 

@@ -25,7 +25,7 @@ BANNED = {
     "lifeline": "watchdog",
     "births": "incarnations",
     "mint_uids": "new_group_ids",
-    "redrawn": "requeued",
+    "_redrawn": "requeued",
     "weight_lag": "staleness",
     "weight lag": "staleness",
     "trivial group": "zero-variance group",
@@ -36,7 +36,6 @@ BANNED = {
     "not foreseen": "internal error",
     "passed over": "skipped",
     "first cause": "root cause",
-    "symptom": "secondary error",
 }
 """Private words and the field's, in code, messages and docs; names in checkpoints and logs of earlier runs apart."""
 ALLOWED = {"redrawn_ordinals", "redrawn_prompts"}

@@ -296,7 +296,7 @@ def _keep(held: list[torch.Tensor], value: torch.Tensor) -> None:
 
 
 class _Collector(HookObserver):
-    """An onlooker of a worker that keeps what the log-probability pass shows of the watched sites."""
+    """An observer of a worker that keeps what the log-probability pass shows of the watched sites."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[SiteKind, int | None], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -373,7 +373,7 @@ def _on_rank(spec: RankSpec, folder: Path, policy: PolicyConfig) -> _RankFound:
         collective_timeout_s=TIMEOUT_S,
         seed=SEED,
         device="cpu",
-        onlookers=[collector],
+        hook_observers=[collector],
     )
     try:
         return _RankFound(

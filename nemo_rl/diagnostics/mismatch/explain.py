@@ -4,7 +4,7 @@ explain_mismatch
   |- read_tokens        rows, both sides' log-probabilities      (tokens)
   |- find_versions      weights: checkpoints, or kept steps replayed  (versions)
   |- split              one change after another                 (parts, hypotheses, scorer)
-  `- MismatchReport     table, first cause, tokens, hint         (report, evidence)
+  `- MismatchReport     table, main cause, tokens, hint         (report, evidence)
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class MismatchReport:
             yield "  a negative part: the change made the two sides differ more, other causes have hidden it"
         if self.parts[-1].kl > self.floor:
             yield f"  of the rest: {self.evidence.text}"
-        yield f"first cause: {CAUSES[first.cause]} ({first.share:.0%}): {first.what}"
+        yield f"main cause: {CAUSES[first.cause]} ({first.share:.0%}): {first.what}"
         yield "tokens furthest apart (log-probability of rollout -> trainer):"
         for token in self.far:
             yield (

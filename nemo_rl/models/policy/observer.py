@@ -352,19 +352,19 @@ class HookObserver:
 
 
 class HookObservers:
-    """The onlookers of one rank.
+    """The observers of one rank.
 
     Args:
         taps: the sites of the model; None where nobody looks on.
     """
 
-    def __init__(self, taps: HookPoints | None = None, onlookers: Sequence[HookObserver] = ()) -> None:
-        self._taps, self._onlookers = taps, tuple(onlookers)
+    def __init__(self, taps: HookPoints | None = None, hook_observers: Sequence[HookObserver] = ()) -> None:
+        self._taps, self._hook_observers = taps, tuple(hook_observers)
 
     @contextmanager
     def phase(self, phase: WorkerPass, batch: BatchedDataDict) -> Iterator[PassObserver]:
         """Surround the passes of one call."""
-        sinks = {one: sink for one in self._onlookers if (sink := one.begin_call(phase)) is not None}
+        sinks = {one: sink for one in self._hook_observers if (sink := one.begin_call(phase)) is not None}
         if self._taps is None or not sinks:
             yield NO_OBSERVER
             return

@@ -173,7 +173,7 @@ class DeltaSchedule:
         self._full_every = full_every
         self._num_since_full = 0
         self._slots: tuple[WeightSlot, ...] = ()
-        self._births: Mapping[int, int] = {}
+        self._incarnations: Mapping[int, int] = {}
 
     def next(
         self,
@@ -205,7 +205,7 @@ class DeltaSchedule:
         if doubt is not None and self._slots:
             logger.info("refit to version %d sends all weights whole: %s", version, doubt)
         self._num_since_full = 0 if doubt is not None else self._num_since_full + 1
-        self._slots, self._births = slots, dict(incarnations)
+        self._slots, self._incarnations = slots, dict(incarnations)
         return DeltaRefit(base=before if doubt is None else NO_VERSION, version=version)
 
     def _doubt(
@@ -218,7 +218,7 @@ class DeltaSchedule:
         """Return why a delta is not to be trusted, or None where it is."""
         if before == NO_VERSION:
             return "no refit has succeeded since"
-        if incarnations != self._births:
+        if incarnations != self._incarnations:
             return "the engines are not the same processes"
         if slots != self._slots:
             return "other weights are sent than before"

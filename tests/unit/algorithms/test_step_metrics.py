@@ -138,7 +138,7 @@ def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
     assert (found["train/reward"], found["train/rows"], found["rollout/tokens_per_s"]) == (0.75, 2.0, 12.0)
     assert (found["rollout/trivial_group_share"], found["rollout/truncated_share"]) == (0.5, 0.25)
     assert (found["rollout/mean_response_tokens"], found["rollout/reward_timeouts"]) == (3.0, 2.0)
-    assert [found[f"rollout/weight_lag_{which}"] for which in ("min", "max", "mean")] == [0.0, 2.0, 0.5]
+    assert [found[f"rollout/staleness_{which}"] for which in ("min", "max", "mean")] == [0.0, 2.0, 0.5]
 
 
 def test_the_lag_of_a_batch_is_told_by_its_rows_and_only_where_there_is_one() -> None:

@@ -121,7 +121,7 @@ def test_the_command_prints_causes_tokens_and_a_hint_and_says_what_is_missing(ba
     assert shown.exit_code == Verdict.MISMATCH.value, shown.output
     assert f"rows of step {STEP} again, one change at a time" in shown.stderr
     for word in (
-        "first cause: token shift (100%): each token -> the one behind it",
+        "main cause: token shift (100%): each token -> the one behind it",
         "hint: ",
         "_g0[",
         "nats per token",

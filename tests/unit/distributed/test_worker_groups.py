@@ -1,4 +1,4 @@
-"""Worker groups on a real Ray: results in order, first cause with rank and stage, nothing reused after a failure."""
+"""Worker groups on a real Ray: results in order, root cause with rank and stage, nothing reused after a failure."""
 
 from __future__ import annotations
 

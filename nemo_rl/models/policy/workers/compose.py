@@ -58,7 +58,7 @@ def compose_worker(
     layout: ParallelLayout | None = None,
     record: RecordSpec | None = None,
     trace: TraceSpec | None = None,
-    onlookers: Sequence[HookObserver] = (),
+    hook_observers: Sequence[HookObserver] = (),
 ) -> PolicyWorker:
     """(collective) Make one rank of the policy, without a data plane; a single rank makes its own process group.
 
@@ -70,7 +70,7 @@ def compose_worker(
         layout: of the ranks; None takes what the config says of so many.
         record: what the passes of the worker write; None: nothing.
         trace: the hub to which they show what is watched; None: none.
-        onlookers: who else sees the sites of its passes.
+        hook_observers: who else sees the sites of its passes.
 
     Raises:
         ModelFolderError: model or tokenizer folder is missing or incomplete.
@@ -93,7 +93,7 @@ def compose_worker(
             owns_group=owns_group,
             record=record,
             trace=trace,
-            onlookers=onlookers,
+            hook_observers=hook_observers,
         )
         undo.pop_all()
     return PolicyWorker(parts)
@@ -110,7 +110,7 @@ def compose_parts(
     owns_group: bool,
     record: RecordSpec | None = None,
     trace: TraceSpec | None = None,
-    onlookers: Sequence[HookObserver] = (),
+    hook_observers: Sequence[HookObserver] = (),
 ) -> WorkerParts:
     """(collective) Return the parts of one rank, in a process whose default process group exists.
 
@@ -124,7 +124,7 @@ def compose_parts(
     with ExitStack() as undo:
         undo.callback(engine.close)
         replay = _replay(config, engine, here)
-        taps = engine.taps() if record is not None or trace is not None or onlookers else None
+        taps = engine.taps() if record is not None or trace is not None or hook_observers else None
         recording = NO_RECORDING if record is None or taps is None else SiteRecording(record, taps, here)
         tracing = NO_TRACING if trace is None or taps is None else SiteTracing(trace, taps, here)
         undo.callback(tracing.close)
@@ -141,7 +141,7 @@ def compose_parts(
         engine=engine,
         replay=replay,
         life=life,
-        passes=Passes(config, here, engine, life, replay, HookObservers(taps, (recording, tracing, *onlookers))),
+        passes=Passes(config, here, engine, life, replay, HookObservers(taps, (recording, tracing, *hook_observers))),
         recording=recording,
         tracing=tracing,
         refit=RefitSource(

@@ -56,10 +56,10 @@ class Passes:
         engine: Engine,
         life: DeviceStates,
         replay: Replay,
-        onlookers: HookObservers = NO_HOOK_OBSERVERS,
+        hook_observers: HookObservers = NO_HOOK_OBSERVERS,
     ) -> None:
         self._config, self._here, self._engine, self._life = config, here, engine, life
-        self._replay, self._onlookers = replay, onlookers
+        self._replay, self._hook_observers = replay, hook_observers
 
     def train(
         self,
@@ -96,7 +96,7 @@ class Passes:
         layout = self.batch_layout(plan)
         with (
             self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes,
-            self._onlookers.phase(WorkerPass.TRAIN, batch) as observer,
+            self._hook_observers.phase(WorkerPass.TRAIN, batch) as observer,
         ):
             batch = _for_the_loss(_without(batch, ROUTES)).to(self._here.device)
             learning_rate = self._engine.schedule.apply()
@@ -140,7 +140,7 @@ class Passes:
         Args:
             routes: as in `train`.
             replay: False lets the routers choose for themselves.
-            phase: as which onlookers see the pass; None: nobody looks on.
+            phase: as which observers see the pass; None: nobody looks on.
 
         Raises:
             FieldNotProduced: router replay is on, and there are no routes.
@@ -211,8 +211,8 @@ class Passes:
             select_NT = batch.tensor(TOKEN_MASK).bool()
         else:
             select_NT = torch.ones_like(batch.tensor("input_ids"), dtype=torch.bool)
-        onlookers = self._onlookers if phase is not None else NO_HOOK_OBSERVERS
-        with onlookers.phase(phase or WorkerPass.PREV_LOGPROBS, batch) as observer:
+        hook_observers = self._hook_observers if phase is not None else NO_HOOK_OBSERVERS
+        with hook_observers.phase(phase or WorkerPass.PREV_LOGPROBS, batch) as observer:
             runner = self._engine.runner(layout, routes, observer)
             return runner.logprobs(batch, microbatches, select_NT, computed=computed).cpu()
 
