@@ -19,7 +19,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -39,7 +39,7 @@ __all__ = ["SlurmNode", "main"]
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-HEAD_ATTEMPTS = 3
+RAY_ATTEMPTS = 3
 LEAVE_S = 12.0
 """Seconds for the other nodes to end their Ray, in order or not."""
 DISCARD_PORT = 9
@@ -111,13 +111,22 @@ class SlurmNode:
         """Start the head on a port that is free now; Ray binds it itself, and where it is taken by then another is
         tried."""
         settings = self._settings
-        for attempt in range(1, HEAD_ATTEMPTS + 1):
+
+        def words() -> list[str]:
             port = free_port(settings.head_ports, address)
-            words = settings.ray_words(address=address, temp_dir=ray.temp_dir, head=None, port=port)
+            return settings.ray_words(address=address, temp_dir=ray.temp_dir, head=None, port=port)
+
+        return await self._start_ray(ray, words)
+
+    async def _start_ray(self, ray: RayChild, words: Callable[[], list[str]]) -> str:
+        """Starts Ray on this node, again when it has ended: a port was taken, or a busy machine took longer than the
+        30 s that Ray gives a node to appear, which no setting changes.
+        """
+        for attempt in range(1, RAY_ATTEMPTS + 1):
             try:
-                return await ray.start(words, timeout_s=START_TIMEOUT_S)
+                return await ray.start(words(), timeout_s=START_TIMEOUT_S)
             except RayFailed as error:
-                if not ray.has_ended or attempt == HEAD_ATTEMPTS:
+                if not ray.has_ended or attempt == RAY_ATTEMPTS:
                     raise
                 logger.warning("%s; trying again", str(error).splitlines()[0])
                 await ray.begin(self._ray_variables())
@@ -153,7 +162,7 @@ class SlurmNode:
                 if not isinstance(head, str):
                     return 0 if head is None else INTERRUPTED
                 words = settings.ray_words(address=own_address(settings), temp_dir=ray.temp_dir, head=head, port=0)
-                started = self._first(ray.start(words, timeout_s=START_TIMEOUT_S), attendance.dismissed())
+                started = self._first(self._start_ray(ray, lambda: words), attendance.dismissed())
                 if not isinstance(await started, str):
                     return 0
                 attendance.joined()

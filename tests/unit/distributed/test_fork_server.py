@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -117,10 +117,10 @@ def test_workers_begin_with_what_one_process_has_imported(cluster: None, noted: 
     for _ in range(3):
         (killed,) = looks([start(1)])
         family = [psutil.Process(int(str(killed["process"]))), *stubs()]
-        for process in family:
-            process.suspend()
-        for process in family:
-            process.kill()
+        for send in (psutil.Process.suspend, psutil.Process.kill):
+            for process in family:
+                with suppress(psutil.NoSuchProcess):  # the stub of an earlier worker may still be ending
+                    send(process)
         wait_until(lambda family=family: not any(alive(process) for process in family))
     (server,) = servers()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -80,6 +79,21 @@ def test_the_command_that_continues_is_the_one_that_was_typed(tmp_path):
     )
 
 
+STANDS_STILL_AT_PYDANTIC = """
+import sys, time
+from pathlib import Path
+
+class StandsStill:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pydantic":
+            Path({reached!r}).touch()
+            time.sleep(60)
+
+sys.meta_path.insert(0, StandsStill())
+"""
+"""Run by Python before a command: the import of pydantic, which every command needs, waits for the signal."""
+
+
 @pytest.mark.parametrize(
     ("command", "number"),
     [
@@ -88,21 +102,19 @@ def test_the_command_that_continues_is_the_one_that_was_typed(tmp_path):
         (["-m", "nemo_rl.cli.main", "plan", "configs/grpo_sort_cpu.yaml"], signal.SIGTERM),
     ],
 )
-def test_a_signal_amid_the_imports_ends_a_command_with_one_line(command, number):
+def test_a_signal_amid_the_imports_ends_a_command_with_one_line(command, number, tmp_path):
+    reached = tmp_path / "reached"
+    (tmp_path / "sitecustomize.py").write_text(STANDS_STILL_AT_PYDANTIC.format(reached=str(reached)))
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         stderr=subprocess.PIPE,
         text=True,
     )
-    status = Path(f"/proc/{process.pid}/status")
-    # As soon as it handles SIGHUP, which Python itself leaves alone: its imports have just begun.
     deadline = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline:
-        caught = int(re.search(r"SigCgt:\s*(\w+)", status.read_text())[1], 16)
-        if caught >> (signal.SIGHUP - 1) & 1:
-            break
+    while not reached.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and said.startswith("interrupted") and said.count("\n") == 1, said
