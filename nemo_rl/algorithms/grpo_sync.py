@@ -34,11 +34,14 @@ from nemo_rl.algorithms.step_metrics import data_plane_metrics, engine_speeds, i
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.factory import check_empty, open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.distributed.calls import ask
 from nemo_rl.errors import UserError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile
 from nemo_rl.experience.evaluation.result import ValidationResult
 from nemo_rl.experience.rollout_worker import RolloutHandle
 from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.models.weight_sync.base import WeightSync
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
@@ -163,7 +166,7 @@ class GRPOTrainer:
                 observers.failed(step, error, stage=stage.name)
                 raise
             clear_untrained(parts.client, step)
-        parts.policy.end_step()
+        parts.policy.run(ask(TQWorker.end_step), "end of step")
         self._step = step.number
         return replace(step, seconds=time.monotonic() - started)
 
@@ -345,7 +348,8 @@ class GRPOTrainer:
     def _resume(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
         optimizer = checkpoint.optimizer if self._config.checkpointing.load_optimizer else None
-        self._parts.policy.load_checkpoint(weights=checkpoint.weights, optimizer=optimizer)
+        load = ask(PolicyWorker.load_checkpoint, weights=checkpoint.weights, optimizer=optimizer)
+        self._parts.policy.run(load, "resume")
         self._parts.source.load_state_dict(state)
         self._step = checkpoint.step
         self._saver.resumed(checkpoint)

@@ -21,7 +21,9 @@ from nemo_rl.algorithms.stages.stage import Stage
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
+from nemo_rl.distributed.calls import ask
 from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.utils.panel import Panel
 from nemo_rl.utils.r3_trace import trace_plan
 
@@ -119,11 +121,11 @@ class TensorRecording(StepObserver):
 
     def begin(self, number: int) -> None:
         if number in self._steps:
-            self._policy.begin_recording(number)
+            self._policy.run(ask(PolicyWorker.begin_recording, step=number), "recording")
 
     def end(self, step: StepState, *, last_checkpoint: int) -> None:
         if step.number in self._steps:
-            self._policy.end_recording()
+            self._policy.run(ask(PolicyWorker.end_recording), "recording")
 
 
 class RouteTracePlan(StepObserver):

@@ -38,6 +38,7 @@ from nemo_rl.models.generation.interfaces import TracedEngine, traced_row
 from nemo_rl.models.policy.recording import model_identity
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.tracing import TraceSpec
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.tracer.process import HubSpec, TracedJob, open_job
 from nemo_rl.tracer.protocol import RankGroup
 from nemo_rl.tracer.watch import CLASSICAL, GENERATION, WatchPlan
@@ -127,13 +128,14 @@ class LiveTracing(StepObserver):
             return
         keys = list(step.chosen.meta.keys[: self._run.config.rows])
         self._run.job.link.say({"type": "step", "step": step.number, "keys": keys})
-        self._policy.begin_tracing(step.number, watches=self._watches, keys=keys)
+        request = ask(PolicyWorker.begin_tracing, step=step.number, watches=tuple(self._watches), keys=tuple(keys))
+        self._policy.run(request, "tracing")
         self._is_open = True
 
     def end(self, step: StepState, *, last_checkpoint: int) -> None:
         if self._is_open:
             self._is_open = False
-            self._policy.end_tracing()
+            self._policy.run(ask(PolicyWorker.end_tracing), "tracing")
 
     def report(self, number: int, metrics: Mapping[str, float]) -> None:
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}

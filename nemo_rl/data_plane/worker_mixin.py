@@ -293,25 +293,22 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             raise
 
     def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> BatchedDataDict:
-        """(collective) Check the plan, then the columns, dense and padded to the plan's width, plus `keys`."""
+        """(collective) Check the plan, and return the columns that this rank's pipeline stage reads, dense, padded to
+        the plan's width, plus `keys`."""
         check_plans(meta.pack, rank=self.rank, replica=self._replica.ranks)
         width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
-        batch = self._padded(meta, fields, width)
+        if self.fetch_group is None:
+            names = [name for name in fields if self._replica.needs is None or name in self._replica.needs]
+            batch = BatchedDataDict(self.reads.padded(meta, names, pad_values=self._pad_values, width=width))
+        else:
+            columns = self._broadcast(meta, fields, self.fetch_group)
+            batch = BatchedDataDict(materialize(columns, pad_values=self._pad_values, pad_to=width))
         if "input_ids" in fields and "input_ids" not in batch:
             # A stage in the middle of a pipeline sees shapes only.
             batch["input_ids"] = torch.zeros(len(meta.keys), width, dtype=torch.int32)
             batch["input_lengths"] = torch.tensor(meta.sequence_lengths, dtype=torch.int32)
         batch["keys"] = list(meta.keys)
         return batch
-
-    def _padded(self, meta: KVBatchMeta, fields: Sequence[str], width: int) -> BatchedDataDict:
-        """(collective over the replica group) Those of `fields` that this rank's stage reads, dense."""
-        needs = self._replica.needs
-        if self.fetch_group is None:
-            names = [name for name in fields if needs is None or name in needs]
-            return BatchedDataDict(self.reads.padded(meta, names, pad_values=self._pad_values, width=width))
-        columns = self._broadcast(meta, fields, self.fetch_group)
-        return BatchedDataDict(materialize(columns, pad_values=self._pad_values, pad_to=width))
 
     def _broadcast(self, meta: KVBatchMeta, fields: Sequence[str], group: dist.ProcessGroup) -> Fields:
         """(collective over the replica group) What the leader reads and this rank needs, without padding."""

@@ -207,18 +207,19 @@ class ClientLink:
     def ask(self, call: ClientCall, op: str, args: Args, *, handles: Handles | None = None) -> Reply:
         """Run one operation of the ledger, signed with the client's label and its stage."""
         signed: Args = {**args, "who": self.label, "stage": current_stage.get()}
-        with self.clock.measure("ledger"):
-            return self.timed(call, lambda: self._host.call(op, signed, timeout_s=call.left(), handles=handles))
+        with self.clock.measure("ledger"), self.errors_of(call):
+            return self._host.call(op, signed, timeout_s=call.left(), handles=handles)
 
     def notify(self, op: str, args: Args) -> Reply:
         """Run an operation outside of any call: heartbeats, and reservations that are given back."""
         return self._host.call(op, args, timeout_s=self.timeout_s)
 
-    def timed(self, call: ClientCall, action: Callable[[], _T]) -> _T:
-        """Run one step of a call; when a peer is gone or silent, the error names the call, its owner and its age."""
+    @contextmanager
+    def errors_of(self, call: ClientCall) -> Iterator[None]:
+        """Make errors inside about a peer that is gone or silent name the call, its owner and its age."""
         self.check_open()
         try:
-            return action()
+            yield
         except (DataPlaneClosed, DataPlaneTimeout, PayloadLost) as error:
             raise type(error)(
                 f"{call.what}: {error}; deadline {self.timeout_s:.1f} s, age {call.age():.1f} s, "

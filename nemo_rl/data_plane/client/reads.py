@@ -181,8 +181,12 @@ class RowReader:
             reply = self._link.ask(call, "locate", args)
             chunk_ids = names_of(reply["chunks"])
             try:
-                with self._link.clock.measure("store_get"):
-                    payloads = self._fetch(call, chunk_ids, reply)
+                payloads: list[Parts] = []
+                if chunk_ids:
+                    handles = reply.get("handles", {})
+                    assert isinstance(handles, dict), f"malformed reply: {reply}"
+                    with self._link.clock.measure("store_get"), self._link.errors_of(call):
+                        payloads = self._link.store.get(chunk_ids, timeout_s=call.left(), handles=handles)
                 self._check_live(call, chunk_ids)
                 with self._confirmed_errors(chunk_ids), self._link.clock.measure("build"):
                     located = Located(specs=specs, reply=reply, payloads=payloads, num_rows=len(read.keys))
@@ -205,18 +209,11 @@ class RowReader:
                 self._link.count("over_read_bytes", located.num_bytes - located.num_bytes_used)
                 return rows
 
-    def _fetch(self, call: ClientCall, chunk_ids: list[str], reply: Reply) -> list[Parts]:
-        if not chunk_ids:
-            return []
-        handles = reply.get("handles", {})
-        assert isinstance(handles, dict), f"malformed reply: {reply}"
-        return self._link.timed(call, lambda: self._link.store.get(chunk_ids, timeout_s=call.left(), handles=handles))
-
     @contextmanager
     def _confirmed_errors(self, chunk_ids: list[str]) -> Iterator[None]:
         """Ask the store on an error inside whether the bytes are still those of the chunks.
 
-        Where a chunk was freed and its memory overwritten since `_fetch`, anything can be wrong with its bytes.
+        Where a chunk was freed and its memory overwritten since it was fetched, anything can be wrong with its bytes.
         """
         try:
             yield

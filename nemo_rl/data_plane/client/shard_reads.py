@@ -6,7 +6,7 @@ from the chunks; a leader gets ragged ones, which it sends on without their padd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,45 +58,45 @@ class ShardReads:
 
     def ragged(self, meta: KVBatchMeta, names: Sequence[str]) -> Fields:
         """Return the columns as they are stored: per-token ones jagged, objects as lists."""
-
-        def fetch(missing: Sequence[str]) -> Fields:
+        keys = self._keys(meta, names, width=None)
+        columns = self._kept(keys)
+        if missing := [name for name in names if name not in columns]:
             found = self._client.get_data(meta, missing)
-            columns = {name: found.get(name) for name in missing}
-            return {name: c if isinstance(c, torch.Tensor) else object_rows(c) for name, c in columns.items()}
-
-        return self._read(meta, names, None, fetch)
+            for name in missing:
+                column = found.get(name)
+                columns[name] = column if isinstance(column, torch.Tensor) else object_rows(column)
+                self._keep(keys, name, columns[name])
+        return {name: columns[name] for name in names}
 
     def padded(self, meta: KVBatchMeta, names: Sequence[str], *, pad_values: Mapping[str, float], width: int) -> Fields:
         """Return the columns dense, per-token ones `[N, width, ...]`; do not change them in place: they are kept."""
-
-        def fetch(missing: Sequence[str]) -> Fields:
-            return dict(self._client.get_padded(meta, missing, pad_values=pad_values, pad_to=width))
-
-        return self._read(meta, names, width, fetch)
+        keys = self._keys(meta, names, width=width)
+        columns = self._kept(keys)
+        if missing := [name for name in names if name not in columns]:
+            for name, column in self._client.get_padded(meta, missing, pad_values=pad_values, pad_to=width).items():
+                columns[name] = column
+                self._keep(keys, name, column)
+        return {name: columns[name] for name in names}
 
     def clear(self) -> None:
         """Forget all columns."""
         self._cache.clear()
 
-    def _read(
-        self, meta: KVBatchMeta, names: Sequence[str], width: int | None, fetch: Callable[[Sequence[str]], Fields]
-    ) -> Fields:
+    def _keys(self, meta: KVBatchMeta, names: Sequence[str], *, width: int | None) -> dict[str, Key]:
+        """Return the keys of columns with a version; without one nobody would notice that a column was rewritten."""
         families = {spec.name: spec.family for spec in self._client.partition_fields(meta.partition_id)}
-        # Without a version nobody would notice that a column was rewritten.
-        keys: dict[str, Key] = {
+        return {
             name: (name, meta.keys, meta.versions[families[name]], width)
             for name in names
             if families.get(name) in meta.versions
         }
-        columns = {name: kept for name, key in keys.items() if (kept := self._cache.get(key)) is not None}
-        missing = [name for name in names if name not in columns]
-        if missing:
-            fetched = fetch(missing)
-            for name in missing:
-                if name in keys:
-                    self._cache.put(keys[name], fetched[name])
-            columns |= fetched
-        return {name: columns[name] for name in names}
+
+    def _kept(self, keys: Mapping[str, Key]) -> Fields:
+        return {name: kept for name, key in keys.items() if (kept := self._cache.get(key)) is not None}
+
+    def _keep(self, keys: Mapping[str, Key], name: str, column: Column) -> None:
+        if name in keys:
+            self._cache.put(keys[name], column)
 
 
 def _num_bytes(column: Column) -> int:

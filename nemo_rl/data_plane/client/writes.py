@@ -98,8 +98,8 @@ class RowWriter:
         try:
             if chunks:
                 payloads = {i: chunk.parts for i, chunk in zip(ids, chunks, strict=True)}
-                with self._link.clock.measure("store_put"):
-                    handles = self._link.timed(call, lambda: self._link.store.put(payloads, timeout_s=call.left()))
+                with self._link.clock.measure("store_put"), self._link.errors_of(call):
+                    handles = self._link.store.put(payloads, timeout_s=call.left())
         except DataPlaneError:
             self._unreserve(reservation, wait)
             raise

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.calls import Call, Pending, Request, ask
+from nemo_rl.distributed.calls import Call, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_groups import WorkerGroup
@@ -85,6 +85,16 @@ class Policy:
         """Return data-parallel shards: plans are made for so many ranks."""
         return self._layout.dp
 
+    def run(self, request: Request[_T] | Sequence[Request[_T]], stage: str) -> list[_T]:
+        """Have every worker do a request, and return the results in the order of the ranks.
+
+        Args:
+            request: made by `ask`, as in `policy.run(ask(PolicyWorker.end_tracing), "tracing")`; a list has one for
+                each rank.
+            stage: name of the call in errors.
+        """
+        return self._workers.submit(self._call(request, stage)).result()
+
     def train(
         self, batch: BatchedDataDict, loss_fn: LossFunction, *, plan: PackPlan, eval_mode: bool = False
     ) -> TrainSummary:
@@ -93,7 +103,7 @@ class Policy:
             ask(PolicyWorker.train, batch=shard.batch, loss_fn=loss_fn, eval_mode=eval_mode, plan=shard.plan)
             for shard in self._shards(batch, plan)
         ]
-        return summarize(self._run(requests, "train"), layout=self._layout)
+        return summarize(self.run(requests, "train"), layout=self._layout)
 
     def get_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
         """Return `[N, T]` float32 in the order of `batch`."""
@@ -109,65 +119,45 @@ class Policy:
         return self._merged(requests, batch, plan)
 
     def prepare_for_lp_inference(self) -> None:
-        self._run(ask(PolicyWorker.prepare_for_lp_inference), "logprob prep")
+        self.run(ask(PolicyWorker.prepare_for_lp_inference), "logprob prep")
 
     def prepare_for_training(self) -> None:
-        self._run(ask(PolicyWorker.prepare_for_training), "train prep")
+        self.run(ask(PolicyWorker.prepare_for_training), "train prep")
 
     def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
         """Write the HF folder, sharded optimizer state and tokenizer; a failed write leaves only what the caller
         discards."""
         request = ask(PolicyWorker.save_checkpoint, weights=weights, optimizer=optimizer, tokenizer=tokenizer)
-        self._run(request, "checkpoint")
+        self.run(request, "checkpoint")
 
     def begin_save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
         """Begin a `save_checkpoint` of this moment; the workers write beside what they do next, until `finish_save`."""
-        self._run(ask(PolicyWorker.begin_save, weights=weights, optimizer=optimizer, tokenizer=tokenizer), "checkpoint")
+        self.run(ask(PolicyWorker.begin_save, weights=weights, optimizer=optimizer, tokenizer=tokenizer), "checkpoint")
 
     def is_saving(self) -> bool:
         """Return whether a worker still writes what `begin_save` began."""
-        return any(self._run(ask(PolicyWorker.is_saving), "checkpoint"))
+        return any(self.run(ask(PolicyWorker.is_saving), "checkpoint"))
 
     def finish_save(self) -> float:
         """Wait until the workers have written, as long as a stage may take; the seconds that the slowest wrote."""
-        return max(self._run(ask(PolicyWorker.finish_save, timeout_s=self._timeout_s), "checkpoint"))
-
-    def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
-        self._run(ask(PolicyWorker.load_checkpoint, weights=weights, optimizer=optimizer), "resume")
-
-    def begin_recording(self, step: int) -> None:
-        """Record the passes from here on, until `end_recording`."""
-        self._run(ask(PolicyWorker.begin_recording, step=step), "recording")
-
-    def end_recording(self) -> None:
-        """Complete the records of the step."""
-        self._run(ask(PolicyWorker.end_recording), "recording")
-
-    def begin_tracing(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """Show the tracer's hub what is watched of the passes from here on, until `end_tracing`."""
-        request = ask(PolicyWorker.begin_tracing, step=step, watches=tuple(watches), keys=tuple(keys))
-        self._run(request, "tracing")
-
-    def end_tracing(self) -> None:
-        """End the traced step."""
-        self._run(ask(PolicyWorker.end_tracing), "tracing")
+        return max(self.run(ask(PolicyWorker.finish_save, timeout_s=self._timeout_s), "checkpoint"))
 
     def weights_digest(self) -> WeightsDigest:
         """Return a digest of the weights as they are now."""
-        found = self._run(ask(PolicyWorker.weights_digest), "weights digest")[0]
+        found = self.run(ask(PolicyWorker.weights_digest), "weights digest")[0]
         assert found is not None, "rank 0 makes the digest"
         return found
 
     def memory_metrics(self) -> dict[str, float]:
         """Return `memory/<stage>_peak_bytes`, `_start_bytes` and `_end_bytes` since the last call, of the largest
         worker."""
-        reports = self._run(ask(PolicyWorker.memory_report), "memory")
+        reports = self.run(ask(PolicyWorker.memory_report), "memory")
         names = sorted({name for report in reports for name in report})
         return {f"memory/{name}_bytes": float(max(report.get(name, 0) for report in reports)) for name in names}
 
     def is_alive(self) -> bool:
         """Return whether every worker answers."""
-        return all(self._run(ask(PolicyWorker.is_alive), "health"))
+        return all(self.run(ask(PolicyWorker.is_alive), "health"))
 
     def shutdown(self) -> None:
         """End the workers. Idempotent."""
@@ -176,7 +166,7 @@ class Policy:
     def _merged(
         self, requests: Sequence[Request[torch.Tensor]], batch: BatchedDataDict, plan: PackPlan
     ) -> torch.Tensor:
-        parts = self._layout.of_writers(self._run(requests, "logprobs"))
+        parts = self._layout.of_writers(self.run(requests, "logprobs"))
         order = [row for rank in range(plan.num_ranks) for row in plan.rows_of_rank(rank)]
         merged = torch.zeros(batch.size, max(part.shape[1] for part in parts))
         merged[torch.tensor(order)] = torch.cat(parts)
@@ -189,11 +179,8 @@ class Policy:
             [_Shard(batch=mine, plan=view) for mine, view in zip(rows, plan.rank_plans(), strict=True)]
         )
 
-    def _run(self, request: Request[_T] | Sequence[Request[_T]], stage: str) -> list[_T]:
-        return self._submit(request, stage).result()
-
-    def _submit(self, request: Request[_T] | Sequence[Request[_T]], stage: str) -> Pending[list[_T]]:
-        return self._workers.submit(Call(request=request, stage=stage, timeout_s=self._timeout_s))
+    def _call(self, request: Request[_T] | Sequence[Request[_T]], stage: str) -> Call[_T]:
+        return Call(request=request, stage=stage, timeout_s=self._timeout_s)
 
 
 def summarize(results: Sequence[TrainResult], *, layout: ParallelLayout | None = None) -> TrainSummary:

@@ -59,7 +59,7 @@ class TQPolicy(Policy):
             fetch_policy=plane.fetch_policy,
             cache_bytes=plane.worker_cache_bytes,
         )
-        self._run(request, "data plane setup")
+        self.run(request, "data plane setup")
 
     def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan, *, with_squares: bool = False) -> KVBatchMeta:
         """Let the workers write `prev_logprobs` of every row, with `with_squares` `squared_probs`, and return the
@@ -101,7 +101,7 @@ class TQPolicy(Policy):
             self.driver_bytes += message_bytes((metas, results))
             return summarize(results, layout=self._layout)
 
-        return self._submit(requests, WorkerPass.TRAIN.value).then(merge)
+        return self._workers.submit(self._call(requests, WorkerPass.TRAIN.value)).then(merge)
 
     def submit_map_rows(
         self, meta: KVBatchMeta, plan: PackPlan, work: RowFunction | Sequence[RowFunction], *, stage: RowPass
@@ -127,19 +127,15 @@ class TQPolicy(Policy):
                 plan=plan,
             )
 
-        return self._submit(requests, stage.value).then(merge)
-
-    def end_step(self) -> None:
-        """Let the workers forget what they fetched."""
-        self._run(ask(TQWorker.end_step), "end of step")
+        return self._workers.submit(self._call(requests, stage.value)).then(merge)
 
     def router_replay_metrics(self) -> dict[str, Reduction]:
         """Return the metrics of all workers since the last call; empty without router replay."""
-        return merge_metrics(self._run(ask(TQWorker.router_replay_metrics), "metrics"))
+        return merge_metrics(self.run(ask(TQWorker.router_replay_metrics), "metrics"))
 
     def data_plane_snapshots(self) -> list[Totals]:
         """Return counters of every worker that has a client, since the last call."""
-        snapshots = self._run(ask(TQWorker.data_plane_snapshot), "metrics")
+        snapshots = self.run(ask(TQWorker.data_plane_snapshot), "metrics")
         return [snapshot for snapshot in snapshots if snapshot is not None]
 
     def _metas(self, meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
@@ -157,4 +153,4 @@ class TQPolicy(Policy):
             self.driver_bytes += message_bytes((metas, results))
             return meta.with_written(self._layout.of_writers(results))
 
-        return self._submit(requests, stage.value).then(merge)
+        return self._workers.submit(self._call(requests, stage.value)).then(merge)
