@@ -16,9 +16,12 @@ number of a run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
+from nemo_rl.algorithms.run_folder import PROFILES
 from nemo_rl.algorithms.stages.stage import Stage
 from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.config.policy import ProfileConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.distributed.calls import ask
@@ -35,6 +38,7 @@ __all__ = [
     "StageDisplay",
     "StepObserver",
     "StepObservers",
+    "StepProfile",
     "TensorRecording",
 ]
 
@@ -126,6 +130,22 @@ class TensorRecording(StepObserver):
     def end(self, step: StepState, *, last_checkpoint: int) -> None:
         if step.number in self._steps:
             self._policy.run(ask(PolicyWorker.end_recording), "recording")
+
+
+class StepProfile(StepObserver):
+    """Has the policy workers profile the steps that the recipe names (`policy.profile.steps`)."""
+
+    def __init__(self, policy: TQPolicy, config: ProfileConfig, *, log_dir: Path) -> None:
+        self._policy, self._config, self._folder = policy, config, (log_dir / PROFILES).absolute()
+
+    def begin(self, number: int) -> None:
+        if number in self._config.steps:
+            folder = self._folder / f"step_{number}" if self._config.kind == "torch" else None
+            self._policy.run(ask(PolicyWorker.start_gpu_profiling, folder=folder), "profiling")
+
+    def end(self, step: StepState, *, last_checkpoint: int) -> None:
+        if step.number in self._config.steps:
+            self._policy.run(ask(PolicyWorker.stop_gpu_profiling), "profiling")
 
 
 class RouteTracePlan(StepObserver):

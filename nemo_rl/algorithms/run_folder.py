@@ -29,6 +29,7 @@ from nemo_rl.utils.trackers import METRICS_FILE
 __all__ = [
     "CONFIG_FILE",
     "CURVE_FILE",
+    "PROFILES",
     "RECORDS",
     "STEPS",
     "TRACER",
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE, CURVE_FILE = "config.yaml", "reward_curve.png"
 STEPS = "steps"
 """Folder of the steps that a run keeps."""
+PROFILES = "profile"
+"""Folder of the traces of torch's profiler, one for each policy worker."""
 RECORDS = "records"
 """Folder of the tensors that the policy workers have written."""
 TRACER = "tracer"
@@ -57,6 +60,7 @@ WRITTEN = (
     CRASH_FILE,
     f"{ROLLOUTS}/*.jsonl",
     f"{STEPS}/step_[0-9]*",
+    f"{PROFILES}/step_[0-9]*",
     f"{RECORDS}/step_[0-9]*",
     *(f"{TRACER}/{name}" for name in ("stream_[0-9]*.nrt", "*.token", "hub.json", "hub.log", "open.html")),
     f"{WORKER_LOGS}/*.log",
@@ -118,11 +122,11 @@ def used_folder_problems(config: MasterConfig) -> list[str]:
 
 
 def truncate_rollouts(log_dir: Path, *, resume_step: int) -> None:
-    """Removes rollouts and records of steps after the one that a run resumes from: it makes them again."""
+    """Removes rollouts, records and profiles of steps after the one that a run resumes from: it makes them again."""
     for path in (log_dir / ROLLOUTS).glob("*.jsonl"):
         if _step_of(path) > resume_step:
             path.unlink(missing_ok=True)
-    for path in (log_dir / RECORDS).glob("step_*"):
+    for path in [*(log_dir / RECORDS).glob("step_*"), *(log_dir / PROFILES).glob("step_*")]:
         if _step_of(path) > resume_step:
             shutil.rmtree(path)
 

@@ -26,7 +26,14 @@ from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.kept_steps.keeper import StepRecorder
 from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.losses.policy_loss import build_loss
-from nemo_rl.algorithms.observers import MismatchWarning, RouteTracePlan, StageDisplay, StepObservers, TensorRecording
+from nemo_rl.algorithms.observers import (
+    MismatchWarning,
+    RouteTracePlan,
+    StageDisplay,
+    StepObservers,
+    StepProfile,
+    TensorRecording,
+)
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.preflight.inputs import too_few_prompts
 from nemo_rl.algorithms.process_environment import run_environment
@@ -193,6 +200,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
                 StageDisplay(panel),
                 RouteTracePlan(stages),
                 TensorRecording(policy, config.diagnostics.record.steps),
+                StepProfile(policy, config.policy.profile, log_dir=config.logger.log_dir),
                 *_keepers(tools, columns, config, resume_from, identity),
                 *(() if traced is None else (LiveTracing(traced, policy, _traced_engines(config, groups)),)),
                 MismatchWarning(config, note=panel.note),

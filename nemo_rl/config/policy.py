@@ -121,6 +121,16 @@ class DynamicBatchingConfig(Section):
     start."""
 
 
+class ProfileConfig(Section):
+    """Steps in which the policy workers are profiled, from the rollout to the end of the update."""
+
+    steps: list[PositiveInt] = Field(default_factory=list)
+    """Steps that are profiled; empty profiles none, and costs nothing."""
+    kind: Literal["torch", "nsys"] = "torch"
+    """`torch`: a trace of each rank in `profile/step_N` of the log folder, of the CPU's calls and a GPU's kernels, for
+    chrome://tracing or Perfetto. `nsys`: the range that `nsys profile --capture-range=cudaProfilerApi` records."""
+
+
 class PolicyConfig(Section):
     """The trained model and how it is trained."""
 
@@ -150,6 +160,7 @@ class PolicyConfig(Section):
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
     router_replay: RouterReplayConfig = Field(default_factory=RouterReplayConfig)
     tracer: TracerSwitches = Field(default_factory=TracerSwitches)
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
 
     @model_validator(mode="before")
     @classmethod
@@ -246,6 +257,18 @@ def rule_worker_keys_fit_the_worker(config: MasterConfig) -> list[str]:
             because = f"the Megatron worker takes policy.megatron_cfg.{name}"
             lines += would_be_ignored(policy, "policy", [name], switch="policy.megatron_cfg.enabled", because=because)
     return lines
+
+
+def rule_profile_kind_fits_the_devices(config: MasterConfig) -> list[str]:
+    profile = config.policy.profile
+    if profile.kind == "nsys" and profile.steps and not config.cluster.gpus_per_node:
+        return [
+            "policy.profile.kind: nsys records CUDA, and the workers are on CPUs (cluster.gpus_per_node: 0); set torch"
+        ]
+    if not profile.steps:
+        because = "policy.profile.steps is empty"
+        return would_be_ignored(profile, "policy.profile", ["kind"], switch="policy.profile.steps", because=because)
+    return []
 
 
 # ---- parallel sizes

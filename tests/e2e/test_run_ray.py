@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 import os
 import pickle
 from collections.abc import Iterator
@@ -140,6 +142,7 @@ TENSOR_PARALLEL = {
     "policy.sequence_packing.enabled": "true",
     # Far from every row: it changes no number.
     "grpo.seq_logprob_error_threshold": "1000",
+    "policy.profile.steps": "[2]",
 }
 PER_TOKEN = {
     "grpo.adv_estimator.name": "reinforce_plus_plus",
@@ -178,6 +181,12 @@ def test_two_tensor_parallel_workers_train_like_one_and_no_per_token_tensor_pass
     counted = sum(row["data_plane/driver_bytes"] for row in rows)
     assert counted > Watched.num_bytes > 0, "metas with plans, row scalars and results are counted as they are sent"
     assert all(row["data_plane/driver_share"] > 0 for row in rows)
+    traces = sorted((tmp_path / "logs" / "profile").rglob("*"))
+    assert [str(path.relative_to(traces[0])) for path in traces[1:]] == ["rank_0.json.gz", "rank_1.json.gz"]
+    assert traces[0].name == "step_2"
+    for trace in traces[1:]:
+        calls = {call.get("name", "") for call in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+        assert {"aten::mm", "MmBackward0"} <= calls, "both passes of the update"
 
 
 def test_advantages_of_tokens_are_those_of_one_process_and_never_pass_the_driver(

@@ -270,6 +270,10 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("checkpointing.load_optimizer=false",), "checkpointing.load_optimizer: False would be ignored"),
         (("checkpointing.allow_changed=[data]",), "checkpointing.allow_changed: would be ignored"),
     ],
+    "rule_profile_kind_fits_the_devices": [
+        (("policy.profile={steps: [1], kind: nsys}",), "policy.profile.kind: nsys records CUDA"),
+        (("policy.profile.kind=nsys",), "policy.profile.kind: 'nsys' would be ignored"),
+    ],
     "rule_record_keys_need_steps": [(("diagnostics.record.sites=logits",), "sites: 'logits' would be ignored")],
     "rule_keep_steps_need_their_switch": [(("diagnostics.keep_steps.max_bytes=5",), "max_bytes: 5 would be ignored")],
     "rule_tracer_keys_need_their_switch": [(("policy.tracer.hidden_states=true",), "hidden_states: True would be")],

@@ -6,15 +6,19 @@ and optimizer state really are, so memory that should be free for generation is 
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from nemo_rl.models.shards import local_shard
 from nemo_rl.models.weight_sync.transport import device_id
@@ -33,6 +37,8 @@ __all__ = [
     "pinned_copy",
     "placement_of",
 ]
+
+logger = logging.getLogger(__name__)
 
 EXPANDABLE_SEGMENTS_FROM = 9
 """Least major compute capability (Hopper) for expandable segments: on Ampere they were seen to crash."""
@@ -152,7 +158,7 @@ class DeviceSide:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._is_profiling = False
+        self._profile: _Profile | None = None
         self._has_expandable_segments = self._use_expandable_segments()
 
     @property
@@ -225,14 +231,66 @@ class DeviceSide:
         """Return `transport.device_id` of this device."""
         return device_id(self.device)
 
-    def start_profiling(self) -> None:
-        """Open the range that `nsys --capture-range=cudaProfilerApi` records."""
-        if self.is_cuda and not self._is_profiling:
-            torch.cuda.profiler.start()
-            self._is_profiling = True
+    def start_profiling(self, trace: Path | None = None) -> None:
+        """Profile what this thread does until `stop_profiling`; one profile at a time.
 
-    def stop_profiling(self) -> None:
-        if self._is_profiling:
-            with suppress(RuntimeError):
-                torch.cuda.profiler.stop()
-            self._is_profiling = False
+        Args:
+            trace: file that torch's profiler writes at the end: calls on the CPU and, on a GPU, its kernels. None opens
+                the range that `nsys --capture-range=cudaProfilerApi` records, and does nothing on a CPU.
+        """
+        self.stop_profiling(is_complete=False)
+        if trace is not None:
+            self._profile = _TorchProfile(trace, is_cuda=self.is_cuda)
+        elif self.is_cuda:
+            self._profile = _CudaRange()
+
+    def stop_profiling(self, *, is_complete: bool = True) -> None:
+        """End the profile. Idempotent.
+
+        Args:
+            is_complete: False discards it.
+        """
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.stop(is_complete=is_complete)
+
+
+class _Profile(Protocol):
+    """A profile that runs since it was made."""
+
+    def stop(self, *, is_complete: bool) -> None:
+        """End it; write what it has where that is its task and it is complete."""
+
+
+class _CudaRange:
+    def __init__(self) -> None:
+        torch.cuda.profiler.start()
+
+    def stop(self, *, is_complete: bool) -> None:
+        with suppress(RuntimeError):
+            torch.cuda.profiler.stop()
+
+
+class _TorchProfile:
+    """A profile of `torch.profiler`. A disk that refuses costs the trace and never the step."""
+
+    def __init__(self, path: Path, *, is_cuda: bool) -> None:
+        self._path = path
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+        self._profiler = profile(activities=activities)
+        self._profiler.start()
+
+    def stop(self, *, is_complete: bool) -> None:
+        self._profiler.stop()
+        if not is_complete:
+            return
+        # The suffix decides whether torch compresses it; under its own name it appears whole.
+        unfinished = self._path.with_name(f".{os.getpid()}.tmp.{self._path.name}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(unfinished))
+            unfinished.replace(self._path)
+        except (OSError, RuntimeError) as error:
+            logger.warning("no profile in %s, the run continues: %s", self._path, error)
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)

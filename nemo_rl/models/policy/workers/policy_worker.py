@@ -278,10 +278,17 @@ class PolicyWorker:
     def report_device_id(self) -> str:
         return self._device_side.device_id()
 
-    def start_gpu_profiling(self) -> None:
-        self._device_side.start_profiling()
+    def start_gpu_profiling(self, folder: Path | None = None) -> None:
+        """Profile this rank until `stop_gpu_profiling`.
+
+        Args:
+            folder: gets `rank_N.json.gz`, a trace of torch's profiler; None opens the range that
+                `nsys --capture-range=cudaProfilerApi` records.
+        """
+        self._device_side.start_profiling(None if folder is None else folder / f"rank_{self.rank}.json.gz")
 
     def stop_gpu_profiling(self) -> None:
+        """End the profile and write its trace. Idempotent."""
         self._device_side.stop_profiling()
 
     def is_alive(self) -> bool:
@@ -297,6 +304,6 @@ class PolicyWorker:
         self.engine.close()
         self.refit.close()
         self.saving.close()
-        self._device_side.stop_profiling()
+        self._device_side.stop_profiling(is_complete=False)
         if self._owns_group:
             destroy_process_group()
