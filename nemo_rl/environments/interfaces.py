@@ -1,6 +1,6 @@
 """The interface of an environment: what it is given and what it returns.
 
-Called by the rollout worker, once per step with all rows, and once per validation.
+Called by the rollout worker: with the rows of whole groups as soon as they are sampled, and once per validation.
 """
 
 from __future__ import annotations
