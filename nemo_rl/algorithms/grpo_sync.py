@@ -9,7 +9,7 @@
            |    |- stages  score, logprobs, advantages, train, log; see stages/bodies.py   (Stage.submit)
            |    |- observers  follow every stage: kept steps, live tracer, panel    (StepObservers.after_stage)
            |    `- clear   rows that were not trained, with the reason     (clear_untrained)
-           `- end_step   workers forget what they fetched                  (TQPolicy.end_step)
+           `- end_step   workers forget what they fetched                  (TQWorker.end_step)
          then refit, validate, log, save                                   (step_metrics, Saver.save)
 
 What is known of a step is in its `StepState`; the trainer holds what outlives a step, and has no branch on its source.
