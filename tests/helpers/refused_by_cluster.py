@@ -68,10 +68,10 @@ REFUSED_BY_CLUSTER: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "policy.generation.refit_transport: 'ipc' needs engines on the workers' GPUs",
         ),
     ],
-    "rule_colocated_keys_need_engines_apart": [
+    "rule_colocated_keys_need_non_colocated_engines": [
         (("policy.generation.colocated.num_nodes=1",), "policy.generation.colocated.num_nodes: 1 would be ignored"),
     ],
-    "rule_engines_apart_need_their_own_gpus": [
+    "rule_non_colocated_engines_need_their_own_gpus": [
         ((*LOCAL, APART), "policy.generation.colocated.enabled: false needs processes"),
         ((APART, "policy.generation.colocated.num_nodes=1"), "policy.generation.colocated.num_nodes: nodes of their"),
         (

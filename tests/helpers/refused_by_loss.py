@@ -91,7 +91,7 @@ REFUSED_BY_LOSS: Refused = {
         ),
         (
             (*IN_REWARD, "policy.generation.top_p=0.9"),
-            "loss_fn.use_kl_in_reward: with policy.generation.top_p or top_k pi_old is a distribution on the kept set",
+            "loss_fn.use_kl_in_reward: with policy.generation.top_p or top_k pi_old is a distribution on the sampling",
         ),
         (IN_REWARD, "loss_fn.use_kl_in_reward: needs the trainer's log-probabilities before the update"),
         (
