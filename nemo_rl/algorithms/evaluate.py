@@ -18,13 +18,13 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.datasets import load_held_out
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
 from nemo_rl.distributed.fork_server import ForkServer
-from nemo_rl.distributed.virtual_cluster import EngineNodes, RayVirtualCluster
+from nemo_rl.distributed.virtual_cluster import ClusterNeeds, EngineNodes, RayVirtualCluster
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.environments.answers import AnswerCheck
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.evaluation.evaluator import Evaluator
+from nemo_rl.experience.evaluation.evaluator import EvaluationSettings, Evaluator
 from nemo_rl.experience.rollout_worker import REWARD_LOG
 from nemo_rl.experience.rollouts import ResponseScorer, sampling_params
 from nemo_rl.utils.deadlines import StartUp
@@ -71,14 +71,16 @@ def open_evaluator(
         stop_ids = stop_token_ids(policy.model_name, tokenizer)
         sampling = sampling_params(policy.generation, stop_ids, is_validation=True)
         yield Evaluator(
-            config.evaluation,
-            sampling=sampling,
+            EvaluationSettings(
+                config=config.evaluation,
+                sampling=sampling,
+                seed=config.grpo.seed,
+                is_accuracy=config.env.is_accuracy,
+            ),
             generation=engine_scheduler(config, _engines(config, stack, start, forks)),
             scorer=ResponseScorer(environment, tokenizer, sampling=sampling),
             tokenizer=tokenizer,
             sets=sets,
-            seed=config.grpo.seed,
-            is_accuracy=config.env.is_accuracy,
         )
 
 
@@ -108,11 +110,13 @@ def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> 
         cluster = cluster.model_copy(update={"num_nodes": 1, "cpu_workers_per_node": 1, "num_cpus": None})
     return RayVirtualCluster(
         cluster,
-        other_cpus=0 if uses_gpu or num_non_colocated_engines(config) else generation.num_replicas,
-        engines=EngineNodes(
-            num_engines=num_non_colocated_engines(config),
-            num_nodes=generation.colocated.num_nodes,
-            gpus_per_node=generation.colocated.gpus_per_node,
+        ClusterNeeds(
+            other_cpus=0 if uses_gpu or num_non_colocated_engines(config) else generation.num_replicas,
+            engines=EngineNodes(
+                num_engines=num_non_colocated_engines(config),
+                num_nodes=generation.colocated.num_nodes,
+                gpus_per_node=generation.colocated.gpus_per_node,
+            ),
         ),
         environment=run_environment(config),
         start=start,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 
@@ -21,6 +20,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import (
     DEFAULT_COST,
     PackPlan,
+    StepOptions,
     microbatches_needed,
     plan_fixed,
     plan_packs,
@@ -176,26 +176,22 @@ def plan_train(
         batch_sizes: rows of each optimizer step.
         cost: (a, b) of the cost a s + b s^2 of a row of s tokens (`sequence_cost` of the model).
     """
-    common = _Common(
-        dp_world=layout.dp,
+    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
+    dp_world = layout.dp
+    options = StepOptions(
         cost=cost,
         pad_multiple=layout.round_up_multiple(policy.make_sequence_length_divisible_by),
         global_batch_size=batch_sizes,
     )
-    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
     try:
         if packing.enabled:
-            return plan_packs(
-                lengths,
-                capacity=packing.train_mb_tokens,
-                algorithm=packing.algorithm,
-                microbatch_order=packing.microbatch_order,
-                **common,
-            )
+            options["microbatch_order"] = packing.microbatch_order
+            cap, algorithm = packing.train_mb_tokens, packing.algorithm
+            return plan_packs(lengths, capacity=cap, dp_world=dp_world, algorithm=algorithm, **options)
         if dynamic.enabled:
-            cap, order = dynamic.train_mb_tokens, dynamic.microbatch_order
-            return plan_padded(lengths, capacity=cap, microbatch_order=order, **common)
-        return plan_fixed(lengths, rows_per_microbatch=policy.train_micro_batch_size, **common)
+            options["microbatch_order"] = dynamic.microbatch_order
+            return plan_padded(lengths, capacity=dynamic.train_mb_tokens, dp_world=dp_world, **options)
+        return plan_fixed(lengths, rows_per_microbatch=policy.train_micro_batch_size, dp_world=dp_world, **options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -222,15 +218,6 @@ def plan_logprobs(
             )
     count = policy.logprob_batch_size or policy.train_micro_batch_size
     return replan_rows(plan, lengths, rows_per_microbatch=count, cost=cost, pad_multiple=multiple)
-
-
-class _Common(TypedDict):
-    """Arguments that every planner takes."""
-
-    dp_world: int
-    cost: tuple[float, float]
-    pad_multiple: int
-    global_batch_size: Sequence[int]
 
 
 def _rows_needed(lengths: Sequence[int], policy: PolicyConfig, layout: ParallelLayout) -> int:

@@ -17,7 +17,7 @@ from nemo_rl.config.schema import LoggerConfig, MasterConfig
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.utils.deadlines import SaveDeadline
 from nemo_rl.utils.memory import PeakMemory
-from nemo_rl.utils.panel import final_lines
+from nemo_rl.utils.panel import RunReport, final_lines
 from nemo_rl.utils.reward_curve import write_reward_curve
 from nemo_rl.utils.rollout_file import ROLLOUTS
 from nemo_rl.utils.trackers import METRICS_FILE
@@ -38,7 +38,7 @@ def run(config: MasterConfig, *, console: Console, forks: ForkServer | None = No
         open_trainer(config, console=console, forks=workers_from) as trainer,
     ):
         summary = trainer.fit(deadline=SaveDeadline.starting_at(started, config.checkpointing.must_save_by))
-    lines = final_lines(
+    report = RunReport(
         first_reward=summary.first_reward,
         last_reward=summary.last_reward,
         measure=config.env.measure,
@@ -47,7 +47,7 @@ def run(config: MasterConfig, *, console: Console, forks: ForkServer | None = No
         peak_bytes=memory.num_bytes,
         paths=_outputs(config.logger, summary),
     )
-    for line in lines:
+    for line in final_lines(report):
         console.print(line)
     return summary
 

@@ -61,7 +61,7 @@ from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.job_store import reserve_port
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.distributed.virtual_cluster import EngineNodes, RayVirtualCluster
+from nemo_rl.distributed.virtual_cluster import ClusterNeeds, EngineNodes, RayVirtualCluster
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -69,7 +69,7 @@ from nemo_rl.errors import DatasetError
 from nemo_rl.experience.rollout_worker import RolloutHandle, RolloutInfo, RolloutSpec, RolloutWorker
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.loading import decoder_sizes, load_model_config
-from nemo_rl.models.policy.recording import RecordSpec, record_spec
+from nemo_rl.models.policy.recording import RecordSpec, recorded_model
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.policy.workers.compose import WorkerSpec, build_policy_worker
@@ -296,12 +296,14 @@ def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> 
     colocated = config.policy.generation.colocated
     return RayVirtualCluster(
         config.cluster,
-        other_cpus=other_cpus(config),
-        cpus_per_bundle=cpus_per_bundle(config),
-        engines=EngineNodes(
-            num_engines=num_non_colocated_engines(config),
-            num_nodes=colocated.num_nodes,
-            gpus_per_node=colocated.gpus_per_node,
+        ClusterNeeds(
+            other_cpus=other_cpus(config),
+            cpus_per_bundle=cpus_per_bundle(config),
+            engines=EngineNodes(
+                num_engines=num_non_colocated_engines(config),
+                num_nodes=colocated.num_nodes,
+                gpus_per_node=colocated.gpus_per_node,
+            ),
         ),
         environment=run_environment(config),
         start=start,
@@ -405,12 +407,12 @@ def _record_spec(config: MasterConfig) -> RecordSpec | None:
     if not section.steps:
         return None
     passes = {stage.name for stage in stage_columns(config, build_loss(config))}
-    return record_spec(
-        config.policy,
+    return RecordSpec(
         # Workers have directories of their own.
         folder=(config.logger.log_dir / RECORDS / "step_{step}").absolute(),
         sites=section.sites,
         phases=tuple(phase for phase in section.phases if phase in passes),
+        model=recorded_model(config.policy),
         weights=f"run {config.logger.log_dir}",
         must_succeed=False,
     )

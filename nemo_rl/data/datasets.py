@@ -156,9 +156,8 @@ def build_prompt_sets(
     """
     held_out = load_held_out(cfg, tokenizer, now=now, max_rows=max_rows)
     texts = frozenset(prompt.text for prompts in held_out.values() for prompt in prompts.prompts)
-    train = load_prompts(
-        cfg.train, tokenizer, limits=cfg, where="data.train", exclude=texts, now=now, max_rows=max_rows
-    )
+    encoder = _encoder(cfg.train, tokenizer, now)
+    train = load_prompts(cfg.train, encoder, limits=cfg, where="data.train", exclude=texts, max_rows=max_rows)
     return train, held_out
 
 
@@ -167,19 +166,24 @@ def load_held_out(
 ) -> Mapping[str, PromptSet]:
     """Return the validation sets by name, the main one first; arguments and errors as of `build_prompt_sets`."""
     return {
-        name: load_prompts(source, tokenizer, limits=cfg, where=cfg.held_out_key(name), now=now, max_rows=max_rows)
+        name: load_prompts(
+            source, _encoder(source, tokenizer, now), limits=cfg, where=cfg.held_out_key(name), max_rows=max_rows
+        )
         for name, source in cfg.held_out.items()
     }
 
 
+def _encoder(cfg: DatasetConfig, tokenizer: PreTrainedTokenizerBase, now: datetime | None) -> PromptEncoder:
+    return PromptEncoder(tokenizer, now=now, with_template=cfg.apply_chat_template)
+
+
 def load_prompts(
     cfg: DatasetConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: PromptEncoder,
     *,
     limits: DataConfig,
     where: str,
     exclude: Collection[str] = frozenset(),
-    now: datetime | None = None,
     max_rows: int | None = None,
 ) -> PromptSet:
     """Return the prompts of one source.
@@ -188,9 +192,8 @@ def load_prompts(
         limits: length limit and what to do with longer prompts.
         where: dotted path of `cfg`, for messages.
         exclude: texts to leave out.
-        now, max_rows: as in `build_prompt_sets`.
+        max_rows: as in `build_prompt_sets`.
     """
-    encoder = PromptEncoder(tokenizer, now=now, with_template=cfg.apply_chat_template)
     rows = _PromptReader(cfg, encoder, limits=limits, where=where, exclude=exclude)
     is_whole = True
     for raw in raw_prompts(cfg, where, exclude):

@@ -52,7 +52,7 @@ _services: dict[str, LedgerService] = {}
 _registry_lock = threading.Lock()
 
 
-def build_data_plane_client(
+def build_data_plane_client(  # noqa: PLR0913 - a published interface
     config: DataPlaneConfig,
     *,
     run_id: str,

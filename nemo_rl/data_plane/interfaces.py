@@ -223,7 +223,7 @@ class DataPlaneClient(ABC):
         """
 
     @abstractmethod
-    def get_meta(
+    def get_meta(  # noqa: PLR0913 - a published interface
         self,
         partition_id: str,
         task_name: str,

@@ -50,6 +50,15 @@ class _Rank:
     """Held open as long as somebody waits for the rank."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    """The call of a rank, and the environment in which it is made."""
+
+    target: Target
+    args: Sequence[object]
+    environment: dict[str, str]
+
+
 def run_job(world_size: int, target: Target, *args: object, timeout_s: float) -> list[object]:
     """`target(spec, *args)` on every rank; results in rank order.
 
@@ -86,9 +95,10 @@ def _start(rank: int, world_size: int, listener: socket.socket, target: Target, 
     watched, alive = context.Pipe(duplex=False)
     port = listener.getsockname()[1]
     spec = RankSpec(rank=rank, local_rank=rank, world_size=world_size, master_addr=LOOPBACK, master_port=port)
+    work = _Work(target=target, args=args, environment=dict(os.environ))
     process = context.Process(
         target=_main,
-        args=(spec, listener if rank == 0 else None, theirs, watched, dict(os.environ), target, args),
+        args=(spec, listener if rank == 0 else None, theirs, watched, work),
         name=f"rank {rank}",
         daemon=True,
     )
@@ -149,20 +159,18 @@ def _main(
     listener: socket.socket | None,
     answers: Connection,
     watched: Connection,
-    environment: dict[str, str],
-    target: Target,
-    args: Sequence[object],
+    work: _Work,
 ) -> None:
     # The server has the environment of its own start.
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(work.environment)
     threading.Thread(target=_die_with_the_caller, args=(watched,), daemon=True).start()
     torch.set_num_threads(1)
     if listener is not None:
         adopt_listener(listener)
     try:
         with quiet_libraries():
-            answers.send((True, target(spec, *args)))
+            answers.send((True, work.target(spec, *work.args)))
     except NemoRLError as error:
         _tell(answers, to_record(error))
     except BaseException as error:  # noqa: BLE001  (the caller reports whatever it was)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import get_args
+from dataclasses import dataclass
+from typing import TypedDict, Unpack, get_args
 
 from nemo_rl.config.policy import MicrobatchOrder, PackingAlgorithm
 from nemo_rl.distributed.pack_plan import PackLoad, PackPlan
@@ -34,6 +35,8 @@ from nemo_rl.distributed.packing_form import (
 __all__ = [
     "DEFAULT_COST",
     "PackPlan",
+    "PlanOptions",
+    "StepOptions",
     "TooFewRows",
     "microbatches_needed",
     "plan_fixed",
@@ -54,18 +57,52 @@ Former = Callable[[BatchRows], list[Bins]]
 """Microbatches of each rank from the rows of one global batch."""
 
 
+class PlanOptions(TypedDict, total=False):
+    """Keywords that every planner takes; the defaults are those of `_Options`."""
+
+    cost: Cost
+    """(a, b) of the cost a s + b s^2 of a row of s tokens, which the ranks share equally."""
+    multiple_of: int
+    """Microbatches per rank and global batch are a multiple of it."""
+    pad_multiple: int
+    """Each row counts rounded up to a multiple of it."""
+    microbatch_order: MicrobatchOrder
+    """`packer` leaves the order to the algorithm (`balanced`: most expensive first, so that ranks meet in microbatches
+    of similar cost), `largest_first` runs those with most tokens first."""
+
+
+class StepOptions(PlanOptions, total=False):
+    """Keywords of the planners that deal the rows of a step to the ranks; the defaults are those of `_StepOptions`."""
+
+    global_batch_size: BatchSizes
+    """Rows per optimizer step, in the order of `lengths`; a sequence gives each step its own number; None makes one
+    step of all rows."""
+    keys: Sequence[str] | None
+    """Unique names of the rows; with them the plan does not depend on the order of rows within a global batch, without
+    them rows of the same length are distinguished by their position."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Options:
+    cost: Cost = DEFAULT_COST
+    multiple_of: int = 1
+    pad_multiple: int = 1
+    microbatch_order: MicrobatchOrder = "packer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StepOptions(_Options):
+    global_batch_size: BatchSizes = None
+    keys: Sequence[str] | None = None
+
+
 def plan_packs(
     lengths: Sequence[int],
     *,
     capacity: int,
     dp_world: int,
-    cost: Cost = DEFAULT_COST,
-    multiple_of: int = 1,
-    pad_multiple: int = 1,
-    global_batch_size: BatchSizes = None,
     algorithm: PackingAlgorithm = "balanced",
-    microbatch_order: MicrobatchOrder = "packer",
-    keys: Sequence[str] | None = None,
+    **options: Unpack[StepOptions],
 ) -> PackPlan:
     """Pack rows end to end, at most `capacity` tokens per microbatch.
 
@@ -73,67 +110,37 @@ def plan_packs(
         lengths: tokens per row.
         capacity: most tokens in a microbatch; each row counts rounded up to `pad_multiple`.
         dp_world: data-parallel ranks.
-        cost: (a, b) of the cost a s + b s^2 of a row of s tokens, which the ranks share equally.
-        multiple_of: microbatches per rank and global batch are a multiple of it.
-        global_batch_size: rows per optimizer step, in the order of `lengths`; a sequence gives each step its own
-            number; None makes one step of all rows.
         algorithm: `balanced` levels the cost over ranks in as few microbatches as fit; the others form bins as their
             names say, and deal them to the ranks in turn.
-        microbatch_order: `packer` leaves the order to the algorithm (`balanced`: most expensive first, so that ranks
-            meet in microbatches of similar cost), `largest_first` runs those with most tokens first.
-        keys: unique names of the rows; with them the plan does not depend on the order of rows within a global
-            batch, without them rows of the same length are distinguished by their position.
 
     Raises:
         ValueError: a row exceeds the cap, or a number of ranks, a multiple or a size is below 1.
         TooFewRows: a global batch has fewer rows than microbatches are needed.
     """
-    _check_counts(dp_world=dp_world, multiple_of=multiple_of)
     if algorithm not in get_args(PackingAlgorithm):
         raise ValueError(f"packing: expected an algorithm of {get_args(PackingAlgorithm)}, got {algorithm!r}")
+    chosen = _StepOptions(**options)
 
     def form(rows: BatchRows) -> list[Bins]:
-        return packed_ranks(rows, num_ranks=dp_world, multiple_of=multiple_of, algorithm=algorithm)
+        return packed_ranks(rows, num_ranks=dp_world, multiple_of=chosen.multiple_of, algorithm=algorithm)
 
-    planner = _Planner(lengths, capacity, cost, pad_multiple, packed=True)
-    groups = _global_batches(len(lengths), global_batch_size, keys)
-    return planner.plan(groups, form, dp_world, unit=dp_world * multiple_of, order=microbatch_order)
+    planner = _Planner(lengths, chosen, capacity=capacity, dp_world=dp_world, packed=True)
+    return planner.plan(_global_batches(len(lengths), chosen), form)
 
 
-def plan_padded(
-    lengths: Sequence[int],
-    *,
-    capacity: int,
-    dp_world: int,
-    cost: Cost = DEFAULT_COST,
-    multiple_of: int = 1,
-    pad_multiple: int = 1,
-    global_batch_size: BatchSizes = None,
-    microbatch_order: MicrobatchOrder = "packer",
-    keys: Sequence[str] | None = None,
-) -> PackPlan:
+def plan_padded(lengths: Sequence[int], *, capacity: int, dp_world: int, **options: Unpack[StepOptions]) -> PackPlan:
     """Plan padded microbatches: rows x longest row is at most `capacity`, and costs count padding. See `plan_packs`."""
-    _check_counts(dp_world=dp_world, multiple_of=multiple_of)
+    chosen = _StepOptions(**options)
 
     def form(rows: BatchRows) -> list[Bins]:
-        return padded_ranks(rows, num_ranks=dp_world, multiple_of=multiple_of)
+        return padded_ranks(rows, num_ranks=dp_world, multiple_of=chosen.multiple_of)
 
-    planner = _Planner(lengths, capacity, cost, pad_multiple, packed=False)
-    groups = _global_batches(len(lengths), global_batch_size, keys)
-    return planner.plan(groups, form, dp_world, unit=dp_world * multiple_of, order=microbatch_order)
+    planner = _Planner(lengths, chosen, capacity=capacity, dp_world=dp_world, packed=False)
+    return planner.plan(_global_batches(len(lengths), chosen), form)
 
 
 def plan_fixed(
-    lengths: Sequence[int],
-    *,
-    rows_per_microbatch: int,
-    dp_world: int,
-    cost: Cost = DEFAULT_COST,
-    multiple_of: int = 1,
-    pad_multiple: int = 1,
-    global_batch_size: BatchSizes = None,
-    microbatch_order: MicrobatchOrder = "packer",
-    keys: Sequence[str] | None = None,
+    lengths: Sequence[int], *, rows_per_microbatch: int, dp_world: int, **options: Unpack[StepOptions]
 ) -> PackPlan:
     """Return microbatches of `rows_per_microbatch` rows in the given order (that of `keys`), an equal share per rank.
 
@@ -141,11 +148,13 @@ def plan_fixed(
         ValueError: a global batch does not divide by ranks x rows per microbatch x `multiple_of`, or one of them is
             below 1.
     """
-    _check_counts(rows_per_microbatch=rows_per_microbatch, dp_world=dp_world, multiple_of=multiple_of)
-    unit = rows_per_microbatch * dp_world * multiple_of
-    groups = _global_batches(len(lengths), global_batch_size, keys)
+    _check_counts(rows_per_microbatch=rows_per_microbatch)
+    chosen = _StepOptions(**options)
+    planner = _Planner(lengths, chosen, capacity=None, dp_world=dp_world, packed=False)
+    multiple_of = chosen.multiple_of
+    groups = _global_batches(len(lengths), chosen)
     for group in groups:
-        if len(group) % unit:
+        if len(group) % (rows_per_microbatch * dp_world * multiple_of):
             times = f" x {multiple_of} microbatches" if multiple_of > 1 else ""
             raise ValueError(
                 f"fixed microbatches: a global batch of {len(group)} rows does not divide by {dp_world} ranks x "
@@ -158,8 +167,7 @@ def plan_fixed(
         shares = [list(range(rank * share, (rank + 1) * share)) for rank in range(dp_world)]
         return [_runs_of(mine, rows_per_microbatch) for mine in shares]
 
-    planner = _Planner(lengths, None, cost, pad_multiple, packed=False)
-    return planner.plan(groups, form, dp_world, unit=unit, order=microbatch_order)
+    return planner.plan(groups, form)
 
 
 def replan_microbatches(
@@ -167,10 +175,7 @@ def replan_microbatches(
     lengths: Sequence[int],
     *,
     capacity: int,
-    cost: Cost = DEFAULT_COST,
-    multiple_of: int = 1,
-    pad_multiple: int = 1,
-    microbatch_order: MicrobatchOrder = "packer",
+    **options: Unpack[PlanOptions],
 ) -> PackPlan:
     """Return other microbatches over the same assignment of rows to ranks, as one step (for log-probability stages).
 
@@ -184,8 +189,9 @@ def replan_microbatches(
     Raises:
         TooFewRows: a rank has fewer rows than microbatches, and those of `plan` are no multiple of `multiple_of`.
     """
-    _check_counts(multiple_of=multiple_of)
-    planner = _Planner(lengths, capacity, cost, pad_multiple, packed=plan.packed)
+    chosen = _Options(**options)
+    planner = _Planner(lengths, chosen, capacity=capacity, dp_world=plan.num_ranks, packed=plan.packed)
+    multiple_of = chosen.multiple_of
     shards = [sorted(plan.rows_of_rank(rank)) for rank in range(plan.num_ranks)]
     fewest = [len(pack_on_rank(planner.rows(shard), None, packed=plan.packed)) for shard in shards if shard]
     count = round_up(max(fewest, default=0), multiple_of)
@@ -196,14 +202,13 @@ def replan_microbatches(
                 f"microbatches, a multiple of {multiple_of}, and the plan has {sum(plan.steps)}; raise "
                 "*.logprob_mb_tokens or policy.train_global_batch_size"
             )
-        ranks = [list(map(list, mine)) for mine in plan.microbatches]
-        return planner.freeze([ranks], plan.num_ranks, unit=plan.num_ranks * multiple_of)
+        return planner.freeze([[list(map(list, mine)) for mine in plan.microbatches]])
     ranks = []
     for shard in shards:
         bins = pack_on_rank(planner.rows(shard), count, packed=plan.packed) if shard else []
         ranks.append([[shard[place] for place in mine] for mine in bins])
-    planner.sort(ranks, microbatch_order)
-    return planner.freeze([ranks], plan.num_ranks, unit=plan.num_ranks * multiple_of)
+    planner.sort(ranks)
+    return planner.freeze([ranks])
 
 
 def replan_rows(
@@ -224,9 +229,9 @@ def replan_rows(
             f"packing: ranks have {sorted(counts)} rows; fixed rows need equal shards. Change "
             "policy.train_global_batch_size, or set policy.sequence_packing.enabled=true for both stages"
         )
-    planner = _Planner(lengths, None, cost, pad_multiple, packed=plan.packed)
-    ranks = [_runs_of(plan.rows_of_rank(rank), rows_per_microbatch) for rank in range(plan.num_ranks)]
-    return planner.freeze([ranks], plan.num_ranks, unit=plan.num_ranks)
+    chosen = _Options(cost=cost, pad_multiple=pad_multiple)
+    planner = _Planner(lengths, chosen, capacity=None, dp_world=plan.num_ranks, packed=plan.packed)
+    return planner.freeze([[_runs_of(plan.rows_of_rank(rank), rows_per_microbatch) for rank in range(plan.num_ranks)]])
 
 
 def microbatches_needed(
@@ -241,8 +246,9 @@ def microbatches_needed(
     """Return a number of rows with which one global batch of these lengths can surely be planned; a plan may need
     fewer.
     """
-    _check_counts(dp_world=dp_world, multiple_of=multiple_of)
-    rows = _Planner(lengths, capacity, DEFAULT_COST, pad_multiple, packed=packed).rows(range(len(lengths)))
+    chosen = _Options(multiple_of=multiple_of, pad_multiple=pad_multiple)
+    planner = _Planner(lengths, chosen, capacity=capacity, dp_world=dp_world, packed=packed)
+    rows = planner.rows(range(len(lengths)))
     return bins_needed(rows, num_ranks=dp_world, multiple_of=multiple_of, packed=packed)
 
 
@@ -253,13 +259,18 @@ class _Planner:
         capacity: most tokens in a microbatch; None for no cap.
 
     Raises:
-        ValueError: a row exceeds the cap, or the cap or the padding is below 1.
+        ValueError: a row exceeds the cap, or the cap, the ranks or a multiple is below 1.
     """
 
     def __init__(
-        self, lengths: Sequence[int], capacity: int | None, cost: Cost, pad_multiple: int, *, packed: bool
+        self, lengths: Sequence[int], options: _Options, *, capacity: int | None, dp_world: int, packed: bool
     ) -> None:
-        _check_counts(pad_multiple=pad_multiple, **({} if capacity is None else {"capacity": capacity}))
+        pad_multiple, cost = options.pad_multiple, options.cost
+        _check_counts(dp_world=dp_world, multiple_of=options.multiple_of, pad_multiple=pad_multiple)
+        if capacity is not None:
+            _check_counts(capacity=capacity)
+        self._num_ranks, self._order = dp_world, options.microbatch_order
+        self._bins_unit = dp_world * options.multiple_of
         self._sizes = [round_up(max(length, 1), pad_multiple) for length in lengths]
         self._costs = [cost[0] * size + cost[1] * size * size for size in self._sizes]
         self._num_tokens = sum(lengths)
@@ -275,35 +286,34 @@ class _Planner:
     def rows(self, group: Sequence[int]) -> BatchRows:
         return BatchRows([self._sizes[i] for i in group], [self._costs[i] for i in group], self._capacity or 0)
 
-    def plan(
-        self, groups: Sequence[Sequence[int]], form: Former, num_ranks: int, *, unit: int, order: MicrobatchOrder
-    ) -> PackPlan:
+    def plan(self, groups: Sequence[Sequence[int]], form: Former) -> PackPlan:
         """Form one global batch after the other; `form` sees rows by their place in the group."""
         steps = []
         for group in groups:
             ranks = [[[group[place] for place in sorted(mine)] for mine in bins] for bins in form(self.rows(group))]
-            self.sort(ranks, order)
+            self.sort(ranks)
             steps.append(ranks)
-        return self.freeze(steps, num_ranks, unit=unit)
+        return self.freeze(steps)
 
-    def sort(self, ranks: list[Bins], order: MicrobatchOrder) -> None:
-        """Microbatches of each rank, in place."""
-        if order == "largest_first":
+    def sort(self, ranks: list[Bins]) -> None:
+        """Sort the microbatches of each rank, in place."""
+        if self._order == "largest_first":
             for bins in ranks:
                 bins.sort(key=lambda mine: -self._tokens(mine))
 
-    def freeze(self, steps: Sequence[Sequence[Bins]], num_ranks: int, *, unit: int) -> PackPlan:
+    def freeze(self, steps: Sequence[Sequence[Bins]]) -> PackPlan:
         """Return the plan of `[global batch][rank][microbatch]`, with what it costs."""
-        frozen = [tuple(tuple(mine) for ranks in steps for mine in ranks[rank]) for rank in range(num_ranks)]
+        frozen = [tuple(tuple(mine) for ranks in steps for mine in ranks[rank]) for rank in range(self._num_ranks)]
         return PackPlan(
             microbatches=tuple(frozen),
             steps=tuple(len(ranks[0]) for ranks in steps),
             pad_to=max(self._sizes, default=0),
             packed=self._packed,
-            load=self._load(steps, num_ranks, unit),
+            load=self._load(steps),
         )
 
-    def _load(self, steps: Sequence[Sequence[Bins]], num_ranks: int, unit: int) -> PackLoad:
+    def _load(self, steps: Sequence[Sequence[Bins]]) -> PackLoad:
+        num_ranks = self._num_ranks
         totals = [0.0] * num_ranks
         busiest = synchronised = cost_bound = 0.0
         bins_bound = computed = 0
@@ -318,7 +328,7 @@ class _Planner:
             cost_bound += max(sum(row_costs) / num_ranks, max(row_costs, default=0.0))
             tokens = sum(map(self._sizes.__getitem__, members))
             fewest = -(-tokens // self._capacity) if self._capacity else sum(map(len, ranks))
-            bins_bound += round_up(fewest, unit if self._capacity else 1)
+            bins_bound += round_up(fewest, self._bins_unit if self._capacity else 1)
             computed += sum(self._tokens(mine) for bins in ranks for mine in bins)
         return PackLoad(
             rank_costs=tuple(totals),
@@ -353,8 +363,9 @@ def _runs_of(rows: Sequence[int], count: int) -> Bins:
     return [list(rows[start : start + count]) for start in range(0, len(rows), count)]
 
 
-def _global_batches(num_rows: int, size: BatchSizes, keys: Sequence[str] | None) -> list[list[int]]:
+def _global_batches(num_rows: int, options: _StepOptions) -> list[list[int]]:
     """Return row indices of each global batch, in the order of their keys."""
+    size, keys = options.global_batch_size, options.keys
     if keys is not None and len(set(keys)) != num_rows:
         raise ValueError(f"packing: expected {num_rows} different keys, got {len(set(keys))} among {len(keys)}")
     if not isinstance(size, Sequence):

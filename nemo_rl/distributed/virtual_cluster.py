@@ -30,6 +30,7 @@ from nemo_rl.errors import ResourceError, UserError
 from nemo_rl.utils.deadlines import StartUp
 
 __all__ = [
+    "ClusterNeeds",
     "ClusterNode",
     "EngineNodes",
     "NodeShare",
@@ -146,6 +147,18 @@ class EngineNodes:
     """GPUs of each of these nodes, one for an engine."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterNeeds:
+    """What the processes of a run need, besides one bundle per policy worker."""
+
+    other_cpus: int
+    """Logical CPUs of the actors outside the bundles (rollout, storage; on CPU also generation)."""
+    cpus_per_bundle: int = 1
+    """Logical CPUs of a bundle: 1 for the policy worker, 1 more for an engine that shares its GPU."""
+    engines: EngineNodes = EngineNodes(num_engines=0, num_nodes=0)
+    """Engines that do not share the policy's bundles."""
+
+
 class RayVirtualCluster:
     """Ray for one run, with a placement group of one bundle per policy worker, and per engine that is not colocated.
 
@@ -153,9 +166,6 @@ class RayVirtualCluster:
 
     Args:
         config: the `cluster` section.
-        engines: None where engines share the policy's bundles, or need none.
-        other_cpus: logical CPUs of the actors outside the bundles (rollout, storage; on CPU also generation).
-        cpus_per_bundle: logical CPUs of a bundle: 1 for the policy worker, 1 more for an engine that shares its GPU.
         environment: variables for every process, besides those of `worker_environment`.
         start: how long Ray and the placement may take; None: `cluster.worker_start_timeout_s`, without a word.
         forks: where the workers of a Ray that is started here begin; None: each by itself.
@@ -165,10 +175,8 @@ class RayVirtualCluster:
     def __init__(
         self,
         config: ClusterConfig,
+        needs: ClusterNeeds,
         *,
-        other_cpus: int,
-        cpus_per_bundle: int = 1,
-        engines: EngineNodes | None = None,
         environment: Mapping[str, str] | None = None,
         start: StartUp | None = None,
         forks: ForkServer | None = None,
@@ -180,9 +188,8 @@ class RayVirtualCluster:
             **worker_environment(config.threads_per_worker, uses_gpu=self.uses_gpu),
             **(environment or {}),
         }
-        self._other_cpus = other_cpus
-        self._cpus_per_bundle = cpus_per_bundle
-        self._engines = engines or EngineNodes(num_engines=0, num_nodes=0)
+        self._other_cpus, self._cpus_per_bundle = needs.other_cpus, needs.cpus_per_bundle
+        self._engines = needs.engines
         self._nodes: list[list[ClusterNode]] = []
         self._group: PlacementGroup | None = None
         self._own: OwnRay | None = None

@@ -256,7 +256,7 @@ class RayWorkerGroup(WorkerGroup):
         streams_apart: `stream` runs beside the other calls of a worker, in a thread of its own.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of the object
         self,
         name: str,
         *,

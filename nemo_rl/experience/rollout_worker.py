@@ -43,7 +43,7 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.environments.answers import AnswerCheck
 from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
-from nemo_rl.experience.evaluation.evaluator import EvaluationTask, Evaluator
+from nemo_rl.experience.evaluation.evaluator import EvaluationSettings, EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
 from nemo_rl.experience.payload import SampleStats, build_columns
 from nemo_rl.experience.rollouts import ResponseScorer, check_versions, sampling_params
@@ -189,14 +189,16 @@ class RolloutWorker:
         self._sampling = sampling_params(spec.policy.generation, self._stop_ids, is_validation=False)
         self._scorer = ResponseScorer(self._environment, self._tokenizer, sampling=self._sampling)
         self._evaluator = Evaluator(
-            spec.evaluation,
-            sampling=sampling_params(spec.policy.generation, self._stop_ids, is_validation=True),
+            EvaluationSettings(
+                config=spec.evaluation,
+                sampling=sampling_params(spec.policy.generation, self._stop_ids, is_validation=True),
+                seed=spec.grpo.seed,
+                is_accuracy=spec.env.is_accuracy,
+            ),
             generation=generation,
             scorer=self._scorer,
             tokenizer=self._tokenizer,
             sets=self._held_out,
-            seed=spec.grpo.seed,
-            is_accuracy=spec.env.is_accuracy,
         )
         self._client: DataPlaneClient | None = None
         self._routes = RouteWriter(spec.policy.router_replay)

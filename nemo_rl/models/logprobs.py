@@ -124,7 +124,7 @@ def token_logprobs(
     has a filter: that needs a chunk's whole vocabulary. `kept` are the sets that were sampled from; they replace the
     filter, which would find its own.
     """
-    arguments = (logits_MV, targets_M.long(), sampling, shard, kept, None)
+    arguments = (logits_MV, targets_M.long(), _Distribution(sampling=sampling, shard=shard, kept=kept), None)
     result: torch.Tensor = _ChunkedLogprobs.apply(*arguments)[0]  # type: ignore[no-untyped-call]
     return result
 
@@ -141,7 +141,7 @@ def logprobs_with_entropy(
 
     H = -sum p log p over the vocabulary, or over what a filter has left of it, in nats.
     """
-    return _with_extra("entropy", logits_MV, targets_M, sampling=sampling, shard=shard, kept=kept)
+    return _with_extra("entropy", logits_MV, targets_M, _Distribution(sampling=sampling, shard=shard, kept=kept))
 
 
 def logprobs_with_squares(
@@ -156,7 +156,7 @@ def logprobs_with_squares(
 
     That sum is the probability that two draws are the same token.
     """
-    return _with_extra("squared_probs", logits_MV, targets_M, sampling=sampling, shard=shard, kept=kept)
+    return _with_extra("squared_probs", logits_MV, targets_M, _Distribution(sampling=sampling, shard=shard, kept=kept))
 
 
 def logprobs_from_logits(logits_NTV: torch.Tensor, input_ids_NT: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
@@ -178,16 +178,26 @@ def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor, *, to
     return -(kept * weights).sum() / total
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Distribution:
+    """The distribution that tokens were sampled from, and the columns of it that this rank has."""
+
+    sampling: Sampling
+    shard: VocabShard | None
+    """None where a rank has the whole vocabulary."""
+    kept: KeptSets | None
+    """The sets that were sampled from; None where a filter finds its own."""
+
+    @property
+    def needs_all(self) -> bool:
+        """Return whether a filter must see the whole vocabulary of a position."""
+        return self.sampling.has_filter and self.kept is None
+
+
 def _with_extra(
-    extra: Extra,
-    logits_MV: torch.Tensor,
-    targets_M: torch.Tensor,
-    *,
-    sampling: Sampling,
-    shard: VocabShard | None,
-    kept: KeptSets | None,
+    extra: Extra, logits_MV: torch.Tensor, targets_M: torch.Tensor, distribution: _Distribution
 ) -> torch.Tensor:
-    arguments = (logits_MV, targets_M.long(), sampling, shard, kept, extra)
+    arguments = (logits_MV, targets_M.long(), distribution, extra)
     return torch.stack(_ChunkedLogprobs.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -203,17 +213,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: FunctionCtx,
         logits_MV: torch.Tensor,
         targets_M: torch.Tensor,
-        sampling: Sampling,
-        shard: VocabShard | None,
-        kept: KeptSets | None,
+        distribution: _Distribution,
         extra: Extra | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        shard = distribution.shard
         picked_M = logits_MV.new_zeros(targets_M.shape, dtype=torch.float32)
         norm_M = torch.zeros_like(picked_M)
         entropy_M = torch.zeros_like(picked_M) if extra == "entropy" else None
         log_squares_M = torch.zeros_like(picked_M) if extra == "squared_probs" else None
         for rows in _chunks(logits_MV):
-            scores, first = _scores(logits_MV, targets_M, rows, sampling, shard, kept)
+            scores, first = _scores(logits_MV, targets_M, rows, distribution)
             column, is_here = _columns(targets_M[rows], first, scores.shape[-1])
             picked_M[rows] = torch.where(is_here, scores.gather(-1, column[:, None]).squeeze(-1), 0.0)
             norm_M[rows] = scores.logsumexp(-1)
@@ -222,12 +231,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if entropy_M is not None:
                 logprobs = scores.sub_(norm_M[rows, None])
                 entropy_M[rows] = -_weighed(logprobs, logprobs).sum(-1)
-        if shard is not None and not _needs_all_columns(sampling, kept) and len(targets_M):
+        if shard is not None and not distribution.needs_all and len(targets_M):
             if log_squares_M is not None:
                 log_squares_M = _gathered(log_squares_M, shard).logsumexp(0)
             picked_M, norm_M, entropy_M = _merge(picked_M, norm_M, entropy_M, shard)
         ctx.save_for_backward(logits_MV, targets_M, norm_M, entropy_M)  # type: ignore[arg-type]
-        ctx.sampling, ctx.shard, ctx.kept = sampling, shard, kept  # type: ignore[attr-defined]
+        ctx.distribution = distribution  # type: ignore[attr-defined]
         if log_squares_M is not None:
             squares_M = (log_squares_M - 2 * norm_M).exp()
             ctx.mark_non_differentiable(squares_M)
@@ -237,21 +246,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: FunctionCtx, grad_M: torch.Tensor, grad_entropy_M: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None, None, None, None, None]:
+    ) -> tuple[torch.Tensor, None, None, None]:
         logits_MV, targets_M, norm_M, entropy_M = ctx.saved_tensors  # type: ignore[attr-defined]
-        sampling: Sampling = ctx.sampling  # type: ignore[attr-defined]
-        shard: VocabShard | None = ctx.shard  # type: ignore[attr-defined]
-        kept: KeptSets | None = ctx.kept  # type: ignore[attr-defined]
+        distribution: _Distribution = ctx.distribution  # type: ignore[attr-defined]
+        temperature, shard = distribution.sampling.temperature, distribution.shard
         own = logits_MV.shape[-1]
         grad_MV = torch.empty_like(logits_MV)
         for rows in _chunks(logits_MV):
-            scale = grad_M[rows, None] / sampling.temperature
-            scores, first = _scores(logits_MV, targets_M, rows, sampling, shard, kept)
+            scale = grad_M[rows, None] / temperature
+            scores, first = _scores(logits_MV, targets_M, rows, distribution)
             logprobs = scores.sub_(norm_M[rows, None])
             through_entropy = None
             if entropy_M is not None and grad_entropy_M is not None:
                 # dH / dz = -p (log p + H)
-                pull = -grad_entropy_M[rows, None] / sampling.temperature
+                pull = -grad_entropy_M[rows, None] / temperature
                 through_entropy = _weighed(logprobs, logprobs + entropy_M[rows, None]).mul_(pull)
             chunk = logprobs.exp_().mul_(-scale)
             column, is_here = _columns(targets_M[rows], first, scores.shape[-1])
@@ -260,7 +268,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 chunk += through_entropy
             start = shard.first - first if shard is not None else 0
             grad_MV[rows] = chunk[:, start : start + own].to(grad_MV.dtype)
-        return grad_MV, None, None, None, None, None
+        return grad_MV, None, None, None
 
 
 def _weighed(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -302,21 +310,13 @@ def _chunks(logits_MV: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def _needs_all_columns(sampling: Sampling, kept: KeptSets | None) -> bool:
-    return sampling.has_filter and kept is None
-
-
 def _scores(
-    logits_MV: torch.Tensor,
-    targets_M: torch.Tensor,
-    rows: slice,
-    sampling: Sampling,
-    shard: VocabShard | None,
-    kept: KeptSets | None,
+    logits_MV: torch.Tensor, targets_M: torch.Tensor, rows: slice, distribution: _Distribution
 ) -> tuple[torch.Tensor, int]:
     """Score of `rows` in float32 and the token of their first column; a filter needs those of the whole vocabulary."""
+    sampling, shard, kept = distribution.sampling, distribution.shard, distribution.kept
     scores = logits_MV[rows].float() / sampling.temperature
-    if not _needs_all_columns(sampling, kept):
+    if not distribution.needs_all:
         first = shard.first if shard is not None else 0
         return scores if kept is None else kept.fill(scores, rows, first=first), first
     if shard is not None:

@@ -178,7 +178,7 @@ class _Options:
         return self.softcap is not None or self.sinks is not None
 
 
-def varlen_attention(
+def varlen_attention(  # noqa: PLR0913 - transformers calls it so
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

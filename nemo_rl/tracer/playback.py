@@ -24,7 +24,7 @@ from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.tracer.entry import EntryKind, StreamEntry
 from nemo_rl.tracer.frame import BadFrame, FrameTable, header_of
 from nemo_rl.tracer.hub.hub import Hub
-from nemo_rl.tracer.hub.server import HubServer
+from nemo_rl.tracer.hub.server import HubEndpoint, HubServer
 from nemo_rl.tracer.protocol import HubLimits, RunState
 from nemo_rl.tracer.store import quiet_s
 from nemo_rl.tracer.stream_reader import Follow, StreamReader
@@ -259,7 +259,7 @@ async def serving(*, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Se
     with tempfile.TemporaryDirectory(prefix="nemo_rl_tracer_") as folder:
         tokens.write(Path(folder))
         hub = Hub(limits=HubLimits(history_bytes=HISTORY_BYTES))
-        server = HubServer(hub, tokens=tokens, host=host, port=port)
+        server = HubServer(hub, tokens=tokens, endpoint=HubEndpoint(host=host, port=port))
         async with AsyncExitStack() as opened:
             try:
                 await opened.enter_async_context(server)

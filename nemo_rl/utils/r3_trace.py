@@ -32,6 +32,9 @@ __all__ = [
     "ReplayAction",
     "Runs",
     "TraceStage",
+    "TracedRouter",
+    "TracedSlots",
+    "UsedRoutes",
     "maybe_r3_trace_stage",
     "r3_trace_enabled",
     "r3_trace_stage",
@@ -82,6 +85,43 @@ class TraceStage:
     def head(self) -> dict[str, object]:
         """Return the fields that all records of the pass share."""
         return {"stage": self.stage, "trace_step": self.trace_step, "coords": dict(self.coords)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedSlots:
+    """The slots of a microbatch that this rank holds after packing and the cut over context ranks."""
+
+    runs: Runs
+    """S slots."""
+    input_ids: Any = None
+    """`[S]` integers, the tokens as the model gets them; None leaves them unchecked."""
+    verified_count: int | None = None
+    """Slots whose token and route the caller has compared with their source; None when it has not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedRouter:
+    """The router of one layer in one microbatch."""
+
+    microbatch: int
+    layer_number: int
+    """Number of the layer in the model."""
+    first_slot: int = 0
+    """The first slot of the microbatch that the router sees, of those of `trace_cp_routed_experts`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsedRoutes:
+    """The routes that a forward pass used, beside those of the rollout."""
+
+    actual: Any
+    """torch `[S, K]` integers, the choice that the forward used."""
+    expected: Any
+    """torch `[S]` int64, `route_digests` of the rollout for this layer."""
+    missing: Any
+    """torch `[S]` bool: no route of the rollout belongs here (it is missing, or the slot is padding)."""
+    num_experts: int
+    """Experts that the router chooses among."""
 
 
 _FILE = TraceFile()
@@ -231,20 +271,15 @@ def trace_cp_routed_experts(
     stage: TraceStage | None,
     *,
     microbatch: int,
-    runs: Runs,
+    slots: TracedSlots,
     routes: Any,
     layers: Sequence[int],
-    input_ids: Any = None,
-    verified_count: int | None = None,
 ) -> None:
     """Trace the part of a microbatch that a rank holds after packing and the cut over context ranks.
 
     Args:
-        runs: S slots.
         routes: `[S, L, K]` integers, -1 where a route is missing.
         layers: numbers of the L layers.
-        input_ids: `[S]` integers, the tokens as the model gets them; None leaves them unchecked.
-        verified_count: slots whose token and route the caller has compared with their source; None when it has not.
     """
     if stage is None or not stage.traces(microbatch):
         return
@@ -253,58 +288,41 @@ def trace_cp_routed_experts(
         "cp_rank": stage.coords.get("cp", 0),
         "cp_size": stage.sizes.get("cp", 1),
         "layers": list(layers),
-        "token_identity": _runs_record(runs),
-        "cp_token_identity_verified_count": verified_count,
+        "token_identity": [[key, int(start), int(length)] for key, start, length in slots.runs],
+        "cp_token_identity_verified_count": slots.verified_count,
         "tensor": describe(local),
         **describe_routes(local),
     }
-    if input_ids is not None:
-        tokens = as_array(input_ids).reshape(-1)
+    if slots.input_ids is not None:
+        tokens = as_array(slots.input_ids).reshape(-1)
         fields["input_ids"] = {**describe(tokens), "values": encode(tokens, "<i4")}
     _FILE.write("cp_routed_experts", {**stage.as_record(microbatch), **fields})
 
 
 def trace_router_replay_assignment(
-    stage: TraceStage | None,
-    *,
-    microbatch: int,
-    layer_number: int,
-    payload_idx: int,
-    ids: Any,
-    runs: Runs | None = None,
-    first_slot: int = 0,
+    stage: TraceStage | None, router: TracedRouter, *, payload_idx: int, ids: Any
 ) -> None:
     """Trace the routes that the router of one layer was given.
 
     Args:
-        layer_number: of the layer in the model.
         payload_idx: column of the payload that they were taken from.
         ids: `[S, K]` integers.
-        runs: S slots; None means those of `trace_cp_routed_experts` of the same microbatch, from `first_slot` on.
     """
-    if stage is None or not stage.traces(microbatch):
+    if stage is None or not stage.traces(router.microbatch):
         return
     installed = as_array(ids)
     fields = {
-        "layer_number": layer_number,
+        "layer_number": router.layer_number,
         "payload_idx": payload_idx,
         "tensor": describe(installed),
-        **_slots_record(runs, first_slot),
+        **_slots_record(router),
         **describe_routes(installed[:, None]),
     }
-    _FILE.write("router_replay_assignment", {**stage.as_record(microbatch), **fields})
+    _FILE.write("router_replay_assignment", {**stage.as_record(router.microbatch), **fields})
 
 
 def trace_router_replay_action(
-    stage: TraceStage | None,
-    *,
-    action: ReplayAction,
-    layer_number: int,
-    microbatch: int,
-    ids: Any = None,
-    pending: int = 0,
-    runs: Runs | None = None,
-    first_slot: int = 0,
+    stage: TraceStage | None, router: TracedRouter, *, action: ReplayAction, ids: Any = None, pending: int = 0
 ) -> None:
     """Trace the instruction of a router about its routes.
 
@@ -313,69 +331,59 @@ def trace_router_replay_action(
             written: they are where routes begin.
         pending: microbatches whose backward pass may still ask the router, afterwards.
     """
-    if stage is None or not stage.traces(microbatch):
+    if stage is None or not stage.traces(router.microbatch):
         return
     fields: dict[str, object] = {
         "action": action,
-        "layer_number": layer_number,
+        "layer_number": router.layer_number,
         "replay_backward_list_len": pending,
-        **_slots_record(runs, first_slot),
+        **_slots_record(router),
     }
     if ids is not None:
         used = as_array(ids)
         fields |= {"tensor": describe(used)} | ({} if action == "record" else describe_routes(used[:, None]))
-    _FILE.write("router_replay_action", {**stage.as_record(microbatch), **fields})
+    _FILE.write("router_replay_action", {**stage.as_record(router.microbatch), **fields})
 
 
 def trace_router_replay_forward_verify(
     stage: TraceStage | None,
+    router: TracedRouter,
+    routes: UsedRoutes,
     *,
     action: ReplayAction,
-    layer_number: int,
-    microbatch: int,
-    topk: int,
-    scores_shape: Sequence[int],
-    actual: Any,
-    expected: Any,
-    missing: Any,
-    runs: Runs | None = None,
-    first_slot: int = 0,
     pending: tuple[int, int] | None = None,
 ) -> bool:
     """Check that a forward pass used the routes whose digests came from the rollout, in every pass, traced or not.
 
     Args:
         action: replay_forward, or replay_backward where it is recomputed.
-        actual: torch `[S, K]` integers, the choice that the forward used.
-        expected: torch `[S]` int64, `route_digests` of the rollout for this layer.
-        missing: torch `[S]` bool: no route of the rollout belongs here (it is missing, or the slot is padding).
         pending: microbatches whose backward pass may still ask the router, before and after.
 
     Returns:
         False when a token used other experts; the caller raises.
     """
-    found = route_digests(actual.detach().long()[:, None], [layer_number])[:, 0]
-    differs = (found != expected.to(found.device)) & ~missing.to(found.device)
+    found = route_digests(routes.actual.detach().long()[:, None], [router.layer_number])[:, 0]
+    differs = (found != routes.expected.to(found.device)) & ~routes.missing.to(found.device)
     matches = not bool(differs.any())
-    if stage is None or not stage.traces(microbatch):
+    if stage is None or not stage.traces(router.microbatch):
         return matches
-    used, before_after = as_array(actual), pending or (None, None)
+    used, before_after = as_array(routes.actual), pending or (None, None)
     fields = {
         "action": action,
-        "layer_number": layer_number,
-        "topk": topk,
-        "scores_shape": list(scores_shape),
+        "layer_number": router.layer_number,
+        "topk": used.shape[1],
+        "scores_shape": [len(used), routes.num_experts],
         "actual": describe(used),
-        "expected": describe(as_array(expected)),
+        "expected": describe(as_array(routes.expected)),
         "matches_expected": matches,
         "num_differing": int(differs.sum()),
-        "fallback_rows": int(missing.sum()),
+        "fallback_rows": int(routes.missing.sum()),
         "replay_backward_list_len_before": before_after[0],
         "replay_backward_list_len_after": before_after[1],
-        **_slots_record(runs, first_slot),
+        **_slots_record(router),
         **describe_routes(used[:, None]),
     }
-    _FILE.write("router_replay_forward_verify", {**stage.as_record(microbatch), **fields})
+    _FILE.write("router_replay_forward_verify", {**stage.as_record(router.microbatch), **fields})
     return matches
 
 
@@ -424,9 +432,6 @@ def _valid(row: Any, length: int, *, with_preview: bool) -> dict[str, object]:
     return {"full_shape": list(row.shape), **named, **described}
 
 
-def _runs_record(runs: Runs) -> list[list[object]]:
-    return [[key, int(start), int(length)] for key, start, length in runs]
-
-
-def _slots_record(runs: Runs | None, first_slot: int) -> dict[str, object]:
-    return {"token_identity": None if runs is None else _runs_record(runs), "first_slot": first_slot}
+def _slots_record(router: TracedRouter) -> dict[str, object]:
+    # A reader takes the slots of `cp_routed_experts`; other tools name them here.
+    return {"token_identity": None, "first_slot": router.first_slot}

@@ -13,7 +13,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.frame import Frame, FramePart, FrameSite, FrameTable, Where, decode
 from nemo_rl.tracer.hub.hub import Hub
-from nemo_rl.tracer.hub.server import HubServer
+from nemo_rl.tracer.hub.server import HubEndpoint, HubServer
 from nemo_rl.tracer.protocol import PROTOCOL_VERSION, HubLimits
 from nemo_rl.tracer.reducer import Span, parse_reducer
 from nemo_rl.tracer.tokens import HubTokens
@@ -106,11 +106,11 @@ class HubUnderTest:
 
 @asynccontextmanager
 async def open_hub(
-    *, watches=("layer.out | stats",), artifacts=None, server=None, **limits
+    *, watches=("layer.out | stats",), artifacts=None, tokenizer=None, server=None, **limits
 ) -> AsyncIterator[HubUnderTest]:
     hub = Hub(limits=HubLimits(**limits), plan=WatchPlan.parse(watches), artifacts=artifacts)
     tokens = HubTokens.draw()
-    async with HubServer(hub, tokens=tokens, **(server or {})) as listening:
+    async with HubServer(hub, tokens=tokens, endpoint=HubEndpoint(**(server or {})), tokenizer=tokenizer) as listening:
         yield HubUnderTest(hub, listening, tokens)
 
 

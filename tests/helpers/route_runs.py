@@ -81,7 +81,11 @@ class RouteRun:
         own = self.gather(batch, self.shard_positions(batch, c["cp"]), fetched)[:, [self.layers.index(x) for x in held]]
         tokens = np.array([0 if i is None else self.tokens[i][p] for i, p in positions], dtype=np.int32)
         r3_trace.trace_cp_routed_experts(
-            traced, microbatch=number, runs=runs, routes=torch.from_numpy(own), layers=held, input_ids=tokens
+            traced,
+            microbatch=number,
+            slots=r3_trace.TracedSlots(runs=runs, input_ids=tokens),
+            routes=torch.from_numpy(own),
+            layers=held,
         )
         half = len(positions) // self.tp_size
         mine = slice(c["tp"] * half, (c["tp"] + 1) * half)
@@ -89,30 +93,25 @@ class RouteRun:
         actions = ["replay_forward", "replay_backward"] if traced is not None and traced.stage == "train" else None
         for layer, column in self.layer_map(held):
             ids = own[mine, column]
-            first = mine.start
-            r3_trace.trace_router_replay_assignment(
-                traced, microbatch=number, layer_number=layer, payload_idx=column, ids=ids, first_slot=first
-            )
+            router = r3_trace.TracedRouter(microbatch=number, layer_number=layer, first_slot=mine.start)
+            r3_trace.trace_router_replay_assignment(traced, router, payload_idx=column, ids=ids)
             for action in actions or ["replay_forward"]:
-                self.write_use(traced, action, number, layer, ids, honest[mine, self.layers.index(layer)], first)
+                self.write_use(traced, router, action, ids, honest[mine, self.layers.index(layer)])
 
-    def write_use(self, traced, action: str, number: int, layer: int, ids, honest, first: int) -> None:
-        r3_trace.trace_router_replay_action(
-            traced, action=action, layer_number=layer, microbatch=number, ids=ids, pending=1, first_slot=first
-        )
+    def write_use(self, traced, router: r3_trace.TracedRouter, action: str, ids, honest) -> None:
+        r3_trace.trace_router_replay_action(traced, router, action=action, ids=ids, pending=1)
         used = self.use(action, np.where(ids == MISSING, np.arange(self.top_k), ids))
         is_missing = torch.from_numpy((honest == MISSING).all(-1))
         r3_trace.trace_router_replay_forward_verify(
             traced,
+            router,
+            r3_trace.UsedRoutes(
+                actual=torch.from_numpy(used),
+                expected=route_digests(torch.from_numpy(honest)[:, None], [router.layer_number])[:, 0],
+                missing=is_missing,
+                num_experts=self.num_experts,
+            ),
             action=action,
-            layer_number=layer,
-            microbatch=number,
-            topk=self.top_k,
-            scores_shape=[len(ids), self.num_experts],
-            actual=torch.from_numpy(used),
-            expected=route_digests(torch.from_numpy(honest)[:, None], [layer])[:, 0],
-            missing=is_missing,
-            first_slot=first,
         )
 
     def fetch(self, stage: str) -> dict[int, np.ndarray]:

@@ -21,7 +21,7 @@ import numpy as np
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
 from nemo_rl.tracer.hub.hub import Hub
-from nemo_rl.tracer.hub.server import HubServer
+from nemo_rl.tracer.hub.server import HubEndpoint, HubServer
 from nemo_rl.tracer.reducer import Histogram, parse_reducer
 from nemo_rl.tracer.tokens import HubTokens
 from nemo_rl.tracer.watch import WatchPlan
@@ -234,7 +234,7 @@ class Feed:
 
     async def _open(self) -> None:
         self.hub = Hub(plan=WatchPlan.parse(self._watches))
-        self.server = HubServer(self.hub, tokens=self.tokens, port=self.port)
+        self.server = HubServer(self.hub, tokens=self.tokens, endpoint=HubEndpoint(port=self.port))
         await self.server.__aenter__()
         self.port = self.server.port
 

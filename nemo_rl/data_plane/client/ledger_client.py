@@ -236,7 +236,7 @@ class LedgerClient(DataPlaneClient):
 
     # ---- claims
 
-    def get_meta(
+    def get_meta(  # noqa: PLR0913 - a published interface
         self,
         partition_id: str,
         task_name: str,

@@ -13,6 +13,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def explain_mismatch(request: ReplayRequest, *, report: Callable[[str], None] = 
         report(f"scoring the {len(tokens.rows)} rows of step {request.step} again, one change at a time")
         with Progress(report) as progress, tempfile.TemporaryDirectory(prefix="nemo_rl_mismatch_") as scratch:
             versions = find_versions(request, settings, target, tokens, scratch=Path(scratch), progress=progress)
-            return _explain(request, settings, target, tokens, versions, started=started, progress=progress)
+            found = _explain(request, settings, target, tokens, versions, progress=progress)
+            return replace(found, seconds=time.perf_counter() - started)
     except CheckpointError as error:
         raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
 
@@ -79,7 +81,6 @@ def _explain(
     tokens: StepTokens,
     versions: Versions,
     *,
-    started: float,
     progress: Progress,
 ) -> MismatchReport:
     stated = _stated(settings, target, has_sets=tokens.support_NS is not None)
@@ -87,8 +88,7 @@ def _explain(
     routes_of = partial(route_columns, target.folder, target.step, tokens.rows)
     scorer = Scorer(
         tokens,
-        versions.folders,
-        version=target.step.policy_version,
+        versions,
         routes_of=routes_of if stated.can_replay else None,
         engine=ScoreSetting(lag=0, precision=stated.precision, routes=stated.routes, sampling=stated.sampling),
         device=device,
@@ -110,7 +110,6 @@ def _explain(
         evidence=look_at(tokens, found.rest_M),
         far=far_tokens(tokens, trainer_M, lambda ids: str(tokenizer.decode(ids))),
         notes=(*settings.notes, *versions.notes),
-        seconds=time.perf_counter() - started,
     )
 
 

@@ -152,7 +152,8 @@ class MismatchReport:
     """Evidence of the rest."""
     far: tuple[FarToken, ...]
     notes: tuple[str, ...]
-    seconds: float
+    seconds: float = 0.0
+    """Duration of the whole command."""
 
     @property
     def first(self) -> MismatchPart | None:

@@ -6,10 +6,9 @@ pass, N all rows, T tokens, M sampled tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.setting import Cut, ScoreSetting
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
+from nemo_rl.diagnostics.mismatch.versions import Versions
 from nemo_rl.distributed.local_job import quiet_libraries
 from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.loading import DTYPES, load_causal_lm
@@ -77,8 +77,6 @@ class Scorer:
     """Scores the rows of one step.
 
     Args:
-        folders: version -> Hugging Face folder of its weights.
-        version: of the trainer.
         routes_of: for a model with experts whose rollout has recorded routes; None elsewhere.
         engine: of whose logits a filter made the sets, where these were not recorded.
     """
@@ -86,16 +84,15 @@ class Scorer:
     def __init__(
         self,
         tokens: StepTokens,
-        folders: Mapping[int, Path],
+        versions: Versions,
         *,
-        version: int,
         engine: ScoreSetting,
         routes_of: RoutesOf | None = None,
         device: torch.device | str = "cpu",
         progress: Progress | None = None,
     ) -> None:
         self.tokens = tokens
-        self._folders, self._version, self._device = folders, version, device
+        self._folders, self._version, self._device = versions.folders, versions.trainer, device
         self._routes_of, self._engine = routes_of, engine
         self._progress = Progress(lambda _: None) if progress is None else progress
         self._support_NS = tokens.support_NS

@@ -39,6 +39,8 @@ REACHED = "reached_{version}"
 class Versions:
     """The versions whose weights are there."""
 
+    trainer: int
+    """Version of the trainer's weights."""
     folders: dict[int, Path]
     """Version -> Hugging Face folder."""
     trainer_M: torch.Tensor | None = None
@@ -86,6 +88,7 @@ def find_versions(
         _replay(chain, settings, _Keep(folder=scratch, versions=tuple(missing), target=plan.target_pass()))
         here |= {version: scratch / _name(version) for version in missing}
     return Versions(
+        trainer=trainer,
         folders={version: here[version] for version in sorted((needed | around) & here.keys())},
         trainer_M=_trainer_pass(scratch, tokens) if wants_pass else None,
         notes=tuple(notes),

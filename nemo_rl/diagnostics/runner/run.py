@@ -32,7 +32,7 @@ from nemo_rl.errors import UserError
 from nemo_rl.models.hub import local_folders
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits
-from nemo_rl.models.policy.recording import model_identity, record_spec
+from nemo_rl.models.policy.recording import RecordSpec, model_identity, recorded_model
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.records.reader import read_folder
 from nemo_rl.records.selector import Selector
@@ -217,13 +217,12 @@ def _placed(policy: PolicyConfig, spec: ProbeSpec, rows: RunnerRows) -> tuple[Po
 def _work(policy: PolicyConfig, spec: ProbeSpec, rows: RunnerRows, world_size: int, *, weights: str) -> RankWork:
     record = None
     if spec.dump is not None and spec.out is not None:
-        record = record_spec(
-            policy,
+        record = RecordSpec(
             folder=spec.out / RECORDS,
             sites=spec.dump,
             phases=(WorkerPass.PREV_LOGPROBS, *([WorkerPass.TRAIN] if spec.has_backward else [])),
+            model=recorded_model(policy),
             weights=weights,
-            must_succeed=True,
             settings={"layout": str(spec.layout), "routes_from": str(spec.routes_from), "prompt": str(spec.prompt)},
         )
     return RankWork(

@@ -31,7 +31,7 @@ from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import CheckpointError, NonFiniteError
-from nemo_rl.models.policy.recording import RecordSpec, record_spec
+from nemo_rl.models.policy.recording import RecordSpec, recorded_model
 from nemo_rl.records.reader import TensorRecord, read_folder
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import SiteKind, execution_order
@@ -178,13 +178,12 @@ def _record_spec(request: ReplayRequest, settings: ReplaySettings, target: StepS
     if request.out is None:
         raise ReplayProblem("--dump: the records need a folder: give --out DIR", verdict=Verdict.USAGE)
     Selector.parse(request.dump)
-    return record_spec(
-        settings.policy,
+    return RecordSpec(
         folder=request.out,
         sites=request.dump,
         phases=tuple(phase for phase in WorkerPass if phase in target.run.stages),
+        model=recorded_model(settings.policy),
         weights=f"run {request.run}, step {request.step}",
-        must_succeed=True,
         has_backward=not request.rows,
     )
 

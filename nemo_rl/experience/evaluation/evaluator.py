@@ -22,7 +22,7 @@ from nemo_rl.experience.rollouts import ResponseScorer, ScoredSamples, check_ver
 from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationRequest, SamplingParams
 from nemo_rl.utils.rollout_file import write_rollouts
 
-__all__ = ["EvaluationTask", "Evaluator", "SampleFile"]
+__all__ = ["EvaluationSettings", "EvaluationTask", "Evaluator", "SampleFile"]
 
 PURPOSE = "validation"
 """Purpose of the seeds."""
@@ -50,31 +50,38 @@ class EvaluationTask:
     samples: SampleFile | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationSettings:
+    """How every set of a run is sampled and measured."""
+
+    config: EvaluationConfig
+    sampling: SamplingParams
+    seed: int
+    """Seed of the run."""
+    is_accuracy: bool
+    """True where rewards are 1 for right and 0 for wrong."""
+
+
 class Evaluator:
     """Measures sets of held-out prompts.
 
     Args:
         generation: engines, shared with whoever brings new weights.
         sets: by name.
-        seed: of the run.
-        is_accuracy: rewards are 1 for right and 0 for wrong.
     """
 
     def __init__(
         self,
-        config: EvaluationConfig,
+        settings: EvaluationSettings,
         *,
-        sampling: SamplingParams,
         generation: GenerationInterface,
         scorer: ResponseScorer,
         tokenizer: PreTrainedTokenizerBase,
         sets: Mapping[str, PromptSet],
-        seed: int,
-        is_accuracy: bool,
     ) -> None:
-        self._config, self._generation, self._scorer = config, generation, scorer
-        self._tokenizer, self._sets, self._seed, self._is_accuracy = tokenizer, sets, seed, is_accuracy
-        self._sampling = sampling
+        self._config, self._sampling = settings.config, settings.sampling
+        self._seed, self._is_accuracy = settings.seed, settings.is_accuracy
+        self._generation, self._scorer, self._tokenizer, self._sets = generation, scorer, tokenizer, sets
         self._printed: list[str] = []
 
     def evaluate(self, task: EvaluationTask) -> ValidationResult:

@@ -29,7 +29,16 @@ from nemo_rl.records.sites import SITES, Direction, SiteKind
 from nemo_rl.records.writer import RecordWriter, new_folder
 from nemo_rl.utils.memory import package_versions
 
-__all__ = ["NO_RECORDING", "RecordSink", "RecordSpec", "Recording", "SiteRecording", "model_identity", "record_spec"]
+__all__ = [
+    "NO_RECORDING",
+    "RecordSink",
+    "RecordSpec",
+    "RecordedModel",
+    "Recording",
+    "SiteRecording",
+    "model_identity",
+    "recorded_model",
+]
 
 
 class RecordSink:
@@ -87,6 +96,19 @@ STEP_IN_NAME = "{step}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedModel:
+    """The model of a recording, as its manifest names it."""
+
+    identity: Mapping[str, object] = field(default_factory=dict)
+    """Facts of the model that must agree between two recordings that are compared."""
+    tokenizer: str = ""
+    """Folder of the tokenizer."""
+    engine: str = ""
+    """`megatron` or `dtensor`."""
+    precision: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RecordSpec:
     """Settings of a recording: plain values, the same on every rank."""
 
@@ -99,14 +121,11 @@ class RecordSpec:
     """True where training passes run backward, rather than being evaluated."""
     must_succeed: bool = True
     """A disk that refuses is an error; else it ends the recording, and the step goes on."""
-    model: Mapping[str, object] = field(default_factory=dict)
-    """Facts of the model that must agree between two recordings that are compared."""
+    model: RecordedModel = field(default_factory=RecordedModel)
     settings: Mapping[str, object] = field(default_factory=dict)
     """Anything else that readers may want to know."""
-    tokenizer: str = ""
     weights: str = ""
-    engine: str = ""
-    precision: str = ""
+    """The name of the weights, for people."""
 
 
 class Recording(HookObserver):
@@ -188,7 +207,7 @@ class SiteRecording(Recording):
         kinds = set(self._selector.kinds())
         return RecordManifest(
             run_id=uuid.uuid4().hex,
-            model=dict(spec.model),
+            model=dict(spec.model.identity),
             layout={
                 "dp": layout.dp,
                 "cp": layout.cp,
@@ -197,13 +216,13 @@ class SiteRecording(Recording):
                 "sp": int(layout.sequence_parallel),
                 "world": layout.world_size,
             },
-            engine=spec.engine,
-            precision=spec.precision,
+            engine=spec.model.engine,
+            precision=spec.model.precision,
             selector=spec.sites,
             phases=spec.phases,
             sites=tuple(self._expected_sites()),
             unobserved={kind: why for kind, why in self._unobserved.items() if kind in kinds},
-            tokenizer=spec.tokenizer,
+            tokenizer=spec.model.tokenizer,
             weights=spec.weights,
             versions=package_versions(),
             settings=json.loads(json.dumps(dict(spec.settings), default=str)),
@@ -252,28 +271,13 @@ def model_identity(policy: PolicyConfig) -> dict[str, object]:
     return {name: settings[name] for name in IDENTITY if settings.get(name) is not None}
 
 
-def record_spec(
-    policy: PolicyConfig,
-    *,
-    folder: Path,
-    sites: str,
-    phases: tuple[str, ...],
-    weights: str,
-    must_succeed: bool,
-    has_backward: bool = True,
-    settings: dict[str, object] | None = None,
-) -> RecordSpec:
-    """Return what the workers of a policy need to record its sites."""
-    return RecordSpec(
-        folder=folder,
-        sites=sites,
-        phases=phases,
-        must_succeed=must_succeed,
-        has_backward=has_backward,
-        model=model_identity(policy),
-        settings=settings or {},
+def recorded_model(policy: PolicyConfig) -> RecordedModel:
+    """Raises:
+    ModelFolderError: the folder cannot be read.
+    """
+    return RecordedModel(
+        identity=model_identity(policy),
         tokenizer=str(Path(policy.tokenizer.name or policy.model_name).absolute()),
-        weights=weights,
         engine="megatron" if policy.megatron_cfg.enabled else "dtensor",
         precision=policy.precision,
     )

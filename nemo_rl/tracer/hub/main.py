@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from nemo_rl.errors import UserError
 from nemo_rl.tracer.hub.hub import Hub, SinkThread
-from nemo_rl.tracer.hub.server import HubServer
+from nemo_rl.tracer.hub.server import HubEndpoint, HubServer
 from nemo_rl.tracer.process import HubSpec
 from nemo_rl.tracer.tokens import HubTokens
 from nemo_rl.tracer.watch import WatchPlan
@@ -50,11 +50,8 @@ async def _run(spec: HubSpec, tokens: HubTokens) -> None:
     server = HubServer(
         hub,
         tokens=tokens,
-        host=spec.host,
-        port=spec.port,
-        origins=spec.origins,
+        endpoint=HubEndpoint(host=spec.host, port=spec.port, origins=spec.origins, has_legacy=spec.compat),
         tokenizer=spec.tokenizer,
-        has_legacy=spec.compat,
     )
     async with server:
         _say({"port": server.port})

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -28,7 +29,7 @@ from nemo_rl.tracer.hub.sessions import Sessions
 from nemo_rl.tracer.protocol import HANDSHAKE_S, LIVE_PATH, Role
 from nemo_rl.tracer.tokens import HubTokens
 
-__all__ = ["HubServer", "Pages", "refuse"]
+__all__ = ["HubEndpoint", "HubServer", "Pages", "refuse"]
 
 FOLDER = Path(__file__).parent.parent / "page"
 CONTENT_TYPES: Mapping[str, str] = {
@@ -140,6 +141,25 @@ class GatedConnection(ServerConnection):
         super().connection_lost(exc)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubEndpoint:
+    """The address of a hub, and who may connect there."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any that is free."""
+    origins: tuple[str, ...] = ()
+    """Origins of pages, beside the hub's own, from which a browser may connect, such as `http://host:8080`."""
+    has_legacy: bool = False
+    """True where the compatibility endpoint is served."""
+    handshake_s: float = HANDSHAKE_S
+    """Seconds for the request of a new connection, and then for its hello."""
+
+
+ANY_PORT = HubEndpoint()
+"""A free port of this machine, for its own pages alone."""
+
+
 class HubServer:
     """A hub that listens.
 
@@ -153,26 +173,16 @@ class HubServer:
         hub: Hub,
         *,
         tokens: HubTokens,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        origins: Sequence[str] = (),
+        endpoint: HubEndpoint = ANY_PORT,
         tokenizer: Path | None = None,
-        has_legacy: bool = False,
-        handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """Args:
-        port: 0: any that is free.
-        origins: of pages, beside the hub's own, from which a browser may connect, such as `http://host:8080`.
         tokenizer: folder with `tokenizer.json`.
-        has_legacy: whether the compatibility endpoint is there.
-        handshake_s: for the request of a new connection, and then for its hello.
         """
-        self.hub, self.host, self.port = hub, host, port
+        self.hub, self.host, self.port = hub, endpoint.host, endpoint.port
         self.ranks = Ranks(hub, tokenizer=tokenizer)
         self.sessions = Sessions(hub, self.ranks, tokens)
-        self._handshake_s = handshake_s
-        self._tokens, self._has_legacy = tokens, has_legacy
-        self._origins, self._pages = frozenset(origins), Pages()
+        self._tokens, self._endpoint, self._pages = tokens, endpoint, Pages()
         self._gate = Gate(hub.limits.max_waiting)
         self._server: Server | None = None
         self._publishing: asyncio.Task[None] | None = None
@@ -189,7 +199,7 @@ class HubServer:
             process_request=self._answer,
             # A class by its type, but any factory by its meaning.
             create_connection=cast(type[ServerConnection], partial(GatedConnection, self._gate)),
-            open_timeout=self._handshake_s,
+            open_timeout=self._endpoint.handshake_s,
             ping_interval=PING_S,
             ping_timeout=max(PONG_S, limits.slow_viewer_s),
             close_timeout=CLOSE_S,
@@ -220,7 +230,7 @@ class HubServer:
 
     def _answer(self, connection: ServerConnection, request: Request) -> Response | None:
         path, _, query = request.path.partition("?")
-        is_legacy = self._has_legacy and path == LEGACY_PATH
+        is_legacy = self._endpoint.has_legacy and path == LEGACY_PATH
         if path != LIVE_PATH and not is_legacy:
             return self._pages.answer(path)
         if not self._is_allowed(request):
@@ -237,7 +247,7 @@ class HubServer:
         host = request.headers.get("Host", "")
         # The host as the browser reached it: behind a forwarded port it is not the port here.
         is_own = host.rpartition(":")[0] in (*LOOPBACK, self.host) and origins[0] == f"http://{host}"
-        return len(origins) == 1 and (is_own or origins[0] in self._origins)
+        return len(origins) == 1 and (is_own or origins[0] in self._endpoint.origins)
 
     async def _serve(self, connection: ServerConnection) -> None:
         try:
@@ -246,7 +256,9 @@ class HubServer:
                 await serve_legacy(connection, self.hub, self.sessions)
                 return
             frame_bytes = self.hub.limits.max_frame_bytes
-            known = await self.sessions.welcome(connection, frame_bytes=frame_bytes, handshake_s=self._handshake_s)
+            known = await self.sessions.welcome(
+                connection, frame_bytes=frame_bytes, handshake_s=self._endpoint.handshake_s
+            )
             if known is not None:
                 self._gate.leave(connection)
                 await self.sessions.serve(connection, *known)

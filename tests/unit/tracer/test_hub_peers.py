@@ -260,7 +260,7 @@ def test_texts_of_tokens_come_from_the_vocabulary(tmp_path):
     words.save(str(tmp_path / "tokenizer.json"))
 
     async def go():
-        async with open_hub(server={"tokenizer": tmp_path}) as hub, hub.rank() as rank, hub.peer("viewer") as viewer:
+        async with open_hub(tokenizer=tmp_path) as hub, hub.rank() as rank, hub.peer("viewer") as viewer:
             await rank.say("begin", step=1, phase=PHASE)
             tokens = np.array([[0, 0], [0, 1], [1, 99]], dtype=np.int32)
             await rank.socket.send(FrameTable(run=RUN, name="t", step=1, keys=("a",), tokens=tokens).encode())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import timeit
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,8 +94,9 @@ def test_off_it_writes_nothing_and_costs_next_to_nothing(tmp_path: Path, monkeyp
     r3_trace.trace_retired(keys=["a_g0"], reason="any")
     with r3_trace.maybe_r3_trace_stage("train", enabled=True) as stage:
         assert stage is None
+        router = r3_trace.TracedRouter(microbatch=0, layer_number=0)
         assign = lambda: r3_trace.trace_router_replay_assignment(  # noqa: E731
-            stage, microbatch=0, layer_number=0, payload_idx=0, ids=None
+            stage, router, payload_idx=0, ids=None
         )
         assign()
     assert list(tmp_path.iterdir()) == []
@@ -187,7 +189,7 @@ def test_records_tell_the_rank_in_a_process_group(folder: Path) -> None:
     assert told == [(0, 1)] * 4 + [(None, None)]
 
 
-def router_records(folder: Path, **verify) -> bool:
+def router_records(folder: Path, *, layer_number: int = 5, **used) -> bool:
     """All records of one router; whether its forward was right."""
     ids = torch.tensor([[1, 2], [3, 0], [0, 1]])
     expected = route_digests(ids[:, None], [5])[:, 0]
@@ -195,21 +197,24 @@ def router_records(folder: Path, **verify) -> bool:
     with r3_trace.r3_trace_stage("train", coords={"cp": 1, "tp": 0}) as stage:
         runs = [("a_g0", 2, 2), (None, 0, 1)]
         r3_trace.trace_cp_routed_experts(
-            stage, microbatch=0, runs=runs, routes=ids[:, None], layers=[5], input_ids=torch.tensor([[7, 8, 0]])
+            stage,
+            microbatch=0,
+            slots=r3_trace.TracedSlots(runs=runs, input_ids=torch.tensor([[7, 8, 0]])),
+            routes=ids[:, None],
+            layers=[5],
         )
-        r3_trace.trace_router_replay_assignment(stage, microbatch=0, layer_number=5, payload_idx=1, ids=ids)
+        router = r3_trace.TracedRouter(microbatch=0, layer_number=5)
+        r3_trace.trace_router_replay_assignment(stage, router, payload_idx=1, ids=ids)
         for action in ("replay_forward", "clear"):
             given = ids if action == "replay_forward" else None
-            r3_trace.trace_router_replay_action(
-                stage, action=action, layer_number=5, microbatch=0, ids=given, pending=1
-            )
+            r3_trace.trace_router_replay_action(stage, router, action=action, ids=given, pending=1)
+        used = {"actual": ids, "expected": expected, "missing": missing, "num_experts": 8, **used}
         return r3_trace.trace_router_replay_forward_verify(
             stage,
-            **{
-                **{"action": "replay_forward", "layer_number": 5, "microbatch": 0, "topk": 2, "pending": (1, 2)},
-                **{"scores_shape": [3, 8], "actual": ids, "expected": expected, "missing": missing},
-                **verify,
-            },
+            replace(router, layer_number=layer_number),
+            r3_trace.UsedRoutes(**used),
+            action="replay_forward",
+            pending=(1, 2),
         )
 
 
@@ -252,7 +257,10 @@ def test_records_of_threads_do_not_mix(folder: Path) -> None:
     with r3_trace.r3_trace_stage("train") as stage:
         work = lambda layer: [  # noqa: E731
             r3_trace.trace_router_replay_assignment(
-                stage, microbatch=0, layer_number=layer, payload_idx=0, ids=torch.zeros(500, 2)
+                stage,
+                r3_trace.TracedRouter(microbatch=0, layer_number=layer),
+                payload_idx=0,
+                ids=torch.zeros(500, 2),
             )
             for _ in range(20)
         ]

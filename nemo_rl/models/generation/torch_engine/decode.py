@@ -27,6 +27,7 @@ from nemo_rl.routes.shape import RouteShape, route_dtype
 __all__ = [
     "NO_OBSERVER",
     "DecodeObserver",
+    "DecodeRecorders",
     "DecodedRows",
     "RouteRecorder",
     "RowRoutes",
@@ -228,6 +229,18 @@ class StopStrings:
         return torch.tensor([any(text in tail for text in self._texts) for tail in decoded], dtype=torch.bool)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeRecorders:
+    """Recorders of one batch, still empty."""
+
+    routes: RowRoutes | None = None
+    """Routes of the rows, whose routers must be listened to; None records nothing."""
+    support: SupportRecorder | None = None
+    """None records nothing."""
+    observer: DecodeObserver = NO_OBSERVER
+    """Is told of every forward pass."""
+
+
 @torch.inference_mode()
 def decode_rows(
     model: PreTrainedModel,
@@ -235,21 +248,14 @@ def decode_rows(
     sampling: SamplingParams,
     *,
     stop_strings: StopStrings | None,
-    routes: RowRoutes | None = None,
-    support: SupportRecorder | None = None,
-    observer: DecodeObserver = NO_OBSERVER,
+    recorders: DecodeRecorders,
 ) -> DecodedRows:
     """Sample every row, or decodes what is forced, until a stop token, a stop string or its own token limit.
-
-    Args:
-        routes: of this batch, still empty, and the routers must be listened to; None records nothing.
-        support: of this batch, still empty; None records nothing.
-        observer: is told of every forward pass.
 
     Raises:
         NonFiniteError: logits are NaN or inf; nothing is drawn from them.
     """
-    device = model.device
+    device, routes, support, observer = model.device, recorders.routes, recorders.support, recorders.observer
     limit_N = torch.tensor([row.max_new_tokens for row in rows], device=device)
     seeds_N = seeds_to_tensor(row.seed for row in rows).to(device)
     width = int(limit_N.max())

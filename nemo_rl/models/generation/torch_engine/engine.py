@@ -27,6 +27,7 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.rows import rows_of
 from nemo_rl.models.generation.torch_engine.decode import (
     DecodedRows,
+    DecodeRecorders,
     RouteRecorder,
     RowRoutes,
     StopStrings,
@@ -49,7 +50,7 @@ class TorchEngine(GenerationInterface):
         >>> output = engine.generate(request)                              # doctest: +SKIP
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of the object
         self,
         model: PreTrainedModel,
         *,
@@ -140,9 +141,11 @@ class TorchEngine(GenerationInterface):
                     [rows[i] for i in batch],
                     request.sampling,
                     stop_strings=stop_strings,
-                    routes=recorded,
-                    support=support,
-                    observer=observed.batch([rows[i].number for i in batch]),
+                    recorders=DecodeRecorders(
+                        routes=recorded,
+                        support=support,
+                        observer=observed.batch([rows[i].number for i in batch]),
+                    ),
                 )
                 for batch, recorded, support in zip(batches, routes, supports, strict=True)
             ]

@@ -22,7 +22,7 @@ from nemo_rl.routes.shape import dummy_route
 from nemo_rl.torch_private import after_backward
 from nemo_rl.utils.metrics import Mean, Reduction
 
-__all__ = ["MicrobatchRoutes", "ReplayAction", "RouteObserver", "RouteReplayer", "microbatch_routes"]
+__all__ = ["MicrobatchRoutes", "PassTokens", "ReplayAction", "RouteObserver", "RouteReplayer", "microbatch_routes"]
 
 ReplayAction: TypeAlias = Literal["record", "replay_forward", "replay_backward"]
 OwnChoice: TypeAlias = Callable[[], torch.Tensor]
@@ -275,37 +275,41 @@ class RouteReplayer:
             self._observer.used(routes, layer=layer, action=action, ids_TK=ids_TK, matches=matches, pending=pending)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassTokens:
+    """The tokens of one microbatch at this rank's positions."""
+
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Tokens of each row."""
+    row_ns: torch.Tensor
+    """`[n, s]` int64: row within the microbatch, -1 where no token lies."""
+    column_ns: torch.Tensor
+    """`[n, s]` int64: position in the row."""
+
+
 def microbatch_routes(
-    slices: RouteSlices | None,
-    *,
-    number: int,
-    rows: tuple[int, ...],
-    lengths: tuple[int, ...],
-    row_ns: torch.Tensor,
-    column_ns: torch.Tensor,
-    top_k: int,
-    positions_first: bool,
+    slices: RouteSlices | None, tokens: PassTokens, *, number: int, top_k: int, positions_first: bool
 ) -> MicrobatchRoutes:
     """Return the routes of a microbatch, spread over the positions of its pass.
 
     Args:
         slices: of this microbatch, row by row of the pass; None to record.
-        lengths: tokens of each row.
-        row_ns: `[n, s]` rows of the tokens at this rank's positions, -1 where none lies; column_ns their positions.
         positions_first: the routers see `[s, n]` flattened, not `[n, s]`.
 
     Raises:
         WorkerError: another number of tokens.
     """
+    row_ns, column_ns = tokens.row_ns, tokens.column_ns
     order_T = torch.arange(row_ns.numel(), device=row_ns.device).view(row_ns.shape)
     order_T = (order_T.T if positions_first else order_T).flatten()
     row_T, column_T = row_ns.flatten()[order_T], column_ns.flatten()[order_T]
     is_token_T = row_T >= 0
-    length_n = torch.tensor(lengths or (0,), device=row_T.device)
+    length_n = torch.tensor(tokens.lengths or (0,), device=row_T.device)
     is_fed_T = is_token_T & (column_T < length_n[row_T.clamp(min=0)] - 1)
     slot_T = ((row_ns >= 0).flatten().cumsum(0) - 1).clamp(min=0)[order_T]
     routes = MicrobatchRoutes(
-        number=number, rows=rows, row_T=row_T, column_T=column_T, is_token_T=is_token_T, is_fed_T=is_fed_T
+        number=number, rows=tokens.rows, row_T=row_T, column_T=column_T, is_token_T=is_token_T, is_fed_T=is_fed_T
     )
     if slices is None:
         return routes

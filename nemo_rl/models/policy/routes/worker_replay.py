@@ -23,14 +23,23 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import FieldNotProduced, name_some
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
-from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, ReplayAction, RouteReplayer, microbatch_routes
+from nemo_rl.models.policy.routes.replay import (
+    MicrobatchRoutes,
+    PassTokens,
+    ReplayAction,
+    RouteReplayer,
+    microbatch_routes,
+)
 from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
 from nemo_rl.models.policy.steps import RankInfo, row_names
 from nemo_rl.routes.shape import MISSING, RouteShape
 from nemo_rl.utils.metrics import Reduction
 from nemo_rl.utils.r3_trace import (
     Runs,
+    TracedRouter,
+    TracedSlots,
     TraceStage,
+    UsedRoutes,
     r3_trace_stage,
     trace_cp_routed_experts,
     trace_router_replay_action,
@@ -76,17 +85,18 @@ class RouteTrace:
         trace_cp_routed_experts(
             self.stage,
             microbatch=routes.number,
-            runs=self._runs(routes),
+            slots=TracedSlots(
+                runs=self._runs(routes),
+                input_ids=None if self.source_NT is None else ids_T,
+                verified_count=None if self.source_NT is None else self._verified(routes, ids_T, self.source_NT),
+            ),
             routes=_with_missing(routes, routes.ids_TlK),
             layers=self.layers,
-            input_ids=None if self.source_NT is None else ids_T,
-            verified_count=None if self.source_NT is None else self._verified(routes, ids_T, self.source_NT),
         )
         for i, layer in enumerate(self.layers):
             trace_router_replay_assignment(
                 self.stage,
-                microbatch=routes.number,
-                layer_number=layer,
+                TracedRouter(microbatch=routes.number, layer_number=layer),
                 payload_idx=self.layer_index[i],
                 ids=_with_missing(routes, routes.ids_TlK[:, i]),
             )
@@ -103,37 +113,27 @@ class RouteTrace:
     ) -> None:
         if not routes.rows:
             return
+        router = TracedRouter(microbatch=routes.number, layer_number=layer)
         trace_router_replay_action(
-            self.stage,
-            action=action,
-            layer_number=layer,
-            microbatch=routes.number,
-            ids=_with_missing(routes, ids_TK),
-            pending=pending[1],
+            self.stage, router, action=action, ids=_with_missing(routes, ids_TK), pending=pending[1]
         )
         if matches is None or routes.digests_Tl is None:
             return
         has_none_T = ~routes.is_token_T
         if routes.is_missing_T is not None:
             has_none_T = has_none_T | routes.is_missing_T
-        trace_router_replay_forward_verify(
-            self.stage,
-            action=action,
-            layer_number=layer,
-            microbatch=routes.number,
-            topk=ids_TK.shape[1],
-            scores_shape=(len(ids_TK), self.num_experts),
+        used = UsedRoutes(
             actual=ids_TK,
             expected=routes.digests_Tl[:, self.layers.index(layer)],
             missing=has_none_T,
-            pending=pending,
+            num_experts=self.num_experts,
         )
+        trace_router_replay_forward_verify(self.stage, router, used, action=action, pending=pending)
 
     def cleared(self, routes: MicrobatchRoutes, *, layer: int, pending: int) -> None:
         if routes.rows:
-            trace_router_replay_action(
-                self.stage, action="clear", layer_number=layer, microbatch=routes.number, pending=pending
-            )
+            router = TracedRouter(microbatch=routes.number, layer_number=layer)
+            trace_router_replay_action(self.stage, router, action="clear", pending=pending)
 
     def _verified(self, routes: MicrobatchRoutes, ids_T: torch.Tensor, source_NT: torch.Tensor) -> int:
         """Return tokens that are the source's at the row and position from which their routes were cut.
@@ -248,11 +248,13 @@ class StageReplay:
         positions_first = self.routers.positions_first
         routes = microbatch_routes(
             self.slices.of(micro.rows) if self.slices is not None else None,
+            PassTokens(
+                rows=micro.rows,
+                lengths=micro.lengths,
+                row_ns=self.shard.chunk_of(micro.inputs.row_ns),
+                column_ns=self.shard.chunk_of(micro.inputs.column_ns),
+            ),
             number=self.numbers.get(micro.rows, -1),
-            rows=micro.rows,
-            lengths=micro.lengths,
-            row_ns=self.shard.chunk_of(micro.inputs.row_ns),
-            column_ns=self.shard.chunk_of(micro.inputs.column_ns),
             top_k=self.routers.replayer.top_k,
             positions_first=positions_first,
         )

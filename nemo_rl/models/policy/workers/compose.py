@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-def compose_worker(
+def compose_worker(  # noqa: PLR0913 - the parts of a worker
     config: PolicyConfig,
     *,
     rank: int,
@@ -99,7 +99,7 @@ def compose_worker(
     return PolicyWorker(parts)
 
 
-def compose_parts(
+def compose_parts(  # noqa: PLR0913 - the parts of a worker
     config: PolicyConfig,
     here: RankInfo,
     *,

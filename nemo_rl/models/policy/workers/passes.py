@@ -61,7 +61,7 @@ class Passes:
         self._config, self._here, self._engine, self._device_states = config, here, engine, device_states
         self._replay, self._hook_observers = replay, hook_observers
 
-    def train(
+    def train(  # noqa: PLR0913 - a published interface, and its routes
         self,
         batch: BatchedDataDict,
         loss_fn: LossFunction,

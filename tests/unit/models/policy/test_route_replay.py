@@ -11,7 +11,7 @@ import torch
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, WorkerError
 from nemo_rl.models.policy.microbatch import PassShape
-from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, RouteReplayer, microbatch_routes
+from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, PassTokens, RouteReplayer, microbatch_routes
 from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
 from nemo_rl.models.policy.routes.worker_replay import RouteTrace
 from nemo_rl.routes.digest import route_digests
@@ -22,6 +22,12 @@ SHAPE = RouteShape(layers=(1, 3), top_k=2, num_experts=300)
 LENGTHS = (3, 2)
 PLAN = PackPlan(microbatches=(((1, 0),),), steps=(1,), pad_to=3)
 OWN = torch.tensor([[0, 1]]).repeat(6, 1)
+TOKENS = PassTokens(
+    rows=(1, 0),
+    lengths=(2, 3),
+    row_ns=torch.tensor([[0, 0, -1], [1, 1, 1]]),
+    column_ns=torch.tensor([[0, 1, 0], [0, 1, 2]]),
+)
 
 
 def routes() -> torch.Tensor:
@@ -42,11 +48,8 @@ def microbatch(*, positions_first: bool = False, digests: torch.Tensor | None = 
     cut = RouteSlices(ids=cut.ids, is_missing=cut.is_missing, digests=digests, ranges=cut.ranges)
     return microbatch_routes(
         cut.of((1, 0)),
+        TOKENS,
         number=4,
-        rows=(1, 0),
-        lengths=(2, 3),
-        row_ns=torch.tensor([[0, 0, -1], [1, 1, 1]]),
-        column_ns=torch.tensor([[0, 1, 0], [0, 1, 2]]),
         top_k=2,
         positions_first=positions_first,
     )
@@ -204,9 +207,7 @@ def test_validation_names_an_id_that_no_router_would_choose() -> None:
     values[1, 1, 1] = 7
     ours = replayer(validates=True)
     cut = slices(RouteShard(layer_index=(0, 1)), values)
-    row_ns, column_ns = torch.tensor([[0, 0, -1], [1, 1, 1]]), torch.tensor([[0, 1, 0], [0, 1, 2]])
-    places = {"lengths": (2, 3), "row_ns": row_ns, "column_ns": column_ns, "top_k": 2, "positions_first": False}
-    made = microbatch_routes(cut.of((1, 0)), number=0, rows=(1, 0), **places)
+    made = microbatch_routes(cut.of((1, 0)), TOKENS, number=0, top_k=2, positions_first=False)
     with ours.stage("train"), ours.pass_of(made):
         assert ours.choose(1, lambda: OWN) is not None
         with pytest.raises(WorkerError, match=r"layer 3, token 1 .*different ids of 0 to 299, got \[7, 7\]"):
