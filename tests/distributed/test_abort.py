@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.distributed.abort import EXIT_CODE
-from tests.helpers.abort_cases import CASES, LISTENER, Seen, every_case
 from tests.helpers.gloo import run_ranks
+from tests.helpers.rank_failures import CASES, LISTENER, Seen, every_case
 
 LIMIT_S = 5.0
 """The contract."""
 SLACK = 6
 ROOT = Path(__file__).parents[2]
-SCRIPT = "tests.helpers.abort_cases"
+SCRIPT = "tests.helpers.rank_failures"
 
 
 @pytest.fixture(scope="module")

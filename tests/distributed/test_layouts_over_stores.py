@@ -6,7 +6,7 @@ import pytest
 
 from nemo_rl.distributed.layout import ParallelLayout
 from tests.helpers.gloo import run_ranks
-from tests.helpers.replica_cases import ROWS
+from tests.helpers.replica_groups import ROWS
 from tests.helpers.shard_cases import LAYOUTS, NUM_STEPS, STORES, StepReport, steps_of_every_job
 from tests.helpers.tables import of_this_run, params
 from tests.helpers.tiny_model import write_tiny_folder

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.gloo import run_ranks
 from tests.helpers.pipeline_cases import LAYOUTS, NUM_JOBS, PIPELINE, PLANTS, STORES, RankReport, everything
-from tests.helpers.replica_cases import ROWS, rows
+from tests.helpers.replica_groups import ROWS, rows
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
 
 LIMIT_S, SLACK = 5.0, 6

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.gloo import run_ranks
-from tests.helpers.replica_cases import PLANES, PLANTS, ROWS, RankReport, StepReport, everything, rows
+from tests.helpers.replica_groups import PLANES, PLANTS, ROWS, RankReport, StepReport, everything, rows
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
 
 LIMIT_S, SLACK = 5.0, 6

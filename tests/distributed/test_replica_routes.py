@@ -11,7 +11,7 @@ from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.loading import load_causal_lm
 from tests.helpers.experts import shape_of, write_experts
 from tests.helpers.gloo import run_ranks
-from tests.helpers.replica_cases import rows
+from tests.helpers.replica_groups import rows
 from tests.helpers.route_cases import LAYOUTS, NUM_JOBS, PLANTS, RankReport, everything
 
 pytestmark = pytest.mark.slow

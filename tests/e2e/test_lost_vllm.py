@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
-from tests.helpers.engine_child import NO_VLLM, has_vllm
+from tests.helpers.engine_process import NO_VLLM, has_vllm
 from tests.helpers.kernel_models import write_dense
 from tests.helpers.mortal_engine import LAST_WORD
 from tests.helpers.processes import MARK, wait_for_none

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.engine_child import NO_VLLM, has_vllm
+from tests.helpers.engine_process import NO_VLLM, has_vllm
 from tests.helpers.families import write_family
 from tests.helpers.kernel_models import write_dense, write_moe
 from tests.helpers.runs import ROOT, SMALL, logged_steps

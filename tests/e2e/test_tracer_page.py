@@ -15,8 +15,8 @@ from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
 from nemo_rl.tracer.reducer import parse_reducer
 from nemo_rl.tracer.tokens import HubTokens
 from tests.helpers.browser import Browser, chromium_path
-from tests.helpers.planes import wait_until
-from tests.helpers.tracer_feed import Feed, PretendRun
+from tests.helpers.data_planes import wait_until
+from tests.helpers.tracer_demo import Feed, PretendRun
 
 pytestmark = [
     pytest.mark.skipif(

@@ -24,7 +24,7 @@ from nemo_rl.distributed.job_store import adopt_listener
 JOB_S = 900.0
 """Of a job with many cases, on a machine that does much else; half a minute to three on an idle one."""
 COLLECTIVE_TIMEOUT_S = 180.0
-IMPORTED = ("tests.helpers.imported_by_ranks",)
+IMPORTED = ("tests.helpers.rank_preload",)
 """By the server that ranks are forked off."""
 SLACK = 3
 """Deadlines are those of a machine that does little else."""

@@ -11,7 +11,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
-from tests.helpers.replica_cases import (
+from tests.helpers.replica_groups import (
     Plane,
     StepReport,
     in_the_fetch,

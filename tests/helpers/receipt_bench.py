@@ -19,7 +19,7 @@ from nemo_rl.models.policy.workers.compose import WorkerSpec, build_policy_worke
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.factory import receipt_spec
-from tests.helpers.engine_child import EngineChild
+from tests.helpers.engine_process import EngineChild
 from tests.helpers.tiny_model import tiny_batch
 
 STEPS = 400

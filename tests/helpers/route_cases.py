@@ -29,8 +29,8 @@ from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRo
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.routes.columns import decode_routes, encode_routes
 from tests.helpers.experts import shape_of
-from tests.helpers.layout_jobs import forced_routes
-from tests.helpers.replica_cases import LOSS, ROWS, TRAINED, Plane, digest, planted, rows, share, start
+from tests.helpers.parallel_layouts import forced_routes
+from tests.helpers.replica_groups import LOSS, ROWS, TRAINED, Plane, digest, planted, rows, share, start
 from tests.helpers.tiny_model import tiny_policy
 
 KEYS = [f"u{i}_g0" for i in range(ROWS)]

@@ -35,7 +35,7 @@ from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationReq
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.policy.interfaces import SQUARED_PROBS, TOKEN_ADVANTAGES, TrainResult
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
-from tests.helpers.replica_cases import GIB, LOSS, ROWS, TRAINED, digest, rows, shared_cluster, start
+from tests.helpers.replica_groups import GIB, LOSS, ROWS, TRAINED, digest, rows, shared_cluster, start
 from tests.helpers.tiny_model import tiny_policy
 
 STORES = ("noop", "transfer_queue")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.families import write_family
 from tests.helpers.gloo import JOB_S, run_ranks
-from tests.helpers.layout_jobs import (
+from tests.helpers.parallel_layouts import (
     AXES,
     Case,
     Folders,

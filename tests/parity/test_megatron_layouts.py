@@ -19,10 +19,12 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.megatron import train_step
 from nemo_rl.models.megatron.setup import PolicyGPT
-from tests.helpers import layout_jobs
+from tests.helpers import parallel_layouts
 from tests.helpers.families import COMMON, write_with_tokenizer
 from tests.helpers.gloo import JOB_S, run_ranks
-from tests.helpers.layout_jobs import (
+from tests.helpers.megatron_layouts import BUFFER, forget_models, harmful, moments, run_case
+from tests.helpers.megatron_models import FAMILIES, hf_model
+from tests.helpers.parallel_layouts import (
     AUX_COEFFICIENT,
     AXES,
     SPLITS,
@@ -40,8 +42,6 @@ from tests.helpers.layout_jobs import (
     relative_gap,
     save_after_a_step,
 )
-from tests.helpers.megatron_jobs import BUFFER, forget_models, harmful, moments, run_case
-from tests.helpers.megatron_models import FAMILIES, hf_model
 from tests.helpers.tables import of_this_run, pairwise, params
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(JOB_S + 100)]
@@ -65,7 +65,7 @@ WHOLE_EXPERTS = {**SEQUENCE, "etp": 1}
 PIPELINE = {"pp": 2, "capacity": 40}
 FOUR_PADDED = {"pp": 2, **FIXED}
 # One microbatch, a third of it padding.
-ALL_ROWS = {"batching": "fixed", "capacity": layout_jobs.ROWS}
+ALL_ROWS = {"batching": "fixed", "capacity": parallel_layouts.ROWS}
 
 
 def cases_of_one() -> list[Case]:
@@ -229,7 +229,7 @@ def num_threads() -> int:
 def two_ranks(rank: int, cases: Sequence[Case], shards: Sequence[Case], folders: Folders) -> dict[str, object]:
     found = run_all(rank, 2, [*cases, *shards], folders)
     for case in map(for_dtensor, shards):
-        found[f"dtensor {case}"] = layout_jobs.run_case(rank, 2, case, folders.model(case.family))
+        found[f"dtensor {case}"] = parallel_layouts.run_case(rank, 2, case, folders.model(case.family))
         forget_models()
     for prefix, cases, run in (("saved", SAVED, save_after_a_step), ("loaded", LOADED, load_and_step)):
         for name, case in cases.items():
@@ -439,7 +439,7 @@ def test_the_bias_of_experts_moves_with_its_rate_only(two: list[dict[str, object
 Microbatches = Sequence[Sequence[int]]
 
 
-def balancing(microbatches: Microbatches) -> layout_jobs.MoreLoss:
+def balancing(microbatches: Microbatches) -> parallel_layouts.MoreLoss:
     """The loss of a switch transformer: experts x sum over experts of (share of tokens x mean probability).
 
     Of every layer's router within a microbatch, its padding left out, as a mean over the microbatches.
@@ -514,7 +514,7 @@ def test_padding_does_not_count_for_the_bias(fault: str | None, folders: Folders
     num_tokens = int(layout_batch().tensor("input_lengths").sum())
     choices = num_tokens * hf_model("glm4_moe", **TINY).config.num_experts_per_tok
     # Once per step, of the only layer with experts.
-    assert (counts == [choices] * layout_jobs.STEPS) == (fault is None), (counts, choices)
+    assert (counts == [choices] * parallel_layouts.STEPS) == (fault is None), (counts, choices)
 
 
 def test_a_balance_weighed_by_the_tokens_of_a_rank_is_another(folders: Folders) -> None:

@@ -23,11 +23,11 @@ from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.microbatch import PassShape
 from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.slices import RouteShard, TokenPlaces
-from tests.helpers import megatron_jobs
+from tests.helpers import megatron_layouts
 from tests.helpers.experts import write_experts
 from tests.helpers.families import COMMON
 from tests.helpers.gloo import JOB_S, run_ranks
-from tests.helpers.layout_jobs import (
+from tests.helpers.parallel_layouts import (
     AXES,
     Arrays,
     Case,
@@ -95,8 +95,8 @@ def cases_of_four() -> list[Case]:
 
 def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
     if case.engine == "megatron":
-        outcome = megatron_jobs.run_case(rank, world_size, case, folder)
-        megatron_jobs.forget_models()
+        outcome = megatron_layouts.run_case(rank, world_size, case, folder)
+        megatron_layouts.forget_models()
         return outcome
     job = start(rank, world_size, case, folder)
     logits = dtensor_logits(job)

@@ -24,9 +24,9 @@ from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.families import COMMON, write_with_tokenizer
 from tests.helpers.hf_reference import hf_logprobs
-from tests.helpers.layout_jobs import Case, layout_batch, reference
-from tests.helpers.megatron_jobs import run_case
+from tests.helpers.megatron_layouts import run_case
 from tests.helpers.megatron_models import hf_model
+from tests.helpers.parallel_layouts import Case, layout_batch, reference
 from tests.helpers.tiny_model import tiny_policy, tiny_worker
 
 pytestmark = pytest.mark.slow

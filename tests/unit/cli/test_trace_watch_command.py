@@ -21,7 +21,7 @@ from nemo_rl.tracer.protocol import Role
 from nemo_rl.tracer.stream_reader import StreamReader
 from nemo_rl.tracer.tokens import token_path
 from nemo_rl.utils import interrupt
-from tests.helpers.traced import RUN, FakeJob
+from tests.helpers.tracer_recordings import RUN, FakeJob
 
 DEADLINE_S = 30
 NAN = (1.0, float("nan"), 3.0)

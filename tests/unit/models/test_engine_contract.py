@@ -16,7 +16,7 @@ from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, G
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.logprobs import Sampling, logprobs_from_logits
-from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_child, vllm_policy
+from tests.helpers.engine_process import NO_VLLM, has_vllm, vllm_child, vllm_policy
 from tests.helpers.kernel_models import dense_model, write_dense
 from tests.helpers.tiny_model import tiny_policy
 

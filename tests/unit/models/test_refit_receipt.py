@@ -12,7 +12,7 @@ from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
 from nemo_rl.errors import RefitMismatch, WorkerLost
 from nemo_rl.models.weight_sync.factory import PayloadWeightSync
-from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_child, vllm_policy
+from tests.helpers.engine_process import NO_VLLM, has_vllm, vllm_child, vllm_policy
 from tests.helpers.faulty_engines import (
     EXPERTS,
     HEAD,

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
 from nemo_rl.models.weight_sync.factory import PayloadWeightSync
-from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_child, vllm_policy
+from tests.helpers.engine_process import NO_VLLM, has_vllm, vllm_child, vllm_policy
 from tests.helpers.faulty_engines import FaultyVllm, FaultyWorker, write_receipt_model
 from tests.helpers.kernel_models import write_dense
 from tests.helpers.receipt_bench import Bench, Proxy, parties_of, policy_of

@@ -17,7 +17,7 @@ from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationReq
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.weight_sync.buckets import BucketFiller, DeltaRefit, RefitPlan
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
-from tests.helpers.engine_child import NO_VLLM, EngineChild, has_vllm, vllm_child, vllm_policy
+from tests.helpers.engine_process import NO_VLLM, EngineChild, has_vllm, vllm_child, vllm_policy
 from tests.helpers.families import write_family, write_with_tokenizer
 from tests.helpers.kernel_models import biased_model, dense_model, moe_model, routes_of, write_moe
 

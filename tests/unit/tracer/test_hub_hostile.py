@@ -13,7 +13,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.frame import FrameSite
-from tests.helpers.hub import RUN, WAIT_S, frame, open_hub, send_phase
+from tests.helpers.tracer_hub import RUN, WAIT_S, frame, open_hub, send_phase
 
 SLOW_VIEWER_S = float(os.environ.get("NEMO_RL_TEST_SLOW_VIEWER_S", "1"))
 """For how long a viewer reads nothing; a longer check may raise it to a minute."""

@@ -15,7 +15,7 @@ from nemo_rl.tracer.hub.hub import Hub, SinkThread
 from nemo_rl.tracer.hub.viewer import Viewer
 from nemo_rl.tracer.protocol import HubLimits, Role
 from nemo_rl.tracer.reducer import Norm
-from tests.helpers.hub import RUN, WAIT_S, frame, open_hub, send_phase
+from tests.helpers.tracer_hub import RUN, WAIT_S, frame, open_hub, send_phase
 
 LIMIT = 20_000
 

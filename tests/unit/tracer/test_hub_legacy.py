@@ -11,7 +11,7 @@ from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
 from nemo_rl.tracer.reducer import parse_reducer
 from nemo_rl.tracer.watch import CLASSICAL
-from tests.helpers.hub import PHASE, RUN, WAIT_S, open_hub
+from tests.helpers.tracer_hub import PHASE, RUN, WAIT_S, open_hub
 
 TABLE = FrameTable(
     run=RUN, name="t", step=1, keys=("a", "b"), tokens=np.array([[0, 1, 1], [4, 0, 1], [7, 8, 9]], dtype=np.int32)

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl.tracer.frame import Frame, FramePart, FrameTable
 from nemo_rl.tracer.reducer import Span
-from tests.helpers.hub import PHASE, RUN, WAIT_S, frame, open_hub, send_phase, where
+from tests.helpers.tracer_hub import PHASE, RUN, WAIT_S, frame, open_hub, send_phase, where
 
 
 def in_hub(**options):

@@ -27,7 +27,7 @@ from nemo_rl.tracer.protocol import HubLimits, Role
 from nemo_rl.tracer.reducer import Span
 from nemo_rl.tracer.store import stream_files
 from nemo_rl.tracer.stream_reader import StreamReader
-from tests.helpers.hub import PHASE, RUN, WAIT_S, where
+from tests.helpers.tracer_hub import PHASE, RUN, WAIT_S, where
 
 
 def spec(tmp_path, **more):

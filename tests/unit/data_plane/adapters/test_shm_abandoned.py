@@ -14,7 +14,7 @@ import torch
 from nemo_rl.config.data_plane import DataPlaneConfig, SharedMemoryConfig
 from nemo_rl.data_plane.adapters.shm import SharedMemoryStore, folder_of
 from nemo_rl.data_plane.factory import build_data_plane_client
-from tests.helpers.planes import wait_until
+from tests.helpers.data_planes import wait_until
 
 LEASE_S = 0.5
 WRITER = """

@@ -18,7 +18,7 @@ from nemo_rl.config.data_plane import SharedMemoryConfig
 from nemo_rl.data_plane.adapters import shm
 from nemo_rl.data_plane.adapters.shm import SegmentFolder, SharedMemoryStore, folder_of
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, DataPlaneError, KeysNotFound
-from tests.helpers.planes import wait_until
+from tests.helpers.data_planes import wait_until
 
 KIB = 1 << 10
 

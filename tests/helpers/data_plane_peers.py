@@ -203,7 +203,7 @@ class ProcessPeer(Peer):
     def __init__(self, address: DataPlaneAddress | DataPlaneConfig) -> None:
         self._lock = threading.Lock()
         self._child = subprocess.Popen(
-            [sys.executable, "-c", "from tests.helpers.peers import serve; serve()"],
+            [sys.executable, "-c", "from tests.helpers.data_plane_peers import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,

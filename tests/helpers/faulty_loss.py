@@ -1,4 +1,4 @@
-"""A loss that does something else when it meets a certain row: `tests.helpers.planted_loss:PlantedLoss` in a recipe."""
+"""A loss that does something else when it meets a certain row: `tests.helpers.faulty_loss:PlantedLoss` in a recipe."""
 
 from __future__ import annotations
 

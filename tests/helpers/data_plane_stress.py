@@ -1,6 +1,6 @@
 """Very many random operations on a data plane: alone, against a plain dict, then by eight workers at once.
 
-    python -m tests.helpers.stress [--ops 100000] [--stores noop,transfer_queue,mooncake] [--seed 0]
+    python -m tests.helpers.data_plane_stress [--ops 100000] [--stores noop,transfer_queue,mooncake] [--seed 0]
 
 The first half are puts, partial puts, rewrites, reads, claims, releases, writes under claims and clears by three
 clients, one of them in another process; `PlaneModel` says of each what the answer or the refusal must be. The second
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from tests.helpers import mooncake
-from tests.helpers.plane_model import FIELDS, WRITES, Claim, PlaneModel, keys_in_groups
-from tests.helpers.planes import PLANES, Plane, open_plane, ray_cluster
-from tests.helpers.workload import WORKERS, stress
+from tests.helpers.data_plane_model import FIELDS, WRITES, Claim, PlaneModel, keys_in_groups
+from tests.helpers.data_plane_workload import WORKERS, stress
+from tests.helpers.data_planes import PLANES, Plane, open_plane, ray_cluster
 
 CHANCES = {
     "put": 5,

@@ -1,7 +1,7 @@
 """A hub with runs that were made up: for tests of the tracer's page, and for its pictures in the documentation.
 
-python -m tests.helpers.tracer_feed                 serves one that goes on, and says its address
-python -m tests.helpers.tracer_feed --shots DIR     makes three screenshots, 1280x800
+python -m tests.helpers.tracer_demo                 serves one that goes on, and says its address
+python -m tests.helpers.tracer_demo --shots DIR     makes three screenshots, 1280x800
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nemo_rl.tracer.reducer import Histogram, parse_reducer
 from nemo_rl.tracer.tokens import HubTokens
 from nemo_rl.tracer.watch import WatchPlan
 from tests.helpers.browser import Browser, chromium_path
-from tests.helpers.traced import stats_of
+from tests.helpers.tracer_recordings import stats_of
 
 WATCHES = (
     "layer.out | stats; tiles(1, rms); histogram | train",

@@ -1,6 +1,6 @@
 """Runs four recipes that keep their steps, draws steps at random, and replays each in several ways.
 
-    python -m tests.helpers.replay_draw [--steps 10] [--draws 20] [--seed 0] [--starter FOLDER] [--folder FOLDER]
+    python -m tests.helpers.random_replays [--steps 10] [--draws 20] [--seed 0] [--starter FOLDER] [--folder FOLDER]
 
 Every drawn step is replayed in the layout of its run, to the last bit, and in one process, within the bounds; with
 `--other-worker` also with the other worker in one process. Prints a line per replay; exit code 1 when one is out of its

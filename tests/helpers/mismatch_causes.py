@@ -2,7 +2,7 @@
 
 A tiny run keeps its steps and a checkpoint after each; a case replaces the rows of the last one by rows that were
 really sampled from an engine with one fault, and the trainer's log-probabilities by those of a trainer without it (or
-with it, where the fault is the trainer's). `python -m tests.helpers.mismatch_cases` runs every cause with five seeds.
+with it, where the fault is the trainer's). `python -m tests.helpers.mismatch_causes` runs every cause with five seeds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of a Megatron policy in a layout: as `layout_jobs`, with whole logits and gradients, and planted faults."""
+"""Runs one rank of a Megatron policy in a parallel layout, with whole logits and gradients, and with planted faults."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from nemo_rl.models.megatron import attention, setup
 from nemo_rl.models.megatron.balance import AuxiliaryLoss
 from nemo_rl.models.policy.microbatch import Microbatch, top_k_logits
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from tests.helpers import layout_jobs
-from tests.helpers.layout_jobs import LOSSES, Arrays, Case, Job, Outcome, routes_of, run_job, start
+from tests.helpers import parallel_layouts
 from tests.helpers.megatron_steps import in_hf_names
+from tests.helpers.parallel_layouts import LOSSES, Arrays, Case, Job, Outcome, routes_of, run_job, start
 from tests.helpers.tiny_model import VOCAB
 
 BUFFER = "e_score_correction_bias"
@@ -151,7 +151,7 @@ FAULTS: dict[str, Fault] = {
     "unaveraged": partial(patch.object, setup, "average_over_microbatches", nothing),
     "unmasked": partial(patch.object, AuxiliaryLoss, "padding", nothing),
     "rope": partial(patch.object, attention, "rotary_frequencies", megatron_frequencies),
-    "doubled": partial(layout_jobs.planted, "doubled"),
+    "doubled": partial(parallel_layouts.planted, "doubled"),
 }
 
 

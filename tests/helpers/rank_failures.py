@@ -154,7 +154,7 @@ def every_case(rank: int, ports: list[int]) -> dict[str, Seen]:
     return seen
 
 
-# Failures that end processes: each rank is a process of `tests/helpers/abort_cases.py`, which writes what it saw.
+# Failures that end processes: each rank is a process of `tests/helpers/rank_failures.py`, which writes what it saw.
 
 
 def killed(rank: int, victim: int) -> None:

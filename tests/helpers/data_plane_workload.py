@@ -18,7 +18,7 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.errors import KeysNotFound, LeaseExpired
 from nemo_rl.jagged import nest
-from tests.helpers.planes import Plane
+from tests.helpers.data_planes import Plane
 
 ROWS = extra_field("x", dtypes=["int64"], dims=("W",))
 STAMP = extra_field("stamp", dtypes=["int64"])

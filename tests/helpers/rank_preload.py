@@ -13,5 +13,5 @@ for _engine in TRAINING_ENGINES.builtin.values():
     importlib.import_module(_engine.partition(":")[0])
 for _family in ("glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"):
     importlib.import_module(f"transformers.models.{_family}.modeling_{_family}")
-for _jobs in ("pytest", "tests.helpers.megatron_jobs", "tests.helpers.megatron_models", "tests.helpers.families"):
+for _jobs in ("pytest", "tests.helpers.megatron_layouts", "tests.helpers.megatron_models", "tests.helpers.families"):
     importlib.import_module(_jobs)

@@ -23,7 +23,7 @@ from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.errors import DataPlaneClosed
 from nemo_rl.jagged import nest
 from tests.helpers import mooncake
-from tests.helpers.peers import PEERS, Mode, Peer
+from tests.helpers.data_plane_peers import PEERS, Mode, Peer
 
 NOOP = DataPlaneConfig(impl="noop", timeout_s=20.0)
 

@@ -25,8 +25,8 @@ from nemo_rl.errors import (
     VersionMismatch,
 )
 from nemo_rl.jagged import nest
-from tests.helpers.peers import Peer
-from tests.helpers.planes import rows_of
+from tests.helpers.data_plane_peers import Peer
+from tests.helpers.data_planes import rows_of
 
 FAMILY = {
     "input_ids": "tokens",
