@@ -27,8 +27,8 @@ from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError, NonFiniteError, UserError
 from nemo_rl.utils.files import FileManifest
-from tests.helpers.families import write_family
 from tests.helpers.faulty_loss import row_sums
+from tests.helpers.model_families import write_family
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, start_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 

@@ -21,7 +21,7 @@ from nemo_rl.models.megatron.balance import AuxiliaryLoss
 from nemo_rl.models.policy.microbatch import Microbatch, top_k_logits
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers import parallel_layouts
-from tests.helpers.megatron_steps import in_hf_names
+from tests.helpers.megatron_models import in_hf_names
 from tests.helpers.parallel_layouts import LOSSES, Arrays, Case, Job, Outcome, routes_of, run_job, start
 from tests.helpers.tiny_model import VOCAB
 

@@ -41,7 +41,7 @@ from nemo_rl.models.support import SUPPORT, decode_support
 from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import MISSING
 from nemo_rl.utils.files import MANIFEST_FILE, FileManifest
-from tests.helpers.families import write_with_tokenizer
+from tests.helpers.model_families import write_with_tokenizer
 from tests.helpers.runs import LOCAL, load_recipe, write_recipe
 from tests.helpers.tiny_model import VOCAB, write_tiny_folder
 

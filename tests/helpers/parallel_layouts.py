@@ -32,7 +32,7 @@ from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weig
 from nemo_rl.models.policy.interfaces import ENTROPY
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from tests.helpers.examples import FULL
+from tests.helpers.case_selection import FULL
 from tests.helpers.hf_reference import global_scale, hf_entropies, hf_logprobs
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 

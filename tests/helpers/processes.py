@@ -1,7 +1,8 @@
-"""Finding the processes of a run by a mark in their environment, which every descendant inherits."""
+"""Processes of a run, found by a mark in their environment that every descendant inherits, and memory of a process."""
 
 from __future__ import annotations
 
+import mmap
 import time
 from socket import SOCK_DGRAM
 
@@ -55,3 +56,11 @@ def end_all(mark: str) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+
+
+def touched_pages(num_bytes: int) -> mmap.mmap:
+    """Map anonymous pages and write each once, so that they show in the process's size; `close` gives them back."""
+    pages = mmap.mmap(-1, num_bytes)
+    for offset in range(0, num_bytes, mmap.PAGESIZE):
+        pages[offset] = 1
+    return pages

@@ -26,7 +26,7 @@ from nemo_rl.diagnostics.step_replay.compare import ReplayReport
 from nemo_rl.diagnostics.step_replay.replay import replay_step
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
-from tests.helpers.families import write_family
+from tests.helpers.model_families import write_family
 from tests.helpers.runs import ROOT, SMALL, load_recipe, logged_steps
 from tests.helpers.tiny_model import write_tiny_folder
 

@@ -1,4 +1,4 @@
-"""Imported once by the server that ranks of gloo jobs are forked off; see `gloo`. Nothing of it may import Ray."""
+"""Imports that the server of gloo jobs makes once, before ranks are forked off it; see `gloo`. None may import Ray."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import nemo_rl.data_plane.factory
 import nemo_rl.models.policy.workers.compose  # noqa: F401
 from nemo_rl.config.parts import TRAINING_ENGINES
 
-# What each rank would spend seconds on: megatron-core with its adaptation to this machine, and the models of the cases.
+# Each rank would spend seconds on megatron-core, with its adaptation to this machine, and on the models of the cases.
 for _engine in TRAINING_ENGINES.builtin.values():
     importlib.import_module(_engine.partition(":")[0])
 for _family in ("glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"):
     importlib.import_module(f"transformers.models.{_family}.modeling_{_family}")
-for _jobs in ("pytest", "tests.helpers.megatron_layouts", "tests.helpers.megatron_models", "tests.helpers.families"):
+for _jobs in (
+    "pytest",
+    "tests.helpers.megatron_layouts",
+    "tests.helpers.megatron_models",
+    "tests.helpers.model_families",
+):
     importlib.import_module(_jobs)

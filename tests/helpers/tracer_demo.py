@@ -45,7 +45,7 @@ ANSWERS = (
 
 
 @dataclass
-class PretendRun:
+class DemoRun:
     """Numbers of a run that learns; the same ones each time."""
 
     name: str = "sort-moe-6l"
@@ -211,7 +211,7 @@ def histogram_of(values: np.ndarray) -> np.ndarray:
     return counts.astype(np.int64)
 
 
-class Feed:
+class DemoHub:
     """A hub in a thread of its own."""
 
     def __init__(self, *, watches: tuple[str, ...] = WATCHES, port: int = 0, tokens: HubTokens | None = None) -> None:
@@ -220,7 +220,7 @@ class Feed:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="feed")
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> DemoHub:
         self._thread.start()
         self._wait(self._open())
         return self
@@ -278,11 +278,11 @@ class Feed:
         """A message of the protocol, to all viewers."""
         self.call(lambda: self.hub.publish_message(message))
 
-    def begin(self, run: PretendRun) -> None:
+    def begin(self, run: DemoRun) -> None:
         self.call(lambda: self.hub.set_run(run.record))
         self.call(lambda: self.hub.applied(0, self.hub.plan.digest))
 
-    def step(self, run: PretendRun, step: int) -> None:
+    def step(self, run: DemoRun, step: int) -> None:
         self.publish(run.table(step), *run.frames(step))
         self.say({"type": "metrics", "run": run.run, "step": step, "metrics": run.metrics(step)})
 
@@ -290,8 +290,8 @@ class Feed:
 def make_shots(folder: Path) -> None:
     """Pictures for the documentation."""
     folder.mkdir(parents=True, exist_ok=True)
-    run = PretendRun()
-    with Feed() as feed, Browser(chromium_path()) as browser:
+    run = DemoRun()
+    with DemoHub() as feed, Browser(chromium_path()) as browser:
         feed.begin(run)
         for step in range(1, 41):
             feed.step(run, step)
@@ -306,8 +306,8 @@ def make_shots(folder: Path) -> None:
 
 def serve() -> None:
     """Until somebody ends it; a step a second."""
-    first, second = PretendRun(bad_step=60), PretendRun(name="sort-moe-6l-seed1", run="run-b", seed=1)
-    with Feed() as feed:
+    first, second = DemoRun(bad_step=60), DemoRun(name="sort-moe-6l-seed1", run="run-b", seed=1)
+    with DemoHub() as feed:
         print(feed.url(), flush=True)
         feed.begin(first)
         feed.begin(second)

@@ -1,18 +1,21 @@
-"""Frames, tables and recordings of the tracer, made up for tests."""
+"""Frames, tables and recordings of the tracer: made up for tests, and read back to compare two recordings."""
 
 from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 from websockets.sync.client import connect
 
 from nemo_rl.records.sites import SiteKind
+from nemo_rl.tracer.entry import EntryKind
 from nemo_rl.tracer.frame import Frame, FramePart, FrameSite, FrameTable, Where
 from nemo_rl.tracer.protocol import LIVE_PATH, PROTOCOL_VERSION
-from nemo_rl.tracer.reducer import Span, parse_reducer
+from nemo_rl.tracer.reducer import STATS, Span, Stats, TopK, parse_reducer
 from nemo_rl.tracer.store import StreamWriter
+from nemo_rl.tracer.stream_reader import StreamReader
 
 RUN = "run-1"
 RUN_MESSAGE = {
@@ -32,7 +35,7 @@ PLAN_MESSAGE = {"type": "plan", "watches": ["layer.out | stats"], "digest": "0" 
 
 
 def stats_of(values):
-    """Payload of `stats`."""
+    """Return the payload of `stats`."""
     values = np.asarray(values, dtype=np.float64)
     finite = values[np.isfinite(values)]
     some = finite.size > 0
@@ -81,7 +84,7 @@ def token_table(step, *, name="t", num_tokens=3, run=RUN):
 
 
 def small_recording(folder, *, num_steps=3, num_layers=2, bad=None, state="ended", max_bytes=1 << 20, step_s=1.0):
-    """Steps 1, 2, ... of stats, with NaN in `mlp.out` of the layer and from the step on that `bad` names."""
+    """Write steps 1, 2, ... of stats, with NaN in `mlp.out` from layer `bad[0]` and step `bad[1]` on."""
     with StreamWriter(folder, max_bytes) as writer:
         writer.message(RUN_MESSAGE)
         writer.message(PLAN_MESSAGE)
@@ -167,3 +170,68 @@ class FakeJob:
     def close(self):
         self.rank.close()
         self.driver.close()
+
+
+Frames = dict[tuple[str, str, str], Frame]
+"""Frames by phase, site and reducer."""
+
+
+def num_frames(folder: Path) -> int:
+    """Count the frames of a recording, also those that came too late for a rank on a busy machine."""
+    return sum(entry.kind is EntryKind.FRAME for entry in StreamReader(folder).entries())
+
+
+def frames_of(folder: Path) -> tuple[Frames, dict[str, FrameTable]]:
+    """Read the frames and tables of a recording of one step."""
+    frames, tables = {}, {}
+    for entry in StreamReader(folder).entries():
+        if entry.kind not in (EntryKind.FRAME, EntryKind.TABLE):
+            continue
+        message = entry.frame()
+        if isinstance(message, FrameTable):
+            tables[message.name] = message
+        else:
+            where = message.where
+            assert not message.missing and not message.dropped, message
+            frames[where.phase, where.site.text, str(where.reducer)] = message
+    return frames, tables
+
+
+def tokens_of(frame: Frame, tables: dict[str, FrameTable]) -> list[tuple[str, int, int]]:
+    """Return row, position and id of each token of a frame."""
+    assert frame.table is not None
+    table = tables[frame.table]
+    rows, positions, ids = table.tokens
+    return [(table.keys[row], int(at), int(token)) for row, at, token in zip(rows, positions, ids, strict=True)]
+
+
+def differences(one: Frames, other: Frames) -> dict[tuple[str, str, str], float]:
+    """Return the distance of the frames of the same name, relative to the largest value of the site."""
+    assert one.keys() == other.keys(), sorted(one.keys() ^ other.keys())
+    return {name: _apart(one[name], other[name]) for name in one}
+
+
+def _apart(one: Frame, other: Frame) -> float:
+    a, b = one.payload.astype(np.float64), other.payload.astype(np.float64)
+    assert a.shape == b.shape, (one, other)
+    if isinstance(one.where.reducer, Stats):
+        found, wanted = (dict(zip(STATS, payload, strict=True)) for payload in (a, b))
+        if one.where.site.kind is SiteKind.LOSS:
+            # Each microbatch has its share: the sum alone does not depend on how many there are.
+            return abs(found["sum"] / wanted["sum"] - 1.0)
+        exact = ("count", "nan", "posinf", "neginf")
+        assert [found[name] for name in exact] == [wanted[name] for name in exact], one.where
+        count, largest = max(found["count"], 1), max(wanted["absmax"], 1e-30)
+        scales = {
+            "sum": largest * count,
+            "sumsq": largest**2 * count,
+            "min": largest,
+            "max": largest,
+            "absmax": largest,
+        }
+        return max(abs(found[name] - wanted[name]) / scale for name, scale in scales.items())
+    if isinstance(one.where.reducer, TopK):
+        a, b = a[..., 0], b[..., 0]
+    if np.array_equal(a, b, equal_nan=True):
+        return 0.0
+    return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))

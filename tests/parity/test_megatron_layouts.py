@@ -20,10 +20,11 @@ from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.megatron import train_step
 from nemo_rl.models.megatron.setup import PolicyGPT
 from tests.helpers import parallel_layouts
-from tests.helpers.families import COMMON, write_with_tokenizer
+from tests.helpers.case_selection import cases_of_this_run, pairwise, params
 from tests.helpers.gloo import JOB_S, run_ranks
 from tests.helpers.megatron_layouts import BUFFER, forget_models, harmful, moments, run_case
 from tests.helpers.megatron_models import FAMILIES, hf_model
+from tests.helpers.model_families import FAMILY_SIZES, write_with_tokenizer
 from tests.helpers.parallel_layouts import (
     AUX_COEFFICIENT,
     AXES,
@@ -42,14 +43,13 @@ from tests.helpers.parallel_layouts import (
     relative_gap,
     save_after_a_step,
 )
-from tests.helpers.tables import of_this_run, pairwise, params
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(JOB_S + 100)]
 
 LOGITS, GRADIENTS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 1e-5, 2e-5
 """Bounds: absolute of logits and log-probabilities, of each gradient relative to its largest element, relative of loss
 and gradient norm, absolute of weights after the steps. float32 alone is off by half of the first in Hugging Face."""
-TINY = {name: COMMON[name] for name in ("vocab_size", "pad_token_id")}
+TINY = {name: FAMILY_SIZES[name] for name in ("vocab_size", "pad_token_id")}
 TINY |= {"num_hidden_layers": 2, "initializer_range": 0.08}
 BIAS_RATE = 0.05
 MOVING = {"moe_router_bias_update_rate": BIAS_RATE}
@@ -270,14 +270,14 @@ def expected(folders: Folders) -> Expected:
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, folders: Folders) -> list[dict[str, object]]:
     everything = [*cases_of_two(), *BALANCED, *HALF, *FAULTS]
-    cases = of_this_run(request, everything, [*TWO, *SOME_BALANCED, *SOME_HALF, *FAULTS])
-    shards = of_this_run(request, SAME_SHARDS, SOME_SHARDS)
+    cases = cases_of_this_run(request, everything, [*TWO, *SOME_BALANCED, *SOME_HALF, *FAULTS])
+    shards = cases_of_this_run(request, SAME_SHARDS, SOME_SHARDS)
     return run_ranks(2, two_ranks, cases, shards, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
 def four(request: pytest.FixtureRequest, folders: Folders, two: object) -> list[dict[str, object]]:
-    cases = of_this_run(request, cases_of_four(), FOUR)
+    cases = cases_of_this_run(request, cases_of_four(), FOUR)
     return run_ranks(4, run_all, 4, cases, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 

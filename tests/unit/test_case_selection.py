@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
-from tests.helpers.tables import pairwise, params
+from tests.helpers.case_selection import pairwise, params
 
 AXES = {name: lambda case, place=place: case[place] for place, name in enumerate(("word", "number", "sign"))}
 TABLE = ["".join(values) for values in product("ab", "123", "+-")]

@@ -1,7 +1,11 @@
-"""Tables of cases: `make test` has a part with every pair of values, and `make test-full` the whole table."""
+"""The part of the cases that a run tests: `make test-full` has all of them.
+
+Of a table of cases `make test` has a part with every pair of values; properties draw a third of their examples.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import combinations
 from typing import TypeVar
@@ -9,15 +13,15 @@ from typing import TypeVar
 import pytest
 
 C = TypeVar("C")
-"""A case; its text is its name."""
+"""Type of a case, whose text is its name."""
 Axes = Mapping[str, Callable[[C], Hashable]]
 """Name -> the value of a case."""
 
 
 def pairwise(cases: Iterable[C], axes: Axes[C], *, kept: Iterable[C] = ()) -> list[C]:
-    """Some of the cases, in their order, which have every pair of values of two axes that all of them have.
+    """Return some of the cases, in their order, that have every pair of values of two axes that all of them have.
 
-    Those that are `kept` are among them.
+    The cases in `kept` are among them.
 
     Example:
         `pairwise(["1a", "1b", "2a", "2b"], {"digit": itemgetter(0), "letter": itemgetter(1)})` has all four; with a
@@ -28,7 +32,7 @@ def pairwise(cases: Iterable[C], axes: Axes[C], *, kept: Iterable[C] = ()) -> li
     chosen = {str(case) for case in kept}
     missing = set().union(*pairs.values()).difference(*(pairs[name] for name in chosen))
     while missing:
-        # Of equals the first: the same cases every time.
+        # The first of equals, so that the cases are the same every time.
         best = max(pairs, key=lambda name: len(pairs[name] & missing))
         chosen.add(best)
         missing -= pairs[best]
@@ -40,13 +44,22 @@ def _pairs(case: C, axes: Axes[C]) -> set[Hashable]:
 
 
 def params(cases: Iterable[C], default: Iterable[C]) -> list[object]:
-    """All cases for `parametrize`; those that are not among the default ones are marked `full`."""
+    """Return all cases for `parametrize`; cases that are not among the default ones are marked `full`."""
     kept = {str(case) for case in default}
     return [pytest.param(case, marks=[] if str(case) in kept else [pytest.mark.full]) for case in cases]
 
 
-def of_this_run(request: pytest.FixtureRequest, cases: Iterable[C], default: Iterable[C]) -> list[C]:
-    """What a job that runs them all at once has to run: the default ones, unless tests marked `full` were chosen."""
+def cases_of_this_run(request: pytest.FixtureRequest, cases: Iterable[C], default: Iterable[C]) -> list[C]:
+    """Return the cases of a job that runs all at once: the default ones, unless tests marked `full` were chosen."""
     of_module = [item for item in request.session.items if item.path == request.path]
     has_full = any(item.get_closest_marker("full") is not None for item in of_module)
     return list(cases if has_full else default)
+
+
+FULL = "NEMO_RL_TEST_FULL"
+"""Variable that `make test-full` sets."""
+
+
+def num_examples(count: int = 100) -> int:
+    """Return the number of examples that a property draws in this run, given that of `make test-full`."""
+    return count if os.environ.get(FULL) else -(-count // 3)
