@@ -240,7 +240,7 @@ def steps_of_every_job(
 
 @contextmanager
 def opened(rank: int, store: str) -> Iterator[DataPlaneClient | None]:
-    """The data plane of a rank that plays a driver; the others wait where the first job meets."""
+    """Open the data plane of a rank that plays a driver; the others wait where the first job meets."""
     if rank not in (LEADERS if store == "noop" else LEADERS[:1]):
         yield None
         return
@@ -306,7 +306,7 @@ def test_every_step_changes_the_weights_and_what_they_say(reports: Reports, layo
 
 @pytest.mark.parametrize("layout", params(LAYOUTS, DEFAULT))
 def test_of_each_shard_one_rank_measures_its_rows(reports: Reports, layout: str) -> None:
-    """The rank that writes; its numbers are those of the log-probabilities that the driver reads back."""
+    """Only the rank that writes measures, from the log-probabilities that the driver reads back."""
     sizes = LAYOUTS[layout]
     own = ParallelLayout.of(sizes.ranks, tp=sizes.tp, cp=sizes.cp, sequence_parallel=sizes.sp)
     for step in range(NUM_STEPS):

@@ -89,7 +89,7 @@ class RankReport:
 
 
 def everything(rank: int, folder: str, ports: list[int]) -> RankReport:
-    """A fresh job for each step and each failure, in the same two processes."""
+    """Run a fresh job for each step and each failure, in the same two processes."""
     left = iter(ports)
     steps: dict[str, dict[str, StepReport]] = {}
     with shared_cluster(rank):

@@ -85,7 +85,7 @@ def policy_of(folder: str, layout: str, **replay: object) -> PolicyConfig:
 
 
 def encoded(folder: str, *, bit_packed: bool, with_digests: bool = False) -> dict[str, torch.Tensor]:
-    """The forced routes as a rollout writes them."""
+    """Return the forced routes as a rollout writes them."""
     routes = to_nested_by_length(forced_routes(load_model_config(folder)), rows().tensor("input_lengths"))
     return encode_routes(routes, shape_of(folder), bit_packed=bit_packed, with_digests=with_digests)
 
@@ -121,7 +121,7 @@ def planned(meta: KVBatchMeta, worker: TQWorker) -> KVBatchMeta:
 
 
 def in_order_of(meta: KVBatchMeta, batch: Mapping[str, object]) -> BatchedDataDict:
-    """The shard has its rows in the order of its microbatches."""
+    """Return the rows in the order of the shard, which is that of its microbatches."""
     return BatchedDataDict(batch).select_indices([KEYS.index(key) for key in meta.keys])
 
 
@@ -181,7 +181,7 @@ def recorded(worker: TQWorker, folder: str) -> list[list[list[list[int]]]] | Non
 
 
 def no_routes(worker: TQWorker, meta: KVBatchMeta) -> None:
-    """The rollout has written none."""
+    """Read routes that the rollout has not written."""
     worker.get_logprobs_presharded(meta)
 
 
@@ -210,7 +210,7 @@ NUM_JOBS = 2 * len(LAYOUTS) + len(PLANTS)
 
 
 def everything(rank: int, folder: str, ports: list[int]) -> RankReport:
-    """A fresh job for each part, in the same two processes."""
+    """Run a fresh job for each part, in the same two processes."""
     left = iter(ports)
     destroy_process_group()
     layouts: dict[str, RouteReport] = {}

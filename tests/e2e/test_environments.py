@@ -92,12 +92,12 @@ def train(folder: Path, model: Path, *, data: Mapping[str, object], env: Mapping
 
 
 def said(rollout: Mapping[str, object]) -> str:
-    """The response without its end-of-turn token."""
+    """Return the response without its end-of-turn token."""
     return str(rollout["response"]).removesuffix("<|im_end|>")
 
 
 def asked(rollout: Mapping[str, object], texts: Mapping[str, str]) -> str:
-    """The answer to the one text that occurs in the prompt."""
+    """Return the answer to the one text that occurs in the prompt."""
     (answer,) = {answer for text, answer in texts.items() if f"\n{text}<|im_end|>" in str(rollout["prompt"])}
     return answer
 

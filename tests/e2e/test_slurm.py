@@ -132,11 +132,11 @@ class SlurmCluster:
         return self.run("sinfo", "--noheader", "--Node", "--format=%T", check=False).split()
 
     def submit(self, *options: str, **variables: str) -> Job:
-        """`sbatch ray.sub` with these options and variables."""
+        """Submit `sbatch ray.sub` with these options and variables."""
         return self._job(self.run("sbatch", f"--output={self.jobs}/slurm-%j.log", *options, "ray.sub", **variables))
 
     def launch(self, recipe: Path, *words: str, **variables: str) -> Job:
-        """`nemo-rl launch slurm RECIPE`."""
+        """Submit `nemo-rl launch slurm RECIPE`."""
         command = (sys.executable, "-m", "nemo_rl.cli.main", "launch", "slurm", str(recipe))
         return self._job(self.run(*command, f"--log-dir={self.jobs}", *words, **variables))
 

@@ -345,7 +345,7 @@ def table(stores: Sequence[str]) -> Iterator[Row]:
 
 
 def find(role: str, mark: str) -> psutil.Process | None:
-    """The run's first process of a role."""
+    """Return the run's first process of a role."""
     for process in marked(mark):
         try:
             if re.search(ROLES[role], " ".join(process.cmdline()) + " ") and _is_of_pair(role, process):

@@ -155,7 +155,7 @@ class PlaneModel:
         return nest(torch.tensor(values).to(DTYPES[name]), torch.tensor(lengths))
 
     def check_versions(self, keys: list[str], names: list[str], versions: dict[str, int]) -> None:
-        """A version names one content of a row's family for ever, and stays when a put adds a field to it."""
+        """Check that a version names one content of a row's family for ever, and stays when a put adds a field."""
         assert versions.keys() == {FAMILY[name] for name in names}
         for family, version in versions.items():
             added = {name for name in names if FAMILY[name] == family}
@@ -262,7 +262,7 @@ class PlaneModel:
         return task, meta
 
     def claimable(self, task: str, names: list[str], count: int) -> list[str]:
-        """The slow reference: rows, or groups of which all keys were put, in order of their first put."""
+        """Return the claimable rows: single rows, or groups of which all keys were put, in order of their first put."""
         if self.group_size is None:
             return [key for key in self.rows if self.is_free(task, key, names)][:count]
         picked: list[str] = []
@@ -286,7 +286,7 @@ class PlaneModel:
         return at not in self.done or self.done[at] not in (claim, 0)
 
     def release(self, who: int, claim: Claim, part: slice) -> None:
-        """By whoever has the meta."""
+        """Release a part of a claim from any client that has the meta."""
         task, whole = claim
         meta = whole.subset(range(len(whole))[part])
         live = {(task, key): number for key, number in meta.claims_by_key().items() if key in self.rows}
@@ -304,7 +304,7 @@ class PlaneModel:
                 del self.held[who][task, key]
 
     def write_under_claim(self, who: int, claim: Claim, name: str) -> KVBatchMeta | None:
-        """By whoever has the meta."""
+        """Write a column under a claim from any client that has the meta."""
         keys = list(claim[1].keys)
         return self.put(who, keys, [name], 1, is_wrong=False, with_tags=False, claimed=claim[1])
 

@@ -44,7 +44,7 @@ Work: TypeAlias = Callable[..., object]
 
 
 class PeerSide:
-    """What runs where the peer lives."""
+    """The side of a peer that runs where its client lives."""
 
     def __init__(self, where: DataPlaneAddress | DataPlaneConfig) -> None:
         """Args:
@@ -58,21 +58,21 @@ class PeerSide:
         self._address = self.client.address
 
     def address(self) -> Reply:
-        """Of the run."""
+        """Return the address of the run."""
         return "ok", self._address
 
     def reopen(self) -> Reply:
-        """A fresh client, in place of one that was closed."""
+        """Open a fresh client in place of one that was closed."""
         self.client.close()
         self.client = attach_data_plane(self._address)
         return "ok", None
 
     def call(self, name: str, args: tuple, kwargs: dict) -> Reply:
-        """A method of the client."""
+        """Call a method of the client."""
         return _answer(lambda: getattr(self.client, name)(*args, **kwargs))
 
     def work(self, function: Work, args: tuple) -> Reply:
-        """A function of an importable module, with this side's client first."""
+        """Call a function of an importable module with this side's client first."""
         return _answer(lambda: function(self.client, *args))
 
     def pid(self) -> Reply:
@@ -150,7 +150,7 @@ class Peer:
         return self._read(self._send("work", (function, args)))
 
     def reopen(self) -> None:
-        """A fresh client, in place of one that was closed."""
+        """Open a fresh client in place of one that was closed."""
         self._read(self._send("reopen", ()))
 
     def kill(self) -> None:
@@ -158,7 +158,7 @@ class Peer:
         os.kill(self._stopped_pid or self.pid, signal.SIGKILL)
 
     def stop_answering(self) -> None:
-        """Its process stands still until `go_on`."""
+        """Stop the peer's process until `go_on`."""
         self._stopped_pid = self.pid
         os.kill(self._stopped_pid, signal.SIGSTOP)
         while psutil.Process(self._stopped_pid).status() != psutil.STATUS_STOPPED:
@@ -268,7 +268,7 @@ def _read_frame(stream: BinaryIO) -> Reply:
 
 
 def serve() -> None:
-    """The child process: answers until stdin ends. Whatever the client prints goes to stderr."""
+    """Answer requests in the child process until stdin ends; what the client prints goes to stderr."""
     frames = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     what, (address,) = _read_frame(sys.stdin.buffer)

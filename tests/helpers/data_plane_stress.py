@@ -51,7 +51,7 @@ LEASE_S = 1e5
 NUM_REMEMBERED = 60
 """Metas and claims that are used again, by any client."""
 TURN_OPERATIONS = 6
-"""Of the workload, and one more every fifth turn."""
+"""Operations of a turn of the workload; every fifth turn has one more."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ class History:
 
 @contextmanager
 def ending_when_it_hangs(seconds: float) -> Iterator[None]:
-    """The program ends with the stacks of all threads when this takes longer."""
+    """End the program with the stacks of all threads when the block takes longer."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         yield

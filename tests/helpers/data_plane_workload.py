@@ -31,7 +31,7 @@ BATCH = 6
 
 @dataclass
 class Outcome:
-    """What one worker did and saw."""
+    """The operations and rows of one worker."""
 
     operations: int = 0
     live: dict[str, int] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def columns_of(keys: list[str], version: int) -> dict[str, torch.Tensor]:
 
 
 def check_rows(rows: object, keys: list[str]) -> list[int]:
-    """Every row is the one that was asked for, whole and of one version; returns the versions."""
+    """Check that every row is the one asked for, whole and of one version; return the versions."""
     versions = []
     for key, row, stamp in zip(keys, rows["x"].unbind(), rows["stamp"].tolist(), strict=True):
         found = row.tolist()
@@ -105,7 +105,7 @@ def churn(client: DataPlaneClient, partitions: tuple[str, str], worker: int, wor
 
 
 def _make_and_claim(client: DataPlaneClient, partition: str, worker: int, version: int, outcome: Outcome) -> None:
-    """One new row for whoever claims it; claims some, which are then cleared."""
+    """Put one new row for any worker to claim, then claim some rows and clear them."""
     key = f"{worker}-{version}"
     client.kv_batch_put([key], partition, {"sample_mask": torch.tensor([float(version)])}, [{"made": key}])
     outcome.made.append(key)
@@ -144,7 +144,7 @@ def run_all(clients: Sequence[tuple[DataPlaneClient, bool]], partitions: tuple[s
 
 
 def stress(plane: Plane, turns: int) -> int:
-    """The workers over three clients of the plane, one of them elsewhere; returns the number of operations."""
+    """Run the workers over three clients of the plane, one of them elsewhere; return the number of operations."""
     partitions = tuple(plane.partition(FIELDS, tasks=[TASK], num_samples=100_000) for _ in range(2))
     num_done = run_all([(plane.owner, False), (plane.peer, True), (plane.attach(), False)], partitions, turns)
     assert num_done >= WORKERS * turns * 6

@@ -34,7 +34,7 @@ class PlaneKind:
 
     config: DataPlaneConfig
     modes: tuple[Mode, ...]
-    """Where the other client lives; the suite runs once for each."""
+    """Places where the other client lives; the suite runs once for each."""
 
     @property
     def needs_ray(self) -> bool:
@@ -81,13 +81,13 @@ class Plane:
 
     @property
     def peer(self) -> Peer:
-        """The other client, in another process if the mode says so. The same one for the life of the plane."""
+        """The other client, in another process if the mode says so; the same one for the life of the plane."""
         if self._peer is None:
             self._peer = PEERS[self.mode](self.owner.address)
         return self._peer
 
     def guest(self) -> Peer:
-        """One more client with a process of its own, for tests that close or kill it."""
+        """Return one more client with a process of its own, for tests that close or kill it."""
         if self._guest is None:
             self._guest = PEERS[self.mode](self.owner.address)
         else:
@@ -95,7 +95,7 @@ class Plane:
         return self._guest
 
     def kill_guest(self) -> None:
-        """Its process ends at once: no client is closed."""
+        """Kill the guest's process at once, so that no client is closed."""
         assert self._guest is not None
         guest, self._guest = self._guest, None
         guest.kill()
@@ -103,7 +103,7 @@ class Plane:
     def partition(
         self, fields: Sequence[object] = ("input_ids", "sample_mask"), *, tasks: Sequence[str] = (), **options: object
     ) -> str:
-        """A fresh partition."""
+        """Register a fresh partition and return its name."""
         partition_id = f"p{uuid.uuid4().hex[:8]}"
         self.owner.register_partition(partition_id, fields, options.pop("num_samples", 4096), tasks, **options)
         self.partitions.append(partition_id)
@@ -132,7 +132,7 @@ def ray_cluster(num_cpus: int = 8, *, imported: Sequence[str] = IMPORTED) -> Ite
 
 
 def with_small_chunks(config: DataPlaneConfig, chunk_bytes: int = 1024) -> DataPlaneConfig:
-    """So that a test's few rows fill several chunks."""
+    """Return the config with chunks so small that a test's few rows fill several."""
     small = {"chunk_bytes": chunk_bytes}
     sections = {name: getattr(config, name).model_copy(update=small) for name in ("ray", "shm", "mooncake")}
     return config.model_copy(update={**small, **sections})
@@ -142,7 +142,7 @@ def with_small_chunks(config: DataPlaneConfig, chunk_bytes: int = 1024) -> DataP
 def open_plane(
     name: str, *, mode: Mode = "threads", lease_s: float = LEASE_S, validate: bool = True, **changes: object
 ) -> Iterator[Plane]:
-    """A data plane of its own; its ledger checks its invariants after each request, unless told otherwise."""
+    """Open a data plane whose ledger checks its invariants after each request, unless `validate` is false."""
     if "mooncake" in name and mooncake.why_not():
         pytest.skip(mooncake.why_not())
     config = with_small_chunks(CONFIGS[name]).model_copy(update={"lease_s": lease_s, **changes})
@@ -180,7 +180,7 @@ def stored_chunks(plane: Plane) -> list[str]:
 
 
 def segments(run_id: str) -> list[str]:
-    """What a run has in the node's shared memory."""
+    """Return the paths of a run in the node's shared memory."""
     return sorted(str(path) for path in Path("/dev/shm").glob(f"*{run_id}*"))
 
 

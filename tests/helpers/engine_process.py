@@ -42,7 +42,7 @@ def has_vllm() -> bool:
 
 
 def vllm_policy(folder: Path, *, generation: dict[str, object] | None = None, **changes: object) -> PolicyConfig:
-    """A float32 policy whose engine is vLLM with a small cache."""
+    """Return a float32 policy whose engine is vLLM with a small cache."""
     given = {"backend": "vllm", "vllm_cfg": {"kv_cache_gib": 0.05}, "max_batch_size": 64, **(generation or {})}
     return tiny_policy(folder, generation=given, **changes)
 

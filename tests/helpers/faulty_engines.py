@@ -117,7 +117,7 @@ EXPERTS = f"{LAYER_1}mlp.experts"
 
 
 def receipt_model(*, seed: int = 0) -> PreTrainedModel:
-    """Two like layers with experts, a tied head, as many keys as queries: every fault has a place in it."""
+    """Return a model with room for every fault: two like layers with experts, a tied head, as many keys as queries."""
     torch.manual_seed(seed)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     sizes = {**VLLM_SIZES, "num_key_value_heads": 2, "num_hidden_layers": 2, "tie_word_embeddings": True}

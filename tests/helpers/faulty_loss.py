@@ -15,7 +15,7 @@ HANGS_S = 600.0
 
 
 def row_sums(ids_NT: torch.Tensor, lengths_N: torch.Tensor) -> list[int]:
-    """By which a row is known again: keys differ from run to run."""
+    """Return a weighted sum of each row's tokens, which names the row: keys differ from run to run."""
     is_token_NT = torch.arange(ids_NT.shape[1]) < lengths_N[:, None]
     weights_T = torch.arange(1, ids_NT.shape[1] + 1)
     return torch.where(is_token_NT, ids_NT.long() * weights_T, 0).sum(1).tolist()

@@ -269,7 +269,7 @@ def reference_loss(
     *,
     prev_field: str = "prev_logprobs",
 ) -> float:
-    """The whole loss of a global batch."""
+    """Return the whole loss of a global batch."""
     rows = rows_of(batch, now, held, config, prev_field=prev_field)
     tokens, sequences = sum(r.weight * r.length for r in rows), sum(r.weight for r in rows)
     if not rows:
@@ -292,7 +292,7 @@ def reference_loss(
 def reference_gradient(
     batch: Mapping[str, torch.Tensor], at: torch.Tensor, config: LossConfig, *, prev_field: str, step: float = 1e-6
 ) -> torch.Tensor:
-    """`[N, T]` central differences."""
+    """Return `[N, T]` central differences."""
     gradient = torch.zeros_like(at)
     for i, t in (batch["token_mask"].bool() & (batch["sample_mask"] > 0)[:, None]).nonzero().tolist():
         up, down = at.clone(), at.clone()
@@ -313,7 +313,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "dppo_kl": {"dppo": {"delta_low": 0.004, "delta_high": 0.003}},
     "dro": {"dro": {"beta": 0.7}},
 }
-"""What a loss must have, and bounds that some tokens of `loss_batch` cross."""
+"""Keys that a loss needs, and bounds that some tokens of `loss_batch` cross."""
 BOUNDS: dict[str, tuple[float | None, float]] = {
     "tis": (None, 1.1),
     "icepop": (0.8, 1.25),
@@ -325,13 +325,13 @@ BOUNDS: dict[str, tuple[float | None, float]] = {
 
 
 def loss_config(name: str, **changes: object) -> LossConfig:
-    """A config of the loss without a KL penalty, as it passes the rules."""
+    """Return a config of the loss without a KL penalty that passes the rules."""
     values = {"reference_policy_kl_penalty": 0.0, **SETTINGS.get(name, {}), **changes}
     return LossConfig.model_validate({"name": name, **values})
 
 
 def corrected(kind: str | None) -> dict[str, object]:
-    """Keys of an off-policy correction."""
+    """Return the keys of an off-policy correction."""
     if kind is None:
         return {"use_importance_sampling_correction": True}
     low, high = BOUNDS[kind]
@@ -344,7 +344,7 @@ def corrected(kind: str | None) -> dict[str, object]:
 
 
 def corrections_of(name: str) -> list[str | None]:
-    """Types that the loss may have."""
+    """Return the types of correction that the loss may have."""
     traits = LOSS_TRAITS[name]
     if traits.has_own_correction:
         return [None]
@@ -352,7 +352,7 @@ def corrections_of(name: str) -> list[str | None]:
 
 
 def all_configs() -> list[LossConfig]:
-    """Every loss with every mean, correction and KL that it may have."""
+    """Return every loss with every mean, correction and KL that it may have."""
     found = []
     for name, traits in LOSS_TRAITS.items():
         found.append(loss_config(name))
@@ -370,7 +370,7 @@ CLIP_HIGHER: dict[str, object] = {"ratio_clip_max": 0.28}
 
 
 def kl_configs() -> list[LossConfig]:
-    """Every estimator with every gradient that it may have."""
+    """Return every KL estimator with every gradient that it may have."""
     pairs = [("k2", "estimator"), ("k3", "estimator"), ("k1", "straight_through"), ("k3", "straight_through")]
     pairs += [("k1", "importance_weighted"), ("k3", "importance_weighted")]
     found = []

@@ -43,7 +43,7 @@ def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
 
 
 def forget_models() -> None:
-    """Between the cases of a rank: a model is a ring of references, and while it lives, so do its groups' threads."""
+    """Free the model of a case before the next: it is a ring of references, and keeps its groups' threads alive."""
     gc.collect()
     # What is left are modules; the next collection does not look at them again.
     gc.freeze()
@@ -74,7 +74,7 @@ def logits_of(job: Job) -> np.ndarray:
 
 @contextmanager
 def kept_gradients(worker: PolicyWorker) -> Iterator[Arrays]:
-    """The whole gradients of the first optimizer step, as they are before clipping."""
+    """Keep the whole gradients of the first optimizer step, before clipping."""
     kept: Arrays = {}
     finish = worker.engine.optimizer.finish
 
@@ -156,6 +156,6 @@ FAULTS: dict[str, Fault] = {
 
 
 def harmful(fault: str | None) -> pytest.MarkDecorator:
-    """Of a test that needs the fault to do harm with the megatron-core that is installed."""
+    """Return a mark that skips a test whose fault does no harm with the megatron-core that is installed."""
     made_good = importlib.metadata.version("megatron-core") != "0.16.1" and fault in ("uninitialized", "unmarked")
     return pytest.mark.skipif(made_good, reason="this megatron-core marks weights and experts by itself")

@@ -64,7 +64,7 @@ LLAMA3_ROPE = {
 
 
 def config_of(family: str, **changes: object) -> PretrainedConfig:
-    """The config of a family, with some values changed; each has what is special to the family."""
+    """Return the config of a family with some values changed; each has what is special to the family."""
     given = COMMON | changes
     if family == "llama":
         return LlamaConfig(**{"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE} | given)
@@ -98,7 +98,7 @@ def config_of(family: str, **changes: object) -> PretrainedConfig:
 
 
 def hf_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object) -> PreTrainedModel:
-    """A random model in evaluation mode; biases, norms and the router's bias are random as well."""
+    """Return a random model in evaluation mode; biases, norms and the router's bias are random as well."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_of(family, **changes), attn_implementation="sdpa").eval()
     with torch.no_grad():
@@ -124,7 +124,7 @@ def hf_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
 
 
 def policy_config(*, precision: str = "float32", **megatron: object) -> PolicyConfig:
-    """Settings of a Megatron worker; the folder is a name only, models are made in memory."""
+    """Return settings of a Megatron worker; the folder is a name only, models are made in memory."""
     return PolicyConfig.model_validate(
         {
             "model_name": "unused",
@@ -136,7 +136,7 @@ def policy_config(*, precision: str = "float32", **megatron: object) -> PolicyCo
 
 
 def forward(model: MegatronModel, token_NS: torch.Tensor) -> torch.Tensor:
-    """`[N, S, V]` logits of one process that has the whole model; each row is a sequence."""
+    """Return `[N, S, V]` logits of one process that has the whole model; each row is a sequence."""
     rows, length = token_NS.shape
     packed = PackedSegments(segments=Segments(lengths=(length,)), position_s=torch.arange(length))
     logits: torch.Tensor = model.ddp(
@@ -150,7 +150,7 @@ def forward(model: MegatronModel, token_NS: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def tokens(rows: int = 3, length: int = 24, *, vocab_size: int = 96) -> torch.Tensor:
-    """`[rows, length]` int64, always the same."""
+    """Return `[rows, length]` int64 tokens, always the same."""
     return torch.randint(3, vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
@@ -160,7 +160,7 @@ TIMEOUT_S = 60.0
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A job of one rank: this process."""
+    """Open a job of one rank in this process."""
     init_process_group(RankSpec(rank=0, world_size=1), device=torch.device("cpu"), timeout_s=TIMEOUT_S)
     try:
         yield
@@ -182,7 +182,7 @@ def build(family: str, policy: PolicyConfig, **changes: object) -> tuple[Megatro
 
 
 def gradients(family: str, step: int, **changes: object) -> dict[str, torch.Tensor]:
-    """Of a step, by parameter of the Hugging Face module."""
+    """Return the gradients of a step by parameter of the Hugging Face module."""
     return {name: weight.detach() for name, weight in _gradient_model(family, step, **changes).named_parameters()}
 
 

@@ -63,12 +63,12 @@ SEEDS = range(5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """What an engine has sampled."""
+    """Rows that an engine has sampled."""
 
     prompts: tuple[tuple[int, ...], ...]
     responses: tuple[tuple[int, ...], ...]
     logprobs: tuple[torch.Tensor, ...]
-    """Of the responses' tokens."""
+    """Log-probabilities of the responses' tokens."""
     routes: RecordedRoutes | None = None
     support: tuple[torch.Tensor, ...] | None = None
     """Recorded sets; None: the trainer has none."""
@@ -87,7 +87,7 @@ class Base:
     routes: bool = False
 
     def model(self, version: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """Of the run after so many steps."""
+        """Load the model of the run after `version` steps."""
         folder = self.log_dir / "checkpoints" / f"step_{version}" / "policy" / "weights"
         return load_causal_lm(folder, dtype=dtype)
 
@@ -116,7 +116,7 @@ class Base:
         )
 
     def keep(self, folder: Path, rows: Rows, *, trainer: Sampling | None = None, tag: int = STEP - 1) -> Path:
-        """A copy of the run whose last step has these rows, scored by a trainer with its own weights.
+        """Copy the run with these rows in its last step, scored by a trainer with its own weights.
 
         Args:
             tag: the rows' weight version.
@@ -151,17 +151,17 @@ def make_base(folder: Path, *, seed: int = 0, experts: bool = False) -> Base:
 
 
 def one_version_behind(base: Base, folder: Path) -> Path:
-    """The engine has missed the last refit, and says it has not."""
+    """Sample from an engine that has missed the last refit, and says it has not."""
     return base.keep(folder, base.sample(base.model(STEP - 2)))
 
 
 def bf16_engine(base: Base, folder: Path) -> Path:
-    """The engine computes in half precision, against the config."""
+    """Sample from an engine that computes in half precision, against the config."""
     return base.keep(folder, base.sample(base.model(STEP - 1, torch.bfloat16)))
 
 
 def routes_off(base: Base, folder: Path) -> Path:
-    """The engine has taken other experts than the trainer, which does not replay them."""
+    """Sample from an engine that takes other experts than the trainer, which does not replay them."""
     model = base.model(STEP - 1)
     generator = torch.Generator().manual_seed(base.seed)
 
@@ -178,19 +178,19 @@ def routes_off(base: Base, folder: Path) -> Path:
 
 
 def wrong_temperature(base: Base, folder: Path) -> Path:
-    """The trainer scores at another temperature than the rows were sampled at."""
+    """Score at another temperature than the rows were sampled at."""
     temperature = (0.7, 0.85, 1.2, 1.1, 1.5)[base.seed % 5]
     return base.keep(folder, base.sample(base.model(STEP - 1)), trainer=Sampling(temperature=temperature))
 
 
 def top_p_without_support(base: Base, folder: Path) -> Path:
-    """The engine cuts the distribution, the trainer scores under all of it."""
+    """Sample from a cut distribution, and score under all of it."""
     top_p = (0.95, 0.9, 0.83, 0.7, 0.98)[base.seed % 5]
     return base.keep(folder, base.sample(base.model(STEP - 1), top_p=top_p))
 
 
 def perturbed_layer(base: Base, folder: Path) -> Path:
-    """One layer of the engine has other weights."""
+    """Sample from an engine with other weights in one layer."""
     model = base.model(STEP - 1)
     layers = model.model.layers
     layer = layers[base.seed % len(layers)]
@@ -202,21 +202,21 @@ def perturbed_layer(base: Base, folder: Path) -> Path:
 
 
 def wrong_rope_base(base: Base, folder: Path) -> Path:
-    """The engine's rotary embeddings have another base."""
+    """Sample from an engine whose rotary embeddings have another base."""
     model = base.model(STEP - 1)
     with torch.inference_mode(), scaled_rope(model, (0.1, 10.0, 3.0, 100.0, 0.01)[base.seed % 5]):
         return base.keep(folder, base.sample(model))
 
 
 def shifted_by_one(base: Base, folder: Path) -> Path:
-    """The engine gives each token the log-probability of its neighbour."""
+    """Give each token the log-probability of its neighbour."""
     rows = base.sample(base.model(STEP - 1))
     by = 1 if base.seed % 2 else -1
     return base.keep(folder, replace(rows, logprobs=tuple(part.roll(by) for part in rows.logprobs)))
 
 
 def no_fault(base: Base, folder: Path) -> Path:
-    """Rows of the embedded engine as it is."""
+    """Sample from the embedded engine as it is."""
     return base.keep(folder, base.sample(base.model(STEP - 1)))
 
 
@@ -334,7 +334,7 @@ def _write(folder: Path, step: StepSnapshot, rows: Rows, scored: list[torch.Tens
 
 
 def _routes(routes: RecordedRoutes, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The last token of a row was never fed: it has no route."""
+    """Encode the routes; the last token of a row was never fed and has none."""
     parts = []
     for ids, length in zip(routes.ids.split(routes.lengths.tolist()), lengths.tolist(), strict=True):
         row = torch.full((length, *ids.shape[1:]), MISSING, dtype=torch.int16)
@@ -358,7 +358,7 @@ def _bases() -> Iterator[Callable[[int, bool], Base]]:
 
 
 def main() -> int:
-    """Every cause with every seed."""
+    """Run every cause with every seed; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=sorted(CASES), help="one cause")
     parser.add_argument("--seeds", type=int, default=len(SEEDS))

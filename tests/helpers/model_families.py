@@ -82,7 +82,7 @@ def config_of(family: str) -> PretrainedConfig:
 
 
 def write_family(folder: Path, family: str) -> Path:
-    """Model and tokenizer as a Hugging Face folder; biases and norms are random as well."""
+    """Write model and tokenizer as a Hugging Face folder; biases and norms are random as well."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(family)).eval()
     with torch.no_grad():
@@ -95,7 +95,7 @@ def write_family(folder: Path, family: str) -> Path:
 
 
 def write_with_tokenizer(folder: Path, model: PreTrainedModel) -> Path:
-    """Model and tokenizer, whose vocabulary is of `FAMILY_SIZES`'s size, as a Hugging Face folder."""
+    """Write model and tokenizer, whose vocabulary is that of `FAMILY_SIZES`, as a Hugging Face folder."""
     model.save_pretrained(str(folder))
     corpus = [f"user\n{p.prompt}\nassistant\n{p.answer}" for p in problems(200, seed=1)]
     build_tokenizer(corpus).save_pretrained(str(folder))
@@ -118,7 +118,7 @@ VLLM_SIZES = {
 
 
 def dense_model(*, seed: int = 0) -> PreTrainedModel:
-    """Two layers and a tied head."""
+    """Return a model of two layers and a tied head."""
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(Qwen3Config(**VLLM_SIZES, num_hidden_layers=2, tie_word_embeddings=True)).eval()
 
@@ -133,7 +133,7 @@ def moe_model(*, seed: int = 0) -> PreTrainedModel:
 
 
 def biased_model(*, seed: int = 0) -> PreTrainedModel:
-    """A Qwen2, whose projections of queries, keys and values have biases."""
+    """Return a Qwen2, whose projections of queries, keys and values have biases."""
     torch.manual_seed(seed)
     sizes = {name: value for name, value in VLLM_SIZES.items() if name != "head_dim"}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=2, tie_word_embeddings=False)).eval()
@@ -154,7 +154,7 @@ def write_moe(folder: Path, *, seed: int = 0) -> Path:
 
 @torch.no_grad()
 def routes_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    """`[tokens, L, K]` what the model itself chooses."""
+    """Return the `[tokens, L, K]` experts that the model itself chooses."""
     routers, own = HFRouters(model), dict[int, torch.Tensor]()
     with routers.choosing(own.__setitem__):
         model(torch.tensor([ids]), use_cache=False)

@@ -58,7 +58,7 @@ STEPS = 3 if os.environ.get(FULL) else 2
 # Epsilon above the rounding of a gradient: with a smaller one AdamW takes a whole step for a zero that was rounded.
 ADAM = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "eps": 1e-6}
 MAX_GRAD_NORM = 0.2
-"""Below the norms, so that every step is clipped."""
+"""Clipping norm below the gradients' norms, so that every step is clipped."""
 Arrays = dict[str, np.ndarray]
 
 
@@ -82,14 +82,14 @@ class Case:
     recompute: bool | str = False
     """False, or True for all of it; `selective` on Megatron."""
     aux: bool = False
-    """With a loss that balances experts."""
+    """True with a loss that balances experts."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Further keys of `policy.megatron_cfg`."""
     precision: str = "float32"
     replay: bool = False
-    """With forced routes."""
+    """True with forced routes."""
     loss: str = "clipped_pg"
-    """Of `LOSSES`."""
+    """Name of one of `LOSSES`."""
     fault: str | None = None
 
     def __str__(self) -> str:
@@ -109,14 +109,14 @@ AXES: Mapping[str, Callable[[Case], Hashable]] = {
     name: attrgetter(name)
     for name in ("engine", "family", "tp", "cp", "pp", "ep", "etp", "sp", "batching", "recompute")
 }
-"""Of which `make test` has every pair."""
+"""Axes of which `make test` has every pair of values."""
 SPLITS = {name: AXES[name] for name in ("tp", "cp", "pp", "ep", "etp", "sp")}
-"""For four ranks, which are to show how axes work together; two show the families, and all ways to run on each axis."""
+"""Axes of four ranks, which show how axes work together; two ranks show the families and the ways to run."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What one rank saw."""
+    """The results of one rank."""
 
     rows: tuple[int, ...]
     num_microbatches: int
@@ -133,11 +133,11 @@ class Outcome:
     squares: np.ndarray | None = None
     """`[n, T]` sums of squared probabilities, of cases whose loss needs whole distributions."""
     is_last_stage: bool = True
-    """Where it is not, log-probabilities and logits are zeros."""
+    """False where log-probabilities and logits are zeros, because the stage has none."""
 
     @property
     def more(self) -> tuple[str, ...]:
-        """Names of what only some cases have."""
+        """Names of outputs that only some cases have."""
         return () if self.squares is None else ("squares",)
 
 
@@ -171,7 +171,7 @@ class Job:
 
 
 def layout_batch() -> BatchedDataDict:
-    """Unequal lengths; rows of weight 0 and one half, and a row without a trained token."""
+    """Return rows of unequal lengths, some of weight 0 and one half, and one without a trained token."""
     batch = tiny_batch(ROWS)
     batch.tensor("sample_mask")[2] = 0.5
     batch.tensor("token_mask")[1] = False
@@ -179,7 +179,7 @@ def layout_batch() -> BatchedDataDict:
 
 
 def forced_routes(config: PretrainedConfig) -> torch.Tensor:
-    """`[N, T, L, K]` int16: random experts for every token of `layout_batch`; a few tokens lack a route."""
+    """Return `[N, T, L, K]` int16 random experts for every token of `layout_batch`; a few tokens lack a route."""
     shape, draw = layout_batch().tensor("input_ids").shape, torch.Generator().manual_seed(7)
     num_layers = config.num_hidden_layers - len(config.mlp_only_layers)
     scores = torch.rand(*shape, num_layers, config.num_experts, generator=draw)
@@ -190,7 +190,7 @@ def forced_routes(config: PretrainedConfig) -> torch.Tensor:
 
 
 def force_routes(model: PreTrainedModel, routes_NTLK: torch.Tensor) -> None:
-    """The model takes these, when it is called once for every row in turn; -1 leaves the choice to it."""
+    """Force the routes of a model that is called once for every row in turn; -1 leaves the choice to the model."""
     routers = HFRouters(model)
     lengths, calls = layout_batch().tensor("input_lengths").tolist(), Counter[int]()
 
@@ -281,7 +281,7 @@ def start(rank: int, world_size: int, case: Case, folder: Path, **parts: object)
 
 
 def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
-    """Log-probabilities and `STEPS` optimizer steps of one rank."""
+    """Run the log-probabilities and `STEPS` optimizer steps of one rank."""
     job = start(rank, world_size, case, folder)
     with planted(case.fault):
         outcome = run_job(job, rank, LOSSES[case.loss])
@@ -312,7 +312,7 @@ def run_job(job: Job, rank: int, loss_fn: PolicyLoss = LOSS) -> Outcome:
 
 @contextmanager
 def planted(fault: str | None) -> Iterator[None]:
-    """A gradient of the context axis that is counted twice."""
+    """Plant the fault `doubled`: a gradient of the context axis that is counted twice."""
     if fault != "doubled":
         yield
         return
@@ -337,7 +337,7 @@ def reference(
     prepare: Callable[[PreTrainedModel], None] = lambda _: None,
     loss: str = "clipped_pg",
 ) -> Outcome:
-    """The single-process Hugging Face model, one row at a time."""
+    """Train the single-process Hugging Face model, one row at a time."""
     batch = layout_batch()
     model = load_causal_lm(folder, dtype=dtype)
     prepare(model)
@@ -375,7 +375,7 @@ def reference(
 
 
 def squares_of(logits_NTV: torch.Tensor) -> torch.Tensor:
-    """`[N, T]`: of the distribution that each token was drawn from, whose logits lie at the token before."""
+    """Return `[N, T]` sums of squared probabilities for each token, from the logits at the token before."""
     squares_NT = torch.nn.functional.pad(logits_NTV.softmax(-1).square().sum(-1)[:, :-1], (1, 0))
     is_token_NT = torch.arange(squares_NT.shape[1]) < layout_batch().tensor("input_lengths")[:, None]
     return torch.where(is_token_NT, squares_NT, 0.0)
@@ -383,7 +383,7 @@ def squares_of(logits_NTV: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def hf_logits(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
-    """`[N, T, V]`, 0 in the padding."""
+    """Return `[N, T, V]` logits, 0 in the padding."""
     ids, rows = batch.tensor("input_ids").long(), []
     for i, length in enumerate(batch.tensor("input_lengths").tolist()):
         logits = model(input_ids=ids[i : i + 1, :length], use_cache=False).logits[0]
@@ -398,7 +398,7 @@ def routes_of(worker: PolicyWorker, job: Job) -> AbstractContextManager[PassRout
 
 
 def exported(worker: PolicyWorker) -> Arrays:
-    """Weights as arrays: tensors would travel as file descriptors of a process that has ended by then."""
+    """Return the weights as arrays: tensors would travel as file descriptors of a process that has ended by then."""
     return {name: weight.float().numpy().copy() for name, weight in worker.export_weights()}
 
 
@@ -417,7 +417,7 @@ Moments = Callable[[PolicyWorker], Arrays]
 def save_after_a_step(
     rank: int, world_size: int, case: Case, folder: Path, target: Path, *, moments_of: Moments = moments
 ) -> dict[str, object]:
-    """A checkpoint after one step, and the loss of the next."""
+    """Save a checkpoint after one step, and return its tensors and the loss of the next."""
     job = start(rank, world_size, case, folder)
     worker = job.worker
     worker.train(job.shard, LOSS, plan=job.plan)
@@ -432,7 +432,7 @@ def save_after_a_step(
 def load_and_step(
     rank: int, world_size: int, case: Case, folder: Path, target: Path, *, moments_of: Moments = moments
 ) -> dict[str, object]:
-    """What a checkpoint of any layout gives in this one, and the loss of the next step."""
+    """Load a checkpoint of any layout in this one, and return its tensors and the loss of the next step."""
     job = start(rank, world_size, case, folder)
     worker = job.worker
     worker.load_checkpoint(weights=target / "weights", optimizer=target / "optimizer")
@@ -453,7 +453,7 @@ def exported_from(rank: int, world_size: int, case: Case, folder: Path, weights:
 
 
 def relative_gap(found: np.ndarray, expected: np.ndarray) -> float:
-    """Largest difference over the largest element; an expert that no token reaches has a gradient of zeros."""
+    """Return the largest difference over the largest element, or over 1 where all are 0, as for an unused expert."""
     scale = float(np.abs(expected).max())
     return float(np.abs(found - expected).max()) / (scale or 1.0)
 

@@ -49,7 +49,7 @@ class Layout:
 
 @dataclass(kw_only=True)
 class Truth:
-    """What the model computes, whoever computes it."""
+    """The tensors that the model computes in any layout."""
 
     tokens: dict[str, torch.Tensor]
     """Key -> `[L]`."""
@@ -60,7 +60,7 @@ class Truth:
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def sites(self) -> list[dict[str, object]]:
-        """As the manifest lists them."""
+        """Return the sites as the manifest lists them."""
         found: list[Where] = [*self.values]
         found += [(SiteKind.LOSS, None, FORWARD)] if self.loss else []
         found += [(SiteKind.GRAD, None, FORWARD)] if self.grads else []
@@ -68,7 +68,7 @@ class Truth:
 
 
 def whole_truth(*, seed: int = 0, num_samples: int = 4, dtype: torch.dtype = torch.float32) -> Truth:
-    """Every kind of site, random."""
+    """Return random tensors at every kind of site."""
     random = torch.Generator().manual_seed(seed)
     tokens = {f"s{i}": torch.randint(0, 100, (5 + 3 * i,), generator=random) for i in range(num_samples)}
     truth = Truth(tokens=tokens)
@@ -93,12 +93,12 @@ def whole_truth(*, seed: int = 0, num_samples: int = 4, dtype: torch.dtype = tor
 
 
 def one_site(values: torch.Tensor, *, kind: SiteKind = SiteKind.LOGPROB, key: str = "s0") -> Truth:
-    """One sample at one site."""
+    """Return the tensors of one sample at one site."""
     return Truth(tokens={key: torch.arange(len(values)) % 50}, values={(kind, None, FORWARD): {key: values}})
 
 
 def write_recording(folder: Path, truth: Truth, layout: Layout | None = None, /, **manifest: object) -> Path:
-    """The folder; `manifest` replaces fields of the manifest."""
+    """Write a recording and return its folder; `manifest` replaces fields of the manifest."""
     layout = layout or Layout()
     sizes = {"world": layout.world, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
     fields: dict[str, object] = {
@@ -124,7 +124,7 @@ def write_recording(folder: Path, truth: Truth, layout: Layout | None = None, /,
 
 
 def zigzag(length: int, cp: int, size: int) -> torch.Tensor:
-    """Positions of a context rank: the chunk that is its own, and the one as far from the end."""
+    """Return the positions of a context rank: the chunk that is its own, and the one as far from the end."""
     chunks = torch.arange(length).tensor_split(2 * size)
     return torch.cat((chunks[cp], chunks[2 * size - 1 - cp]))
 
@@ -163,7 +163,7 @@ def _stage(layer: int, layout: Layout) -> int:
 
 
 def changed(values: Mapping[str, torch.Tensor], key: str, index: object, by: float) -> dict[str, torch.Tensor]:
-    """A copy of the values of a site in which some of one sample are larger."""
+    """Return a copy of the values of a site in which some of one sample are larger."""
     copy = {name: value.clone() for name, value in values.items()}
     copy[key][index] += by  # type: ignore[index]
     return copy

@@ -13,7 +13,7 @@ MARK = "NEMO_RL_TEST_RUN"
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Every live process whose environment carries the mark."""
+    """Return every live process whose environment carries the mark."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -35,7 +35,7 @@ def wait_for_none(mark: str, *, timeout_s: float) -> list[str]:
 
 
 def listening_off_loopback(mark: str) -> tuple[int, list[str]]:
-    """Sockets that wait for others, counted, and those of them that another machine could reach, in words."""
+    """Count the listening sockets, and describe those that another machine could reach."""
     count, found = 0, []
     for process in marked(mark):
         try:

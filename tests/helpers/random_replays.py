@@ -31,7 +31,7 @@ from tests.helpers.runs import ROOT, SMALL, load_recipe, logged_steps
 from tests.helpers.tiny_model import write_tiny_folder
 
 MOST_S = 30.0
-"""Of one replay."""
+"""Longest replay of one step."""
 RECIPES = (
     "configs/grpo_sort_cpu.yaml",
     "configs/recipes/grpo_sort_tp2_cpu.yaml",
@@ -42,7 +42,7 @@ SAVES = {"checkpointing.enabled": "true", "checkpointing.save_period": "4", "che
 
 
 def kept_run(recipe: str, folder: Path, *, steps: int, starter: Path | None) -> Path:
-    """The log folder of a short run of the recipe."""
+    """Run the recipe for a few steps and return its log folder."""
     name = Path(recipe).stem
     if "moe" in name:
         model = write_family(folder / f"model_{name}", "qwen3_moe")
@@ -75,7 +75,7 @@ def requests(log_dir: Path, step: int, *, other_worker: bool) -> Iterator[tuple[
 
 
 def problem_of(report: ReplayReport, seconds: float) -> str:
-    """Empty when all is as it should be."""
+    """Return the problem of a replay, or an empty text."""
     if report.verdict is not Verdict.PASS:
         return "\n".join(report.lines())
     if not report.differences and any(finding.difference for step in report.steps for finding in step.findings):

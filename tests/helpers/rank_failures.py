@@ -31,17 +31,17 @@ STUCK_S = 60.0
 LISTENER = "NEMO_RL_TEST_LISTENER"
 """Variable with the descriptor of the socket that rank 0 inherits for the job's store."""
 GROUPS: dict[str, dist.ProcessGroup] = {}
-"""Of the job at hand: `outer` joins ranks 0 and 1, `inner` 0 and 2. Made before the stage, as workers do."""
+"""Groups of the current job: `outer` joins ranks 0 and 1, `inner` 0 and 2. Made before the stage, as workers do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What one rank saw of a failure."""
+    """The end of a stage on one rank after a failure."""
 
     kind: str
     text: str
     seconds: float
-    """From the failure's planned moment."""
+    """Time from the failure's planned moment."""
     rank: int | None
     stage: str | None
 
@@ -123,7 +123,7 @@ CASES: dict[str, Callable[[int], None]] = {
 
 
 def run_case(watch: AbortWatch, case: Callable[[int], None]) -> Seen:
-    """The case inside a stage, all ranks at the same time."""
+    """Run a case inside a stage, on all ranks at the same time."""
     dist.barrier()
     started = time.monotonic()
     try:
@@ -143,7 +143,7 @@ def run_case(watch: AbortWatch, case: Callable[[int], None]) -> Seen:
 
 
 def every_case(rank: int, ports: list[int]) -> dict[str, Seen]:
-    """One fresh job per case, in the same three processes."""
+    """Run one fresh job per case, in the same three processes."""
     destroy_process_group()
     seen: dict[str, Seen] = {}
     for port, (name, case) in zip(ports, CASES.items(), strict=True):
@@ -181,7 +181,7 @@ DEADLY: dict[str, Callable[[int], None]] = {
 
 
 def main(name: str, folder: Path) -> None:
-    """One rank under `torchrun`, or with its variables set."""
+    """Run one rank under `torchrun`, or with its variables set."""
     if os.environ.get(LISTENER):
         adopt_listener(socket.socket(fileno=int(os.environ[LISTENER])))
     spec = RankSpec.of_torchrun(os.environ)

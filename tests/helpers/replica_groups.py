@@ -55,7 +55,7 @@ LOSS = PolicyLoss(config=LossConfig(reference_policy_kl_penalty=0.0))
 
 @dataclass(frozen=True)
 class Plane:
-    """One step's store and how the workers read it."""
+    """The store of one step, and how the workers read it."""
 
     impl: str
     fetch_policy: FetchPolicy = "auto"
@@ -73,18 +73,18 @@ PLANES: dict[str, Plane] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one rank saw in one step."""
+    """The results of one rank in one step."""
 
     fetched: dict[str, str]
     """Digest of each column before training."""
     logprobs: dict[str, list[float]]
-    """As stored; read by rank 0 only."""
+    """Log-probabilities as stored; read by rank 0 only."""
     puts: int | None
     """Writes of this rank's client in the log-probability stage; None without a client."""
     errors: list[float]
     """Log-probability errors of the rows that this rank has measured."""
     sample_mask: list[float]
-    """As trained on, after the driver has rewritten it."""
+    """The mask that the rank trains on, after the driver has rewritten it."""
     refetched: set[str]
     """Fields that this rank's client moved after the log-probability stage."""
     trained: str
@@ -105,7 +105,7 @@ def start(rank: int, folder: str, port: int, *, policy: PolicyConfig | None = No
 
 
 def share(value: object, *, source: int = 0) -> object:
-    """One rank's value on every rank: what the driver would send."""
+    """Give one rank's value to every rank, as the driver would."""
     box = [value]
     dist.broadcast_object_list(box, src=source)
     return box[0]
@@ -127,7 +127,7 @@ def shared_cluster(rank: int, *, joins: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _cluster() -> Iterator[Cluster]:
-    """Actors of the stores are forked off a process that has imported what they need."""
+    """Start a Ray whose actors are forked off a process that has imported what the stores need."""
     with (
         ForkServer(IMPORTED, environment={"OMP_NUM_THREADS": "1"}, deadline_s=START_TIMEOUT_S) as forks,
         patch.dict(os.environ, forks.environment),
@@ -142,7 +142,7 @@ def _cluster() -> Iterator[Cluster]:
 
 
 def open_store(rank: int, plane: Plane, stack: ExitStack) -> tuple[DataPlaneClient | None, object, KVBatchMeta]:
-    """The driver's part, played by rank 0: store, rows, a plan for one shard."""
+    """Play the driver on rank 0: open the store, write the rows, and plan one shard."""
     client, made = None, None
     if rank == 0:
         name = hashlib.sha1(repr(plane).encode()).hexdigest()[:8]
@@ -213,7 +213,7 @@ def digest(column: object) -> str:
 
 
 def steps_over_every_plane(rank: int, folder: str, port: int) -> dict[str, StepReport]:
-    """One worker per rank, fresh rows and weights of the start in each step."""
+    """Run a step over each plane, with one worker per rank, fresh rows and the first weights each time."""
     destroy_process_group()
     with ray_cluster(num_cpus=3) if rank == 0 else nullcontext():
         worker = start(rank, folder, port)
@@ -265,7 +265,7 @@ def in_the_loss(worker: TQWorker, meta: KVBatchMeta) -> None:
 
 
 def in_the_write_back(worker: TQWorker, meta: KVBatchMeta) -> None:
-    """Only rank 0 writes, and the partition has no such column; rank 1 has gone on to the next stage."""
+    """Write into a partition without the column from rank 0, while rank 1 has gone on to the next stage."""
     narrow = None
     if worker.rank == 0:
         worker.client.register_partition("narrow", WRITTEN, ROWS, ["train"])
@@ -276,7 +276,7 @@ def in_the_write_back(worker: TQWorker, meta: KVBatchMeta) -> None:
 
 
 def in_the_plan(worker: TQWorker, meta: KVBatchMeta) -> None:
-    """Rank 1's plan has lost the order of its microbatches on the way."""
+    """Run with a plan of rank 1 that has lost the order of its microbatches."""
     if worker.rank == 1:
         assert meta.pack is not None
         turned = (tuple(reversed(meta.pack.microbatches[0])),)
@@ -291,7 +291,7 @@ PLANTS: dict[str, Callable[[TQWorker, KVBatchMeta], None]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """All that one rank saw."""
+    """The reports of one rank."""
 
     steps: dict[str, StepReport]
     failures: dict[str, tuple[str, str, float]]
@@ -299,7 +299,7 @@ class RankReport:
 
 
 def everything(rank: int, folder: str, ports: list[int]) -> RankReport:
-    """Both parts in the same two processes; a port for the steps and one for each planted failure."""
+    """Run both parts in the same two processes; a port for the steps and one for each planted failure."""
     steps = steps_over_every_plane(rank, folder, ports[0])
     plants = zip(ports[1:], PLANTS.items(), strict=True)
     failures = {name: planted(rank, folder, port, plant) for port, (name, plant) in plants}

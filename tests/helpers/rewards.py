@@ -62,7 +62,7 @@ def says_one_long_line(prompt: str, response: str, answer: object) -> float:
 
 
 def parts(prompt: str, response: str, answer: object) -> dict[str, float]:
-    """`answer` says which components to give."""
+    """Return the components that `answer` names."""
     if response == "hang":
         time.sleep(3600)
     return {str(name): len(response) / 10 + number for number, name in enumerate(answer or ())}

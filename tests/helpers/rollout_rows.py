@@ -21,7 +21,7 @@ def token_row(
     masked: Sequence[int] = (),
     **fields: object,
 ) -> dict[str, object]:
-    """A line of the file.
+    """Return a line of the file.
 
     Args:
         texts: of the tokens of the response.
@@ -55,12 +55,12 @@ def token_row(
 
 
 def unscored_row(key: str, texts: Sequence[str], *, why: str) -> dict[str, object]:
-    """A row whose run has no log-probabilities of the trainer."""
+    """Return a row whose run has no log-probabilities of the trainer."""
     return token_row(key, texts, prev_logprobs=None, no_prev_logprobs=why)
 
 
 def earlier_row(key: str, response: str) -> dict[str, object]:
-    """A line of a version that wrote no tokens."""
+    """Return a line of a version that wrote no tokens."""
     return {
         "key": key,
         "prompt": "Sort: 3 1 2",
@@ -73,7 +73,7 @@ def earlier_row(key: str, response: str) -> dict[str, object]:
 
 
 def write_rows(log_dir: Path, step: int, rows: Sequence[Mapping[str, object]]) -> Path:
-    """As a step of a run; the run's folder."""
+    """Write the rows as a step of a run, and return the run's folder."""
     path = rollout_path(log_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
@@ -81,7 +81,7 @@ def write_rows(log_dir: Path, step: int, rows: Sequence[Mapping[str, object]]) -
 
 
 def usual_rows() -> list[dict[str, object]]:
-    """Two groups with all that a page has to show."""
+    """Return two groups with all that a page has to show."""
     return [
         token_row("aa11_g0", ["1", " 2", " 3", "<|im_end|>"], apart={1: 0.12, 2: -0.9}),
         token_row("aa11_g1", ["3", "\n", " tool: ok", " 2"], masked=[2], reward=0.0, finish_reason="length"),

@@ -46,7 +46,7 @@ class RouteRun:
             self.routes[sample][token] = MISSING
 
     def write(self) -> Path:
-        """All files, one per process."""
+        """Write all files, one per process."""
         if "NRL_R3_TRACE" not in os.environ:
             os.environ.update(NRL_R3_TRACE="1", NRL_R3_TRACE_VERIFY_FORWARD="1")
         self._as_process(100, None, self.write_driver)
@@ -116,39 +116,39 @@ class RouteRun:
         )
 
     def fetch(self, stage: str) -> dict[int, np.ndarray]:
-        """Routes of the samples that a worker gets."""
+        """Return the routes of the samples that a worker gets."""
         return dict(enumerate(self.routes))
 
     def shard_positions(self, batch: list[int], cp: int) -> list[tuple[int | None, int]]:
-        """Where the routes of each slot are taken from."""
+        """Return the (sample, position) that the routes of each slot are taken from."""
         return self.slots(batch, cp)[1]
 
     def layer_map(self, held: list[int]) -> list[tuple[int, int]]:
-        """Layer of the model, column of the payload of the rank."""
+        """Return the layers of the model with their columns in the payload of the rank."""
         return [(layer, column) for column, layer in enumerate(held)]
 
     def use(self, action: str, ids: np.ndarray) -> np.ndarray:
-        """What the forward pass really uses."""
+        """Return the experts that the forward pass really uses."""
         return ids
 
     # Layouts.
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the parallel axes."""
+        """Sizes of the parallel axes."""
         return {"dp": 1, "cp": self.cp_size, "tp": self.tp_size, "pp": self.pp_size}
 
     def places(self) -> list[tuple[int, int, int]]:
-        """(pipeline, context, tensor) place of each rank."""
+        """Return the (pipeline, context, tensor) place of each rank."""
         return list(product(range(self.pp_size), range(self.cp_size), range(self.tp_size)))
 
     def padded(self, sample: int) -> int:
-        """A sample's share of a packed row."""
+        """Return a sample's share of a packed row."""
         unit = 2 * self.cp_size * self.tp_size
         return -(-self.lengths[sample] // unit) * unit
 
     def slots(self, batch: list[int], cp: int):
-        """Slots of a context rank as runs, and as (sample or None, position)."""
+        """Return the slots of a context rank as runs, and as (sample or None, position)."""
         row = [(i, p) if p < self.lengths[i] else (None, p) for i in batch for p in range(self.padded(i))]
         segments = Segments(lengths=tuple(self.padded(i) for i in batch), cp_size=self.cp_size, cp_rank=cp)
         positions = [row[p] for p in segments.local_positions().tolist()]
@@ -156,13 +156,13 @@ class RouteRun:
         return r3_trace.slot_runs(self.keys, rows, [p for _, p in positions]), positions
 
     def gather(self, batch: list[int], positions, routes) -> np.ndarray:
-        """`[S, L, K]` int64 of places; padding gets 0 to K - 1."""
+        """Return the `[S, L, K]` int64 routes of places; padding gets 0 to K - 1."""
         dummy = np.tile(np.arange(self.top_k), (len(self.layers), 1))
         rows = [dummy if i is None or p >= len(routes[i]) else routes[i][p] for i, p in positions]
         return np.stack(rows).astype(np.int64)
 
     def columns(self, tokens: Sequence[np.ndarray], routes: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        """Padded columns as workers have them."""
+        """Return padded columns as workers have them."""
         width = max(map(len, tokens))
         ids = np.zeros((len(tokens), width), dtype=np.int32)
         dense = np.zeros((len(tokens), width, len(self.layers), self.top_k), dtype=np.int16)

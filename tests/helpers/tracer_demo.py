@@ -52,7 +52,7 @@ class DemoRun:
     run: str = "run-a"
     seed: int = 0
     bad_step: int | None = None
-    """From this step on values of `mlp.out[3]` and what follows are not finite."""
+    """First step whose values of `mlp.out[3]` and of later sites are not finite, or None."""
     rows: tuple[str, ...] = tuple(PROMPT + answer for answer in ANSWERS)
     vocabulary: dict[str, int] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class DemoRun:
         return FrameTable(run=self.run, name=f"{self.run}-{step}", step=step, keys=keys, tokens=tokens, texts=texts)
 
     def frames(self, step: int) -> Iterator[Frame]:
-        """All pictures of a step, in an order that nobody may rely on."""
+        """Yield all frames of a step, in no particular order."""
         table = self.table(step)
         for layer in range(NUM_LAYERS):
             yield from self._layer(step, layer, table)
@@ -188,7 +188,7 @@ class DemoRun:
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """Words with the space before them; a new line is a piece."""
+    """Yield words with the space before them; a new line is a piece."""
     for at, line in enumerate(text.split("\n")):
         if at:
             yield "\n"
@@ -203,7 +203,7 @@ def rms(values_RF: np.ndarray) -> np.ndarray:
 
 
 def histogram_of(values: np.ndarray) -> np.ndarray:
-    """By powers of two."""
+    """Count the values by powers of two."""
     edges = 2.0 ** np.arange(-32, 32)
     finite = values[np.isfinite(values)].astype(np.float64)
     counts, _ = np.histogram(finite, bins=np.concatenate(([-np.inf], -edges[::-1], edges, [np.inf])))
@@ -261,7 +261,7 @@ class DemoHub:
         return f"http://127.0.0.1:{self.port}/"
 
     def url(self, token: str | None = None) -> str:
-        """Of the page, with the controller's token."""
+        """Return the address of the page with the controller's token."""
         return f"{self.address}#token={token or self.tokens.controller}"
 
     def publish(self, *made: Frame | FrameTable) -> None:
@@ -275,7 +275,7 @@ class DemoHub:
         self.call(act)
 
     def say(self, message: dict[str, Any]) -> None:
-        """A message of the protocol, to all viewers."""
+        """Send a message of the protocol to all viewers."""
         self.call(lambda: self.hub.publish_message(message))
 
     def begin(self, run: DemoRun) -> None:
@@ -288,7 +288,7 @@ class DemoHub:
 
 
 def make_shots(folder: Path) -> None:
-    """Pictures for the documentation."""
+    """Make the pictures of the documentation."""
     folder.mkdir(parents=True, exist_ok=True)
     run = DemoRun()
     with DemoHub() as feed, Browser(chromium_path()) as browser:
@@ -305,7 +305,7 @@ def make_shots(folder: Path) -> None:
 
 
 def serve() -> None:
-    """Until somebody ends it; a step a second."""
+    """Serve two runs until the process is ended, a step a second."""
     first, second = DemoRun(bad_step=60), DemoRun(name="sort-moe-6l-seed1", run="run-b", seed=1)
     with DemoHub() as feed:
         print(feed.url(), flush=True)

@@ -22,7 +22,7 @@ from nemo_rl.tracer.watch import WatchPlan
 RUN, PHASE = "run", "train"
 SITE = FrameSite(SiteKind.LAYER_OUT, 0)
 WAIT_S = 30.0
-"""For anything that must come; the machine may be busy."""
+"""Longest wait for a message; the machine may be busy."""
 
 
 class Peer:
@@ -40,14 +40,14 @@ class Peer:
         return json.loads(message) if isinstance(message, str) else decode(message)
 
     async def hear_all(self, until) -> list[dict | FrameTable | Frame]:
-        """All messages up to the first that `until` takes, which is the last."""
+        """Return all messages up to the first that `until` accepts."""
         heard = []
         while not heard or not until(heard[-1]):
             heard.append(await self.hear())
         return heard
 
     async def messages_until(self, kind: str, **fields: object) -> list[dict]:
-        """The JSON messages among those up to the first of this kind with these fields."""
+        """Return the JSON messages up to the first of this kind with these fields."""
 
         def is_it(message):
             return isinstance(message, dict) and all(message.get(name) == value for name, value in wanted.items())
@@ -62,7 +62,7 @@ class Peer:
         return (await self.hear_all(lambda message: isinstance(message, Frame)))[-1]
 
     async def closed(self) -> int:
-        """The close code, once the hub has closed."""
+        """Return the close code, once the hub has closed."""
         async with asyncio.timeout(WAIT_S):
             await self.socket.wait_closed()
         return self.socket.close_code
@@ -80,7 +80,7 @@ class HubUnderTest:
 
     @asynccontextmanager
     async def socket(self, **more) -> AsyncIterator[Peer]:
-        """A connection that has said nothing yet."""
+        """Open a connection that has sent nothing yet."""
         options = {"max_size": None, "compression": None, "proxy": None, "close_timeout": 1, **more}
         async with connect(options.pop("uri", self.uri), **options) as socket:
             yield Peer(socket)
@@ -123,7 +123,7 @@ def frame(step=1, *, num_bytes=80, site=SITE, **more):
 
 
 async def send_phase(rank, step=1, *, value=9.0, number=0, ends=True, phase=PHASE, **more):
-    """One norm, from begin to end."""
+    """Send one norm, from begin to end."""
     await rank.say("begin", step=step, phase=phase)
     part = FramePart(where=where(step, phase=phase), payload=np.array([value]), span=Span(0, 4, 4), rank=number, **more)
     await rank.socket.send(part.encode())

@@ -158,7 +158,7 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str
 
 
 class _Reads:
-    """What was read, as (class of a section, key)."""
+    """Keys that were read, as (class of a section, key)."""
 
     def __init__(self, sections: dict[str, type[BaseModel]]) -> None:
         self.found: set[tuple[str, str]] = set()
@@ -195,7 +195,7 @@ class _Reads:
                         self._bodies[node.name, item.name] = item
 
     def learn_fields(self, tree: ast.Module) -> None:
-        """`self.x = parameter`, also `self.x = parameter.section`."""
+        """Learn from `self.x = parameter`, also from `self.x = parameter.section`."""
         for owner, function in _functions(tree):
             types = self._parameters(owner, function) if owner else {}
             for target, value in _assignments(_own_nodes(function)) if owner else ():
@@ -226,7 +226,7 @@ class _Reads:
         return {**types, "self": frozenset([owner])} if owner else types
 
     def _type(self, node: ast.expr, types: dict[str, Classes]) -> Classes:
-        """The classes that an expression may have; what it reads of sections on the way is noted."""
+        """Return the classes that an expression may have, and note the keys of sections that it reads."""
         if isinstance(node, ast.Name):
             return types.get(node.id, NOTHING)
         if isinstance(node, ast.Attribute):
@@ -252,7 +252,7 @@ class _Reads:
         return self._of_class(owner, owner, name)
 
     def _of_class(self, owner: str, holder: str, name: str) -> Classes:
-        """An attribute of an object of class `owner` that `holder`, it or a base of it, may define."""
+        """Return the classes of an attribute of an `owner` that `holder`, the owner or a base of it, may define."""
         if (body := self._bodies.pop((holder, name), None)) is not None:
             self._follow_function(body, owner, {})
         if name in self._attributes[holder]:
@@ -278,7 +278,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
 
 @functools.cache
 def _own_nodes(function: ast.FunctionDef) -> list[ast.AST]:
-    """What stands in a function, functions inside it without what stands in them."""
+    """Return the nodes of a function, without those of the functions inside it."""
     found: list[ast.AST] = []
     waiting = deque(ast.iter_child_nodes(function))
     while waiting:
@@ -310,7 +310,7 @@ def _text(node: ast.expr | None) -> str:
 
 
 def texts(*folders: Path, but: str = "") -> list[str]:
-    """The Python files of folders."""
+    """Return the text of the Python files of folders."""
     return [
         path.read_text(encoding="utf-8")
         for folder in folders
