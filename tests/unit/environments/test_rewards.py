@@ -1,10 +1,11 @@
-"""The mathematical reward against gold answers with right and wrong responses, written by hand."""
+"""Rewards of math and reasoning_gym: gold answers with right and wrong responses, written by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from nemo_rl.environments.rewards import make_math_reward
+from nemo_rl.data.reasoning_gym_wrapper import Task, questions
+from nemo_rl.environments.rewards import make_math_reward, make_reasoning_gym_reward
 from nemo_rl.experience.evaluation.measures import stated_answer
 
 PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -154,3 +155,17 @@ def test_reward_and_majority_vote_read_the_same_answer(response: str, gold: str,
     assert reward("", response, gold) == expected
     has_box = "boxed" in response.rpartition("</think>")[2]
     assert reward("", f"\\boxed{{{stated}}}" if has_box else str(stated), gold) == expected
+
+
+TASK = Task(name="chain_sum", size=1, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("response", "is_right"),
+    [("{}", True), (" {}\n", True), ("<think>1+1=2</think> {}", True), ("<think>{}</think>wrong", False)],
+)
+def test_what_follows_the_thoughts_is_scored(response: str, is_right: bool) -> None:
+    (item,) = questions(TASK, where="test")
+    answer = {"task": TASK.to_json(), "index": 0}
+    score = make_reasoning_gym_reward()(item.question, response.format(item.answer), answer)
+    assert (score == 1.0) is is_right
