@@ -88,7 +88,7 @@ class RankReport:
     """Kind, text and seconds of what this rank raised, in the pipeline."""
 
 
-def everything(rank: int, folder: str, ports: list[int]) -> RankReport:
+def run_all_jobs(rank: int, folder: str, ports: list[int]) -> RankReport:
     """Run a fresh job for each step and each failure, in the same two processes."""
     left = iter(ports)
     steps: dict[str, dict[str, StepReport]] = {}
@@ -119,7 +119,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def reports(folder) -> list[RankReport]:
-    return run_ranks(2, everything, folder, further_jobs=NUM_JOBS, timeout_s=300)
+    return run_ranks(2, run_all_jobs, folder, further_jobs=NUM_JOBS, timeout_s=300)
 
 
 @pytest.mark.slow

@@ -209,7 +209,7 @@ PLANTS: dict[str, Callable[[TQWorker, KVBatchMeta], None]] = {
 NUM_JOBS = 2 * len(LAYOUTS) + len(PLANTS)
 
 
-def everything(rank: int, folder: str, ports: list[int]) -> RankReport:
+def run_all_jobs(rank: int, folder: str, ports: list[int]) -> RankReport:
     """Run a fresh job for each part, in the same two processes."""
     left = iter(ports)
     destroy_process_group()
@@ -242,7 +242,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reports(folder: Path) -> list[RankReport]:
-    return run_ranks(2, everything, str(folder), further_jobs=NUM_JOBS, timeout_s=280)
+    return run_ranks(2, run_all_jobs, str(folder), further_jobs=NUM_JOBS, timeout_s=280)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -262,12 +262,12 @@ def test_a_lost_job_drops_and_missing_ranks_are_said(browser, feed):
     assert "Rank 3 missing in train at step 1" in said
     assert "17 frames dropped by ranks in train at step 1" in said
     assert "ranks 3 missing, 17 frames dropped" in page.locator(".pane-title").first.text_content()
-    feed.say({"type": "stats", "sent": 5, "dropped": 2, "queued": 0})
+    feed.send({"type": "stats", "sent": 5, "dropped": 2, "queued": 0})
     page.wait_for_function("() => tracer.said.notices.some(text => text.startsWith('2 frames dropped on the way'))")
-    feed.say({"type": "run", "run": run.run, "state": "lost", "text": "its driver went without a word"})
+    feed.send({"type": "run", "run": run.run, "state": "lost", "text": "its driver went without a word"})
     page.wait_for_function("() => tracer.said.notices.some(text => text.includes('The job was lost: its driver'))")
     assert page.evaluate("() => tracer.said.connection") == "job lost, you control"
-    feed.say({"type": "run", "run": run.run, "state": "recorded", "text": "completed"})
+    feed.send({"type": "run", "run": run.run, "state": "recorded", "text": "completed"})
     page.wait_for_function("() => tracer.said.notices.includes('A recording: completed.')")
     page.keyboard.press("7")
     browser.settle(page)
@@ -316,10 +316,10 @@ def test_hostile_texts_stay_texts(browser, feed):
     feed.begin(run)
     feed.call(lambda: feed.hub.set_run({"run": run.run, "unobserved": {HOSTILE: HOSTILE}, "text": HOSTILE}))
     feed.step(run, 1)
-    feed.say({"type": "metrics", "run": run.run, "step": 1, "metrics": {HOSTILE: 1.0}})
+    feed.send({"type": "metrics", "run": run.run, "step": 1, "metrics": {HOSTILE: 1.0}})
     page = opened(browser, feed)
-    feed.say({"type": "mark", "label": HOSTILE, "step": 1})
-    feed.say({"type": "problem", "text": HOSTILE})
+    feed.send({"type": "mark", "label": HOSTILE, "step": 1})
+    feed.send({"type": "problem", "text": HOSTILE})
     page.wait_for_function("() => tracer.said.notices.length === 1")
     for view in range(1, 8):
         page.keyboard.press(str(view))

@@ -35,7 +35,7 @@ GROUPS: dict[str, dist.ProcessGroup] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class StageFailure:
     """The end of a stage on one rank after a failure."""
 
     kind: str
@@ -122,7 +122,7 @@ CASES: dict[str, Callable[[int], None]] = {
 }
 
 
-def run_case(watch: AbortWatch, case: Callable[[int], None]) -> Seen:
+def run_case(watch: AbortWatch, case: Callable[[int], None]) -> StageFailure:
     """Run a case inside a stage, on all ranks at the same time."""
     dist.barrier()
     started = time.monotonic()
@@ -132,7 +132,7 @@ def run_case(watch: AbortWatch, case: Callable[[int], None]) -> Seen:
     except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
         seconds = time.monotonic() - started
         is_worker_error = isinstance(error, WorkerError)
-        return Seen(
+        return StageFailure(
             kind=type(error).__name__,
             text=str(error),
             seconds=seconds,
@@ -142,10 +142,10 @@ def run_case(watch: AbortWatch, case: Callable[[int], None]) -> Seen:
     raise AssertionError(f"rank {watch.rank}: the stage went on")
 
 
-def every_case(rank: int, ports: list[int]) -> dict[str, Seen]:
+def run_every_case(rank: int, ports: list[int]) -> dict[str, StageFailure]:
     """Run one fresh job per case, in the same three processes."""
     destroy_process_group()
-    seen: dict[str, Seen] = {}
+    seen: dict[str, StageFailure] = {}
     for port, (name, case) in zip(ports, CASES.items(), strict=True):
         watch = join(rank, 3, port)
         GROUPS.update(outer=dist.new_group([0, 1]), inner=dist.new_group([0, 2]))

@@ -298,7 +298,7 @@ class RankReport:
     """Kind, text and seconds of what this rank raised."""
 
 
-def everything(rank: int, folder: str, ports: list[int]) -> RankReport:
+def run_all_jobs(rank: int, folder: str, ports: list[int]) -> RankReport:
     """Run both parts in the same two processes; a port for the steps and one for each planted failure."""
     steps = steps_over_every_plane(rank, folder, ports[0])
     plants = zip(ports[1:], PLANTS.items(), strict=True)

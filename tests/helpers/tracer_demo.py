@@ -274,7 +274,7 @@ class DemoHub:
 
         self.call(act)
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Send a message of the protocol to all viewers."""
         self.call(lambda: self.hub.publish_message(message))
 
@@ -284,7 +284,7 @@ class DemoHub:
 
     def step(self, run: DemoRun, step: int) -> None:
         self.publish(run.table(step), *run.frames(step))
-        self.say({"type": "metrics", "run": run.run, "step": step, "metrics": run.metrics(step)})
+        self.send({"type": "metrics", "run": run.run, "step": step, "metrics": run.metrics(step)})
 
 
 def make_shots(folder: Path) -> None:

@@ -31,19 +31,19 @@ class Peer:
     def __init__(self, socket: ClientConnection) -> None:
         self.socket = socket
 
-    async def say(self, kind: str, **fields: object) -> None:
+    async def send(self, kind: str, **fields: object) -> None:
         await self.socket.send(json.dumps({"type": kind, **fields}))
 
-    async def hear(self) -> dict | FrameTable | Frame:
+    async def receive(self) -> dict | FrameTable | Frame:
         async with asyncio.timeout(WAIT_S):
             message = await self.socket.recv()
         return json.loads(message) if isinstance(message, str) else decode(message)
 
-    async def hear_all(self, until) -> list[dict | FrameTable | Frame]:
+    async def receive_until(self, until) -> list[dict | FrameTable | Frame]:
         """Return all messages up to the first that `until` accepts."""
         heard = []
         while not heard or not until(heard[-1]):
-            heard.append(await self.hear())
+            heard.append(await self.receive())
         return heard
 
     async def messages_until(self, kind: str, **fields: object) -> list[dict]:
@@ -53,13 +53,13 @@ class Peer:
             return isinstance(message, dict) and all(message.get(name) == value for name, value in wanted.items())
 
         wanted = {"type": kind, **fields}
-        return [message for message in await self.hear_all(is_it) if isinstance(message, dict)]
+        return [message for message in await self.receive_until(is_it) if isinstance(message, dict)]
 
     async def wait_for(self, kind: str, **fields: object) -> dict:
         return (await self.messages_until(kind, **fields))[-1]
 
     async def frame(self) -> Frame:
-        return (await self.hear_all(lambda message: isinstance(message, Frame)))[-1]
+        return (await self.receive_until(lambda message: isinstance(message, Frame)))[-1]
 
     async def closed(self) -> int:
         """Return the close code, once the hub has closed."""
@@ -90,8 +90,8 @@ class HubUnderTest:
         """Says hello and has heard the answer, which is `first`."""
         own = {"viewer": self.tokens.viewer, "controller": self.tokens.controller}.get(role, self.tokens.job)
         async with self.socket(**(options or {})) as peer:
-            await peer.say("hello", v=v, role=role, token=own if token is None else token, **hello)
-            peer.first = await peer.hear()
+            await peer.send("hello", v=v, role=role, token=own if token is None else token, **hello)
+            peer.first = await peer.receive()
             yield peer
 
     def rank(self, rank: int = 0, world: int = 1, **more):
@@ -100,7 +100,7 @@ class HubUnderTest:
     @asynccontextmanager
     async def driver(self, **facts):
         async with self.peer("driver") as driver:
-            await driver.say("run", run=RUN, name="test", model={}, layout={}, unobserved={}, **facts)
+            await driver.send("run", run=RUN, name="test", model={}, layout={}, unobserved={}, **facts)
             yield driver
 
 
@@ -124,8 +124,8 @@ def frame(step=1, *, num_bytes=80, site=SITE, **more):
 
 async def send_phase(rank, step=1, *, value=9.0, number=0, ends=True, phase=PHASE, **more):
     """Send one norm, from begin to end."""
-    await rank.say("begin", step=step, phase=phase)
+    await rank.send("begin", step=step, phase=phase)
     part = FramePart(where=where(step, phase=phase), payload=np.array([value]), span=Span(0, 4, 4), rank=number, **more)
     await rank.socket.send(part.encode())
     if ends:
-        await rank.say("end", step=step, phase=phase, sent=1, dropped=0)
+        await rank.send("end", step=step, phase=phase, sent=1, dropped=0)

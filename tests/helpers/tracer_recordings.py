@@ -114,13 +114,13 @@ class FakePeer:
         self.opened = ExitStack()
         connecting = connect(f"ws://{address}{LIVE_PATH}", compression=None, proxy=None, close_timeout=1)
         self.connection = self.opened.enter_context(connecting)
-        self.say(type="hello", v=PROTOCOL_VERSION, role=role, token=token, **hello)
-        assert self.hear()["type"] == "welcome"
+        self.send(type="hello", v=PROTOCOL_VERSION, role=role, token=token, **hello)
+        assert self.receive()["type"] == "welcome"
 
-    def say(self, **message):
+    def send(self, **message):
         self.connection.send(json.dumps(message))
 
-    def hear(self):
+    def receive(self):
         return json.loads(self.connection.recv(timeout=10))
 
     def close(self):
@@ -139,12 +139,12 @@ class FakeJob:
     def __init__(self, address, token):
         self.driver = FakePeer(address, token, "driver")
         facts = {name: RUN_MESSAGE[name] for name in ("run", "name", "model", "layout", "unobserved")}
-        self.driver.say(type="run", tokenizer="", **facts)
+        self.driver.send(type="run", tokenizer="", **facts)
         self.rank = FakePeer(address, token, "rank", run=RUN, rank=0, world=1)
 
     def step(self, step, values=(1.0, 2.0, 3.0), *, layers=2):
-        self.driver.say(type="step", step=step, keys=["row-0"])
-        self.rank.say(type="begin", step=step, phase="train")
+        self.driver.send(type="step", step=step, keys=["row-0"])
+        self.rank.send(type="begin", step=step, phase="train")
         table = token_table(step, name=f"t{step}")
         self.rank.connection.send(table.encode())
         for layer in range(layers):
@@ -160,11 +160,11 @@ class FakeJob:
         self.rank.connection.send(
             FramePart(where=where, payload=payload, span=Span(0, 8, 8), table=table.name).encode()
         )
-        self.rank.say(type="end", step=step, phase="train", sent=layers + 1, dropped=0)
-        self.driver.say(type="metrics", step=step, metrics={"reward": 0.5})
+        self.rank.send(type="end", step=step, phase="train", sent=layers + 1, dropped=0)
+        self.driver.send(type="metrics", step=step, metrics={"reward": 0.5})
 
     def finish(self):
-        self.driver.say(type="finish", reason="completed", text="")
+        self.driver.send(type="finish", reason="completed", text="")
         self.close()
 
     def close(self):

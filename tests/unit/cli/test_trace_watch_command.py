@@ -123,7 +123,7 @@ def test_ends_after_so_many_whole_steps(tmp_path, job):
 def test_changes_what_is_watched_and_refuses_what_cannot_be_read(tmp_path, hub, job, run):
     watching = Watching(tmp_path / "logs", "--watch", "mlp.out | norm", waits_for="mlp.out | norm")
     assert json.loads(job.driver.connection.recv(timeout=5))["watches"] == ["layer.out | stats"]
-    assert job.driver.hear()["watches"] == ["mlp.out | norm"]
+    assert job.driver.receive()["watches"] == ["mlp.out | norm"]
     code, said = run(tmp_path / "logs", "--watch", "layer.out | stats")
     assert code == 2 and "the hub refused this (busy)" in said
     taker = Watching(tmp_path / "logs", "--watch", "attn.out | norm", "--takeover", waits_for="attn.out | norm")
