@@ -39,7 +39,7 @@ from nemo_rl.algorithms.step_metrics import step_metrics
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data.sampler import PromptDraw
+from nemo_rl.data.sampler import SampledPrompt
 from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.factory import build_data_plane_client, open_step
@@ -143,7 +143,7 @@ def _step(
 ) -> DriverSample:
     grpo, clock = config.grpo, _Clock()
     group = grpo.num_generations_per_prompt
-    drawn = [PromptDraw(place, place) for place in range(grpo.num_prompts_per_step)]
+    drawn = [SampledPrompt(place, place) for place in range(grpo.num_prompts_per_step)]
     step = clock.time("begin", lambda: begin_step(number, drawn, group_size=group, version=number))
     opened = open_step(client, step.partition, step.keys)
     opened.__enter__()
@@ -179,10 +179,10 @@ def _rolled(step: StepState, client: DataPlaneClient) -> RolloutResult:
     )
     tags = [{"reward": float(reward), WEIGHT_VERSION: step.policy_version} for reward in rewards]
     meta = kv_first_write(client, columns, step.keys, partition_id=step.partition, tags=tags)
-    carry = SampleStats(
+    sample_stats = SampleStats(
         rewards=rewards, truncated=np.zeros(count, dtype=bool), response_lengths=lengths.numpy().astype(np.int32)
     )
-    return RolloutResult(meta=meta, carry=carry)
+    return RolloutResult(meta=meta, sample_stats=sample_stats)
 
 
 def _config(num_rows: int) -> MasterConfig:

@@ -24,7 +24,7 @@ from nemo_rl.algorithms.grpo import rows_of_zero_variance_groups
 from nemo_rl.algorithms.stages.columns import PARTITION, ROLLOUT
 from nemo_rl.algorithms.stages.state import StepState, begin_step
 from nemo_rl.config.schema import GRPOConfig
-from nemo_rl.data.sampler import PromptDraw, PromptSampler
+from nemo_rl.data.sampler import PromptSampler, SampledPrompt
 from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.factory import cleared_after_error
 from nemo_rl.data_plane.interfaces import DataPlaneClient
@@ -139,7 +139,7 @@ class SyncBatches(BatchSource):
     def close(self) -> None:
         """Do nothing: no row waits."""
 
-    def _begin(self, number: int, drawn: Sequence[PromptDraw]) -> StepState:
+    def _begin(self, number: int, drawn: Sequence[SampledPrompt]) -> StepState:
         size = self._parts.config.num_generations_per_prompt
         return begin_step(number, drawn, group_size=size, version=self._parts.weight_version())
 
@@ -165,9 +165,9 @@ class DynamicBatches(SyncBatches):
     def __init__(self, parts: RolloutParts) -> None:
         super().__init__(parts)
         self._carried: list[RolloutResult] = []
-        self._draw_of: dict[str, PromptDraw] = {}
+        self._draw_of: dict[str, SampledPrompt] = {}
         """Draws of the groups that are alive, by uid."""
-        self._requeued: list[PromptDraw] = []
+        self._requeued: list[SampledPrompt] = []
         self._has_begun = False
 
     def next(self, number: int) -> StepState:
@@ -258,7 +258,7 @@ class DynamicBatches(SyncBatches):
                 self._parts.client.kv_clear(list(keys), PARTITION, reason=reason)
             trace_retired(keys=keys, reason=reason)
 
-    def _next_prompts(self, count: int) -> list[PromptDraw]:
+    def _next_prompts(self, count: int) -> list[SampledPrompt]:
         again, self._requeued = self._requeued[:count], self._requeued[count:]
         return again + (self._parts.sampler.next(count - len(again)) if len(again) < count else [])
 
@@ -277,8 +277,8 @@ class DynamicBatches(SyncBatches):
 
 def is_informative(group: RolloutResult, config: GRPOConfig) -> bool:
     """Return whether the rewards of a group are not all equal, compared exactly."""
-    stats = group_statistics(torch.tensor(group.carry.rewards, dtype=torch.float32), group.group_uids)
-    return not bool(rows_of_zero_variance_groups(group.carry, stats, config).any())
+    stats = group_statistics(torch.tensor(group.sample_stats.rewards, dtype=torch.float32), group.group_uids)
+    return not bool(rows_of_zero_variance_groups(group.sample_stats, stats, config).any())
 
 
 @dataclass(slots=True)
@@ -294,7 +294,7 @@ class _Rounds:
     def add(self, groups: Sequence[RolloutResult], *, num_kept: int) -> None:
         rows = groups[0].concat(*groups[1:])
         self.count += 1
-        self.reward = self.reward.merge(Mean(float(rows.carry.rewards.sum()), float(len(rows.meta))))
+        self.reward = self.reward.merge(Mean(float(rows.sample_stats.rewards.sum()), float(len(rows.meta))))
         self.kept = self.kept.merge(Mean(float(num_kept), float(len(groups))))
         self.sampled.append(rows.metrics)
 

@@ -9,9 +9,9 @@ from nemo_rl.distributed.layout import ParallelLayout
 __all__ = [
     "ROLLOUT_CPUS",
     "cpus_per_bundle",
-    "engines_apart",
     "logical_cpus",
     "num_clients",
+    "num_non_colocated_engines",
     "other_cpus",
     "too_few_cpus",
 ]
@@ -19,14 +19,14 @@ __all__ = [
 ROLLOUT_CPUS = 1
 
 
-def engines_apart(config: MasterConfig) -> int:
+def num_non_colocated_engines(config: MasterConfig) -> int:
     """Engines with a bundle of their own."""
     generation = config.policy.generation
     return 0 if generation.colocated.enabled else generation.num_replicas
 
 
 def cpus_per_bundle(config: MasterConfig) -> int:
-    """CPUs of a policy worker; on GPUs an engine shares its bundle, unless it stands apart."""
+    """CPUs of a policy worker; on GPUs an engine shares its bundle, unless it is not colocated."""
     return 2 if config.cluster.gpus_per_node > 0 and config.policy.generation.colocated.enabled else 1
 
 
@@ -40,7 +40,7 @@ def other_cpus(config: MasterConfig) -> int:
 
 def logical_cpus(config: MasterConfig) -> int:
     """CPUs of the whole run."""
-    return config.cluster.num_workers * cpus_per_bundle(config) + engines_apart(config) + other_cpus(config)
+    return config.cluster.num_workers * cpus_per_bundle(config) + num_non_colocated_engines(config) + other_cpus(config)
 
 
 def num_clients(config: MasterConfig) -> int:

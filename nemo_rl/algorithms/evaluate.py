@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from functools import partial
 
-from nemo_rl.algorithms.cpu_needs import engines_apart
+from nemo_rl.algorithms.cpu_needs import num_non_colocated_engines
 from nemo_rl.algorithms.engines import EngineStarts, engine_scheduler, engine_spec, local_engines
 from nemo_rl.algorithms.preflight.checks import run_checks
 from nemo_rl.algorithms.process_environment import run_environment
@@ -108,9 +108,9 @@ def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> 
         cluster = cluster.model_copy(update={"num_nodes": 1, "cpu_workers_per_node": 1, "num_cpus": None})
     return RayVirtualCluster(
         cluster,
-        other_cpus=0 if uses_gpu or engines_apart(config) else generation.num_replicas,
+        other_cpus=0 if uses_gpu or num_non_colocated_engines(config) else generation.num_replicas,
         engines=EngineNodes(
-            num_engines=engines_apart(config),
+            num_engines=num_non_colocated_engines(config),
             num_nodes=generation.colocated.num_nodes,
             gpus_per_node=generation.colocated.gpus_per_node,
         ),

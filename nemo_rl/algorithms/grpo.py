@@ -57,7 +57,7 @@ class TrainRows:
 
 
 def score_rows(
-    carry: SampleStats, group_uids: Sequence[str], config: GRPOConfig, *, per_token: bool = False
+    sample_stats: SampleStats, group_uids: Sequence[str], config: GRPOConfig, *, per_token: bool = False
 ) -> ScoredRows:
     """Group statistics, advantages, and the weight of each row.
 
@@ -65,18 +65,18 @@ def score_rows(
         group_uids: of each row; rows of a group need not be neighbours, and may be those of several steps.
         per_token: advantages are not the driver's, and 0 here.
     """
-    rewards = torch.tensor(carry.rewards, dtype=torch.float32)
+    rewards = torch.tensor(sample_stats.rewards, dtype=torch.float32)
     # Which groups are trained is decided on rewards as they were scored: a penalty for length makes all groups differ.
     stats = group_statistics(rewards, group_uids)
     advantages = torch.zeros(len(rewards))
     if not per_token:
-        advantages = estimated_advantages(carry, rewards_of(carry, config), stats, config)
+        advantages = estimated_advantages(sample_stats, rewards_of(sample_stats, config), stats, config)
     weight = torch.ones(len(rewards))
     if config.overlong_filtering:
-        weight[torch.tensor(carry.truncated)] = 0.0
+        weight[torch.tensor(sample_stats.truncated)] = 0.0
     is_trained_group = torch.ones(len(rewards), dtype=torch.bool)
     if config.leaves_equal_groups_out:
-        is_trained_group = ~rows_of_zero_variance_groups(carry, stats, config)
+        is_trained_group = ~rows_of_zero_variance_groups(sample_stats, stats, config)
         weight[~is_trained_group] = 0.0
     return ScoredRows(
         stats=stats,
@@ -87,7 +87,7 @@ def score_rows(
     )
 
 
-def rows_of_zero_variance_groups(carry: SampleStats, stats: GroupStats, config: GRPOConfig) -> torch.Tensor:
+def rows_of_zero_variance_groups(sample_stats: SampleStats, stats: GroupStats, config: GRPOConfig) -> torch.Tensor:
     """`[N]` bool: nothing is learned from the row's group, whose rewards, as they were scored, are all equal.
 
     For gdpo all components that count must be equal, too: those that cancel in the sum still tell its rows apart.
@@ -95,7 +95,7 @@ def rows_of_zero_variance_groups(carry: SampleStats, stats: GroupStats, config: 
     is_equal_N = stats.row_is_zero_variance
     if config.adv_estimator.name == "gdpo":
         weights = config.adv_estimator.component_weights
-        for name, part in carry.components.items():
+        for name, part in sample_stats.components.items():
             if weights.get(name, 1.0) != 0:
                 part_N = torch.from_numpy(part).nan_to_num(nan=0.0)
                 is_equal_N = is_equal_N & stats.of(part_N).row_is_zero_variance
@@ -103,7 +103,7 @@ def rows_of_zero_variance_groups(carry: SampleStats, stats: GroupStats, config: 
 
 
 def estimated_advantages(
-    carry: SampleStats, rewards: torch.Tensor, stats: GroupStats, config: GRPOConfig
+    sample_stats: SampleStats, rewards: torch.Tensor, stats: GroupStats, config: GRPOConfig
 ) -> torch.Tensor:
     """`[N]` float32, clipped, whichever estimator the recipe names.
 
@@ -113,7 +113,7 @@ def estimated_advantages(
     stats = stats.of(rewards)
     key, name = "grpo.adv_estimator.name", config.adv_estimator.name
     estimator: AdvantageEstimator = ADVANTAGE_ESTIMATORS.load(name, key=key)(config=config)
-    advantages = estimator(rewards, stats, **({"rows": carry} if isinstance(estimator, UsesRows) else {}))
+    advantages = estimator(rewards, stats, **({"rows": sample_stats} if isinstance(estimator, UsesRows) else {}))
     if not isinstance(advantages, torch.Tensor) or advantages.shape != rewards.shape:
         got = list(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
         raise ConfigError(f"{key}: {name!r}: expected one advantage per row, a tensor [{len(rewards)}], got {got}")
@@ -249,11 +249,11 @@ def _is_capped(policy: PolicyConfig) -> bool:
     return policy.sequence_packing.enabled or policy.dynamic_batching.enabled
 
 
-def rewards_of(carry: SampleStats, config: GRPOConfig) -> torch.Tensor:
+def rewards_of(sample_stats: SampleStats, config: GRPOConfig) -> torch.Tensor:
     """`[N]` float32: what becomes advantages, scaled and shaped as the recipe says."""
     if config.reward_scaling.enabled or config.reward_shaping.enabled:
-        return shaped_rewards(carry, config.reward_scaling, config.reward_shaping)
-    return torch.tensor(carry.rewards, dtype=torch.float32)
+        return shaped_rewards(sample_stats, config.reward_scaling, config.reward_shaping)
+    return torch.tensor(sample_stats.rewards, dtype=torch.float32)
 
 
 def shaped_rewards(rows: SampleStats, scaling: RewardScalingConfig, shaping: RewardShapingConfig) -> torch.Tensor:

@@ -169,8 +169,8 @@ class MismatchWarning(StepObserver):
     def _bias(self, step: int, ratio: float) -> str:
         return (
             "WARNING: policy.generation.top_p or top_k without policy.generation.record_support: engine and trainer "
-            f"each find a kept set of their own; the mean of pi_old / pi_gen in step {step} is {ratio:.4f}, where 1 is "
-            "without bias (with the sampler's log-probabilities for pi_old, updates within the step move it, too)"
+            f"each have a sampling mask of their own; the mean of pi_old / pi_gen in step {step} is {ratio:.4f}, where 1 "
+            "is without bias (with the sampler's log-probabilities for pi_old, updates within the step move it, too)"
         )
 
     def _mismatch(self, step: int, error: float) -> str:
@@ -179,7 +179,7 @@ class MismatchWarning(StepObserver):
         if config.grpo.use_generation_logprobs_as_prev:
             causes.append("several updates per rollout (grpo.use_generation_logprobs_as_prev compares with the newest)")
         if self._config.policy.generation.top_p < 1 or config.policy.generation.top_k is not None:
-            causes.append("kept sets of top-p or top-k that differ")
+            causes.append("sampling masks of top-p or top-k that differ")
         if not config.policy.router_replay.enabled:
             causes.append("experts chosen otherwise, in a mixture of experts (policy.router_replay.enabled)")
         kept = "" if config.diagnostics.keep_steps.enabled else ", after a run with diagnostics.keep_steps.enabled=true"

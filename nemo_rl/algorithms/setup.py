@@ -18,24 +18,30 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_rl.algorithms.batches import BatchSource, DynamicBatches, RolloutParts, SyncBatches
-from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, engines_apart, num_clients, other_cpus
+from nemo_rl.algorithms.cpu_needs import (
+    ROLLOUT_CPUS,
+    cpus_per_bundle,
+    num_clients,
+    num_non_colocated_engines,
+    other_cpus,
+)
 from nemo_rl.algorithms.engines import EngineStarts, engine_scheduler, engine_spec, gpu_share, local_engines, log_place
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
 from nemo_rl.algorithms.identity import date_line, first_start, identity_of, identity_state, model_dtype
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
-from nemo_rl.algorithms.kept_steps.keeper import StepRecorder
 from nemo_rl.algorithms.kept_steps.record import RunFacts
+from nemo_rl.algorithms.kept_steps.recorder import StepRecorder
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.observers import MismatchWarning, RouteTracePlan, StageDisplay, StepObservers, TensorRecording
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.preflight.inputs import too_few_prompts
 from nemo_rl.algorithms.process_environment import run_environment
-from nemo_rl.algorithms.row_measures import TokenStatistics
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, open_run_folders, truncate_rollouts
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.step_tracing import LiveTracing, TracedEngines, TracedRun, open_tracing
+from nemo_rl.algorithms.token_statistics import TokenStatistics
 from nemo_rl.algorithms.token_work import token_estimator
 from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
 from nemo_rl.config.render import to_yaml
@@ -193,7 +199,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
                 StageDisplay(panel),
                 RouteTracePlan(stages),
                 TensorRecording(policy, config.diagnostics.record.steps),
-                *_keepers(tools, columns, config, resume_from, identity),
+                *_recorders(tools, columns, config, resume_from, identity),
                 *(() if traced is None else (LiveTracing(traced, policy, _traced_engines(config, groups)),)),
                 MismatchWarning(config, note=panel.note),
             ),
@@ -213,11 +219,13 @@ def _source(tools: StageTools, weight_sync: WeightSync, sampler: PromptSampler) 
 
 def _traced_engines(config: MasterConfig, groups: _RunProcesses) -> TracedEngines:
     """Return the engines that the tracer may ask: those that are known to be a `TracedEngine`."""
-    traits = ENGINE_CAPABILITIES.get(config.policy.generation.backend, EngineCapabilities())
-    return TracedEngines(groups.engines if traits.shows_decoding else None, timeout_s=config.cluster.stage_timeout_s)
+    capabilities = ENGINE_CAPABILITIES.get(config.policy.generation.backend, EngineCapabilities())
+    return TracedEngines(
+        groups.engines if capabilities.shows_decoding else None, timeout_s=config.cluster.stage_timeout_s
+    )
 
 
-def _keepers(
+def _recorders(
     tools: StageTools,
     columns: Sequence[StageColumns],
     config: MasterConfig,
@@ -238,7 +246,7 @@ def _keepers(
         packages=package_versions(),
         identity=identity,
     )
-    keeper = StepRecorder(
+    recorder = StepRecorder(
         config.diagnostics.keep_steps,
         run=facts,
         seed=config.grpo.seed,
@@ -246,7 +254,7 @@ def _keepers(
         rollout=tools.rollout,
         policy=tools.policy,
     )
-    return (keeper,)
+    return (recorder,)
 
 
 def _what_starts(config: MasterConfig) -> str:
@@ -283,7 +291,7 @@ def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> 
         other_cpus=other_cpus(config),
         cpus_per_bundle=cpus_per_bundle(config),
         engines=EngineNodes(
-            num_engines=engines_apart(config),
+            num_engines=num_non_colocated_engines(config),
             num_nodes=colocated.num_nodes,
             gpus_per_node=colocated.gpus_per_node,
         ),

@@ -56,19 +56,19 @@ def engine_speeds(metrics: Mapping[str, float]) -> dict[int, float]:
 
 def step_metrics(step: StepState) -> dict[str, float]:
     """Rollout, group and training metrics of a step that has ended."""
-    carry, stats, chosen = step.rows.carry, step.scores.stats, step.chosen
+    sample_stats, stats, chosen = step.rows.sample_stats, step.scores.stats, step.chosen
     plan, logprob_plan = (None, None) if chosen is None else (chosen.plan, chosen.logprob_plan)
     metrics = {
-        REWARD_METRIC: float(np.mean(carry.rewards)),
-        "train/reward_std": float(np.std(carry.rewards)),
+        REWARD_METRIC: float(np.mean(sample_stats.rewards)),
+        "train/reward_std": float(np.std(sample_stats.rewards)),
         "rollout/trivial_group_share": float(stats.is_zero_variance.float().mean()),
-        "rollout/truncated_share": float(np.mean(carry.truncated)),
-        "rollout/mean_response_tokens": float(np.mean(carry.response_lengths)),
+        "rollout/truncated_share": float(np.mean(sample_stats.truncated)),
+        "rollout/mean_response_tokens": float(np.mean(sample_stats.response_lengths)),
         "train/rows": _trained_rows(plan),
         "timing/step_s": step.seconds,
         "rollout/tokens_per_s": step.num_tokens / step.seconds,
     }
-    metrics |= {f"{REWARD_METRIC}/{name}": mean_of_scored(part) for name, part in carry.components.items()}
+    metrics |= {f"{REWARD_METRIC}/{name}": mean_of_scored(part) for name, part in sample_stats.components.items()}
     metrics.update({f"rollout/{name}": value for name, value in values(step.rows.metrics).items()})
     metrics |= staleness_metrics(step.rows.weight_versions, policy_version=step.policy_version)
     metrics |= pack_metrics("train", plan) | pack_metrics("logprob", logprob_plan)

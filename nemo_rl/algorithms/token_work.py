@@ -19,13 +19,13 @@ from typing import ClassVar
 import torch
 
 from nemo_rl.algorithms.grpo import rewards_of
-from nemo_rl.algorithms.row_measures import KlInReward, row_sums
 from nemo_rl.algorithms.scored_rows import ScoredRows
+from nemo_rl.algorithms.token_statistics import KlInReward, row_sums
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, TOKEN_ESTIMATORS
 from nemo_rl.config.rewards import row_loss_problems
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.data_plane.chunks.wire import Counted
-from nemo_rl.data_plane.row_work import RowWorkOutput
+from nemo_rl.data_plane.row_map import RowMapOutput
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
 from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.errors import ConfigError, NonFiniteError
@@ -140,7 +140,7 @@ class TokenWork(Counted):
     def of(
         cls,
         scored: ScoredRows,
-        carry: SampleStats,
+        sample_stats: SampleStats,
         config: GRPOConfig,
         *,
         estimator: TokenEstimator,
@@ -151,8 +151,8 @@ class TokenWork(Counted):
         whole = cls(
             estimator=estimator,
             kl=kl,
-            rewards=rewards_of(carry, config),
-            scored=torch.tensor(carry.rewards, dtype=torch.float32),
+            rewards=rewards_of(sample_stats, config),
+            scored=torch.tensor(sample_stats.rewards, dtype=torch.float32),
             groups=scored.stats.row_group,
             is_trained_group=scored.is_trained_group,
             clip=(config.advantage_clip_low, config.advantage_clip_high),
@@ -180,7 +180,7 @@ class TokenWork(Counted):
         of_kl = () if self.kl is None else self.kl.input_fields
         return tuple(dict.fromkeys(("token_mask", *self.estimator.reads, *of_kl)))
 
-    def __call__(self, batch: Mapping[str, torch.Tensor]) -> RowWorkOutput:
+    def __call__(self, batch: Mapping[str, torch.Tensor]) -> RowMapOutput:
         """
         Raises:
             ConfigError, NonFiniteError: what the estimator gave is no advantages.
@@ -188,14 +188,14 @@ class TokenWork(Counted):
         mask_NT = batch["token_mask"].bool() & self.is_trained_group[:, None]
         values_NT = self._estimate(batch, mask_NT)
         if self.only_moments:
-            return RowWorkOutput(numbers={MOMENTS: Moments.of(values_NT[mask_NT]).to_tensor()})
+            return RowMapOutput(numbers={MOMENTS: Moments.of(values_NT[mask_NT]).to_tensor()})
         if self.whitening is not None:
             values_NT = torch.where(mask_NT, (values_NT - self.whitening.shift) * self.whitening.scale, 0.0)
         low, high = self.clip
         if low is not None or high is not None:
             values_NT = torch.where(mask_NT, values_NT.clamp(min=low, max=high), 0.0)
         means_N = row_sums(values_NT, mask_NT) / mask_NT.sum(1).clamp(min=1)
-        return RowWorkOutput(numbers={ADVANTAGE: means_N}, columns={TOKEN_ADVANTAGES: values_NT.float()})
+        return RowMapOutput(numbers={ADVANTAGE: means_N}, columns={TOKEN_ADVANTAGES: values_NT.float()})
 
     def _estimate(self, batch: Mapping[str, torch.Tensor], mask_NT: torch.Tensor) -> torch.Tensor:
         """`[N, T]` float64, 0 outside the mask."""

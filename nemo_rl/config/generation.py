@@ -74,7 +74,7 @@ class ColocatedConfig(Section):
 
     enabled: bool = True
     """True: on GPUs an engine takes turns with a policy worker on the same one; on CPUs Ray places the engines. False:
-    engines stand apart, on GPUs or nodes of their own."""
+    non-colocated engines, on GPUs or nodes of their own."""
     num_nodes: NonNegativeInt = 0
     """Nodes with engines alone, besides `cluster.num_nodes`; 0: on the policy's nodes. Only with `enabled: false`."""
     gpus_per_node: NonNegativeInt = 0
@@ -141,7 +141,7 @@ class GenerationConfig(Section):
     refit_transport: Literal["auto"] | RefitTransport = "auto"
     """The transport of new weights to the engines: `payload` through the run's object store, `ipc` through GPU memory
     that engine and policy worker share, `broadcast` from policy rank 0 to all; `auto`: on GPUs `ipc`, or `broadcast` to
-    engines that stand apart; else `payload`."""
+    non-colocated engines; else `payload`."""
     refit_buffer_ratio: Probability = 0.3
     """Most of the free memory (of the GPU with `ipc`, else RAM) that one bucket of weights takes in a refit."""
     refit_delta: RefitDeltaConfig = Field(default_factory=RefitDeltaConfig)
@@ -169,7 +169,7 @@ def rule_sampling_mask_needs_top_p_or_top_k(config: MasterConfig) -> list[str]:
     if generation.backend != "torch":
         lines.append(
             f"{key}: policy.generation.backend is {generation.backend!r}, and only the embedded engine, torch, records "
-            "the kept sets; set it to false"
+            "the sampling masks; set it to false"
         )
     return lines
 
@@ -179,8 +179,8 @@ _APART = "policy.generation.colocated"
 
 def rule_engine_fits_launcher(config: MasterConfig) -> list[str]:
     backend = config.policy.generation.backend
-    traits = ENGINE_CAPABILITIES.get(backend, EngineCapabilities())
-    if config.cluster.launcher == "local" and traits.needs_own_process:
+    capabilities = ENGINE_CAPABILITIES.get(backend, EngineCapabilities())
+    if config.cluster.launcher == "local" and capabilities.needs_own_process:
         return [
             f"policy.generation.backend: {backend!r} needs a process of its own, and cluster.launcher 'local' runs "
             "everything in one; set cluster.launcher=ray, or policy.generation.backend=torch"
@@ -191,10 +191,12 @@ def rule_engine_fits_launcher(config: MasterConfig) -> list[str]:
 def rule_engine_keys_fit_the_engine(config: MasterConfig) -> list[str]:
     generation, lines = config.policy.generation, list[str]()
     switch = "policy.generation.backend"
-    for name, traits in ENGINE_CAPABILITIES.items():
+    for name, capabilities in ENGINE_CAPABILITIES.items():
         if name != generation.backend:
             because = f"{switch} is {generation.backend!r}"
-            lines += would_be_ignored(generation, "policy.generation", traits.keys, switch=switch, because=because)
+            lines += would_be_ignored(
+                generation, "policy.generation", capabilities.keys, switch=switch, because=because
+            )
     return lines
 
 
@@ -247,7 +249,7 @@ def rule_delta_refit_needs_processes(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_colocated_keys_need_engines_apart(config: MasterConfig) -> list[str]:
+def rule_colocated_keys_need_non_colocated_engines(config: MasterConfig) -> list[str]:
     colocated = config.policy.generation.colocated
     if not colocated.enabled:
         return []
@@ -257,7 +259,7 @@ def rule_colocated_keys_need_engines_apart(config: MasterConfig) -> list[str]:
     )
 
 
-def rule_engines_apart_need_their_own_gpus(config: MasterConfig) -> list[str]:
+def rule_non_colocated_engines_need_their_own_gpus(config: MasterConfig) -> list[str]:
     cluster, colocated = config.cluster, config.policy.generation.colocated
     if colocated.enabled:
         return []

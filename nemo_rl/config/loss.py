@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CORRECTIONS",
-    "LOSS_TRAITS",
-    "CorrectionTraits",
+    "LOSS_PROPERTIES",
+    "CorrectionProperties",
     "DppoConfig",
     "DroConfig",
     "KlGradient",
     "KlType",
     "LossConfig",
-    "LossTraits",
+    "LossProperties",
     "Normalization",
     "SapoConfig",
     "VespoConfig",
@@ -148,7 +148,7 @@ class LossConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossTraits:
+class LossProperties:
     """Facts about a built-in loss that a recipe must know."""
 
     keys: tuple[str, ...] = ()
@@ -164,27 +164,27 @@ class LossTraits:
 
 _CLIPS = ("ratio_clip_min", "ratio_clip_max")
 _FORCED = (*_CLIPS, "force_on_policy_ratio")
-_ROW = LossTraits(keys=_FORCED, is_row_level=True, has_row_advantages=True)
+_ROW = LossProperties(keys=_FORCED, is_row_level=True, has_row_advantages=True)
 
-LOSS_TRAITS: Mapping[str, LossTraits] = {
-    "clipped_pg": LossTraits(keys=(*_FORCED, "ratio_clip_c")),
-    "reinforce": LossTraits(),
+LOSS_PROPERTIES: Mapping[str, LossProperties] = {
+    "clipped_pg": LossProperties(keys=(*_FORCED, "ratio_clip_c")),
+    "reinforce": LossProperties(),
     "gspo": _ROW,
-    "gspo_token": LossTraits(keys=_FORCED, is_row_level=True),
+    "gspo_token": LossProperties(keys=_FORCED, is_row_level=True),
     "luspo": _ROW,
     "gmpo": _ROW,
-    "cispo": LossTraits(keys=_CLIPS),
-    "sapo": LossTraits(keys=("sapo",)),
-    "dppo_tv": LossTraits(keys=("dppo",)),
-    "dppo_kl": LossTraits(keys=("dppo",)),
-    "vespo": LossTraits(keys=("vespo",), has_own_correction=True, has_row_advantages=True),
-    "dro": LossTraits(keys=("dro",)),
+    "cispo": LossProperties(keys=_CLIPS),
+    "sapo": LossProperties(keys=("sapo",)),
+    "dppo_tv": LossProperties(keys=("dppo",)),
+    "dppo_kl": LossProperties(keys=("dppo",)),
+    "vespo": LossProperties(keys=("vespo",), has_own_correction=True, has_row_advantages=True),
+    "dro": LossProperties(keys=("dro",)),
 }
-"""Traits of each built-in loss, by its name in `LOSSES`."""
+"""Properties of each built-in loss, by its name in `LOSSES`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CorrectionTraits:
+class CorrectionProperties:
     """The needs of a type of off-policy correction."""
 
     is_per_row: bool
@@ -193,15 +193,15 @@ class CorrectionTraits:
     """True where the correction is meaningless without a lower bound."""
 
 
-CORRECTIONS: Mapping[str, CorrectionTraits] = {
-    "tis": CorrectionTraits(is_per_row=False, needs_low=False),
-    "icepop": CorrectionTraits(is_per_row=False, needs_low=True),
-    "seq-mask-tis": CorrectionTraits(is_per_row=False, needs_low=True),
-    "seq-tis": CorrectionTraits(is_per_row=True, needs_low=False),
-    "seq-mis": CorrectionTraits(is_per_row=True, needs_low=True),
-    "geo-mask": CorrectionTraits(is_per_row=True, needs_low=True),
+CORRECTIONS: Mapping[str, CorrectionProperties] = {
+    "tis": CorrectionProperties(is_per_row=False, needs_low=False),
+    "icepop": CorrectionProperties(is_per_row=False, needs_low=True),
+    "seq-mask-tis": CorrectionProperties(is_per_row=False, needs_low=True),
+    "seq-tis": CorrectionProperties(is_per_row=True, needs_low=False),
+    "seq-mis": CorrectionProperties(is_per_row=True, needs_low=True),
+    "geo-mask": CorrectionProperties(is_per_row=True, needs_low=True),
 }
-"""Traits of each correction, by `truncated_importance_sampling_type`."""
+"""Properties of each correction, by `truncated_importance_sampling_type`."""
 
 
 _NAME = "loss_fn.name"
@@ -212,20 +212,20 @@ _FORCED_RATIO = "loss_fn.force_on_policy_ratio"
 _SAMPLED = "grpo.use_generation_logprobs_as_prev"
 
 
-def _traits(config: MasterConfig) -> LossTraits | None:
-    """Return the traits of the loss, or None for a user-defined one."""
-    return LOSS_TRAITS[config.loss_fn.name] if LOSSES.is_builtin(config.loss_fn.name) else None
+def _properties(config: MasterConfig) -> LossProperties | None:
+    """Return the properties of the loss, or None for a user-defined one."""
+    return LOSS_PROPERTIES[config.loss_fn.name] if LOSSES.is_builtin(config.loss_fn.name) else None
 
 
 # ---- the loss itself
 
 
 def rule_loss_keys_fit_the_loss(config: MasterConfig) -> list[str]:
-    traits = _traits(config)
-    if traits is None:
+    properties = _properties(config)
+    if properties is None:
         return []
-    every = {name for other in LOSS_TRAITS.values() for name in other.keys}
-    names, because = sorted(every - set(traits.keys)), f"{_NAME} is {config.loss_fn.name!r}"
+    every = {name for other in LOSS_PROPERTIES.values() for name in other.keys}
+    names, because = sorted(every - set(properties.keys)), f"{_NAME} is {config.loss_fn.name!r}"
     return would_be_ignored(config.loss_fn, "loss_fn", names, switch=_NAME, because=because)
 
 
@@ -236,8 +236,8 @@ def rule_dro_needs_beta(config: MasterConfig) -> list[str]:
 
 
 def rule_row_loss_needs_row_mean(config: MasterConfig) -> list[str]:
-    loss, traits = config.loss_fn, _traits(config)
-    if traits is None or not traits.is_row_level:
+    loss, properties = config.loss_fn, _properties(config)
+    if properties is None or not properties.is_row_level:
         return []
     what = f"{loss.name} has one ratio per row and is a mean over rows"
     lines = would_be_ignored(loss, "loss_fn", ["constant_length"], switch=_NAME, because=what)
@@ -260,8 +260,8 @@ def rule_loss_normalization_named_once(config: MasterConfig) -> list[str]:
 
 
 def rule_forced_ratio_needs_one_update(config: MasterConfig) -> list[str]:
-    grpo, loss, policy, traits = config.grpo, config.loss_fn, config.policy, _traits(config)
-    if not loss.force_on_policy_ratio or (traits is not None and "force_on_policy_ratio" not in traits.keys):
+    grpo, loss, policy, properties = config.grpo, config.loss_fn, config.policy, _properties(config)
+    if not loss.force_on_policy_ratio or (properties is not None and "force_on_policy_ratio" not in properties.keys):
         return []
     samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
     lines = would_be_ignored(
@@ -318,13 +318,13 @@ def rule_correction_bounds_are_an_interval(config: MasterConfig) -> list[str]:
 
 
 def rule_correction_fits_the_loss(config: MasterConfig) -> list[str]:
-    loss, traits = config.loss_fn, _traits(config)
+    loss, properties = config.loss_fn, _properties(config)
     kind = loss.truncated_importance_sampling_type
-    if traits is None or not loss.use_importance_sampling_correction or kind is None:
+    if properties is None or not loss.use_importance_sampling_correction or kind is None:
         return []
-    if traits.has_own_correction:
+    if properties.has_own_correction:
         return [f"{_TYPE}: {loss.name} has the weights in its own kernel, which bounds them; set it to null"]
-    if traits.is_row_level and not CORRECTIONS[kind].is_per_row:
+    if properties.is_row_level and not CORRECTIONS[kind].is_per_row:
         per_row = ", ".join(name for name, of in CORRECTIONS.items() if of.is_per_row)
         return [
             f"{_TYPE}: {loss.name} has one ratio per row, and {kind!r} weighs tokens; set one of {per_row}, or null"
@@ -384,8 +384,8 @@ def rule_kl_in_reward_excludes_kl_in_loss(config: MasterConfig) -> list[str]:
     generation = config.policy.generation
     if generation.top_p < 1 or generation.top_k is not None:
         lines.append(
-            f"{switch}: with policy.generation.top_p or top_k pi_old is a distribution on the kept set, and pi_ref one "
-            "on the whole vocabulary; set top_p=1 and top_k=null, or take the KL in the loss, which compares whole ones"
+            f"{switch}: with policy.generation.top_p or top_k pi_old is a distribution on the sampling mask, and pi_ref "
+            "one on the whole vocabulary; set top_p=1 and top_k=null, or take the KL in the loss, which compares whole ones"
         )
     name, estimator = grpo.adv_estimator.name, "grpo.adv_estimator.name"
     if name == "gdpo":

@@ -1,8 +1,8 @@
 """Parts of a run that a recipe names: built-in ones by a word, user-defined ones as `module:name`.
 
-A `PartKind` knows the words of one kind and where each is defined. Nothing is imported before it is asked for, so that
-reading a recipe imports no part. A field of the schema is `Annotated[str, KIND]`, which refuses what is no name of a
-part; whoever builds a part calls `PartKind.load`.
+A `PluginKind` knows the words of one kind and where each is defined. Nothing is imported before it is asked for, so
+that reading a recipe imports no part. A field of the schema is `Annotated[str, KIND]`, which refuses what is no name of
+a part; whoever builds a part calls `PluginKind.load`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
     "TRACKERS",
     "UNKNOWN_PART",
     "EngineCapabilities",
-    "PartKind",
+    "PluginKind",
 ]
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
@@ -41,7 +41,7 @@ UNKNOWN_PART = "unknown_part"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PartKind:
+class PluginKind:
     """One kind of part.
 
     Example:
@@ -103,7 +103,7 @@ class PartKind:
         return part  # type: ignore[no-any-return]
 
 
-LOSSES = PartKind(
+LOSSES = PluginKind(
     what="a loss",
     builtin={
         "clipped_pg": "nemo_rl.algorithms.losses.terms:clipped_pg",
@@ -121,7 +121,7 @@ LOSSES = PartKind(
     },
 )
 """Built-in ones are `PolicyTerm`s, which `PolicyLoss` completes; one of the user's own is a whole `LossFunction`."""
-ADVANTAGE_ESTIMATORS = PartKind(
+ADVANTAGE_ESTIMATORS = PluginKind(
     what="an advantage estimator",
     builtin={
         "grpo": "nemo_rl.algorithms.estimators:GroupAdvantages",
@@ -134,7 +134,7 @@ ADVANTAGE_ESTIMATORS = PartKind(
         "optimal_token_baseline": "nemo_rl.algorithms.estimators:OptimalTokenBaseline",
     },
 )
-TOKEN_ESTIMATORS = PartKind(
+TOKEN_ESTIMATORS = PluginKind(
     what="an estimator of advantages per token",
     builtin={
         "reinforce_plus_plus": "nemo_rl.algorithms.estimators:TokenReinforcePlusPlus",
@@ -142,7 +142,7 @@ TOKEN_ESTIMATORS = PartKind(
     },
 )
 """The form per token of those of `ADVANTAGE_ESTIMATORS` that have one."""
-TRAINING_ENGINES = PartKind(
+TRAINING_ENGINES = PluginKind(
     what="a training engine",
     builtin={
         "dtensor": "nemo_rl.models.policy.workers.dtensor_engine:DTensorEngine",
@@ -150,7 +150,7 @@ TRAINING_ENGINES = PartKind(
     },
 )
 """The kind has no key of its own: `policy.dtensor_cfg.enabled` or `policy.megatron_cfg.enabled` chooses."""
-ENGINES = PartKind(
+ENGINES = PluginKind(
     what="a generation engine",
     builtin={
         "torch": "nemo_rl.models.generation.torch_engine.worker:build_engine_worker",
@@ -169,8 +169,8 @@ class EngineCapabilities:
     """True where the engine changes its process (threads, random numbers), so that no trainer may share it."""
     shows_decoding: bool = False
     """True where the engine is a `TracedEngine`."""
-    takes_whole_weights: bool = False
-    """True where a refit hands the engine whole weights, so that for deltas its process keeps the last ones."""
+    takes_full_weights: bool = False
+    """True where a refit hands the engine full weights, so that for deltas its process keeps the last ones."""
     has_planned_memory: bool = False
     """True where `nemo-rl plan` knows the needs of the engine."""
     check: str | None = None
@@ -182,12 +182,12 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
     "vllm": EngineCapabilities(
         keys=("vllm_cfg", "vllm_kwargs"),
         needs_own_process=True,
-        takes_whole_weights=True,
+        takes_full_weights=True,
         check="nemo_rl.models.generation.vllm.start:check_vllm",
     ),
 }
-"""Traits of the built-in engines, by name."""
-STORES = PartKind(
+"""Capabilities of the built-in engines, by name."""
+STORES = PluginKind(
     what="a payload store",
     builtin={
         "noop": "nemo_rl.data_plane.adapters.noop:NoopStore",
@@ -198,7 +198,7 @@ STORES = PartKind(
     },
 )
 """Further facts about each are in `data_plane.store_kinds`."""
-ENVIRONMENTS = PartKind(
+ENVIRONMENTS = PluginKind(
     what="an environment",
     builtin={
         "sort": "nemo_rl.environments.factory:sort_environment",
@@ -207,7 +207,7 @@ ENVIRONMENTS = PartKind(
         "custom": "nemo_rl.environments.factory:custom_environment",
     },
 )
-DATASETS = PartKind(
+DATASETS = PluginKind(
     what="a dataset",
     builtin={
         "sort_digits": "nemo_rl.data.sources:sort_digits_prompts",
@@ -217,5 +217,5 @@ DATASETS = PartKind(
     },
     hub="nemo_rl.data.sources:hub_prompts",
 )
-TRACKERS = PartKind(what="a tracker", builtin={})
+TRACKERS = PluginKind(what="a tracker", builtin={})
 """Built-in trackers have switches of their own (`logger.wandb_enabled` and so on)."""

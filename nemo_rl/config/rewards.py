@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveInt
 
 from nemo_rl.config.base import Section
-from nemo_rl.config.loss import LOSS_TRAITS
+from nemo_rl.config.loss import LOSS_PROPERTIES
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, LOSSES
 from nemo_rl.config.rule import SET_FOR_A_PASS, would_be_ignored
 
@@ -98,9 +98,9 @@ def rule_token_baseline_needs_prev_logprobs(config: MasterConfig) -> list[str]:
 def row_loss_problems(config: MasterConfig) -> list[str]:
     """Return the reasons why the loss cannot take an advantage of each token, for any estimator."""
     name = config.loss_fn.name
-    if not LOSSES.is_builtin(name) or not LOSS_TRAITS[name].has_row_advantages:
+    if not LOSSES.is_builtin(name) or not LOSS_PROPERTIES[name].has_row_advantages:
         return []
-    takers = ", ".join(word for word, traits in LOSS_TRAITS.items() if not traits.has_row_advantages)
+    takers = ", ".join(word for word, capabilities in LOSS_PROPERTIES.items() if not capabilities.has_row_advantages)
     return [
         f"loss_fn.name: {name!r} has one advantage per row, and grpo.adv_estimator.name "
         f"{config.grpo.adv_estimator.name!r} gives each token its own here; set one of {takers}"

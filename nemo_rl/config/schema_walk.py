@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from nemo_rl.config.parts import PartKind
+from nemo_rl.config.parts import PluginKind
 from nemo_rl.config.schema import MasterConfig
 
 __all__ = ["SchemaPlace", "default_tree", "iter_fields", "place_of", "section_class", "suggest", "suggest_path"]
@@ -152,7 +152,7 @@ def _values_of(path: str) -> str:
     annotation = field.annotation
     values = typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
     # A built-in part by its word; that `module:name` may stand there as well, the docstring says.
-    values += tuple(word for kind in field.metadata if isinstance(kind, PartKind) for word in kind.builtin)
+    values += tuple(word for kind in field.metadata if isinstance(kind, PluginKind) for word in kind.builtin)
     return f" ({', '.join(map(str, values))})" if values else ""
 
 

@@ -20,7 +20,7 @@ from nemo_rl.config import (
     router_replay,
 )
 from nemo_rl.config.base import Section
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENGINES, ENVIRONMENTS, LOSSES, STORES, PartKind
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENGINES, ENVIRONMENTS, LOSSES, STORES, PluginKind
 from nemo_rl.config.rule import Rule, rules_in, would_be_ignored
 from nemo_rl.config.schema import DatasetConfig, MasterConfig
 
@@ -101,7 +101,7 @@ def _template_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
 def rule_options_need_a_plugin(config: MasterConfig) -> list[str]:
     lines: list[str] = []
     plane, generation = config.active_data_plane, config.policy.generation
-    parts: list[tuple[Section, str, str, PartKind]] = [
+    parts: list[tuple[Section, str, str, PluginKind]] = [
         (config.loss_fn, "loss_fn.name", config.loss_fn.name, LOSSES),
         (config.grpo.adv_estimator, "grpo.adv_estimator.name", config.grpo.adv_estimator.name, ADVANTAGE_ESTIMATORS),
         (config.env, "env.name", config.env.name, ENVIRONMENTS),

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from nemo_rl.errors import CheckpointError, DatasetError
 
-__all__ = ["PromptDraw", "PromptSampler"]
+__all__ = ["PromptSampler", "SampledPrompt"]
 
 
 @dataclass(frozen=True, slots=True)
-class PromptDraw:
+class SampledPrompt:
     """One prompt of the stream."""
 
     ordinal: int
@@ -66,7 +66,7 @@ class PromptSampler:
         """Return whether `next` would give so many."""
         return self._num_left() >= count
 
-    def next(self, count: int) -> list[PromptDraw]:
+    def next(self, count: int) -> list[SampledPrompt]:
         """Return the next `count` prompts; they may run over the end of an epoch.
 
         Raises:
@@ -78,7 +78,7 @@ class PromptSampler:
                 f"grpo.max_num_epochs {self._max_num_epochs}; lower grpo.num_prompts_per_step or raise max_num_epochs"
             )
         self._batch_size = count
-        drawn: list[PromptDraw] = []
+        drawn: list[SampledPrompt] = []
         while len(drawn) < count:
             if self._position == self._num_prompts:
                 self._epoch, self._position = self._epoch + 1, 0
@@ -86,10 +86,10 @@ class PromptSampler:
             taken = self._order[self._position : self._position + count - len(drawn)]
             first = self._epoch * self._num_prompts + self._position
             self._position += len(taken)
-            drawn += [PromptDraw(first + place, prompt) for place, prompt in enumerate(taken)]
+            drawn += [SampledPrompt(first + place, prompt) for place, prompt in enumerate(taken)]
         return drawn
 
-    def at(self, ordinal: int) -> PromptDraw:
+    def at(self, ordinal: int) -> SampledPrompt:
         """Return the draw at a place of the stream that has been passed.
 
         Raises:
@@ -98,7 +98,7 @@ class PromptSampler:
         epoch, position = divmod(ordinal, self._num_prompts)
         if not 0 <= ordinal < self._epoch * self._num_prompts + self._position:
             raise CheckpointError(f"data position: expected an ordinal that was drawn before, got {ordinal}")
-        return PromptDraw(ordinal, self._order_of(epoch)[position])
+        return SampledPrompt(ordinal, self._order_of(epoch)[position])
 
     def state_dict(self) -> dict[str, int | bool]:
         """Return the position of the next draw, and the meaning of that position."""

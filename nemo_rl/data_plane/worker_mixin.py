@@ -26,7 +26,7 @@ from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.row_work import RowFunction, RowWorkResult
+from nemo_rl.data_plane.row_map import RowFunction, RowMapResult
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.distributed.abort import RootCause, StepWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -265,13 +265,13 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             column = WorkerPass.REFERENCE_LOGPROBS.column
             return self._write_back(meta, {column: self._reference_logprobs(meta, batch)})
 
-    def map_rows(self, meta: KVBatchMeta, work: RowFunction, *, stage: RowPass) -> RowWorkResult:
+    def map_rows(self, meta: KVBatchMeta, work: RowFunction, *, stage: RowPass) -> RowMapResult:
         """(on every rank) Do the work on the rank that writes the shard's results; the others wait for nothing."""
         with self._stage(stage):
             if not self._replica.is_write_back_leader or not meta.keys:
-                return RowWorkResult(meta=meta)
+                return RowMapResult(meta=meta)
             output = work(self._read_alone(meta, work.input_fields))
-            return RowWorkResult(meta=self._write_back(meta, output.columns), numbers=output.numbers)
+            return RowMapResult(meta=self._write_back(meta, output.columns), numbers=output.numbers)
 
     def _read_alone(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, torch.Tensor]:
         """Read dense columns without telling the other ranks, in the form in which this rank keeps its reads."""

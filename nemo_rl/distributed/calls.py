@@ -65,7 +65,7 @@ class Payload(Generic[_T]):
 
     handle: object
 
-    def stand_in(self) -> _T:
+    def placeholder(self) -> _T:
         """Stand in for the object as the argument of a request: the worker's process puts the object there."""
         return cast("_T", self)
 

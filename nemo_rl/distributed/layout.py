@@ -155,11 +155,11 @@ class ParallelLayout:
             for tp in range(self.tp)
         ]
 
-    def spread(self, per_dp: Sequence[_T]) -> list[_T]:
+    def per_rank(self, per_dp: Sequence[_T]) -> list[_T]:
         """Return one value per rank from one per data-parallel shard."""
         return [per_dp[self.coordinates(rank).dp] for rank in range(self.world_size)]
 
-    def of_writers(self, per_rank: Sequence[_T]) -> list[_T]:
+    def one_per_shard(self, per_rank: Sequence[_T]) -> list[_T]:
         """Return the values of the ranks that speak for their shards, in data-parallel order."""
         return [per_rank[self.writer(dp)] for dp in range(self.dp)]
 

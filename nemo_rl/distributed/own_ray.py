@@ -314,7 +314,7 @@ SERVER_POLL_S = 0.5
 def watch_ray_start() -> Iterator[None]:
     """Exit this process, with a message, when a metadata server that it started inside the block ends.
 
-    The files and processes of the run are then left to its sweeper, as after a kill.
+    The files and processes of the run are then left to its reaper, as after a kill.
     """
     is_over = threading.Event()
     watch = threading.Thread(target=_watch, args=(is_over, _started_servers()), name="ray-start", daemon=True)
@@ -358,7 +358,7 @@ def _started_servers() -> set[ProcessIdentity]:
 
 
 def leave(what: str) -> None:
-    """End this process where no exception is heard; its sweeper ends and removes the rest."""
+    """End this process where no exception is heard; its reaper ends and removes the rest."""
     sys.stderr.write(f"error: cluster: {what}; look for a kill or an out-of-memory\n")
     sys.stderr.flush()
     os._exit(1)

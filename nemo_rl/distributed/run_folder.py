@@ -1,7 +1,7 @@
 """`RunFolder`: a run's temporary folder on this machine, removed when the run ends, also after a kill.
 
-Ray keeps its session there: sockets, ports and logs. A sweeper process alongside the driver removes the folder and the
-processes that carry its mark when the driver dies; what a machine has lost together with its sweeper is removed when
+Ray keeps its session there: sockets, ports and logs. A reaper process alongside the driver removes the folder and the
+processes that carry its mark when the driver dies; what a machine has lost together with its reaper is removed when
 the next run of the same user starts. Invariant: a folder whose owner lives, or cannot be looked at, is never touched.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nemo_rl.config.base import START_TIMEOUT_S
-from nemo_rl.distributed import run_sweeper
+from nemo_rl.distributed import run_reaper
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import ResourceError
 from nemo_rl.utils.files import read_line
@@ -35,42 +35,42 @@ SWEEPER_EXIT_S = 10.0
 
 
 class RunFolder:
-    """One run's folder and its sweeper. The process that makes it is the owner."""
+    """One run's folder and its reaper. The process that makes it is the owner."""
 
     def __init__(self) -> None:
         root = _root()
         _remove_dead(root)
         self.path = Path(tempfile.mkdtemp(prefix="r", dir=root))
         (self.path / OWNER_FILE).write_text(json.dumps(asdict(ProcessIdentity.of_this_process())))
-        self._sweeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", run_sweeper.__file__, str(self.path)],
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-I", "-S", run_reaper.__file__, str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal goes to the whole group of the driver
         )
-        assert self._sweeper.stdout is not None
-        with self._sweeper.stdout as said:
+        assert self._reaper.stdout is not None
+        with self._reaper.stdout as said:
             if not read_line(said.fileno(), timeout_s=START_TIMEOUT_S):
-                logger.warning("the sweeper of %s (process %d) does not start", self.path, self._sweeper.pid)
+                logger.warning("the reaper of %s (process %d) does not start", self.path, self._reaper.pid)
 
     @contextmanager
     def marking(self) -> Iterator[None]:
         """Mark the processes that are started inside the block: they and their descendants end with the run."""
-        os.environ[run_sweeper.MARK] = str(self.path)
+        os.environ[run_reaper.MARK] = str(self.path)
         try:
             yield
         finally:
-            del os.environ[run_sweeper.MARK]
+            del os.environ[run_reaper.MARK]
 
     def close(self) -> None:
         """End what is left of the run's marked processes, and remove the folder. Idempotent."""
-        if self._sweeper.returncode is not None:
+        if self._reaper.returncode is not None:
             return
-        run_sweeper.sweep(str(self.path))
+        run_reaper.sweep(str(self.path))
         try:
-            self._sweeper.communicate(run_sweeper.LEFT_IN_PEACE, timeout=SWEEPER_EXIT_S)
+            self._reaper.communicate(run_reaper.LEFT_IN_PEACE, timeout=SWEEPER_EXIT_S)
         except subprocess.TimeoutExpired:
-            logger.warning("the sweeper of %s (process %d) does not end", self.path, self._sweeper.pid)
+            logger.warning("the reaper of %s (process %d) does not end", self.path, self._reaper.pid)
 
 
 def _root() -> Path:
@@ -89,7 +89,7 @@ def _root() -> Path:
 
 
 def _remove_dead(root: Path) -> None:
-    """Take over what runs have left whose driver and sweeper are gone."""
+    """Take over what runs have left whose driver and reaper are gone."""
     me = ProcessIdentity.of_this_process()
     for folder in root.iterdir():
         try:
@@ -100,4 +100,4 @@ def _remove_dead(root: Path) -> None:
             continue
         if is_dead:
             logger.info("removing %s, left by a run that was killed", folder)
-            run_sweeper.sweep(str(folder))
+            run_reaper.sweep(str(folder))

@@ -147,7 +147,7 @@ class EngineNodes:
 
 
 class RayVirtualCluster:
-    """Ray for one run, with a placement group of one bundle per policy worker, and per engine that stands apart.
+    """Ray for one run, with a placement group of one bundle per policy worker, and per engine that is not colocated.
 
     Policy rank r is on node r // (workers per node), in bundle r; the engines' bundles follow.
 

@@ -125,7 +125,7 @@ class RolloutResult:
     """Rows of whole groups, already in the data plane."""
 
     meta: KVBatchMeta
-    carry: SampleStats
+    sample_stats: SampleStats
     metrics: dict[str, Reduction] = field(default_factory=dict)
     printed: tuple[str, ...] = ()
     """Lines of the reward for the person at the terminal."""
@@ -142,7 +142,7 @@ class RolloutResult:
 
     def select(self, rows: Sequence[int]) -> RolloutResult:
         """The rows at `rows`, in that order; the metrics stay those of the whole rollout."""
-        return replace(self, meta=self.meta.subset(rows), carry=self.carry.select(rows))
+        return replace(self, meta=self.meta.subset(rows), sample_stats=self.sample_stats.select(rows))
 
     def concat(self, *others: RolloutResult) -> RolloutResult:
         """Rows of this one, then those of the others, also of other steps."""
@@ -151,7 +151,7 @@ class RolloutResult:
         parts = (self, *others)
         return RolloutResult(
             meta=self.meta.concat(*(other.meta for other in others)),
-            carry=self.carry.concat(*(other.carry for other in others)),
+            sample_stats=self.sample_stats.concat(*(other.sample_stats for other in others)),
             metrics=merge_metrics(part.metrics for part in parts),
             printed=tuple(line for part in parts for line in part.printed),
         )
@@ -287,13 +287,13 @@ class RolloutWorker:
         ]
         with self.client.stage("rollout"):
             meta = kv_first_write(self.client, columns, keys, partition_id=partition_id, tags=tags)
-        carry = SampleStats(
+        sample_stats = SampleStats(
             rewards=rewards,
             truncated=output.truncated.numpy(),
             response_lengths=output.lengths.numpy().astype(np.int32),
             components=_columns(report.components),
         )
-        written = RolloutResult(meta=meta, carry=carry)
+        written = RolloutResult(meta=meta, sample_stats=sample_stats)
         shared = {"reward_timeouts": Sum(float(report.num_timeouts)), **output.metrics, **route_metrics}
         results = [
             replace(written.select(range(first, first + size)), metrics=metrics)

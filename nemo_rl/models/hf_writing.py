@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder: from whole weights that come one by one, or from the shards of all ranks.
+"""Writing a Hugging Face folder: from full weights that come one by one, or from the shards of all ranks.
 
 Called by the checkpoints of the policy workers, and `cast_folder` by `nemo-rl export`. Invariant: what is written here,
 `open_weights` and transformers both read without a missing or an unexpected weight, and the files do not depend on how
@@ -51,7 +51,7 @@ class ModelDescription:
 
     config: PretrainedConfig
     infos: Mapping[str, TensorInfo]
-    """Shapes and dtypes of the whole weights, as `named_weights` names them and in its order."""
+    """Shapes and dtypes of the full weights, as `named_weights` names them and in its order."""
     generation_config: GenerationConfig | None = None
 
     def file_names(self) -> FileNames:

@@ -277,7 +277,7 @@ def _merge(
     norm = everywhere[:, 1].logsumexp(0)
     if entropy_M is not None:
         # A rank has H_r of its own columns alone, which have the share s_r: H = sum s_r (H_r - log s_r). Without a
-        # column of a kept set its share is 0 and its H_r is NaN, which counts as nothing.
+        # column of a sampling mask its share is 0 and its H_r is NaN, which counts as nothing.
         log_share = everywhere[:, 1] - norm
         entropy_M = _weighed(log_share, everywhere[:, 2] - log_share).sum(0)
     return everywhere[:, 0].sum(0), norm, entropy_M

@@ -39,7 +39,7 @@ MOST_BYTES = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptSets:
-    """The kept set of each scored token, as pairs of its number and an id, in the order of the numbers."""
+    """The sampling mask of each scored token, as pairs of its number and an id, in the order of the numbers."""
 
     place_E: torch.Tensor
     """int64, numbers of the scored tokens."""
@@ -65,7 +65,7 @@ class KeptSets:
 
 
 class SupportRecorder:
-    """Records the kept sets of one batch of rows, turn by turn."""
+    """Records the sampling masks of one batch of rows, turn by turn."""
 
     def __init__(self) -> None:
         self._turns: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -123,8 +123,8 @@ def decode_support(
     sampled_n = is_response_nt.sum(1)
     if not torch.equal(sets_n, sampled_n) or not bool(is_response_nt[row_m, column_m].all()):
         raise FieldNotProduced(
-            f"{SUPPORT}: expected one kept set for every sampled token, {sampled_n.tolist()} of them in the rows of a "
-            f"microbatch, and no other tokens to be scored; got {sets_n.tolist()} sets. Rows and sets must come from "
+            f"{SUPPORT}: expected one sampling mask for every sampled token, {sampled_n.tolist()} of them in the rows of "
+            f"a microbatch, and no other tokens to be scored; got {sets_n.tolist()} masks. Rows and masks must come from "
             "the same rollout, and token_mask must mark the sampled tokens alone"
         )
     place_nt = torch.full_like(is_response_nt, -1, dtype=torch.int64)

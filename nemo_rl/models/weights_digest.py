@@ -1,4 +1,4 @@
-"""`WeightsDigest`: whole weights as a few numbers, by which two sets of them are compared without either being there.
+"""`WeightsDigest`: full weights as a few numbers, by which two sets of them are compared without either being there.
 
 A worker makes it from its exported weights (`PolicyWorker.weights_digest`); kept steps hold it. The hash finds one bit
 that differs. Projections bound how far apart weights are that went through another layout: with signs s_i of +-1,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.algorithms.estimators import OptimalTokenBaseline
-from nemo_rl.algorithms.row_measures import LOGPROB_ERROR, TokenStatistics
+from nemo_rl.algorithms.token_statistics import LOGPROB_ERROR, TokenStatistics
 from nemo_rl.algorithms.token_work import TokenWork
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.dtensor import DTensorConfig
@@ -87,7 +87,7 @@ class StepReport:
     result: TrainResult
     """Losses, gradient norms and metrics of each microbatch."""
     trained: str
-    """Digest of the whole weights after training."""
+    """Digest of the full weights after training."""
     responses: tuple[list[int], list[int], list[float]]
     """Lengths, tokens and log-probabilities of what these weights say to the prompts."""
 
@@ -152,7 +152,7 @@ def one_step(
     meta = everyone(kv_first_write(client, batch, keys, partition_id=PARTITION) if client else None)[job.home]
     worker.prepare_for_lp_inference()
     written = everyone(worker.get_logprobs_presharded(job.shards(meta)[job.shard], with_squares=True))
-    meta = meta.with_written(worker.layout.of_writers(written))
+    meta = meta.with_written(worker.layout.one_per_shard(written))
     logprobs: dict[str, list[float]] = {}
     for shard, part in enumerate(job.shards(meta)):
         if client is not None and job.home_of(shard) == worker.rank:
@@ -162,7 +162,7 @@ def one_step(
     meta = everyone(write_columns(client, meta, columns) if client else None)[job.home]
     mine = job.shards(meta)[job.shard]
     done = everyone(worker.map_rows(mine, token_work(len(mine.keys)), stage=RowPass.ADVANTAGES).meta)
-    meta = meta.with_written(worker.layout.of_writers(done))
+    meta = meta.with_written(worker.layout.one_per_shard(done))
     mine = job.shards(meta)[job.shard]
     measured = worker.map_rows(mine, TokenStatistics(error_threshold=2.0), stage=RowPass.MEASURE).numbers
     fetched = worker._fetch(mine, (*TRAINED, TOKEN_ADVANTAGES))

@@ -1,4 +1,4 @@
-"""Files written from the shards of four ranks: those of whole weights, byte for byte; and told on all ranks if not."""
+"""Files written from the shards of four ranks: those of full weights, byte for byte; and told on all ranks if not."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def _written(worker: PolicyWorker, folder: Path) -> None:
-    """From shards, and from whole weights."""
+    """From shards, and from full weights."""
     snapshot = worker.engine.snapshot(with_optimizer=False, copies=True)
     group = dist.group.WORLD
     for name in ("shares", "whole"):

@@ -98,7 +98,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Watched:
 def test_every_step_trains_whole_groups_whose_rewards_differ(whole: Watched) -> None:
     assert len(whole.steps) == 4
     for step in whole.steps:
-        rewards = step.rows.carry.rewards.reshape(PROMPTS, GROUP)
+        rewards = step.rows.sample_stats.rewards.reshape(PROMPTS, GROUP)
         assert all(len(set(group)) > 1 for group in rewards.tolist())
         uids = step.rows.group_uids
         assert [uids[row : row + GROUP] for row in range(0, len(uids), GROUP)] == [
@@ -247,14 +247,14 @@ def test_estimators_over_the_whole_step_see_groups_that_differ_alone(name: str, 
     run.run()
     [step] = run.steps
     assert run.dropped and step.chosen is not None
-    advantages, carry = step.chosen.advantages.double(), step.rows.carry
-    weights = np.ones(len(carry)) if name == "gdpo" else carry.response_lengths
+    advantages, sample_stats = step.chosen.advantages.double(), step.rows.sample_stats
+    weights = np.ones(len(sample_stats)) if name == "gdpo" else sample_stats.response_lengths
     assert float(np.average(advantages, weights=weights)) == pytest.approx(0, abs=1e-6)
-    differs = [carry.rewards, *carry.components.values()]
+    differs = [sample_stats.rewards, *sample_stats.components.values()]
     groups = [any(len(set(part[row : row + GROUP].tolist())) > 1 for part in differs) for row in range(0, 16, GROUP)]
     assert len(advantages) == PROMPTS * GROUP and all(groups)
     if name == "gdpo":
-        sums = carry.rewards.reshape(PROMPTS, GROUP)
+        sums = sample_stats.rewards.reshape(PROMPTS, GROUP)
         assert any(len(set(group)) == 1 for group in sums.tolist()), "components that cancel in the sum"
 
 

@@ -1,4 +1,4 @@
-"""A run with top-p whose engine records the kept sets: through the data plane, kept, and replayed."""
+"""A run with top-p whose engine records the sampling masks: through the data plane, kept, and replayed."""
 
 from __future__ import annotations
 

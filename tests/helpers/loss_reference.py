@@ -13,7 +13,7 @@ from math import exp, log
 
 import torch
 
-from nemo_rl.config.loss import CORRECTIONS, LOSS_TRAITS, LossConfig
+from nemo_rl.config.loss import CORRECTIONS, LOSS_PROPERTIES, LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 Numbers = Sequence[float]
@@ -345,7 +345,7 @@ def corrected(kind: str | None) -> dict[str, object]:
 
 def corrections_of(name: str) -> list[str | None]:
     """Return the types of correction that the loss may have."""
-    traits = LOSS_TRAITS[name]
+    traits = LOSS_PROPERTIES[name]
     if traits.has_own_correction:
         return [None]
     return [None, *(kind for kind, of in CORRECTIONS.items() if of.is_per_row or not traits.is_row_level)]
@@ -354,13 +354,13 @@ def corrections_of(name: str) -> list[str | None]:
 def all_configs() -> list[LossConfig]:
     """Return every loss with every mean, correction and KL that it may have."""
     found = []
-    for name, traits in LOSS_TRAITS.items():
+    for name, traits in LOSS_PROPERTIES.items():
         found.append(loss_config(name))
         if not traits.is_row_level:
             found += [loss_config(name, token_level_loss=False), loss_config(name, constant_length=7)]
         found += [loss_config(name, **corrected(kind)) for kind in corrections_of(name)]
     found += [loss_config("clipped_pg", ratio_clip_c=1.3, ratio_clip_min=0.2), loss_config("clipped_pg", **CLIP_HIGHER)]
-    for name, traits in LOSS_TRAITS.items():
+    for name, traits in LOSS_PROPERTIES.items():
         if "force_on_policy_ratio" in traits.keys:
             found.append(loss_config(name, force_on_policy_ratio=True, **corrected("seq-tis")))
     return found + kl_configs()

@@ -73,10 +73,10 @@ REFUSED_CLUSTERS: Refused = {
             "policy.generation.refit_transport: 'ipc' needs engines on the workers' GPUs",
         ),
     ],
-    "rule_colocated_keys_need_engines_apart": [
+    "rule_colocated_keys_need_non_colocated_engines": [
         (("policy.generation.colocated.num_nodes=1",), "policy.generation.colocated.num_nodes: 1 would be ignored"),
     ],
-    "rule_engines_apart_need_their_own_gpus": [
+    "rule_non_colocated_engines_need_their_own_gpus": [
         ((*LOCAL, APART), "policy.generation.colocated.enabled: false needs processes"),
         ((APART, "policy.generation.colocated.num_nodes=1"), "policy.generation.colocated.num_nodes: nodes of their"),
         (
@@ -186,7 +186,7 @@ REFUSED_LOSSES: Refused = {
         ),
         (
             (*IN_REWARD, "policy.generation.top_p=0.9"),
-            "loss_fn.use_kl_in_reward: with policy.generation.top_p or top_k pi_old is a distribution on the kept set",
+            "loss_fn.use_kl_in_reward: with policy.generation.top_p or top_k pi_old is a distribution on the sampling",
         ),
         (IN_REWARD, "loss_fn.use_kl_in_reward: needs the trainer's log-probabilities before the update"),
         (

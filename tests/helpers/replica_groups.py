@@ -18,7 +18,7 @@ from ray._common.utils import reset_ray_address
 from ray.cluster_utils import Cluster
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.algorithms.row_measures import LOGPROB_ERROR, TokenStatistics
+from nemo_rl.algorithms.token_statistics import LOGPROB_ERROR, TokenStatistics
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
 from nemo_rl.config.dtensor import DTensorConfig
@@ -88,7 +88,7 @@ class StepReport:
     refetched: set[str]
     """Fields that this rank's client moved after the log-probability stage."""
     trained: str
-    """Digest of the whole weights after training."""
+    """Digest of the full weights after training."""
 
 
 def rows() -> BatchedDataDict:
@@ -217,10 +217,10 @@ def steps_over_every_plane(rank: int, folder: str, port: int) -> dict[str, StepR
     destroy_process_group()
     with ray_cluster(num_cpus=3) if rank == 0 else nullcontext():
         worker = start(rank, folder, port)
-        weights = [shard.clone() for shard in worker.life.shards.held()]
+        weights = [shard.clone() for shard in worker.device_states.shards.held()]
         reports = {}
         for name, plane in PLANES.items():
-            worker.life.shards.write(weights)
+            worker.device_states.shards.write(weights)
             reports[name] = one_step(worker, plane)
         worker.shutdown()
     return reports

@@ -233,8 +233,10 @@ def test_the_bytes_of_a_message_are_known_without_making_it() -> None:
     tags = [{"std": i * 0.37, "weight_version": 3} for i in range(1024)]
     meta = KVBatchMeta(partition_id="train", keys=keys, sequence_lengths=[100 + i for i in range(1024)], tags=tags)
     rewards = np.ones(1024, dtype=np.float32)
-    carry = SampleStats(rewards=rewards, truncated=rewards > 0, response_lengths=rewards.astype(np.int32))
-    result = RolloutResult(meta=meta, carry=carry, metrics={"reward": Mean(0.5, 1024.0)}, printed=("a line",))
+    sample_stats = SampleStats(rewards=rewards, truncated=rewards > 0, response_lengths=rewards.astype(np.int32))
+    result = RolloutResult(
+        meta=meta, sample_stats=sample_stats, metrics={"reward": Mean(0.5, 1024.0)}, printed=("a line",)
+    )
     for message in (meta, [meta.slice(i, i + 256) for i in range(0, 1024, 256)], (keys, list(range(1024))), result):
         assert message_bytes(message) == pytest.approx(len(pickle.dumps(message, protocol=5)), rel=0.1)
     assert meta._rows() is meta._rows() and meta == pickle.loads(pickle.dumps(meta))

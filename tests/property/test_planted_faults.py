@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, run_state_machine_as_test
 
-from nemo_rl.data_plane.client.leases import LeaseKeeper
+from nemo_rl.data_plane.client.leases import LeaseRenewer
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.ledger import claims as ledger_claims
 from nemo_rl.data_plane.ledger import state as ledger_state
@@ -80,7 +80,7 @@ def old_metas_match_rows_made_again(patch: pytest.MonkeyPatch) -> None:
 
 def claims_stay_with_the_client(patch: pytest.MonkeyPatch) -> None:
     """A release or a write with a meta of somebody else ends whatever claim there is."""
-    patch.setattr(LeaseKeeper, "claims_of", lambda self, partition_id, keys, meta: self.held(partition_id, keys))
+    patch.setattr(LeaseRenewer, "claims_of", lambda self, partition_id, keys, meta: self.held(partition_id, keys))
     check = ledger_claims.release
 
     def release(partition, task_name, *, keys, claims, now):
@@ -102,12 +102,12 @@ def writes_ignore_the_claim_of_their_meta(patch: pytest.MonkeyPatch) -> None:
 
 
 def late_releases_end_the_heartbeat_of_a_new_claim(patch: pytest.MonkeyPatch) -> None:
-    def forget(self: LeaseKeeper, partition_id: str, task_name: str, claims: Mapping[str, int]) -> None:
+    def forget(self: LeaseRenewer, partition_id: str, task_name: str, claims: Mapping[str, int]) -> None:
         with self._lock:
             for key in claims:
                 self._held.get((partition_id, task_name), {}).pop(key, None)
 
-    patch.setattr(LeaseKeeper, "forget_claims", forget)
+    patch.setattr(LeaseRenewer, "forget_claims", forget)
 
 
 def lapsed_claims_still_count(patch: pytest.MonkeyPatch) -> None:

@@ -36,20 +36,20 @@ def policy_metrics(
         }
 
 
-def mismatch_metrics(gap_NT: torch.Tensor, weight_NT: torch.Tensor) -> dict[str, Reduction]:
+def mismatch_metrics(gen_log_ratio_NT: torch.Tensor, weight_NT: torch.Tensor) -> dict[str, Reduction]:
     """Return how far trainer and sampler are apart on what was sampled.
 
     Args:
-        gap_NT: log(pi_old / pi_gen); log(pi / pi_gen) of the first update where pi_gen stands for pi_old.
+        gen_log_ratio_NT: log(pi_old / pi_gen); log(pi / pi_gen) of the first update where pi_gen stands for pi_old.
     """
     with torch.no_grad():
         return {
             # From samples of pi_gen.
-            "gen_kl_error": weighted_mean(k3(gap_NT), weight_NT),
-            "js_divergence_error": weighted_mean(js(gap_NT), weight_NT),
+            "gen_kl_error": weighted_mean(k3(gen_log_ratio_NT), weight_NT),
+            "js_divergence_error": weighted_mean(js(gen_log_ratio_NT), weight_NT),
             # Its mean is 1 where both are one distribution, or cover the same tokens.
-            "gen_probs_ratio": weighted_mean(gap_NT.exp(), weight_NT),
-            "token_mult_prob_error": weighted_mean(gap_NT.abs().exp(), weight_NT),
+            "gen_probs_ratio": weighted_mean(gen_log_ratio_NT.exp(), weight_NT),
+            "token_mult_prob_error": weighted_mean(gen_log_ratio_NT.abs().exp(), weight_NT),
         }
 
 

@@ -28,7 +28,7 @@ from nemo_rl.algorithms.losses.metrics import extremes, mismatch_metrics, policy
 from nemo_rl.algorithms.losses.normalization import normalize, token_weights, weighed
 from nemo_rl.algorithms.losses.off_policy import LOG_BOUND, Correction, off_policy_weights
 from nemo_rl.algorithms.losses.term import PolicyInputs, PolicyTerm, TermOutput
-from nemo_rl.config.loss import LOSS_TRAITS
+from nemo_rl.config.loss import LOSS_PROPERTIES
 from nemo_rl.config.parts import LOSSES
 from nemo_rl.config.schema import LossConfig, MasterConfig
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -46,7 +46,7 @@ class _LossColumns:
 
     inputs: PolicyInputs
     weight_NT: torch.Tensor
-    gap_NT: torch.Tensor
+    gen_log_ratio_NT: torch.Tensor
     """log(pi_old / pi_gen)."""
     is_bounded_NT: torch.Tensor
     """bool: log r is at its bound."""
@@ -104,7 +104,7 @@ class PolicyLoss:
         )
         if self.prev_field != GENERATION or scale.is_first_update:
             # Later updates have moved away from the sampler, which here stands for pi_old.
-            metrics |= mismatch_metrics(tokens.gap_NT, weight_NT)
+            metrics |= mismatch_metrics(tokens.gen_log_ratio_NT, weight_NT)
         metrics |= _share_metrics(tokens, found, correction)
         metrics["actor_loss"] = Sum(loss.item())
         if config.adds_kl:
@@ -134,12 +134,12 @@ class PolicyLoss:
         # Other positions are set to equal values before any exponential, so nothing there can overflow.
         raw_NT = torch.where(mask_NT & is_usable_NT, token_logprobs - prev_NT, 0.0)
         log_ratio_NT = raw_NT.clamp(-LOG_BOUND, LOG_BOUND)
-        gap_NT = log_ratio_NT.detach()
+        gen_log_ratio_NT = log_ratio_NT.detach()
         is_known_NT = is_usable_NT
         if self.prev_field != GENERATION:
             # What the sampler did not say is taken as equal.
             is_known_NT = is_usable_NT & batch[GENERATION].isfinite()
-            gap_NT = torch.where(mask_NT & is_known_NT, prev_NT - batch[GENERATION], 0.0)
+            gen_log_ratio_NT = torch.where(mask_NT & is_known_NT, prev_NT - batch[GENERATION], 0.0)
         advantages = batch["advantages"]
         inputs = PolicyInputs(
             logprobs_NT=torch.where(mask_NT & is_usable_NT, token_logprobs, 0.0),
@@ -147,12 +147,12 @@ class PolicyLoss:
             # One number per row, or one per token.
             advantages_NT=torch.where(mask_NT, advantages[:, None] if advantages.dim() == 1 else advantages, 0.0),
             mask_NT=mask_NT,
-            log_correction_NT=gap_NT if self._corrects else torch.zeros_like(gap_NT),
+            log_correction_NT=gen_log_ratio_NT if self._corrects else torch.zeros_like(gen_log_ratio_NT),
         )
         return _LossColumns(
             inputs=inputs,
             weight_NT=weight_NT,
-            gap_NT=gap_NT,
+            gen_log_ratio_NT=gen_log_ratio_NT,
             is_bounded_NT=raw_NT.detach() != log_ratio_NT.detach(),
             is_not_finite_NT=mask_NT & ~is_known_NT,
         )
@@ -163,11 +163,11 @@ class PolicyLoss:
 
     def _correction(self, tokens: _LossColumns) -> Correction | None:
         """Return the correction; None where the loss has none, or has it inside."""
-        traits = LOSS_TRAITS[self.term_name]
-        if not self._corrects or traits.has_own_correction:
+        properties = LOSS_PROPERTIES[self.term_name]
+        if not self._corrects or properties.has_own_correction:
             return None
         mask_NT = tokens.inputs.mask_NT
-        return off_policy_weights(tokens.gap_NT, mask_NT, self.config, is_row_level=traits.is_row_level)
+        return off_policy_weights(tokens.gen_log_ratio_NT, mask_NT, self.config, is_row_level=properties.is_row_level)
 
     def _kl(self, token_logprobs: torch.Tensor, tokens: _LossColumns, batch: Mapping[str, torch.Tensor]) -> KlTerm:
         mask_NT = tokens.inputs.mask_NT

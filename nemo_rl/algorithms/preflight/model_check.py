@@ -268,9 +268,9 @@ def _reference(folder: Path) -> Found:
     sites = HFSites(model)
     seen: dict[tuple[SiteKind, int | None], list[torch.Tensor]] = {}
     detach = [
-        tap.attach(partial(_keep, seen.setdefault((tap.kind, tap.layer), [])))
-        for tap in sites.taps
-        if tap.kind in WATCHED
+        hook_point.attach(partial(_keep, seen.setdefault((hook_point.kind, hook_point.layer), [])))
+        for hook_point in sites.hook_points
+        if hook_point.kind in WATCHED
     ]
     logprobs = []
     for row in _rows(_vocab_size(folder)):
@@ -311,14 +311,14 @@ class _Collector(HookObserver):
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
         return kind in WATCHED and direction is Direction.FORWARD
 
-    def see(self, sight: Capture) -> None:
-        if sight.rows is None or sight.split is not None:
+    def see(self, capture: Capture) -> None:
+        if capture.rows is None or capture.split is not None:
             return
-        table = sight.rows.table
+        table = capture.rows.table
         starts = torch.tensor([0, *LENGTHS]).cumsum(0)
         row_R = torch.tensor([int(key) for key in table.keys])[table.row_R]
-        at = (sight.place.kind, sight.place.layer)
-        values = sight.tokens().flatten(1).clone()
+        at = (capture.place.kind, capture.place.layer)
+        values = capture.tokens().flatten(1).clone()
         self.seen.setdefault(at, []).append((starts[row_R] + table.position_R, values))
 
 
@@ -389,9 +389,9 @@ def _passes(worker: PolicyWorker, policy: PolicyConfig) -> Found:
     layout = ParallelLayout.of_policy(policy, world_size=worker.world_size)
     plan = plan_train(list(LENGTHS), [len(LENGTHS)], policy, layout=layout).for_rank(0)
     logprobs_NT = worker.get_logprobs(batch, plan=plan)
-    before = {name: weight.clone() for name, weight in worker.engine.whole_weights()}
+    before = {name: weight.clone() for name, weight in worker.engine.full_weights()}
     trained = worker.train(batch, NLLLoss(), plan=plan)
-    after = worker.engine.whole_weights()
+    after = worker.engine.full_weights()
     return Found(
         logprobs=torch.cat([logprobs_NT[number, :length] for number, length in enumerate(LENGTHS)]),
         loss=trained.loss[0],

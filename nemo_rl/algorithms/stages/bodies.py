@@ -22,18 +22,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nemo_rl.algorithms.grpo import plan_logprobs, plan_train, score_rows, select_train_rows
-from nemo_rl.algorithms.row_measures import TokenStatistics, decide_rows
 from nemo_rl.algorithms.scored_rows import TOO_FAR, ScoredRows
 from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, fetched_fields
 from nemo_rl.algorithms.stages.stage import Stage, StageTools, UpdateStage
 from nemo_rl.algorithms.stages.state import ChosenRows, StepState
+from nemo_rl.algorithms.token_statistics import TokenStatistics, decide_rows
 from nemo_rl.algorithms.token_work import ADVANTAGE, TokenWork, plan_groups, whitening_of
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.client.meter import columns_bytes
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from nemo_rl.data_plane.row_work import RowResults
+from nemo_rl.data_plane.row_map import RowResults
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
@@ -57,7 +57,7 @@ class Score(Stage):
 
     def _submit(self, step: StepState) -> Pending[StepState]:
         per_token = self._tools.token_estimator is not None
-        scored = score_rows(step.rows.carry, step.rows.group_uids, self._tools.grpo, per_token=per_token)
+        scored = score_rows(step.rows.sample_stats, step.rows.group_uids, self._tools.grpo, per_token=per_token)
         return Pending.done(replace(step, scored=scored, chosen=self._choose(step, scored)))
 
     def _choose(self, step: StepState, scored: ScoredRows) -> ChosenRows | None:
@@ -136,7 +136,7 @@ class MeasureRows(UpdateStage):
         chosen = step.update
         scored, measured = decide_rows(
             step.scores,
-            step.rows.carry,
+            step.rows.sample_stats,
             self._tools.grpo,
             measures=measures,
             numbers=done.by_row(),
@@ -158,7 +158,7 @@ class TokenAdvantages(UpdateStage):
         assert estimator is not None, "the stage is there because advantages are those of tokens"
         kl = None if self._tools.measures is None else self._tools.measures.kl
         work = TokenWork.of(
-            step.scores, step.rows.carry, self._tools.grpo, estimator=estimator, kl=kl, rows=chosen.rows
+            step.scores, step.rows.sample_stats, self._tools.grpo, estimator=estimator, kl=kl, rows=chosen.rows
         )
         lengths, num_ranks = chosen.meta.sequence_lengths or (), self._tools.policy.layout.dp
         plan = plan_groups(work.groups.tolist(), lengths, dp_world=num_ranks)
@@ -194,17 +194,17 @@ class LogRollouts(Stage):
         return self._tools.logger.num_rollouts_to_log > 0
 
     def _submit(self, step: StepState) -> Pending[StepState]:
-        config, carry, versions = self._tools.logger, step.rows.carry, step.rows.weight_versions
+        config, sample_stats, versions = self._tools.logger, step.rows.sample_stats, step.rows.weight_versions
         rows = range(min(config.num_rollouts_to_log, len(step.rows.meta)))
         meta = step.rows.meta.subset(rows)
         scored = self._scored(step, meta)
         known = set(scored.keys) if scored is not None else set()
         records = [
             row_record(
-                reward=carry.rewards[row],
-                components={name: part[row] for name, part in carry.components.items()},
-                response_tokens=carry.response_lengths[row],
-                truncated=carry.truncated[row],
+                reward=sample_stats.rewards[row],
+                components={name: part[row] for name, part in sample_stats.components.items()},
+                response_tokens=sample_stats.response_lengths[row],
+                truncated=sample_stats.truncated[row],
             )
             | {
                 "advantage": rounded(float(step.scores.advantages[row])),

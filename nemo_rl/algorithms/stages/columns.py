@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from nemo_rl.algorithms.row_measures import KlInReward, TokenStatistics
+from nemo_rl.algorithms.token_statistics import KlInReward, TokenStatistics
 from nemo_rl.algorithms.token_work import TokenEstimator, token_estimator
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.data_plane.interfaces import DataPlaneClient

@@ -11,9 +11,9 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
-from nemo_rl.algorithms.row_measures import TokenStatistics
 from nemo_rl.algorithms.stages.columns import StageColumns
 from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.algorithms.token_statistics import TokenStatistics
 from nemo_rl.algorithms.token_work import TokenEstimator
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig, LoggerConfig

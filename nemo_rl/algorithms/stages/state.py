@@ -12,10 +12,10 @@ from itertools import chain
 
 import torch
 
-from nemo_rl.algorithms.row_measures import MeasuredStatistics
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.algorithms.stages.columns import PARTITION
-from nemo_rl.data.sampler import PromptDraw
+from nemo_rl.algorithms.token_statistics import MeasuredStatistics
+from nemo_rl.data.sampler import SampledPrompt
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.keys import keys_of_groups, new_group_ids
 from nemo_rl.distributed.packing import PackPlan
@@ -48,7 +48,7 @@ class StepState:
     number: int
     """Counted from 1."""
     partition: str
-    drawn: tuple[PromptDraw, ...]
+    drawn: tuple[SampledPrompt, ...]
     """Prompts of the groups; their ordinals decide the seeds of the rows."""
     uids: tuple[str, ...]
     """Names of the groups, one per prompt."""
@@ -107,7 +107,7 @@ class StepState:
         return replace(self, chosen=replace(self.update, meta=meta))
 
 
-def begin_step(number: int, drawn: Sequence[PromptDraw], *, group_size: int, version: int) -> StepState:
+def begin_step(number: int, drawn: Sequence[SampledPrompt], *, group_size: int, version: int) -> StepState:
     """A step that is sampled from, and trained on, the weights of one version, as a synchronous trainer does it."""
     uids = new_group_ids(len(drawn))
     return StepState(

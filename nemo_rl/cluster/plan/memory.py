@@ -73,7 +73,7 @@ def engine_memory(setting: PlanSetting, batches: Batches) -> EngineMemory:
 def plan_slots(setting: PlanSetting) -> list[WeightSlot]:
     """Return all weights as a refit sends them."""
     dtype = setting.policy.generation.precision or setting.policy.precision
-    return [WeightSlot(name=name, dtype=dtype, shape=shape) for name, shape in setting.model.whole_weights.items()]
+    return [WeightSlot(name=name, dtype=dtype, shape=shape) for name, shape in setting.model.full_weights.items()]
 
 
 def delta_bytes(setting: PlanSetting, *, ranks: int, engines: int) -> int:
@@ -87,7 +87,7 @@ def delta_bytes(setting: PlanSetting, *, ranks: int, engines: int) -> int:
     if not generation.refit_delta.enabled:
         return 0
     senders = ranks if setting.config.refit_transport == "ipc" else 1
-    receivers = engines if ENGINE_CAPABILITIES.get(generation.backend, EngineCapabilities()).takes_whole_weights else 0
+    receivers = engines if ENGINE_CAPABILITIES.get(generation.backend, EngineCapabilities()).takes_full_weights else 0
     return (senders + receivers) * sum(slot.num_bytes for slot in plan_slots(setting))
 
 
@@ -168,7 +168,7 @@ def rank_memory(setting: PlanSetting, batches: Batches, *, stage: int, with_engi
     processes = 2 if with_engine else 1
     return RankMemory(
         stage=stage,
-        read_share=sum(weight.read for weight in weights) / sum(map(math.prod, setting.model.whole_weights.values())),
+        read_share=sum(weight.read for weight in weights) / sum(map(math.prod, setting.model.full_weights.values())),
         weights=rest.weights,
         gradients=rest.gradients,
         summed_gradients=rest.summed_gradients,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, engines_apart, logical_cpus, other_cpus
+from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, logical_cpus, num_non_colocated_engines, other_cpus
 from nemo_rl.cluster.plan.setting import PlanSetting
 from nemo_rl.data_plane.store_kinds import kind_named
 
@@ -61,7 +61,7 @@ def plan_nodes(setting: PlanSetting) -> list[PlannedNode]:
     cluster, layout = setting.config.cluster, setting.layout
     per_node = cluster.num_workers // cluster.num_nodes
     engines, has_gpus = setting.policy.generation.num_replicas, cluster.gpus_per_node > 0
-    apart = _engines_apart(setting)
+    apart = _non_colocated_engines(setting)
     nodes = []
     for number in range(cluster.num_nodes):
         devices = []
@@ -90,11 +90,11 @@ def plan_nodes(setting: PlanSetting) -> list[PlannedNode]:
     return nodes
 
 
-def _engines_apart(setting: PlanSetting) -> dict[int, tuple[int, ...]]:
+def _non_colocated_engines(setting: PlanSetting) -> dict[int, tuple[int, ...]]:
     """Return the numbers of the engines by node, where they share nothing with the policy workers; empty
     where they do."""
     config = setting.config
-    count, colocated = engines_apart(config), config.policy.generation.colocated
+    count, colocated = num_non_colocated_engines(config), config.policy.generation.colocated
     if not count:
         return {}
     first = config.cluster.num_nodes if colocated.num_nodes else 0
@@ -109,7 +109,7 @@ def _cpus(setting: PlanSetting, *, is_first: bool) -> int:
         return 0
     each = config.cluster.num_workers // config.cluster.num_nodes * cpus_per_bundle(config)
     if config.cluster.num_nodes == 1:
-        return logical_cpus(config) - engines_apart(config)
+        return logical_cpus(config) - num_non_colocated_engines(config)
     return each + (other_cpus(config) if is_first else 0)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from nemo_rl.algorithms.cpu_needs import engines_apart
+from nemo_rl.algorithms.cpu_needs import num_non_colocated_engines
 from nemo_rl.cluster.plan.activations import layer_bytes, scores_bytes
 from nemo_rl.cluster.plan.batches import Batches, passes_of, plan_batches
 from nemo_rl.cluster.plan.memory import EngineMemory, RankMemory, engine_memory, engine_peak, host_bytes, rank_memory
@@ -298,7 +298,7 @@ def _device_problems(setting: PlanSetting, ranks: tuple[RankMemory, ...]) -> lis
 
 def _engine_problems(setting: PlanSetting, engine: EngineMemory) -> list[str]:
     """Return the problems of non-colocated engines with GPUs of their own."""
-    if setting.gpu is None or not engines_apart(setting.config):
+    if setting.gpu is None or not num_non_colocated_engines(setting.config):
         return []
     needed, room = engine_peak(setting, engine), int(setting.gpu.memory_bytes * USABLE)
     if needed <= room:

@@ -1,7 +1,7 @@
 """The data plane of a step: which columns, how many bytes, and what a store sets aside for them.
 
 The columns are those that the stages of the run declare. Invariant: within 2 % of the bytes that a ledger counts, for
-rows of the planned lengths; kept sets are counted as no smaller than they may be.
+rows of the planned lengths; sampling masks are counted as no smaller than they may be.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def _column_bytes(setting: PlanSetting, spec: FieldSpec, tokens: int) -> int:
 
 
 def _set_bytes(setting: PlanSetting) -> int:
-    """Return the most bytes of a kept set: every distance takes a byte, and only so many fit the vocabulary that take
-    more."""
+    """Return the most bytes of a sampling mask: every distance takes a byte, and only so many fit the vocabulary
+    that take more."""
     vocab, top_k = setting.model.flops_shape.vocab_size, setting.policy.generation.top_k
     others = min(PLANNED_IDS if top_k is None else top_k, vocab) - 1
     others = min(others, vocab - 1 - others)

@@ -124,7 +124,7 @@ class Model:
         return {f"{name}.": number for number, name in enumerate(names)}
 
     @cached_property
-    def whole_weights(self) -> dict[str, tuple[int, ...]]:
+    def full_weights(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all weights and persistent buffers by their Hugging Face names; tied ones once."""
         return {name: tuple(weight.shape) for name, weight in named_weights(self.hf)}
 

@@ -138,7 +138,7 @@ def _of_dtensor(setting: PlanSetting) -> Iterator[LocalWeight]:
         plan = plan_of(model, custom=custom, tp=layout.tp, sequence_parallel=layout.sequence_parallel)
         split = _splits(setting.model, tuple(plan.items()))
     units = {name: unit for prefix, unit in setting.model.units.items() for name in _under(setting, prefix)}
-    for name, whole in setting.model.whole_weights.items():
+    for name, whole in setting.model.full_weights.items():
         shape, dim = list(whole), split.get(name)
         if dim is not None:
             _check_divides(name, shape[dim], layout.tp)
@@ -172,7 +172,7 @@ def _splits(model: Model, plan: tuple[tuple[str, str], ...]) -> Mapping[str, int
 
 
 def _under(setting: PlanSetting, prefix: str) -> list[str]:
-    return [name for name in setting.model.whole_weights if name.startswith(prefix)]
+    return [name for name in setting.model.full_weights if name.startswith(prefix)]
 
 
 # ---- Megatron

@@ -8,7 +8,7 @@ waiting: a Ray call costs more than the ledger's socket and the store together. 
 puts owns the objects, and they are lost when it dies; with `holder` an actor puts them once more and owns them.
 
 Owner `node`: segments of `adapters.shm`. As fast as `producer` and outlives producers, because a segment belongs to its
-node. On a cluster of several nodes each node has a keeper actor, which owns the node's folder and sends chunks to
+node. On a cluster of several nodes each node has a storage actor, which owns the node's folder and sends chunks to
 readers on other nodes.
 """
 
@@ -63,7 +63,7 @@ class RayStore(PayloadStore):
     def __init__(self, config: DataPlaneConfig, *, run_id: str, holder: Any, is_owner: bool) -> None:
         check_connected(run_id)
         self._chunk_bytes = config.ray.chunk_bytes
-        self._keeper = _find_actor(ledger_actor_name(run_id), run_id, "ledger")
+        self._ledger_actor = _find_actor(ledger_actor_name(run_id), run_id, "ledger")
         self._run_id, self._holder, self._is_owner = run_id, holder, is_owner
         self._place = node_place()
         self._joins_chunks = sum(node["Alive"] for node in ray.nodes()) == 1
@@ -123,13 +123,13 @@ class RayStore(PayloadStore):
         else:
             references = self._wait("put", self._holder.put.remote(objects), timeout_s=timeout_s)
         places = [(reference, i) for reference, held in zip(references, objects, strict=True) for i in range(len(held))]
-        self._keeper.hold.remote(dict(zip(chunks, places, strict=True)))
+        self._ledger_actor.hold.remote(dict(zip(chunks, places, strict=True)))
         return None
 
     def get(self, chunk_ids: Sequence[str], *, timeout_s: float, handles: Handles) -> list[Parts]:
         self._check_open()
         deadline = time.monotonic() + timeout_s
-        lent = self._wait("lend references", self._keeper.lend.remote(list(chunk_ids)), timeout_s=timeout_s)
+        lent = self._wait("lend references", self._ledger_actor.lend.remote(list(chunk_ids)), timeout_s=timeout_s)
         missing = [chunk_id for chunk_id in chunk_ids if chunk_id not in lent]
         if missing:
             raise KeysNotFound(
@@ -157,7 +157,7 @@ class RayStore(PayloadStore):
 
     def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
         self._check_open()
-        self._keeper.let_go.remote(list(chunk_ids))
+        self._ledger_actor.let_go.remote(list(chunk_ids))
 
     def health(self) -> StoreHealth:
         if self._is_closed or not ray.is_initialized():
@@ -234,7 +234,7 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 10.0
 
 
-class _Keeper:
+class _NodeStorage:
     """Owns one node's folder (or joins the one that the run's owner has) and serves readers on other nodes."""
 
     def __init__(self, config: SharedMemoryConfig, run_id: str, *, owns_folder: bool) -> None:
@@ -269,21 +269,22 @@ class RayNodeStore(PayloadStore):
     """Chunks in shared memory, on the node of the process that put them."""
 
     def __init__(
-        self, config: DataPlaneConfig, *, run_id: str, store: SharedMemoryStore, keepers: Sequence[Any] = ()
+        self, config: DataPlaneConfig, *, run_id: str, store: SharedMemoryStore, storage_actors: Sequence[Any] = ()
     ) -> None:
         """Args:
-        keepers: given by the owner, whose close ends them.
+        storage_actors: given by the owner, whose close ends them.
         """
         self._chunk_bytes, self._run_id = config.ray.chunk_bytes, run_id
-        self._store, self._keepers = store, list(keepers)
+        self._store, self._storage_actors = store, list(storage_actors)
         self._place = node_place()
 
     @classmethod
     def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> RayNodeStore:
-        """Return the owner's store: a folder on this node, and a keeper on every node of a larger cluster.
+        """Return the owner's store: a folder on this node, and a storage actor on every node of a larger cluster.
 
         Raises:
-            DataPlaneTimeout: a keeper did not start in time. DataPlaneClosed: this process is not connected to Ray.
+            DataPlaneTimeout: a storage actor did not start in time. DataPlaneClosed: this process is not connected to
+                Ray.
         """
         check_connected(run_id)
         store = SharedMemoryStore.start(config.shm, run_id=_on_node(run_id), start=start)
@@ -291,9 +292,11 @@ class RayNodeStore(PayloadStore):
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         try:
             if len(nodes) > 1:
-                own._keepers = [_start_keeper(config.shm, run_id, node) for node in nodes]
-                with start.waiting_for(f"a keeper on each of {len(nodes)} nodes"):
-                    own._call("start", [keeper.place.remote() for keeper in own._keepers], timeout_s=start.timeout_s)
+                own._storage_actors = [_start_storage(config.shm, run_id, node) for node in nodes]
+                with start.waiting_for(f"a storage actor on each of {len(nodes)} nodes"):
+                    own._call(
+                        "start", [actor.place.remote() for actor in own._storage_actors], timeout_s=start.timeout_s
+                    )
         except BaseException:
             own.close()
             raise
@@ -352,22 +355,22 @@ class RayNodeStore(PayloadStore):
         return self._store.health()
 
     def close(self) -> None:
-        keepers, self._keepers = self._keepers, []
-        if keepers and ray.is_initialized():
-            for keeper, closing in [(keeper, keeper.close.remote()) for keeper in keepers]:
+        storage_actors, self._storage_actors = self._storage_actors, []
+        if storage_actors and ray.is_initialized():
+            for actor, closing in [(actor, actor.close.remote()) for actor in storage_actors]:
                 try:
                     self._call("close", closing, timeout_s=CLOSE_TIMEOUT_S)
                 except (DataPlaneClosed, DataPlaneTimeout) as error:
-                    logger.warning("a node's keeper ended before the run: %s", error)
-                ray.kill(keeper, no_restart=True)
+                    logger.warning("a node's storage actor ended before the run: %s", error)
+                ray.kill(actor, no_restart=True)
         self._store.close()
 
     def _free_on(self, place: str, ids: Sequence[str], freeing: list[Any]) -> None:
-        freeing.append(_keeper(self._run_id, place).free.remote(ids))
+        freeing.append(_storage(self._run_id, place).free.remote(ids))
 
     def _read_from(self, place: str, ids: Sequence[str], timeout_s: float) -> list[Parts]:
         try:
-            copies = self._call("read", _keeper(self._run_id, place).read.remote(ids), timeout_s=timeout_s)
+            copies = self._call("read", _storage(self._run_id, place).read.remote(ids), timeout_s=timeout_s)
         except DataPlaneClosed as error:
             raise PayloadLost(f"{len(ids)} chunks of {owners(ids)} cannot be read: {error}") from error
         if copies is None:
@@ -378,9 +381,9 @@ class RayNodeStore(PayloadStore):
         try:
             return ray.get(reference, timeout=timeout_s)
         except ray_errors.GetTimeoutError as error:
-            raise DataPlaneTimeout(f"a node's keeper did not {what} within {timeout_s:.1f} s") from error
+            raise DataPlaneTimeout(f"a node's storage actor did not {what} within {timeout_s:.1f} s") from error
         except (ray_errors.RayActorError, ray_errors.RaySystemError) as error:
-            raise DataPlaneClosed(f"run {self._run_id!r}: a node's keeper is gone: {error}") from error
+            raise DataPlaneClosed(f"run {self._run_id!r}: a node's storage actor is gone: {error}") from error
 
     @staticmethod
     def _by_place(chunk_ids: Sequence[str]) -> dict[str, list[str]]:
@@ -390,11 +393,11 @@ class RayNodeStore(PayloadStore):
         return grouped
 
 
-def _start_keeper(config: SharedMemoryConfig, run_id: str, node_id: str) -> Any:
+def _start_storage(config: SharedMemoryConfig, run_id: str, node_id: str) -> Any:
     is_own = node_id == ray.get_runtime_context().get_node_id()
-    options: Callable[..., Any] = ray.remote(_Keeper).options
+    options: Callable[..., Any] = ray.remote(_NodeStorage).options
     actor_class = options(
-        name=_keeper_name(run_id, node_id[:8]),
+        name=_storage_name(run_id, node_id[:8]),
         namespace=NAMESPACE,
         num_cpus=0,
         max_restarts=0,
@@ -403,15 +406,15 @@ def _start_keeper(config: SharedMemoryConfig, run_id: str, node_id: str) -> Any:
     return actor_class.remote(config, run_id, owns_folder=not is_own)
 
 
-def _keeper(run_id: str, place: str) -> Any:
+def _storage(run_id: str, place: str) -> Any:
     try:
-        return ray.get_actor(_keeper_name(run_id, place.rpartition("~")[2]), namespace=NAMESPACE)
+        return ray.get_actor(_storage_name(run_id, place.rpartition("~")[2]), namespace=NAMESPACE)
     except ValueError as error:
-        raise DataPlaneClosed(f"run {run_id!r}: node {place} has no keeper, or it has ended") from error
+        raise DataPlaneClosed(f"run {run_id!r}: node {place} has no storage actor, or it has ended") from error
 
 
-def _keeper_name(run_id: str, node: str) -> str:
-    return f"keeper-{run_id}-{node}"
+def _storage_name(run_id: str, node: str) -> str:
+    return f"storage-{run_id}-{node}"
 
 
 def _on_node(run_id: str) -> str:

@@ -14,12 +14,12 @@ from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.schema import stage_of_task, writes_that_end_claims
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, SchemaMismatch
 
-__all__ = ["LeaseKeeper"]
+__all__ = ["LeaseRenewer"]
 
 logger = logging.getLogger(__name__)
 
 
-class LeaseKeeper:
+class LeaseRenewer:
     """Claims by partition, task and key."""
 
     def __init__(self, *, renew: Callable[[list[int]], list[int]], period_s: float) -> None:

@@ -2,7 +2,7 @@
 
     kv_batch_put: check_columns -> encode_rows -> store.put(chunks) -> ledger "commit"   (rows appear here, at once)
     kv_batch_get: ledger "locate" -> store.get(chunks) -> gather
-    get_meta:     ledger "claim", renewed by `leases.LeaseKeeper`, ended by `release` or by writing the task's fields
+    get_meta:     ledger "claim", renewed by `leases.LeaseRenewer`, ended by `release` or by writing the task's fields
 
 Built by `factory`. The one invariant: rows are visible only through a ledger commit that follows a complete store put,
 so all adapters give the same guarantees.
@@ -25,7 +25,7 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.chunks.columns import check_keys
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
-from nemo_rl.data_plane.client.leases import LeaseKeeper
+from nemo_rl.data_plane.client.leases import LeaseRenewer
 from nemo_rl.data_plane.client.link import (
     FIRST_POLL_S,
     LONGEST_POLL_S,
@@ -85,7 +85,7 @@ class LedgerClient(DataPlaneClient):
         self._meter = Meter(address.config.observability)
         self._link, self._on_close = ClientLink(host=host, store=store, address=address), on_close
         self._schemas = SchemaCache(self._link)
-        self._leases = LeaseKeeper(renew=self._renew, period_s=address.config.lease_s / 3)
+        self._leases = LeaseRenewer(renew=self._renew, period_s=address.config.lease_s / 3)
         self._writer, self._reader = RowWriter(self._link, self._leases), RowReader(self._link)
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()

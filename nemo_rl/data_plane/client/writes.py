@@ -14,7 +14,7 @@ from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.chunks.columns import FlatColumn, check_columns, check_tags, token_lengths
 from nemo_rl.data_plane.chunks.tags import Tags
-from nemo_rl.data_plane.client.leases import LeaseKeeper
+from nemo_rl.data_plane.client.leases import LeaseRenewer
 from nemo_rl.data_plane.client.link import ClientCall, ClientLink, Declaration, RoomWait, names_of, versions_of
 from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
 from nemo_rl.data_plane.interfaces import Columns
@@ -48,7 +48,7 @@ class PutRequest:
 class RowWriter:
     """Puts of one client."""
 
-    def __init__(self, link: ClientLink, leases: LeaseKeeper) -> None:
+    def __init__(self, link: ClientLink, leases: LeaseRenewer) -> None:
         self._link, self._leases = link, leases
 
     def write(self, call: ClientCall, put: PutRequest, declaration: Declaration) -> KVBatchMeta:

@@ -223,7 +223,7 @@ class ReplayRank:
     def logprobs(self, stage: WorkerPass, work: StepWork, columns: SnapshotColumns) -> tuple[list[int], torch.Tensor]:
         """(collective) Return the pass of a stage under the present weights: this rank's rows, and `[rows, T]`."""
         assert work.logprob_plan is not None, "there are rows"
-        self.worker.life.enter(WorkerState.LOGPROBS)
+        self.worker.device_states.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
         fields = _prev_fields(columns, rows) if stage is WorkerPass.PREV_LOGPROBS else LP_SEED_FIELDS
         batch = self._seed_batch(work, columns, fields, rows, width=plan.pad_to)
@@ -259,7 +259,7 @@ class ReplayRank:
     ) -> tuple[list[int], torch.Tensor]:
         """Compute log-probabilities like `logprobs`, with routes that the pass chooses and records."""
         assert work.logprob_plan is not None, "there are rows"
-        self.worker.life.enter(WorkerState.LOGPROBS)
+        self.worker.device_states.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
         batch = self._seed_batch(work, columns, _prev_fields(columns, rows), rows, width=plan.pad_to)
         recorded = self.worker.record_routes(batch, plan=plan)
@@ -326,7 +326,7 @@ def _compared_routes(recorded_NTLK: torch.Tensor, batch: BatchedDataDict) -> Rou
 
 
 def _prev_fields(columns: SnapshotColumns, rows: Sequence[int]) -> tuple[str, ...]:
-    """Return the fields that `prev_logprobs` reads: the kept sets, too, where the run has recorded them."""
+    """Return the fields that `prev_logprobs` reads: the sampling masks, too, where the run has recorded them."""
     return (*LP_SEED_FIELDS, SUPPORT) if columns.has(SUPPORT, rows) else LP_SEED_FIELDS
 
 

@@ -15,8 +15,8 @@ import torch
 from nemo_rl.algorithms.grpo import TrainRows, plan_logprobs, plan_train, score_rows, select_train_rows
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, SnapshotFolder
 from nemo_rl.algorithms.kept_steps.record import SnapshotRows, StepError, StepSnapshot, StepStatus
-from nemo_rl.algorithms.row_measures import KlInReward, TokenStatistics, decide_rows
 from nemo_rl.algorithms.scored_rows import ScoredRows
+from nemo_rl.algorithms.token_statistics import KlInReward, TokenStatistics, decide_rows
 from nemo_rl.algorithms.token_work import TokenEstimator, TokenWork, advantages_in_process, token_estimator
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.keys import group_uid
@@ -81,7 +81,7 @@ class RowNumbers:
         _check_kind(step, needs)
         if not chosen or (needs.measures is None and needs.estimator is None):
             return cls(scored=scored)
-        columns, carry = SnapshotColumns.read(link.folder, step), kept.scalars
+        columns, sample_stats = SnapshotColumns.read(link.folder, step), kept.scalars
         lengths = [kept.lengths[row] for row in chosen]
         if needs.measures is not None:
             batch = _dense(columns, needs.measures.input_fields, chosen, width=max(lengths))
@@ -89,7 +89,7 @@ class RowNumbers:
                 return cls._without(step, scored, needs.measures.input_fields)
             scored, _ = decide_rows(
                 scored,
-                carry,
+                sample_stats,
                 config.grpo,
                 measures=needs.measures,
                 numbers=needs.measures(batch).numbers,
@@ -99,7 +99,7 @@ class RowNumbers:
         has_weight = bool((scored.select(chosen).sample_mask > 0).any())
         if needs.estimator is None or not has_weight:
             return cls(scored=scored, trains=has_weight)
-        work = TokenWork.of(scored, carry, config.grpo, estimator=needs.estimator, kl=needs.kl, rows=chosen)
+        work = TokenWork.of(scored, sample_stats, config.grpo, estimator=needs.estimator, kl=needs.kl, rows=chosen)
         batch = _dense(columns, work.input_fields, chosen, width=max(lengths))
         if batch is None:
             return cls._without(step, scored, work.input_fields)

@@ -101,7 +101,7 @@ class DTensorSnapshot:
 
 
 def weight_infos(model: PolicyModel) -> dict[str, TensorInfo]:
-    """Return shapes and dtypes of the whole weights, in the order in which they are exported."""
+    """Return shapes and dtypes of the full weights, in the order in which they are exported."""
     return {
         name: TensorInfo(shape=tuple(weight.shape), dtype=str(weight.dtype).removeprefix("torch."))
         for name, weight in named_weights(model.hf)

@@ -87,7 +87,7 @@ def check_plan(model: torch.nn.Module, plan: Mapping[str, str], *, size: int) ->
 
 
 def apply_plan(model: torch.nn.Module, plan: Mapping[str, str], axis: TensorAxis) -> None:
-    """Split the model over the axis in place (collective: every rank holds the same whole weights before).
+    """Split the model over the axis in place (collective: every rank holds the same full weights before).
 
     Args:
         plan: as in `check_plan`. Modules that it leaves out are the same on every rank.

@@ -80,7 +80,7 @@ def install() -> int:
     changed = 0
     for name, module in list(sys.modules.items()):
         if name.startswith(PACKAGE) and module is not None and vars(module).get("torch") is torch:
-            vars(module)["torch"] = _STAND_IN
+            vars(module)["torch"] = _SHIM
             changed += 1
     _use_cpu_random_state()
     _restore_by_copy()
@@ -255,7 +255,7 @@ def _zero(*_: object, **__: object) -> int:
     return 0
 
 
-class _StandInCuda(types.ModuleType):
+class _CudaShim(types.ModuleType):
     """`torch.cuda` as megatron-core sees it: the device is the CPU, and streams are empty."""
 
     def __init__(self) -> None:
@@ -278,12 +278,12 @@ class _StandInCuda(types.ModuleType):
         return getattr(torch.cuda, name)
 
 
-class _StandInTorch(types.ModuleType):
+class _TorchShim(types.ModuleType):
     """`torch` as megatron-core sees it: what it creates on a GPU is created on the CPU."""
 
     def __init__(self) -> None:
         super().__init__("torch")
-        self.cuda = _StandInCuda()
+        self.cuda = _CudaShim()
         for name in FACTORIES:
             setattr(self, name, _on_cpu(vars(torch)[name]))
 
@@ -304,4 +304,4 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-_STAND_IN = _StandInTorch()
+_SHIM = _TorchShim()

@@ -100,7 +100,7 @@ class PolicyOptimizer:
         return [group for part in self._parts for group in part.param_groups]
 
     def advance(self) -> None:
-        """(collective) Advance by one training call; every rank has the whole weights after it."""
+        """(collective) Advance by one training call; every rank has the full weights after it."""
         self._schedule.num_steps += 1
         if self._config.overlap_param_gather:
             # Otherwise only the next forward pass would gather them, and an export comes first.

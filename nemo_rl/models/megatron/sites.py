@@ -1,7 +1,7 @@
 """Sites of a pipeline stage in megatron-core, whose tensors lie positions before rows.
 
-Called by `MegatronEngine.taps`. Under sequence parallelism what lies between the blocks, and what routers see, is a
-part of the positions. With Transformer Engine norms are computed inside the projections behind them.
+Called by `MegatronEngine.hook_points`. Under sequence parallelism what lies between the blocks, and what routers see,
+is a part of the positions. With Transformer Engine norms are computed inside the projections behind them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.records.record import DimSplit
 from nemo_rl.records.sites import SiteKind
 
-__all__ = ["taps_of"]
+__all__ = ["hook_points_of"]
 
 Pick = Callable[[Any], torch.Tensor]
 
 
-def taps_of(
+def hook_points_of(
     model: MegatronModel, here: RankInfo, *, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
 ) -> HookPoints:
     """Return the sites of this rank.
 
     Args:
-        weights: (collective) whole weights by name.
+        weights: (collective) full weights by name.
     """
     found = _Finder(model, here)
     module = model.module
@@ -44,7 +44,7 @@ def taps_of(
     if model.ddp.ddp_config.use_distributed_optimizer:
         found.cannot("the distributed optimizer leaves each rank a part of the gradients only", SiteKind.GRAD)
     return HookPoints(
-        taps=tuple(found.taps),
+        hook_points=tuple(found.hook_points),
         unobserved=found.unobserved,
         chunk=(here.coordinates.tp, here.layout.tp) if here.layout.sequence_parallel else (0, 1),
         place=here.coordinates,

@@ -1,7 +1,7 @@
 """`HookPoint`: how one site of a model is reached on one rank, and how its tensor lies there.
 
 Made by the engines (`workers.dtensor_engine`, `nemo_rl.models.megatron.sites`), used by `SiteObserver`.
-Invariant: a tap delivers the tensor of one pass of this rank, and says how rows and positions lie in it.
+Invariant: a hook_point delivers the tensor of one pass of this rank, and says how rows and positions lie in it.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class HookPoint:
 
 
 class TapList:
-    """Collects the taps of a model, and what cannot be one.
+    """Collects the hook points of a model, and what cannot be one.
 
     Args:
         order: of tensors that do not say another.
     """
 
     def __init__(self, *, order: Order) -> None:
-        self.taps: list[HookPoint] = []
+        self.hook_points: list[HookPoint] = []
         self.unobserved: dict[SiteKind, str] = {}
         self._order = order
 
@@ -105,9 +105,11 @@ class TapList:
         split: DimSplit | None = None,
         order: Order | None = None,
     ) -> None:
-        """Add a tap with these fields."""
+        """Add a hook point with these fields."""
         chosen = self._order if order is None else order
-        self.taps.append(HookPoint(kind=kind, layer=layer, attach=attach, tokens=tokens, split=split, order=chosen))
+        self.hook_points.append(
+            HookPoint(kind=kind, layer=layer, attach=attach, tokens=tokens, split=split, order=chosen)
+        )
 
     def cannot(self, why: str, *kinds: SiteKind) -> None:
         """Note sites that the model does not give."""
@@ -118,7 +120,7 @@ class TapList:
 class HookPoints:
     """All sites of a model on this rank."""
 
-    taps: tuple[HookPoint, ...]
+    hook_points: tuple[HookPoint, ...]
     unobserved: Mapping[SiteKind, str]
     """Sites that this model does not give -> why."""
     place: Coordinates
@@ -134,11 +136,11 @@ class HookPoints:
 
     # One of the ranks that have the very same tensor shows it.
 
-    def shows(self, tap: HookPoint) -> bool:
+    def shows(self, hook_point: HookPoint) -> bool:
         """Return a site of the model; all have parts of their own where the tensor axis splits features or
         positions."""
-        is_split = (tap.split is not None and tap.split.count > 1) or (
-            tap.tokens is TokenPositions.CHUNK and self.chunk[1] > 1
+        is_split = (hook_point.split is not None and hook_point.split.count > 1) or (
+            hook_point.tokens is TokenPositions.CHUNK and self.chunk[1] > 1
         )
         return is_split or self.place.tp == 0
 

@@ -176,7 +176,7 @@ class Policy:
     def _merged(
         self, requests: Sequence[Request[torch.Tensor]], batch: BatchedDataDict, plan: PackPlan
     ) -> torch.Tensor:
-        parts = self._layout.of_writers(self._run(requests, "logprobs"))
+        parts = self._layout.one_per_shard(self._run(requests, "logprobs"))
         order = [row for rank in range(plan.num_ranks) for row in plan.rows_of_rank(rank)]
         merged = torch.zeros(batch.size, max(part.shape[1] for part in parts))
         merged[torch.tensor(order)] = torch.cat(parts)
@@ -185,7 +185,7 @@ class Policy:
     def _shards(self, batch: BatchedDataDict, plan: PackPlan) -> list[_Shard]:
         """Return rows and plan of each rank; ranks of a replica group get the same."""
         rows = [batch.select_indices(plan.rows_of_rank(shard)) for shard in range(plan.num_ranks)]
-        return self._layout.spread(
+        return self._layout.per_rank(
             [_Shard(batch=mine, plan=view) for mine, view in zip(rows, plan.rank_plans(), strict=True)]
         )
 
@@ -207,7 +207,7 @@ def summarize(results: Sequence[TrainResult], *, layout: ParallelLayout | None =
         layout: of the ranks; None means that every rank has a shard for itself.
     """
     first = results[0]
-    writers = (layout or ParallelLayout.of(len(results))).of_writers(results)
+    writers = (layout or ParallelLayout.of(len(results))).one_per_shard(results)
     return TrainSummary(
         loss=sum(first.loss) / len(first.loss) if first.loss else 0.0,
         losses=first.loss,

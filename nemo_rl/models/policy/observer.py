@@ -97,7 +97,7 @@ class PassRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Capture:
-    """A tensor that one tap delivered during one pass on this rank."""
+    """A tensor that one hook point delivered during one pass on this rank."""
 
     place: RecordPlace
     value: torch.Tensor
@@ -121,7 +121,7 @@ class SiteSink(Protocol):
         """Return whether the sink wants this site. For sites outside the layers every rank must return the same
         value, since they are gathered."""
 
-    def see(self, sight: Capture) -> None:
+    def see(self, capture: Capture) -> None:
         """Take one tensor; called by one thread at a time."""
 
 
@@ -148,8 +148,8 @@ class SiteObserver(PassObserver):
         keys: of the rows of the batch.
     """
 
-    def __init__(self, taps: HookPoints, sinks: Sequence[SiteSink], *, phase: str, keys: Sequence[str]) -> None:
-        self._taps, self._sinks = taps, tuple(sinks)
+    def __init__(self, hook_points: HookPoints, sinks: Sequence[SiteSink], *, phase: str, keys: Sequence[str]) -> None:
+        self._hook_points, self._sinks = hook_points, tuple(sinks)
         self._place = RecordPlace(kind=SiteKind.LOSS, phase=phase)
         self._keys = keys
         self._current: _MicrobatchPass | None = None
@@ -163,10 +163,10 @@ class SiteObserver(PassObserver):
     def attached(self) -> Iterator[SiteObserver]:
         """Surround the call: sites are reached inside, and nothing of that is left outside, also after an error."""
         with ExitStack() as stack:
-            for tap in self._taps.taps:
-                directions = [way for way in Direction if self._is_wanted(tap.kind, tap.layer, way)]
+            for hook_point in self._hook_points.hook_points:
+                directions = [way for way in Direction if self._is_wanted(hook_point.kind, hook_point.layer, way)]
                 if directions:
-                    stack.callback(tap.attach(self._deliver_to(tap, directions)))
+                    stack.callback(hook_point.attach(self._deliver_to(hook_point, directions)))
             try:
                 yield self
             finally:
@@ -177,7 +177,7 @@ class SiteObserver(PassObserver):
 
     def parameters(self) -> None:
         if self._is_wanted(SiteKind.PARAM):
-            self._show_named(SiteKind.PARAM, self._taps.weights())
+            self._show_named(SiteKind.PARAM, self._hook_points.weights())
 
     def update(self, number: int) -> None:
         self._place = replace(self._place, update=number)
@@ -192,7 +192,9 @@ class SiteObserver(PassObserver):
         if micro.rows and self._is_wanted(SiteKind.TOKENS):
             rows = self._rows_of(current, TokenPositions.ALL)
             place = replace(current.place, kind=SiteKind.TOKENS)
-            self._show(Capture(place=place, value=micro.inputs.input_ids, rows=rows, is_first=self._taps.shows_inputs))
+            self._show(
+                Capture(place=place, value=micro.inputs.input_ids, rows=rows, is_first=self._hook_points.shows_inputs)
+            )
         try:
             yield (lambda output: self._on_backward(current, output)) if backward_follows else nothing_follows
         finally:
@@ -215,31 +217,35 @@ class SiteObserver(PassObserver):
             return
         if self._is_wanted(SiteKind.LOSS):
             place = replace(current.place, kind=SiteKind.LOSS)
-            self._show(Capture(place=place, value=output.loss.detach(), is_first=self._taps.shows_outputs))
+            self._show(Capture(place=place, value=output.loss.detach(), is_first=self._hook_points.shows_outputs))
         if output.token_losses is not None and self._is_wanted(SiteKind.TOKEN_LOSS):
             self._show_selected(current, SiteKind.TOKEN_LOSS, output.token_losses)
 
     def gradients(self) -> None:
         if self._is_wanted(SiteKind.GRAD):
-            self._show_named(SiteKind.GRAD, self._taps.gradients())
+            self._show_named(SiteKind.GRAD, self._hook_points.gradients())
 
     # Private parts.
 
     def _is_wanted(self, kind: SiteKind, layer: int | None = None, way: Direction = Direction.FORWARD) -> bool:
         return any(sink.takes(kind, layer, way) for sink in self._sinks)
 
-    def _show(self, sight: Capture) -> None:
-        place = sight.place
+    def _show(self, capture: Capture) -> None:
+        place = capture.place
         with self._lock:
             for sink in self._sinks:
                 if sink.takes(place.kind, place.layer, place.direction):
-                    sink.see(sight)
+                    sink.see(capture)
 
     def _show_named(self, kind: SiteKind, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Show named tensors, which every rank has whole."""
         for name, value in tensors:
             self._show(
-                Capture(place=replace(self._place, kind=kind, name=name), value=value, is_first=self._taps.shows_whole)
+                Capture(
+                    place=replace(self._place, kind=kind, name=name),
+                    value=value,
+                    is_first=self._hook_points.shows_whole,
+                )
             )
 
     def _on_backward(self, current: _MicrobatchPass, output: torch.Tensor) -> None:
@@ -255,43 +261,47 @@ class SiteObserver(PassObserver):
     def _leave(self) -> None:
         self._current = None
 
-    def _deliver_to(self, tap: HookPoint, directions: Sequence[Direction]) -> Callable[[torch.Tensor], None]:
+    def _deliver_to(self, hook_point: HookPoint, directions: Sequence[Direction]) -> Callable[[torch.Tensor], None]:
         def deliver(value: torch.Tensor) -> None:
             current = self._current
             if current is None or not current.micro.rows:
                 return
-            site = tap.kind, tap.layer
+            site = hook_point.kind, hook_point.layer
             if Direction.FORWARD in directions:
-                place = replace(current.place, kind=tap.kind, layer=tap.layer, is_recomputed=site in current.seen)
-                self._show(self._sight(current, tap, place, value))
+                place = replace(
+                    current.place, kind=hook_point.kind, layer=hook_point.layer, is_recomputed=site in current.seen
+                )
+                self._show(self._capture(current, hook_point, place, value))
             current.seen.add(site)
             # A layer that is run again has other tensors: gradients reach those of one of both passes. A tensor made
             # without gradients may become the output of a checkpoint, where hooks that come later are never called.
-            is_wanted = Direction.BACKWARD in directions and SITES[tap.kind].has_backward
+            is_wanted = Direction.BACKWARD in directions and SITES[hook_point.kind].has_backward
             if is_wanted and torch.is_grad_enabled() and value.requires_grad:
-                value.register_hook(partial(self._show_gradient, current, tap))
+                value.register_hook(partial(self._show_gradient, current, hook_point))
 
         return deliver
 
-    def _show_gradient(self, current: _MicrobatchPass, tap: HookPoint, gradient: torch.Tensor) -> None:
-        site = tap.kind, tap.layer
+    def _show_gradient(self, current: _MicrobatchPass, hook_point: HookPoint, gradient: torch.Tensor) -> None:
+        site = hook_point.kind, hook_point.layer
         if site not in current.with_gradient:
             current.with_gradient.add(site)
-            place = replace(current.place, kind=tap.kind, layer=tap.layer, direction=Direction.BACKWARD)
-            self._show(self._sight(current, tap, place, self._unscaled(gradient)))
+            place = replace(current.place, kind=hook_point.kind, layer=hook_point.layer, direction=Direction.BACKWARD)
+            self._show(self._capture(current, hook_point, place, self._unscaled(gradient)))
 
     def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        factor = self._taps.loss_factor()
+        factor = self._hook_points.loss_factor()
         return gradient if factor == 1.0 else gradient / factor
 
-    def _sight(self, current: _MicrobatchPass, tap: HookPoint, place: RecordPlace, value: torch.Tensor) -> Capture:
-        by_rows = tap.order.by_rows(value.detach(), current.micro.inputs.input_ids.shape[0])
+    def _capture(
+        self, current: _MicrobatchPass, hook_point: HookPoint, place: RecordPlace, value: torch.Tensor
+    ) -> Capture:
+        by_rows = hook_point.order.by_rows(value.detach(), current.micro.inputs.input_ids.shape[0])
         return Capture(
             place=place,
             value=by_rows,
-            rows=self._rows_of(current, tap.tokens),
-            split=tap.split,
-            is_first=self._taps.shows(tap),
+            rows=self._rows_of(current, hook_point.tokens),
+            split=hook_point.split,
+            is_first=self._hook_points.shows(hook_point),
         )
 
     def _show_selected(
@@ -306,7 +316,7 @@ class SiteObserver(PassObserver):
         at = micro.out_row_M, micro.out_column_M
         rows = PassRows(number=next(self._numbers), at=at, table=self._table(micro, *at, micro.ids_nt[at]))
         place = replace(current.place, kind=kind, direction=direction)
-        self._show(Capture(place=place, value=values_nt.detach(), rows=rows, is_first=self._taps.shows_outputs))
+        self._show(Capture(place=place, value=values_nt.detach(), rows=rows, is_first=self._hook_points.shows_outputs))
 
     def _rows_of(self, current: _MicrobatchPass, tokens: TokenPositions) -> PassRows:
         """Return the rows of a pass, made once per pass and kind."""
@@ -321,7 +331,7 @@ class SiteObserver(PassObserver):
         else:
             parts = inputs.row_ns, inputs.column_ns, inputs.input_ids
             if tokens is TokenPositions.CHUNK:
-                index, num_chunks = self._taps.chunk
+                index, num_chunks = self._hook_points.chunk
                 row_ns, column_ns, ids_ns = (part.chunk(num_chunks, dim=1)[index] for part in parts)
             else:
                 row_ns, column_ns, ids_ns = parts
@@ -355,21 +365,21 @@ class HookObservers:
     """The observers of one rank.
 
     Args:
-        taps: the sites of the model; None where nobody looks on.
+        hook_points: the sites of the model; None where nobody looks on.
     """
 
-    def __init__(self, taps: HookPoints | None = None, hook_observers: Sequence[HookObserver] = ()) -> None:
-        self._taps, self._hook_observers = taps, tuple(hook_observers)
+    def __init__(self, hook_points: HookPoints | None = None, hook_observers: Sequence[HookObserver] = ()) -> None:
+        self._hook_points, self._hook_observers = hook_points, tuple(hook_observers)
 
     @contextmanager
     def phase(self, phase: WorkerPass, batch: BatchedDataDict) -> Iterator[PassObserver]:
         """Surround the passes of one call."""
         sinks = {one: sink for one in self._hook_observers if (sink := one.begin_call(phase)) is not None}
-        if self._taps is None or not sinks:
+        if self._hook_points is None or not sinks:
             yield NO_OBSERVER
             return
         keys = row_names(batch, range(batch.size))
-        observer = SiteObserver(self._taps, tuple(sinks.values()), phase=phase.value, keys=keys)
+        observer = SiteObserver(self._hook_points, tuple(sinks.values()), phase=phase.value, keys=keys)
         try:
             with observer.attached():
                 yield observer

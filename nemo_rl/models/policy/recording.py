@@ -49,26 +49,26 @@ class RecordSink:
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
         return self._selector.takes(kind, layer, direction) or (kind in NAMED and kind in self._selector.kinds())
 
-    def see(self, sight: Capture) -> None:
+    def see(self, capture: Capture) -> None:
         if self._has_ended:
             return
         try:
-            self._write(sight)
+            self._write(capture)
         except UserError as error:
             if self._on_refusal is None:
                 raise
             self._has_ended = True
             self._on_refusal(error)
 
-    def _write(self, sight: Capture) -> None:
-        place = sight.place
+    def _write(self, capture: Capture) -> None:
+        place = capture.place
         if place.name is not None:
-            if sight.is_first and self._selector.takes_parameter(place.name, place.kind):
-                self._writer.tensor(place, sight.value, tokens=None)
-        elif sight.rows is None:
-            self._writer.tensor(place, sight.value, tokens=None)
+            if capture.is_first and self._selector.takes_parameter(place.name, place.kind):
+                self._writer.tensor(place, capture.value, tokens=None)
+        elif capture.rows is None:
+            self._writer.tensor(place, capture.value, tokens=None)
         else:
-            self._writer.tensor(place, sight.tokens(), tokens=self._table(sight.rows), split=sight.split)
+            self._writer.tensor(place, capture.tokens(), tokens=self._table(capture.rows), split=capture.split)
 
     def _table(self, rows: PassRows) -> str:
         """Return the name of the rows' table, written once."""
@@ -130,11 +130,14 @@ class SiteRecording(Recording):
         UserError: an unknown site.
     """
 
-    def __init__(self, spec: RecordSpec, taps: HookPoints, here: RankInfo) -> None:
-        self._spec, self._taps, self._here = spec, taps, here
+    def __init__(self, spec: RecordSpec, hook_points: HookPoints, here: RankInfo) -> None:
+        self._spec, self._hook_points, self._here = spec, hook_points, here
         self._selector = Selector.parse(spec.sites)
         self._writer: RecordWriter | None = None
-        mine = [(tap.kind, tap.layer) for tap in taps.taps], dict(taps.unobserved)
+        mine = (
+            [(hook_point.kind, hook_point.layer) for hook_point in hook_points.hook_points],
+            dict(hook_points.unobserved),
+        )
         everywhere: list[tuple[list[tuple[SiteKind, int | None]], dict[SiteKind, str]]] = [
             ([], {})
         ] * here.layout.world_size

@@ -14,7 +14,7 @@ from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.row_work import RowFunction, RowResults, RowWorkResult
+from nemo_rl.data_plane.row_map import RowFunction, RowMapResult, RowResults
 from nemo_rl.distributed.calls import Pending, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
@@ -112,15 +112,15 @@ class TQPolicy(Policy):
             work: the same for all data-parallel shards, or one for each.
         """
         metas = self._metas(meta, plan)
-        works = self._layout.spread(list(work) if isinstance(work, Sequence) else [work] * self._layout.dp)
+        works = self._layout.per_rank(list(work) if isinstance(work, Sequence) else [work] * self._layout.dp)
         requests = [
             ask(TQWorker.map_rows, meta=part, work=of_rank, stage=stage)
             for part, of_rank in zip(metas, works, strict=True)
         ]
 
-        def merge(results: Sequence[RowWorkResult]) -> RowResults:
+        def merge(results: Sequence[RowMapResult]) -> RowResults:
             self.driver_bytes += message_bytes((metas, works, results))
-            done = self._layout.of_writers(results)
+            done = self._layout.one_per_shard(results)
             return RowResults(
                 meta=meta.with_written([result.meta for result in done]),
                 shards=tuple(result.numbers for result in done),
@@ -144,7 +144,7 @@ class TQPolicy(Policy):
 
     def _metas(self, meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
         """Return the meta of each rank; ranks of a replica group get the same."""
-        return self._layout.spread(shard_meta_for_dp(meta, plan))
+        return self._layout.per_rank(shard_meta_for_dp(meta, plan))
 
     def _written(
         self,
@@ -155,6 +155,6 @@ class TQPolicy(Policy):
     ) -> Pending[KVBatchMeta]:
         def merge(results: Sequence[KVBatchMeta]) -> KVBatchMeta:
             self.driver_bytes += message_bytes((metas, results))
-            return meta.with_written(self._layout.of_writers(results))
+            return meta.with_written(self._layout.one_per_shard(results))
 
         return self._submit(requests, stage.value).then(merge)

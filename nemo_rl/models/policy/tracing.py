@@ -66,23 +66,23 @@ class TraceSink:
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
         return self._step.plan.looks_at(kind, layer, direction, phase=self._phase, step=self._step.number)
 
-    def see(self, sight: Capture) -> None:
-        if not sight.is_first:
+    def see(self, capture: Capture) -> None:
+        if not capture.is_first:
             return
         try:
-            self._show(sight)
+            self._show(capture)
         except Exception as error:  # noqa: BLE001 - what looks on must not end what it looks at
-            place = sight.place
+            place = capture.place
             self._on_problem(f"{place.kind.value}, layer {place.layer}: {type(error).__name__}: {error}")
 
-    def _show(self, sight: Capture) -> None:
-        reducers = self._reducers_of(sight.place)
+    def _show(self, capture: Capture) -> None:
+        reducers = self._reducers_of(capture.place)
         whole = [reducer for reducer in reducers if not isinstance(reducer, PerToken)]
         if whole:
-            self._send_whole(sight, whole)
+            self._send_whole(capture, whole)
         for reducer in reducers:
-            if isinstance(reducer, PerToken) and sight.rows is not None:
-                self._send_tokens(sight, sight.rows, reducer)
+            if isinstance(reducer, PerToken) and capture.rows is not None:
+                self._send_tokens(capture, capture.rows, reducer)
 
     def _reducers_of(self, place: RecordPlace) -> tuple[Reducer, ...]:
         plan, step = self._step.plan, self._step.number
@@ -95,34 +95,34 @@ class TraceSink:
             )
         return self._reducers[site]
 
-    def _send_whole(self, sight: Capture, reducers: Sequence[Reducer]) -> None:
-        rows = sight.rows
+    def _send_whole(self, capture: Capture, reducers: Sequence[Reducer]) -> None:
+        rows = capture.rows
         if rows is None:
-            flat = sight.value.detach().reshape(1, -1)
+            flat = capture.value.detach().reshape(1, -1)
             values = ReducedValues(flat, _span(None, flat.shape[1]), {}, lambda: np.zeros(1, "u8"))
         else:
-            tokens = _two_dim(sight.tokens())
-            values = ReducedValues(tokens, _span(sight.split, tokens.shape[1]), {}, lambda: _hashes(rows))
+            tokens = _two_dim(capture.tokens())
+            values = ReducedValues(tokens, _span(capture.split, tokens.shape[1]), {}, lambda: _hashes(rows))
         parts = {reducer: part_of(reducer, values) for reducer in reducers}
         stats = next((part for reducer, part in parts.items() if isinstance(reducer, Stats)), None)
         bad = int(stats[-3:].sum()) if stats is not None else values.num_not_finite
         for reducer, part in parts.items():
-            self._offer(sight, reducer, part, span=values.span, table=None, num_not_finite=bad)
+            self._offer(capture, reducer, part, span=values.span, table=None, num_not_finite=bad)
 
-    def _send_tokens(self, sight: Capture, rows: PassRows, reducer: PerToken) -> None:
+    def _send_tokens(self, capture: Capture, rows: PassRows, reducer: PerToken) -> None:
         name, chosen_r = self._table(rows, reducer)
         if not len(chosen_r):
             return
-        tokens = _two_dim(sight.value[tuple(index[chosen_r] for index in rows.at)])
-        span = _span(sight.split, tokens.shape[1])
+        tokens = _two_dim(capture.value[tuple(index[chosen_r] for index in rows.at)])
+        span = _span(capture.split, tokens.shape[1])
         try:
-            vectors = self._vectors_of(reducer, sight.place, span)
+            vectors = self._vectors_of(reducer, capture.place, span)
         except UserError as error:
             self._on_problem(str(error))
             return
         values = ReducedValues(tokens, span, vectors, lambda: _hashes(rows)[chosen_r.numpy()])
         part = part_of(reducer, values)
-        self._offer(sight, reducer, part, span=span, table=name, num_not_finite=values.num_not_finite)
+        self._offer(capture, reducer, part, span=span, table=name, num_not_finite=values.num_not_finite)
 
     def _vectors_of(self, reducer: Reducer, place: RecordPlace, span: Span) -> Mapping[str, torch.Tensor]:
         if not isinstance(reducer, Project):
@@ -150,9 +150,16 @@ class TraceSink:
         return self._tables[rows.number, kind]
 
     def _offer(
-        self, sight: Capture, reducer: Reducer, part: np.ndarray, *, span: Span, table: str | None, num_not_finite: int
+        self,
+        capture: Capture,
+        reducer: Reducer,
+        part: np.ndarray,
+        *,
+        span: Span,
+        table: str | None,
+        num_not_finite: int,
     ) -> None:
-        place = sight.place
+        place = capture.place
         message = FramePart(
             where=Where(
                 run=self._step.run,
@@ -319,13 +326,13 @@ NO_TRACING = Tracing()
 class SiteTracing(TracedPhases, Tracing):
     """Shows the passes of this rank."""
 
-    def __init__(self, spec: TraceSpec, taps: HookPoints, here: RankInfo) -> None:
+    def __init__(self, spec: TraceSpec, hook_points: HookPoints, here: RankInfo) -> None:
         place = here.coordinates
         axes = {"dp": place.dp, "cp": place.cp, "tp": place.tp, "pp": place.pp}
         super().__init__(
             spec,
             GroupPlace(rank=here.rank, world=here.layout.world_size, axes=axes),
-            unobserved=taps.unobserved,
+            unobserved=hook_points.unobserved,
         )
 
     def begin_call(self, phase: WorkerPass) -> SiteSink | None:

@@ -238,7 +238,7 @@ class BucketSink:
 
 
 class WeightJoiner:
-    """The receiving side of an engine that takes whole weights: each is handed over as soon as its last byte is there.
+    """The receiving side of an engine that takes full weights: each is handed over as soon as its last byte is there.
 
     Besides the bucket one weight is held; whoever takes it may keep it.
     """

@@ -163,7 +163,7 @@ KEY = "policy.generation.refit_delta"
 
 
 class DeltaSchedule:
-    """Decides for each refit of a run if it sends a delta or whole weights.
+    """Decides for each refit of a run if it sends a delta or full weights.
 
     Args:
         full_every: of so many refits one is whole, whatever happens.
@@ -198,7 +198,7 @@ class DeltaSchedule:
         deaf = [engine for engine, base in held.items() if base is None]
         if deaf:
             raise ConfigError(
-                f"{KEY}.enabled: true, but engine {deaf[0]} supports whole weights only: its `RefitTarget` has no "
+                f"{KEY}.enabled: true, but engine {deaf[0]} supports full weights only: its `RefitTarget` has no "
                 "`delta_base`; set it to false"
             )
         doubt = self._doubt(before, slots, incarnations, held)

@@ -46,7 +46,7 @@ class PayloadWeightSync(WeightSync):
             bucket = parties.policy.run_for_payload(call)
             if number == num_buckets:
                 all_sent()
-            parties.run_engines(ask(RefitTarget.load_bucket, bucket=bucket.stand_in()))
+            parties.run_engines(ask(RefitTarget.load_bucket, bucket=bucket.placeholder()))
 
 
 class IpcWeightSync(WeightSync):

@@ -29,7 +29,7 @@ Sink = BucketSink | WeightJoiner | DeltaSink
 
 
 class RefitReceiver:
-    """Loads buckets into the tensors of one model, or joins them to whole weights.
+    """Loads buckets into the tensors of one model, or joins them to full weights.
 
     Args:
         device: where weights are.
@@ -73,7 +73,7 @@ class RefitReceiver:
     def _sink_of(self, plan: RefitPlan) -> Sink:
         take = self._take
         if plan.delta is not None:
-            # An engine that takes whole weights needs the last ones, to apply the changes to them.
+            # An engine that takes full weights needs the last ones, to apply the changes to them.
             self._held.begin(plan, self._targets if take is None else None)
             return DeltaSink(plan, self._held, take=take, device=self._device)
         self._held.forget()

@@ -40,7 +40,7 @@ def test_it_is_said_once_with_the_command() -> None:
     ("override", "words"),
     [
         ("grpo.use_generation_logprobs_as_prev=true", "several updates per rollout"),
-        ("policy.generation.top_p=0.9", "kept sets"),
+        ("policy.generation.top_p=0.9", "sampling masks"),
         ("policy.router_replay.enabled=false", "experts chosen otherwise"),
         ("diagnostics.keep_steps.enabled=false", "diagnostics.keep_steps.enabled=true"),
     ],

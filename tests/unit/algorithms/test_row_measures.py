@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo import score_rows, select_train_rows
-from nemo_rl.algorithms.row_measures import (
+from nemo_rl.algorithms.scored_rows import ScoredRows
+from nemo_rl.algorithms.token_statistics import (
     KL,
     LOGPROB_ERROR,
     KlInReward,
@@ -20,7 +21,6 @@ from nemo_rl.algorithms.row_measures import (
     logprob_errors,
     row_sums,
 )
-from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig

@@ -20,7 +20,7 @@ from nemo_rl.algorithms.step_metrics import (
     training_speed,
 )
 from nemo_rl.config.load import load_config
-from nemo_rl.data.sampler import PromptDraw
+from nemo_rl.data.sampler import SampledPrompt
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals
 from nemo_rl.distributed.packing import PackPlan, plan_fixed
@@ -101,7 +101,7 @@ def test_pack_metrics_say_how_far_a_plan_is_from_the_best() -> None:
 
 def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
     config = load_config(RECIPE)
-    carry = SampleStats(
+    sample_stats = SampleStats(
         rewards=np.asarray([1, 0, 1, 1], dtype=np.float32),
         truncated=np.asarray([False, True, False, False]),
         response_lengths=np.asarray([2, 4, 3, 3], dtype=np.int32),
@@ -120,13 +120,13 @@ def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
     )
     keys, tags = ("a_g0", "a_g1", "b_g0", "b_g1"), [{"weight_version": version} for version in (0, 0, 0, -2)]
     meta = KVBatchMeta(partition_id="train", keys=keys, sequence_lengths=(5, 7, 6, 6), tags=tags)
-    rolled = RolloutResult(meta=meta, carry=carry, metrics={"reward_timeouts": Sum(2.0)})
+    rolled = RolloutResult(meta=meta, sample_stats=sample_stats, metrics={"reward_timeouts": Sum(2.0)})
     plan = PackPlan(microbatches=(((0,),), ((1,),)), steps=(1,), pad_to=4)
     weights = {"advantages": torch.zeros(2), "sample_mask": torch.ones(2)}
     step = replace(
-        begin_step(1, [PromptDraw(0, 3), PromptDraw(1, 8)], group_size=2, version=0),
+        begin_step(1, [SampledPrompt(0, 3), SampledPrompt(1, 8)], group_size=2, version=0),
         rolled=rolled,
-        scored=score_rows(carry, rolled.group_uids, config.grpo),
+        scored=score_rows(sample_stats, rolled.group_uids, config.grpo),
         chosen=ChosenRows(rows=(0, 1), meta=meta.subset([0, 1]), plan=plan, **weights),
         train=summary,
         seconds=2.0,

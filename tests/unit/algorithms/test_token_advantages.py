@@ -18,8 +18,8 @@ from nemo_rl.algorithms.estimators import (
 )
 from nemo_rl.algorithms.grpo import score_rows
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.algorithms.row_measures import KlInReward
 from nemo_rl.algorithms.stages.columns import stage_columns
+from nemo_rl.algorithms.token_statistics import KlInReward
 from nemo_rl.algorithms.token_work import (
     Moments,
     TokenEstimator,
@@ -29,7 +29,7 @@ from nemo_rl.algorithms.token_work import (
     plan_groups,
     token_estimator,
 )
-from nemo_rl.config.loss import LOSS_TRAITS
+from nemo_rl.config.loss import LOSS_PROPERTIES
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.errors import ConfigError, NonFiniteError
 from nemo_rl.experience.payload import SampleStats
@@ -321,7 +321,7 @@ def test_what_is_no_advantage_is_refused(gives: object, error: type[Exception], 
         work_of(wrong)(columns_of())
 
 
-@pytest.mark.parametrize("name", LOSS_TRAITS)
+@pytest.mark.parametrize("name", LOSS_PROPERTIES)
 def test_a_loss_with_one_advantage_per_row_takes_none_of_tokens(name: str) -> None:
     own = {"adv_estimator": {"name": f"{__name__}:Returns"}}
     loss = {"name": name, **({"dro": {"beta": 0.1}} if name == "dro" else {})}

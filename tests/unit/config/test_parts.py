@@ -11,12 +11,12 @@ import pytest
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.config import parts
 from nemo_rl.config.load import load_config
-from nemo_rl.config.parts import LOSSES, PartKind
+from nemo_rl.config.parts import LOSSES, PluginKind
 from nemo_rl.errors import ConfigError, UserError
 from tests.helpers.runs import write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
-KINDS = {name: kind for name, kind in vars(parts).items() if isinstance(kind, PartKind)}
+KINDS = {name: kind for name, kind in vars(parts).items() if isinstance(kind, PluginKind)}
 
 
 @pytest.fixture

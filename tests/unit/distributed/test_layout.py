@@ -50,9 +50,9 @@ def test_tensor_parallel_peers_are_neighbours() -> None:
 
 def test_values_are_spread_and_taken_from_writers() -> None:
     layout = ParallelLayout.of(4, tp=2)
-    assert layout.spread(["a", "b"]) == ["a", "a", "b", "b"]
-    assert layout.of_writers([0, 1, 2, 3]) == [0, 2]
-    assert ParallelLayout.of(4, pp=2).of_writers([0, 1, 2, 3]) == [2, 3]
+    assert layout.per_rank(["a", "b"]) == ["a", "a", "b", "b"]
+    assert layout.one_per_shard([0, 1, 2, 3]) == [0, 2]
+    assert ParallelLayout.of(4, pp=2).one_per_shard([0, 1, 2, 3]) == [2, 3]
 
 
 def test_sequences_divide_into_chunks_and_splits() -> None:

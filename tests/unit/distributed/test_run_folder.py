@@ -26,7 +26,7 @@ quiet = {"start_new_session": True, "stdout": subprocess.DEVNULL}
 with folder.marking():
     marked = subprocess.Popen(sleep, **quiet)
 other = subprocess.Popen(sleep, **quiet)
-print(folder.path, marked.pid, other.pid, folder._sweeper.pid, flush=True)
+print(folder.path, marked.pid, other.pid, folder._reaper.pid, flush=True)
 time.sleep(600)
 """
 
@@ -50,7 +50,7 @@ class Driver:
         assert self.process.stdout is not None
         path, *pids = self.process.stdout.readline().split()
         self.folder = Path(path)
-        self.marked, self.other, self.sweeper = (psutil.Process(int(pid)) for pid in pids)
+        self.marked, self.other, self.reaper = (psutil.Process(int(pid)) for pid in pids)
 
     def kill(self) -> None:
         self.process.kill()
@@ -82,10 +82,10 @@ def test_a_killed_driver_leaves_no_marked_process_and_no_folder(driver: Driver) 
 
 
 def test_what_a_dead_run_and_its_sweeper_have_left_goes_with_the_next_start(driver: Driver, root: Path) -> None:
-    driver.sweeper.kill()
+    driver.reaper.kill()
     living = Driver()
     driver.kill()
-    driver.sweeper.wait(60)
+    driver.reaper.wait(60)
     stranger = root / "rstranger"
     stranger.mkdir()
     other_machine = json.loads((driver.folder / OWNER_FILE).read_text()) | {"namespace": "another"}
@@ -110,7 +110,7 @@ def test_the_end_of_a_run_takes_what_is_left_of_its_processes_and_its_sweeper() 
     folder.close()
     folder.close()
     assert child.wait(60) == -signal.SIGKILL
-    assert not folder.path.exists() and folder._sweeper.returncode == 0
+    assert not folder.path.exists() and folder._reaper.returncode == 0
 
 
 def test_a_folder_that_others_can_open_is_refused(root: Path) -> None:

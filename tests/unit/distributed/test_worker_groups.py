@@ -97,7 +97,7 @@ def test_results_come_in_rank_order_and_payloads_stay_where_they_are(group):
     assert group.run(Call(request=ask(Echo.who), stage="s", timeout_s=30, ranks=[1])) == [(1, 0)]
     payload = group.run_for_payload(call(ask(Echo.who, value=5)))
     assert isinstance(payload.handle, ray.ObjectRef)
-    assert group.run(call(ask(Echo.total, payload=payload.stand_in()))) == [5, 5]
+    assert group.run(call(ask(Echo.total, payload=payload.placeholder()))) == [5, 5]
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def test_a_local_group_runs_in_this_process():
     local = LocalWorkerGroup(lambda: Echo(0))
     assert local.run(call(ask(Echo.who, value=3))) == [(0, 3)]
     payload = local.run_for_payload(call(ask(Echo.who, value=4)))
-    assert local.run(call(ask(Echo.total, payload=payload.stand_in()))) == [4]
+    assert local.run(call(ask(Echo.total, payload=payload.placeholder()))) == [4]
     refused = local.submit(call(ask(Echo.refuse)))
     with pytest.raises(NonFiniteError, match="rows k1, k2"):
         refused.result()

@@ -62,7 +62,7 @@ def test_records_of_several_steps_are_joined_row_by_row():
 def rolled(uid: str, rewards: list[float], version: int) -> RolloutResult:
     keys, tags = [f"{uid}_g{i}" for i in range(len(rewards))], [{"weight_version": version}] * len(rewards)
     meta = KVBatchMeta(partition_id="train", keys=tuple(keys), tags=tags)
-    return RolloutResult(meta=meta, carry=carry(rewards), metrics={"response_tokens": Sum(4.0)})
+    return RolloutResult(meta=meta, sample_stats=carry(rewards), metrics={"response_tokens": Sum(4.0)})
 
 
 def test_rows_of_several_rollouts_keep_their_group_and_the_version_that_sampled_them():
@@ -70,7 +70,7 @@ def test_rows_of_several_rollouts_keep_their_group_and_the_version_that_sampled_
     assert joined.group_uids == ("a", "a", "b", "b") and joined.weight_versions.tolist() == [3, 3, 4, 4]
     picked = joined.select([2, 1])
     assert picked.group_uids == ("b", "a") and picked.weight_versions.tolist() == [4, 3]
-    assert picked.carry.rewards.tolist() == [0.5, 0.0] and joined.metrics["response_tokens"] == Sum(8.0)
+    assert picked.sample_stats.rewards.tolist() == [0.5, 0.0] and joined.metrics["response_tokens"] == Sum(8.0)
 
 
 def test_the_mean_of_a_component_is_that_of_the_rows_that_have_one():

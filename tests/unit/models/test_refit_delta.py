@@ -162,7 +162,7 @@ def move(plan: RefitPlan, weights: dict[str, torch.Tensor], sender: HeldWeights,
 @settings(deadline=None, max_examples=40)
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), bound=st.integers(1, 40), seed=st.integers(0, 99))
 def test_versions_follow_each_other_in_both_kinds_of_engine(sizes: list[int], bound: int, seed: int) -> None:
-    """Buckets cut elements anywhere; one engine has its own tensors, the other takes whole weights."""
+    """Buckets cut elements anywhere; one engine has its own tensors, the other takes full weights."""
     history = versions(sizes, seed=seed)
     sender, tensors, staging = HeldWeights(), HeldWeights(), HeldWeights()
     targets = [torch.zeros_like(weight) for weight in history[0].values()]
@@ -238,5 +238,5 @@ def test_after_any_doubt_all_weights_are_sent_once(doubt: dict[str, object]) -> 
 
 
 def test_an_engine_that_knows_no_deltas_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"refit_delta.enabled: true, but engine 1 supports whole weights only"):
+    with pytest.raises(ConfigError, match=r"refit_delta.enabled: true, but engine 1 supports full weights only"):
         base_of(DeltaSchedule(full_every=9), 0, held={0: -1, 1: None})

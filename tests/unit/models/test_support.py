@@ -89,7 +89,7 @@ def test_sets_of_other_tokens_are_refused(fault: str) -> None:
     if fault == "cut off":
         support = support[:, :2]
     column = 0 if fault == "a prompt's token" else 1
-    with pytest.raises(FieldNotProduced, match="one kept set for every sampled token"):
+    with pytest.raises(FieldNotProduced, match="one sampling mask for every sampled token"):
         decode_support(support, IDS, IS_RESPONSE, torch.tensor([0]), torch.tensor([column]))
 
 

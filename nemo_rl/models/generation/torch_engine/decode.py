@@ -103,7 +103,8 @@ def draw(
 
 
 def distribution(logits_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Return `[B, V]` float32 log-probabilities to draw by, -inf outside the kept set; greedy: as temperature 1."""
+    """Return `[B, V]` float32 log-probabilities to draw by, -inf outside the sampling mask; greedy: as temperature
+    1."""
     if sampling.temperature == 0:
         return logits_BV.float().log_softmax(-1)
     scores_BV = logits_BV.float() / sampling.temperature

@@ -60,7 +60,7 @@ class RequestSites(ObservedRequest):
     """Shows the sites of one request.
 
     Args:
-        taps: of the model, all of it on this process.
+        hook_points: of the model, all of it on this process.
         name_of: name of a row by its number in the request.
         numbers: of the tables of tokens; unique for the sink.
         between_passes: called before every forward pass.
@@ -68,7 +68,7 @@ class RequestSites(ObservedRequest):
 
     def __init__(
         self,
-        taps: Sequence[HookPoint],
+        hook_points: Sequence[HookPoint],
         sink: SiteSink,
         *,
         phase: str,
@@ -76,7 +76,7 @@ class RequestSites(ObservedRequest):
         numbers: Iterator[int],
         between_passes: Callable[[], None],
     ) -> None:
-        self._taps, self._sink, self._phase = tuple(taps), sink, phase
+        self._hook_points, self._sink, self._phase = tuple(hook_points), sink, phase
         self._name_of, self._numbers, self._between_passes = name_of, numbers, between_passes
         self._current: _DecodePass | None = None
 
@@ -84,9 +84,9 @@ class RequestSites(ObservedRequest):
     def attached(self) -> Iterator[RequestSites]:
         """Surround the request: sites are reached inside, and nothing of that is left outside, also after an error."""
         with ExitStack() as stack:
-            for tap in self._taps:
-                if self._sink.takes(tap.kind, tap.layer, Direction.FORWARD):
-                    stack.callback(tap.attach(self._deliver_to(tap)))
+            for hook_point in self._hook_points:
+                if self._sink.takes(hook_point.kind, hook_point.layer, Direction.FORWARD):
+                    stack.callback(hook_point.attach(self._deliver_to(hook_point)))
             try:
                 yield self
             finally:
@@ -96,7 +96,7 @@ class RequestSites(ObservedRequest):
         return _BatchSites(self, tuple(map(self._name_of, rows)))
 
     def pass_follows(self, ids: torch.Tensor, *, every: PassRows, kept: PassRows) -> None:
-        """Announce a pass: the taps deliver tensors of these tokens from here on.
+        """Announce a pass: the hook points deliver tensors of these tokens from here on.
 
         Args:
             ids: `[n, s]` what is fed.
@@ -114,14 +114,14 @@ class RequestSites(ObservedRequest):
         """Return the rows of a pass, under a number of their own."""
         return PassRows(number=next(self._numbers), at=at, table=table, is_whole=is_whole)
 
-    def _deliver_to(self, tap: HookPoint) -> Callable[[torch.Tensor], None]:
-        place = RecordPlace(kind=tap.kind, layer=tap.layer, phase=self._phase)
+    def _deliver_to(self, hook_point: HookPoint) -> Callable[[torch.Tensor], None]:
+        place = RecordPlace(kind=hook_point.kind, layer=hook_point.layer, phase=self._phase)
 
         def deliver(value: torch.Tensor) -> None:
             current = self._current
             if current is not None:
-                by_rows = tap.order.by_rows(value.detach(), current.num_rows)
-                self._sink.see(Capture(place=place, value=by_rows, rows=current.rows[tap.tokens], is_first=True))
+                by_rows = hook_point.order.by_rows(value.detach(), current.num_rows)
+                self._sink.see(Capture(place=place, value=by_rows, rows=current.rows[hook_point.tokens], is_first=True))
 
         return deliver
 
@@ -208,7 +208,7 @@ class DecodeTracing(EngineTracing):
         sites.cannot(
             NOT_IN_DECODING, SiteKind.LOGPROB, SiteKind.TOKEN_LOSS, SiteKind.LOSS, SiteKind.GRAD, SiteKind.PARAM
         )
-        self._taps, self._number = tuple(sites.taps), number
+        self._hook_points, self._number = tuple(sites.hook_points), number
         place = GroupPlace(group=RankGroup.GENERATION, rank=number, world=num_engines, axes={"engine": number})
         self._phases = TracedPhases(spec, place, unobserved=sites.unobserved)
         self._sink: TraceSink | None = None
@@ -242,7 +242,7 @@ class DecodeTracing(EngineTracing):
             return
         first, self._num_rows = self._num_rows, self._num_rows + num_rows
         sites = RequestSites(
-            self._taps,
+            self._hook_points,
             self._sink,
             phase=GENERATION,
             name_of=lambda row: traced_row(self._number, first + row),

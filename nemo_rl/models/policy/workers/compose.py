@@ -1,4 +1,4 @@
-"""Putting a policy worker together: engine, life cycle, router replay, passes, refit source, saving, in that order.
+"""Putting a policy worker together: engine, device states, router replay, passes, refit source, saving, in that order.
 
 `compose_worker` makes a worker without a data plane, also where none is installed; `launch` makes those of a run.
 """
@@ -27,8 +27,8 @@ from nemo_rl.models.policy.routes.worker_replay import NoReplay, Replay, WorkerR
 from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.tracing import NO_TRACING, SiteTracing, TraceSpec
 from nemo_rl.models.policy.workers.base import DeviceSide
+from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine, EngineFactory
-from nemo_rl.models.policy.workers.life_cycle import DeviceStates
 from nemo_rl.models.policy.workers.passes import Passes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
 from nemo_rl.models.policy.workers.refit_source import RefitSource
@@ -124,14 +124,14 @@ def compose_parts(
     with ExitStack() as undo:
         undo.callback(engine.close)
         replay = _replay(config, engine, here)
-        taps = engine.taps() if record is not None or trace is not None or hook_observers else None
-        recording = NO_RECORDING if record is None or taps is None else SiteRecording(record, taps, here)
-        tracing = NO_TRACING if trace is None or taps is None else SiteTracing(trace, taps, here)
+        hook_points = engine.hook_points() if record is not None or trace is not None or hook_observers else None
+        recording = NO_RECORDING if record is None or hook_points is None else SiteRecording(record, hook_points, here)
+        tracing = NO_TRACING if trace is None or hook_points is None else SiteTracing(trace, hook_points, here)
         undo.callback(tracing.close)
-        life = DeviceStates(engine, device_side, rank=here.rank, keep_reference=keep_reference)
+        device_states = DeviceStates(engine, device_side, rank=here.rank, keep_reference=keep_reference)
         group = new_group(range(here.layout.world_size), backend="gloo")
         assert group is not None, "every rank is in it"
-        saving = Saving(engine, life, tokenizer, group)
+        saving = Saving(engine, device_states, tokenizer, group)
         undo.pop_all()
     return WorkerParts(
         config=config,
@@ -140,12 +140,19 @@ def compose_parts(
         device_side=device_side,
         engine=engine,
         replay=replay,
-        life=life,
-        passes=Passes(config, here, engine, life, replay, HookObservers(taps, (recording, tracing, *hook_observers))),
+        device_states=device_states,
+        passes=Passes(
+            config,
+            here,
+            engine,
+            device_states,
+            replay,
+            HookObservers(hook_points, (recording, tracing, *hook_observers)),
+        ),
         recording=recording,
         tracing=tracing,
         refit=RefitSource(
-            engine, life, device_side, rank=here.rank, takes_fingerprints=config.generation.receipt.enabled
+            engine, device_states, device_side, rank=here.rank, takes_fingerprints=config.generation.receipt.enabled
         ),
         saving=saving,
         owns_group=owns_group,

@@ -43,23 +43,23 @@ from nemo_rl.records.record import DimSplit
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape
 
-__all__ = ["DTensorEngine", "taps_of"]
+__all__ = ["DTensorEngine", "hook_points_of"]
 
 Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
-def taps_of(
+def hook_points_of(
     model: PolicyModel, here: RankInfo, groups: ParallelGroups, scaler: LossScaler, *, weights: Weights
 ) -> HookPoints:
     """Return the sites of this rank.
 
     Args:
-        weights: (collective) whole weights by name.
+        weights: (collective) full weights by name.
     """
     between = TokenPositions.CHUNK if here.layout.sequence_parallel else TokenPositions.ALL
     found = HFSites(model.hf, between=between, split_of=partial(_split_of, here))
     return HookPoints(
-        taps=tuple(found.taps),
+        hook_points=tuple(found.hook_points),
         unobserved=found.unobserved,
         chunk=(here.coordinates.tp, here.layout.tp) if here.layout.sequence_parallel else (0, 1),
         # FSDP averages over its ranks, which the train step makes up for in the loss.
@@ -117,8 +117,8 @@ class DTensorEngine(Engine):
         )
         return StepRunner(self.model, layout, self._groups, step, routes, observer)
 
-    def taps(self) -> HookPoints:
-        return taps_of(self.model, self._here, self._groups, self.scaler, weights=self.whole_weights)
+    def hook_points(self) -> HookPoints:
+        return hook_points_of(self.model, self._here, self._groups, self.scaler, weights=self.full_weights)
 
     def routers(self, *, validates: bool) -> Routers:
         routers = HFRouters(self.model.hf)
@@ -160,7 +160,7 @@ class DTensorEngine(Engine):
     def weight_infos(self) -> dict[str, TensorInfo]:
         return checkpoint.weight_infos(self.model)
 
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in named_weights(self.model.hf):
             # With CPU offload the shards are on the CPU, but are gathered on the device.
             yield name, full_weight(weight.to(self._device))

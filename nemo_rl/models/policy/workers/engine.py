@@ -60,7 +60,7 @@ class Engine(ABC):
         """Run the microbatches of one call."""
 
     @abstractmethod
-    def taps(self) -> HookPoints:
+    def hook_points(self) -> HookPoints:
         """Return the sites of the model on this rank."""
 
     @abstractmethod
@@ -104,12 +104,12 @@ class Engine(ABC):
         """Return name, shape and dtype of every weight in HF naming, in export order."""
 
     @abstractmethod
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(collective) Yield whole weights on the device, one at a time, in the order of `weight_infos`."""
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(collective) Yield full weights on the device, one at a time, in the order of `weight_infos`."""
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(collective) Yield whole weights on the CPU, one at a time."""
+        """(collective) Yield full weights on the CPU, one at a time."""
 
     @abstractmethod
     def snapshot(self, *, with_optimizer: bool, copies: bool) -> Snapshot:

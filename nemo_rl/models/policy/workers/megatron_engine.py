@@ -32,7 +32,7 @@ from nemo_rl.models.megatron.setup import (
     forget_last_pass,
     initialize_parallel,
 )
-from nemo_rl.models.megatron.sites import taps_of
+from nemo_rl.models.megatron.sites import hook_points_of
 from nemo_rl.models.megatron.train_step import PipelineRunner
 from nemo_rl.models.policy.hooks import HookPoints
 from nemo_rl.models.policy.interfaces import TensorInfo
@@ -135,8 +135,8 @@ class MegatronEngine(Engine):
     def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver = NO_OBSERVER) -> PipelineRunner:
         return PipelineRunner(self.model, layout, self._here, self.optimizer, routes, observer)
 
-    def taps(self) -> HookPoints:
-        return taps_of(self.model, self._here, weights=self.whole_weights)
+    def hook_points(self) -> HookPoints:
+        return hook_points_of(self.model, self._here, weights=self.full_weights)
 
     def routers(self, *, validates: bool) -> Routers:
         replayer = attach_replay(self.model, validates=validates)
@@ -199,11 +199,11 @@ class MegatronEngine(Engine):
     def weight_infos(self) -> dict[str, TensorInfo]:
         return weight_infos(self._hf_config, DTYPES[self._config.precision])
 
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return export_weights(self.model)
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(collective) Yield whole weights on the CPU, one at a time, as copies."""
+        """(collective) Yield full weights on the CPU, one at a time, as copies."""
         for name, weight in export_weights(self.model):
             yield name, weight.to("cpu")
 

@@ -23,8 +23,8 @@ from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
 from nemo_rl.models.policy.steps import BatchForm, RankInfo, check_same_plan, loss_scales
 from nemo_rl.models.policy.workers.base import WorkerState, device_name
+from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine
-from nemo_rl.models.policy.workers.life_cycle import DeviceStates
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
 
@@ -54,11 +54,11 @@ class Passes:
         config: PolicyConfig,
         here: RankInfo,
         engine: Engine,
-        life: DeviceStates,
+        device_states: DeviceStates,
         replay: Replay,
         hook_observers: HookObservers = NO_HOOK_OBSERVERS,
     ) -> None:
-        self._config, self._here, self._engine, self._life = config, here, engine, life
+        self._config, self._here, self._engine, self._device_states = config, here, engine, device_states
         self._replay, self._hook_observers = replay, hook_observers
 
     def train(
@@ -86,8 +86,8 @@ class Passes:
             NonFiniteError: on every rank; names the samples.
             FieldNotProduced: router replay is on, and there are no routes.
         """
-        self._life.require("train", WorkerState.TRAINING, *([WorkerState.LOGPROBS] if eval_mode else []))
-        self._life.require_policy_weights("train")
+        self._device_states.require("train", WorkerState.TRAINING, *([WorkerState.LOGPROBS] if eval_mode else []))
+        self._device_states.require_policy_weights("train")
         if plan is None:
             rows_per_step = (gbs or self._config.train_global_batch_size) / self._here.layout.dp
             plan = self._fixed_plan(batch, rows_per_step, mbs or self._config.train_micro_batch_size)
@@ -145,7 +145,7 @@ class Passes:
         Raises:
             FieldNotProduced: router replay is on, and there are no routes.
         """
-        self._life.require("get_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self._device_states.require("get_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, mbs)
         if not replay:
             return self._logprobs(batch, plan, OWN_ROUTES, phase)[0]
@@ -158,7 +158,7 @@ class Passes:
     ) -> torch.Tensor:
         """(collective) Return `[2, N, T]`: as `get_logprobs`, and the sum of squared probabilities of each token's
         whole distribution."""
-        self._life.require("get_logprobs_with_squares", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self._device_states.require("get_logprobs_with_squares", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
         phase, shape = WorkerPass.PREV_LOGPROBS, self.batch_layout(plan).shape
         with self._replay.replaying(phase, batch, plan, shape, routes) as pass_routes:
@@ -169,7 +169,7 @@ class Passes:
 
         All rows run at once, and the routers choose for themselves.
         """
-        self._life.require("score", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
+        self._device_states.require("score", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
         return self._logprobs(batch, self._inference_plan(batch, batch.size), OWN_ROUTES, None, sampling=Sampling())[0]
 
     def record_routes(
@@ -181,7 +181,7 @@ class Passes:
         Raises:
             RuntimeError: router replay is off.
         """
-        self._life.require("record_routes", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self._device_states.require("record_routes", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
         with self._replay.recording(WorkerPass.PREV_LOGPROBS, batch, plan) as stage:
             computed = (SQUARED_PROBS,) if with_squares else ()
@@ -222,8 +222,8 @@ class Passes:
         """(collective) Return `get_logprobs` under the reference weights, whose routers choose for themselves;
         without the filter of top-k and top-p."""
         plan = plan or self._inference_plan(batch, mbs)
-        with self._life.use_reference_model():
-            self._life.require("get_reference_policy_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        with self._device_states.use_reference_model():
+            self._device_states.require("get_reference_policy_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
             # The KL compares whole distributions; a filter would leave each policy a set of its own.
             whole = self.batch_layout(plan).sampling.unfiltered
             return self._logprobs(batch, plan, OWN_ROUTES, WorkerPass.REFERENCE_LOGPROBS, sampling=whole)[0]
@@ -235,7 +235,7 @@ class Passes:
 
         Values `[N, T, k]` float32 and ids `[N, T, k]` int64 on the CPU, without temperature; 0 in the padding.
         """
-        self._life.require("get_topk_logits", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self._device_states.require("get_topk_logits", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = self._inference_plan(batch, mbs)
         check_same_plan([len(plan.microbatches[0])], device=self._here.device)
         values, ids = self._engine.runner(self.batch_layout(plan), OWN_ROUTES).topk_logits(
@@ -282,7 +282,7 @@ class Passes:
 
 
 def _without(batch: BatchedDataDict, name: str) -> BatchedDataDict:
-    """Whole routes stay where they are, passes get their part; kept sets belong to a filter."""
+    """Whole routes stay where they are, passes get their part; sampling masks belong to a filter."""
     return BatchedDataDict({other: column for other, column in batch.items() if other != name})
 
 

@@ -5,10 +5,10 @@ of a worker is set from outside after it was made; methods marked (collective) a
 order.
 
     PolicyWorker
-      passes   Passes                           train, log-probabilities      -> engine, life, replay
-      life     DeviceStates                        states, memory, reference     -> engine
-      refit    RefitSource                      weights to the engines        -> engine, life
-      saving   Saving                           checkpoints                   -> engine, life
+      passes   Passes                           train, log-probabilities      -> engine, device_states, replay
+      device_states     DeviceStates                        states, memory, reference     -> engine
+      refit    RefitSource                      weights to the engines        -> engine, device_states
+      saving   Saving                           checkpoints                   -> engine, device_states
       replay   WorkerReplay | NoReplay          routes of each pass
       recording  Recording                      records of each pass
       tracing  Tracing                          what the hub is shown
@@ -38,8 +38,8 @@ from nemo_rl.models.policy.routes.worker_replay import Replay
 from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.tracing import Tracing
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
+from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine
-from nemo_rl.models.policy.workers.life_cycle import DeviceStates
 from nemo_rl.models.policy.workers.passes import Passes, RankRoutes
 from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.policy.workers.saving import Saving
@@ -61,7 +61,7 @@ class WorkerParts:
     device_side: DeviceSide
     engine: Engine
     replay: Replay
-    life: DeviceStates
+    device_states: DeviceStates
     passes: Passes
     recording: Recording
     tracing: Tracing
@@ -84,7 +84,7 @@ class PolicyWorker:
     def __init__(self, parts: WorkerParts) -> None:
         self.config, self.rank, self.device = parts.config, parts.here.rank, parts.here.device
         self.layout, self.world_size = parts.here.layout, parts.here.layout.world_size
-        self.engine, self.replay, self.life = parts.engine, parts.replay, parts.life
+        self.engine, self.replay, self.device_states = parts.engine, parts.replay, parts.device_states
         self.passes, self.refit, self.saving = parts.passes, parts.refit, parts.saving
         self.recording, self.tracing = parts.recording, parts.tracing
         self._device_side, self._owns_group = parts.device_side, parts.owns_group
@@ -157,27 +157,27 @@ class PolicyWorker:
 
     def prepare_for_lp_inference(self) -> None:
         """Bring weights to the device, drop gradients, optimizer state on the CPU."""
-        self.life.change_state(WorkerState.LOGPROBS)
+        self.device_states.change_state(WorkerState.LOGPROBS)
 
     def prepare_for_training(self) -> None:
         """Bring weights and optimizer state on the device."""
-        self.life.change_state(WorkerState.TRAINING)
+        self.device_states.change_state(WorkerState.TRAINING)
 
     def offload_before_refit(self) -> None:
         """Free what a weight export does not need: gradients and optimizer state."""
-        self.life.change_state(WorkerState.REFIT)
+        self.device_states.change_state(WorkerState.REFIT)
 
     def offload_after_refit(self) -> None:
         """Free the device for generation: everything on the CPU."""
-        self.life.change_state(WorkerState.OFFLOADED)
+        self.device_states.change_state(WorkerState.OFFLOADED)
 
     def use_reference_model(self) -> AbstractContextManager[None]:
         """(collective) Put the reference weights in place; the policy's come back on exit, also after an error."""
-        return self.life.use_reference_model()
+        return self.device_states.use_reference_model()
 
     def memory_report(self) -> dict[str, int]:
         """Return bytes since the last report; see `DeviceStates.memory_report`."""
-        return self.life.memory_report()
+        return self.device_states.memory_report()
 
     # Refit; see `RefitSource`.
 
@@ -231,7 +231,7 @@ class PolicyWorker:
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(collective) Yield the full CPU weights in HF naming, one at a time, on every rank."""
-        self.life.require("export_weights", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
+        self.device_states.require("export_weights", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
         yield from self.engine.export_weights()
 
     def weights_digest(self) -> WeightsDigest | None:
@@ -264,7 +264,7 @@ class PolicyWorker:
 
     def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
         """(collective) Continue from a checkpoint of any layout; the reference stays the initial model."""
-        with self.life.ready_for_training():
+        with self.device_states.ready_for_training():
             self.engine.load(weights=weights, optimizer=optimizer)
 
     # Device and process.
@@ -285,13 +285,13 @@ class PolicyWorker:
         self._device_side.stop_profiling()
 
     def is_alive(self) -> bool:
-        return not self.life.is_shut_down
+        return not self.device_states.is_shut_down
 
     def shutdown(self) -> None:
         """End the process groups that belong to the worker. Idempotent."""
-        if self.life.is_shut_down:
+        if self.device_states.is_shut_down:
             return
-        self.life.shut_down()
+        self.device_states.shut_down()
         self.recording.end(is_complete=False)
         self.tracing.close()
         self.engine.close()

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
+from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine
-from nemo_rl.models.policy.workers.life_cycle import DeviceStates
 from nemo_rl.models.weight_sync import buckets, transport
 from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan, in_dtypes
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
@@ -34,13 +34,13 @@ class RefitSource:
     def __init__(
         self,
         engine: Engine,
-        life: DeviceStates,
+        device_states: DeviceStates,
         device_side: DeviceSide,
         *,
         rank: int,
         takes_fingerprints: bool = False,
     ) -> None:
-        self._engine, self._life, self._device_side, self._rank = engine, life, device_side, rank
+        self._engine, self._device_states, self._device_side, self._rank = engine, device_states, device_side, rank
         self._takes_fingerprints = takes_fingerprints and rank == 0
         self._fingerprints = Fingerprints()
         self._filler: BucketFiller | None = None
@@ -60,7 +60,7 @@ class RefitSource:
         Args:
             on_device: the buffer is on the worker's device, else on the CPU, where only rank 0 needs one.
         """
-        self._life.require("begin_refit", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
+        self._device_states.require("begin_refit", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
         self._fingerprints = Fingerprints()
         self._buffer = None
         if on_device:
@@ -73,7 +73,7 @@ class RefitSource:
         return self._num_buckets
 
     def _filler_of(self, plan: RefitPlan) -> BucketFiller:
-        weights = self._engine.whole_weights()
+        weights = self._engine.full_weights()
         if self._takes_fingerprints:
             # Taken before the buckets are filled, so that the receipt proves these as well.
             weights = self._fingerprints.passing(in_dtypes(plan, weights))

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.checkpoint_folder import save_tokenizer
+from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine, Snapshot
-from nemo_rl.models.policy.workers.life_cycle import DeviceStates
 
 __all__ = ["Saving"]
 
@@ -33,22 +33,22 @@ class Saving:
     """
 
     def __init__(
-        self, engine: Engine, life: DeviceStates, tokenizer: PreTrainedTokenizerBase, group: dist.ProcessGroup
+        self, engine: Engine, device_states: DeviceStates, tokenizer: PreTrainedTokenizerBase, group: dist.ProcessGroup
     ) -> None:
-        self._engine, self._life, self._tokenizer, self._group = engine, life, tokenizer, group
+        self._engine, self._device_states, self._tokenizer, self._group = engine, device_states, tokenizer, group
         self._running: _Thread | None = None
 
     def save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
         """(collective) Save, and return when all is written."""
         self._check_none_runs()
-        with self._life.ready_for_training():
+        with self._device_states.ready_for_training():
             snapshot = self._engine.snapshot(with_optimizer=optimizer is not None, copies=False)
             self._write(snapshot, weights, optimizer, tokenizer)
 
     def begin(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
         """(collective) Copy what is to be saved, and write it beside what this rank does from here on."""
         self._check_none_runs()
-        with self._life.ready_for_training():
+        with self._device_states.ready_for_training():
             snapshot = self._engine.snapshot(with_optimizer=optimizer is not None, copies=True)
         self._running = _Thread(lambda: self._write(snapshot, weights, optimizer, tokenizer))
 

@@ -307,11 +307,11 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
     def _prev_logprobs(
         self, meta: KVBatchMeta, batch: BatchedDataDict, *, with_squares: bool
     ) -> Mapping[str, torch.Tensor]:
-        self.life.enter(WorkerState.LOGPROBS)
+        self.device_states.enter(WorkerState.LOGPROBS)
         return self._routes.prev_logprobs(meta, batch, self, with_squares=with_squares)
 
     def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
-        self.life.enter(WorkerState.LOGPROBS)
+        self.device_states.enter(WorkerState.LOGPROBS)
         return self.passes.get_reference_policy_logprobs(batch, plan=meta.pack)
 
     def _extra_inputs(self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict) -> RouteSlices | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.loss import LOSS_TRAITS, LossConfig
+from nemo_rl.config.loss import LOSS_PROPERTIES, LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.interfaces import LossScale
 from nemo_rl.utils.metrics import values
@@ -20,7 +20,7 @@ INFINITY = float("inf")
 
 def configs() -> list[LossConfig]:
     found = []
-    for name in LOSS_TRAITS:
+    for name in LOSS_PROPERTIES:
         found += [loss_config(name, reference_policy_kl_penalty=0.1)]
         found += [loss_config(name, **corrected(kind)) for kind in corrections_of(name)]
     return found + kl_configs()[::4]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.loss import LOSS_TRAITS, LossConfig
+from nemo_rl.config.loss import LOSS_PROPERTIES, LossConfig
 from nemo_rl.config.parts import LOSSES
 from nemo_rl.models.policy.interfaces import LossScale
 from nemo_rl.utils.metrics import values
@@ -31,7 +31,7 @@ def label(config: LossConfig) -> str:
 
 
 def test_every_loss_has_a_reference_and_traits() -> None:
-    assert set(LOSSES.builtin) == set(REFERENCES) == set(LOSS_TRAITS)
+    assert set(LOSSES.builtin) == set(REFERENCES) == set(LOSS_PROPERTIES)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=label)

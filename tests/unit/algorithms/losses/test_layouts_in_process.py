@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.loss import CORRECTIONS, LOSS_TRAITS, LossConfig
+from nemo_rl.config.loss import CORRECTIONS, LOSS_PROPERTIES, LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, plan_fixed, plan_packs, plan_padded
 from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, ENTROPY, UNFILTERED_LOGPROBS, LossFunction
@@ -137,7 +137,7 @@ def configs() -> list[LossConfig]:
     """Every loss; means and corrections in turn, and each correction at least once."""
     means: list[dict[str, object]] = [{}, {"token_level_loss": False}, {"constant_length": 9}]
     found = []
-    for i, (name, traits) in enumerate(LOSS_TRAITS.items()):
+    for i, (name, traits) in enumerate(LOSS_PROPERTIES.items()):
         kinds = corrections_of(name)
         mean = {} if traits.is_row_level else means[i % len(means)]
         kl = {"reference_policy_kl_penalty": 0.1, "entropy_coefficient": 0.2}

@@ -314,7 +314,7 @@ def test_deltas_need_the_weights_that_were_sent_last(backend: str, copies: int) 
     engine = f"policy.generation.backend={backend}"
     without, deltas = (planned(DEMO, engine, f"policy.generation.refit_delta.enabled={on}") for on in (False, True))
     more = {name: size for name, size in deltas.hosts[0].items() if name not in without.hosts[0]}
-    # The policy's rank 0, and each of two engines that take whole weights.
+    # The policy's rank 0, and each of two engines that take full weights.
     assert more == {"weights sent last, for deltas": copies * deltas.engine.weights}
 
 

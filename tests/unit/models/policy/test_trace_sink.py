@@ -39,7 +39,7 @@ class Line(HubLink):
 
 
 def seen(
-    *watches: str, sight: Capture, keys: tuple[str, ...] = ("b",), folder: Path | None = None
+    *watches: str, capture: Capture, keys: tuple[str, ...] = ("b",), folder: Path | None = None
 ) -> tuple[list, list]:
     """What goes to the hub, and what is reported."""
     line, problems = Line(), []
@@ -53,9 +53,9 @@ def seen(
         vectors=Vectors(folder),
         on_problem=problems.append,
     )
-    place = sight.place
+    place = capture.place
     if sink.takes(place.kind, place.layer, place.direction):
-        sink.see(sight)
+        sink.see(capture)
     return [decode(message) for message in line.messages], problems
 
 
@@ -71,7 +71,7 @@ def sight_of(value: torch.Tensor, kind: SiteKind = SiteKind.LAYER_OUT, **changes
 def test_whole_tensors_are_of_all_tokens_and_no_padding() -> None:
     value = torch.full((2, 3, 4), 100.0)
     value[0], value[1, :2] = 1.0, 2.0
-    [part], problems = seen("layer.out | stats", sight=sight_of(value))
+    [part], problems = seen("layer.out | stats", capture=sight_of(value))
     assert isinstance(part, FramePart) and not problems
     assert part.payload[:5].tolist() == [20.0, 28.0, 44.0, 1.0, 2.0]
     assert (part.rank, part.where.step, part.where.site.text) == (1, 10, "layer.out[2]")
@@ -79,43 +79,43 @@ def test_whole_tensors_are_of_all_tokens_and_no_padding() -> None:
 
 def test_tokens_are_those_of_the_rows_that_are_shown() -> None:
     value = torch.arange(24.0).reshape(2, 3, 4)
-    (table, part), problems = seen("layer.out | full", sight=sight_of(value))
+    (table, part), problems = seen("layer.out | full", capture=sight_of(value))
     assert isinstance(table, FrameTable) and isinstance(part, FramePart) and not problems
     assert table.tokens.tolist() == [[1, 1], [0, 1], [43, 44]]
     assert part.payload.tolist() == value[1, :2].tolist() and part.table == table.name
-    assert seen("layer.out | full", sight=sight_of(value), keys=("c",)) == ([], [])
+    assert seen("layer.out | full", capture=sight_of(value), keys=("c",)) == ([], [])
 
 
 def test_ranks_with_the_same_tensor_are_silent_but_one() -> None:
-    assert seen("layer.out | stats", sight=sight_of(torch.ones(2, 3, 4), is_first=False)) == ([], [])
+    assert seen("layer.out | stats", capture=sight_of(torch.ones(2, 3, 4), is_first=False)) == ([], [])
 
 
 def test_what_is_not_watched_is_not_shown() -> None:
     value = torch.ones(2, 3, 4)
     for watch in ("layer.in | stats", "layer.out & layer in 0..1 | stats", "layer.out | stats | prev_logprobs"):
-        assert seen(watch, sight=sight_of(value)) == ([], []), watch
-    assert seen("layer.out | stats | every 3", sight=sight_of(value)) == ([], [])
-    assert seen("layer.out & backward | stats", sight=sight_of(value)) == ([], [])
+        assert seen(watch, capture=sight_of(value)) == ([], []), watch
+    assert seen("layer.out | stats | every 3", capture=sight_of(value)) == ([], [])
+    assert seen("layer.out & backward | stats", capture=sight_of(value)) == ([], [])
     recomputed = RecordPlace(kind=SiteKind.LAYER_OUT, layer=2, is_recomputed=True)
-    assert seen("layer.out | stats", sight=sight_of(value, place=recomputed)) == ([], [])
-    [part], _ = seen("layer.out | stats | train; recomputed", sight=sight_of(value, place=recomputed))
+    assert seen("layer.out | stats", capture=sight_of(value, place=recomputed)) == ([], [])
+    [part], _ = seen("layer.out | stats | train; recomputed", capture=sight_of(value, place=recomputed))
     assert part.where.site.is_recomputed
 
 
 def test_parameters_are_chosen_by_name() -> None:
     place = RecordPlace(kind=SiteKind.PARAM, name="model.layers.1.mlp.up_proj.weight")
     weight = Capture(place=place, value=torch.full((3, 4), 2.0), is_first=True)
-    [part], _ = seen("param & name=*.up_proj.* | norm", sight=weight)
+    [part], _ = seen("param & name=*.up_proj.* | norm", capture=weight)
     assert part.payload.tolist() == pytest.approx([48.0], rel=1e-6)
-    assert seen("param & name=*.down_proj.* | norm", sight=weight) == ([], [])
-    [part], _ = seen("param & layer in 1 | norm", sight=weight)
+    assert seen("param & name=*.down_proj.* | norm", capture=weight) == ([], [])
+    [part], _ = seen("param & layer in 1 | norm", capture=weight)
     assert part.where.site.text == "param[model.layers.1.mlp.up_proj.weight]"
 
 
 def test_what_cannot_be_computed_is_reported_and_the_step_goes_on() -> None:
     # A reducer that meets what nobody has foreseen: rows that point beyond the tensor.
     broken = sight_of(torch.ones(1, 1, 4))
-    found, [problem] = seen("layer.out | stats", sight=broken)
+    found, [problem] = seen("layer.out | stats", capture=broken)
     assert found == [] and problem.startswith("layer.out, layer 2: IndexError")
 
 
@@ -123,7 +123,7 @@ def test_no_token_is_no_problem() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     table = TokenTable(keys=("a",), row_R=empty, position_R=empty, token_R=empty)
     rows = PassRows(number=0, at=(empty, empty), table=table)
-    found, problems = seen("layer.out | stats; full; sample(2)", sight=sight_of(torch.ones(1, 2, 4), rows=rows))
+    found, problems = seen("layer.out | stats; full; sample(2)", capture=sight_of(torch.ones(1, 2, 4), rows=rows))
     assert not problems and [part.payload[0] for part in found] == [0.0]
 
 
@@ -131,10 +131,10 @@ def test_vectors_are_of_one_folder_and_fit_their_site(tmp_path: Path) -> None:
     save_file({"vector": torch.stack([torch.full((4,), float(n)) for n in range(3)])}, tmp_path / "v.safetensors")
     save_file({"other": torch.ones(4)}, tmp_path / "w.safetensors")
     value = torch.ones(2, 3, 4)
-    (_, part), problems = seen("layer.out | project(v)", sight=sight_of(value), folder=tmp_path)
+    (_, part), problems = seen("layer.out | project(v)", capture=sight_of(value), folder=tmp_path)
     assert np.array_equal(part.payload, [[8.0], [8.0]]) and not problems
     for name, text in {"w": "expected a tensor 'vector'", "x": "cannot be read"}.items():
-        found, [problem] = seen(f"layer.out | project({name})", sight=sight_of(value), folder=tmp_path)
+        found, [problem] = seen(f"layer.out | project({name})", capture=sight_of(value), folder=tmp_path)
         assert not [part for part in found if isinstance(part, FramePart)] and text in problem
     with pytest.raises(UserError, match="expected 5 numbers"):
         Vectors(tmp_path).of_layer("v", 0, size=5)
@@ -187,7 +187,7 @@ def test_a_torch_file_that_is_no_vector_is_refused(
 
 def test_the_same_tokens_are_drawn_whoever_has_them() -> None:
     value = torch.arange(24.0).reshape(2, 3, 4)
-    (table, part), _ = seen("layer.out | sample(2)", sight=sight_of(value))
+    (table, part), _ = seen("layer.out | sample(2)", capture=sight_of(value))
     again = sight_of(value.flip(0))
     assert again.rows is not None
     swapped = PassRows(
@@ -200,7 +200,7 @@ def test_the_same_tokens_are_drawn_whoever_has_them() -> None:
             token_R=again.rows.table.token_R,
         ),
     )
-    (other, same), _ = seen("layer.out | sample(2)", sight=sight_of(value.flip(0), rows=swapped))
+    (other, same), _ = seen("layer.out | sample(2)", capture=sight_of(value.flip(0), rows=swapped))
     assert {(table.keys[row], at) for row, at, _ in table.tokens.T.tolist()} == {
         (other.keys[row], at) for row, at, _ in other.tokens.T.tolist()
     }

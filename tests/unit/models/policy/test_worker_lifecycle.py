@@ -80,7 +80,7 @@ def test_memory_is_logged_at_each_change_and_its_peak_is_kept_per_stage(
     worker: PolicyWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     mib = 2**20
-    with caplog.at_level("INFO", logger="nemo_rl.models.policy.workers.life_cycle"):
+    with caplog.at_level("INFO", logger="nemo_rl.models.policy.workers.device_states"):
         worker.prepare_for_lp_inference()
         worker.prepare_for_training()
         touched_pages(64 * mib).close()
@@ -187,7 +187,7 @@ def test_nan_weights_stop_logprobs_with_row_numbers_where_there_are_no_keys(work
     batch = tiny_batch(4)
     del batch["keys"]
     with torch.no_grad():
-        for shard in worker.life.shards.held():
+        for shard in worker.device_states.shards.held():
             shard.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match=r"log-probabilities: samples row 0 \(rank 0\), row 1"):
         worker.get_logprobs(batch)

@@ -17,7 +17,7 @@ from nemo_rl.algorithms.grpo import estimated_advantages, rewards_of
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
-from nemo_rl.data_plane.row_work import RowWorkOutput
+from nemo_rl.data_plane.row_map import RowMapOutput
 from nemo_rl.experience.payload import SampleStats
 
 __all__ = [
@@ -84,7 +84,7 @@ class TokenStatistics:
         of_kl = () if self.kl is None else self.kl.input_fields
         return tuple(dict.fromkeys(("token_mask", *of_errors, *of_kl)))
 
-    def __call__(self, batch: Mapping[str, torch.Tensor]) -> RowWorkOutput:
+    def __call__(self, batch: Mapping[str, torch.Tensor]) -> RowMapOutput:
         """`[N]` float64 each."""
         mask_NT = batch["token_mask"].bool()
         numbers = {}
@@ -92,7 +92,7 @@ class TokenStatistics:
             numbers[LOGPROB_ERROR] = logprob_errors(batch[PREV], batch[GENERATION], mask_NT)
         if self.kl is not None:
             numbers[KL] = row_sums(self.kl.k1(batch, mask_NT), mask_NT)
-        return RowWorkOutput(numbers=numbers)
+        return RowMapOutput(numbers=numbers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +141,7 @@ class MeasuredStatistics:
 
 def decide_rows(
     scored: ScoredRows,
-    carry: SampleStats,
+    sample_stats: SampleStats,
     config: GRPOConfig,
     *,
     measures: TokenStatistics,
@@ -161,12 +161,12 @@ def decide_rows(
     scored = scored.with_weights(rows, weights.masked_fill(measured.is_masked, 0.0))
     if measured.kl is not None and measures.kl is not None and not per_token:
         penalties = measures.kl.weight * measured.kl
-        scored = less_penalties(scored, carry, config, rows=rows, penalties=penalties)
+        scored = less_penalties(scored, sample_stats, config, rows=rows, penalties=penalties)
     return scored, measured
 
 
 def less_penalties(
-    scored: ScoredRows, carry: SampleStats, config: GRPOConfig, *, rows: Sequence[int], penalties: torch.Tensor
+    scored: ScoredRows, sample_stats: SampleStats, config: GRPOConfig, *, rows: Sequence[int], penalties: torch.Tensor
 ) -> ScoredRows:
     """Advantages again, of rewards less a penalty of each row of a trained group; the others keep theirs.
 
@@ -175,13 +175,13 @@ def less_penalties(
         penalties: `[n]` float64.
     """
     index = torch.as_tensor(rows, dtype=torch.int64)
-    is_known_N = torch.zeros(len(carry), dtype=torch.bool).index_fill(0, index, True)
+    is_known_N = torch.zeros(len(sample_stats), dtype=torch.bool).index_fill(0, index, True)
     assert bool((is_known_N | ~scored.is_trained_group).all()), "a group without the penalties of all its rows"
-    penalty_N = torch.zeros(len(carry), dtype=torch.float64).index_copy(0, index, penalties)
+    penalty_N = torch.zeros(len(sample_stats), dtype=torch.float64).index_copy(0, index, penalties)
     # Which of the other rows the workers have seen depends on the layout.
     penalty_N = torch.where(scored.is_trained_group, penalty_N, 0.0)
-    rewards = (rewards_of(carry, config).double() - penalty_N).float()
-    return replace(scored, advantages=estimated_advantages(carry, rewards, scored.stats, config))
+    rewards = (rewards_of(sample_stats, config).double() - penalty_N).float()
+    return replace(scored, advantages=estimated_advantages(sample_stats, rewards, scored.stats, config))
 
 
 def logprob_errors(prev_NT: torch.Tensor, generation_NT: torch.Tensor, mask_NT: torch.Tensor) -> torch.Tensor:
@@ -194,10 +194,10 @@ def logprob_errors(prev_NT: torch.Tensor, generation_NT: torch.Tensor, mask_NT: 
         ...                torch.tensor([[False, True, True]]))
         tensor([1.8591], dtype=torch.float64)
     """
-    gap_NT = torch.where(mask_NT & ~generation_NT.isnan(), prev_NT.double() - generation_NT.double(), 0.0)
+    gen_log_ratio_NT = torch.where(mask_NT & ~generation_NT.isnan(), prev_NT.double() - generation_NT.double(), 0.0)
     # Two equal infinities have no difference.
-    gap_NT = torch.where(prev_NT == generation_NT, 0.0, gap_NT)
-    ratios_NT = gap_NT.abs().clamp(max=LOG_BOUND).exp()
+    gen_log_ratio_NT = torch.where(prev_NT == generation_NT, 0.0, gen_log_ratio_NT)
+    ratios_NT = gen_log_ratio_NT.abs().clamp(max=LOG_BOUND).exp()
     counts_N = mask_NT.sum(1)
     return torch.where(counts_N > 0, row_sums(ratios_NT, mask_NT) / counts_N.clamp(min=1), 1.0)
 

@@ -16,11 +16,11 @@ import torch
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.distributed.pack_plan import PackPlan
 
-__all__ = ["RowFunction", "RowResults", "RowWorkOutput", "RowWorkResult"]
+__all__ = ["RowFunction", "RowMapOutput", "RowMapResult", "RowResults"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowWorkOutput:
+class RowMapOutput:
     """The result of the work on the rows of one shard."""
 
     numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class RowFunction(Protocol):
     def input_fields(self) -> tuple[str, ...]:
         """Columns that it reads."""
 
-    def __call__(self, batch: Mapping[str, torch.Tensor]) -> RowWorkOutput:
+    def __call__(self, batch: Mapping[str, torch.Tensor]) -> RowMapOutput:
         """
         Args:
             batch: `input_fields` of the shard's rows, on the CPU, `[N, T]` with padding on the right, or `[N]`.
@@ -44,7 +44,7 @@ class RowFunction(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowWorkResult:
+class RowMapResult:
     """The result that one rank returns."""
 
     meta: KVBatchMeta

@@ -1,6 +1,6 @@
 """Cleans up after a run: ends processes that carry its mark in their environment, then removes its folder.
 
-Runs as a script alongside the driver (`python run_sweeper.py FOLDER`), whose end it sees as the end of its own standard
+Runs as a script alongside the driver (`python run_reaper.py FOLDER`), whose end it sees as the end of its own standard
 input, and is imported by `run_folder`. Imports nothing but the standard library, so it starts in milliseconds.
 """
 

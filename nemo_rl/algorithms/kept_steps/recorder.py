@@ -229,16 +229,16 @@ class StepRecorder(StepObserver):
 
 
 def _kept_rows(step: StepState) -> SnapshotRows:
-    meta, carry = step.rows.meta, step.rows.carry
+    meta, sample_stats = step.rows.meta, step.rows.sample_stats
     return SnapshotRows(
         keys=meta.keys,
         lengths=meta.sequence_lengths or (),
         tags=tag_columns(meta.tags or ()),
         versions=dict(meta.versions),
-        rewards=tuple(carry.rewards.tolist()),
-        truncated=tuple(carry.truncated.tolist()),
-        response_lengths=tuple(carry.response_lengths.tolist()),
-        components={name: tuple(part.tolist()) for name, part in carry.components.items()},
+        rewards=tuple(sample_stats.rewards.tolist()),
+        truncated=tuple(sample_stats.truncated.tolist()),
+        response_lengths=tuple(sample_stats.response_lengths.tolist()),
+        components={name: tuple(part.tolist()) for name, part in sample_stats.components.items()},
     )
 
 
