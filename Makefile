@@ -189,7 +189,7 @@ resume-kills: $(VENV)/.dev ## 50 SIGKILLs at random moments, 20 of them during a
 	$(BIN)/python -m tests.helpers.resume_kills $(ARGS)
 
 replay-draw: $(VENV)/.dev ## four recipes that keep their steps; 20 of these at random, replayed to the last bit and in one process
-	$(BIN)/python -m tests.helpers.replay_draw $(ARGS)
+	$(BIN)/python -m tests.helpers.random_replays $(ARGS)
 
 chaos: $(VENV)/.dev ## faults of every kind in small runs and refits, each with its expected end, about an hour
 	$(BIN)/python -m tests.helpers.chaos $(ARGS)
@@ -198,7 +198,7 @@ leaks: $(VENV)/.dev ## memory, descriptors, threads and shared memory of all pro
 	$(BIN)/python -m tests.helpers.leaks $(ARGS)
 
 stress-data-plane: $(VENV)/.system ## 100,000 random operations over each of several stores against a plain dict, for a nightly run
-	$(BIN)/python -m tests.helpers.stress $(ARGS)
+	$(BIN)/python -m tests.helpers.data_plane_stress $(ARGS)
 
 BENCH_step := grpo_step
 BENCH_data-plane := data_plane

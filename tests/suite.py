@@ -29,7 +29,7 @@ PYTEST = (sys.executable, "-m", "pytest", "-q", "--durations=0", "--durations-mi
 NO_TESTS = 5
 """pytest's exit code when none was chosen."""
 FULL = "NEMO_RL_TEST_FULL"
-"""Variable for what no mark can say; see `tests.helpers.examples`."""
+"""Variable that says the same to code that sees no mark; see `tests.helpers.case_selection`."""
 PART_TIMEOUT_S = 3600.0
 SLOWEST = 20
 CLUSTERS = ("test_two_hosts.py", "test_slurm.py", "test_cluster_page.py")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from tests.helpers.peers import Mode
-from tests.helpers.planes import PLANES, Plane, open_plane, ray_cluster, segments, wait_until
+from tests.helpers.data_plane_peers import Mode
+from tests.helpers.data_planes import PLANES, Plane, open_plane, ray_cluster, segments, wait_until
 
 FEW: set[tuple[str, Mode]] = {("noop", "threads"), ("shm", "processes"), ("ray-producer", "actors")}
 """One per ledger host, for tests of what all stores share; every one of them in `make test-full`."""

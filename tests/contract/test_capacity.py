@@ -13,7 +13,7 @@ import torch
 from nemo_rl.data_plane.factory import attach_data_plane, open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.errors import CapacityExceeded, DataPlaneError, KeysNotFound, LeaseExpired, VersionMismatch
-from tests.helpers.planes import LEASE_S, Plane, ids_column, keys_of, rows_of
+from tests.helpers.data_planes import LEASE_S, Plane, ids_column, keys_of, rows_of
 
 pytestmark = pytest.mark.few_planes
 

@@ -12,7 +12,7 @@ import torch
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, LeaseExpired, SchemaMismatch, VersionMismatch
-from tests.helpers.planes import LEASE_S, Plane, check_closed, ids_column, keys_of, open_plane, wait_until
+from tests.helpers.data_planes import LEASE_S, Plane, check_closed, ids_column, keys_of, open_plane, wait_until
 
 pytestmark = pytest.mark.few_planes
 

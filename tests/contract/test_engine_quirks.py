@@ -17,7 +17,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from nemo_rl.data_plane.adapters.mooncake_master import start_servers
 from tests.helpers import mooncake
-from tests.helpers.planes import wait_until
+from tests.helpers.data_planes import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 needs_mooncake = pytest.mark.skipif(bool(mooncake.why_not()), reason=mooncake.why_not() or "Mooncake runs here")

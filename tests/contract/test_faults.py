@@ -17,8 +17,8 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, LeaseExpired, PayloadLost
-from tests.helpers.peers import Peer, ProcessPeer
-from tests.helpers.planes import (
+from tests.helpers.data_plane_peers import Peer, ProcessPeer
+from tests.helpers.data_planes import (
     LEASE_S,
     Plane,
     ids_column,

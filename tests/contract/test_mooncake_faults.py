@@ -25,8 +25,8 @@ from nemo_rl.errors import (
     ResourceError,
 )
 from tests.helpers import mooncake
+from tests.helpers.data_planes import ids_column, keys_of, wait_until
 from tests.helpers.mooncake import SEGMENT_BYTES, chunk, is_alive, kill, open_store, small_config, stop, stopped, within
-from tests.helpers.planes import ids_column, keys_of, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -239,7 +239,7 @@ def test_two_runs_on_one_named_master_do_not_mix_and_leave_it_running() -> None:
 PRODUCE = """
 import pickle, sys
 from nemo_rl.data_plane.factory import attach_data_plane
-from tests.helpers.planes import ids_column
+from tests.helpers.data_planes import ids_column
 client = attach_data_plane(pickle.loads(bytes.fromhex(sys.argv[1])))
 client.kv_batch_put(["u0_g0", "u0_g1"], "train", {"input_ids": ids_column([3, 5])})
 print("put", flush=True)

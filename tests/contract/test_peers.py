@@ -29,7 +29,7 @@ from nemo_rl.errors import (
     SchemaMismatch,
     VersionMismatch,
 )
-from tests.helpers.planes import LEASE_S, Plane, ids_column, keys_of, rows_of, wait_until
+from tests.helpers.data_planes import LEASE_S, Plane, ids_column, keys_of, rows_of, wait_until
 
 FIELDS = ("input_ids", "sample_mask", "prev_logprobs")
 TASKS = ("train", "prev_lp")

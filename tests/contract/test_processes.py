@@ -6,7 +6,7 @@ import pickle
 import subprocess
 import sys
 
-from tests.helpers.planes import ids_column, keys_of, open_plane
+from tests.helpers.data_planes import ids_column, keys_of, open_plane
 
 FIELDS = ("input_ids", "sample_mask")
 

@@ -16,7 +16,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.errors import FieldNotProduced, KeysNotFound, SchemaMismatch
 from nemo_rl.jagged import nest
-from tests.helpers.planes import Plane, ids_column, keys_of, rows_of
+from tests.helpers.data_planes import Plane, ids_column, keys_of, rows_of
 
 X = extra_field("x", dtypes=["int64", "int32", "int16"], dims=("W",))
 NOTE = extra_field("note", is_object=True)

@@ -23,7 +23,7 @@ from nemo_rl.jagged import nest
 from nemo_rl.routes.columns import decode_routes, encode_routes
 from nemo_rl.routes.digest import route_digests
 from nemo_rl.routes.shape import MISSING, RouteShape
-from tests.helpers.planes import Plane, ids_column, keys_of, rows_of
+from tests.helpers.data_planes import Plane, ids_column, keys_of, rows_of
 
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16"]
 DTYPES += ["bfloat16", "float32", "float64", "complex64", "float8_e4m3fn"]

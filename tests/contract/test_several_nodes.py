@@ -17,7 +17,7 @@ from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
 from nemo_rl.distributed.environment import FAIR_SHARE, NO_SPARE_WORKERS
 from nemo_rl.errors import DataPlaneError, PayloadLost
-from tests.helpers.planes import ids_column, keys_of, rows_of, segments, wait_until
+from tests.helpers.data_planes import ids_column, keys_of, rows_of, segments, wait_until
 
 pytestmark = pytest.mark.slow
 

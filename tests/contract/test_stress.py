@@ -13,9 +13,9 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
-from tests.helpers.examples import num_examples
-from tests.helpers.planes import NOOP, Plane, open_plane
-from tests.helpers.workload import FIELDS, TASK, run_all, stress
+from tests.helpers.case_selection import num_examples
+from tests.helpers.data_plane_workload import FIELDS, TASK, run_all, stress
+from tests.helpers.data_planes import NOOP, Plane, open_plane
 
 VERY_MANY_TURNS = 1500
 TURNS = {"noop": 60, "noop-socket": 120, "shm": 150, "ray-producer": 30, "ray-holder": 12, "ray-node": 40}

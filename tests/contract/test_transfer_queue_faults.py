@@ -16,7 +16,7 @@ from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore
 from nemo_rl.data_plane.codec import join
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, KeysNotFound, ResourceError
 from nemo_rl.utils.deadlines import StartUp
-from tests.helpers.planes import CONFIGS, check_closed, ids_column, keys_of, open_plane, wait_until
+from tests.helpers.data_planes import CONFIGS, check_closed, ids_column, keys_of, open_plane, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 

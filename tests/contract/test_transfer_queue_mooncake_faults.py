@@ -11,8 +11,8 @@ from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore
 from nemo_rl.data_plane.factory import start_store
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, KeysNotFound
 from tests.helpers import mooncake
+from tests.helpers.data_planes import wait_until
 from tests.helpers.mooncake import SEGMENT_BYTES, chunk, is_alive, kill, under_transfer_queue, within
-from tests.helpers.planes import wait_until
 
 pytestmark = [
     pytest.mark.full,

@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.distributed.abort import EXIT_CODE
-from tests.helpers.abort_cases import CASES, LISTENER, Seen, every_case
 from tests.helpers.gloo import run_ranks
+from tests.helpers.rank_failures import CASES, LISTENER, StageFailure, run_every_case
 
 LIMIT_S = 5.0
 """The contract."""
 SLACK = 6
 ROOT = Path(__file__).parents[2]
-SCRIPT = "tests.helpers.abort_cases"
+SCRIPT = "tests.helpers.rank_failures"
 
 
 @pytest.fixture(scope="module")
-def seen() -> list[dict[str, Seen]]:
-    return run_ranks(3, every_case, further_jobs=len(CASES))
+def seen() -> list[dict[str, StageFailure]]:
+    return run_ranks(3, run_every_case, further_jobs=len(CASES))
 
 
 TEXTS = {
@@ -93,8 +93,8 @@ def ended(processes: list[subprocess.Popen[bytes]], *, timeout_s: float) -> list
     return [(process.returncode, log.decode()) for process, log in zip(processes, logs, strict=True)]
 
 
-def reports(folder: Path) -> dict[int, Seen]:
-    return {int(path.stem): Seen(**json.loads(path.read_text())) for path in folder.glob("*.json")}
+def reports(folder: Path) -> dict[int, StageFailure]:
+    return {int(path.stem): StageFailure(**json.loads(path.read_text())) for path in folder.glob("*.json")}
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.config.dtensor import DTensorConfig
-from tests.helpers.families import write_with_tokenizer
 from tests.helpers.gloo import run_ranks
+from tests.helpers.model_families import write_with_tokenizer
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
 LOOK_S = 0.002

@@ -21,8 +21,7 @@ from nemo_rl.models.megatron.mcore import get_cuda_rng_tracker
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
 from tests.helpers.gloo import run_ranks
-from tests.helpers.megatron_models import hf_model, policy_config
-from tests.helpers.megatron_steps import alone, build, gradients, state_of, step
+from tests.helpers.megatron_models import alone, build, gradients, hf_model, policy_config, state_of, step
 
 pytestmark = pytest.mark.slow
 

@@ -23,8 +23,8 @@ from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.factory import _both, choose_backend
 from nemo_rl.models.weight_sync.target import RefitReceiver
 from nemo_rl.models.weight_sync.transport import RefitGroupSpec
-from tests.helpers.families import write_family
 from tests.helpers.gloo import run_ranks
+from tests.helpers.model_families import write_family
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
 
 BUCKET_BYTES = 10_000

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.gloo import run_ranks
-from tests.helpers.replica_cases import PLANES, PLANTS, ROWS, RankReport, StepReport, everything, rows
+from tests.helpers.replica_groups import PLANES, PLANTS, ROWS, RankReport, StepReport, rows, run_all_jobs
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
 
 LIMIT_S, SLACK = 5.0, 6
@@ -20,7 +20,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def reports(folder) -> list[RankReport]:
-    return run_ranks(2, everything, folder, further_jobs=len(PLANTS) + 1, timeout_s=240)
+    return run_ranks(2, run_all_jobs, folder, further_jobs=len(PLANTS) + 1, timeout_s=240)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from nemo_rl.errors import CheckpointError
 from nemo_rl.models import hf_writing
 from nemo_rl.models.hf_writing import write_folder, write_shares
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from tests.helpers.families import write_family
 from tests.helpers.gloo import run_ranks
+from tests.helpers.model_families import write_family
 from tests.helpers.tiny_model import tiny_policy, tiny_worker
 
 pytestmark = pytest.mark.slow

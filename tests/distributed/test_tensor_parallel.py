@@ -24,8 +24,8 @@ from nemo_rl.models.logprobs import (
     token_logprobs,
 )
 from nemo_rl.models.support import KeptSets
-from tests.helpers.families import COMMON, write_family
 from tests.helpers.gloo import COLLECTIVE_TIMEOUT_S, run_ranks
+from tests.helpers.model_families import FAMILY_SIZES, write_family
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
 RANKS = 2
@@ -190,7 +190,7 @@ def two_ranks(rank: int, folders: dict[str, Path]) -> dict[str, object]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
     found = {"qwen3": write_family(root / "qwen3", "qwen3"), "own": write_family(root / "own", "qwen3")}
-    FalconForCausalLM(FalconConfig(**COMMON, alibi=False)).save_pretrained(str(found["own"]))
+    FalconForCausalLM(FalconConfig(**FAMILY_SIZES, alibi=False)).save_pretrained(str(found["own"]))
     return found
 
 

@@ -255,13 +255,13 @@ def test_too_few_cpus_for_the_actors_are_counted(tmp_path, model):
 
 
 def test_a_reward_that_raises_names_prompt_response_and_cause(run, tmp_path, model):
-    code, text = run(write_recipe(tmp_path, model), "env.reward_function=tests.helpers.run_rewards:explode")
+    code, text = run(write_recipe(tmp_path, model), "env.reward_function=tests.helpers.rewards:explode")
     assert code == 2 and "this reward always fails" in text and "prompt:" in text and "response:" in text
 
 
 @pytest.mark.slow
 def test_a_reward_that_hangs_is_cut_off_and_counted_or_stops_the_run(run, tmp_path, model):
-    hanging = ("env.reward_function=tests.helpers.run_rewards:hang", "env.timeout_s=0.3", "grpo.max_num_steps=1")
+    hanging = ("env.reward_function=tests.helpers.rewards:hang", "env.timeout_s=0.3", "grpo.max_num_steps=1")
     small = ("grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=2")
     code, text = run(write_recipe(tmp_path, model), *hanging, *small)
     assert code == 0, text

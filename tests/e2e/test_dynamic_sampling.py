@@ -25,7 +25,7 @@ PROMPTS, GROUP = 4, 4
 GRPO = {"num_prompts_per_step": PROMPTS, "num_generations_per_prompt": GROUP, "use_dynamic_sampling": True}
 WHOLE = {"batch_multiplier": 1.5, "seed": 4}
 """With this seed the checkpoint after step 2 gives groups back."""
-RIGHT_OR_WRONG = {"name": "custom", "reward_function": "tests.helpers.run_rewards:odd_share", "score_threshold": 0.6}
+RIGHT_OR_WRONG = {"name": "custom", "reward_function": "tests.helpers.rewards:odd_share", "score_threshold": 0.6}
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_the_last_epoch_ends_when_prompts_and_carried_groups_are_too_few_for_a_r
 
 def test_the_last_round_of_an_epoch_may_have_no_group_that_differs(model: Path, tmp_path: Path) -> None:
     run = Watched(tmp_path, model, max_num_epochs=1, max_num_steps=99, dynamic_sampling_max_gen_batches=99)
-    constant = {"reward_function": "tests.helpers.run_rewards:indifferent", "score_threshold": None}
+    constant = {"reward_function": "tests.helpers.rewards:indifferent", "score_threshold": None}
     run.config = run.config.model_copy(update={"env": run.config.env.model_copy(update=constant)})
     run.run()
     assert len(run.drawn) == 16 and run.alive == [0, 0]
@@ -242,7 +242,7 @@ def test_the_last_round_of_an_epoch_may_have_no_group_that_differs(model: Path, 
 def test_estimators_over_the_whole_step_see_groups_that_differ_alone(name: str, model: Path, tmp_path: Path) -> None:
     run = Watched(tmp_path, model, adv_estimator={"name": name}, max_num_steps=1)
     if name == "gdpo":
-        judged = {"reward_function": "tests.helpers.run_rewards:right_and_short", "score_threshold": None}
+        judged = {"reward_function": "tests.helpers.rewards:right_and_short", "score_threshold": None}
         run.config = run.config.model_copy(update={"env": run.config.env.model_copy(update=judged)})
     run.run()
     [step] = run.steps

@@ -3,18 +3,57 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
 from nemo_rl.config.schema import DatasetConfig
+from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.data.reasoning_gym_wrapper import Task, questions
+from nemo_rl.data.tokenizer import build_tokenizer
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, write_recipe
-from tests.helpers.talking_model import write_talking_folder
+from tests.helpers.tiny_model import tiny_model
+
+STEPS, BATCH_SIZE, LEARNING_RATE = 60, 16, 1e-2
+IGNORED = -100
+"""Label of a position that the loss of transformers leaves out."""
+
+
+def write_scripted_folder(folder: Path, *, prompts: Sequence[str], responses: Sequence[str]) -> Path:
+    """Write a tiny model and tokenizer that answer each of `prompts` with each of `responses` equally often.
+
+    Rewards then vary within every group.
+    """
+    tokenizer = build_tokenizer(f"user\n{prompt}\nassistant\n{' '.join(responses)}" for prompt in prompts)
+    model = tiny_model()
+    model.resize_token_embeddings(len(tokenizer))
+    model.config.eos_token_id = tokenizer.eos_token_id
+    ids, labels = [], []
+    for prompt, response in itertools.product(prompts, responses):
+        start = encode_prompt(tokenizer, prompt_messages(prompt))
+        answer = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
+        ids.append(torch.tensor([*start, *answer]))
+        labels.append(torch.tensor([IGNORED] * len(start) + answer))
+    ids_NT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    labels_NT = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        chosen = torch.randint(len(ids_NT), (BATCH_SIZE,), generator=generator)
+        loss = model(input_ids=ids_NT[chosen], labels=labels_NT[chosen], use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
 
 pytestmark = pytest.mark.slow
 
@@ -53,12 +92,12 @@ def train(folder: Path, model: Path, *, data: Mapping[str, object], env: Mapping
 
 
 def said(rollout: Mapping[str, object]) -> str:
-    """The response without its end-of-turn token."""
+    """Return the response without its end-of-turn token."""
     return str(rollout["response"]).removesuffix("<|im_end|>")
 
 
 def asked(rollout: Mapping[str, object], texts: Mapping[str, str]) -> str:
-    """The answer to the one text that occurs in the prompt."""
+    """Return the answer to the one text that occurs in the prompt."""
     (answer,) = {answer for text, answer in texts.items() if f"\n{text}<|im_end|>" in str(rollout["prompt"])}
     return answer
 
@@ -68,7 +107,7 @@ def test_math_on_a_hugging_face_dataset_compares_values(tmp_path: Path) -> None:
     gold = {f"half of {n} apples": ("1/2", "4/2")[n % 2] for n in range(8)}
     saved = datasets.Dataset.from_dict({"problem": list(gold), "solution": list(gold.values())})
     datasets.DatasetDict(train=saved, test=saved.select([0])).save_to_disk(str(tmp_path / "halves"))
-    model = write_talking_folder(tmp_path / "model", prompts=list(gold), responses=["\\boxed{0.5}", "\\boxed{2}"])
+    model = write_scripted_folder(tmp_path / "model", prompts=list(gold), responses=["\\boxed{0.5}", "\\boxed{2}"])
     source = {"dataset_name": "huggingface", "data_path": str(tmp_path / "halves"), "split": "train"}
     keys = {"input_key": "problem", "output_key": "solution"}
     rollouts = train(tmp_path, model, data={"train": {**source, **keys}}, env={"name": "math"})
@@ -84,7 +123,7 @@ def test_reasoning_gym_scores_its_own_items(tmp_path: Path) -> None:
     gold = {
         item.question: str(item.answer) for item in questions(Task(name="syllogism", size=24, seed=3), where="test")
     }
-    model = write_talking_folder(tmp_path / "model", prompts=list(gold), responses=["Yes", "No"])
+    model = write_scripted_folder(tmp_path / "model", prompts=list(gold), responses=["Yes", "No"])
     data = {"train": source.model_dump(mode="json"), "validation": held_out.model_dump(mode="json")}
     rollouts = train(
         tmp_path, model, data=data, env={"name": "reasoning_gym", "score_threshold": 1.0, "timeout_s": 300}
@@ -97,7 +136,7 @@ def test_a_jsonl_file_with_its_own_keys_template_and_answers(tmp_path: Path) -> 
     gold = {f"colour {n}?": ("red", "blue")[n % 2] for n in range(12)}
     rows = [json.dumps({"question": text, "gold": answer}) + "\n" for text, answer in gold.items()]
     (tmp_path / "colours.jsonl").write_text("".join(rows))
-    model = write_talking_folder(
+    model = write_scripted_folder(
         tmp_path / "model", prompts=[f"Say a colour.\n{text}" for text in gold], responses=["red", "blue"]
     )
     source = {

@@ -23,7 +23,7 @@ TWO_ENGINES = {
     "policy.generation.refit_transport": "broadcast",
     "policy.generation.precision": "bfloat16",
     "policy.generation.refit_delta.enabled": "true",
-    "policy.generation.backend": "tests.helpers.mortal_engine:build_mortal_engine",
+    "policy.generation.backend": "tests.helpers.faulty_engines:build_dying_engine",
 }
 """By broadcast, whose group is made anew for the engine that comes, of what has changed."""
 OF_ENGINES = ("rollout/engines", "rollout/engines_lost", "rollout/rows_sampled_again")

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
-from tests.helpers.engine_child import NO_VLLM, has_vllm
-from tests.helpers.kernel_models import write_dense
-from tests.helpers.mortal_engine import LAST_WORD
+from tests.helpers.engine_process import NO_VLLM, has_vllm
+from tests.helpers.faulty_engines import ENDED_SUFFIX
+from tests.helpers.model_families import write_dense
 from tests.helpers.processes import MARK, wait_for_none
 from tests.helpers.runs import load_recipe, logged_steps, rollouts_of, run_cli, write_recipe
 
@@ -28,7 +28,7 @@ SETTINGS = {
     "cluster.cpu_workers_per_node": "1",
     "data_plane.impl": "ray",
     "policy.generation.num_replicas": "2",
-    "policy.generation.backend": "tests.helpers.mortal_engine:build_mortal_vllm",
+    "policy.generation.backend": "tests.helpers.faulty_engines:build_dying_vllm",
     "policy.generation.max_new_tokens": "20",
     "policy.max_total_sequence_length": "64",
     "policy.generation.engine_timeout_s": "25",
@@ -72,7 +72,7 @@ def test_the_other_engine_samples_the_same_rows(
     kind: str, tmp_path: Path, model: Path, unharmed: tuple[list[dict], list[list[dict]]]
 ) -> None:
     steps, rollouts = trained(tmp_path, model, victims="engine 1", kind=kind)
-    assert (tmp_path / f"engine_1{LAST_WORD}").exists()
+    assert (tmp_path / f"engine_1{ENDED_SUFFIX}").exists()
     assert rollouts == unharmed[1] and len(rollouts[1]) == 16
     assert [step["train/reward"] for step in steps] == [step["train/reward"] for step in unharmed[0]]
     assert [step["train/grad_norm"] for step in steps] == [step["train/grad_norm"] for step in unharmed[0]]
@@ -92,6 +92,6 @@ def test_without_any_engine_the_run_ends_with_the_cause_and_leaves_nothing(
     assert code == 1, output[-3000:]
     assert "stage generation: the worker process died (generation worker" in output
     assert wait_for_none(mark, timeout_s=30.0) == []
-    died = max(path.stat().st_mtime for path in tmp_path.glob(f"*{LAST_WORD}"))
+    died = max(path.stat().st_mtime for path in tmp_path.glob(f"*{ENDED_SUFFIX}"))
     print(f"ended {ended - died:.1f} s after the last engine")
     assert ended - died < END_S

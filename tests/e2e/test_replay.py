@@ -27,8 +27,8 @@ from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError, NonFiniteError, UserError
 from nemo_rl.utils.files import FileManifest
-from tests.helpers.families import write_family
-from tests.helpers.planted_loss import row_sums
+from tests.helpers.faulty_loss import row_sums
+from tests.helpers.model_families import write_family
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, start_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -37,7 +37,7 @@ FOUR_STEPS = {"grpo.max_num_steps": "4"}
 SAVES = {"checkpointing.enabled": "true", "checkpointing.save_period": "2", "checkpointing.keep_top_k": "null"}
 OWN_TRAFFIC = ("data_plane/", "keep/", "train/tflops")
 """What reading the columns once more adds to."""
-PLANTED = "tests.helpers.planted_loss:PlantedLoss"
+PLANTED = "tests.helpers.faulty_loss:PlantedLoss"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from nemo_rl.diagnostics.rollouts.choice import choose_rollouts
 from nemo_rl.diagnostics.rollouts.page import write_rollout_page
 from tests.helpers.browser import Browser, chromium_path
-from tests.helpers.readable_rows import HOSTILE, earlier_row, token_row, usual_rows, write_rows
+from tests.helpers.rollout_rows import HOSTILE, earlier_row, token_row, usual_rows, write_rows
 
 pytestmark = [
     pytest.mark.skipif(

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from nemo_rl.algorithms.run import run
 from nemo_rl.utils.r3_trace import reset_r3_trace
-from tests.helpers.families import write_family
+from tests.helpers.model_families import write_family
 from tests.helpers.runs import ROOT, SMALL, load_recipe, logged_steps
 
 pytestmark = pytest.mark.slow

@@ -147,7 +147,7 @@ def test_a_learning_rate_of_zero_changes_no_weight(tmp_path, model):
 
 
 def test_a_step_without_any_signal_runs_no_stage_of_the_update(tmp_path, model):
-    recipe = write_recipe(tmp_path, model, env={"reward_function": "tests.helpers.run_rewards:indifferent"})
+    recipe = write_recipe(tmp_path, model, env={"reward_function": "tests.helpers.rewards:indifferent"})
     with open_trainer(load_recipe(recipe, LOCAL), console=Console(file=io.StringIO())) as trainer:
         trainer.open_run()
         step = trainer.step()
@@ -159,7 +159,7 @@ def test_a_step_without_any_signal_runs_no_stage_of_the_update(tmp_path, model):
 
 
 def test_a_stage_that_raises_leaves_no_live_row(tmp_path, model):
-    recipe = write_recipe(tmp_path, model, env={"reward_function": "tests.helpers.run_rewards:explode"})
+    recipe = write_recipe(tmp_path, model, env={"reward_function": "tests.helpers.rewards:explode"})
     config = load_recipe(recipe, LOCAL)
     with open_trainer(config, console=Console(file=io.StringIO())) as trainer:
         trainer.open_run()

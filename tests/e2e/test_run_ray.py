@@ -45,7 +45,7 @@ def train(recipe: Path, overrides: dict[str, str], shown: io.StringIO | None = N
 
 JUDGED = {
     "name": "custom",
-    "reward_function": "tests.helpers.run_rewards:judged",
+    "reward_function": "tests.helpers.rewards:judged",
     "reward_weights": {"odd": 1.0, "length": 0.1},
 }
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.engine_child import NO_VLLM, has_vllm
-from tests.helpers.families import write_family
-from tests.helpers.kernel_models import write_dense, write_moe
+from tests.helpers.engine_process import NO_VLLM, has_vllm
+from tests.helpers.model_families import write_dense, write_family, write_moe
 from tests.helpers.runs import ROOT, SMALL, logged_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_vllm(), reason=NO_VLLM)]

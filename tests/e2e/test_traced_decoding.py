@@ -27,7 +27,7 @@ from nemo_rl.tracer.reducer import STATS
 from nemo_rl.tracer.stream_reader import StreamReader
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
-from tests.helpers.traced_frames import tokens_of
+from tests.helpers.tracer_recordings import tokens_of
 
 TRACER = {"diagnostics.tracer.enabled": "true", "diagnostics.tracer.max_hz": "1000", "diagnostics.tracer.rows": "6"}
 TRAIN_ONLY = "layer.out | stats"

@@ -30,7 +30,7 @@ from nemo_rl.tracer.frame import Frame
 from nemo_rl.tracer.protocol import Role
 from nemo_rl.tracer.stream_reader import StreamReader
 from nemo_rl.tracer.tokens import read_token, token_path
-from tests.helpers.families import COMMON, write_family, write_with_tokenizer
+from tests.helpers.model_families import FAMILY_SIZES, write_family, write_with_tokenizer
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_watched_is_said_before_anything_starts(tmp_path: Path, m
 
 
 def test_sites_that_a_model_cannot_show_are_said_with_the_reason(tmp_path: Path) -> None:
-    fused = write_with_tokenizer(tmp_path / "phi3", AutoModelForCausalLM.from_config(Phi3Config(**COMMON)))
+    fused = write_with_tokenizer(tmp_path / "phi3", AutoModelForCausalLM.from_config(Phi3Config(**FAMILY_SIZES)))
     with opened(tmp_path, fused, {}) as trainer:
         trainer.step()
     listed = CliRunner().invoke(app, ["trace", "ls", str(tmp_path / "logs"), "--json"])

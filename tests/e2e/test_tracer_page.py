@@ -15,8 +15,8 @@ from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
 from nemo_rl.tracer.reducer import parse_reducer
 from nemo_rl.tracer.tokens import HubTokens
 from tests.helpers.browser import Browser, chromium_path
-from tests.helpers.planes import wait_until
-from tests.helpers.tracer_feed import Feed, PretendRun
+from tests.helpers.data_planes import wait_until
+from tests.helpers.tracer_demo import DemoHub, DemoRun
 
 pytestmark = [
     pytest.mark.skipif(
@@ -36,11 +36,11 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def feed(browser: Browser) -> Iterator[Feed]:
+def feed(browser: Browser) -> Iterator[DemoHub]:
     browser.close_pages()  # of a test that failed
     browser.complaints.clear()
     browser.requests.clear()
-    with Feed() as feed:
+    with DemoHub() as feed:
         yield feed
         browser.close_pages()
     hosts = {
@@ -68,7 +68,7 @@ def numbers(texts):
 
 
 def test_numbers_of_all_reducers_are_those_that_were_sent(browser, feed):
-    run = PretendRun(bad_step=1)
+    run = DemoRun(bad_step=1)
     where = FrameSite(SiteKind.ATTN_OUT, layer=1, direction=Direction.BACKWARD, is_recomputed=True)
     linear = Where(run.run, 1, "prev_logprobs", where, parse_reducer("histogram(-1, 1, 3)"), update=2)
     sent = [*run.frames(1), Frame(where=linear, payload=np.array([1, 2, 2**60, 4, 5]))]
@@ -89,7 +89,7 @@ def test_numbers_of_all_reducers_are_those_that_were_sent(browser, feed):
 
 
 def test_a_cell_under_the_pointer_says_its_exact_number(browser, feed):
-    run = PretendRun()
+    run = DemoRun()
     feed.begin(run)
     feed.step(run, 1)
     page = opened(browser, feed)
@@ -112,7 +112,7 @@ def test_a_cell_under_the_pointer_says_its_exact_number(browser, feed):
 
 
 def test_the_csv_holds_what_the_views_show(browser, feed):
-    run = PretendRun()
+    run = DemoRun()
     feed.begin(run)
     feed.step(run, 1)
     page = opened(browser, feed)
@@ -144,7 +144,7 @@ def test_the_csv_holds_what_the_views_show(browser, feed):
 
 
 def test_values_that_are_not_finite_are_told_and_found(browser, feed, tmp_path):
-    run = PretendRun(bad_step=3)
+    run = DemoRun(bad_step=3)
     feed.begin(run)
     for step in (1, 2):
         feed.step(run, step)
@@ -174,7 +174,7 @@ def test_values_that_are_not_finite_are_told_and_found(browser, feed, tmp_path):
 
 
 def test_time_stays_and_goes_back_while_the_run_goes_on(browser, feed):
-    run = PretendRun()
+    run = DemoRun()
     feed.begin(run)
     for step in (1, 2, 3):
         feed.step(run, step)
@@ -196,7 +196,7 @@ def test_time_stays_and_goes_back_while_the_run_goes_on(browser, feed):
 
 
 def test_who_comes_late_gets_the_steps_before(browser, feed):
-    run = PretendRun()
+    run = DemoRun()
     feed.begin(run)
     for step in range(990, 1000):
         feed.step(run, step)
@@ -207,7 +207,7 @@ def test_who_comes_late_gets_the_steps_before(browser, feed):
 
 
 def test_memory_is_bounded_and_what_has_gone_is_asked_for_again(browser, feed):
-    run = PretendRun()
+    run = DemoRun()
     feed.begin(run)
     for step in (1, 2, 3, 4):
         feed.step(run, step)
@@ -231,14 +231,14 @@ def _with_budget(route, budget):
 
 def test_a_lost_hub_is_said_and_found_again(browser):
     browser.complaints.clear()
-    run, tokens = PretendRun(), HubTokens.draw()
-    with Feed(tokens=tokens) as feed:
+    run, tokens = DemoRun(), HubTokens.draw()
+    with DemoHub(tokens=tokens) as feed:
         feed.begin(run)
         feed.step(run, 1)
         page = opened(browser, feed)
     page.wait_for_function("() => tracer.said.connection.startsWith('lost since')")
     assert page.evaluate("() => tracer.runs[0].steps") == [1]
-    with Feed(tokens=tokens, port=feed.port) as feed:
+    with DemoHub(tokens=tokens, port=feed.port) as feed:
         feed.begin(run)
         feed.step(run, 1)
         feed.step(run, 2)
@@ -251,7 +251,7 @@ def test_a_lost_hub_is_said_and_found_again(browser):
 
 
 def test_a_lost_job_drops_and_missing_ranks_are_said(browser, feed):
-    run = PretendRun()
+    run = DemoRun()
     feed.begin(run)
     feed.publish(run.table(1))
     for frame in run.frames(1):
@@ -262,12 +262,12 @@ def test_a_lost_job_drops_and_missing_ranks_are_said(browser, feed):
     assert "Rank 3 missing in train at step 1" in said
     assert "17 frames dropped by ranks in train at step 1" in said
     assert "ranks 3 missing, 17 frames dropped" in page.locator(".pane-title").first.text_content()
-    feed.say({"type": "stats", "sent": 5, "dropped": 2, "queued": 0})
+    feed.send({"type": "stats", "sent": 5, "dropped": 2, "queued": 0})
     page.wait_for_function("() => tracer.said.notices.some(text => text.startsWith('2 frames dropped on the way'))")
-    feed.say({"type": "run", "run": run.run, "state": "lost", "text": "its driver went without a word"})
+    feed.send({"type": "run", "run": run.run, "state": "lost", "text": "its driver went without a word"})
     page.wait_for_function("() => tracer.said.notices.some(text => text.includes('The job was lost: its driver'))")
     assert page.evaluate("() => tracer.said.connection") == "job lost, you control"
-    feed.say({"type": "run", "run": run.run, "state": "recorded", "text": "completed"})
+    feed.send({"type": "run", "run": run.run, "state": "recorded", "text": "completed"})
     page.wait_for_function("() => tracer.said.notices.includes('A recording: completed.')")
     page.keyboard.press("7")
     browser.settle(page)
@@ -275,7 +275,7 @@ def test_a_lost_job_drops_and_missing_ranks_are_said(browser, feed):
 
 
 def test_two_runs_stand_side_by_side(browser, feed, tmp_path):
-    runs = [PretendRun(), PretendRun(name="other seed", run="run-b", seed=1)]
+    runs = [DemoRun(), DemoRun(name="other seed", run="run-b", seed=1)]
     for run in runs:
         feed.begin(run)
         for step in (1, 2):
@@ -298,7 +298,7 @@ def test_two_runs_stand_side_by_side(browser, feed, tmp_path):
 
 
 def test_pictures_can_be_taken_along(browser, feed):
-    run = PretendRun(bad_step=1)
+    run = DemoRun(bad_step=1)
     feed.begin(run)
     feed.step(run, 1)
     page = opened(browser, feed)
@@ -312,14 +312,14 @@ def test_pictures_can_be_taken_along(browser, feed):
 
 
 def test_hostile_texts_stay_texts(browser, feed):
-    run = PretendRun(name=HOSTILE, run="r" + HOSTILE, rows=(HOSTILE + " =1+1\n\u202eevil",))
+    run = DemoRun(name=HOSTILE, run="r" + HOSTILE, rows=(HOSTILE + " =1+1\n\u202eevil",))
     feed.begin(run)
     feed.call(lambda: feed.hub.set_run({"run": run.run, "unobserved": {HOSTILE: HOSTILE}, "text": HOSTILE}))
     feed.step(run, 1)
-    feed.say({"type": "metrics", "run": run.run, "step": 1, "metrics": {HOSTILE: 1.0}})
+    feed.send({"type": "metrics", "run": run.run, "step": 1, "metrics": {HOSTILE: 1.0}})
     page = opened(browser, feed)
-    feed.say({"type": "mark", "label": HOSTILE, "step": 1})
-    feed.say({"type": "problem", "text": HOSTILE})
+    feed.send({"type": "mark", "label": HOSTILE, "step": 1})
+    feed.send({"type": "problem", "text": HOSTILE})
     page.wait_for_function("() => tracer.said.notices.length === 1")
     for view in range(1, 8):
         page.keyboard.press(str(view))
@@ -337,7 +337,7 @@ def test_hostile_texts_stay_texts(browser, feed):
 
 
 def test_the_controller_changes_what_is_watched(browser, feed):
-    run = PretendRun()
+    run = DemoRun()
     feed.begin(run)
     feed.step(run, 1)
     page = opened(browser, feed)
@@ -364,7 +364,7 @@ def test_the_controller_changes_what_is_watched(browser, feed):
 
 
 def test_tokens_roles_and_taking_over(browser, feed):
-    run = PretendRun()
+    run = DemoRun()
     feed.begin(run)
     feed.step(run, 1)
     first = opened(browser, feed)
@@ -387,7 +387,7 @@ def test_tokens_roles_and_taking_over(browser, feed):
 
 
 def test_messages_that_are_no_frames_are_refused(browser, feed):
-    run = PretendRun()
+    run = DemoRun()
     feed.begin(run)
     feed.step(run, 1)
     page = opened(browser, feed)
@@ -411,7 +411,7 @@ def test_nothing_watched_yet_is_said_with_the_watch_that_helps(browser, feed):
     page.goto(feed.url())
     page.wait_for_function("() => window.tracer?.state === 'connected'")
     assert "Waiting for a run" in page.locator("main").text_content()
-    feed.begin(PretendRun())
+    feed.begin(DemoRun())
     page.wait_for_function(
         "() => document.querySelector('main').textContent.includes('Nothing is watched token by token')"
     )
@@ -420,7 +420,7 @@ def test_nothing_watched_yet_is_said_with_the_watch_that_helps(browser, feed):
 
 
 def test_every_view_fits_the_screen_in_dark_and_light(browser, feed, tmp_path):
-    run = PretendRun()
+    run = DemoRun()
     feed.begin(run)
     for step in (1, 2):
         feed.step(run, step)

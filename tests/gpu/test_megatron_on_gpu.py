@@ -23,9 +23,9 @@ from nemo_rl.models.megatron.mcore import USING_PYTORCH_OPTIMIZER
 from nemo_rl.models.megatron.transformer_config import has_transformer_engine
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from tests.helpers.families import COMMON, write_with_tokenizer
 from tests.helpers.hf_reference import hf_logprobs
 from tests.helpers.megatron_models import FAMILIES, hf_model
+from tests.helpers.model_families import FAMILY_SIZES, write_with_tokenizer
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_larger_folder
 
 pytestmark = [
@@ -70,7 +70,9 @@ def _worker(
 
 
 def _write(folder: Path, family: str) -> Path:
-    return write_with_tokenizer(folder / family, hf_model(family, vocab_size=COMMON["vocab_size"], num_hidden_layers=2))
+    return write_with_tokenizer(
+        folder / family, hf_model(family, vocab_size=FAMILY_SIZES["vocab_size"], num_hidden_layers=2)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.shards import local_shard
-from tests.helpers.families import write_family
 from tests.helpers.hf_reference import hf_logprobs, hf_train_step
+from tests.helpers.model_families import write_family
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_larger_folder, write_tiny_folder
 
 pytestmark = [

@@ -9,7 +9,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def chromium_path() -> str:
-    """Empty where none is installed."""
+    """Return the path of an installed Chromium, or an empty text."""
     return next((path for name in NAMES if (path := shutil.which(name))), "")
 
 
@@ -34,7 +34,7 @@ class Browser:
         self._playwright.stop()
 
     def page(self, *, width: int = 1280, height: int = 800, **how: Any) -> Any:
-        """A new window."""
+        """Open a new window."""
         context = self._browser.new_context(viewport={"width": width, "height": height}, **how)
         page = context.new_page()
         page.set_default_timeout(60_000)
@@ -45,7 +45,7 @@ class Browser:
         return page
 
     def close_pages(self) -> None:
-        """Of all windows."""
+        """Close all windows."""
         for context in self._browser.contexts:
             context.close()
 

@@ -1,27 +1,112 @@
-"""Engines in which faults of a refit can be planted by name, one at a time: what a receipt must find.
+"""Engines with planted faults: processes that die or stand still in a request, and refits that go wrong.
 
-A fault is planted behind the fingerprints where the engine has room there: in vLLM between what was handed over and
-what it computes with, in the embedded engine in the weights of its module.
+Recipes name `build_dying_engine` and `build_dying_vllm`. `policy.generation.options` has `signal` (a name such as
+SIGKILL), `victims` (such as `engine 0 engine 1`), `at` (the request in which, counted from 1) and `notes`, a folder
+where each victim leaves a file, so that its successor lives.
+
+Faults of a refit are planted by name, one at a time; a receipt must find each. A fault is planted behind the
+fingerprints where the engine has room there: in vLLM between what was handed over and what it computes with, in the
+embedded engine in the weights of its module.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from nemo_rl.models.generation.interfaces import EngineSpec
+from nemo_rl.config.generation import VllmConfig
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.models.generation.interfaces import (
+    EngineSpec,
+    GenerationInterface,
+    GenerationOutput,
+    GenerationRequest,
+)
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
 from nemo_rl.models.generation.vllm.start import build_vllm_worker
 from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, flat_bytes
 from nemo_rl.models.weight_sync.transport import IpcHandle
-from tests.helpers.families import write_with_tokenizer
-from tests.helpers.kernel_models import COMMON
+from tests.helpers.model_families import VLLM_SIZES, write_with_tokenizer
+
+ENDED_SUFFIX = ".ended"
+"""Suffix of the file that an engine makes just before it ends."""
+INTO_DECODING_S = 0.02
+"""Time after which a request of vLLM is being decoded."""
+
+
+class DyingEngine(EngineWorker):
+    """The embedded engine, which ends itself in a request."""
+
+    deadly: Callable[[], None] | None = None
+    requests_left = 0
+
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        # The probe of a receipt is no request of a rollout.
+        self.requests_left -= request.forced is None
+        if self.deadly is not None and request.forced is None and self.requests_left == 0:
+            self.deadly()
+        return super().generate(request)
+
+
+def build_dying_engine(spec: EngineSpec) -> DyingEngine:
+    """Starts one replica."""
+    engine = cast("DyingEngine", DyingEngine.from_config(spec.policy, number=spec.number))
+    deadly = _planned_end(spec)
+    if deadly is not None:
+        engine.deadly, engine.requests_left = deadly
+    return engine
+
+
+def build_dying_vllm(spec: EngineSpec) -> GenerationInterface:
+    """Starts one replica of vLLM, with a small cache."""
+    worker = build_vllm_worker(_with_small_cache(spec))
+    deadly = _planned_end(spec)
+    if deadly is None:
+        return worker
+    generate, (end, left) = worker.generate, deadly
+
+    def dying(request: GenerationRequest) -> GenerationOutput:
+        nonlocal left
+        left -= request.forced is None
+        if left == 0 and request.forced is None:
+            threading.Timer(INTO_DECODING_S, end).start()
+        return generate(request)
+
+    worker.generate = dying  # type: ignore[method-assign]
+    return worker
+
+
+def _with_small_cache(spec: EngineSpec) -> EngineSpec:
+    generation = spec.policy.generation.model_copy(update={"vllm_cfg": VllmConfig(kv_cache_gib=0.05)})
+    policy: PolicyConfig = spec.policy.model_copy(update={"generation": generation})
+    return replace(spec, policy=policy)
+
+
+def _planned_end(spec: EngineSpec) -> tuple[Callable[[], None], int] | None:
+    """Return how the process ends and in which request, or None for an engine that lives."""
+    options = spec.policy.generation.options
+    note = Path(str(options["notes"])) / f"engine_{spec.number}"
+    if f"engine {spec.number}" not in str(options["victims"]) or note.exists():
+        return None
+    note.touch()
+
+    def end() -> None:
+        note.with_suffix(ENDED_SUFFIX).touch()
+        os.kill(os.getpid(), signal.Signals[str(options["signal"])])
+
+    return end, int(str(options["at"]))
+
 
 Named = list[tuple[str, torch.Tensor]]
 LAYER_0, LAYER_1 = "model.layers.0.", "model.layers.1."
@@ -32,10 +117,10 @@ EXPERTS = f"{LAYER_1}mlp.experts"
 
 
 def receipt_model(*, seed: int = 0) -> PreTrainedModel:
-    """Two like layers with experts, a tied head, as many keys as queries: every fault has a place in it."""
+    """Return a model with room for every fault: two like layers with experts, a tied head, as many keys as queries."""
     torch.manual_seed(seed)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    sizes = {**COMMON, "num_key_value_heads": 2, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    sizes = {**VLLM_SIZES, "num_key_value_heads": 2, "num_hidden_layers": 2, "tie_word_embeddings": True}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **experts})).eval()
 
 
@@ -60,7 +145,7 @@ class FaultyWorker(EngineWorker):
             self._drop(plan, SQUARE)
 
     def _drop(self, plan: RefitPlan, name: str) -> None:
-        """What comes for one weight goes nowhere."""
+        """Drop what is sent for one weight."""
         receiver = self._refit()
         kept = [
             torch.empty_like(target) if slot.name == name else target
@@ -93,7 +178,7 @@ class FaultyWorker(EngineWorker):
 
 
 def _changed(fault: str | None, now: dict[str, torch.Tensor], worker: FaultyWorker) -> dict[str, torch.Tensor]:
-    """What lies in the module in place of what came."""
+    """Return the weights to write into the module in place of those received."""
     if fault == "previous version":
         return {NORM: worker._old[NORM]}
     if fault == "experts swapped":

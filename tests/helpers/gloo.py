@@ -22,10 +22,10 @@ from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, ini
 from nemo_rl.distributed.job_store import adopt_listener
 
 JOB_S = 900.0
-"""Of a job with many cases, on a machine that does much else; half a minute to three on an idle one."""
+"""Longest job with many cases on a machine that does much else; it takes half a minute to three on an idle one."""
 COLLECTIVE_TIMEOUT_S = 180.0
-IMPORTED = ("tests.helpers.imported_by_ranks",)
-"""By the server that ranks are forked off."""
+IMPORTED = ("tests.helpers.rank_preload",)
+"""Modules that the server imports before ranks are forked off it."""
 SLACK = 3
 """Deadlines are those of a machine that does little else."""
 
@@ -38,7 +38,7 @@ def run_ranks(
     gpu_per_rank: bool = False,
     further_jobs: int = 0,
 ) -> list[object]:
-    """`target(rank, *args)` on every rank of a fresh gloo job; results in rank order.
+    """Run `target(rank, *args)` on every rank of a fresh gloo job; return the results in rank order.
 
     `target` must be a module-level function. A rank that raises fails the caller with its traceback. With
     `gpu_per_rank` rank r has GPU r and the job NCCL besides gloo. With `further_jobs` it gets as many ports as its last

@@ -12,7 +12,7 @@ from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 
 
 def hf_logprobs(model: torch.nn.Module, batch: BatchedDataDict, *, temperature: float = 1.0) -> torch.Tensor:
-    """`[N, T]`, differentiable; 0 at position 0 and in the padding."""
+    """Return `[N, T]` log-probabilities, differentiable; 0 at position 0 and in the padding."""
     ids, lengths = batch.tensor("input_ids").long(), batch.tensor("input_lengths").tolist()
     rows = []
     for i, length in enumerate(lengths):
@@ -23,7 +23,7 @@ def hf_logprobs(model: torch.nn.Module, batch: BatchedDataDict, *, temperature: 
 
 
 def hf_entropies(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
-    """`[N, T]`, differentiable: entropy of the distribution that each token was drawn from, at its place."""
+    """Return the `[N, T]` entropy of the distribution that each token was drawn from, differentiable."""
     ids, lengths = batch.tensor("input_ids").long(), batch.tensor("input_lengths").tolist()
     rows = []
     for i, length in enumerate(lengths):

@@ -30,7 +30,7 @@ from tests.helpers.tiny_model import write_tiny_folder
 
 MIB = 2**20
 MAY_GROW = {"memory_mib": 12.0, "descriptors": 3.0, "threads": 3.0, "shared_mib": 4.0, "shared_files": 4.0}
-"""From the second quarter of the steps to the last; Ray's own servers keep a record of every task."""
+"""Allowed growth from the second quarter of the steps to the last; Ray's own servers record every task."""
 SERVERS_MAY_GROW_MIB = 40.0
 SERVERS = re.compile(r"raylet|gcs_server|ray/_private|log_monitor")
 STEP_S = 20.0
@@ -41,7 +41,7 @@ OF_ALL = "all processes"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """What one process held at a moment."""
+    """The resources of one process at one moment."""
 
     who: str
     step: int

@@ -1,10 +1,17 @@
-"""Tiny random models of every family that the Megatron worker trains, and a forward pass of one rank."""
+"""Tiny random models of every family that the Megatron worker trains, their forward pass, and optimizer steps.
+
+Steps have known gradients, and their state is given by the names of the Hugging Face module.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
@@ -19,9 +26,17 @@ from transformers import (
 )
 
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
+from nemo_rl.models.hf_folder import ModelWeights
+from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.megatron.attention import PackedSegments
-from nemo_rl.models.megatron.setup import MegatronModel
+from nemo_rl.models.megatron.convert import export_weights, load_weights
+from nemo_rl.models.megatron.mcore import parallel_state
+from nemo_rl.models.megatron.optim import PolicyOptimizer
+from nemo_rl.models.megatron.setup import MegatronModel, build_model, destroy_parallel, initialize_parallel
 from nemo_rl.models.varlen_attention import Segments
+from nemo_rl.routes.shape import RouteShape
+from tests.helpers.model_families import FAMILY_SIZES, write_with_tokenizer
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 COMMON = {
@@ -49,7 +64,7 @@ LLAMA3_ROPE = {
 
 
 def config_of(family: str, **changes: object) -> PretrainedConfig:
-    """The config of a family, with some values changed; each has what is special to the family."""
+    """Return the config of a family with some values changed; each has what is special to the family."""
     given = COMMON | changes
     if family == "llama":
         return LlamaConfig(**{"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE} | given)
@@ -83,7 +98,7 @@ def config_of(family: str, **changes: object) -> PretrainedConfig:
 
 
 def hf_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object) -> PreTrainedModel:
-    """A random model in evaluation mode; biases, norms and the router's bias are random as well."""
+    """Return a random model in evaluation mode; biases, norms and the router's bias are random as well."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_of(family, **changes), attn_implementation="sdpa").eval()
     with torch.no_grad():
@@ -109,7 +124,7 @@ def hf_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
 
 
 def policy_config(*, precision: str = "float32", **megatron: object) -> PolicyConfig:
-    """Settings of a Megatron worker; the folder is a name only, models are made in memory."""
+    """Return settings of a Megatron worker; the folder is a name only, models are made in memory."""
     return PolicyConfig.model_validate(
         {
             "model_name": "unused",
@@ -121,7 +136,7 @@ def policy_config(*, precision: str = "float32", **megatron: object) -> PolicyCo
 
 
 def forward(model: MegatronModel, token_NS: torch.Tensor) -> torch.Tensor:
-    """`[N, S, V]` logits of one process that has the whole model; each row is a sequence."""
+    """Return `[N, S, V]` logits of one process that has the whole model; each row is a sequence."""
     rows, length = token_NS.shape
     packed = PackedSegments(segments=Segments(lengths=(length,)), position_s=torch.arange(length))
     logits: torch.Tensor = model.ddp(
@@ -135,5 +150,105 @@ def forward(model: MegatronModel, token_NS: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def tokens(rows: int = 3, length: int = 24, *, vocab_size: int = 96) -> torch.Tensor:
-    """`[rows, length]` int64, always the same."""
+    """Return `[rows, length]` int64 tokens, always the same."""
     return torch.randint(3, vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+NUM_STEPS = 10
+TIMEOUT_S = 60.0
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Open a job of one rank in this process."""
+    init_process_group(RankSpec(rank=0, world_size=1), device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+    try:
+        yield
+    finally:
+        destroy_parallel()
+        destroy_process_group()
+
+
+def build(family: str, policy: PolicyConfig, **changes: object) -> tuple[MegatronModel, PolicyOptimizer]:
+    """(collective) This rank's part of a model with the weights of `hf_model`, and its optimizer."""
+    # On one rank all layouts are the same, and groups are slow to end.
+    if dist.get_world_size() > 1 or not parallel_state.is_initialized():
+        destroy_parallel()
+        initialize_parallel(policy, timeout_s=TIMEOUT_S, seed=1)
+    hf = hf_model(family, **changes)
+    model = build_model(hf.config, policy, device=torch.device("cpu"))
+    load_weights(model, ModelWeights(hf, where="memory"))
+    return model, PolicyOptimizer(model, policy, num_steps=NUM_STEPS)
+
+
+def gradients(family: str, step: int, **changes: object) -> dict[str, torch.Tensor]:
+    """Return the gradients of a step by parameter of the Hugging Face module."""
+    return {name: weight.detach() for name, weight in _gradient_model(family, step, **changes).named_parameters()}
+
+
+def step(model: MegatronModel, optimizer: PolicyOptimizer, number: int, *, scale: float = 1.0) -> float | None:
+    """(collective) A training call with the gradients of that number; the norm before clipping."""
+    optimizer.apply()
+    give_gradients(model, number, scale=scale)
+    norm = optimizer.finish()
+    optimizer.advance()
+    return norm
+
+
+@torch.no_grad()
+def give_gradients(model: MegatronModel, number: int, *, scale: float = 1.0) -> None:
+    """(collective) Puts the gradients of a step where `finalize_model_grads` leaves them."""
+    given = _gradient_model(model.shape.model_type, number, num_hidden_layers=model.shape.num_layers)
+    with _kept(model):
+        load_weights(model, ModelWeights(given, where="gradients"))
+        for weight in model.module.parameters():
+            if weight.requires_grad:
+                weight.main_grad.copy_(weight).mul_(scale)
+
+
+@torch.no_grad()
+def in_hf_names(model: MegatronModel, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """(collective) Whole tensors, put together from this rank's parts by megatron-core's names of the weights."""
+    with _kept(model):
+        for name, weight in model.module.named_parameters():
+            weight.copy_(values[name])
+        return {name: weight.clone() for name, weight in export_weights(model)}
+
+
+@torch.no_grad()
+def state_of(model: MegatronModel, optimizer: PolicyOptimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """(collective) Weights and moments in Hugging Face names; of half precision also what main weights have beyond."""
+    weights = {name: weight.clone() for name, weight in export_weights(model)}
+    state = {kind: in_hf_names(model, optimizer.moments(kind)) for kind in ("exp_avg", "exp_avg_sq")}
+    main = optimizer.moments("master")
+    if main:
+        rests = {name: main[name] - weight.float() for name, weight in model.module.named_parameters()}
+        state["rest"] = in_hf_names(model, rests)
+    return {"weights": weights, **state}
+
+
+def _gradient_model(family: str, step: int, **changes: object) -> torch.nn.Module:
+    return hf_model(family, seed=100 + step, **changes)
+
+
+@contextmanager
+def _kept(model: MegatronModel) -> Iterator[None]:
+    """Parameters and buffers are afterwards what they were."""
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    yield
+    for tensor, value in zip(tensors, before, strict=True):
+        tensor.copy_(value)
+
+
+SIZES = {"vocab_size": FAMILY_SIZES["vocab_size"], "num_hidden_layers": 4, "initializer_range": 0.08, "num_experts": 8}
+
+
+def write_experts(folder: Path) -> Path:
+    return write_with_tokenizer(folder, hf_model("qwen3_moe", **SIZES))
+
+
+def shape_of(folder: str) -> RouteShape:
+    config = load_model_config(folder)
+    layers = tuple(i for i in range(config.num_hidden_layers) if i not in config.mlp_only_layers)
+    return RouteShape(layers=layers, top_k=config.num_experts_per_tok, num_experts=config.num_experts)

@@ -22,7 +22,7 @@ STOPPED = frozenset("tTZ")
 
 
 def why_not() -> str:
-    """Why Mooncake cannot run here; empty when it can."""
+    """Return the reason that Mooncake cannot run here, or an empty text."""
     try:
         check_installed()
     except ResourceError as error:
@@ -54,7 +54,7 @@ def chunk(run_id: str, number: int, *, client: str = "here:1.aaaaaa") -> str:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """The process does not run in here."""
+    """Keep a process stopped inside the block."""
     stop(pid)
     try:
         yield
@@ -85,7 +85,7 @@ def is_alive(pid: int) -> bool:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """What happens inside takes no longer, on a machine that does little else."""
+    """Check that the block takes no longer on a machine that does little else."""
     started = time.monotonic()
     yield
     took = time.monotonic() - started

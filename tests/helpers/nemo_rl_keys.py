@@ -404,7 +404,7 @@ KEYS = _rows()
 
 
 def nested() -> dict[str, Any]:
-    """One recipe with all of them."""
+    """Return one recipe with all keys."""
     tree: dict[str, Any] = {}
     for key, (_, value) in KEYS.items():
         *sections, name = key.split(".")

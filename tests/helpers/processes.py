@@ -1,7 +1,8 @@
-"""Finding the processes of a run by a mark in their environment, which every descendant inherits."""
+"""Processes of a run, found by a mark in their environment that every descendant inherits, and memory of a process."""
 
 from __future__ import annotations
 
+import mmap
 import time
 from socket import SOCK_DGRAM
 
@@ -12,7 +13,7 @@ MARK = "NEMO_RL_TEST_RUN"
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Every live process whose environment carries the mark."""
+    """Return every live process whose environment carries the mark."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -34,7 +35,7 @@ def wait_for_none(mark: str, *, timeout_s: float) -> list[str]:
 
 
 def listening_off_loopback(mark: str) -> tuple[int, list[str]]:
-    """Sockets that wait for others, counted, and those of them that another machine could reach, in words."""
+    """Count the listening sockets, and describe those that another machine could reach."""
     count, found = 0, []
     for process in marked(mark):
         try:
@@ -55,3 +56,11 @@ def end_all(mark: str) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+
+
+def touched_pages(num_bytes: int) -> mmap.mmap:
+    """Map anonymous pages and write each once, so that they show in the process's size; `close` gives them back."""
+    pages = mmap.mmap(-1, num_bytes)
+    for offset in range(0, num_bytes, mmap.PAGESIZE):
+        pages[offset] = 1
+    return pages

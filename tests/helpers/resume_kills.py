@@ -38,12 +38,12 @@ LIFE_S = 300.0
 
 @dataclass(kw_only=True)
 class Result:
-    """What became of it."""
+    """Counts and problems of the experiment."""
 
     kills_at_random: int = 0
     kills_during_a_save: int = 0
     kills_before_the_first_step: int = 0
-    """Of those at random: during the start of the processes."""
+    """Kills at random that came during the start of the processes."""
     kills_just_after_a_save: int = 0
     """Meant for a save that was faster; not one of the others."""
     resumed_from: list[int] = field(default_factory=list)
@@ -81,7 +81,7 @@ class ResumeKills:
         self._plan = plan
         self._first, self._left = 0, set[str]()
         self._start_s = 0.0
-        """From the start of the last life that came so far to its first step."""
+        """Time from a start to its first step, of the last life that trained one."""
         self.result = Result(steps=steps["max_num_steps"])
 
     def run(self) -> Result:

@@ -1,4 +1,4 @@
-"""Custom rewards of every kind, good and bad, named in tests as `tests.helpers.rewards:NAME`."""
+"""Custom rewards of every kind, good and bad; tests and recipes name them `tests.helpers.rewards:NAME`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def says_one_long_line(prompt: str, response: str, answer: object) -> float:
 
 
 def parts(prompt: str, response: str, answer: object) -> dict[str, float]:
-    """`answer` says which components to give."""
+    """Return the components that `answer` names."""
     if response == "hang":
         time.sleep(3600)
     return {str(name): len(response) / 10 + number for number, name in enumerate(answer or ())}
@@ -117,4 +117,35 @@ def leaves_a_session(prompt: str, response: str, answer: object) -> float:
     os.waitpid(first, 0)
     if answer == "exit":
         os._exit(3)
+    return 1.0
+
+
+def odd_share(prompt: str, response: str, answer: object) -> float:
+    """Share of characters with an odd code: varies between the samples of any untrained model."""
+    return sum(ord(character) % 2 for character in response) / max(len(response), 1)
+
+
+def judged(prompt: str, response: str, answer: object, *, response_tokens: int) -> dict[str, float]:
+    """Print a line, and return components."""
+    print(f"judging {response_tokens} tokens")
+    return {"odd": odd_share(prompt, response, answer), "length": float(response_tokens)}
+
+
+def right_and_short(prompt: str, response: str, answer: object) -> dict[str, float]:
+    """Components that often cancel in their sum."""
+    is_odd = float(odd_share(prompt, response, answer) > 0.6)
+    return {"odd": is_odd, "even": 1.0 - is_odd}
+
+
+def indifferent(prompt: str, response: str, answer: object) -> float:
+    """Return the same reward for every response, so that no group learns from it."""
+    return 0.5
+
+
+def explode(prompt: str, response: str, answer: object) -> float:
+    raise ValueError("this reward always fails")
+
+
+def hang(prompt: str, response: str, answer: object) -> float:
+    time.sleep(600)
     return 1.0

@@ -31,7 +31,7 @@ SMALL = {
     "policy.train_global_batch_size": "16",
     "policy.generation.num_replicas": "1",
     "env.name": "custom",
-    "env.reward_function": "tests.helpers.run_rewards:odd_share",
+    "env.reward_function": "tests.helpers.rewards:odd_share",
     "checkpointing.enabled": "false",
     "logger.tensorboard_enabled": "false",
     "logger.reward_curve": "false",
@@ -54,7 +54,7 @@ OWN_TIME = (
 
 
 def write_recipe(folder: Path, model: Path, **changes: object) -> Path:
-    """A recipe of 3 steps with 4 prompts x 4 samples; `changes` are sections that are merged over it."""
+    """Write a recipe of 3 steps with 4 prompts x 4 samples; `changes` are sections that are merged over it."""
     sections: dict[str, dict[str, object]] = {
         "grpo": {
             "num_prompts_per_step": 4,
@@ -84,7 +84,7 @@ def write_recipe(folder: Path, model: Path, **changes: object) -> Path:
             },
             "max_input_seq_length": 24,
         },
-        "env": {"name": "custom", "reward_function": "tests.helpers.run_rewards:odd_share"},
+        "env": {"name": "custom", "reward_function": "tests.helpers.rewards:odd_share"},
         "data_plane": {},
         "cluster": {"cpu_workers_per_node": 2},
         "checkpointing": {"enabled": False},
@@ -104,13 +104,13 @@ def load_recipe(path: Path, overrides: Mapping[str, str] | None = None) -> Maste
 
 
 def logged_steps(log_dir: Path) -> list[dict[str, float]]:
-    """Metrics per step, without those that measure time."""
+    """Return the metrics of each step, without those that measure time."""
     rows = read_metrics(log_dir / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not any(word in k for word in OWN_TIME)} for row in rows]
 
 
 def start_cli(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
-    """The command line as a user starts it, in a process group of its own."""
+    """Start the command line as a user does, in a process group of its own."""
     return subprocess.Popen(
         [sys.executable, "examples/run_grpo.py", "--config", str(recipe), *overrides],
         cwd=ROOT,
@@ -126,7 +126,7 @@ def start_cli(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 def run_cli(recipe: Path, *overrides: str, timeout_s: float = 180.0) -> tuple[int, str]:
-    """Exit code and everything it printed."""
+    """Run the command line and return its exit code and output."""
     process = start_cli(recipe, *overrides)
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -138,12 +138,12 @@ def run_cli(recipe: Path, *overrides: str, timeout_s: float = 180.0) -> tuple[in
 
 
 def rollouts_of(log_dir: Path, step: int) -> list[dict[str, object]]:
-    """The readable rollouts of a step."""
+    """Return the readable rollouts of a step."""
     lines = (log_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
 def validated_rollouts_of(log_dir: Path, step: int) -> list[dict[str, object]]:
-    """The readable rollouts of the validation after a step."""
+    """Return the readable rollouts of the validation after a step."""
     lines = (log_dir / "rollouts" / f"val_step_{step}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

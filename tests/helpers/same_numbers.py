@@ -36,7 +36,7 @@ RECIPES: Mapping[str, str] = {
 COUNTS_OF_TRANSPORT = "data_plane/"
 """Bytes, calls and times of the data plane, which a change of its code may change."""
 RANDOM = ("key", "group")
-"""Of a row that is written for people: no number depends on it."""
+"""Keys of a rollout row that are random; no number depends on them."""
 RUN_S = 900.0
 """Longest run, on a machine that does much else."""
 
@@ -45,7 +45,7 @@ Steps = Sequence[Mapping[str, object]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """What a change says that it changes."""
+    """The metrics that a change renames or adds."""
 
     renamed: Mapping[str, str]
     """Name at the other revision -> name here."""
@@ -53,7 +53,7 @@ class Changes:
 
 
 def first_difference(base: Steps, here: Steps, changes: Changes) -> str | None:
-    """The first step and name whose values differ, in words; None where all are equal."""
+    """Return the first step and name whose values differ, in words, or None where all are equal."""
     if len(base) != len(here):
         return f"{len(base)} steps at the base, {len(here)} here"
     for number, (before, after) in enumerate(zip(base, here, strict=True)):
@@ -71,7 +71,7 @@ def _short(text: str) -> str:
 
 
 def numbers_of(log_dir: Path) -> list[dict[str, object]]:
-    """Logged metrics without times and bytes, then the rollouts of each step, a line each."""
+    """Return the logged metrics without times and bytes, then the rollouts of each step, a line each."""
     metrics = [
         {name: value for name, value in step.items() if not name.startswith(COUNTS_OF_TRANSPORT)}
         for step in logged_steps(log_dir)
@@ -85,7 +85,7 @@ def numbers_of(log_dir: Path) -> list[dict[str, object]]:
 
 @contextmanager
 def tree_at(revision: str, folder: Path) -> Iterator[Path]:
-    """A work tree of this repository at another revision."""
+    """Check out another revision of this repository into a work tree."""
     tree = folder / "base"
     subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), revision], cwd=ROOT, check=True)
     try:
@@ -95,7 +95,7 @@ def tree_at(revision: str, folder: Path) -> Iterator[Path]:
 
 
 def run_recipe(tree: Path, recipe: str, *, steps: int, log_dir: Path) -> None:
-    """One run of a tree's own code."""
+    """Run a recipe with a tree's own code."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     loaded = subprocess.run(
         [sys.executable, "-c", "import nemo_rl; print(nemo_rl.__path__[0])"],

@@ -19,7 +19,7 @@ VOCAB = 320
 
 
 def tiny_model(*, seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
-    """A tied Qwen3 of 30k parameters with larger weights than usual, so that logits differ clearly."""
+    """Return a tied Qwen3 of 30k parameters with larger weights than usual, so that logits differ clearly."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -40,7 +40,7 @@ def tiny_model(*, seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
 
 
 def write_tiny_folder(folder: Path, *, seed: int = 0) -> Path:
-    """Model and tokenizer as a Hugging Face folder."""
+    """Write model and tokenizer as a Hugging Face folder."""
     tiny_model(seed=seed).save_pretrained(str(folder))
     corpus = [f"user\n{p.prompt}\nassistant\n{p.answer}" for p in problems(200, seed=1)]
     build_tokenizer(corpus).save_pretrained(str(folder))
@@ -48,7 +48,7 @@ def write_tiny_folder(folder: Path, *, seed: int = 0) -> Path:
 
 
 def write_larger_folder(folder: Path) -> Path:
-    """120 million parameters with the tiny tokenizer: enough work for a GPU to show its speed."""
+    """Write a model of 120 million parameters with the tiny tokenizer: enough work for a GPU to show its speed."""
     write_tiny_folder(folder)
     config = Qwen3Config(
         vocab_size=32_000,
@@ -70,7 +70,7 @@ def write_larger_folder(folder: Path) -> Path:
 
 
 def tiny_policy(folder: Path, **changes: object) -> PolicyConfig:
-    """A float32 policy with plain AdamW on a tiny folder."""
+    """Return a float32 policy with plain AdamW on a tiny folder."""
     values: dict[str, object] = {
         "model_name": str(folder),
         "precision": "float32",
@@ -86,7 +86,7 @@ def tiny_policy(folder: Path, **changes: object) -> PolicyConfig:
 def tiny_worker(
     config: PolicyConfig, *, rank: int = 0, world_size: int = 1, device: str = "cpu", **kwargs: object
 ) -> PolicyWorker:
-    """One rank of the worker that the config names; a single rank makes its own process group."""
+    """Make one rank of the worker that the config names; a single rank makes its own process group."""
     return compose_worker(
         config,
         rank=rank,
@@ -100,7 +100,7 @@ def tiny_worker(
 
 
 def tiny_batch(num_rows: int = 8, *, seed: int = 0, width: int = 24) -> BatchedDataDict:
-    """Right-padded rows of unequal lengths; prompts of 4 tokens; one row without weight; all columns of GRPO."""
+    """Return right-padded rows of unequal lengths with all columns of GRPO; prompts have 4 tokens, one row weight 0."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(8, width + 1, (num_rows,), generator=generator)
     columns = torch.arange(width)

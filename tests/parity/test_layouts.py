@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.families import write_family
+from tests.helpers.case_selection import cases_of_this_run, pairwise, params
 from tests.helpers.gloo import JOB_S, run_ranks
-from tests.helpers.layout_jobs import (
+from tests.helpers.model_families import write_family
+from tests.helpers.parallel_layouts import (
     AXES,
     Case,
     Folders,
@@ -23,7 +24,6 @@ from tests.helpers.layout_jobs import (
     run_case,
     save_after_a_step,
 )
-from tests.helpers.tables import of_this_run, pairwise, params
 
 LOGPROBS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 2e-5
 """Bounds: absolute of log-probabilities, relative of loss and gradient norm, absolute of weights after the steps."""
@@ -139,13 +139,13 @@ def expected(folders: Folders) -> object:
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, folders: Folders) -> list[dict[str, object]]:
-    cases = of_this_run(request, [*cases_of_two(), *FAULTS, *HALF], [*TWO, *FAULTS, *HALF_OF_THEM])
+    cases = cases_of_this_run(request, [*cases_of_two(), *FAULTS, *HALF], [*TWO, *FAULTS, *HALF_OF_THEM])
     return run_ranks(2, two_ranks, cases, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
 def four(request: pytest.FixtureRequest, folders: Folders, two: object) -> list[dict[str, object]]:
-    cases = of_this_run(request, cases_of_four(), FOUR)
+    cases = cases_of_this_run(request, cases_of_four(), FOUR)
     return run_ranks(4, four_ranks, cases, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 

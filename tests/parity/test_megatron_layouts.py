@@ -19,10 +19,13 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.megatron import train_step
 from nemo_rl.models.megatron.setup import PolicyGPT
-from tests.helpers import layout_jobs
-from tests.helpers.families import COMMON, write_with_tokenizer
+from tests.helpers import parallel_layouts
+from tests.helpers.case_selection import cases_of_this_run, pairwise, params
 from tests.helpers.gloo import JOB_S, run_ranks
-from tests.helpers.layout_jobs import (
+from tests.helpers.megatron_layouts import BUFFER, forget_models, harmful, moments, run_case
+from tests.helpers.megatron_models import FAMILIES, hf_model
+from tests.helpers.model_families import FAMILY_SIZES, write_with_tokenizer
+from tests.helpers.parallel_layouts import (
     AUX_COEFFICIENT,
     AXES,
     SPLITS,
@@ -40,16 +43,13 @@ from tests.helpers.layout_jobs import (
     relative_gap,
     save_after_a_step,
 )
-from tests.helpers.megatron_jobs import BUFFER, forget_models, harmful, moments, run_case
-from tests.helpers.megatron_models import FAMILIES, hf_model
-from tests.helpers.tables import of_this_run, pairwise, params
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(JOB_S + 100)]
 
 LOGITS, GRADIENTS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 1e-5, 2e-5
 """Bounds: absolute of logits and log-probabilities, of each gradient relative to its largest element, relative of loss
 and gradient norm, absolute of weights after the steps. float32 alone is off by half of the first in Hugging Face."""
-TINY = {name: COMMON[name] for name in ("vocab_size", "pad_token_id")}
+TINY = {name: FAMILY_SIZES[name] for name in ("vocab_size", "pad_token_id")}
 TINY |= {"num_hidden_layers": 2, "initializer_range": 0.08}
 BIAS_RATE = 0.05
 MOVING = {"moe_router_bias_update_rate": BIAS_RATE}
@@ -65,7 +65,7 @@ WHOLE_EXPERTS = {**SEQUENCE, "etp": 1}
 PIPELINE = {"pp": 2, "capacity": 40}
 FOUR_PADDED = {"pp": 2, **FIXED}
 # One microbatch, a third of it padding.
-ALL_ROWS = {"batching": "fixed", "capacity": layout_jobs.ROWS}
+ALL_ROWS = {"batching": "fixed", "capacity": parallel_layouts.ROWS}
 
 
 def cases_of_one() -> list[Case]:
@@ -229,7 +229,7 @@ def num_threads() -> int:
 def two_ranks(rank: int, cases: Sequence[Case], shards: Sequence[Case], folders: Folders) -> dict[str, object]:
     found = run_all(rank, 2, [*cases, *shards], folders)
     for case in map(for_dtensor, shards):
-        found[f"dtensor {case}"] = layout_jobs.run_case(rank, 2, case, folders.model(case.family))
+        found[f"dtensor {case}"] = parallel_layouts.run_case(rank, 2, case, folders.model(case.family))
         forget_models()
     for prefix, cases, run in (("saved", SAVED, save_after_a_step), ("loaded", LOADED, load_and_step)):
         for name, case in cases.items():
@@ -270,14 +270,14 @@ def expected(folders: Folders) -> Expected:
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, folders: Folders) -> list[dict[str, object]]:
     everything = [*cases_of_two(), *BALANCED, *HALF, *FAULTS]
-    cases = of_this_run(request, everything, [*TWO, *SOME_BALANCED, *SOME_HALF, *FAULTS])
-    shards = of_this_run(request, SAME_SHARDS, SOME_SHARDS)
+    cases = cases_of_this_run(request, everything, [*TWO, *SOME_BALANCED, *SOME_HALF, *FAULTS])
+    shards = cases_of_this_run(request, SAME_SHARDS, SOME_SHARDS)
     return run_ranks(2, two_ranks, cases, shards, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
 def four(request: pytest.FixtureRequest, folders: Folders, two: object) -> list[dict[str, object]]:
-    cases = of_this_run(request, cases_of_four(), FOUR)
+    cases = cases_of_this_run(request, cases_of_four(), FOUR)
     return run_ranks(4, run_all, 4, cases, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
@@ -439,7 +439,7 @@ def test_the_bias_of_experts_moves_with_its_rate_only(two: list[dict[str, object
 Microbatches = Sequence[Sequence[int]]
 
 
-def balancing(microbatches: Microbatches) -> layout_jobs.MoreLoss:
+def balancing(microbatches: Microbatches) -> parallel_layouts.MoreLoss:
     """The loss of a switch transformer: experts x sum over experts of (share of tokens x mean probability).
 
     Of every layer's router within a microbatch, its padding left out, as a mean over the microbatches.
@@ -514,7 +514,7 @@ def test_padding_does_not_count_for_the_bias(fault: str | None, folders: Folders
     num_tokens = int(layout_batch().tensor("input_lengths").sum())
     choices = num_tokens * hf_model("glm4_moe", **TINY).config.num_experts_per_tok
     # Once per step, of the only layer with experts.
-    assert (counts == [choices] * layout_jobs.STEPS) == (fault is None), (counts, choices)
+    assert (counts == [choices] * parallel_layouts.STEPS) == (fault is None), (counts, choices)
 
 
 def test_a_balance_weighed_by_the_tokens_of_a_rank_is_another(folders: Folders) -> None:

@@ -21,9 +21,9 @@ from nemo_rl.diagnostics.runner.prompts import PromptSpec
 from nemo_rl.diagnostics.runner.run import RECORDS, ProbeSpec, run_ab, run_probe
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.records.sites import SiteKind
-from tests.helpers.families import write_family
+from tests.helpers.model_families import write_family
 from tests.helpers.runs import ROOT
-from tests.helpers.traced_frames import differences, frames_of, tokens_of
+from tests.helpers.tracer_recordings import differences, frames_of, tokens_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

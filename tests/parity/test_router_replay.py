@@ -23,11 +23,12 @@ from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.microbatch import PassShape
 from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.slices import RouteShard, TokenPlaces
-from tests.helpers import megatron_jobs
-from tests.helpers.experts import write_experts
-from tests.helpers.families import COMMON
+from tests.helpers import megatron_layouts
+from tests.helpers.case_selection import cases_of_this_run, pairwise, params
 from tests.helpers.gloo import JOB_S, run_ranks
-from tests.helpers.layout_jobs import (
+from tests.helpers.megatron_models import write_experts
+from tests.helpers.model_families import FAMILY_SIZES
+from tests.helpers.parallel_layouts import (
     AXES,
     Arrays,
     Case,
@@ -40,7 +41,6 @@ from tests.helpers.layout_jobs import (
     run_job,
     start,
 )
-from tests.helpers.tables import of_this_run, pairwise, params
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(JOB_S + 100)]
 
@@ -95,8 +95,8 @@ def cases_of_four() -> list[Case]:
 
 def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
     if case.engine == "megatron":
-        outcome = megatron_jobs.run_case(rank, world_size, case, folder)
-        megatron_jobs.forget_models()
+        outcome = megatron_layouts.run_case(rank, world_size, case, folder)
+        megatron_layouts.forget_models()
         return outcome
     job = start(rank, world_size, case, folder)
     logits = dtensor_logits(job)
@@ -109,7 +109,7 @@ def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
 def dtensor_logits(job: Job) -> np.ndarray:
     """(collective) `[n, T, V]` at every token of this rank's rows, 0 in the padding."""
     worker, ids_nT = job.worker, job.shard.tensor("input_ids")
-    found_nTV = torch.zeros(*ids_nT.shape, COMMON["vocab_size"])
+    found_nTV = torch.zeros(*ids_nT.shape, FAMILY_SIZES["vocab_size"])
     select_NT = torch.zeros_like(ids_nT, dtype=torch.bool)
     worker.engine.model.eval()
     with routes_of(worker, job) as replay, torch.no_grad():
@@ -118,7 +118,9 @@ def dtensor_logits(job: Job) -> np.ndarray:
         for rows in job.plan.microbatches[0]:
             micro = runner._build(job.shard, rows, select_NT, fields=())
             with runner._routes.pass_of(micro):
-                values, tokens = worker.engine.model(micro.inputs, sampling=layout.sampling, top_k=COMMON["vocab_size"])
+                values, tokens = worker.engine.model(
+                    micro.inputs, sampling=layout.sampling, top_k=FAMILY_SIZES["vocab_size"]
+                )
             whole = torch.empty_like(values).scatter_(2, tokens, values)
             for place, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
                 line, first = (0, sum(micro.inputs.segments.lengths[:place])) if job.plan.packed else (place, 0)
@@ -213,13 +215,13 @@ def one(folder: Path) -> list[dict[str, Outcome]]:
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Outcome]]:
-    cases = of_this_run(request, cases_of_two(), TWO)
+    cases = cases_of_this_run(request, cases_of_two(), TWO)
     return run_ranks(2, two_ranks, cases, folder, timeout_s=JOB_S)
 
 
 @pytest.fixture(scope="module")
 def four(request: pytest.FixtureRequest, folder: Path, two: object) -> list[dict[str, Outcome]]:
-    cases = of_this_run(request, cases_of_four(), FOUR)
+    cases = cases_of_this_run(request, cases_of_four(), FOUR)
     return run_ranks(4, four_ranks, cases, folder, timeout_s=JOB_S)
 
 

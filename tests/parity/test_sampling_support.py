@@ -23,7 +23,7 @@ from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.support import SUPPORT
 from tests.helpers.gloo import run_ranks
 from tests.helpers.hf_reference import global_scale, hf_logprobs
-from tests.helpers.layout_jobs import Case, policy_of
+from tests.helpers.parallel_layouts import Case, policy_of
 from tests.helpers.tiny_model import tiny_model, tiny_policy, tiny_worker, write_tiny_folder
 
 TOP_P = 0.8

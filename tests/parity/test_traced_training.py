@@ -12,11 +12,11 @@ import pytest
 from nemo_rl.models.policy.tracing import SiteTracing, TraceSpec
 from nemo_rl.tracer.link import HubAddress
 from nemo_rl.tracer.process import HubProcess, HubSpec
-from tests.helpers.families import write_family
 from tests.helpers.gloo import run_ranks
-from tests.helpers.layout_jobs import LOSS, Arrays, Case, Job, exported, start
-from tests.helpers.megatron_jobs import forget_models
-from tests.helpers.traced_frames import num_frames
+from tests.helpers.megatron_layouts import forget_models
+from tests.helpers.model_families import write_family
+from tests.helpers.parallel_layouts import LOSS, Arrays, Case, Job, exported, start
+from tests.helpers.tracer_recordings import num_frames
 
 STEPS = 10
 WATCHES = ("* | stats", "layer.out | tiles(2, rms); digest")

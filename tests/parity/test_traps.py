@@ -22,16 +22,16 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.dtensor import parallelize
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from tests.helpers.families import COMMON, write_with_tokenizer
 from tests.helpers.hf_reference import hf_logprobs
-from tests.helpers.layout_jobs import Case, layout_batch, reference
-from tests.helpers.megatron_jobs import run_case
+from tests.helpers.megatron_layouts import run_case
 from tests.helpers.megatron_models import hf_model
+from tests.helpers.model_families import FAMILY_SIZES, write_with_tokenizer
+from tests.helpers.parallel_layouts import Case, layout_batch, reference
 from tests.helpers.tiny_model import tiny_policy, tiny_worker
 
 pytestmark = pytest.mark.slow
 
-TINY = {"vocab_size": COMMON["vocab_size"], "num_hidden_layers": 2}
+TINY = {"vocab_size": FAMILY_SIZES["vocab_size"], "num_hidden_layers": 2}
 ROUNDING, LEAK = 5e-6, 0.05
 """Of logits and log-probabilities of about 3 and 6 in float32; the least that a leak changes."""
 LENGTHS = (9, 5, 12)

@@ -20,8 +20,8 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from tests.helpers.families import LONG_ROPE, write_with_tokenizer
 from tests.helpers.hf_reference import hf_logprobs, hf_train_step
+from tests.helpers.model_families import LONG_ROPE, write_with_tokenizer
 from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
 
 LOSS = PolicyLoss(config=LossConfig())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-from tests.helpers.examples import num_examples
+from tests.helpers.case_selection import num_examples
 
 settings.register_profile("untimed", deadline=None, max_examples=num_examples())
 settings.load_profile("untimed")

@@ -30,7 +30,7 @@ from nemo_rl.models.hf_folder import open_weights
 from nemo_rl.models.loading import load_causal_lm, load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits
 from tests.helpers import bad_inputs
-from tests.helpers.examples import num_examples
+from tests.helpers.case_selection import num_examples
 from tests.helpers.tiny_model import tiny_policy, write_tiny_folder
 
 # Without the file of all defaults, which takes longest to read.

@@ -18,8 +18,8 @@ from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.ledger import state as ledger_state
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
 from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
-from tests.helpers.examples import num_examples
-from tests.helpers.plane_model import FIELDS, WRITES, Claim, PlaneModel, keys_in_groups
+from tests.helpers.case_selection import num_examples
+from tests.helpers.data_plane_model import FIELDS, WRITES, Claim, PlaneModel, keys_in_groups
 
 LEASE_S = 3000.0
 """On the test's clock; the real heartbeat, every third of it, never comes."""

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from nemo_rl.data_plane.ledger.ledger import Ledger
 from nemo_rl.data_plane.schema import FIELDS as FieldTable
 from nemo_rl.data_plane.schema import resolve_fields, spec_to_record
-from tests.helpers.examples import num_examples
+from tests.helpers.case_selection import num_examples
 
 LEASE_S = 10.0
 CAPACITY = 24

@@ -15,8 +15,8 @@ from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.jagged import nest
-from tests.helpers.examples import num_examples
-from tests.helpers.planes import open_plane, rows_of
+from tests.helpers.case_selection import num_examples
+from tests.helpers.data_planes import open_plane, rows_of
 
 DTYPES = ["bool", "uint8", "int16", "int32", "int64", "bfloat16", "float32", "float64"]
 JSON = st.recursive(

@@ -32,7 +32,7 @@ NOT_IN_THE_DEMO = {
 def trace(tmp_path_factory: pytest.TempPathFactory) -> StepTrace:
     """The demo with a random model, whose answers a reward tells apart."""
     model = write_tiny_folder(tmp_path_factory.mktemp("model"))
-    reward = ["env.name=custom", "env.reward_function=tests.helpers.run_rewards:odd_share"]
+    reward = ["env.name=custom", "env.reward_function=tests.helpers.rewards:odd_share"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         return trace_step(overrides=[f"policy.model_name={model}", *reward])

@@ -13,7 +13,7 @@ from nemo_rl.algorithms.preflight.model_check import Found, check_config, check_
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
 from nemo_rl.records.sites import SiteKind
-from tests.helpers.families import write_family
+from tests.helpers.model_families import write_family
 from tests.repo import model_support
 
 PACKED, TENSOR, CONTEXT, ENGINE, SAVED = "packed", "TP 2", "CP 2", "engine", "saved"

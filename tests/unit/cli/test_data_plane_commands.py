@@ -15,7 +15,7 @@ from nemo_rl.data_plane.address import ATTACH_FILE
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE
-from tests.helpers.planes import ids_column, keys_of
+from tests.helpers.data_planes import ids_column, keys_of
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nemo_rl.cli.main import main
-from tests.helpers.recordings import one_site, write_recording
+from tests.helpers.probe_recordings import one_site, write_recording
 
 
 @pytest.fixture

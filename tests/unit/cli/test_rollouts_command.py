@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.cli.main import app, main
-from tests.helpers.readable_rows import token_row, usual_rows, write_rows
+from tests.helpers.rollout_rows import token_row, usual_rows, write_rows
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: object) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.cli.main import app, main
-from tests.helpers.route_runs import RouteRun
+from tests.helpers.route_traces import RouteRun
 
 
 class WrongLayerMap(RouteRun):
@@ -74,7 +74,7 @@ JOB = """
 import os, sys
 from pathlib import Path
 import torch
-from tests.helpers.route_runs import RouteRun
+from tests.helpers.route_traces import RouteRun
 torch.set_num_threads(1)
 job = RouteRun(Path(sys.argv[1]))
 bodies = [job.write_driver, *(lambda p=place: job.write_rank(p[1], p[2], p[0]) for place in job.places())]

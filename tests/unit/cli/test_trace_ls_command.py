@@ -10,7 +10,7 @@ import pytest
 
 from nemo_rl.cli.main import app, main
 from nemo_rl.tracer.store import StreamWriter, stream_files
-from tests.helpers.traced import RUN_MESSAGE, small_recording, stats_frame
+from tests.helpers.tracer_recordings import RUN_MESSAGE, small_recording, stats_frame
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: object) -> str:

@@ -21,7 +21,7 @@ from nemo_rl.tracer.protocol import Role
 from nemo_rl.tracer.stream_reader import StreamReader
 from nemo_rl.tracer.tokens import token_path
 from nemo_rl.utils import interrupt
-from tests.helpers.traced import RUN, FakeJob
+from tests.helpers.tracer_recordings import RUN, FakeJob
 
 DEADLINE_S = 30
 NAN = (1.0, float("nan"), 3.0)
@@ -123,7 +123,7 @@ def test_ends_after_so_many_whole_steps(tmp_path, job):
 def test_changes_what_is_watched_and_refuses_what_cannot_be_read(tmp_path, hub, job, run):
     watching = Watching(tmp_path / "logs", "--watch", "mlp.out | norm", waits_for="mlp.out | norm")
     assert json.loads(job.driver.connection.recv(timeout=5))["watches"] == ["layer.out | stats"]
-    assert job.driver.hear()["watches"] == ["mlp.out | norm"]
+    assert job.driver.receive()["watches"] == ["mlp.out | norm"]
     code, said = run(tmp_path / "logs", "--watch", "layer.out | stats")
     assert code == 2 and "the hub refused this (busy)" in said
     taker = Watching(tmp_path / "logs", "--watch", "attn.out | norm", "--takeover", waits_for="attn.out | norm")

@@ -11,9 +11,7 @@ from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.config.render import to_yaml
 from nemo_rl.errors import ConfigError
-from tests.helpers.refused_by_cluster import GPUS, LOCAL, REFUSED_BY_CLUSTER
-from tests.helpers.refused_by_loss import ACCEPTED_LOSSES, REFUSED_BY_LOSS
-from tests.helpers.refused_by_rewards import REFUSED_BY_REWARDS
+from tests.helpers.refused_configs import ACCEPTED_LOSSES, GPUS, LOCAL, MORE_REFUSED
 
 DEMO = "configs/grpo_sort_cpu.yaml"
 MEGATRON_TP2 = "configs/recipes/grpo_sort_megatron_tp2_cpu.yaml"
@@ -473,7 +471,7 @@ REFUSED_BY_MEGATRON: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
 }
 
-OF_THE_DEMO = REFUSED | REFUSED_BY_CLUSTER | REFUSED_BY_LOSS | REFUSED_BY_REWARDS
+OF_THE_DEMO = REFUSED | MORE_REFUSED
 CASES = [
     pytest.param(recipe, overrides, fragment, id=f"{rule}-{index}{suffix}")
     for recipe, table, suffix in (

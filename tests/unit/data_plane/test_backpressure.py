@@ -17,7 +17,7 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
 from nemo_rl.errors import CapacityExceeded, DataPlaneError
-from tests.helpers.planes import ids_column, wait_until
+from tests.helpers.data_planes import ids_column, wait_until
 
 ROW_BYTES = 400
 LIMIT_BYTES = 4 * ROW_BYTES + 400

@@ -24,7 +24,7 @@ from nemo_rl.errors import (
     KeysNotFound,
     SchemaMismatch,
 )
-from tests.helpers.planes import NOOP, ids_column, keys_of, open_plane
+from tests.helpers.data_planes import NOOP, ids_column, keys_of, open_plane
 
 
 class FaultyStore(NoopStore):

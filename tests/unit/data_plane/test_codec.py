@@ -22,7 +22,7 @@ from nemo_rl.data_plane.codec import (
 from nemo_rl.data_plane.schema import FIELDS, resolve_fields
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.jagged import nest
-from tests.helpers.planes import ids_column, rows_of
+from tests.helpers.data_planes import ids_column, rows_of
 
 
 def encoded(columns: dict, num_rows: int, chunk_bytes: int = 1 << 17) -> list:

@@ -14,7 +14,7 @@ from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, extra_field
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch
-from tests.helpers.planes import Plane, open_plane, rows_of
+from tests.helpers.data_planes import Plane, open_plane, rows_of
 
 LENGTHS = (2, 4, 0, 3)
 KEYS = ("a_g0", "a_g1", "b_g0", "b_g1")

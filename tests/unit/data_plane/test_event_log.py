@@ -17,7 +17,7 @@ from nemo_rl.data_plane.address import ATTACH_FILE, read_attach_file
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client, observe
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE, compact_keys, expand_keys, names_key, read_events
 from nemo_rl.errors import DataPlaneClosed, UserError
-from tests.helpers.planes import ids_column, keys_of
+from tests.helpers.data_planes import ids_column, keys_of
 
 KEYS = st.lists(
     st.one_of(

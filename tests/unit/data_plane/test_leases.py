@@ -15,7 +15,7 @@ from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
 from nemo_rl.errors import FieldNotProduced, KeysNotFound, LeaseExpired
-from tests.helpers.planes import ids_column, keys_of
+from tests.helpers.data_planes import ids_column, keys_of
 
 # So long that no heartbeat is sent during a test: only the test's clock makes claims expire.
 CONFIG = DataPlaneConfig(impl="noop", lease_s=3600.0)

@@ -22,7 +22,7 @@ from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, s
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import ConfigError, DataPlaneTimeout, KeysNotFound
-from tests.helpers.planes import Plane, ids_column, keys_of, open_plane
+from tests.helpers.data_planes import Plane, ids_column, keys_of, open_plane
 
 
 @pytest.fixture

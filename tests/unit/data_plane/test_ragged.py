@@ -20,7 +20,7 @@ from nemo_rl.data_plane.chunks.ragged import (
 )
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.jagged import is_packed, lengths_of, nest, stack_or_nest, values_of
-from tests.helpers.planes import rows_of
+from tests.helpers.data_planes import rows_of
 
 DTYPES = [torch.int32, torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int16]
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=9)

@@ -22,7 +22,7 @@ from nemo_rl.errors import UserError
 from nemo_rl.records.record import RecordPlace
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.records.writer import RecordWriter, end_path, lines_path, payload_path
-from tests.helpers.recordings import (
+from tests.helpers.probe_recordings import (
     BACKWARD,
     FORWARD,
     Layout,

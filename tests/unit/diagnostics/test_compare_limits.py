@@ -17,7 +17,7 @@ from nemo_rl.diagnostics.compare.site import ComparedSite
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.records.sites import Direction, SiteKind
-from tests.helpers.recordings import BACKWARD, FORWARD, one_site, whole_truth, write_recording
+from tests.helpers.probe_recordings import BACKWARD, FORWARD, one_site, whole_truth, write_recording
 
 
 def limits_of(path: Path, text: str) -> ToleranceRules:

@@ -13,7 +13,7 @@ from nemo_rl.diagnostics.compare.comparison import RecordingComparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.page import page_text, write_page
 from nemo_rl.records.sites import SiteKind
-from tests.helpers.recordings import FORWARD, Layout, Truth, one_site, whole_truth, write_recording
+from tests.helpers.probe_recordings import FORWARD, Layout, Truth, one_site, whole_truth, write_recording
 
 HOSTILE = "</title></style><script>alert('1')</script><img src=x onerror=\"alert(1)\"> & \u202e\ud800\x1b[31m"
 

@@ -31,7 +31,7 @@ from nemo_rl.jagged import nest
 from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.utils.files import MANIFEST_FILE, FileManifest
-from tests.helpers.mismatch_cases import (
+from tests.helpers.mismatch_causes import (
     CASES,
     KEEPS,
     STEP,

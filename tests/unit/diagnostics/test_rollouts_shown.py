@@ -14,7 +14,7 @@ from nemo_rl.diagnostics.rollouts.row import Grade, grade_of, pieces_of, read_ro
 from nemo_rl.diagnostics.rollouts.text import rollout_lines
 from nemo_rl.errors import UserError
 from nemo_rl.utils.rollout_file import rollout_path
-from tests.helpers.readable_rows import HOSTILE, earlier_row, token_row, unscored_row, usual_rows, write_rows
+from tests.helpers.rollout_rows import HOSTILE, earlier_row, token_row, unscored_row, usual_rows, write_rows
 
 
 def lines(folder: Path, *rows: dict[str, object], width: int = 80) -> list[str]:

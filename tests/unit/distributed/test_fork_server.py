@@ -18,11 +18,11 @@ import ray
 from nemo_rl.distributed import fork_stub
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.own_ray import OwnRay
-from tests.helpers.planes import wait_until
+from tests.helpers.data_planes import wait_until
 
 pytestmark = pytest.mark.slow
 
-NOTING = "tests.helpers.imported_once"
+NOTING = "tests.helpers.import_marker"
 ROOT = str(Path(__file__).parents[3])
 CALL_S = 120.0
 

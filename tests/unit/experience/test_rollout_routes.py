@@ -28,8 +28,8 @@ from nemo_rl.routes.digest import route_digests
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.metrics import values as reduced
 from nemo_rl.utils.r3_trace import reset_r3_trace
-from tests.helpers.families import write_family
-from tests.helpers.planes import Plane, open_plane
+from tests.helpers.data_planes import Plane, open_plane
+from tests.helpers.model_families import write_family
 from tests.helpers.runs import LOCAL, write_recipe
 
 SHAPE = RouteShape(layers=(1,), top_k=2, num_experts=4)

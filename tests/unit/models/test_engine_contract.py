@@ -16,8 +16,8 @@ from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, G
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.logprobs import Sampling, logprobs_from_logits
-from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_child, vllm_policy
-from tests.helpers.kernel_models import dense_model, write_dense
+from tests.helpers.engine_process import NO_VLLM, has_vllm, vllm_policy, vllm_process
+from tests.helpers.model_families import dense_model, write_dense
 from tests.helpers.tiny_model import tiny_policy
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def call(request: pytest.FixtureRequest, folder: Path) -> Iterator[Call]:
         return
     if not has_vllm():
         pytest.skip(NO_VLLM)
-    with vllm_child(vllm_policy(folder)) as child:
+    with vllm_process(vllm_policy(folder)) as child:
         child("update_weights", weights=_weights(0), version=0)
         yield child
 

@@ -14,7 +14,7 @@ from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationReq
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.logprobs import Sampling, logprobs_from_logits
-from tests.helpers.families import config_of
+from tests.helpers.model_families import config_of
 from tests.helpers.tiny_model import tiny_model
 
 # A third of the vocabulary, so that rows end at very different times.

@@ -18,9 +18,9 @@ from nemo_rl.tracer.frame import Frame, FrameTable
 from nemo_rl.tracer.process import HubSpec, open_job
 from nemo_rl.tracer.protocol import RankGroup
 from nemo_rl.tracer.reducer import STATS
-from tests.helpers.families import config_of
+from tests.helpers.model_families import config_of
 from tests.helpers.tiny_model import tiny_model
-from tests.helpers.traced_frames import frames_of, tokens_of
+from tests.helpers.tracer_recordings import frames_of, tokens_of
 
 STOPS = tuple(range(0, 320, 9))
 """A ninth of the vocabulary, so that rows end at different times."""

@@ -28,7 +28,7 @@ from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.errors import ConfigError, ModelFolderError
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.policy.fit import check_policy_fits
-from tests.helpers.families import COMMON, LONG_ROPE, config_of
+from tests.helpers.model_families import FAMILY_SIZES, LONG_ROPE, config_of
 from tests.helpers.tiny_model import tiny_policy
 
 
@@ -45,20 +45,20 @@ def policy(folder: Path, *, packed: bool = False, **sizes: object) -> PolicyConf
     )
 
 
-SMALL = {**COMMON, "hidden_size": 64, "head_dim": 16}
+SMALL = {**FAMILY_SIZES, "hidden_size": 64, "head_dim": 16}
 CAPPED = Gemma2Config(**SMALL)
 OWN_ATTENTION = CodeGenConfig(vocab_size=320, n_embd=32, n_layer=2, n_head=4)
-GROWING = LlamaConfig(**COMMON, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+GROWING = LlamaConfig(**FAMILY_SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
 SCALED = LONG_ROPE | {"short_mscale": 1.0, "long_mscale": 1.1}
-PHIMOE = PhimoeConfig(**COMMON, num_local_experts=2, rope_parameters=SCALED)
+PHIMOE = PhimoeConfig(**FAMILY_SIZES, num_local_experts=2, rope_parameters=SCALED)
 LAYERS = {"full_attention": LONG_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-BY_LAYER = Gemma3TextConfig(**COMMON, head_dim=8, rope_parameters=LAYERS)
+BY_LAYER = Gemma3TextConfig(**FAMILY_SIZES, head_dim=8, rope_parameters=LAYERS)
 SINKS = GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)
 REFUSED = {
     "heads": (config_of("llama"), {"tensor_parallel_size": 3}, "num_attention_heads=4 of 'llama' does not divide by 3"),
     "key heads": (config_of("qwen2"), {"tensor_parallel_size": 4}, "num_key_value_heads=2 of 'qwen2'"),
     "vocabulary": (
-        MistralConfig(**{**COMMON, "vocab_size": 321}, head_dim=8, sliding_window=None),
+        MistralConfig(**{**FAMILY_SIZES, "vocab_size": 321}, head_dim=8, sliding_window=None),
         {"tensor_parallel_size": 2},
         "321 outputs of lm_head do not divide by 2 ranks; use a divisor of 321",
     ),
@@ -111,7 +111,7 @@ def test_families_fit_every_axis(family: str, tmp_path: Path) -> None:
 
 
 def test_a_model_brings_its_own_plan(tmp_path: Path) -> None:
-    gemma = GemmaConfig(**{**COMMON, "hidden_size": 64}, head_dim=16)
+    gemma = GemmaConfig(**{**FAMILY_SIZES, "hidden_size": 64}, head_dim=16)
     check_policy_fits(policy(folder_of(gemma, tmp_path), tensor_parallel_size=2))
 
 

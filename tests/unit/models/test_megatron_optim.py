@@ -12,8 +12,16 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.models.megatron.convert import export_weights
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
-from tests.helpers.megatron_models import policy_config
-from tests.helpers.megatron_steps import NUM_STEPS, alone, build, give_gradients, gradients, hf_model, step
+from tests.helpers.megatron_models import (
+    NUM_STEPS,
+    alone,
+    build,
+    give_gradients,
+    gradients,
+    hf_model,
+    policy_config,
+    step,
+)
 
 FAMILY = "qwen2"
 """Has biases, and no tied weights."""

@@ -12,7 +12,17 @@ from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
 from nemo_rl.errors import RefitMismatch, WorkerLost
 from nemo_rl.models.weight_sync.factory import PayloadWeightSync
-from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_child, vllm_policy
+from tests.helpers.engine_process import (
+    NO_VLLM,
+    EngineProxy,
+    RefitPair,
+    has_vllm,
+    parties_of,
+    policy_of,
+    train,
+    vllm_policy,
+    vllm_process,
+)
 from tests.helpers.faulty_engines import (
     EXPERTS,
     HEAD,
@@ -24,7 +34,6 @@ from tests.helpers.faulty_engines import (
     Q,
     write_receipt_model,
 )
-from tests.helpers.receipt_bench import Bench, Proxy, parties_of, policy_of, train
 from tests.helpers.tiny_model import tiny_policy
 
 pytestmark = pytest.mark.slow
@@ -67,46 +76,46 @@ def policy(folder: Path) -> Iterator[WorkerGroup]:
 
 
 @pytest.fixture(scope="module")
-def embedded(folder: Path, policy: WorkerGroup) -> Iterator[Bench]:
+def embedded(folder: Path, policy: WorkerGroup) -> Iterator[RefitPair]:
     engine = FaultyWorker.from_config(tiny_policy(folder))
     parties = parties_of(tiny_policy(folder), [engine], policy)
-    bench = Bench(parties=parties, sync=PayloadWeightSync(parties), plant=engine.plant)
+    bench = RefitPair(parties=parties, sync=PayloadWeightSync(parties), plant=engine.plant)
     bench.sync.sync(0)
     yield bench
     engine.shutdown()
 
 
 @pytest.fixture(scope="module")
-def deltas(embedded: Bench) -> Bench:
+def deltas(embedded: RefitPair) -> RefitPair:
     """The same engine, to which only what has changed is sent."""
     parties = replace(embedded.parties, delta_full_every=DELTAS)
-    bench = Bench(parties=parties, sync=PayloadWeightSync(parties), plant=embedded.plant, version=DELTAS)
+    bench = RefitPair(parties=parties, sync=PayloadWeightSync(parties), plant=embedded.plant, version=DELTAS)
     bench.sync.sync(DELTAS)
     return bench
 
 
 @pytest.fixture(scope="module")
-def vllm(folder: Path, policy: WorkerGroup) -> Iterator[tuple[Bench, Proxy]]:
+def vllm(folder: Path, policy: WorkerGroup) -> Iterator[tuple[RefitPair, EngineProxy]]:
     if not has_vllm():
         pytest.skip(NO_VLLM)
     config = vllm_policy(folder)
-    with vllm_child(config, build=FaultyVllm) as child:
-        proxy = Proxy(child)
+    with vllm_process(config, build=FaultyVllm) as child:
+        proxy = EngineProxy(child)
         parties = parties_of(config, [proxy], policy)
-        bench = Bench(parties=parties, sync=PayloadWeightSync(parties), plant=proxy.plant)
+        bench = RefitPair(parties=parties, sync=PayloadWeightSync(parties), plant=proxy.plant)
         bench.sync.sync(0)
         yield bench, proxy
 
 
 @pytest.fixture(scope="module")
-def vllm_deltas(vllm: tuple[Bench, Proxy]) -> Bench:
+def vllm_deltas(vllm: tuple[RefitPair, EngineProxy]) -> RefitPair:
     parties = replace(vllm[0].parties, delta_full_every=DELTAS)
-    bench = Bench(parties=parties, sync=PayloadWeightSync(parties), plant=vllm[0].plant, version=DELTAS)
+    bench = RefitPair(parties=parties, sync=PayloadWeightSync(parties), plant=vllm[0].plant, version=DELTAS)
     bench.sync.sync(DELTAS)
     return bench
 
 
-def check_found(bench: Bench, fault: str, said: str) -> None:
+def check_found(bench: RefitPair, fault: str, said: str) -> None:
     bench.step()
     report = bench.sync.report
     assert (report.bytes_sent == report.bytes_dense) == (bench.version < DELTAS)

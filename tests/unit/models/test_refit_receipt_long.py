@@ -11,10 +11,18 @@ import pytest
 
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
 from nemo_rl.models.weight_sync.factory import PayloadWeightSync
-from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_child, vllm_policy
+from tests.helpers.engine_process import (
+    NO_VLLM,
+    EngineProxy,
+    RefitPair,
+    has_vllm,
+    parties_of,
+    policy_of,
+    vllm_policy,
+    vllm_process,
+)
 from tests.helpers.faulty_engines import FaultyVllm, FaultyWorker, write_receipt_model
-from tests.helpers.kernel_models import write_dense
-from tests.helpers.receipt_bench import Bench, Proxy, parties_of, policy_of
+from tests.helpers.model_families import write_dense
 from tests.helpers.tiny_model import tiny_policy
 from tests.unit.models.test_refit_receipt import IN_VLLM, NAMED, check_found
 
@@ -25,22 +33,22 @@ MODELS = {"dense": write_dense, "experts": write_receipt_model}
 
 
 @contextmanager
-def bench_of(folder: Path, *, engine: str, precision: str) -> Iterator[Bench]:
+def bench_of(folder: Path, *, engine: str, precision: str) -> Iterator[RefitPair]:
     """Two replicas of the embedded engine, or one vLLM."""
     make = vllm_policy if engine == "vllm" else tiny_policy
     config = make(folder, precision=precision)
     with policy_of(config) as policy:
         if engine == "vllm":
-            with vllm_child(config) as child:
-                parties = parties_of(config, [Proxy(child)], policy)
-                yield Bench(parties=parties, sync=PayloadWeightSync(parties), plant=lambda **_: None)
+            with vllm_process(config) as child:
+                parties = parties_of(config, [EngineProxy(child)], policy)
+                yield RefitPair(parties=parties, sync=PayloadWeightSync(parties), plant=lambda **_: None)
             return
         parties = parties_of(config, [EngineWorker.from_config(config) for _ in range(2)], policy)
-        yield Bench(parties=parties, sync=PayloadWeightSync(parties), plant=lambda **_: None)
+        yield RefitPair(parties=parties, sync=PayloadWeightSync(parties), plant=lambda **_: None)
         parties.engines.shutdown()
 
 
-def gaps_of(bench: Bench, count: int) -> list[float]:
+def gaps_of(bench: RefitPair, count: int) -> list[float]:
     """Of each sync, while the policy trains; one that fails raises."""
     bench.sync.sync(0)
     found = []
@@ -73,18 +81,18 @@ def test_every_fault_is_found_in_bfloat16(tmp_path):
     with policy_of(config) as policy:
         engine = FaultyWorker.from_config(config)
         parties = parties_of(config, [engine], policy)
-        check_all(Bench(parties=parties, sync=PayloadWeightSync(parties), plant=engine.plant), NAMED)
+        check_all(RefitPair(parties=parties, sync=PayloadWeightSync(parties), plant=engine.plant), NAMED)
         engine.shutdown()
         if not has_vllm():
             pytest.skip(NO_VLLM)
         config = vllm_policy(folder, precision="bfloat16")
-        with vllm_child(config, build=FaultyVllm) as child:
-            proxy = Proxy(child)
+        with vllm_process(config, build=FaultyVllm) as child:
+            proxy = EngineProxy(child)
             parties = parties_of(config, [proxy], policy)
-            check_all(Bench(parties=parties, sync=PayloadWeightSync(parties), plant=proxy.plant), IN_VLLM)
+            check_all(RefitPair(parties=parties, sync=PayloadWeightSync(parties), plant=proxy.plant), IN_VLLM)
 
 
-def check_all(bench: Bench, faults: Mapping[str, str]) -> None:
+def check_all(bench: RefitPair, faults: Mapping[str, str]) -> None:
     bench.sync.sync(0)
     for fault, said in faults.items():
         check_found(bench, fault, said)

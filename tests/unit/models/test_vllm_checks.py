@@ -13,7 +13,7 @@ from nemo_rl.models.generation.vllm.decoding import join_routes
 from nemo_rl.models.generation.vllm.start import KEYS, OWN, check_vllm, engine_arguments, known_arguments
 from nemo_rl.routes.places import place_routes
 from nemo_rl.routes.shape import MISSING, RouteShape
-from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_policy
+from tests.helpers.engine_process import NO_VLLM, has_vllm, vllm_policy
 
 needs_vllm = pytest.mark.skipif(not has_vllm(), reason=NO_VLLM)
 

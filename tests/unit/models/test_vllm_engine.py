@@ -17,9 +17,16 @@ from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationReq
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.weight_sync.buckets import BucketFiller, DeltaRefit, RefitPlan
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
-from tests.helpers.engine_child import NO_VLLM, EngineChild, has_vllm, vllm_child, vllm_policy
-from tests.helpers.families import write_family, write_with_tokenizer
-from tests.helpers.kernel_models import biased_model, dense_model, moe_model, routes_of, write_moe
+from tests.helpers.engine_process import NO_VLLM, EngineProcess, has_vllm, vllm_policy, vllm_process
+from tests.helpers.model_families import (
+    biased_model,
+    dense_model,
+    moe_model,
+    routes_of,
+    write_family,
+    write_moe,
+    write_with_tokenizer,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_vllm(), reason=NO_VLLM)]
 
@@ -32,15 +39,15 @@ LONGEST = 256
 
 
 @contextmanager
-def _started(folder: Path) -> Iterator[EngineChild]:
+def _started(folder: Path) -> Iterator[EngineProcess]:
     replay = {"enabled": True}
     policy = vllm_policy(folder, generation=TIGHT, max_total_sequence_length=LONGEST, router_replay=replay)
-    with vllm_child(policy) as child:
+    with vllm_process(policy) as child:
         yield child
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineChild]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     with _started(write_moe(tmp_path_factory.mktemp("vllm") / "moe")) as child:
         yield child
 
@@ -49,7 +56,7 @@ def _weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     return [(name, weight.detach()) for name, weight in named_weights(model)]
 
 
-def _load(engine: EngineChild, seed: int) -> PreTrainedModel:
+def _load(engine: EngineProcess, seed: int) -> PreTrainedModel:
     model = moe_model(seed=seed)
     engine("update_weights", weights=_weights(model), version=seed)
     return model
@@ -99,14 +106,14 @@ def test_what_vllm_cannot_serve_is_refused_before_it_is_used(tmp_path: Path) -> 
         vllm_policy(moe, generation={"vllm_cfg": {"kv_cache_gib": 0.00001}}),
         vllm_policy(moe, generation={"vllm_kwargs": {"load_format": "nonsense"}}),
     )
-    with vllm_child(vllm_policy(moe), refused=refused) as child:
+    with vllm_process(vllm_policy(moe), refused=refused) as child:
         model, cache, option = child.refusals
     assert model.startswith("ConfigError: policy.generation.backend: vLLM cannot start with ") and "head_dim" in model
     assert cache.startswith("ResourceError: policy.generation.vllm_cfg.kv_cache_gib: vLLM's cache of keys")
     assert option.startswith("ConfigError: policy.generation.backend: vLLM cannot start with ") and "nonsense" in option
 
 
-def test_routes_are_the_models_own_under_chunks_prefix_hits_and_preemption(engine: EngineChild) -> None:
+def test_routes_are_the_models_own_under_chunks_prefix_hits_and_preemption(engine: EngineProcess) -> None:
     model = _load(engine, 0)
     asked = _request(_prompts(24, shared=91), max_new_tokens=80)
     output = engine("generate", request=asked)
@@ -123,7 +130,7 @@ def test_routes_are_the_models_own_under_chunks_prefix_hits_and_preemption(engin
         assert torch.equal(engine("generate", request=alone).token_ids, expected)
 
 
-def test_after_new_weights_and_the_old_ones_again_everything_is_as_before(engine: EngineChild) -> None:
+def test_after_new_weights_and_the_old_ones_again_everything_is_as_before(engine: EngineProcess) -> None:
     asked, outputs = _request(_prompts(6, shared=40)), []
     for seed in (0, 1, 0):
         model = _load(engine, seed)
@@ -136,7 +143,7 @@ def test_after_new_weights_and_the_old_ones_again_everything_is_as_before(engine
 
 @pytest.mark.full
 def test_after_other_weights_and_the_old_ones_again_outputs_are_those_of_a_fresh_engine(
-    engine: EngineChild, tmp_path: Path
+    engine: EngineProcess, tmp_path: Path
 ) -> None:
     asked = _request(_prompts(6, shared=40))
     for seed in (0, 1, 0):
@@ -150,7 +157,7 @@ def test_after_other_weights_and_the_old_ones_again_outputs_are_those_of_a_fresh
     assert torch.equal(output.routes.ids, expected.routes.ids)
 
 
-def test_a_cached_prompt_of_old_weights_is_forgotten(engine: EngineChild) -> None:
+def test_a_cached_prompt_of_old_weights_is_forgotten(engine: EngineProcess) -> None:
     prompt = _prompts(1, shared=128)
     _load(engine, 0)
     asked = _request(prompt, max_new_tokens=2)
@@ -160,7 +167,7 @@ def test_a_cached_prompt_of_old_weights_is_forgotten(engine: EngineChild) -> Non
 
 
 def _refit(
-    engine: EngineChild,
+    engine: EngineProcess,
     model: PreTrainedModel,
     *,
     bucket_bytes: int,
@@ -185,7 +192,7 @@ def _refit(
     return plan
 
 
-def test_buckets_that_cut_weights_anywhere_bring_the_same_weights(engine: EngineChild) -> None:
+def test_buckets_that_cut_weights_anywhere_bring_the_same_weights(engine: EngineProcess) -> None:
     asked = _request(_prompts(4, shared=10))
     model = _load(engine, 1)
     expected = engine("generate", request=asked)
@@ -200,7 +207,7 @@ def test_buckets_that_cut_weights_anywhere_bring_the_same_weights(engine: Engine
     assert engine("fingerprints") == digests
 
 
-def test_what_has_changed_makes_the_weights_that_a_whole_refit_makes(engine: EngineChild) -> None:
+def test_what_has_changed_makes_the_weights_that_a_whole_refit_makes(engine: EngineProcess) -> None:
     asked, held = _request(_prompts(4, shared=10)), HeldWeights()
     first, second = moe_model(seed=0), moe_model(seed=0)
     generator = torch.Generator().manual_seed(2)
@@ -218,7 +225,7 @@ def test_what_has_changed_makes_the_weights_that_a_whole_refit_makes(engine: Eng
     assert engine("fingerprints") == digests
 
 
-def test_a_refit_that_breaks_off_leaves_an_engine_that_says_so_until_the_next_one(engine: EngineChild) -> None:
+def test_a_refit_that_breaks_off_leaves_an_engine_that_says_so_until_the_next_one(engine: EngineProcess) -> None:
     asked, model = _request(_prompts(2, shared=10)), _load(engine, 0)
     _refit(engine, moe_model(seed=1), bucket_bytes=10_007, stop_after=7)
     with pytest.raises(RuntimeError, match="no complete weights to sample from: a weight update was interrupted"):
@@ -233,7 +240,7 @@ def test_a_refit_that_breaks_off_leaves_an_engine_that_says_so_until_the_next_on
     _check(asked, engine("generate", request=asked), model)
 
 
-def test_weights_that_do_not_fit_are_refused_before_a_byte_is_sent(engine: EngineChild) -> None:
+def test_weights_that_do_not_fit_are_refused_before_a_byte_is_sent(engine: EngineProcess) -> None:
     _load(engine, 0)
     offered = {name: tuple(weight.shape) for name, weight in _weights(dense_model())}
     with pytest.raises((ValueError, RuntimeError), match="the policy's weights do not fit this engine"):
@@ -241,7 +248,7 @@ def test_weights_that_do_not_fit_are_refused_before_a_byte_is_sent(engine: Engin
     assert engine("weight_version") == 0
 
 
-def _check_without_routes(engine: EngineChild, model: PreTrainedModel) -> None:
+def _check_without_routes(engine: EngineProcess, model: PreTrainedModel) -> None:
     asked = replace(_request(_prompts(4, shared=10), max_new_tokens=8), with_routes=False)
     output = engine("generate", request=asked)
     for prompt, tokens, values in zip(
@@ -256,7 +263,7 @@ def _check_without_routes(engine: EngineChild, model: PreTrainedModel) -> None:
 @pytest.mark.full
 def test_refits_reach_biases_as_well(tmp_path: Path) -> None:
     folder = write_with_tokenizer(tmp_path / "model", biased_model())
-    with vllm_child(vllm_policy(folder)) as child:
+    with vllm_process(vllm_policy(folder)) as child:
         for seed in (0, 1, 0):
             model = biased_model(seed=seed)
             child("update_weights", weights=_weights(model), version=seed)
@@ -268,7 +275,7 @@ def test_two_processes_of_one_engine_share_every_matrix(tmp_path: Path) -> None:
     policy = vllm_policy(
         write_moe(tmp_path / "moe"), generation={"vllm_cfg": {"kv_cache_gib": 0.05, "tensor_parallel_size": 2}}
     )
-    with vllm_child(policy) as child:
+    with vllm_process(policy) as child:
         for seed in (0, 1, 0):
             model = moe_model(seed=seed)
             _refit(child, model, bucket_bytes=50_000)
@@ -279,7 +286,7 @@ def test_two_processes_of_one_engine_share_every_matrix(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_bfloat16_engine_gives_finite_float32_log_probabilities(tmp_path: Path) -> None:
     policy = vllm_policy(write_moe(tmp_path / "moe"), generation={"precision": "bfloat16"})
-    with vllm_child(policy) as child:
+    with vllm_process(policy) as child:
         with pytest.raises(RuntimeError, match="no weights were received yet"):
             child("generate", request=replace(_request(_prompts(2, shared=4)), with_routes=False))
         model = moe_model()

@@ -13,7 +13,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.frame import FrameSite
-from tests.helpers.hub import RUN, WAIT_S, frame, open_hub, send_phase
+from tests.helpers.tracer_hub import RUN, WAIT_S, frame, open_hub, send_phase
 
 SLOW_VIEWER_S = float(os.environ.get("NEMO_RL_TEST_SLOW_VIEWER_S", "1"))
 """For how long a viewer reads nothing; a longer check may raise it to a minute."""
@@ -73,11 +73,11 @@ async def test_hello_of_another_version_or_role_or_no_hello_is_refused(hub):
     for words in ("", "hello", "[]", "{}", "[" * 60_000, "1" * 60_000, '{"type": "hello", "v": 1, "role": ["viewer"]}'):
         async with hub.socket() as peer:
             await peer.socket.send(words)
-            assert (await peer.hear())["code"] == "bad_message"
+            assert (await peer.receive())["code"] == "bad_message"
             assert await peer.closed() == 1008
     async with hub.socket() as peer:
         await peer.socket.send(b"hello")
-        assert (await peer.hear())["code"] == "bad_message"
+        assert (await peer.receive())["code"] == "bad_message"
 
 
 @in_hub()
@@ -171,7 +171,7 @@ async def test_half_open_peers_make_room_again(hub):
     half[1][1].write(b"GET /live HTT")
     async with hub.socket() as third:
         assert await refused_at_once(hub)
-        assert (await third.hear())["code"] == "unauthorized"
+        assert (await third.receive())["code"] == "unauthorized"
     async with asyncio.timeout(WAIT_S):
         assert [await at_end(reader) for reader, _ in half] == [b"", b""]
     for _, writer in half:
@@ -240,10 +240,10 @@ async def test_watches_that_cannot_be_read_are_refused_with_the_reason(hub):
             ("layer.out | stats | never", "never"),
             ("layer.out", "SITES | REDUCERS"),
         ):
-            await controller.say("watch", watches=[text])
+            await controller.send("watch", watches=[text])
             error = await controller.wait_for("error")
             assert error["code"] == "bad_watch" and reason in error["text"], text
-        await controller.say("watch", watches=["layer.out | stats"] * 65)
+        await controller.send("watch", watches=["layer.out | stats"] * 65)
         assert (await controller.wait_for("error"))["code"] == "bad_watch"
         assert hub.hub.plan is plan
 
@@ -257,15 +257,15 @@ async def test_one_controller_at_a_time_and_the_first_frees_no_place_but_its_own
         async with hub.peer("controller", takeover=True) as second:
             assert second.first["role"] == "controller"
             await first.wait_for("demoted")
-            await first.say("mark", label="x")
+            await first.send("mark", label="x")
             assert (await first.wait_for("error"))["code"] == "forbidden"
             await first.socket.close()
-            await second.say("mark", label="mine")
+            await second.send("mark", label="mine")
             await second.wait_for("mark")
             while len(hub.server.sessions.viewers) > 1:
                 await asyncio.sleep(0.01)
             await is_refused(hub, "controller", "busy")
-            await second.say("mark", label="still mine")
+            await second.send("mark", label="still mine")
             await second.wait_for("mark", label="still mine")
         while hub.server.sessions.viewers:
             await asyncio.sleep(0.01)
@@ -296,7 +296,7 @@ async def test_slow_viewer_gets_the_newest_of_each_place_and_a_count_of_what_it_
             assert found.where.step > seen.get(found.where.site, 0), "in order"
             seen[found.where.site] = found.where.step
         assert set(seen.values()) == {150}
-        await slow.say("history", id="end", run=RUN, first=0, last=0)
+        await slow.send("history", id="end", run=RUN, first=0, last=0)
         await slow.wait_for("done")
         assert held.num_dropped > 300 and held.num_sent + held.num_dropped == 600
 
@@ -324,7 +324,7 @@ async def test_viewer_that_takes_nothing_is_told_and_closed_while_others_go_on(h
         stuck.socket.transport.resume_reading()
         with pytest.raises(ConnectionClosed):
             while True:
-                await stuck.hear()
+                await stuck.receive()
 
 
 @in_hub(viewer_bytes=1000)
@@ -343,7 +343,7 @@ async def test_spans_of_history_that_wait_are_bounded(hub):
     async with hub.peer("viewer", options={"max_queue": 1}) as viewer:
         viewer.socket.transport.pause_reading()
         for number in range(6):
-            await viewer.say("history", id=f"{number}", run=RUN, first=0, last=1 << 50)
+            await viewer.send("history", id=f"{number}", run=RUN, first=0, last=1 << 50)
         while not hub.server.sessions.viewers[0].has_waiting:
             await asyncio.sleep(0.01)
         viewer.socket.transport.resume_reading()

@@ -15,7 +15,7 @@ from nemo_rl.tracer.hub.hub import Hub, SinkThread
 from nemo_rl.tracer.hub.viewer import Viewer
 from nemo_rl.tracer.protocol import HubLimits, Role
 from nemo_rl.tracer.reducer import Norm
-from tests.helpers.hub import RUN, WAIT_S, frame, open_hub, send_phase
+from tests.helpers.tracer_hub import RUN, WAIT_S, frame, open_hub, send_phase
 
 LIMIT = 20_000
 
@@ -91,11 +91,11 @@ def test_sinks_get_what_viewers_get_in_its_order():
         async with open_hub() as hub:
             hub.hub.add_sink(SinkThread(disk, max_bytes=1 << 20, problem=hub.hub.problem))
             async with hub.driver() as driver, hub.rank() as rank, hub.peer("controller") as viewer:
-                await driver.say("metrics", step=1, metrics={"a": 1})
+                await driver.send("metrics", step=1, metrics={"a": 1})
                 await viewer.wait_for("metrics")
                 await send_phase(rank)
                 await viewer.frame()
-                await viewer.say("mark", label="here")
+                await viewer.send("mark", label="here")
                 await viewer.wait_for("mark")
             await asyncio.to_thread(hub.hub.close_sinks)
 
@@ -164,7 +164,7 @@ def test_recorded_runs_are_shown_without_a_job():
             async with hub.peer("viewer") as viewer:
                 (run,) = viewer.first["runs"]
                 assert (run["state"], run["name"], run["text"]) == ("recorded", "old", "played back")
-                heard = await viewer.hear_all(lambda message: isinstance(message, FrameTable))
+                heard = await viewer.receive_until(lambda message: isinstance(message, FrameTable))
                 assert isinstance(heard[-1], FrameTable)
                 assert (await viewer.frame()).table == "t"
 

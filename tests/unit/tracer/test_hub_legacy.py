@@ -11,7 +11,7 @@ from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
 from nemo_rl.tracer.reducer import parse_reducer
 from nemo_rl.tracer.watch import CLASSICAL
-from tests.helpers.hub import PHASE, RUN, WAIT_S, open_hub
+from tests.helpers.tracer_hub import PHASE, RUN, WAIT_S, open_hub
 
 TABLE = FrameTable(
     run=RUN, name="t", step=1, keys=("a", "b"), tokens=np.array([[0, 1, 1], [4, 0, 1], [7, 8, 9]], dtype=np.int32)
@@ -55,15 +55,15 @@ async def test_request_sets_the_watches_and_frames_come_as_updates(hub):
         flags = {"HiddenStates": "true", "MLP2_mat_mul": True, "MLP1_mat_mul": "false", "QKV_mat_mul": False}
         tile = {"compressor_type": "Tile", "compressor_configs": {"tiles": 2, "method": "data.max(dim=-1)"}}
         config = {"HiddenStates": tile, "MLP2_mat_mul": {"compressor_type": "Empty"}}
-        await page.say("run_training_step", visualization_flags=flags, compressor_config=config)
+        await page.send("run_training_step", visualization_flags=flags, compressor_config=config)
         start = {"type": "start", "micro_batch_size": 0, "seq_length": 0, "num_layers": 5}
-        assert await page.hear() == start
+        assert await page.receive() == start
         assert hub.hub.plan.texts == ("layer.out & forward | tiles(2, max) | train",)
         publish(hub, "layer.out", "tiles(2, mean)", np.zeros((3, 2)))
         publish(hub, "layer.out", "tiles(2, max)", np.zeros((3, 2)), phase="prev_logprobs")
         publish(hub, "layer.out", "tiles(2, max)", [[1, 2], [3, np.nan], [np.inf, 6]])
-        assert await page.hear() == {**start, "micro_batch_size": 2, "seq_length": 2}
-        assert await page.hear() == {
+        assert await page.receive() == {**start, "micro_batch_size": 2, "seq_length": 2}
+        assert await page.receive() == {
             "type": "update",
             "update_type": 7,
             "layer_id": 3,
@@ -75,7 +75,7 @@ async def test_request_sets_the_watches_and_frames_come_as_updates(hub):
 @in_hub
 async def test_sites_of_one_flag_come_together(hub):
     async with legacy(hub) as page:
-        await page.say("run_training_step", **request("QKV_mat_mul", "NoOp"))
+        await page.send("run_training_step", **request("QKV_mat_mul", "NoOp"))
         await page.wait_for("start")
         for number, kind in enumerate(("attn.q", "attn.k", "attn.v")):
             publish(hub, kind, "full", np.full((3, 1), number))
@@ -83,7 +83,7 @@ async def test_sites_of_one_flag_come_together(hub):
         assert (update["update_type"], update["args"]) == (1, [2, 2, 3])
         assert update["result"] == [0.0, 1.0, 2.0, None, None, None, 0.0, 1.0, 2.0, 0.0, 1.0, 2.0]
         # A model whose MLP has no gate shows what it has.
-        await page.say("run_training_step", **request("MLP1_mat_mul", "NoOp"))
+        await page.send("run_training_step", **request("MLP1_mat_mul", "NoOp"))
         await page.wait_for("start")
         publish(hub, "mlp.up", "full", np.ones((3, 2)))
         assert (await page.wait_for("update"))["args"] == [2, 2, 2]
@@ -102,7 +102,7 @@ def test_compressors_are_reducers(kind, configs, watch):
     @in_hub
     async def go(hub):
         async with legacy(hub) as page:
-            await page.say("run_training_step", **request(kind=kind, **configs))
+            await page.send("run_training_step", **request(kind=kind, **configs))
             await page.wait_for("start")
             assert hub.hub.plan.texts == (f"layer.out & forward | {watch} | train",)
 
@@ -137,9 +137,9 @@ def test_what_is_not_known_is_refused_and_nothing_is_evaluated(message, reason):
     async def go(hub):
         plan = hub.hub.plan
         async with legacy(hub) as page:
-            await page.say("run_training_step", **message)
+            await page.send("run_training_step", **message)
             assert reason in (await page.wait_for("error"))["text"]
-            await page.say("ping")
+            await page.send("ping")
             await page.wait_for("pong")
             assert hub.hub.plan is plan
 
@@ -174,12 +174,12 @@ def test_there_is_no_endpoint_unless_it_is_asked_for():
 @in_hub
 async def test_it_is_one_controller_among_others(hub):
     async with hub.peer("controller"), legacy(hub) as page:
-        assert (await page.hear())["code"] == "busy"
+        assert (await page.receive())["code"] == "busy"
         assert await page.closed() == 1008
     while hub.server.sessions.viewers:
         await asyncio.sleep(0.01)
     async with legacy(hub) as page, hub.peer("controller", takeover=True):
-        await page.say("run_training_step", **request())
+        await page.send("run_training_step", **request())
         assert "taken over" in (await page.wait_for("error"))["text"]
 
 
@@ -194,7 +194,7 @@ async def test_junk_ends_the_connection(hub):
 @in_hub
 async def test_updates_that_would_be_huge_are_named_instead(hub):
     async with legacy(hub) as page:
-        await page.say("run_training_step", **request(kind="NoOp"))
+        await page.send("run_training_step", **request(kind="NoOp"))
         await page.wait_for("start")
         publish(hub, "layer.out", "full", np.zeros((3, 300_000)))
         assert "smaller compressor" in (await page.wait_for("error"))["text"]

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl.tracer.frame import Frame, FramePart, FrameTable
 from nemo_rl.tracer.reducer import Span
-from tests.helpers.hub import PHASE, RUN, WAIT_S, frame, open_hub, send_phase, where
+from tests.helpers.tracer_hub import PHASE, RUN, WAIT_S, frame, open_hub, send_phase, where
 
 
 def in_hub(**options):
@@ -52,16 +52,16 @@ async def test_parts_of_all_ranks_become_one_frame(hub):
 @in_hub()
 async def test_tables_come_before_frames_once_and_in_the_order_of_the_driver(hub):
     async with hub.driver() as driver, hub.rank() as rank, hub.peer("viewer") as viewer:
-        await driver.say("step", step=1, keys=["b", "a"])
+        await driver.send("step", step=1, keys=["b", "a"])
         await viewer.wait_for("run", step=1)
         tokens = np.array([[0, 1, 1], [0, 0, 1], [7, 8, 9]], dtype=np.int32)
-        await rank.say("begin", step=1, phase=PHASE)
+        await rank.send("begin", step=1, phase=PHASE)
         await rank.socket.send(FrameTable(run=RUN, name="t", step=1, keys=("a", "b"), tokens=tokens).encode())
         for reducer, payload in (("full", np.eye(3, 2)), ("tiles(1, mean)", np.ones((3, 1)))):
             part = FramePart(where=where(reducer=reducer), payload=payload, span=Span(0, 2, 2), table="t")
             await rank.socket.send(part.encode())
-        await rank.say("end", step=1, phase=PHASE, sent=2, dropped=0)
-        heard = await viewer.hear_all(
+        await rank.send("end", step=1, phase=PHASE, sent=2, dropped=0)
+        heard = await viewer.receive_until(
             lambda message: isinstance(message, Frame) and "tiles" in str(message.where.reducer)
         )
         table, full, tiles = [message for message in heard if not isinstance(message, dict)]
@@ -87,7 +87,7 @@ async def test_rank_that_says_goodbye_is_no_problem(hub):
     async with hub.driver() as driver, hub.peer("viewer") as viewer:
         async with hub.rank():
             pass
-        await driver.say("metrics", step=1, metrics={})
+        await driver.send("metrics", step=1, metrics={})
         heard = await viewer.messages_until("metrics")
         assert [message for message in heard if message["type"] == "problem"] == []
 
@@ -115,9 +115,9 @@ async def test_ranks_of_two_groups_have_the_same_numbers_and_complete_their_phas
 @in_hub()
 async def test_problems_of_an_engine_and_of_the_driver_say_whose_they_are(hub):
     async with hub.driver() as driver, hub.rank(0, 1, group="generation") as engine, hub.peer("viewer") as viewer:
-        await engine.say("problem", text="no such vector")
+        await engine.send("problem", text="no such vector")
         assert (await viewer.wait_for("problem"))["text"] == "engine 0: no such vector"
-        await driver.say("problem", text="this engine shows nothing")
+        await driver.send("problem", text="this engine shows nothing")
         assert (await viewer.wait_for("problem"))["text"] == "this engine shows nothing"
     async with hub.rank(group="nobody") as refused:
         assert refused.first["type"] == "error" and "group" in refused.first["text"]
@@ -126,12 +126,12 @@ async def test_problems_of_an_engine_and_of_the_driver_say_whose_they_are(hub):
 @in_hub()
 async def test_ranks_may_tell_problems_and_what_is_no_message_is_told_once(hub):
     async with hub.rank() as rank, hub.peer("viewer") as viewer:
-        await rank.say("problem", text="no such vector")
+        await rank.send("problem", text="no such vector")
         assert (await viewer.wait_for("problem"))["text"] == "rank 0: no such vector"
         for _ in range(3):
             await rank.socket.send(b"NRT1 nonsense")
-            await rank.say("nonsense")
-        await rank.say("problem", text="last")
+            await rank.send("nonsense")
+        await rank.send("problem", text="last")
         heard = await viewer.messages_until("problem", text="rank 0: last")
         assert len([message for message in heard if message["type"] == "problem"]) == 2
 
@@ -140,14 +140,14 @@ async def test_ranks_may_tell_problems_and_what_is_no_message_is_told_once(hub):
 async def test_plan_of_the_controller_reaches_the_driver_and_counts_when_it_says_so(hub):
     async with hub.driver() as driver, hub.peer("controller") as controller, hub.peer("viewer") as viewer:
         await driver.wait_for("plan")
-        await controller.say("watch", watches=["mlp.out | tiles(4, rms)"])
+        await controller.send("watch", watches=["mlp.out | tiles(4, rms)"])
         plan = await driver.wait_for("plan")
         assert plan["watches"] == ["mlp.out | tiles(4, rms)"]
         assert (await viewer.wait_for("plan"))["effective_step"] is None
-        await driver.say("applied", step=3, digest="another")
+        await driver.send("applied", step=3, digest="another")
         for step in (4, 5):
-            await driver.say("applied", step=step, digest=plan["digest"])
-        await driver.say("metrics", step=5, metrics={})
+            await driver.send("applied", step=step, digest=plan["digest"])
+        await driver.send("metrics", step=5, metrics={})
         heard = await viewer.messages_until("metrics")
         assert [message["effective_step"] for message in heard if message["type"] == "plan"] == [4]
 
@@ -160,7 +160,7 @@ async def test_marks_and_metrics_reach_all_and_later_viewers_get_metrics_again(h
         )
         metrics = {"loss": None, "grad": None, "reward": 0.5}
         assert (await controller.wait_for("metrics"))["metrics"] == metrics
-        await controller.say("mark", label="here")
+        await controller.send("mark", label="here")
         assert await controller.wait_for("mark") == {"type": "mark", "label": "here", "step": 6}
         async with hub.peer("viewer") as viewer:
             assert await viewer.wait_for("metrics") == {"type": "metrics", "run": RUN, "step": 6, "metrics": metrics}
@@ -178,7 +178,7 @@ async def test_run_that_finishes_is_ended_and_one_whose_driver_goes_is_lost_unti
             await viewer.wait_for("problem")
         async with hub.driver() as driver:
             await viewer.wait_for("run", state="running")
-            await driver.say("finish", reason="failed", text="out of memory")
+            await driver.send("finish", reason="failed", text="out of memory")
             assert (await viewer.wait_for("run", state="ended"))["text"] == "failed: out of memory"
         async with hub.peer("viewer") as later:
             assert later.first["runs"][0]["state"] == "ended"
@@ -194,7 +194,7 @@ async def test_words_of_a_driver_whose_connection_came_back_count_without_a_new_
             await viewer.wait_for("run", state="running")
         await viewer.wait_for("run", state="lost")
         async with hub.peer("driver") as driver:
-            await driver.say("step", step=4, keys=[])
+            await driver.send("step", step=4, keys=[])
             await viewer.wait_for("run", state="running")
             await viewer.wait_for("run", step=4)
 
@@ -215,20 +215,20 @@ async def test_late_viewer_gets_the_last_frame_of_each_place_and_history_any_ste
         hub.hub.publish_frame(frame(step))
     async with hub.peer("viewer") as viewer:
         assert (await viewer.frame()).where.step == 5
-        await viewer.say("history", id="h", run=RUN, first=2, last=3)
-        heard = await viewer.hear_all(lambda message: isinstance(message, dict) and message["type"] == "done")
+        await viewer.send("history", id="h", run=RUN, first=2, last=3)
+        heard = await viewer.receive_until(lambda message: isinstance(message, dict) and message["type"] == "done")
         assert [message.where.step for message in heard[:-1]] == [2, 3] and heard[-1]["id"] == "h"
 
 
 @in_hub()
 async def test_paused_viewer_gets_no_frames_and_the_newest_when_it_resumes(hub):
     async with hub.peer("viewer") as viewer:
-        await viewer.say("pause")
-        await viewer.say("history", id="sync", run=RUN, first=0, last=0)
+        await viewer.send("pause")
+        await viewer.send("history", id="sync", run=RUN, first=0, last=0)
         await viewer.wait_for("done")
         hub.hub.publish_frame(frame(1))
         hub.hub.publish_frame(frame(2))
-        await viewer.say("resume")
+        await viewer.send("resume")
         assert (await viewer.frame()).where.step == 2
 
 
@@ -245,10 +245,10 @@ def test_vectors_that_are_not_there_are_refused_with_those_that_are(tmp_path):
 
     async def go():
         async with open_hub(artifacts=tmp_path) as hub, hub.peer("controller") as controller:
-            await controller.say("watch", watches=["layer.out | project(lies)"])
+            await controller.send("watch", watches=["layer.out | project(lies)"])
             error = await controller.wait_for("error")
             assert error["code"] == "bad_watch" and "truth" in error["text"] and "'lies'" in error["text"]
-            await controller.say("watch", watches=["layer.out | project(truth)"])
+            await controller.send("watch", watches=["layer.out | project(truth)"])
             assert (await controller.wait_for("plan"))["watches"] == ["layer.out | project(truth)"]
 
     asyncio.run(go())
@@ -261,13 +261,13 @@ def test_texts_of_tokens_come_from_the_vocabulary(tmp_path):
 
     async def go():
         async with open_hub(tokenizer=tmp_path) as hub, hub.rank() as rank, hub.peer("viewer") as viewer:
-            await rank.say("begin", step=1, phase=PHASE)
+            await rank.send("begin", step=1, phase=PHASE)
             tokens = np.array([[0, 0], [0, 1], [1, 99]], dtype=np.int32)
             await rank.socket.send(FrameTable(run=RUN, name="t", step=1, keys=("a",), tokens=tokens).encode())
             part = FramePart(where=where(reducer="full"), payload=np.ones((2, 2)), span=Span(0, 2, 2), table="t")
             await rank.socket.send(part.encode())
-            await rank.say("end", step=1, phase=PHASE, sent=1, dropped=0)
-            table = (await viewer.hear_all(lambda message: isinstance(message, FrameTable)))[-1]
+            await rank.send("end", step=1, phase=PHASE, sent=1, dropped=0)
+            table = (await viewer.receive_until(lambda message: isinstance(message, FrameTable)))[-1]
             assert table.texts == {"1": "one", "99": ""}
 
     asyncio.run(go())
@@ -277,7 +277,7 @@ def test_texts_of_tokens_come_from_the_vocabulary(tmp_path):
 async def test_what_is_sent_is_strict_json(hub):
     async with hub.driver() as driver, hub.peer("viewer") as viewer:
         hub.hub.publish_message({"type": "metrics", "run": RUN, "step": 1, "metrics": {"a": float("nan")}})
-        await driver.say("metrics", step=2, metrics={"a": 1})
+        await driver.send("metrics", step=2, metrics={"a": 1})
         text = await viewer.socket.recv()
         while json.loads(text)["type"] != "metrics":
             text = await viewer.socket.recv()

@@ -27,7 +27,7 @@ from nemo_rl.tracer.protocol import HubLimits, Role
 from nemo_rl.tracer.reducer import Span
 from nemo_rl.tracer.store import stream_files
 from nemo_rl.tracer.stream_reader import StreamReader
-from tests.helpers.hub import PHASE, RUN, WAIT_S, where
+from tests.helpers.tracer_hub import PHASE, RUN, WAIT_S, where
 
 
 def spec(tmp_path, **more):
@@ -40,7 +40,7 @@ class Line:
     def __init__(self, socket):
         self.socket = socket
 
-    def say(self, kind, **fields):
+    def send(self, kind, **fields):
         self.socket.send(json.dumps({"type": kind, **fields}))
 
     def wait_for(self, kind, **fields):
@@ -55,15 +55,15 @@ class Line:
 def line(address, role, token, **hello):
     with connect(f"ws://{address}/live", max_size=None, compression=None, proxy=None, close_timeout=1) as socket:
         peer = Line(socket)
-        peer.say("hello", v=1, role=role, token=token, **hello)
+        peer.send("hello", v=1, role=role, token=token, **hello)
         peer.wait_for("welcome")
         yield peer
 
 
 def send_norm(peer, step, value):
-    peer.say("begin", step=step, phase=PHASE)
+    peer.send("begin", step=step, phase=PHASE)
     peer.socket.send(FramePart(where=where(step), payload=np.array([value]), span=Span(0, 4, 4)).encode())
-    peer.say("end", step=step, phase=PHASE, sent=1, dropped=0)
+    peer.send("end", step=step, phase=PHASE, sent=1, dropped=0)
 
 
 def test_specs_travel_as_json(tmp_path):
@@ -103,10 +103,10 @@ def test_hub_serves_ranks_and_viewers_records_and_ends_with_the_job(tmp_path):
             line(hub.address, "rank", tokens.job, run=RUN, rank=0, world=1) as rank,
             line(hub.address, "viewer", tokens.viewer) as viewer,
         ):
-            driver.say("run", run=RUN, name="n", model={}, layout={}, unobserved={})
+            driver.send("run", run=RUN, name="n", model={}, layout={}, unobserved={})
             send_norm(rank, 1, 9.0)
             assert viewer.wait_for("frame")["frame"].payload == [3.0]
-            driver.say("finish", reason="completed")
+            driver.send("finish", reason="completed")
             assert viewer.wait_for("run", state="ended")["text"] == "completed"
         pid = hub.pid
     assert not psutil.pid_exists(pid) and not hub.is_alive
@@ -174,7 +174,7 @@ def test_driver_that_is_killed_takes_the_hub_with_it_and_its_run_is_lost(tmp_pat
         try:
             with line(address, "viewer", token) as viewer:
                 with line(address, "driver", job) as inside:
-                    inside.say("run", run=RUN, name="n", model={}, layout={}, unobserved={})
+                    inside.send("run", run=RUN, name="n", model={}, layout={}, unobserved={})
                     viewer.wait_for("run", state="running")
                     driver.kill()
                 assert viewer.wait_for("run", state="lost")

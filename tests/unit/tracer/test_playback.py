@@ -23,7 +23,7 @@ from nemo_rl.tracer.frame import Frame, FrameTable, decode
 from nemo_rl.tracer.playback import paced
 from nemo_rl.tracer.store import StreamWriter
 from nemo_rl.tracer.stream_reader import StreamReader
-from tests.helpers.traced import RUN, RUN_MESSAGE, small_recording, stats_frame
+from tests.helpers.tracer_recordings import RUN, RUN_MESSAGE, small_recording, stats_frame
 
 DEADLINE_S = 20
 SAID = re.compile(r"http://(\S+)/ .* token is in (\S+); Ctrl-C ends")

@@ -15,7 +15,7 @@ from nemo_rl.tracer.frame import BadFrame, Frame, FramePart, FrameTable
 from nemo_rl.tracer.reducer import Span
 from nemo_rl.tracer.store import StreamWriter, stream_files
 from nemo_rl.tracer.stream_reader import Follow, StreamReader, find_recording
-from tests.helpers.traced import (
+from tests.helpers.tracer_recordings import (
     PLAN_MESSAGE,
     RUN_MESSAGE,
     small_recording,
@@ -297,7 +297,7 @@ import resource, sys
 from pathlib import Path
 from nemo_rl.errors import RecordingError
 from nemo_rl.tracer.store import StreamWriter
-from tests.helpers.traced import stats_frame
+from tests.helpers.tracer_recordings import stats_frame
 writer = StreamWriter(Path(sys.argv[1]), 1 << 20)
 writer.frame(stats_frame(1).encode())
 size = (Path(sys.argv[1]) / "stream_00001.nrt").stat().st_size

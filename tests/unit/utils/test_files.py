@@ -1,4 +1,4 @@
-"""A file is the old one or the whole new one."""
+"""A file is the old one or the whole new one, and a manifest knows every file of its folder."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import os
 import socket
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.files import give_usual_modes, read_line, read_plain, read_tail, replace_file, write_text
+from nemo_rl.utils.files import (
+    BLOCK_BYTES,
+    FileManifest,
+    give_usual_modes,
+    read_line,
+    read_plain,
+    read_tail,
+    replace_file,
+    write_text,
+)
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -90,3 +100,27 @@ def test_a_line_is_read_until_its_end_its_limit_or_the_deadline(pieces: list[byt
         thread.join()
         os.close(reading)
         os.close(writing)
+
+
+def test_every_file_is_listed_with_size_and_checksum(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    contents = {"a/b/large.bin": b"z" * (BLOCK_BYTES + 5), "a/empty": b"", "top.json": b"{}"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    FileManifest.write(tmp_path)
+    read = FileManifest.read(tmp_path)
+    assert {name: (entry.num_bytes, entry.crc32) for name, entry in read.entries.items()} == {
+        name: (len(content), f"{zlib.crc32(content):08x}") for name, content in contents.items()
+    }
+    assert read.damage(tmp_path) is None
+    (tmp_path / "a" / "empty").write_bytes(b"x")
+    assert read.damage(tmp_path) == "a/empty has 1 bytes, expected 0"
+    assert read.without("a/").damage(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"files": {"a": {}}}', '{"files": {"a": {"bytes": "x", "crc32": 1}}}']
+)
+def test_what_is_no_manifest_is_an_error(text):
+    with pytest.raises(ValueError):
+        FileManifest.parse(text)

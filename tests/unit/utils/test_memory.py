@@ -19,7 +19,7 @@ from nemo_rl.utils.memory import (
     resident_bytes,
     tree_proportional_bytes,
 )
-from tests.helpers.pages import touched_pages
+from tests.helpers.processes import touched_pages
 
 MIB = 2**20
 

@@ -1,10 +1,10 @@
-"""Every metric is reduced as whoever made it says, whatever the parts are."""
+"""Metrics are reduced as their producer says, whatever the parts are, and timers add up the seconds of each stage."""
 
 from __future__ import annotations
 
 import pytest
 
-from nemo_rl.utils.metrics import Max, Mean, Min, Reduction, Sum, merge_metrics, values
+from nemo_rl.utils.metrics import Max, Mean, Min, Reduction, Sum, Timer, merge_metrics, values
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,18 @@ def test_names_are_merged_apart_and_kinds_do_not_mix() -> None:
     assert values(merged) == {"a": 5.0, "b": 2.0, "c": 0.5}
     with pytest.raises(TypeError, match="metric 'a': Sum and Max do not merge"):
         merge_metrics([{"a": Sum(1.0)}, {"a": Max(1.0)}])
+
+
+def test_repeated_and_failing_blocks_add_up_until_reset() -> None:
+    ticks = iter([0.0, 1.0, 10.0, 13.0, 20.0, 20.5])
+    timer = Timer(clock=lambda: next(ticks))
+    with timer.time("train"):
+        pass
+    with pytest.raises(ValueError, match="boom"), timer.time("train"):
+        raise ValueError("boom")
+    with timer.time("refit"):
+        pass
+    timer.add("refit", 1.0)
+    assert timer.seconds() == {"train": 4.0, "refit": 1.5}
+    timer.reset()
+    assert timer.seconds() == {}

@@ -13,7 +13,7 @@ import pytest
 from nemo_rl.diagnostics.route_chain.chain import Report, verify_trace
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.utils.r3_trace import trace_retired
-from tests.helpers.route_runs import RouteRun
+from tests.helpers.route_traces import RouteRun
 
 
 def check(run: type[RouteRun], folder: Path, **options: bool) -> Report:

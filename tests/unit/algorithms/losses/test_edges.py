@@ -13,7 +13,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.interfaces import LossScale
 from nemo_rl.utils.metrics import values
 from tests.helpers.hf_reference import global_scale
-from tests.helpers.loss_cases import corrected, corrections_of, kl_configs, loss_batch, loss_config
+from tests.helpers.loss_reference import corrected, corrections_of, kl_configs, loss_batch, loss_config
 
 INFINITY = float("inf")
 

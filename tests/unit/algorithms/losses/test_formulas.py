@@ -13,8 +13,14 @@ from nemo_rl.config.parts import LOSSES
 from nemo_rl.models.policy.interfaces import LossScale
 from nemo_rl.utils.metrics import values
 from tests.helpers.hf_reference import global_scale
-from tests.helpers.loss_cases import all_configs, loss_batch, loss_config
-from tests.helpers.loss_reference import REFERENCES, reference_gradient, reference_loss
+from tests.helpers.loss_reference import (
+    REFERENCES,
+    all_configs,
+    loss_batch,
+    loss_config,
+    reference_gradient,
+    reference_loss,
+)
 
 CONFIGS = all_configs()
 

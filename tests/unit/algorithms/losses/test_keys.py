@@ -17,7 +17,7 @@ from nemo_rl.config.schema_walk import iter_fields, section_class
 from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS
 from nemo_rl.utils.metrics import values
 from tests.helpers.hf_reference import global_scale
-from tests.helpers.loss_cases import loss_batch, loss_config
+from tests.helpers.loss_reference import loss_batch, loss_config
 from tests.helpers.runs import write_recipe
 
 COMMON = ("grpo.use_generation_logprobs_as_prev=false",)

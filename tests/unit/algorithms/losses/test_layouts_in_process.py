@@ -19,7 +19,7 @@ from nemo_rl.models.policy.microbatch import PassShape, build_microbatch, steps_
 from nemo_rl.models.policy.steps import loss_columns, stored_fields, trained_tokens
 from nemo_rl.utils.metrics import Reduction, merge_metrics, values
 from tests.helpers.hf_reference import global_scale
-from tests.helpers.loss_cases import corrected, corrections_of, kl_configs, loss_batch, loss_config
+from tests.helpers.loss_reference import corrected, corrections_of, kl_configs, loss_batch, loss_config
 
 ROWS = 8
 

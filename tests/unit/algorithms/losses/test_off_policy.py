@@ -11,7 +11,7 @@ from nemo_rl.config.loss import LossConfig
 from nemo_rl.models.logprobs import js, k3
 from nemo_rl.utils.metrics import values
 from tests.helpers.hf_reference import global_scale
-from tests.helpers.loss_cases import corrected, loss_batch, loss_config
+from tests.helpers.loss_reference import corrected, loss_batch, loss_config
 
 W = [1.0, 3.0, 0.4]
 """Product 1.2, geometric mean 1.0626586."""

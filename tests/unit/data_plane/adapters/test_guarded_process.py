@@ -12,8 +12,8 @@ import pytest
 
 from nemo_rl.data_plane.adapters.mooncake_master import GuardedProcess, answers, free_port
 from nemo_rl.errors import ResourceError
+from tests.helpers.data_planes import wait_until
 from tests.helpers.mooncake import is_alive, kill
-from tests.helpers.planes import wait_until
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 LISTEN = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(60)"

@@ -17,8 +17,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.models.megatron import cpu_compat
 from nemo_rl.models.megatron.mcore import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from nemo_rl.models.megatron.setup import initialize_parallel
-from tests.helpers.megatron_models import LLAMA3_ROPE, config_of, policy_config
-from tests.helpers.megatron_steps import alone
+from tests.helpers.megatron_models import LLAMA3_ROPE, alone, config_of, policy_config
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,8 +15,17 @@ from nemo_rl.models.megatron.architecture import rotary_frequencies, rotary_prob
 from nemo_rl.models.megatron.attention import Rotary
 from nemo_rl.models.megatron.convert import load_weights
 from nemo_rl.models.megatron.setup import MegatronModel, build_model, initialize_parallel
-from tests.helpers.megatron_models import FAMILIES, LLAMA3_ROPE, config_of, forward, hf_model, policy_config, tokens
-from tests.helpers.megatron_steps import TIMEOUT_S, alone
+from tests.helpers.megatron_models import (
+    FAMILIES,
+    LLAMA3_ROPE,
+    TIMEOUT_S,
+    alone,
+    config_of,
+    forward,
+    hf_model,
+    policy_config,
+    tokens,
+)
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}

@@ -23,8 +23,8 @@ from nemo_rl.errors import ConfigError, ModelFolderError, NonFiniteError
 from nemo_rl.models.megatron.mcore import parallel_state
 from nemo_rl.models.policy.workers.megatron_engine import attach_replay
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from tests.helpers.families import write_with_tokenizer
 from tests.helpers.megatron_models import hf_model
+from tests.helpers.model_families import write_with_tokenizer
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 
 LOSS = PolicyLoss(config=LossConfig())

@@ -18,7 +18,7 @@ from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.records.reader import read_folder
 from nemo_rl.records.sites import SITES, Direction, SiteKind
-from tests.helpers.families import COMMON, write_family, write_with_tokenizer
+from tests.helpers.model_families import FAMILY_SIZES, write_family, write_with_tokenizer
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
 ENGINES = {
@@ -143,7 +143,7 @@ def test_nothing_is_written_between_steps_or_in_other_phases(folder: Path, tmp_p
 
 
 def test_what_a_model_cannot_give_is_said_with_the_reason(tmp_path: Path) -> None:
-    fused = write_with_tokenizer(tmp_path / "phi3", AutoModelForCausalLM.from_config(Phi3Config(**COMMON)))
+    fused = write_with_tokenizer(tmp_path / "phi3", AutoModelForCausalLM.from_config(Phi3Config(**FAMILY_SIZES)))
     worker = tiny_worker(tiny_policy(fused), record=RecordSpec(folder=tmp_path / "records", sites="attn.*"))
     worker.begin_recording(1)
     worker.get_logprobs(tiny_batch(2))

@@ -17,7 +17,7 @@ from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from tests.helpers.pages import touched_pages
+from tests.helpers.processes import touched_pages
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 
 LOSS = PolicyLoss(config=LossConfig())

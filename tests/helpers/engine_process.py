@@ -1,0 +1,199 @@
+"""A generation engine in a process of its own, and a policy that refits it with a receipt.
+
+vLLM changes the threads and random numbers of the process it is in.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.schema import LossConfig
+from nemo_rl.distributed.calls import Call, Request, ask
+from nemo_rl.distributed.collectives import RankSpec
+from nemo_rl.distributed.worker_fleet import WorkerFleet
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
+from nemo_rl.errors import from_record, to_record
+from nemo_rl.models.generation.interfaces import EngineSpec
+from nemo_rl.models.generation.vllm.start import build_vllm_worker
+from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.policy.workers.compose import WorkerSpec, build_policy_worker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
+from nemo_rl.models.weight_sync.factory import receipt_spec
+from tests.helpers.tiny_model import tiny_batch, tiny_policy
+
+ANSWER_S = 120.0
+"""Longest call, the start included."""
+NO_VLLM = "vLLM is not installed; run `make vllm`"
+
+
+def has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def vllm_policy(folder: Path, *, generation: dict[str, object] | None = None, **changes: object) -> PolicyConfig:
+    """Return a float32 policy whose engine is vLLM with a small cache."""
+    given = {"backend": "vllm", "vllm_cfg": {"kv_cache_gib": 0.05}, "max_batch_size": 64, **(generation or {})}
+    return tiny_policy(folder, generation=given, **changes)
+
+
+class EngineProcess:
+    """A worker in a child process: a call runs one of its methods.
+
+    Errors come back as ours, or as `RuntimeError` with their kind.
+    """
+
+    def __init__(self, line: Connection) -> None:
+        self._line = line
+        self.refusals: list[str] = []
+        """Errors of the policies that were tried first, with their kind in front."""
+
+    def __call__(self, method: str, **arguments: object) -> object:
+        self._line.send((method, arguments))
+        return self.answer()
+
+    def answer(self) -> object:
+        assert self._line.poll(ANSWER_S), f"no answer in {ANSWER_S:.0f} s"
+        is_ok, found = self._line.recv()
+        if is_ok:
+            return found
+        error = from_record(found)
+        raise error if type(error).__name__ == found["kind"] else RuntimeError(f"{found['kind']}: {found['text']}")
+
+
+@contextmanager
+def vllm_process(
+    policy: PolicyConfig,
+    *,
+    refused: Sequence[PolicyConfig] = (),
+    build: Callable[[EngineSpec], object] = build_vllm_worker,
+) -> Iterator[EngineProcess]:
+    """Start one vLLM worker and end it at the exit.
+
+    Args:
+        build: makes the worker in the child process.
+        refused: tried first in the same process, which has imported vLLM only once then.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there, policy, tuple(refused), build), daemon=False)
+    process.start()
+    there.close()
+    child = EngineProcess(here)
+    try:
+        child.refusals = [str(child.answer()) for _ in refused]
+        child.answer()
+        yield child
+    finally:
+        here.close()
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _serve(
+    line: Connection,
+    policy: PolicyConfig,
+    refused: Sequence[PolicyConfig],
+    build: Callable[[EngineSpec], object],
+) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for each in refused:
+        line.send((True, _refusal(each)))
+    try:
+        worker = build(EngineSpec(policy=policy))
+        line.send((True, None))
+    except Exception as error:  # noqa: BLE001 - raised on the other side
+        line.send((False, to_record(error)))
+        return
+    while True:
+        try:
+            method, arguments = line.recv()
+        except EOFError:
+            break
+        try:
+            found = getattr(worker, method)
+            line.send((True, found(**arguments) if callable(found) else found))
+        except Exception as error:  # noqa: BLE001 - raised on the other side
+            line.send((False, to_record(error)))
+    worker.shutdown()
+    # The end of the interpreter takes vLLM seconds; Ray ends its workers as suddenly.
+    os._exit(0)
+
+
+def _refusal(policy: PolicyConfig) -> str:
+    try:
+        build_vllm_worker(EngineSpec(policy=policy)).shutdown()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return "started"
+
+
+STEPS = 400
+"""Length of the learning-rate schedule."""
+
+
+@contextmanager
+def policy_of(config: PolicyConfig) -> Iterator[WorkerGroup]:
+    """Start a policy of one worker in this process."""
+    spec = WorkerSpec(policy=config, rank=RankSpec(rank=0, world_size=1), num_steps=STEPS, keep_reference=False, seed=0)
+    group = LocalWorkerGroup(lambda: build_policy_worker(spec))
+    yield group
+    group.shutdown()
+
+
+class EngineProxy:
+    """A worker whose methods are called in another process."""
+
+    def __init__(self, child: EngineProcess) -> None:
+        self._child = child
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        return partial(self._child, name)
+
+
+@dataclass(kw_only=True)
+class RefitPair:
+    """A policy and one engine with faults."""
+
+    parties: RefitParties
+    sync: WeightSync
+    plant: Callable[..., object]
+    version: int = 0
+
+    def step(self) -> None:
+        """Take one optimizer step and refit the engine."""
+        train(self.parties.policy, seed=self.version)
+        self.version += 1
+        self.sync.sync(self.version)
+
+
+def train(policy: WorkerGroup, *, seed: int = 0) -> None:
+    """Take one optimizer step."""
+
+    def run(request: Request[object]) -> None:
+        policy.run(Call(request=request, stage="train", timeout_s=60))
+
+    run(ask(PolicyWorker.prepare_for_training))
+    run(ask(PolicyWorker.train, batch=tiny_batch(8, seed=seed), loss_fn=PolicyLoss(config=LossConfig())))
+
+
+def parties_of(config: PolicyConfig, engines: list[object], policy: WorkerGroup) -> RefitParties:
+    """Return the parties of refits that each have a receipt."""
+    fleet = WorkerFleet([LocalWorkerGroup(lambda engine=engine: engine) for engine in engines])
+    spec = receipt_spec(config, load_model_config(config.model_name).to_dict())
+    assert spec is not None, "receipts are on by default"
+    # Refits of a test follow each other at once, without the time of a step.
+    spec = replace(spec, every=1)
+    return RefitParties(policy=policy, engines=fleet, timeout_s=60, max_bucket_bytes=50_000, receipt=spec)

@@ -1,0 +1,344 @@
+"""Overrides of the sort demo that rules refuse, and the text that the refusal must hold, by rule.
+
+The demo takes the sampler's log-probabilities as pi_old, has no KL penalty and two updates per rollout.
+"""
+
+from __future__ import annotations
+
+Refused = dict[str, list[tuple[tuple[str, ...], str]]]
+"""Rule -> pairs of overrides and a part of the message."""
+LOCAL = (
+    "cluster.launcher=local",
+    "cluster.cpu_workers_per_node=1",
+    "policy.generation.num_replicas=1",
+    "data_plane.impl=noop",
+)
+GPUS = ("~cluster.cpu_workers_per_node", "cluster.gpus_per_node=2")
+APART = "policy.generation.colocated.enabled=false"
+
+REFUSED_CLUSTERS: Refused = {
+    "rule_cpu_workers_need_no_gpus": [
+        (("cluster.gpus_per_node=1", "cluster.cpu_workers_per_node=2"), "cluster.cpu_workers_per_node: 2 would be")
+    ],
+    "rule_local_launcher_needs_one_process": [
+        ((*LOCAL, "cluster.cpu_workers_per_node=2"), "cluster.launcher: 'local' runs one worker"),
+        ((*LOCAL, "policy.generation.num_replicas=2"), "policy.generation.num_replicas: one process holds one engine"),
+        ((*LOCAL, "cluster.address=auto"), "cluster.address: 'auto' would be ignored"),
+    ],
+    "rule_colocated_engines_fit_the_workers": [
+        (
+            ("~cluster.cpu_workers_per_node", "cluster.gpus_per_node=1", "policy.generation.num_replicas=2"),
+            "policy.generation.num_replicas: an engine shares a GPU",
+        ),
+    ],
+    "rule_engine_timeout_below_stage_timeout": [
+        (("policy.generation.engine_timeout_s=1800",), "policy.generation.engine_timeout_s: expected less than"),
+    ],
+    "rule_engine_fits_launcher": [
+        ((*LOCAL, "policy.generation.backend=vllm"), "policy.generation.backend: 'vllm' needs a process of its own"),
+    ],
+    "rule_engine_keys_fit_the_engine": [
+        (("policy.generation.vllm_cfg.block_size=64",), "policy.generation.vllm_cfg.block_size: 64 would be ignored"),
+        (("+policy.generation.vllm_kwargs.x=1",), "policy.generation.vllm_kwargs: would be ignored"),
+    ],
+    "rule_engine_needs_one_gpu": [
+        (
+            (*GPUS, "policy.generation.backend=vllm", f"policy.generation.vllm_cfg.{axis}_parallel_size=2"),
+            f"policy.generation.vllm_cfg.{axis}_parallel_size: 2 with cluster.gpus_per_node 2: an engine uses one GPU",
+        )
+        for axis in ("tensor", "pipeline")
+    ],
+    "rule_several_nodes_need_an_address": [
+        (("cluster.num_nodes=2",), "cluster.num_nodes: 2 nodes need"),
+        (("cluster.address=auto", "cluster.num_cpus=8"), "cluster.num_cpus: would be ignored"),
+    ],
+    "rule_delta_refit_needs_processes": [
+        (
+            (*LOCAL, "policy.generation.refit_delta.enabled=true"),
+            "policy.generation.refit_delta.enabled: true, but with cluster.launcher 'local' weights never leave",
+        ),
+        (
+            ("policy.generation.refit_delta.full_every=9",),
+            "policy.generation.refit_delta.full_every: 9 would be ignored",
+        ),
+    ],
+    "rule_refit_transport_fits_the_processes": [
+        (
+            ("policy.generation.refit_transport=broadcast", "cluster.launcher=local"),
+            "policy.generation.refit_transport: 'broadcast' moves weights between processes",
+        ),
+        (("policy.generation.refit_transport=ipc",), "policy.generation.refit_transport: 'ipc' shares GPU memory"),
+        (
+            (APART, *GPUS, "policy.generation.colocated.gpus_per_node=2", "policy.generation.refit_transport=ipc"),
+            "policy.generation.refit_transport: 'ipc' needs engines on the workers' GPUs",
+        ),
+    ],
+    "rule_colocated_keys_need_non_colocated_engines": [
+        (("policy.generation.colocated.num_nodes=1",), "policy.generation.colocated.num_nodes: 1 would be ignored"),
+    ],
+    "rule_non_colocated_engines_need_their_own_gpus": [
+        ((*LOCAL, APART), "policy.generation.colocated.enabled: false needs processes"),
+        ((APART, "policy.generation.colocated.num_nodes=1"), "policy.generation.colocated.num_nodes: nodes of their"),
+        (
+            (APART, "policy.generation.colocated.gpus_per_node=1"),
+            "policy.generation.colocated.gpus_per_node: expected",
+        ),
+        ((APART, *GPUS), "policy.generation.colocated.gpus_per_node: expected at least 1"),
+        (
+            (APART, *GPUS, "policy.generation.colocated.gpus_per_node=3"),
+            "policy.generation.num_replicas: expected 3, one for each",
+        ),
+        (
+            (APART, "cluster.address=auto", "cluster.num_nodes=3", "cluster.cpu_workers_per_node=2"),
+            "policy.generation.num_replicas: expected a multiple of the 3 nodes",
+        ),
+    ],
+    "rule_env_vars_need_processes": [
+        ((*LOCAL, "cluster.env_vars={A_B: 1}"), "cluster.env_vars: would be ignored"),
+        ((*LOCAL, "policy.generation.env_vars={A: b}"), "policy.generation.env_vars: would be ignored"),
+        ((*LOCAL, "logger.worker_level=DEBUG"), "logger.worker_level: 'DEBUG' would be ignored"),
+        ((*LOCAL, "policy.dtensor_cfg.env_vars={A: b}"), "policy.dtensor_cfg.env_vars: would be ignored"),
+    ],
+}
+"""Refusals by the rules about processes and machines."""
+
+
+OWN_PREV = ("grpo.use_generation_logprobs_as_prev=false",)
+ROWS = ("loss_fn.token_level_loss=false",)
+GSPO = ("loss_fn.name=gspo", *ROWS)
+CORRECTED = (*OWN_PREV, "loss_fn.use_importance_sampling_correction=true")
+PENALTY = ("loss_fn.reference_policy_kl_penalty=0.1",)
+IN_REWARD = (*PENALTY, "loss_fn.use_kl_in_reward=true")
+FORCED = (*OWN_PREV, "loss_fn.force_on_policy_ratio=true", "~loss_fn.ratio_clip_max")
+ONE_UPDATE = ("policy.train_global_batch_size=1024",)
+
+
+def corrected(kind: str, low: float | None, high: float | None) -> tuple[str, ...]:
+    bounds = {"_ratio_min": low, "_ratio": high}
+    prefix = "loss_fn.truncated_importance_sampling"
+    given = tuple(f"{prefix}{name}={value}" for name, value in bounds.items() if value is not None)
+    return (*CORRECTED, f"{prefix}_type={kind}", *given)
+
+
+def key_of(name: str) -> str:
+    return f"loss_fn.truncated_importance_sampling_{name}"
+
+
+REFUSED_LOSSES: Refused = {
+    "rule_loss_keys_fit_the_loss": [
+        (
+            ("loss_fn.name=cispo", "loss_fn.ratio_clip_c=3"),
+            "loss_fn.ratio_clip_c: 3.0 would be ignored, because loss_fn.name is 'cispo'",
+        ),
+        (("loss_fn.name=sapo", "loss_fn.ratio_clip_max=0.3"), "loss_fn.ratio_clip_max: 0.3 would be ignored"),
+        (("loss_fn.name=reinforce", "loss_fn.ratio_clip_min=0.3"), "loss_fn.ratio_clip_min: 0.3 would be ignored"),
+        (("loss_fn.sapo.tau_positive=2",), "loss_fn.sapo.tau_positive: 2.0 would be ignored"),
+        ((*GSPO, "loss_fn.dppo.delta_low=0.1"), "loss_fn.dppo.delta_low: 0.1 would be ignored"),
+        (("loss_fn.dro.beta=1",), "loss_fn.dro.beta: 1.0 would be ignored"),
+        (("loss_fn.name=dppo_tv", *FORCED), "loss_fn.force_on_policy_ratio: True would be ignored"),
+    ],
+    "rule_dro_needs_beta": [(("loss_fn.name=dro",), "loss_fn.dro.beta: must be set to a number > 0")],
+    "rule_row_loss_needs_row_mean": [
+        (("loss_fn.name=gspo",), "loss_fn.token_level_loss: gspo has one ratio per row and is a mean over rows; set"),
+        ((*GSPO, "loss_fn.constant_length=8"), "loss_fn.constant_length: 8 would be ignored"),
+    ],
+    "rule_loss_normalization_named_once": [
+        ((*ROWS, "loss_fn.constant_length=8"), "loss_fn.token_level_loss: false would be ignored"),
+    ],
+    "rule_forced_ratio_needs_one_update": [
+        (FORCED, "loss_fn.force_on_policy_ratio: the policy is its own pi_old in the first optimizer step"),
+        ((*FORCED[1:], *ONE_UPDATE), "grpo.use_generation_logprobs_as_prev: true would be ignored"),
+        ((*FORCED[:2], *ONE_UPDATE, "loss_fn.ratio_clip_min=0.1"), "loss_fn.ratio_clip_min: 0.1 would be ignored"),
+    ],
+    "rule_correction_keys_need_a_correction": [
+        ((f"{key_of('type')}=tis",), f"{key_of('type')}: 'tis' would be ignored"),
+        ((*CORRECTED, f"{key_of('ratio')}=2"), f"{key_of('ratio')}: 2.0 would be ignored"),
+        ((f"{key_of('ratio_min')}=0.5",), f"{key_of('ratio_min')}: 0.5 would be ignored"),
+    ],
+    "rule_correction_bounds_are_an_interval": [
+        (corrected("tis", None, None), f"{key_of('ratio')}: must be set: tis has an upper bound"),
+        (corrected("icepop", None, 2), f"{key_of('ratio_min')}: must be set: icepop has a lower bound"),
+        (corrected("seq-mask-tis", 2, 2), f"{key_of('ratio_min')}: 2.0 is not below"),
+    ],
+    "rule_correction_fits_the_loss": [
+        ((*GSPO, *corrected("tis", None, 2)), f"{key_of('type')}: gspo has one ratio per row, and 'tis' weighs tokens"),
+        (("loss_fn.name=vespo", *corrected("tis", None, 2)), f"{key_of('type')}: vespo has the weights in its own"),
+    ],
+    "rule_correction_needs_two_policies": [
+        (CORRECTED[1:], "loss_fn.use_importance_sampling_correction: true would be ignored"),
+    ],
+    "rule_kl_keys_need_a_penalty": [
+        (("loss_fn.reference_policy_kl_type=k2",), "loss_fn.reference_policy_kl_type: 'k2' would be ignored"),
+        (("loss_fn.use_kl_in_reward=true",), "loss_fn.use_kl_in_reward: True would be ignored"),
+        (
+            ("loss_fn.use_on_policy_kl_approximation=true",),
+            "loss_fn.use_on_policy_kl_approximation: True would be ignored",
+        ),
+    ],
+    "rule_kl_in_reward_excludes_kl_in_loss": [
+        (
+            (*OWN_PREV, *IN_REWARD, "loss_fn.reference_policy_kl_type=k2"),
+            "loss_fn.reference_policy_kl_type: 'k2' would be ignored, because loss_fn.use_kl_in_reward is true",
+        ),
+        (
+            (*OWN_PREV, *IN_REWARD, "loss_fn.kl_output_clamp_value=5"),
+            "loss_fn.kl_output_clamp_value: 5.0 would be ignored, because loss_fn.use_kl_in_reward is true",
+        ),
+        (
+            (*IN_REWARD, "policy.generation.top_p=0.9"),
+            "loss_fn.use_kl_in_reward: with policy.generation.top_p or top_k pi_old is a distribution on the sampling",
+        ),
+        (IN_REWARD, "loss_fn.use_kl_in_reward: needs the trainer's log-probabilities before the update"),
+        (
+            (*OWN_PREV, *IN_REWARD, "grpo.adv_estimator.name=maxrl"),
+            "grpo.adv_estimator.name: 'maxrl' is for rewards that are not negative",
+        ),
+        (
+            (*OWN_PREV, *IN_REWARD, "grpo.adv_estimator.name=gdpo"),
+            "grpo.adv_estimator.name: 'gdpo' reads the components of the reward",
+        ),
+    ],
+    "rule_kl_gradient_fits_the_estimator": [
+        (
+            (*PENALTY, "loss_fn.reference_policy_kl_type=k1"),
+            "loss_fn.reference_policy_kl_gradient: that of k1 is 0 in expectation",
+        ),
+        (
+            (
+                *PENALTY,
+                "loss_fn.reference_policy_kl_type=k2",
+                "loss_fn.reference_policy_kl_gradient=importance_weighted",
+            ),
+            "loss_fn.reference_policy_kl_gradient: weighted k2 has the gradient of the mean of x^2 / 2",
+        ),
+        (
+            (*PENALTY, "loss_fn.reference_policy_kl_type=k2", "loss_fn.reference_policy_kl_gradient=straight_through"),
+            "loss_fn.reference_policy_kl_gradient: 'straight_through' would be ignored",
+        ),
+    ],
+}
+"""Refusals by the rules about `loss_fn`."""
+
+ACCEPTED_LOSSES: list[tuple[str, ...]] = [
+    *((f"loss_fn.name={name}",) for name in ("reinforce", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo")),
+    *((f"loss_fn.name={name}", *ROWS) for name in ("gspo", "gspo_token", "luspo", "gmpo")),
+    ("loss_fn.name=dro", "loss_fn.dro.beta=0.5"),
+    ("loss_fn.ratio_clip_c=10",),
+    ("loss_fn.constant_length=10",),
+    (*FORCED, *ONE_UPDATE),
+    (*GSPO, *FORCED, *ONE_UPDATE),
+    CORRECTED,
+    (*GSPO, *CORRECTED),
+    corrected("tis", None, 2),
+    corrected("icepop", 0.5, 5),
+    (*GSPO, *corrected("geo-mask", 0.99, 1.01)),
+    ("loss_fn.name=vespo", *CORRECTED),
+    (*PENALTY, "loss_fn.reference_policy_kl_type=k1", "loss_fn.reference_policy_kl_gradient=straight_through"),
+    ("loss_fn.entropy_coefficient=0.01",),
+    # What a loss of one's own reads is not known.
+    ("loss_fn.name=mine:Loss", "loss_fn.dro.beta=0.5", "loss_fn.ratio_clip_c=3", "loss_fn.options={a: 1}"),
+]
+"""Combinations that work."""
+
+
+REFUSED_REWARDS: Refused = {
+    "rule_validation_set_names_are_unique": [
+        (
+            ("+data.validation_sets.reward={dataset_name: sort_digits, size: 4}",),
+            "data.validation_sets.reward: is no name",
+        ),
+    ],
+    "rule_evaluation_has_enough_samples": [
+        (("evaluation.pass_at=[1, 4]", "evaluation.num_samples=2"), "evaluation.pass_at: 4 is more than"),
+        (("evaluation.majority_at=[3]",), "evaluation.majority_at: 3 is more than evaluation.num_samples 1"),
+        (
+            ("evaluation.greedy=true", "policy.generation.val_temperature=0"),
+            "evaluation.greedy: True would be ignored, because policy.generation.val_temperature is 0",
+        ),
+    ],
+    "rule_estimator_keys_fit_the_estimator": [
+        (
+            ("grpo.adv_estimator.name=maxrl", "grpo.normalize_rewards=false"),
+            "grpo.normalize_rewards: False would be ignored, because grpo.adv_estimator.name is 'maxrl'",
+        ),
+        (("+grpo.adv_estimator.component_weights.a=1",), "grpo.adv_estimator.component_weights: would be ignored"),
+        (("grpo.adv_estimator.name=reinforce_plus_plus",), "grpo.drop_zero_advantage_groups: true leaves out rows"),
+    ],
+    "rule_gdpo_needs_reward_components": [
+        (
+            ("grpo.adv_estimator.name=gdpo", "grpo.drop_zero_advantage_groups=false"),
+            "grpo.adv_estimator.name: 'gdpo' needs components of the reward, and env.name 'sort' gives one number",
+        ),
+    ],
+    "rule_dynamic_sampling_is_complete": [
+        (("grpo.batch_multiplier=2",), "grpo.batch_multiplier: 2.0 would be ignored"),
+        (
+            ("grpo.use_dynamic_sampling=true", "grpo.drop_zero_advantage_groups=false"),
+            "grpo.drop_zero_advantage_groups: False would be ignored, because grpo.use_dynamic_sampling is true",
+        ),
+        (
+            ("grpo.use_dynamic_sampling=true", "diagnostics.keep_steps.enabled=true"),
+            "diagnostics.keep_steps.enabled: a step with grpo.use_dynamic_sampling",
+        ),
+    ],
+    "rule_logprob_errors_need_two_policies": [
+        (
+            ("grpo.seq_logprob_error_threshold=2", "grpo.use_generation_logprobs_as_prev=true"),
+            "grpo.seq_logprob_error_threshold: 2 has no log-probabilities of the trainer",
+        ),
+    ],
+    "rule_token_baseline_needs_prev_logprobs": [
+        (
+            ("grpo.adv_estimator.name=optimal_token_baseline",),
+            "grpo.adv_estimator.name: 'optimal_token_baseline' needs the whole distributions of the trainer",
+        ),
+    ],
+    "rule_token_advantages_fit_the_loss": [
+        (
+            (
+                *("grpo.adv_estimator.name=reinforce_plus_plus", "grpo.drop_zero_advantage_groups=false"),
+                *("grpo.use_generation_logprobs_as_prev=false", "loss_fn.reference_policy_kl_penalty=0.1"),
+                *("loss_fn.use_kl_in_reward=true", "loss_fn.name=luspo", "loss_fn.token_level_loss=false"),
+            ),
+            "loss_fn.name: 'luspo' has one advantage per row, and grpo.adv_estimator.name 'reinforce_plus_plus' gives",
+        ),
+    ],
+    "rule_reward_scaling_maps_an_interval": [
+        (("grpo.reward_scaling.target_max=2",), "grpo.reward_scaling.target_max: 2.0 would be ignored"),
+        (
+            ("grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=1"),
+            "grpo.reward_scaling.source_min: 1.0 is not below source_max 1.0",
+        ),
+        (
+            ("grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_min=1"),
+            "grpo.reward_scaling.target_min: 1.0 is not below target_max 1.0",
+        ),
+    ],
+    "rule_reward_shaping_is_complete": [
+        (("grpo.reward_shaping.overlong_buffer_penalty=2",), "overlong_buffer_penalty: 2.0 would be ignored"),
+        (("grpo.reward_shaping.enabled=true",), "grpo.reward_shaping.max_response_length: must be set"),
+        (
+            (
+                "grpo.reward_shaping.enabled=true",
+                "grpo.reward_shaping.max_response_length=9",
+                "grpo.reward_shaping.stop_properly_penalty_coef=0.5",
+            ),
+            "grpo.reward_shaping.max_response_length: 9 would be ignored",
+        ),
+        (
+            ("grpo.reward_shaping.enabled=true", "grpo.reward_shaping.max_response_length=9"),
+            "grpo.reward_shaping.overlong_buffer_length: 128 is more than max_response_length 9",
+        ),
+        (
+            (
+                "grpo.reward_shaping.enabled=true",
+                "grpo.reward_shaping.max_response_length=900",
+                "grpo.reward_shaping.overlong_buffer_length=4",
+            ),
+            "grpo.reward_shaping.max_response_length: no response of policy.generation.max_new_tokens 10 tokens",
+        ),
+    ],
+}
+"""Refusals by the rules about validation, rewards, advantages and sampling."""
+
+MORE_REFUSED: Refused = REFUSED_CLUSTERS | REFUSED_LOSSES | REFUSED_REWARDS
