@@ -108,7 +108,6 @@ class ErrorCode(StrEnum):
     BUSY = "busy"
     BAD_MESSAGE = "bad_message"
     BAD_WATCH = "bad_watch"
-    TOO_LARGE = "too_large"
     TOO_MANY = "too_many"
     SLOW = "slow"
 

@@ -23,7 +23,6 @@ from nemo_rl.tracer.reducer import Counts, PerToken, Reducer, parse_reducer
 
 __all__ = [
     "BY_FLAG",
-    "BY_SWITCH",
     "CLASSICAL",
     "GENERATION",
     "PHASES",
@@ -211,5 +210,4 @@ CLASSICAL = (
     Classical(switch="hidden_states", flag="HiddenStates", update_type=7, sites="layer.out"),
 )
 
-BY_SWITCH: Mapping[str, Classical] = {each.switch: each for each in CLASSICAL}
 BY_FLAG: Mapping[str, Classical] = {each.flag: each for each in CLASSICAL}

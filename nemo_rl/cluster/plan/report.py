@@ -13,9 +13,6 @@ from nemo_rl.utils.console import bytes_text
 
 __all__ = ["refusal", "show_plan"]
 
-FEW = 8
-"""Ranks of a node that are listed one by one; more are counted."""
-
 
 def show_plan(plan: RunPlan, console: Console) -> None:
     """Print everything."""

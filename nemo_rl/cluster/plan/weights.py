@@ -66,11 +66,6 @@ class RestMemory:
     optimizer: int
     optimizer_on_host: int
 
-    @property
-    def gradients_in_passes(self) -> int:
-        """Return the most bytes of gradients while microbatches run."""
-        return max(self.gradients, self.summed_gradients)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatheredBytes:
