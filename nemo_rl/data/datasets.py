@@ -86,8 +86,6 @@ class PromptSet:
     prompts: tuple[Prompt, ...]
     num_skipped_overlong: int = 0
     """Prompts longer than `data.max_input_seq_length`."""
-    num_skipped_overlap: int = 0
-    """Training prompts whose text also occurs in validation."""
     skipped: tuple[str, ...] = ()
     """The first of the overlong ones, for people."""
     digest: str = ""
@@ -211,7 +209,6 @@ def load_prompts(
     return PromptSet(
         prompts=tuple(rows.prompts),
         num_skipped_overlong=rows.num_overlong,
-        num_skipped_overlap=rows.num_overlap,
         skipped=tuple(rows.skipped),
         digest=rows.digest.hexdigest(),
         is_whole=is_whole,
@@ -257,7 +254,7 @@ class _PromptReader:
             self.num_overlap += 1
             return
         try:
-            prompt = self._prompt(raw, text, number, place)
+            prompt = self._prompt(raw, text, place)
         except _Unusable as error:
             self.problems.add(error.kind, f"{self._where}: prompt {number}{error.text}" + _at(raw.place))
             return
@@ -266,7 +263,7 @@ class _PromptReader:
             row = json.dumps([text, prompt.answer, prompt.metadata], sort_keys=True)
             self.digest.update(row.encode() + b"\n")
 
-    def _prompt(self, raw: RawPrompt, text: str, number: int, place: str) -> Prompt | None:
+    def _prompt(self, raw: RawPrompt, text: str, place: str) -> Prompt | None:
         """Return the encoded prompt, or None for one that is too long and may be skipped."""
         answer, metadata = _checked_value(raw.answer, self._cfg.output_key), {}
         for name, value in raw.metadata.items():

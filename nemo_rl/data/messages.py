@@ -1,7 +1,6 @@
-"""Messages, token ids and masks: a prompt through the chat template, a message log as token columns and back.
+"""Messages and token ids: a prompt through the chat template.
 
-Called by the datasets for prompts, and by whatever reads or writes whole conversations. Invariant: text of a user
-never becomes a control token, and a message log survives the way to columns and back.
+Called by the datasets. Invariant: text of a user never becomes a control token.
 """
 
 from __future__ import annotations
@@ -21,16 +20,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from nemo_rl.errors import DatasetError, ModelFolderError, boundary, shorten
 from nemo_rl.utils.deadlines import time_limit
 
-__all__ = [
-    "Message",
-    "PromptEncoder",
-    "TokenMessage",
-    "TokenRow",
-    "encode_prompt",
-    "from_row",
-    "prompt_messages",
-    "to_row",
-]
+__all__ = ["Message", "PromptEncoder", "encode_prompt", "prompt_messages"]
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -54,31 +44,6 @@ class Message:
     content: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenMessage:
-    """One turn as tokens; template tokens belong to the turn they introduce."""
-
-    role: Role
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenRow:
-    """A message log as aligned columns.
-
-    Example:
-        A prompt of two tokens and a response of one: `input_ids=(5, 6, 7)`, `token_mask=(0, 0, 1)`,
-        `boundaries=(0, 2, 3)`, `roles=("user", "assistant")`.
-    """
-
-    input_ids: tuple[int, ...]
-    token_mask: tuple[int, ...]
-    """1 on assistant tokens, which are trained, 0 elsewhere."""
-    boundaries: tuple[int, ...]
-    """Start of each turn, then the length of the row."""
-    roles: tuple[Role, ...]
-
-
 def prompt_messages(text: str, *, system_prompt: str | None = None, prompt_template: str = "{input}") -> list[Message]:
     """Return the conversation that a prompt opens; `{input}` in the template is replaced by the text, once and
     literally."""
@@ -91,28 +56,6 @@ def encode_prompt(
 ) -> tuple[int, ...]:
     """Return `PromptEncoder.encode` for a single prompt."""
     return PromptEncoder(tokenizer, now=now).encode(messages)
-
-
-def to_row(log: Sequence[TokenMessage]) -> TokenRow:
-    """Lay the turns of one conversation end to end."""
-    boundaries = [0]
-    for message in log:
-        boundaries.append(boundaries[-1] + len(message.token_ids))
-    return TokenRow(
-        input_ids=tuple(token for message in log for token in message.token_ids),
-        token_mask=tuple(int(message.role == "assistant") for message in log for _ in message.token_ids),
-        boundaries=tuple(boundaries),
-        roles=tuple(message.role for message in log),
-    )
-
-
-def from_row(row: TokenRow) -> list[TokenMessage]:
-    """Return the turns that `to_row` laid out."""
-    ends = row.boundaries[1:]
-    return [
-        TokenMessage(role=role, token_ids=row.input_ids[start:end])
-        for role, start, end in zip(row.roles, row.boundaries, ends, strict=False)
-    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,6 @@ __all__ = [
     "filter_logits",
     "js",
     "k3",
-    "logprobs_from_logits",
     "logprobs_with_entropy",
     "logprobs_with_squares",
     "negative_log_likelihood",
@@ -157,13 +156,6 @@ def logprobs_with_squares(
     That sum is the probability that two draws are the same token.
     """
     return _with_extra("squared_probs", logits_MV, targets_M, _Distribution(sampling=sampling, shard=shard, kept=kept))
-
-
-def logprobs_from_logits(logits_NTV: torch.Tensor, input_ids_NT: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
-    """Return `[N, T]` float32: log pi(token t | tokens < t) at position t; position 0 is 0."""
-    rows, width = input_ids_NT.shape
-    flat = token_logprobs(logits_NTV[:, :-1].flatten(0, 1), input_ids_NT[:, 1:].flatten(), sampling=sampling)
-    return torch.nn.functional.pad(flat.view(rows, width - 1), (1, 0))
 
 
 def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor, *, total: float) -> torch.Tensor:

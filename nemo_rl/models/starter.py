@@ -106,11 +106,6 @@ class StarterTask:
     """Seed of the calibration split. It is far from the other seeds, for reasoning_gym draws item i with seed + i,
     so that near seeds share items."""
 
-    @property
-    def validation_dataset(self) -> DatasetConfig:
-        """Return the section that the recipe names as `data.validation`."""
-        return self.dataset.model_copy(update={"size": VALIDATION_SIZE, "seed": VALIDATION_SEED})
-
     def validation(self) -> list[RawPrompt]:
         """Return the split that the recipe validates on."""
         return self._draw(size=VALIDATION_SIZE, seed=VALIDATION_SEED)

@@ -84,10 +84,6 @@ class StreamEntry:
         """Return the byte at which the next entry begins."""
         return self.at + HEAD.size + self.length
 
-    @property
-    def is_table(self) -> bool:
-        return self.kind is EntryKind.TABLE
-
     def frame(self) -> Frame | FrameTable:
         """
         Raises:

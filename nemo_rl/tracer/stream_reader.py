@@ -16,7 +16,6 @@ from typing import TypeAlias
 
 from nemo_rl.errors import UserError
 from nemo_rl.tracer.entry import EntryKind, EntryProblem, StreamEntry, entry_at, find_entry, size_of
-from nemo_rl.tracer.frame import BadFrame, header_of
 from nemo_rl.tracer.store import VERSION, stream_files
 from nemo_rl.utils.console import printable
 
@@ -104,14 +103,6 @@ class StreamReader:
         heads = (entry for _, entry in self._heads() if entry.kind is EntryKind.FRAME)
         return sorted({entry.step for entry in heads if entry.step is not None})
 
-    def at_step(self, step: int) -> Iterator[StreamEntry]:
-        """Yield the frames of one step, and the tables that they need before them; reads no other frames."""
-        seen: set[Seen] = set()
-        for path, heads in self._heads_by_file():
-            last = max((head.at for head in heads if _is_frame_of(head, step)), default=-1)
-            wanted = [head.at for head in heads if head.at <= last and (head.is_table or _is_frame_of(head, step))]
-            yield from _unseen(_with_tables(_at_places(path, wanted)), seen)
-
     def messages(self) -> Iterator[StreamEntry]:
         """Yield all messages, each once; reads no other bodies."""
         seen: set[Seen] = set()
@@ -196,32 +187,12 @@ class _Wait:
         return not follow.stop.wait(follow.poll_s)
 
 
-def _is_frame_of(head: StreamEntry, step: int) -> bool:
-    return head.kind is EntryKind.FRAME and head.step == step
-
-
 def _at_places(path: Path, places: Sequence[int]) -> Iterator[StreamEntry]:
     """Yield the entries at these places of a file that may have been deleted."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         size = size_of(file)
         found = (entry_at(file, at, size=size) for at in places)
         yield from (entry for entry in found if isinstance(entry, StreamEntry))
-
-
-def _with_tables(entries: Iterator[StreamEntry]) -> Iterator[StreamEntry]:
-    """Yield frames, each table before the first that refers to it; other tables are left out."""
-    tables: dict[tuple[object, object], StreamEntry] = {}
-    for entry in entries:
-        with suppress(BadFrame):
-            header = header_of(entry.body)
-            if entry.is_table:
-                tables[header.get("run"), header.get("name")] = entry
-                continue
-            table = tables.pop((header.get("run"), header.get("table")), None)
-            if table is not None:
-                yield table
-        if not entry.is_table:
-            yield entry
 
 
 def _unseen(entries: Iterator[StreamEntry], seen: set[Seen]) -> Iterator[StreamEntry]:

@@ -35,13 +35,11 @@ __all__ = [
     "TracedRouter",
     "TracedSlots",
     "UsedRoutes",
-    "maybe_r3_trace_stage",
     "r3_trace_enabled",
     "r3_trace_stage",
     "r3_trace_verify_forward_enabled",
     "reset_r3_trace",
     "router_replay_validate_enabled",
-    "slot_runs",
     "trace_cp_routed_experts",
     "trace_plan",
     "trace_retired",
@@ -136,29 +134,6 @@ def reset_r3_trace() -> None:
         _CALLS.clear()
 
 
-def slot_runs(keys: Sequence[str], rows: Sequence[int], positions: Sequence[int]) -> list[tuple[str | None, int, int]]:
-    """Return the runs of S slots.
-
-    Args:
-        keys: of the rows of the pass.
-        rows: S row numbers; below 0 for padding.
-        positions: S places of the tokens in their samples; any for padding.
-
-    Example:
-        >>> slot_runs(["a_g0", "b_g0"], [0, 0, 0, -1, 1], [0, 1, 6, 7, 0])
-        [('a_g0', 0, 2), ('a_g0', 6, 1), (None, 0, 1), ('b_g0', 0, 1)]
-    """
-    runs: list[tuple[str | None, int, int]] = []
-    for row, position in zip(rows, positions, strict=True):
-        key, place = (keys[row], position) if row >= 0 else (None, 0)
-        last, start, length = runs[-1] if runs else ("", 0, 0)
-        if runs and key == last and (key is None or place == start + length):
-            runs[-1] = (key, start, length + 1)
-        else:
-            runs.append((key, place, 1))
-    return runs
-
-
 def trace_plan(*, stages: Sequence[str]) -> None:
     """Say which stages of the run replay routes, so that a stage without a trace is found missing. By the driver."""
     if r3_trace_enabled():
@@ -248,23 +223,6 @@ def r3_trace_stage(
         is_complete = True
     finally:
         _FILE.write("stage_ended", {**traced.head(), "is_complete": is_complete, "microbatches": len(traced.seen)})
-
-
-@contextmanager
-def maybe_r3_trace_stage(
-    stage: str,
-    *,
-    enabled: bool,
-    coords: Mapping[str, int] | None = None,
-    sizes: Mapping[str, int] | None = None,
-    layers: Sequence[int] | None = None,
-) -> Iterator[TraceStage | None]:
-    """Enter `r3_trace_stage` where the stage replays routes, else nothing."""
-    if not enabled:
-        yield None
-        return
-    with r3_trace_stage(stage, coords=coords, sizes=sizes, layers=layers) as traced:
-        yield traced
 
 
 def trace_cp_routed_experts(

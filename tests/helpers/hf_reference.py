@@ -8,7 +8,15 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.loading import load_causal_lm, named_weights
+from nemo_rl.models.logprobs import Sampling, token_logprobs
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
+
+
+def logprobs_from_logits(logits_NTV: torch.Tensor, input_ids_NT: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
+    """Return `[N, T]` float32: log pi(token t | tokens < t) at position t; position 0 is 0."""
+    rows, width = input_ids_NT.shape
+    flat = token_logprobs(logits_NTV[:, :-1].flatten(0, 1), input_ids_NT[:, 1:].flatten(), sampling=sampling)
+    return torch.nn.functional.pad(flat.view(rows, width - 1), (1, 0))
 
 
 def hf_logprobs(model: torch.nn.Module, batch: BatchedDataDict, *, temperature: float = 1.0) -> torch.Tensor:

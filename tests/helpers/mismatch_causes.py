@@ -36,11 +36,12 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, RecordedRout
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.hf_modules import ROUTER_KINDS
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.logprobs import Sampling, logprobs_from_logits, token_logprobs
+from nemo_rl.models.logprobs import Sampling, token_logprobs
 from nemo_rl.models.support import SUPPORT, decode_support
 from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import MISSING
 from nemo_rl.utils.files import MANIFEST_FILE, FileManifest
+from tests.helpers.hf_reference import logprobs_from_logits
 from tests.helpers.model_families import write_with_tokenizer
 from tests.helpers.runs import LOCAL, load_recipe, write_recipe
 from tests.helpers.tiny_model import VOCAB, write_tiny_folder

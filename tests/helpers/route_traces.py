@@ -71,7 +71,7 @@ class RouteRun:
                 keys = [self.keys[i] for i in fetched]
                 r3_trace.trace_tq_fetch_payload(stage=stage, keys=keys, data=data, layers=self.layers)
             coords, sizes = {"dp": 0, "cp": cp, "tp": tp, "pp": pp}, self.sizes
-            with r3_trace.maybe_r3_trace_stage(stage, enabled=True, coords=coords, sizes=sizes, layers=held) as traced:
+            with r3_trace.r3_trace_stage(stage, coords=coords, sizes=sizes, layers=held) as traced:
                 for number, batch in enumerate(self.batches):
                     self.write_batch(traced, number, [i for i in batch if i in fetched], fetched, held)
 
@@ -152,7 +152,7 @@ class RouteRun:
         segments = Segments(lengths=tuple(self.padded(i) for i in batch), cp_size=self.cp_size, cp_rank=cp)
         positions = [row[p] for p in segments.local_positions().tolist()]
         rows = [-1 if i is None else i for i, _ in positions]
-        return r3_trace.slot_runs(self.keys, rows, [p for _, p in positions]), positions
+        return slot_runs(self.keys, rows, [p for _, p in positions]), positions
 
     def gather(self, batch: list[int], positions, routes) -> np.ndarray:
         """Return the `[S, L, K]` int64 routes of places; padding gets 0 to K - 1."""
@@ -188,3 +188,26 @@ class RouteRun:
             records = [json.loads(line) for line in path.read_text().splitlines()]
             lines = [json.dumps({**record, **place}, sort_keys=True) for record in records]
             (self.folder / f"r3_trace_host_pid{pid}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def slot_runs(keys: Sequence[str], rows: Sequence[int], positions: Sequence[int]) -> list[tuple[str | None, int, int]]:
+    """Return the runs of S slots.
+
+    Args:
+        keys: of the rows of the pass.
+        rows: S row numbers; below 0 for padding.
+        positions: S places of the tokens in their samples; any for padding.
+
+    Example:
+        >>> slot_runs(["a_g0", "b_g0"], [0, 0, 0, -1, 1], [0, 1, 6, 7, 0])
+        [('a_g0', 0, 2), ('a_g0', 6, 1), (None, 0, 1), ('b_g0', 0, 1)]
+    """
+    runs: list[tuple[str | None, int, int]] = []
+    for row, position in zip(rows, positions, strict=True):
+        key, place = (keys[row], position) if row >= 0 else (None, 0)
+        last, start, length = runs[-1] if runs else ("", 0, 0)
+        if runs and key == last and (key is None or place == start + length):
+            runs[-1] = (key, start, length + 1)
+        else:
+            runs.append((key, place, 1))
+    return runs

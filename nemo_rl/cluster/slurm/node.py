@@ -71,7 +71,7 @@ class SlurmNode:
             stack.push_async_callback(ray.stop)
             with folder.marking():
                 await ray.begin(self._ray_variables())
-                return await (self.head(ray, stack) if self._settings.is_head else self.member(ray, stack))
+                return await (self.head(ray, stack) if self._settings.is_head else self.member(ray))
 
     async def _open_folder(self, stack: AsyncExitStack) -> RunFolder:
         """Open the temporary folder of Ray on this node; on a node without GPUs its workers begin with their imports
@@ -148,7 +148,7 @@ class SlurmNode:
             return NODE_LOST
         return ended if isinstance(ended, int) and ended is not True else INTERRUPTED
 
-    async def member(self, ray: RayChild, stack: AsyncExitStack) -> int:
+    async def member(self, ray: RayChild) -> int:
         settings = self._settings
         attendance = await self._first(self._report(), self._stop.wait())
         if not isinstance(attendance, Attendance):

@@ -100,7 +100,7 @@ def check_columns(
         column = columns.get(name)
         at = f"{where}: field {name!r}"
         flat = _object_column(column, spec, at) if spec.is_object else _tensor_column(column, spec, at)
-        _check_row_count(flat, column, len(keys), at)
+        _check_row_count(flat, len(keys), at)
         checked[name] = flat
     _check_token_lengths(checked, keys, where)
     return checked
@@ -114,7 +114,7 @@ def token_lengths(columns: Mapping[str, FlatColumn]) -> Lengths | None:
     return None
 
 
-def _check_row_count(flat: FlatColumn, column: object, num_rows: int, at: str) -> None:
+def _check_row_count(flat: FlatColumn, num_rows: int, at: str) -> None:
     if flat.objects is not None:
         found = len(flat.objects)
     elif flat.lengths is not None:

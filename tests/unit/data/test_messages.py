@@ -1,4 +1,4 @@
-"""Prompts through the chat template, message logs as columns."""
+"""Prompts through the chat template."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import copy
 from datetime import datetime
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_rl.data.messages import (
     Message,
     PromptEncoder,
-    TokenMessage,
     encode_prompt,
-    from_row,
     prompt_messages,
-    to_row,
 )
 from nemo_rl.data.tokenizer import CHATML_TEMPLATE, build_tokenizer
 from nemo_rl.errors import DatasetError, UserError
@@ -56,30 +51,6 @@ def test_a_template_that_changes_texts_refuses_control_tokens_in_them(tokenizer:
         assert tokenizer.decode(encode_prompt(tokenizer, prompt_messages("b", system_prompt="a"))) == "a\nb"
     finally:
         tokenizer.chat_template = template
-
-
-def test_row_marks_assistant_tokens_for_training() -> None:
-    row = to_row([TokenMessage(role="user", token_ids=(5, 6)), TokenMessage(role="assistant", token_ids=(7,))])
-    assert (row.input_ids, row.token_mask, row.boundaries) == ((5, 6, 7), (0, 0, 1), (0, 2, 3))
-    roles = ("system", "user", "assistant", "tool", "assistant")
-    row = to_row([TokenMessage(role=role, token_ids=(5,)) for role in roles])
-    assert row.token_mask == (0, 0, 1, 0, 1) and row.roles == roles
-
-
-@given(
-    st.lists(
-        st.builds(
-            TokenMessage,
-            role=st.sampled_from(["system", "user", "assistant", "tool"]),
-            token_ids=st.lists(st.integers(0, 300), max_size=4).map(tuple),
-        ),
-        max_size=5,
-    )
-)
-def test_a_message_log_survives_the_way_to_columns_and_back(log: list[TokenMessage]) -> None:
-    row = to_row(log)
-    assert from_row(row) == log
-    assert len(row.input_ids) == len(row.token_mask) == row.boundaries[-1]
 
 
 PLACES = "sort user hello world system assistant x y think INST < > | [ ] / _ im end start"

@@ -13,7 +13,8 @@ from nemo_rl.experience.scheduler import split_request
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.logprobs import Sampling, logprobs_from_logits
+from nemo_rl.models.logprobs import Sampling
+from tests.helpers.hf_reference import logprobs_from_logits
 from tests.helpers.model_families import config_of
 from tests.helpers.tiny_model import tiny_model
 

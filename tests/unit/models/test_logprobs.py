@@ -10,7 +10,6 @@ from nemo_rl.models import logprobs
 from nemo_rl.models.logprobs import (
     Sampling,
     filter_logits,
-    logprobs_from_logits,
     logprobs_with_entropy,
     logprobs_with_squares,
     token_logprobs,
@@ -111,15 +110,6 @@ def test_the_entropy_of_four_tokens() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     found = logprobs_with_entropy(logits, torch.tensor([0]), sampling=Sampling())
     assert found[1].item() == pytest.approx(1.1421200, abs=1e-6)
-
-
-def test_position_zero_is_zero_and_others_predict_their_own_token() -> None:
-    logits = torch.randn(2, 5, 7)
-    ids = torch.randint(0, 7, (2, 5))
-    result = logprobs_from_logits(logits, ids, sampling=Sampling())
-    expected = logits.log_softmax(-1)
-    assert result[:, 0].tolist() == [0.0, 0.0]
-    assert result[1, 3].item() == pytest.approx(expected[1, 2, ids[1, 3]].item(), abs=1e-6)
 
 
 def test_no_selected_token_gives_no_values_and_zero_gradients() -> None:

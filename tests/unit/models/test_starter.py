@@ -14,7 +14,15 @@ from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import ModelFolderError
 from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.starter import STARTER_FILE, STARTER_TASKS, StarterConfig, make_starter, sampled_accuracy
+from nemo_rl.models.starter import (
+    STARTER_FILE,
+    STARTER_TASKS,
+    VALIDATION_SEED,
+    VALIDATION_SIZE,
+    StarterConfig,
+    make_starter,
+    sampled_accuracy,
+)
 
 ROOT = Path(__file__).parents[3]
 SORT = STARTER_TASKS["sort"]
@@ -130,7 +138,8 @@ def test_the_warm_start_never_sees_validation_or_calibration_prompts(name: str) 
 @pytest.mark.parametrize("name", sorted(STARTER_TASKS))
 def test_the_recipe_validates_on_the_split_that_the_starter_holds_out(name: str) -> None:
     config = load_config(ROOT / RECIPES[name])
-    assert config.data.validation == STARTER_TASKS[name].validation_dataset
+    split = {"size": VALIDATION_SIZE, "seed": VALIDATION_SEED}
+    assert config.data.validation == STARTER_TASKS[name].dataset.model_copy(update=split)
     assert config.policy.model_name == f"checkpoints/starter_{name}"
     assert config.policy.generation.max_new_tokens == STARTER_TASKS[name].max_new_tokens
 

@@ -15,7 +15,8 @@ from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationReq
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.generation.torch_engine.decode import draw, seeds_to_tensor, uniforms
 from nemo_rl.models.loading import named_weights
-from nemo_rl.models.logprobs import Sampling, logprobs_from_logits
+from nemo_rl.models.logprobs import Sampling
+from tests.helpers.hf_reference import logprobs_from_logits
 from tests.helpers.tiny_model import tiny_model
 
 STOP = 2

@@ -185,34 +185,22 @@ def test_an_entry_that_cannot_fit_is_left_out_and_the_next_is_written(tmp_path):
     assert frame.body == stats_frame(2).encode()
 
 
-def test_frames_of_a_step_come_with_a_table_of_an_earlier_step(tmp_path):
-    with StreamWriter(tmp_path, BIG) as writer:
-        for frame in (token_table(1), token_frame(1), token_table(1, name="other"), token_frame(2), token_frame(2)):
-            writer.frame(frame.encode())
-    found = [entry.frame() for entry in StreamReader(tmp_path).at_step(2)]
-    assert [each.name if isinstance(each, FrameTable) else each.table for each in found] == ["t", "t", "t"]
-
-
-def test_steps_are_found_and_read_alone(tmp_path):
+def test_steps_and_messages_are_read_alone(tmp_path):
     folder = small_recording(tmp_path / "r", num_steps=5)
     reader = StreamReader(folder)
     assert reader.steps() == [1, 2, 3, 4, 5]
-    found = [entry.frame() for entry in reader.at_step(4)]
-    assert [found.name for found in found if isinstance(found, FrameTable)] == ["t4"]
-    assert {found.where.step for found in found if isinstance(found, Frame)} == {4}
-    assert len(found) == 1 + 4 + 1
-    assert list(reader.at_step(9)) == []
     assert [entry.message()["type"] for entry in reader.messages()] == ["run", "plan", *["metrics"] * 5, "mark", "run"]
 
 
 def test_steps_are_found_beyond_damage(tmp_path):
     folder = small_recording(tmp_path / "r", num_steps=3)
-    victim = next(entry for entry in StreamReader(folder).at_step(2) if entry.kind is EntryKind.FRAME)
+    victim = next(
+        entry for entry in StreamReader(folder).entries() if entry.kind is EntryKind.FRAME and entry.step == 2
+    )
     content = bytearray(whole(folder).read_bytes())
     content[victim.at + 9] ^= 0xFF  # length
     whole(folder).write_bytes(content)
     assert StreamReader(folder).steps() == [1, 2, 3]
-    assert len(list(StreamReader(folder).at_step(2))) == 5
 
 
 def test_a_file_of_other_bytes_is_damage(tmp_path):

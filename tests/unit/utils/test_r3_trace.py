@@ -92,7 +92,7 @@ def test_off_it_writes_nothing_and_costs_next_to_nothing(tmp_path: Path, monkeyp
     monkeypatch.setenv("NRL_R3_TRACE_DIR", str(tmp_path / "trace"))
     rollout()
     r3_trace.trace_retired(keys=["a_g0"], reason="any")
-    with r3_trace.maybe_r3_trace_stage("train", enabled=True) as stage:
+    with r3_trace.r3_trace_stage("train") as stage:
         assert stage is None
         router = r3_trace.TracedRouter(microbatch=0, layer_number=0)
         assign = lambda: r3_trace.trace_router_replay_assignment(  # noqa: E731
