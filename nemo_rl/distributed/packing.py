@@ -72,7 +72,8 @@ class PlanKeywords(TypedDict, total=False):
 
 
 class StepPlanKeywords(PlanKeywords, total=False):
-    """Keywords of the planners that deal the rows of a step to the ranks; the defaults are those of `_StepPlanOptions`."""
+    """Keywords of the planners that deal the rows of a step to the ranks; the defaults are those of
+    `_StepPlanOptions`."""
 
     global_batch_size: BatchSizes
     """Rows per optimizer step, in the order of `lengths`; a sequence gives each step its own number; None makes one
