@@ -20,7 +20,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import (
     DEFAULT_COST,
     PackPlan,
-    StepOptions,
+    StepPlanKeywords,
     microbatches_needed,
     plan_fixed,
     plan_packs,
@@ -178,7 +178,7 @@ def plan_train(
     """
     packing, dynamic = policy.sequence_packing, policy.dynamic_batching
     dp_world = layout.dp
-    options = StepOptions(
+    options = StepPlanKeywords(
         cost=cost,
         pad_multiple=layout.round_up_multiple(policy.make_sequence_length_divisible_by),
         global_batch_size=batch_sizes,

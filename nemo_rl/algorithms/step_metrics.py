@@ -1,6 +1,6 @@
 """The numbers of one step, as they are logged.
 
-Names are `area/name`; every value comes with its reduction from whoever made it.
+Names are `area/name`; every value comes with its reduction from its producer.
 """
 
 from __future__ import annotations

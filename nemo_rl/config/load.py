@@ -29,7 +29,7 @@ from nemo_rl.errors import ConfigError, shorten
 
 __all__ = ["carry_optimizer", "load_config"]
 
-# What OmegaConf and Hydra users write for "must be set by whoever uses this file".
+# What OmegaConf and Hydra users write for "must be set by the user of this file".
 _MUST_BE_SET = "???"
 _MAX_LINES = 100
 """Problems that are described; the others are counted."""

@@ -2,7 +2,7 @@
 
 A `PluginKind` knows the words of one kind and where each is defined. Nothing is imported before it is asked for, so
 that reading a recipe imports no part. A field of the schema is `Annotated[str, KIND]`, which refuses what is no name of
-a part; whoever builds a part calls `PluginKind.load`.
+a part; code that builds a part calls `PluginKind.load`.
 """
 
 from __future__ import annotations

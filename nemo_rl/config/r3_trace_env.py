@@ -1,4 +1,5 @@
-"""Switches of the route trace, read when they are asked for. Used by `nemo_rl.utils.r3_trace` and whoever wires it."""
+"""Switches of the route trace, read when they are asked for. Used by `nemo_rl.utils.r3_trace` and by the set-up of a
+run."""
 
 from __future__ import annotations
 

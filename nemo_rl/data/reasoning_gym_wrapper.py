@@ -1,6 +1,6 @@
 """reasoning_gym tasks by name (extra `envs`): questions and scores. The only file that names the library.
 
-A question is a function of task, settings, seed and index, so only those travel; whoever scores makes the item again.
+A question is a function of task, settings, seed and index, so only those travel; the scorer makes the item again.
 """
 
 from __future__ import annotations

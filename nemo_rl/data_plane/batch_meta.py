@@ -116,8 +116,8 @@ class KVBatchMeta(Counted):
     """Family -> version the ledger gave it; a fetch that finds another one fails. Rows that were rewritten alone have
     versions of their own: then one per row."""
     claims: tuple[int, ...] | None = None
-    """The claim under which each row was handed out, for `release` and for writes by whoever has this meta; None when
-    nothing was claimed."""
+    """The claim under which each row was handed out, for `release` and for writes by a client that has this meta;
+    None when nothing was claimed."""
     pack: PackPlan | None = None
     """The rows of each microbatch on each rank, as indices into `keys`; None without a plan."""
     extra_info: Mapping[str, JsonLike] = field(default_factory=dict)

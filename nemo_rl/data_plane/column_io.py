@@ -80,7 +80,7 @@ def read_columns(
 def write_columns(client: DataPlaneClient, meta: KVBatchMeta, columns: Mapping[str, Column]) -> KVBatchMeta:
     """Write columns of existing rows; per-token ones are cut by `meta.sequence_lengths`. No columns: nothing happens.
 
-    A meta that was claimed is written under its claim, whoever claimed it.
+    A meta that was claimed is written under its claim, whichever client claimed it.
 
     Returns:
         The meta with the new fields and family versions.

@@ -246,7 +246,7 @@ class DataPlaneClient(ABC):
         """End a claim: the rows are done for `meta.task_name`. Any client that has the meta may do it.
 
         Raises:
-            LeaseExpired: the claim in `meta` has ended, whoever has the rows now.
+            LeaseExpired: the claim in `meta` has ended, whichever client has the rows now.
         """
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """The calls of a driver to workers: requests, calls, results that come later, results that stay away.
 
-Used by `worker_groups` and whoever calls it. Invariant: only the name of a method and its arguments cross to a worker's
+Used by `worker_groups` and its callers. Invariant: only the name of a method and its arguments cross to a worker's
 process, while a type checker knows arguments and results.
 
     requests = [ask(PolicyWorker.train, batch=shard, loss_fn=loss_fn) for shard in shards]     # one for each rank

@@ -35,8 +35,8 @@ from nemo_rl.distributed.packing_form import (
 __all__ = [
     "DEFAULT_COST",
     "PackPlan",
-    "PlanOptions",
-    "StepOptions",
+    "PlanKeywords",
+    "StepPlanKeywords",
     "TooFewRows",
     "microbatches_needed",
     "plan_fixed",
@@ -57,8 +57,8 @@ Former = Callable[[BatchRows], list[Bins]]
 """Microbatches of each rank from the rows of one global batch."""
 
 
-class PlanOptions(TypedDict, total=False):
-    """Keywords that every planner takes; the defaults are those of `_Options`."""
+class PlanKeywords(TypedDict, total=False):
+    """Keywords that every planner takes; the defaults are those of `_PlanOptions`."""
 
     cost: Cost
     """(a, b) of the cost a s + b s^2 of a row of s tokens, which the ranks share equally."""
@@ -71,8 +71,9 @@ class PlanOptions(TypedDict, total=False):
     of similar cost), `largest_first` runs those with most tokens first."""
 
 
-class StepOptions(PlanOptions, total=False):
-    """Keywords of the planners that deal the rows of a step to the ranks; the defaults are those of `_StepOptions`."""
+class StepPlanKeywords(PlanKeywords, total=False):
+    """Keywords of the planners that deal the rows of a step to the ranks; the defaults are those of
+    `_StepPlanOptions`."""
 
     global_batch_size: BatchSizes
     """Rows per optimizer step, in the order of `lengths`; a sequence gives each step its own number; None makes one
@@ -83,7 +84,7 @@ class StepOptions(PlanOptions, total=False):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Options:
+class _PlanOptions:
     cost: Cost = DEFAULT_COST
     multiple_of: int = 1
     pad_multiple: int = 1
@@ -91,7 +92,7 @@ class _Options:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _StepOptions(_Options):
+class _StepPlanOptions(_PlanOptions):
     global_batch_size: BatchSizes = None
     keys: Sequence[str] | None = None
 
@@ -102,7 +103,7 @@ def plan_packs(
     capacity: int,
     dp_world: int,
     algorithm: PackingAlgorithm = "balanced",
-    **options: Unpack[StepOptions],
+    **options: Unpack[StepPlanKeywords],
 ) -> PackPlan:
     """Pack rows end to end, at most `capacity` tokens per microbatch.
 
@@ -119,7 +120,7 @@ def plan_packs(
     """
     if algorithm not in get_args(PackingAlgorithm):
         raise ValueError(f"packing: expected an algorithm of {get_args(PackingAlgorithm)}, got {algorithm!r}")
-    chosen = _StepOptions(**options)
+    chosen = _StepPlanOptions(**options)
 
     def form(rows: BatchRows) -> list[Bins]:
         return packed_ranks(rows, num_ranks=dp_world, multiple_of=chosen.multiple_of, algorithm=algorithm)
@@ -128,9 +129,11 @@ def plan_packs(
     return planner.plan(_global_batches(len(lengths), chosen), form)
 
 
-def plan_padded(lengths: Sequence[int], *, capacity: int, dp_world: int, **options: Unpack[StepOptions]) -> PackPlan:
+def plan_padded(
+    lengths: Sequence[int], *, capacity: int, dp_world: int, **options: Unpack[StepPlanKeywords]
+) -> PackPlan:
     """Plan padded microbatches: rows x longest row is at most `capacity`, and costs count padding. See `plan_packs`."""
-    chosen = _StepOptions(**options)
+    chosen = _StepPlanOptions(**options)
 
     def form(rows: BatchRows) -> list[Bins]:
         return padded_ranks(rows, num_ranks=dp_world, multiple_of=chosen.multiple_of)
@@ -140,7 +143,7 @@ def plan_padded(lengths: Sequence[int], *, capacity: int, dp_world: int, **optio
 
 
 def plan_fixed(
-    lengths: Sequence[int], *, rows_per_microbatch: int, dp_world: int, **options: Unpack[StepOptions]
+    lengths: Sequence[int], *, rows_per_microbatch: int, dp_world: int, **options: Unpack[StepPlanKeywords]
 ) -> PackPlan:
     """Return microbatches of `rows_per_microbatch` rows in the given order (that of `keys`), an equal share per rank.
 
@@ -149,7 +152,7 @@ def plan_fixed(
             below 1.
     """
     _check_counts(rows_per_microbatch=rows_per_microbatch)
-    chosen = _StepOptions(**options)
+    chosen = _StepPlanOptions(**options)
     planner = _Planner(lengths, chosen, capacity=None, dp_world=dp_world, packed=False)
     multiple_of = chosen.multiple_of
     groups = _global_batches(len(lengths), chosen)
@@ -175,7 +178,7 @@ def replan_microbatches(
     lengths: Sequence[int],
     *,
     capacity: int,
-    **options: Unpack[PlanOptions],
+    **options: Unpack[PlanKeywords],
 ) -> PackPlan:
     """Return other microbatches over the same assignment of rows to ranks, as one step (for log-probability stages).
 
@@ -189,7 +192,7 @@ def replan_microbatches(
     Raises:
         TooFewRows: a rank has fewer rows than microbatches, and those of `plan` are no multiple of `multiple_of`.
     """
-    chosen = _Options(**options)
+    chosen = _PlanOptions(**options)
     planner = _Planner(lengths, chosen, capacity=capacity, dp_world=plan.num_ranks, packed=plan.packed)
     multiple_of = chosen.multiple_of
     shards = [sorted(plan.rows_of_rank(rank)) for rank in range(plan.num_ranks)]
@@ -229,7 +232,7 @@ def replan_rows(
             f"packing: ranks have {sorted(counts)} rows; fixed rows need equal shards. Change "
             "policy.train_global_batch_size, or set policy.sequence_packing.enabled=true for both stages"
         )
-    chosen = _Options(cost=cost, pad_multiple=pad_multiple)
+    chosen = _PlanOptions(cost=cost, pad_multiple=pad_multiple)
     planner = _Planner(lengths, chosen, capacity=None, dp_world=plan.num_ranks, packed=plan.packed)
     return planner.freeze([[_runs_of(plan.rows_of_rank(rank), rows_per_microbatch) for rank in range(plan.num_ranks)]])
 
@@ -246,7 +249,7 @@ def microbatches_needed(
     """Return a number of rows with which one global batch of these lengths can surely be planned; a plan may need
     fewer.
     """
-    chosen = _Options(multiple_of=multiple_of, pad_multiple=pad_multiple)
+    chosen = _PlanOptions(multiple_of=multiple_of, pad_multiple=pad_multiple)
     planner = _Planner(lengths, chosen, capacity=capacity, dp_world=dp_world, packed=packed)
     rows = planner.rows(range(len(lengths)))
     return bins_needed(rows, num_ranks=dp_world, multiple_of=multiple_of, packed=packed)
@@ -263,7 +266,7 @@ class _Planner:
     """
 
     def __init__(
-        self, lengths: Sequence[int], options: _Options, *, capacity: int | None, dp_world: int, packed: bool
+        self, lengths: Sequence[int], options: _PlanOptions, *, capacity: int | None, dp_world: int, packed: bool
     ) -> None:
         pad_multiple, cost = options.pad_multiple, options.cost
         _check_counts(dp_world=dp_world, multiple_of=options.multiple_of, pad_multiple=pad_multiple)
@@ -363,7 +366,7 @@ def _runs_of(rows: Sequence[int], count: int) -> Bins:
     return [list(rows[start : start + count]) for start in range(0, len(rows), count)]
 
 
-def _global_batches(num_rows: int, options: _StepOptions) -> list[list[int]]:
+def _global_batches(num_rows: int, options: _StepPlanOptions) -> list[list[int]]:
     """Return row indices of each global batch, in the order of their keys."""
     size, keys = options.global_batch_size, options.keys
     if keys is not None and len(set(keys)) != num_rows:

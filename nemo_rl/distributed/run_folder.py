@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 OWNER_FILE = "owner.json"
 LONGEST_ROOT = 30
 """Characters: a Unix socket's path has 107 at most, and Ray's own part of it takes 62."""
-SWEEPER_EXIT_S = 10.0
+REAPER_EXIT_S = 10.0
 
 
 class RunFolder:
@@ -68,7 +68,7 @@ class RunFolder:
             return
         run_reaper.sweep(str(self.path))
         try:
-            self._reaper.communicate(run_reaper.LEFT_IN_PEACE, timeout=SWEEPER_EXIT_S)
+            self._reaper.communicate(run_reaper.LEFT_IN_PEACE, timeout=REAPER_EXIT_S)
         except subprocess.TimeoutExpired:
             logger.warning("the reaper of %s (process %d) does not end", self.path, self._reaper.pid)
 

@@ -149,7 +149,7 @@ class EngineNodes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterNeeds:
-    """What the processes of a run need, besides one bundle per policy worker."""
+    """The needs of a run's processes besides one bundle per policy worker."""
 
     other_cpus: int
     """Logical CPUs of the actors outside the bundles (rollout, storage; on CPU also generation)."""

@@ -96,7 +96,7 @@ class WorkerFleet:
         """Asks one member.
 
         Raises:
-            WorkerLost: it is lost, and no member any more; whoever asked says what becomes of the work.
+            WorkerLost: it is lost, and no member any more; the caller says what becomes of the work.
         """
         try:
             return self._members[number].run(call)[0]

@@ -145,7 +145,7 @@ class ScorerProcess:
                 return reply
 
     def end(self) -> None:
-        """End the process and everything that it started; whoever waits for it gets an EOFError. Idempotent."""
+        """End the process and everything that it started; a caller that waits for it gets an EOFError. Idempotent."""
         with self._end_lock:
             if self._process.poll() is not None:
                 return

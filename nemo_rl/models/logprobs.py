@@ -176,7 +176,7 @@ class _Distribution:
 
     sampling: Sampling
     shard: VocabShard | None
-    """None where a rank has the whole vocabulary."""
+    """The part of the vocabulary that this rank has, or None for all of it."""
     kept: KeptSets | None
     """The sets that were sampled from; None where a filter finds its own."""
 

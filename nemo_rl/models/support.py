@@ -1,4 +1,4 @@
-"""Kept sets: the tokens that top-k and top-p left of the vocabulary, as the engine that sampled had them.
+"""Sampling masks: the tokens that top-k and top-p left of the vocabulary, as the engine that sampled had them.
 
 Recorded by the embedded engine, read by the policy worker's passes. Invariant: what is read is the recorded set,
 whatever the trainer's own logits are.

@@ -1,7 +1,7 @@
 """Interrupts: Ctrl-C, SIGTERM and SIGHUP are handled alike, wherever they arrive.
 
 The command line installs `install`. An interrupt is raised as KeyboardInterrupt; libraries turn that into errors of
-their own (a failed save, for example), so whoever handles an error asks `received` first.
+their own (a failed save, for example), so a handler of errors asks `received` first.
 """
 
 from __future__ import annotations

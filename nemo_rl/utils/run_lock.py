@@ -1,6 +1,7 @@
 """One run per folder: a lock that the kernel releases when the process dies.
 
-`lock_folder` is entered before a run writes or removes anything. The file says who holds it, for whoever is refused.
+`lock_folder` is entered before a run writes or removes anything. The file says who holds it, for a process that is
+refused.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         # A forked child that comes here has left the lock to its parent.
         if descriptor in _held:
             _held.discard(descriptor)
-            # Removed while it is held: whoever opened it meanwhile finds that it is no longer the folder's.
+            # Removed while it is held: a process that opened it meanwhile finds that it is no longer the folder's.
             path.unlink(missing_ok=True)
             os.close(descriptor)
 

@@ -51,8 +51,8 @@ class _Bag(set[str]):
 
 
 def groups_count_puts(patch: pytest.MonkeyPatch) -> None:
-    group = ledger_state.Group
-    patch.setattr(ledger_state, "Group", lambda: group(put=_Bag()))
+    group = ledger_state.LedgerGroup
+    patch.setattr(ledger_state, "LedgerGroup", lambda: group(put=_Bag()))
 
 
 def claims_hold_one_version(patch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,13 @@ BANNED = {
     "not foreseen": "internal error",
     "passed over": "skipped",
     "first cause": "root cause",
+    "kept set": "sampling mask",
+    "whole weights": "full weights",
+    "sweeper": "reaper",
+    "keeper": "recorder, renewer or storage actor",
+    "stand_in": "placeholder",
+    "traits": "capabilities or properties",
+    "whoever": "the caller, the reader, the user",
 }
 """Private words and the field's, in code, messages and docs; names in checkpoints and logs of earlier runs apart."""
 ALLOWED = {"redrawn_ordinals", "redrawn_prompts"}

@@ -2,7 +2,7 @@
 
 The trainer hands a `StepState` from stage to stage. `submit` starts the work and gives a `Pending`, so that a stage of
 another step can go on meanwhile. Invariant: data plane calls of a stage are booked under its name,
-whoever runs it and whenever.
+whichever loop runs it, and whenever.
 """
 
 from __future__ import annotations

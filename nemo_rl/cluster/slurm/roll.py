@@ -1,8 +1,8 @@
 """The roll call of a job: every node keeps one connection to the head, which says when to join and when to leave.
 
 The head holds a `Roll`, every other node an `Attendance`. A node that ends closes its connection at once; one that
-hangs, or whose machine is gone, is silent. Lines of JSON, and whoever connects proves that it knows the job's token.
-Invariant: no wait is without a deadline.
+hangs, or whose machine is gone, is silent. Lines of JSON, and a peer that connects proves that it knows the job's
+token. Invariant: no wait is without a deadline.
 """
 
 from __future__ import annotations

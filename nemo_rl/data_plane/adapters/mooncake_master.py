@@ -255,7 +255,7 @@ def executable(program: Path) -> Path:
     if os.access(program, os.X_OK):
         return program
     mode = stat.S_IMODE(program.stat().st_mode)
-    # Whoever may read it may run it.
+    # A user who may read it may run it.
     wanted = mode | (mode & (stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)) >> 2
     try:
         program.chmod(wanted)

@@ -7,10 +7,10 @@ removes them when the owner dies first.
     <folder>/nrl-<run>/live/<chunk>         a chunk's bytes behind a 64-byte head
     <folder>/nrl-<run>/free/<size>-<inode>  a segment that waits for its next chunk
 
-A rename is the only lock: whoever renames a free segment owns it. A segment keeps its pages and every process keeps its
-mapping, so a reused segment costs no page faults. Invariant: a segment's head carries the tag of the chunk that its
-bytes belong to, it is erased before the segment becomes free and written after the bytes of the next chunk. A reader
-that finds the same tag before and after it copied has copied that chunk.
+A rename is the only lock: the process that renames a free segment owns it. A segment keeps its pages and every process
+keeps its mapping, so a reused segment costs no page faults. Invariant: a segment's head carries the tag of the chunk
+that its bytes belong to, it is erased before the segment becomes free and written after the bytes of the next chunk. A
+reader that finds the same tag before and after it copied has copied that chunk.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class TagTable(Sequence[Tags]):
         for name, values in self._columns.items():
             there = [value is not _ABSENT for value in values] if self._has_gaps else None
             is_whole = there is None or all(there)
-            # The lists are handed out as they are: whoever gets them only reads.
+            # The lists are handed out as they are: callers only read.
             yield name, None if is_whole else there, values if is_whole else [v for v in values if v is not _ABSENT]  # type: ignore[misc]
 
     @classmethod

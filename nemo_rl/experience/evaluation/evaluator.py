@@ -52,7 +52,7 @@ class EvaluationTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationSettings:
-    """How every set of a run is sampled and measured."""
+    """The settings by which every set of a run is sampled and measured."""
 
     config: EvaluationConfig
     sampling: SamplingParams
@@ -66,7 +66,7 @@ class Evaluator:
     """Measures sets of held-out prompts.
 
     Args:
-        generation: engines, shared with whoever brings new weights.
+        generation: engines, shared with the weight sync.
         sets: by name.
     """
 

@@ -59,7 +59,7 @@ class PolicyGPT(GPTModel):  # type: ignore[misc]
     ) -> torch.Tensor:
         """End the gradient of the embedding `[s, n, H]` where the padding token was read.
 
-        The layers get a view: whoever looks at its gradient sees it whole, as in a Hugging Face model.
+        The layers get a view: an observer of its gradient sees it whole, as in a Hugging Face model.
         """
         if not hidden.requires_grad:
             return hidden

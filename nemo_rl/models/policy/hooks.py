@@ -132,7 +132,7 @@ class HookPoints:
     gradients: Callable[[], Iterator[tuple[str, torch.Tensor]]]
     """(collective) Whole gradients of the loss by Hugging Face names, on every rank."""
     weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
-    """(collective) Whole weights by Hugging Face names, on every rank."""
+    """(collective) Full weights by Hugging Face names, on every rank."""
 
     # One of the ranks that have the very same tensor shows it.
 

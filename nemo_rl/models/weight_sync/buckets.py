@@ -240,7 +240,7 @@ class BucketSink:
 class WeightJoiner:
     """The receiving side of an engine that takes full weights: each is handed over as soon as its last byte is there.
 
-    Besides the bucket one weight is held; whoever takes it may keep it.
+    Besides the bucket one weight is held; its receiver may keep it.
     """
 
     def __init__(

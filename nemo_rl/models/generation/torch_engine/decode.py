@@ -236,7 +236,7 @@ class DecodeRecorders:
     routes: RowRoutes | None = None
     """Routes of the rows, whose routers must be listened to; None records nothing."""
     support: SupportRecorder | None = None
-    """None records nothing."""
+    """The recorder of sampling masks, or None to record none."""
     observer: DecodeObserver = NO_OBSERVER
     """Is told of every forward pass."""
 

@@ -283,7 +283,7 @@ def _join(parts: Sequence[DecodedRows], *, order: Sequence[int], version: int) -
 def _support_rows(
     supports: Sequence[SupportRecorder | None], batches: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, ...]:
-    """Kept sets of all batches in the order of the request."""
+    """Sampling masks of all batches in the order of the request."""
     rows: dict[int, torch.Tensor] = {}
     for support, batch in zip(supports, batches, strict=True):
         if support is not None:

@@ -22,7 +22,14 @@ from nemo_rl.routes.shape import dummy_route
 from nemo_rl.torch_private import after_backward
 from nemo_rl.utils.metrics import Mean, Reduction
 
-__all__ = ["MicrobatchRoutes", "PassTokens", "ReplayAction", "RouteObserver", "RouteReplayer", "microbatch_routes"]
+__all__ = [
+    "MicrobatchRoutes",
+    "MicrobatchTokens",
+    "ReplayAction",
+    "RouteObserver",
+    "RouteReplayer",
+    "microbatch_routes",
+]
 
 ReplayAction: TypeAlias = Literal["record", "replay_forward", "replay_backward"]
 OwnChoice: TypeAlias = Callable[[], torch.Tensor]
@@ -276,7 +283,7 @@ class RouteReplayer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PassTokens:
+class MicrobatchTokens:
     """The tokens of one microbatch at this rank's positions."""
 
     rows: tuple[int, ...]
@@ -289,7 +296,7 @@ class PassTokens:
 
 
 def microbatch_routes(
-    slices: RouteSlices | None, tokens: PassTokens, *, number: int, top_k: int, positions_first: bool
+    slices: RouteSlices | None, tokens: MicrobatchTokens, *, number: int, top_k: int, positions_first: bool
 ) -> MicrobatchRoutes:
     """Return the routes of a microbatch, spread over the positions of its pass.
 

@@ -25,7 +25,7 @@ from nemo_rl.errors import FieldNotProduced, name_some
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
 from nemo_rl.models.policy.routes.replay import (
     MicrobatchRoutes,
-    PassTokens,
+    MicrobatchTokens,
     ReplayAction,
     RouteReplayer,
     microbatch_routes,
@@ -248,7 +248,7 @@ class StageReplay:
         positions_first = self.routers.positions_first
         routes = microbatch_routes(
             self.slices.of(micro.rows) if self.slices is not None else None,
-            PassTokens(
+            MicrobatchTokens(
                 rows=micro.rows,
                 lengths=micro.lengths,
                 row_ns=self.shard.chunk_of(micro.inputs.row_ns),

@@ -155,7 +155,7 @@ class DTensorEngine(Engine):
             device=self._device,
         )
 
-    # Whole weights and checkpoints.
+    # Full weights and checkpoints.
 
     def weight_infos(self) -> dict[str, TensorInfo]:
         return checkpoint.weight_infos(self.model)

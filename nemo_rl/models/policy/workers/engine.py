@@ -97,7 +97,7 @@ class Engine(ABC):
     def check_placement(self, state: WorkerState) -> None:
         """Raise AssertionError for a tensor that is elsewhere than `placement` of the state says."""
 
-    # Whole weights and checkpoints.
+    # Full weights and checkpoints.
 
     @abstractmethod
     def weight_infos(self) -> dict[str, TensorInfo]:

@@ -194,7 +194,7 @@ class MegatronEngine(Engine):
             device=self._here.device,
         )
 
-    # Whole weights and checkpoints.
+    # Full weights and checkpoints.
 
     def weight_infos(self) -> dict[str, TensorInfo]:
         return weight_infos(self._hf_config, DTYPES[self._config.precision])

@@ -11,7 +11,7 @@ import torch
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, WorkerError
 from nemo_rl.models.policy.microbatch import PassShape
-from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, PassTokens, RouteReplayer, microbatch_routes
+from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, MicrobatchTokens, RouteReplayer, microbatch_routes
 from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
 from nemo_rl.models.policy.routes.worker_replay import RouteTrace
 from nemo_rl.routes.digest import route_digests
@@ -22,7 +22,7 @@ SHAPE = RouteShape(layers=(1, 3), top_k=2, num_experts=300)
 LENGTHS = (3, 2)
 PLAN = PackPlan(microbatches=(((1, 0),),), steps=(1,), pad_to=3)
 OWN = torch.tensor([[0, 1]]).repeat(6, 1)
-TOKENS = PassTokens(
+TOKENS = MicrobatchTokens(
     rows=(1, 0),
     lengths=(2, 3),
     row_ns=torch.tensor([[0, 0, -1], [1, 1, 1]]),
