@@ -109,6 +109,13 @@ class Pending(Generic[_T]):
         """True when `result` returns, or raises, without waiting."""
         return self._ready is None or self._ready().done()
 
+    def when_ready(self, callback: Callable[[Pending[_T]], object]) -> None:
+        """Call `callback` with this object when the result is there: at once if it is, else in a thread of its own."""
+        if self._ready is None:
+            callback(self)
+        else:
+            self._ready().add_done_callback(lambda _: callback(self))
+
     @staticmethod
     def first(pendings: Sequence[Pending[_S]], *, timeout_s: float) -> Pending[_S] | None:
         """Wait until one of `pendings` is ready and return it, the earliest in their order; None after the timeout."""

@@ -97,6 +97,7 @@ class RolloutInfo:
     """The data that the rollout worker has loaded."""
 
     num_train_prompts: int
+    num_val_prompts: int
     num_skipped_prompts: int
     """Prompts longer than `data.max_input_seq_length`, left out."""
     skipped: tuple[str, ...] = ()
@@ -209,6 +210,7 @@ class RolloutWorker:
         identity |= tokenizer_identity(self._tokenizer, stop_ids=self._stop_ids)
         return RolloutInfo(
             num_train_prompts=len(self._train),
+            num_val_prompts=sum(map(len, self._held_out.values())),
             num_skipped_prompts=sum(each.num_skipped_overlong for each in sets.values()),
             skipped=tuple(f"{where}: {line}" for where, found in sets.items() for line in found.skipped),
             identity=identity | {"reward": reward_identity(spec.env, self._environment)},
@@ -447,6 +449,10 @@ class RolloutHandle:
             Thread(target=receive, name="rollout results", daemon=True).start()
         self.driver_bytes += message_bytes(groups)
         return [self._pending(future) for future in futures.values()]
+
+    def submit_group(self, group: GroupRequest, *, version: int | None, partition_id: str) -> Pending[RolloutResult]:
+        """Have one group sampled by itself; see `submit_groups`."""
+        return self.submit_groups([group], version=version, partition_id=partition_id)[0]
 
     def _pending(self, future: Future[RolloutResult]) -> Pending[RolloutResult]:
         def result() -> RolloutResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from typing import TypeVar
@@ -225,13 +226,15 @@ def test_a_stream_that_ends_with_an_error_gives_what_came_before_it(streaming, e
 
 
 @pytest.mark.slow
-def test_the_first_of_several_results_is_waited_for(group):
+def test_the_first_of_several_results_is_waited_for_and_calls_back(group):
     slow, fast = group.submit(call(ask(Echo.sleep, seconds=1.0))), Pending.done(3)
     assert Pending.first([slow], timeout_s=0.01) is None and not slow.is_ready
     assert Pending.first([slow, fast], timeout_s=30) is fast
+    heard, is_heard = [], threading.Event()
     changed = slow.then(len)
-    assert Pending.first([changed], timeout_s=30) is changed
-    assert changed.result() == 2 and slow.is_ready
+    changed.when_ready(lambda pending: (heard.append(pending.result()), is_heard.set()))
+    assert Pending.first([changed], timeout_s=30) is changed and is_heard.wait(30)
+    assert heard == [2] and slow.is_ready
     failing = group.submit(call(ask(Echo.fail, bad_rank=0, text="planted")))
     assert Pending.first([failing], timeout_s=30) is failing, "a failure is a result"
     with pytest.raises(WorkerError, match="planted"):
