@@ -30,7 +30,7 @@ from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.models.policy.workers.compose import WorkerSpec, build_policy_worker
+from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.factory import build_weight_sync
 from nemo_rl.utils.trackers import read_metrics

@@ -14,9 +14,12 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 @pytest.fixture(autouse=True, scope="session")
 def interrupts_are_heard() -> None:
-    """A shell starts what it puts in the background deaf to Ctrl-C, and so would be the processes that tests start."""
+    """A shell starts what it puts in the background deaf to Ctrl-C, and nohup to a hangup; so would be the processes
+    that tests start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

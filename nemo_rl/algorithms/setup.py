@@ -72,7 +72,7 @@ from nemo_rl.models.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.recording import RecordSpec, recorded_model
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.tracing import TraceSpec
-from nemo_rl.models.policy.workers.compose import WorkerSpec, build_policy_worker
+from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.factory import build_weight_sync, receipt_spec
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager

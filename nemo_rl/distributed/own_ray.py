@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -238,14 +239,19 @@ def _watch_servers(is_closed: threading.Event) -> None:
 
 
 def _ray_servers() -> dict[str, ProcessIdentity]:
-    """Return the processes that Ray has started for this process, by the names that its logs use."""
-    node = ray._private.worker._global_node
-    running = {} if node is None else node.all_processes
+    """Return the servers that Ray has started for this process, by the names that its logs use."""
     return {
-        name: ProcessIdentity.of(infos[0].process.pid)
-        for name, infos in running.items()
+        name: ProcessIdentity.of(process.pid)
+        for name, process in _ray_processes().items()
         if name in (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
     }
+
+
+def _ray_processes() -> dict[str, subprocess.Popen[bytes]]:
+    """Return all that Ray has started for this process, by the names that its logs use; empty where it joined."""
+    node = ray._private.worker._global_node
+    running = {} if node is None else node.all_processes
+    return {name: infos[0].process for name, infos in running.items()}
 
 
 @contextmanager
@@ -260,7 +266,16 @@ def keep_sigterm_handler() -> Iterator[None]:
 
 
 def shut_down_ray() -> None:
-    """Leave Ray, with the SIGTERM handler that is there.
+    """Leave Ray, and wait for the end of its processes: Ray itself waits for a second, which a busy machine exceeds."""
+    processes = _ray_processes()
+    _shut_down_with_handler()
+    for process in processes.values():
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+
+
+def _shut_down_with_handler() -> None:
+    """Shut Ray down with the SIGTERM handler that is there.
 
     Ray's shutdown resets it at its beginning, and then takes a second or more, in which a second signal would end the
     process before its teardown. Only the main thread can set a handler, so another one shuts Ray down.

@@ -26,7 +26,7 @@ from nemo_rl.distributed.worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.errors import ConfigError, WorkerError
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.models.policy.tq_policy import TQPolicy
-from nemo_rl.models.policy.workers.compose import WorkerSpec, build_policy_worker
+from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from tests.helpers.data_planes import IMPORTED, ray_cluster
 from tests.helpers.replica_groups import LOSS, ROWS, TRAINED, FailsOnRankOne, rows
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder

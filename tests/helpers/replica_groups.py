@@ -40,7 +40,7 @@ from nemo_rl.distributed.ray_private import started_by
 from nemo_rl.distributed.worker_pass import RowPass
 from nemo_rl.errors import DataPlaneClosed
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
-from nemo_rl.models.policy.workers.compose import WorkerSpec, build_policy_worker
+from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from tests.helpers.data_planes import IMPORTED, ray_cluster
 from tests.helpers.tiny_model import tiny_batch, tiny_policy

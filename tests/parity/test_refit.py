@@ -24,7 +24,7 @@ from nemo_rl.models.generation.interfaces import EngineSpec, GenerationRequest, 
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker, build_engine_worker
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.models.policy.workers.compose import WorkerSpec, build_policy_worker
+from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.factory import BroadcastWeightSync, PayloadWeightSync

@@ -5,21 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 
-from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.parts import TRAINING_ENGINES
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.data_plane.worker_mixin import ReplicaMember
-from nemo_rl.distributed.abort import AbortWatch, NoWatch, StepWatch
-from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, job_store, new_group
+from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, new_group
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.policy.observer import HookObserver, HookObservers
 from nemo_rl.models.policy.recording import NO_RECORDING, RecordSpec, SiteRecording
@@ -33,11 +29,8 @@ from nemo_rl.models.policy.workers.passes import Passes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
 from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.policy.workers.saving import Saving
-from nemo_rl.models.policy.workers.tq_worker import TQWorker
 
 __all__ = [
-    "WorkerSpec",
-    "build_policy_worker",
     "compose_parts",
     "compose_worker",
     "ensure_process_group",
@@ -196,76 +189,3 @@ def pick_device(name: str | None) -> torch.device:
     if name is not None:
         return torch.device(name)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerSpec:
-    """Everything one rank needs to start."""
-
-    policy: PolicyConfig
-    rank: RankSpec
-    num_steps: int
-    """GRPO steps of the run, for the learning-rate schedule."""
-    keep_reference: bool
-    """Keep a copy of the first weights for the KL penalty."""
-    seed: int
-    use_gpu: bool = False
-    threads: int = 1
-    collective_timeout_s: float = 120.0
-    record: RecordSpec | None = None
-    """Records that the passes write, in steps that the driver names; None for none."""
-    trace: TraceSpec | None = None
-    """Hub to which passes show what is watched; None: none."""
-    start_timeout_s: float = START_TIMEOUT_S
-    """Seconds that the ranks wait for one another before the first collective."""
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """Return the layout: which part each rank holds."""
-        return ParallelLayout.of_policy(self.policy, world_size=self.rank.world_size)
-
-
-def build_policy_worker(spec: WorkerSpec) -> TQWorker:
-    """(collective) Start one rank. Every rank of the job must call it; an error on one ends it on all."""
-    torch.set_num_threads(spec.threads)
-    device = torch.device("cuda", spec.rank.local_rank) if spec.use_gpu else torch.device("cpu")
-    if spec.use_gpu:
-        torch.cuda.set_device(device)
-    init_process_group(
-        spec.rank, device=device, timeout_s=spec.collective_timeout_s, start_timeout_s=spec.start_timeout_s
-    )
-    watch, start = _abort_watch(spec)
-    with start:
-        parts = compose_parts(
-            spec.policy,
-            RankInfo(layout=spec.layout, rank=spec.rank.rank, device=device),
-            num_steps=spec.num_steps,
-            collective_timeout_s=spec.collective_timeout_s,
-            seed=spec.seed,
-            keep_reference=spec.keep_reference,
-            owns_group=True,
-            record=spec.record,
-            trace=spec.trace,
-        )
-        worker = TQWorker(parts, replica=ReplicaMember.build(spec.layout, rank=spec.rank.rank), watch=watch)
-        dist.barrier()
-    return worker
-
-
-def _abort_watch(spec: WorkerSpec) -> tuple[StepWatch, AbstractContextManager[None]]:
-    """Keep the watch, and what is around the start of the worker."""
-    rank = spec.rank
-    if rank.world_size == 1:
-        return NoWatch(), _group_ends_with_an_error()
-    watch = AbortWatch(job_store(), rank=rank.rank, world_size=rank.world_size, timeout_s=spec.collective_timeout_s)
-    return watch, watch.stage("start")
-
-
-@contextmanager
-def _group_ends_with_an_error() -> Iterator[None]:
-    """One rank may live in the driver's process, which goes on."""
-    try:
-        yield
-    except BaseException:
-        destroy_process_group()
-        raise
