@@ -251,7 +251,7 @@ def _ray_processes() -> dict[str, subprocess.Popen[bytes]]:
     """Return all that Ray has started for this process, by the names that its logs use; empty where it joined."""
     node = ray._private.worker._global_node
     running = {} if node is None else node.all_processes
-    return {name: infos[0].process for name, infos in running.items()}
+    return {name: infos[0].process for name, infos in running.items() if infos}
 
 
 @contextmanager
