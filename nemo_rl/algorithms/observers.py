@@ -192,8 +192,8 @@ class MismatchWarning(StepObserver):
         return (
             "WARNING: policy.generation.top_p or top_k without policy.generation.record_support: engine and trainer "
             f"each have a sampling mask of their own; the mean of pi_old / pi_gen in step {step} is {ratio:.4f}, "
-            "where 1 "
-            "is without bias (with the sampler's log-probabilities for pi_old, updates within the step move it, too)"
+            "where 1 is without bias (with the sampler's log-probabilities for pi_old, updates within the step move "
+            "it, too)"
         )
 
     def _mismatch(self, step: int, error: float) -> str:

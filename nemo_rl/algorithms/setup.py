@@ -36,6 +36,7 @@ from nemo_rl.algorithms.observers import (
     MismatchWarning,
     RouteTracePlan,
     StageDisplay,
+    StepObserver,
     StepObservers,
     StepProfile,
     TensorRecording,
@@ -46,7 +47,7 @@ from nemo_rl.algorithms.process_environment import run_environment
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, open_run_folders, truncate_rollouts
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
-from nemo_rl.algorithms.stages.stage import StageTools
+from nemo_rl.algorithms.stages.stage import Stage, StageTools
 from nemo_rl.algorithms.step_tracing import LiveTracing, TracedEngines, TracedRun, open_tracing
 from nemo_rl.algorithms.token_statistics import TokenStatistics
 from nemo_rl.algorithms.token_work import token_estimator
@@ -188,6 +189,8 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
         )
         weight_sync = build_weight_sync(config.refit_transport, parties, address=groups.address)
         stages = build_stages(columns, tools)
+        recorders = _recorders(tools, columns, config, resume_from, identity)
+        tracing = [] if traced is None else [LiveTracing(traced, policy, _traced_engines(config, groups))]
         yield TrainerParts(
             config=config,
             source=_source(tools, weight_sync, _sampler(config, info)),
@@ -202,16 +205,19 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             panel=panel,
             resume_from=resume_from,
             run_state=identity_state(began, identity, dtype=model_dtype(config.policy.model_name)),
-            observers=StepObservers(
-                StageDisplay(panel),
-                RouteTracePlan(stages),
-                TensorRecording(policy, config.diagnostics.record.steps),
-                StepProfile(policy, config.policy.profile, log_dir=config.logger.log_dir),
-                *_recorders(tools, columns, config, resume_from, identity),
-                *(() if traced is None else (LiveTracing(traced, policy, _traced_engines(config, groups)),)),
-                MismatchWarning(config, note=panel.note),
-            ),
+            observers=StepObservers(*_observers(config, policy, stages, panel), *recorders, *tracing),
         )
+
+
+def _observers(config: MasterConfig, policy: TQPolicy, stages: Sequence[Stage], panel: Panel) -> list[StepObserver]:
+    """Return the observers of every run, besides the step recorder and the tracer."""
+    return [
+        StageDisplay(panel),
+        RouteTracePlan(stages),
+        TensorRecording(policy, config.diagnostics.record.steps),
+        StepProfile(policy, config.policy.profile, log_dir=config.logger.log_dir),
+        MismatchWarning(config, note=panel.note),
+    ]
 
 
 def _source(tools: StageTools, weight_sync: WeightSync, sampler: PromptSampler) -> BatchSource:

@@ -385,9 +385,8 @@ def rule_kl_in_reward_excludes_kl_in_loss(config: MasterConfig) -> list[str]:
     if generation.top_p < 1 or generation.top_k is not None:
         lines.append(
             f"{switch}: with policy.generation.top_p or top_k pi_old is a distribution on the sampling mask, and "
-            "pi_ref "
-            "one on the whole vocabulary; set top_p=1 and top_k=null, or take the KL in the loss, which compares "
-            "whole ones"
+            "pi_ref one on the whole vocabulary; set top_p=1 and top_k=null, or take the KL in the loss, which "
+            "compares whole ones"
         )
     name, estimator = grpo.adv_estimator.name, "grpo.adv_estimator.name"
     if name == "gdpo":

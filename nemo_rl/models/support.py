@@ -124,10 +124,8 @@ def decode_support(
     if not torch.equal(sets_n, sampled_n) or not bool(is_response_nt[row_m, column_m].all()):
         raise FieldNotProduced(
             f"{SUPPORT}: expected one sampling mask for every sampled token, {sampled_n.tolist()} of them in the "
-            "rows of "
-            f"a microbatch, and no other tokens to be scored; got {sets_n.tolist()} masks. Rows and masks must "
-            "come from "
-            "the same rollout, and token_mask must mark the sampled tokens alone"
+            f"rows of a microbatch, and no other tokens to be scored; got {sets_n.tolist()} masks. Rows and masks must "
+            "come from the same rollout, and token_mask must mark the sampled tokens alone"
         )
     place_nt = torch.full_like(is_response_nt, -1, dtype=torch.int64)
     place_nt[row_m, column_m] = torch.arange(len(row_m), device=row_m.device)
