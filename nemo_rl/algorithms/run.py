@@ -1,11 +1,14 @@
-"""One run, from the config to the summary at its end; called by the command line."""
+"""One run, from the config to the summary and the curve at its end; called by the command line."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from nemo_rl.algorithms.grpo_sync import RunSummary
@@ -16,13 +19,14 @@ from nemo_rl.config.r3_trace_env import r3_trace_enabled, trace_folder
 from nemo_rl.config.schema import LoggerConfig, MasterConfig
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.utils.deadlines import SaveDeadline
+from nemo_rl.utils.files import replace_file
+from nemo_rl.utils.logger import REWARD_METRIC, VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
 from nemo_rl.utils.memory import PeakMemory
 from nemo_rl.utils.panel import RunReport, final_lines
-from nemo_rl.utils.reward_curve import write_reward_curve
 from nemo_rl.utils.rollout_file import ROLLOUTS
-from nemo_rl.utils.trackers import METRICS_FILE
+from nemo_rl.utils.trackers import METRICS_FILE, read_metrics
 
-__all__ = ["run"]
+__all__ = ["run", "write_reward_curve"]
 
 
 def run(config: MasterConfig, *, console: Console, forks: ForkServer | None = None) -> RunSummary:
@@ -71,3 +75,37 @@ def _outputs(config: LoggerConfig, summary: RunSummary) -> dict[str, Path]:
     if summary.best_checkpoint is not None:
         found["best checkpoint"] = summary.best_checkpoint
     return {name: path for name, path in found.items() if path.exists()}
+
+
+TRAINING_LABEL = "training reward"
+
+
+def write_reward_curve(metrics: Path, picture: Path) -> Path | None:
+    """Draw the picture; return None when the file holds no reward yet."""
+    series: dict[str, dict[float, float]] = {}
+    for row in read_metrics(metrics):
+        for name, label in _labels(row).items():
+            series.setdefault(label, {})[row["step"]] = row[name]
+    if TRAINING_LABEL not in series:
+        return None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    # A canvas of its own: no global pyplot state, no display.
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for label, points in series.items():
+        is_validation = label.startswith("validation")
+        axes.plot(list(points), list(points.values()), label=label, linewidth=1, marker="o" if is_validation else None)
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean reward")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return replace_file(picture, lambda path: figure.savefig(path, dpi=120))
+
+
+def _labels(row: Mapping[str, float]) -> dict[str, str]:
+    """Return the rewards in a line of metrics: name -> label of the curve."""
+    measured = VAL_ACCURACY_METRIC if VAL_ACCURACY_METRIC in row else VAL_REWARD_METRIC
+    labels = {REWARD_METRIC: TRAINING_LABEL, measured: f"validation {measured.removeprefix('val/')}"}
+    components = (name for name in row if name.startswith(f"{REWARD_METRIC}/"))
+    labels |= {name: f"training {name.removeprefix(f'{REWARD_METRIC}/')}" for name in components}
+    return {name: label for name, label in labels.items() if name in row}

@@ -15,7 +15,7 @@ from nemo_rl.distributed.fork_server import ForkServer
 
 __all__ = ["forked_modules", "worker_forks"]
 
-LAUNCH = "nemo_rl.models.policy.workers.compose"
+LAUNCH = "nemo_rl.models.policy.workers.launch"
 """Modules that every policy worker imports, whichever engine it has."""
 
 

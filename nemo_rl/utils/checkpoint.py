@@ -23,7 +23,8 @@ from typing import Protocol, runtime_checkable
 
 from nemo_rl.errors import CheckpointError, NemoRLError, WorkerError
 from nemo_rl.utils import interrupt
-from nemo_rl.utils.files import MANIFEST_FILE, FileManifest, read_plain, write_text
+from nemo_rl.utils.files import read_plain, write_text
+from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
 
 __all__ = [
     "WEIGHTS",
@@ -55,7 +56,7 @@ class Checkpoint:
     path: Path
     state: Mapping[str, object]
     """Contents of `training_info.json`."""
-    manifest: FileManifest
+    manifest: Manifest
 
     @property
     def weights(self) -> Path:
@@ -162,7 +163,7 @@ class CheckpointManager:
         """
         with self.guarded(unfinished):
             write_text(unfinished.folder / STATE_FILE, unfinished.state_text)
-            FileManifest.write(unfinished.folder)
+            Manifest.write(unfinished.folder)
             self._replace_folder(unfinished.folder, unfinished.target)
             write_text(self._folder / LATEST_FILE, unfinished.target.name)
         self._prune(latest=unfinished.step)
@@ -370,7 +371,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     step = int(path.name.removeprefix("step_"))
     if state.get("step") != step:
         raise ValueError(f"{STATE_FILE}: expected step {step}, got {state.get('step')!r}")
-    return Checkpoint(step=step, path=path, state=state, manifest=FileManifest.read(path))
+    return Checkpoint(step=step, path=path, state=state, manifest=Manifest.read(path))
 
 
 def _in_order(found: Sequence[Checkpoint], pointer: str | None) -> list[Checkpoint]:

@@ -26,7 +26,7 @@ from nemo_rl.diagnostics.step_replay.replay import replay_step
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError, NonFiniteError, UserError
-from nemo_rl.utils.files import FileManifest
+from nemo_rl.utils.manifest import Manifest
 from tests.helpers.faulty_loss import row_sums
 from tests.helpers.model_families import write_family
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, start_cli, write_recipe
@@ -153,7 +153,7 @@ def test_what_is_not_as_it_was_kept_is_named(change: Callable[[dict], None], sta
     with pytest.raises(ReplayProblem, match=STEP_FILE) as caught:
         replay_step(ReplayRequest(run=copied, step=4))
     assert caught.value.verdict is Verdict.CORRUPT
-    FileManifest.write(step)
+    Manifest.write(step)
     (step / "manifest.json").write_text(_without_itself((step / "manifest.json").read_text()))
     report = replay_step(ReplayRequest(run=copied, step=4))
     assert report.verdict is Verdict.MISMATCH and report.first_difference == (4, stage)
@@ -179,7 +179,7 @@ def test_an_edited_record_is_corrupt_though_its_checksums_are_right(name: str, c
     record = json.loads((step / STEP_FILE).read_text())
     EDITS[name](record)
     (step / STEP_FILE).write_text(json.dumps(record))
-    FileManifest.write(step)
+    Manifest.write(step)
     (step / "manifest.json").write_text(_without_itself((step / "manifest.json").read_text()))
     done = CliRunner().invoke(app, ["replay", str(copied), "--step", "4"])
     assert done.exit_code == Verdict.CORRUPT.value, done.output

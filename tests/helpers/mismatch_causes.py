@@ -40,7 +40,7 @@ from nemo_rl.models.logprobs import Sampling, token_logprobs
 from nemo_rl.models.support import SUPPORT, decode_support
 from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import MISSING
-from nemo_rl.utils.files import MANIFEST_FILE, FileManifest
+from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
 from tests.helpers.hf_reference import logprobs_from_logits
 from tests.helpers.model_families import write_with_tokenizer
 from tests.helpers.runs import LOCAL, load_recipe, write_recipe
@@ -331,7 +331,7 @@ def _write(folder: Path, step: StepSnapshot, rows: Rows, scored: list[torch.Tens
     changed = replace(step, rows=kept_rows, keys=kept_rows.keys, trained=tuple(range(count)))
     (folder / STEP_FILE).write_text(record_text(changed))
     (folder / MANIFEST_FILE).unlink()
-    FileManifest.write(folder)
+    Manifest.write(folder)
 
 
 def _routes(routes: RecordedRoutes, lengths: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -25,7 +25,8 @@ from nemo_rl.algorithms.kept_steps.record import StepSnapshot, read_record
 from nemo_rl.algorithms.run_folder import STEPS
 from nemo_rl.data_plane.column_io import read_column_file
 from nemo_rl.errors import CheckpointError, SchemaMismatch
-from nemo_rl.utils.files import FileManifest, read_plain
+from nemo_rl.utils.files import read_plain
+from nemo_rl.utils.manifest import Manifest
 
 __all__ = ["ROLLOUT_FILE", "STEP_FILE", "UPDATE_FILE", "SnapshotFolder", "StepsFolder"]
 
@@ -56,7 +57,7 @@ class SnapshotFolder:
             SchemaMismatch: the record is damaged, or of another format.
         """
         try:
-            problem = None if self.is_partial else FileManifest.read(self.path).damage(self.path)
+            problem = None if self.is_partial else Manifest.read(self.path).damage(self.path)
             if problem is not None:
                 raise CheckpointError(f"kept step {self.path}: {problem}")
             text = read_plain(self.path / STEP_FILE).decode("utf-8")
@@ -111,7 +112,7 @@ class StepsFolder:
     def end(self, number: int) -> SnapshotFolder:
         """The step in flight becomes a whole one; its files are all there."""
         source, target = self.path / f"step_{number}{PARTIAL}", self.path / f"step_{number}"
-        FileManifest.write(source)
+        Manifest.write(source)
         # One that an earlier run of this folder has left is of other rows.
         shutil.rmtree(target, ignore_errors=True)
         os.replace(source, target)

@@ -22,7 +22,7 @@ NODES_FILE = "nodes.txt"
 HEAD_FILE, TOKEN_FILE, RESULT_FILE = "head.json", "token", "result"
 NODE_TIMEOUT_S = 300.0
 """Seconds until all nodes must have joined: pulling a container image takes minutes."""
-PRELOAD = "nemo_rl.models.policy.workers.compose transformers"
+PRELOAD = "nemo_rl.models.policy.workers.launch transformers"
 """Modules that every policy worker imports."""
 FOLDER = "NEMO_RL_JOB_DIR"
 

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import ParallelGroups
+from nemo_rl.models.dtensor.fit import attention_problem, check_model_fits
 from nemo_rl.models.dtensor.rope import RowFrequencies, long_rope_start
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.loading import DTYPES, fit_experts
 from nemo_rl.models.logprobs import Sampling, VocabShard
-from nemo_rl.models.policy.fit import attention_problem, check_model_fits
 from nemo_rl.models.policy.microbatch import ForwardInputs, selected_logprobs, top_k_logits
 from nemo_rl.models.varlen_attention import ATTENTION_NAME
 

@@ -23,7 +23,7 @@ from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, bucket_bytes
 from nemo_rl.models.weight_sync.delta_buckets import DeltaSchedule
 from nemo_rl.models.weight_sync.receipt import Receipt, ReceiptSpec, RefitReport, Sent
-from nemo_rl.models.weight_sync.receipt_check import Receipts
+from nemo_rl.models.weight_sync.receipt.check import Receipts
 from nemo_rl.models.weight_sync.target import RefitTarget
 
 __all__ = ["RefitParties", "WeightSync"]

@@ -19,8 +19,8 @@ from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, WeightJoiner, WeightSlot, free_bytes, match_slots
 from nemo_rl.models.weight_sync.delta_buckets import DeltaSink, HeldWeights
-from nemo_rl.models.weight_sync.fingerprint import fingerprints
 from nemo_rl.models.weight_sync.receipt import Answer, Probe
+from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroup, RefitGroupSpec, device_id
 
 __all__ = ["ModuleRefitTarget", "RefitReceiver", "RefitTarget"]

@@ -30,7 +30,7 @@ from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.jagged import nest
 from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.support import SUPPORT
-from nemo_rl.utils.files import MANIFEST_FILE, FileManifest
+from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
 from tests.helpers.mismatch_causes import (
     CASES,
     KEEPS,
@@ -135,7 +135,7 @@ def test_the_command_prints_causes_tokens_and_a_hint_and_says_what_is_missing(ba
     del columns["generation_logprobs"]
     write_column_file(step / ROLLOUT_FILE, columns)
     (step / MANIFEST_FILE).unlink()
-    FileManifest.write(step)
+    Manifest.write(step)
     missing = cli.invoke(app, arguments)
     assert missing.exit_code == Verdict.INCOMPLETE.value and "generation_logprobs" in missing.output
 
@@ -320,4 +320,4 @@ def _add_sets(log_dir: Path, rows: Rows) -> None:
     sets = nest(torch.cat(rows.support), torch.tensor([len(row) for row in rows.support]))
     write_column_file(step / ROLLOUT_FILE, {**read_column_file(step / ROLLOUT_FILE), SUPPORT: sets})
     (step / MANIFEST_FILE).unlink()
-    FileManifest.write(step)
+    Manifest.write(step)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.models.weight_sync.fingerprint import BLOCK, ROWS_AT_ONCE, fingerprints
 from nemo_rl.models.weight_sync.receipt import Answer, ProbeTurns, Receipt, Tolerance, make_probe
-from nemo_rl.models.weight_sync.receipt_check import behaviour_problems, content_problems, gap, measured
+from nemo_rl.models.weight_sync.receipt.check import behaviour_problems, content_problems, gap, measured
+from nemo_rl.models.weight_sync.receipt.fingerprint import BLOCK, ROWS_AT_ONCE, fingerprints
 
 LARGE = BLOCK * (ROWS_AT_ONCE + 2) * 2 + 3
 """Float32 numbers: more than one round of rows, a rest, and bytes that fill no word."""

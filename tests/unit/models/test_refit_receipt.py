@@ -137,7 +137,7 @@ def test_a_fault_in_the_embedded_engine_is_named(embedded, fault):
 
 @pytest.mark.parametrize("fault", NAMED)
 def test_a_fault_in_the_embedded_engine_shows_in_what_it_computes(embedded, fault, monkeypatch):
-    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt_check.content_problems", lambda *_: None)
+    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt.check.content_problems", lambda *_: None)
     check_found(embedded, fault, APART)
 
 
@@ -158,12 +158,12 @@ def test_a_fault_in_vllm_is_found(vllm, fault):
 
 @pytest.mark.parametrize("fault", [fault for fault in IN_VLLM if fault != "stale prefix cache"])
 def test_a_fault_in_vllm_shows_in_what_it_computes(vllm, fault, monkeypatch):
-    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt_check.content_problems", lambda *_: None)
+    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt.check.content_problems", lambda *_: None)
     check_found(vllm[0], fault, APART)
 
 
 def test_old_prompts_in_a_cache_show_in_what_vllm_computes(vllm, monkeypatch):
-    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt_check.scoring_problems", lambda *_: {})
+    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt.check.scoring_problems", lambda *_: {})
     check_found(vllm[0], "stale prefix cache", APART)
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.utils.files import (
-    BLOCK_BYTES,
-    FileManifest,
     give_usual_modes,
     read_line,
     read_plain,
@@ -21,6 +19,7 @@ from nemo_rl.utils.files import (
     replace_file,
     write_text,
 )
+from nemo_rl.utils.manifest import BLOCK_BYTES, Manifest
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -107,8 +106,8 @@ def test_every_file_is_listed_with_size_and_checksum(tmp_path):
     contents = {"a/b/large.bin": b"z" * (BLOCK_BYTES + 5), "a/empty": b"", "top.json": b"{}"}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    FileManifest.write(tmp_path)
-    read = FileManifest.read(tmp_path)
+    Manifest.write(tmp_path)
+    read = Manifest.read(tmp_path)
     assert {name: (entry.num_bytes, entry.crc32) for name, entry in read.entries.items()} == {
         name: (len(content), f"{zlib.crc32(content):08x}") for name, content in contents.items()
     }
@@ -123,4 +122,4 @@ def test_every_file_is_listed_with_size_and_checksum(tmp_path):
 )
 def test_what_is_no_manifest_is_an_error(text):
     with pytest.raises(ValueError):
-        FileManifest.parse(text)
+        Manifest.parse(text)

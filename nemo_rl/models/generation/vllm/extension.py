@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.platforms import current_platform
 
 from nemo_rl.models.generation.vllm.decoding import draw_by_position, force_rows
-from nemo_rl.models.weight_sync.fingerprint import Fingerprints
+from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 
 __all__ = ["RefitExtension", "pack"]
 

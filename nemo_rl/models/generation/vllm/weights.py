@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from nemo_rl.errors import name_some
 from nemo_rl.models.hf_files import FileNames, as_stored
 from nemo_rl.models.loading import DTYPES, load_model_config, model_without_weights
-from nemo_rl.models.weight_sync.fingerprint import Fingerprints
+from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 
 __all__ = ["Hand", "VllmWeights", "expected_weights"]
 

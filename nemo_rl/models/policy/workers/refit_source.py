@@ -17,8 +17,8 @@ from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.weight_sync import buckets, transport
 from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan, in_dtypes
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
-from nemo_rl.models.weight_sync.fingerprint import Fingerprints
 from nemo_rl.models.weight_sync.receipt import Sent
+from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroup, RefitGroupSpec
 
 __all__ = ["RefitSource"]

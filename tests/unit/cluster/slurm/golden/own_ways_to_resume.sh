@@ -6,6 +6,6 @@ export LOG_DIR=slurm_logs
 export GPUS_PER_NODE=0
 export CPUS_PER_NODE=7
 export REQUEUE=1
-export PRELOAD='nemo_rl.models.policy.workers.compose nemo_rl.models.policy.workers.dtensor_engine nemo_rl.models.generation.torch_engine.worker tensordict'
+export PRELOAD='nemo_rl.models.policy.workers.launch nemo_rl.models.policy.workers.dtensor_engine nemo_rl.models.generation.torch_engine.worker tensordict'
 mkdir -p -- slurm_logs
 sbatch --nodes=1 --cpus-per-task=7 --requeue --output=slurm_logs/slurm-%j.log --time=9 ray.sub
