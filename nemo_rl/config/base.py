@@ -7,9 +7,21 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-__all__ = ["AUTO", "START_TIMEOUT_S", "EnvVars", "FilePath", "Options", "Section", "Text", "TimeLimit", "seconds_of"]
+__all__ = [
+    "AUTO",
+    "START_TIMEOUT_S",
+    "EnvVars",
+    "FilePath",
+    "Options",
+    "Section",
+    "Text",
+    "TimeLimit",
+    "keys_of",
+    "seconds_of",
+]
 
 START_TIMEOUT_S = 600.0
 """A quiet machine takes 15 s for a whole start; one with twenty times the work of its cores takes minutes."""
@@ -44,11 +56,25 @@ EnvVars = dict[
 
 
 class Section(BaseModel):
-    """A frozen group of keys; a key that is not declared is an error."""
+    """A frozen group of keys; a key that is not declared is an error.
+
+    A key that Python reserves has an attribute with another name, and the key as its alias: `grpo.async` is
+    `config.grpo.async_`.
+    """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        serialize_by_alias=True,
     )
+
+
+def keys_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a section by their keys in a recipe."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 AUTO = "auto"

@@ -67,6 +67,7 @@ class ReceiptConfig(Section):
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 RefitTransport = Literal["payload", "ipc", "broadcast"]
+InFlight = Literal["drain", "recompute", "keep"]
 
 
 class ColocatedConfig(Section):
@@ -138,6 +139,10 @@ class GenerationConfig(Section):
     """Strings that end a response at the token that completes them; the string stays in the response."""
     max_batch_size: PositiveInt = 1024
     """Rows decoded together by one engine."""
+    in_flight: InFlight = "recompute"
+    """Rows that are being sampled when new weights come, in an asynchronous run. `drain`: they end first, with the old
+    weights; `recompute`: they go on with the new ones, and their caches are computed anew from the tokens so far;
+    `keep`: they go on with the old cache, which is approximate."""
     refit_transport: Literal["auto"] | RefitTransport = "auto"
     """The transport of new weights to the engines: `payload` through the run's object store, `ipc` through GPU memory
     that engine and policy worker share, `broadcast` from policy rank 0 to all; `auto`: on GPUs `ipc`, or `broadcast` to

@@ -158,6 +158,8 @@ class LossProperties:
     """
     has_row_advantages: bool = False
     """True where the loss is defined for one advantage per row alone, which it puts together with the row's ratio."""
+    has_ratio: bool = True
+    """False where the loss has no ratio pi / pi_old, so that it takes stale rows for rows of its own policy."""
     has_own_correction: bool = False
     """True where the weight w enters the ratio of the loss, so that it is neither bounded nor multiplied again."""
 
@@ -168,7 +170,7 @@ _ROW = LossProperties(keys=_FORCED, is_row_level=True, has_row_advantages=True)
 
 LOSS_PROPERTIES: Mapping[str, LossProperties] = {
     "clipped_pg": LossProperties(keys=(*_FORCED, "ratio_clip_c")),
-    "reinforce": LossProperties(),
+    "reinforce": LossProperties(has_ratio=False),
     "gspo": _ROW,
     "gspo_token": LossProperties(keys=_FORCED, is_row_level=True),
     "luspo": _ROW,

@@ -26,6 +26,7 @@ __all__ = [
     "ENVIRONMENTS",
     "HUB_NAME",
     "LOSSES",
+    "SELECTIONS",
     "STORES",
     "TOKEN_ESTIMATORS",
     "TRACKERS",
@@ -142,6 +143,14 @@ TOKEN_ESTIMATORS = PluginKind(
     },
 )
 """The form per token of those of `ADVANTAGE_ESTIMATORS` that have one."""
+SELECTIONS = PluginKind(
+    what="an order of finished groups",
+    builtin={
+        "oldest_first": "nemo_rl.algorithms.async_selection:OldestFirst",
+        "in_order": "nemo_rl.algorithms.async_selection:InOrder",
+        "ready_first": "nemo_rl.algorithms.async_selection:ReadyFirst",
+    },
+)
 TRAINING_ENGINES = PluginKind(
     what="a training engine",
     builtin={

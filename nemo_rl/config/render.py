@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from nemo_rl.config.base import keys_of
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import section_class
 
@@ -41,7 +42,7 @@ def commented_defaults() -> str:
 
 def _section_lines(section: type[BaseModel], *, indent: int) -> Iterator[str]:
     pad = "  " * indent
-    for name, field in section.model_fields.items():
+    for name, field in keys_of(section).items():
         inner = section_class(field.annotation)
         is_nested = inner is not None and (
             field.is_required() or field.get_default(call_default_factory=True) is not None

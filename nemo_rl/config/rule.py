@@ -41,19 +41,20 @@ class Ignored(str):
 
 
 def would_be_ignored(section: Section, prefix: str, names: Iterable[str], *, switch: str, because: str) -> list[str]:
-    """Return one line for each of `names` that differs from its default; of a section below, one for each of
-    its keys."""
+    """Return one line for each of the attributes `names` that differs from its default; of a section below, one for
+    each of its keys."""
     lines: list[str] = []
     for name in names:
-        value = getattr(section, name)
+        value, field = getattr(section, name), type(section).model_fields[name]
+        key = f"{prefix}.{field.alias or name}"
         if isinstance(value, Section):
-            below, inside = f"{prefix}.{name}", type(value).model_fields
-            lines += would_be_ignored(value, below, inside, switch=switch, because=because)
+            inside = type(value).model_fields
+            lines += would_be_ignored(value, key, inside, switch=switch, because=because)
             continue
-        default = type(section).model_fields[name].get_default(call_default_factory=True)
+        default = field.get_default(call_default_factory=True)
         if value != default:
             shown = f"{value!r} " if isinstance(value, (str, int, float, bool)) else ""
-            lines.append(Ignored(f"{prefix}.{name}", shown, switch=switch, because=because))
+            lines.append(Ignored(key, shown, switch=switch, because=because))
     return lines
 
 

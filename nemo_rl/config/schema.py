@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from nemo_rl.config.async_grpo import AsyncConfig, ExperienceConfig
 from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, Options, Section, Text, TimeLimit
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.diagnostics import DiagnosticsConfig
@@ -104,6 +105,14 @@ class GRPOConfig(Section):
     """Take the sampler's log-probabilities as pi_old instead of recomputing them in the trainer."""
     seed: int = 42
     """Seed of the prompt order and of sampling."""
+    async_: AsyncConfig = Field(default_factory=AsyncConfig, alias="async")
+
+    @property
+    def samples_ahead(self) -> bool:
+        """Return whether groups come from the asynchronous schedule. Dynamic sampling at a bound of 0 is that of the
+        synchronous trainer, round by round."""
+        section = self.async_
+        return section.enabled and not (section.max_staleness == 0 and self.use_dynamic_sampling)
 
     @property
     def prompts_per_round(self) -> int:
@@ -367,6 +376,7 @@ class MasterConfig(Section):
     policy: PolicyConfig
     data: DataConfig = Field(default_factory=DataConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    experience: ExperienceConfig = Field(default_factory=ExperienceConfig)
     env: EnvConfig = Field(default_factory=EnvConfig)
     data_plane: DataPlaneConfig = Field(default_factory=DataPlaneConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from nemo_rl.config.base import keys_of
 from nemo_rl.config.parts import PluginKind
 from nemo_rl.config.schema import MasterConfig
 
@@ -50,9 +51,9 @@ def place_of(path: Sequence[str]) -> SchemaPlace:
     """Follow `path` from the root of the schema."""
     section: type[BaseModel] = MasterConfig
     for index, name in enumerate(path):
-        field = section.model_fields.get(name)
+        field = keys_of(section).get(name)
         if field is None:
-            return SchemaPlace(is_known=False, unknown_at=index, candidates=tuple(section.model_fields))
+            return SchemaPlace(is_known=False, unknown_at=index, candidates=tuple(keys_of(section)))
         is_last = index == len(path) - 1
         if is_last:
             return SchemaPlace(is_known=True, field=field)
@@ -66,7 +67,7 @@ def place_of(path: Sequence[str]) -> SchemaPlace:
 
 def iter_fields(section: type[BaseModel] = MasterConfig, *, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield every key with its dotted path, sections before what they hold."""
-    for name, field in section.model_fields.items():
+    for name, field in keys_of(section).items():
         path = f"{prefix}{name}"
         yield path, field
         inner = section_class(field.annotation)
@@ -77,7 +78,7 @@ def iter_fields(section: type[BaseModel] = MasterConfig, *, prefix: str = "") ->
 def default_tree(section: type[BaseModel] = MasterConfig) -> dict[str, Any]:
     """Return the defaults as plain values; required keys are left out."""
     tree: dict[str, Any] = {}
-    for name, field in section.model_fields.items():
+    for name, field in keys_of(section).items():
         inner = section_class(field.annotation)
         if inner is not None and not _is_nullable(field.annotation):
             tree[name] = default_tree(inner)

@@ -8,6 +8,7 @@ section it is about; rules about prompts, the cluster, checkpoints and the logge
 from __future__ import annotations
 
 from nemo_rl.config import (
+    async_grpo,
     data_plane,
     diagnostics,
     dtensor,
@@ -295,7 +296,7 @@ def rule_env_vars_need_processes(config: MasterConfig) -> list[str]:
 
 
 _SECTIONS = (
-    *(data_plane, diagnostics, dtensor, evaluation, generation, loss, megatron, policy, rewards),
+    *(async_grpo, data_plane, diagnostics, dtensor, evaluation, generation, loss, megatron, policy, rewards),
     router_replay,
 )
 """Modules of `nemo_rl.config` whose rules stand beside their section."""
