@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.routes.places import RecordedRoutes
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
 __all__ = [
+    "EngineLoad",
     "EngineSpec",
     "GenerationInterface",
     "GenerationOutput",
@@ -45,6 +47,10 @@ class EngineSpec:
     """The tracer's hub; None: none."""
     weight_version: int = -1
     """Version of the weights of `policy.model_name`; -1: a refit brings others before anything is sampled."""
+    continuous: bool = False
+    """True: several `stream` calls may be active at once, whose rows join and leave one batch between tokens."""
+    script: tuple[ScheduleEntry, ...] = ()
+    """Schedule of a continuous engine that is to be followed, event by event; empty: groups join as there is room."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +90,9 @@ class GenerationRequest:
     forced: tuple[tuple[int, ...], ...] | None = None
     """The response of each row, decoded token by token as if it had been drawn, so that the output has its
     log-probabilities; stops and limits hold as for drawn ones. None: rows are drawn."""
+    names: tuple[str, ...] = ()
+    """Name of each prompt's group, `ordinal.attempt`, for the schedule of a continuous engine. Empty: the rows are in
+    no schedule, have places of their own, and one version each, such as those of validation and receipts."""
 
     @property
     def group_size(self) -> int:
@@ -97,6 +106,7 @@ class GenerationRequest:
             prompt_ids=tuple(self.prompt_ids[group] for group in groups),
             seeds=tuple(self.seeds[row] for row in rows),
             forced=None if self.forced is None else tuple(self.forced[row] for row in rows),
+            names=tuple(self.names[group] for group in groups) if self.names else (),
         )
 
 
@@ -113,7 +123,11 @@ class GenerationOutput:
     truncated: torch.Tensor
     """`[N]` bool, True when `max_new_tokens` ended the row."""
     weight_version: int | tuple[int, ...]
-    """Version of the weights that produced a row: one number for all rows, or one per row."""
+    """Version of the weights that produced a row: one number for all rows, or one per row; of a row of several versions
+    the oldest."""
+    version_spans: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    """Spans (first token of the response, version) of each row, from token 0 on; None where each row has one
+    version."""
     routes: RecordedRoutes | None = None
     """Routes of prompts and responses; None unless the request asks for them."""
     support: tuple[torch.Tensor, ...] | None = None
@@ -129,6 +143,22 @@ class GenerationOutput:
         """The weight version of each row."""
         version = self.weight_version
         return (version,) * len(self.lengths) if isinstance(version, int) else version
+
+    @property
+    def row_spans(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The version spans of each row."""
+        if self.version_spans is not None:
+            return self.version_spans
+        return tuple(((0, version),) for version in self.row_versions)
+
+    def with_spans(self, spans: tuple[tuple[tuple[int, int], ...], ...]) -> GenerationOutput:
+        """Return the output with the version spans of each row, in the shortest form that says them."""
+        versions = tuple(min(version for _, version in row) for row in spans)
+        is_mixed = any(len(row) > 1 for row in spans)
+        is_one = not is_mixed and len(set(versions)) == 1
+        return replace(
+            self, weight_version=versions[0] if is_one else versions, version_spans=spans if is_mixed else None
+        )
 
     @classmethod
     def empty(cls, *, weight_version: int) -> GenerationOutput:
@@ -153,6 +183,9 @@ class GenerationOutput:
             lengths=torch.cat([output.lengths for output in outputs]),
             truncated=torch.cat([output.truncated for output in outputs]),
             weight_version=versions or outputs[0].weight_version,
+            version_spans=tuple(spans for output in outputs for spans in output.row_spans)
+            if any(output.version_spans is not None for output in outputs)
+            else None,
             routes=_joined_routes([output.routes for output in outputs if output.routes is not None]),
             support=tuple(row for support in supports for row in support) if supports else None,
             cached_tokens=torch.cat(cached) if len(cached) == len(outputs) else None,
@@ -168,7 +201,7 @@ class GenerationOutput:
         if routes is not None:
             spans = _spans(routes.lengths.cumsum(0)[index] - routes.lengths[index], routes.lengths[index])
             routes = replace(routes, ids=routes.ids[spans], starts=routes.starts[index], lengths=routes.lengths[index])
-        versions = self.weight_version
+        versions, all_spans = self.weight_version, self.version_spans
         return replace(
             self,
             token_ids=self.token_ids[tokens],
@@ -176,6 +209,7 @@ class GenerationOutput:
             lengths=lengths,
             truncated=self.truncated[index],
             weight_version=versions if isinstance(versions, int) else tuple(versions[row] for row in rows),
+            version_spans=None if all_spans is None else tuple(all_spans[row] for row in rows),
             routes=routes,
             support=None if self.support is None else tuple(self.support[row] for row in rows),
             cached_tokens=None if self.cached_tokens is None else self.cached_tokens[index],
@@ -207,6 +241,8 @@ class GroupSamples:
     """Numbers of the prompts in the request."""
     output: GenerationOutput
     """Rows of these groups, in their order."""
+    schedule: tuple[ScheduleEntry, ...] = ()
+    """Events of a continuous engine's batch since it last handed any out."""
 
     def without(self, groups: Collection[int]) -> GroupSamples | None:
         """Return the samples of the other groups; None where there is none."""
@@ -216,7 +252,19 @@ class GroupSamples:
         size = len(self.output.lengths) // len(self.groups)
         rows = [place * size + row for place in kept for row in range(size)]
         found = tuple(self.groups[place] for place in kept)
-        return GroupSamples(groups=found, output=self.output.select(rows)) if kept else None
+        return replace(self, groups=found, output=self.output.select(rows)) if kept else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineLoad:
+    """The work of a continuous engine in some time."""
+
+    busy_s: float = 0.0
+    """Seconds in which it decoded."""
+    thrown_tokens: int = 0
+    """Tokens of rows that were taken out before they ended."""
+    group_seconds: tuple[float, ...] = ()
+    """Time of each named group that ended: from the join of its rows to the end of the last one."""
 
 
 class GenerationInterface(ABC):
@@ -233,6 +281,18 @@ class GenerationInterface(ABC):
         """
         if request.prompt_ids:
             yield GroupSamples(groups=tuple(range(len(request.prompt_ids))), output=self.generate(request))
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Take running groups out of a continuous engine, by `GenerationRequest.names`; no stream gives them.
+
+        Raises:
+            NotImplementedError: the engine has no continuous mode.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no continuous mode; set grpo.async.enabled=false")
+
+    def take_load(self) -> EngineLoad:
+        """Return what a continuous engine has done since the last call."""
+        return EngineLoad()
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:

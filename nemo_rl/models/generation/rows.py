@@ -23,6 +23,8 @@ class RowRequest:
     """Most tokens to sample, at least 1; already cut to what the total length leaves."""
     number: int = 0
     """Number of the row in its request; named in errors."""
+    group: str = ""
+    """Name of its group, where the request has names."""
     forced: tuple[int, ...] | None = None
     """The response, as long as `max_new_tokens`; None: it is drawn."""
 
@@ -40,6 +42,8 @@ def rows_of(request: GenerationRequest, *, max_total_length: int) -> list[RowReq
     num_prompts, num_rows = len(request.prompt_ids), len(request.seeds)
     if (num_prompts == 0) != (num_rows == 0) or (num_prompts and num_rows % num_prompts):
         raise ValueError(f"expected as many seeds for every prompt, got {num_prompts} prompts and {num_rows} seeds")
+    if request.names and len(request.names) != num_prompts:
+        raise ValueError(f"expected a name for each of {num_prompts} prompts, got {len(request.names)}")
     rows: list[RowRequest] = []
     for p, prompt in enumerate(request.prompt_ids):
         room = min(request.sampling.max_new_tokens, max_total_length - len(prompt))
@@ -48,9 +52,10 @@ def rows_of(request: GenerationRequest, *, max_total_length: int) -> list[RowReq
                 f"prompt {p}: expected 1 to {max_total_length - 1} tokens (max_total_length "
                 f"{max_total_length} less one response token), got {len(prompt)}"
             )
+        name = request.names[p] if request.names else ""
         seeds = request.seeds[p * request.group_size : (p + 1) * request.group_size]
         rows += [
-            RowRequest(prompt=tuple(prompt), seed=seed, max_new_tokens=room, number=number)
+            RowRequest(prompt=tuple(prompt), seed=seed, max_new_tokens=room, number=number, group=name)
             for number, seed in enumerate(seeds, start=len(rows))
         ]
     return rows if request.forced is None else _forced(rows, request.forced)

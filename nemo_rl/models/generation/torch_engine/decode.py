@@ -1,24 +1,28 @@
-"""The decode loop over one batch of rows: prefill each prompt once, then one token per live row and turn.
+"""`DecodeBatch`: rows that are decoded together: each distinct prompt is read once, then a token of every row per turn.
 
-Called by `TorchEngine`. Invariants: a finished row leaves the batch at once and nothing of it is computed again; the
-number drawn for a row depends on its seed and the position in its response alone, never on the batch; a row has one
-route for every token that was fed for it, in order: its prompt, then its response without the last token. Shapes:
-P distinct prompts, W width of the prompts, B live rows, N rows of the batch, S tokens so far, V vocabulary, L layers
-with experts, K experts of a token.
+Called by `TorchEngine`, which lets all rows join before the first turn, and by `TurnBatches`, where rows join and leave
+between turns. Invariants: a row that has ended leaves the batch at once and nothing of it is computed again; the number
+drawn for a row depends on its seed and the position in its response alone, never on the batch; a token is drawn from
+logits that were computed in the same turn, so that its weights are those of the turn; a row has one route for every
+token that was fed for it, in order: its prompt, then its response without the last token, each as it was when the token
+was fed first. Shapes: P distinct sequences, W their width, B live rows, N rows of the batch, n rows of a call, S tokens
+so far, V vocabulary, L layers with experts, K experts of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.generation.rows import RowRequest
+from nemo_rl.models.generation.torch_engine.cache import LiveCache, PrefillPass, RowStore
 from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.logprobs import filter_logits
 from nemo_rl.models.support import SupportRecorder
@@ -26,11 +30,12 @@ from nemo_rl.routes.shape import RouteShape, route_dtype
 
 __all__ = [
     "NO_OBSERVER",
+    "BatchRow",
+    "DecodeBatch",
     "DecodeObserver",
-    "DecodeRecorders",
     "DecodedRows",
     "RouteRecorder",
-    "RowRoutes",
+    "RowSettings",
     "StopStrings",
     "decode_rows",
     "distribution",
@@ -79,22 +84,27 @@ def seeds_to_tensor(seeds: Iterable[int]) -> torch.Tensor:
     return torch.tensor(list(wrapped), dtype=torch.int64)
 
 
-def uniforms(seeds_B: torch.Tensor, position: int) -> torch.Tensor:
-    """Return `[B]` float64 in (0, 1): one number per seed at this position of the response."""
+def uniforms(seeds_B: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
+    """Return `[B]` float64 in (0, 1): one number per seed at this position of the response.
+
+    Args:
+        position: of all rows, or `[B]` int64.
+    """
     # The seed is mixed before the position is added: neighbouring seeds must not share a shifted stream.
-    offset = seeds_to_tensor([(position + 1) * _GAMMA]).to(seeds_B.device)
-    state_B = _mix(seeds_B + _GAMMA) + offset
+    position_B = torch.as_tensor(position, dtype=torch.int64, device=seeds_B.device)
+    state_B = _mix(seeds_B + _GAMMA) + (position_B + 1) * _GAMMA
     bits_B = _shift_right(_mix(state_B), 64 - _UNIFORM_BITS)
     return (bits_B.double() + 0.5) * 2.0**-_UNIFORM_BITS
 
 
 def draw(
-    logprobs_BV: torch.Tensor, sampling: SamplingParams, seeds_B: torch.Tensor, position: int
+    logprobs_BV: torch.Tensor, sampling: SamplingParams, seeds_B: torch.Tensor, position: int | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return next token of each row `[B]` int64 and its float32 log-probability.
 
     Args:
         logprobs_BV: what `distribution` gives.
+        position: in the response, of all rows, or `[B]` int64.
     """
     if sampling.temperature == 0:
         token_B = logprobs_BV.argmax(-1)
@@ -164,53 +174,8 @@ class RouteRecorder:
         self._heard[layer] = own_ids.to(self._dtype)
 
 
-class RowRoutes:
-    """Routes of N rows as they grow."""
-
-    def __init__(self, recorder: RouteRecorder) -> None:
-        self._recorder = recorder
-        self._prompts_NWLK = torch.empty(0)
-        self._is_prompt_NW = torch.empty(0)
-        self._turns: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def add_prompts(self, row_slot_N: torch.Tensor, mask_PW: torch.Tensor) -> None:
-        """Add the forward pass over the distinct prompts; `row_slot_N` says which one a row has."""
-        routes_PWLK = self._recorder.take().unflatten(0, tuple(mask_PW.shape))
-        self._prompts_NWLK = routes_PWLK[row_slot_N]
-        self._is_prompt_NW = mask_PW[row_slot_N].bool()
-
-    def add_turn(self, live_B: torch.Tensor) -> None:
-        """Add the forward pass over one token of each live row."""
-        self._turns.append((live_B, self._recorder.take()))
-
-    def end_to_end(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all rows: `[sum(lengths), L, K]`, and lengths `[N]` int64."""
-        num_rows, width = self._is_prompt_NW.shape
-        routes = self._prompts_NWLK.new_zeros(num_rows, width + len(self._turns), *self._prompts_NWLK.shape[2:])
-        routes[:, :width] = self._prompts_NWLK
-        is_fed = torch.nn.functional.pad(self._is_prompt_NW, (0, len(self._turns)))
-        for turn, (live_B, ids_BLK) in enumerate(self._turns):
-            routes[live_B, width + turn] = ids_BLK
-            is_fed[live_B, width + turn] = True
-        return routes[is_fed], is_fed.sum(1)
-
-
 # Tokens looked at beyond a stop string's own bytes: the token that completes it may carry a few more characters.
 STOP_WINDOW_SLACK = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodedRows:
-    """Responses of one batch, padded on the right."""
-
-    token_ids: torch.Tensor
-    """`[N, S]` int64."""
-    logprobs: torch.Tensor
-    """`[N, S]` float32."""
-    lengths: torch.Tensor
-    """`[N]` int64."""
-    truncated: torch.Tensor
-    """`[N]` bool."""
 
 
 class StopStrings:
@@ -220,165 +185,320 @@ class StopStrings:
         self._texts = tuple(texts)
         self._tokenizer = tokenizer
         # Every token decodes to at least one byte, so older tokens cannot belong to a string that ends now.
-        self._window = max(len(text.encode()) for text in texts) + STOP_WINDOW_SLACK
+        self.window = max(len(text.encode()) for text in texts) + STOP_WINDOW_SLACK
 
-    def completed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Return `[B]` bool for rows of response tokens."""
-        tails = tokens_BS[:, -self._window :].tolist()
+    def completed(self, tails: Sequence[list[int]]) -> torch.Tensor:
+        """Return `[B]` bool for the last `window` response tokens of each row."""
         decoded = [str(self._tokenizer.decode(tail, skip_special_tokens=False)) for tail in tails]
         return torch.tensor([any(text in tail for text in self._texts) for tail in decoded], dtype=torch.bool)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeRecorders:
-    """Recorders of one batch, still empty."""
+class RowSettings:
+    """Settings of the rows of a request, which are drawn together with other rows of equal settings."""
 
-    routes: RowRoutes | None = None
-    """Routes of the rows, whose routers must be listened to; None records nothing."""
-    support: SupportRecorder | None = None
-    """The recorder of sampling masks, or None to record none."""
-    observer: DecodeObserver = NO_OBSERVER
-    """Is told of every forward pass."""
+    sampling: SamplingParams
+    stop_strings: StopStrings | None = None
+    routes: RouteRecorder | None = None
+    """Recorder of the model's routes, one for all rows of a batch; None records none."""
+    with_support: bool = False
+    is_forced: bool = False
+    """True where every row brings its response."""
 
 
-@torch.inference_mode()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRow:
+    """A row of a batch."""
+
+    key: int
+    """Number that no other row of the batch has or had."""
+    request: RowRequest
+    settings: RowSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodedRows:
+    """Responses of n rows, padded on the right."""
+
+    token_ids: torch.Tensor
+    """`[n, S]` int64."""
+    logprobs: torch.Tensor
+    """`[n, S]` float32."""
+    lengths: torch.Tensor
+    """`[n]` int64."""
+    truncated: torch.Tensor
+    """`[n]` bool."""
+    routes: tuple[torch.Tensor, ...] | None
+    """`[tokens, L, K]` of each row; None where not all rows record them."""
+    support: tuple[torch.Tensor, ...] | None
+    """Sampling masks of each row, laid out by `nemo_rl.models.support`; None where not all rows record them."""
+
+
 def decode_rows(
-    model: PreTrainedModel,
-    rows: Sequence[RowRequest],
-    sampling: SamplingParams,
-    *,
-    stop_strings: StopStrings | None,
-    recorders: DecodeRecorders,
+    model: PreTrainedModel, rows: Sequence[RowRequest], settings: RowSettings, *, observer: DecodeObserver
 ) -> DecodedRows:
-    """Sample every row, or decodes what is forced, until a stop token, a stop string or its own token limit.
+    """Sample every row, or decode what is forced, until a stop token, a stop string or its own token limit.
 
     Raises:
         NonFiniteError: logits are NaN or inf; nothing is drawn from them.
     """
-    device, routes, support, observer = model.device, recorders.routes, recorders.support, recorders.observer
-    limit_N = torch.tensor([row.max_new_tokens for row in rows], device=device)
-    seeds_N = seeds_to_tensor(row.seed for row in rows).to(device)
-    width = int(limit_N.max())
-    tokens_NS = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
-    logprobs_NS = torch.zeros(len(rows), width, dtype=torch.float32, device=device)
-    length_N = torch.zeros(len(rows), dtype=torch.int64, device=device)
-    stopped_N = torch.zeros(len(rows), dtype=torch.bool, device=device)
-    stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
-    forced_NS = _forced(rows, width, device)
+    batch = DecodeBatch(model, observer=observer)
+    batch.join([BatchRow(key=key, request=row, settings=settings) for key, row in enumerate(rows)])
+    while batch.num_live:
+        batch.turn()
+    return batch.take(range(len(rows)))
 
-    live_B = torch.arange(len(rows), device=device)
-    batch = _LiveBatch.prefill(model, [row.prompt for row in rows], routes, observer)
-    for turn in range(width):
-        _check_finite(batch.logits_BV, rows, live_B, turn=turn)
-        logprobs_BV = distribution(batch.logits_BV, sampling)
-        if forced_NS is None:
-            token_B, logprob_B = draw(logprobs_BV, sampling, seeds_N[live_B], turn)
+
+class DecodeBatch:
+    """Rows that are decoded together; they join and leave between turns.
+
+    Args:
+        observer: is told of every forward pass, of rows that all join before the first turn.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, observer: DecodeObserver = NO_OBSERVER) -> None:
+        self._model, self._observer = model, observer
+        self._rows: dict[int, BatchRow] = {}
+        """Rows by key: live ones, and ended ones that were not taken."""
+        self._kinds: list[RowSettings] = []
+        self._num_live: Counter[int] = Counter()
+        """Live rows by the place of their settings in `_kinds`."""
+        self._store = RowStore.empty(model.device)
+        self._place_B = torch.zeros(0, dtype=torch.int64, device=model.device)
+        """Places of the live rows in the store."""
+        self._live: LiveCache | None = None
+        self._unread_B: torch.Tensor | None = None
+        """Last token of each live row, which the model has not read; None where logits are at hand."""
+        self._recorder: RouteRecorder | None = None
+        self._prompt_routes: dict[int, torch.Tensor] = {}
+        """`[tokens, L, K]` of each row's prompt, by key."""
+        self._support = SupportRecorder()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._place_B)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._rows
+
+    def has(self, key: int) -> bool:
+        """Return whether a row is here, live or ended."""
+        return key in self._rows
+
+    def live_lengths(self) -> dict[int, int]:
+        """Return key -> response tokens so far, of the live rows in their order."""
+        lengths = self._store.length_N[self._place_B].tolist()
+        return dict(zip(self._live_keys(), lengths, strict=True))
+
+    @torch.inference_mode()
+    def join(self, rows: Sequence[BatchRow]) -> None:
+        """Take rows in; the next turn decodes their first token."""
+        self._compact()
+        first = len(self._store.keys)
+        self._add(rows)
+        if self._live is None:
+            self._live = self._read(rows, again=False)
+        elif self._live.can_grow:
+            self._advance()
+            self._live.grow(self._read(rows, again=False))
         else:
-            token_B = forced_NS[live_B, turn]
+            # A cache that keeps a window or a state has no columns to pad: all rows are read anew.
+            self._live = self._read(rows, again=True)
+        self._unread_B = None
+        new = torch.arange(first, first + len(rows), device=self._model.device)
+        self._place_B = torch.cat([self._place_B, new])
+
+    @torch.inference_mode()
+    def turn(self) -> tuple[int, ...]:
+        """Draw a token of every live row, or take what is forced; return the keys of rows that end with it.
+
+        Raises:
+            NonFiniteError: logits are NaN or inf; nothing is drawn from them.
+        """
+        self._advance()
+        assert self._live is not None, "rows join first"
+        store, place_B, logits_BV = self._store, self._place_B, self._live.logits_BV
+        position_B = store.length_N[place_B]
+        self._check_finite(logits_BV, position_B)
+        if len(self._num_live) == 1:
+            [kind] = self._num_live
+            token_B, logprob_B, is_stopped_B = self._draw(self._kinds[kind], logits_BV, place_B, position_B)
+        else:
+            token_B, is_stopped_B = torch.empty_like(place_B), torch.empty_like(place_B, dtype=torch.bool)
+            logprob_B = torch.empty(len(place_B), device=place_B.device)
+            for kind in self._num_live:
+                rows = (store.kind_N[place_B] == kind).nonzero().squeeze(-1)
+                token_B[rows], logprob_B[rows], is_stopped_B[rows] = self._draw(
+                    self._kinds[kind], logits_BV[rows], place_B[rows], position_B[rows]
+                )
+        store.logprob_NS[place_B, position_B] = logprob_B
+        store.length_N[place_B] += 1
+        store.is_stopped_N[place_B] = is_stopped_B
+        self._unread_B = token_B
+        return self._leave(is_stopped_B | (store.limit_N[place_B] == position_B + 1))
+
+    @torch.inference_mode()
+    def recompute(self) -> None:
+        """Compute the caches of all live rows anew, with the weights as they are, from prompts and tokens so far."""
+        if self._live is not None:
+            self._live, self._unread_B = self._read((), again=True), None
+
+    @torch.inference_mode()
+    def drop(self, keys: Collection[int]) -> None:
+        """Forget rows, live or ended."""
+        is_gone = [key in keys for key in self._live_keys()]
+        if any(is_gone):
+            self._leave(torch.tensor(is_gone, device=self._place_B.device))
+        self._support.forget(keys)
+        for key in keys:
+            self._rows.pop(key, None)
+
+    @torch.inference_mode()
+    def take(self, keys: Sequence[int]) -> DecodedRows:
+        """Return rows that have ended, in this order; the batch forgets them."""
+        store, rows = self._store, [self._rows.pop(key) for key in keys]
+        places = store.places(keys)
+        index = torch.tensor(places, device=self._model.device)
+        length_n = store.length_N[index]
+        lengths = length_n.tolist()
+        width = max(lengths)
+        routes = None
+        if all(row.settings.routes is not None for row in rows):
+            routes = tuple(
+                torch.cat([self._prompt_routes.pop(key), *store.routes(place, length - 1)])
+                for key, place, length in zip(keys, places, lengths, strict=True)
+            )
+        return DecodedRows(
+            token_ids=store.token_NS[index, :width],
+            logprobs=store.logprob_NS[index, :width],
+            lengths=length_n,
+            truncated=~store.is_stopped_N[index],
+            routes=routes,
+            support=self._support.take(keys) if all(row.settings.with_support for row in rows) else None,
+        )
+
+    def _add(self, rows: Sequence[BatchRow]) -> None:
+        kinds = []
+        for row in rows:
+            if row.settings not in self._kinds:
+                self._kinds.append(row.settings)
+            kinds.append(self._kinds.index(row.settings))
+            self._rows[row.key] = row
+            self._recorder = self._recorder or row.settings.routes
+        self._num_live.update(kinds)
+        self._store = self._store.with_rows(rows, kinds, seeds_to_tensor(row.request.seed for row in rows))
+
+    def _compact(self) -> None:
+        """Free the places of rows that were taken or dropped."""
+        kept = [place for place, key in enumerate(self._store.keys) if key in self._rows]
+        if len(kept) < len(self._store.keys):
+            self._prompt_routes = {key: ids for key, ids in self._prompt_routes.items() if key in self._rows}
+            new_places = torch.full((len(self._store.keys),), -1, device=self._model.device)
+            new_places[kept] = torch.arange(len(kept), device=self._model.device)
+            self._place_B, self._store = new_places[self._place_B], self._store.select(kept)
+
+    def _live_keys(self) -> list[int]:
+        return [self._store.keys[place] for place in self._place_B.tolist()]
+
+    def _sequences(self) -> list[tuple[int, ...]]:
+        """Return prompt and tokens so far of each live row."""
+        lengths, tokens = self.live_lengths(), self._store.token_NS[self._place_B].tolist()
+        return [
+            (*self._rows[key].request.prompt, *row[:length])
+            for (key, length), row in zip(lengths.items(), tokens, strict=True)
+        ]
+
+    def _read(self, new: Sequence[BatchRow], *, again: bool) -> LiveCache:
+        """Read every distinct sequence once, and keep its routes.
+
+        Args:
+            new: rows of which the prompt is read.
+            again: whether prompts and tokens so far of the live rows are read as well, before the new ones.
+        """
+        running = self.num_live if again else 0
+        sequences = [*(self._sequences() if again else ()), *(row.request.prompt for row in new)]
+        passed = PrefillPass.of(sequences, self._model.device)
+        self._observer.prompts(passed.ids_PW, passed.mask_PW, passed.slot_B)
+        if self._recorder is None:
+            return LiveCache.prefill(self._model, passed)
+        with self._recorder.listening():
+            cache = LiveCache.prefill(self._model, passed)
+            routes_PWLK = self._recorder.take().unflatten(0, tuple(passed.mask_PW.shape))
+        if running:
+            self._keep_last_routes(routes_PWLK[passed.slot_B[:running], -1])
+        is_token_PW, of_slot = passed.mask_PW.bool(), dict[int, torch.Tensor]()
+        for row, slot in zip(new, passed.slot_B[running:].tolist(), strict=True):
+            if slot not in of_slot:
+                of_slot[slot] = routes_PWLK[slot][is_token_PW[slot]]
+            self._prompt_routes[row.key] = of_slot[slot]
+        return cache
+
+    def _advance(self) -> None:
+        """Read the last token of every live row, where that was not done."""
+        token_B, live = self._unread_B, self._live
+        if token_B is None or live is None:
+            return
+        self._unread_B = None
+        self._observer.turn(token_B, self._place_B)
+        if self._recorder is None:
+            live.advance(self._model, token_B)
+            return
+        with self._recorder.listening():
+            live.advance(self._model, token_B)
+            self._keep_last_routes(self._recorder.take())
+
+    def _keep_last_routes(self, routes_BLK: torch.Tensor) -> None:
+        """Keep the routes of the last token of each live row, which the model has read for the first time."""
+        self._store = self._store.with_routes(routes_BLK, self._place_B)
+
+    def _draw(
+        self, settings: RowSettings, logits_BV: torch.Tensor, place_B: torch.Tensor, position_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return token, log-probability and whether it ends the row, of rows of equal settings."""
+        store, sampling = self._store, settings.sampling
+        logprobs_BV = distribution(logits_BV, sampling)
+        if settings.is_forced:
+            token_B = store.token_NS[place_B, position_B]
             logprob_B = logprobs_BV.gather(-1, token_B[:, None]).squeeze(-1)
-        if support is not None:
-            support.add_turn(~logprobs_BV.isneginf(), token_B, live_B)
-        tokens_NS[live_B, turn] = token_B
-        logprobs_NS[live_B, turn] = logprob_B
-        length_N[live_B] += 1
+        else:
+            token_B, logprob_B = draw(logprobs_BV, sampling, store.seed_N[place_B], position_B)
+            store.token_NS[place_B, position_B] = token_B
+        if settings.with_support:
+            self._support.add_turn(~logprobs_BV.isneginf(), token_B, store.key_N[place_B])
+        stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=token_B.device)
         is_stopped_B = torch.isin(token_B, stop_ids)
-        if stop_strings is not None:
-            is_stopped_B |= stop_strings.completed(tokens_NS[live_B, : turn + 1]).to(device)
-        stopped_N[live_B] = is_stopped_B
-        going_on_B = ~(is_stopped_B | (limit_N[live_B] == turn + 1))
-        if not bool(going_on_B.all()):
-            kept = going_on_B.nonzero().squeeze(-1)
-            if not len(kept):
-                break
-            live_B, token_B = live_B[kept], token_B[kept]
-            batch.keep(kept)
-        observer.turn(token_B, live_B)
-        batch.advance(model, token_B)
-        if routes is not None:
-            routes.add_turn(live_B)
-    return DecodedRows(token_ids=tokens_NS, logprobs=logprobs_NS, lengths=length_N, truncated=~stopped_N)
+        if settings.stop_strings is not None:
+            tails = store.tails(place_B, position_B + 1, settings.stop_strings.window)
+            is_stopped_B |= settings.stop_strings.completed(tails).to(is_stopped_B.device)
+        return token_B, logprob_B, is_stopped_B
 
+    def _leave(self, is_over_B: torch.Tensor) -> tuple[int, ...]:
+        """Take rows out of the live ones; return their keys."""
+        if not bool(is_over_B.any()):
+            return ()
+        keys = tuple(self._store.keys[place] for place in self._place_B[is_over_B].tolist())
+        self._num_live.subtract(self._store.kind_N[self._place_B[is_over_B]].tolist())
+        self._num_live = +self._num_live
+        kept = (~is_over_B).nonzero().squeeze(-1)
+        self._place_B = self._place_B[kept]
+        if not len(kept) or self._live is None:
+            self._live = self._unread_B = None
+            return keys
+        self._live.keep(kept)
+        if self._unread_B is None:
+            self._live.logits_BV = self._live.logits_BV[kept]
+        else:
+            self._unread_B = self._unread_B[kept]
+        return keys
 
-def _forced(rows: Sequence[RowRequest], width: int, device: torch.device) -> torch.Tensor | None:
-    """Return `[N, S]` int64 of given responses; of a request either all rows have one, or none."""
-    responses = [row.forced for row in rows if row.forced is not None]
-    if not responses:
-        return None
-    return torch.tensor([[*response, *[0] * (width - len(response))] for response in responses], device=device)
-
-
-def _check_finite(logits_BV: torch.Tensor, rows: Sequence[RowRequest], live_B: torch.Tensor, *, turn: int) -> None:
-    # The largest logit of a row is NaN if any is, and inf if any is; single ones of -inf are a mask.
-    is_bad_B = ~logits_BV.amax(-1).isfinite()
-    if bool(is_bad_B.any()):
-        numbers = [rows[row].number for row in live_B[is_bad_B].tolist()]
-        raise NonFiniteError(f"NaN or inf in the logits for response token {turn + 1} of row {name_some(numbers)}")
-
-
-class _LiveBatch:
-    """Cache, mask and last logits of the rows still being decoded; prompts are padded on the left."""
-
-    def __init__(
-        self, *, cache: DynamicCache, mask_BS: torch.Tensor, position_B: torch.Tensor, logits_BV: torch.Tensor
-    ) -> None:
-        self._cache = cache
-        self._mask_BS = mask_BS
-        self._position_B = position_B
-        self.logits_BV = logits_BV
-
-    @classmethod
-    def prefill(
-        cls,
-        model: PreTrainedModel,
-        prompts: Sequence[tuple[int, ...]],
-        routes: RowRoutes | None,
-        observer: DecodeObserver,
-    ) -> _LiveBatch:
-        """Run every distinct prompt once and copy its cache to the rows that share it."""
-        slots: dict[tuple[int, ...], int] = {}
-        row_slot = torch.tensor([slots.setdefault(prompt, len(slots)) for prompt in prompts], device=model.device)
-        width = max(len(prompt) for prompt in slots)
-        ids_PS = torch.zeros(len(slots), width, dtype=torch.int64)
-        mask_PS = torch.zeros(len(slots), width, dtype=torch.int64)
-        for row, prompt in enumerate(slots):
-            ids_PS[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask_PS[row, width - len(prompt) :] = 1
-        ids_PS, mask_PS = ids_PS.to(model.device), mask_PS.to(model.device)
-        position_PS = (mask_PS.cumsum(1) - 1).clamp(min=0)
-        cache = DynamicCache(config=model.config)
-        observer.prompts(ids_PS, mask_PS, row_slot)
-        output = model(
-            input_ids=ids_PS,
-            attention_mask=mask_PS,
-            position_ids=position_PS,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        if routes is not None:
-            routes.add_prompts(row_slot, mask_PS)
-        cache.reorder_cache(row_slot)
-        return cls(
-            cache=cache,
-            mask_BS=mask_PS[row_slot],
-            position_B=position_PS[row_slot, -1],
-            logits_BV=output.logits[row_slot, -1],
-        )
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Drop every other row."""
-        self._cache.reorder_cache(rows)
-        self._mask_BS, self._position_B = self._mask_BS[rows], self._position_B[rows]
-
-    def advance(self, model: PreTrainedModel, token_B: torch.Tensor) -> None:
-        """Feed one token per row."""
-        self._mask_BS = torch.nn.functional.pad(self._mask_BS, (0, 1), value=1)
-        self._position_B = self._position_B + 1
-        output = model(
-            input_ids=token_B[:, None],
-            attention_mask=self._mask_BS,
-            position_ids=self._position_B[:, None],
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        self.logits_BV = output.logits[:, -1]
+    def _check_finite(self, logits_BV: torch.Tensor, position_B: torch.Tensor) -> None:
+        # The largest logit of a row is NaN if any is, and inf if any is; single ones of -inf are a mask.
+        is_bad_B = ~logits_BV.amax(-1).isfinite()
+        if bool(is_bad_B.any()):
+            rows = [self._rows[self._store.keys[place]].request for place in self._place_B[is_bad_B].tolist()]
+            names = [f"{row.number} of group {row.group}" if row.group else str(row.number) for row in rows]
+            position = int(position_B[is_bad_B][0])
+            raise NonFiniteError(
+                f"NaN or inf in the logits for response token {position + 1} of row {name_some(names)}"
+            )

@@ -6,9 +6,9 @@ every output names the version that produced it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from itertools import groupby
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,30 +16,34 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import NonFiniteError, name_some
+from nemo_rl.models.generation.continuous import ContinuousDecoding
 from nemo_rl.models.generation.interfaces import (
+    EngineLoad,
     GenerationInterface,
     GenerationOutput,
     GenerationRequest,
     GroupSamples,
     RecordedRoutes,
-    SamplingParams,
 )
-from nemo_rl.models.generation.rows import rows_of
+from nemo_rl.models.generation.rows import RowRequest, rows_of
 from nemo_rl.models.generation.torch_engine.decode import (
+    BatchRow,
+    DecodeBatch,
     DecodedRows,
-    DecodeRecorders,
     RouteRecorder,
-    RowRoutes,
+    RowSettings,
     StopStrings,
     decode_rows,
 )
 from nemo_rl.models.generation.torch_engine.tracing import NO_TRACING, DecodeTracing, EngineTracing
+from nemo_rl.models.generation.turn_batch import NAMED, ContinuousSpec, TurnRow
 from nemo_rl.models.loading import DTYPES, load_causal_lm, named_weights
 from nemo_rl.models.policy.tracing import TraceSpec
-from nemo_rl.models.support import SupportRecorder
 from nemo_rl.routes.shape import RouteShape
 
 __all__ = ["TorchEngine"]
+
+SHUT_DOWN = "this engine was shut down; build a new one"
 
 
 class TorchEngine(GenerationInterface):
@@ -76,6 +80,8 @@ class TorchEngine(GenerationInterface):
         self._max_batch_size = max_batch_size
         self._weight_version = weight_version
         self._recorder: RouteRecorder | None = None
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
+        self._continuous: ContinuousDecoding | None = None
 
     @classmethod
     def from_config(
@@ -111,6 +117,14 @@ class TorchEngine(GenerationInterface):
             else DecodeTracing(trace, model, number=number, num_engines=num_engines),
         )
 
+    def decode_continuously(self, spec: ContinuousSpec, *, with_routes: bool = False) -> None:
+        """Switch to continuous mode: rows of several `stream` calls share a batch; `spec.places` holds instead of
+        `max_batch_size`."""
+        if with_routes:
+            # Before the first row: hooks must not be added while another thread decodes.
+            self._route_recorder()
+        self._continuous = ContinuousDecoding(TurnBatches(self), spec, version=lambda: self._weight_version)
+
     @property
     def weight_version(self) -> int:
         return self._weight_version
@@ -123,39 +137,33 @@ class TorchEngine(GenerationInterface):
             NonFiniteError: logits are NaN or inf; the text names row, engine and weight version.
             ValueError: seeds do not divide by prompts, or a prompt is empty or leaves no room for a token.
         """
-        rows = rows_of(request, max_total_length=self._max_total_length)
-        if not rows:
-            return _join([], order=[], version=self._weight_version)
-        recorder = self._route_recorder() if request.with_routes else None
-        stop_strings = self._stop_strings(request.sampling)
+        rows, settings = self.rows_of(request), self.settings_of(request)
+        if self._continuous is not None:
+            return self._continuous.generate(request)
         # Rows of like prompt length share a batch: less padding. The sort is stable, so groups stay together.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt))
         batches = [order[start : start + self._max_batch_size] for start in range(0, len(order), self._max_batch_size)]
-        routes = [RowRoutes(recorder) if recorder is not None else None for _ in batches]
-        supports = [SupportRecorder() if request.with_support else None for _ in batches]
-        listening = recorder.listening() if recorder is not None else nullcontext()
-        with listening, self._named_errors(), self._tracing.request(len(rows)) as observed:
+        with self.named_errors(), self._tracing.request(len(rows)) as observed:
             parts = [
                 decode_rows(
                     self._loaded_model(),
                     [rows[i] for i in batch],
-                    request.sampling,
-                    stop_strings=stop_strings,
-                    recorders=DecodeRecorders(
-                        routes=recorded,
-                        support=support,
-                        observer=observed.batch([rows[i].number for i in batch]),
-                    ),
+                    settings,
+                    observer=observed.batch([rows[i].number for i in batch]),
                 )
-                for batch, recorded, support in zip(batches, routes, supports, strict=True)
+                for batch in batches
             ]
-        output = _join(parts, order=order, version=self._weight_version)
-        if request.with_support:
-            output = replace(output, support=_support_rows(supports, batches))
-        if recorder is None:
-            return output
-        taken = [recorded.end_to_end() for recorded in routes if recorded is not None]
-        return replace(output, routes=_join_routes(taken, order=order, shape=recorder.shape))
+        return _output(parts, order=order, settings=settings, version=self._weight_version)
+
+    def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
+        return rows_of(request, max_total_length=self._max_total_length)
+
+    def new_batch(self) -> DecodeBatch:
+        return DecodeBatch(self._loaded_model())
+
+    def output_of(self, rows: DecodedRows, settings: RowSettings) -> GenerationOutput:
+        order = range(len(rows.lengths))
+        return _output([rows], order=order, settings=settings, version=self._weight_version)
 
     def stream(self, request: GenerationRequest) -> Iterator[GroupSamples]:
         """Yield groups batch by batch; all at the end where a batch does not hold whole groups.
@@ -163,6 +171,9 @@ class TorchEngine(GenerationInterface):
         Raises:
             ConfigError, NonFiniteError, ValueError: as `generate`, which samples each batch.
         """
+        if self._continuous is not None:
+            yield from self._continuous.stream(request)
+            return
         num_groups, size = len(request.prompt_ids), request.group_size
         groups_of_batch, rest = divmod(self._max_batch_size, max(1, size))
         if rest or num_groups <= groups_of_batch:
@@ -174,8 +185,17 @@ class TorchEngine(GenerationInterface):
             groups = tuple(order[start : start + groups_of_batch])
             yield GroupSamples(groups=groups, output=self.generate(request.of_groups(groups)))
 
+    def abort(self, names: Sequence[str]) -> None:
+        if self._continuous is None:
+            super().abort(names)
+        else:
+            self._continuous.abort(names)
+
+    def take_load(self) -> EngineLoad:
+        return super().take_load() if self._continuous is None else self._continuous.take_load()
+
     @contextmanager
-    def _named_errors(self) -> Iterator[None]:
+    def named_errors(self) -> Iterator[None]:
         try:
             yield
         except NonFiniteError as error:
@@ -187,6 +207,10 @@ class TorchEngine(GenerationInterface):
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
         """Replaces every weight; a tied weight may come under either of its names, or both."""
+        with nullcontext() if self._continuous is None else self._continuous.at_rest():
+            return self._replace_weights(weights, version=version)
+
+    def _replace_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
         model = self._loaded_model()
         own = dict(named_weights(model))
         aliases = {name: weight for name, weight in model.state_dict(keep_vars=True).items() if name not in own}
@@ -214,15 +238,23 @@ class TorchEngine(GenerationInterface):
         return version
 
     def prepare_for_generation(self) -> None:
-        """Check that the engine is there; its weights stay where they are."""
+        """Check that the engine is there; its weights stay where they are. Rows that stand still go on."""
         self._loaded_model()
+        if self._continuous is not None:
+            self._continuous.thaw()
 
     def finish_generation(self) -> None:
-        """Hands unused cache memory back to the device; caches themselves end with each call."""
+        """Hands unused cache memory back to the device; caches themselves end with each call. In continuous mode rows
+        stand still from here on, until `prepare_for_generation`."""
+        if self._continuous is not None:
+            self._continuous.freeze()
         if self._model is not None and self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def shutdown(self) -> None:
+        if self._continuous is not None:
+            self._continuous.end(RuntimeError(SHUT_DOWN))
+            self._continuous = None
         self._tracing.close()
         # It holds the model's modules.
         self._tracing = NO_TRACING
@@ -231,7 +263,7 @@ class TorchEngine(GenerationInterface):
 
     def _loaded_model(self) -> PreTrainedModel:
         if self._model is None:
-            raise RuntimeError("this engine was shut down; build a new one")
+            raise RuntimeError(SHUT_DOWN)
         return self._model
 
     def _route_recorder(self) -> RouteRecorder:
@@ -240,66 +272,109 @@ class TorchEngine(GenerationInterface):
             self._recorder = RouteRecorder(self._loaded_model())
         return self._recorder
 
-    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
-        if not sampling.stop_strings:
+    def settings_of(self, request: GenerationRequest) -> RowSettings:
+        return RowSettings(
+            sampling=request.sampling,
+            stop_strings=self._finder_of(request.sampling.stop_strings),
+            routes=self._route_recorder() if request.with_routes else None,
+            with_support=request.with_support,
+            is_forced=request.forced is not None,
+        )
+
+    def _finder_of(self, texts: tuple[str, ...]) -> StopStrings | None:
+        """Made once for these texts, so that rows of several requests have equal settings."""
+        if not texts:
             return None
         if self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer; pass one to TorchEngine")
-        return StopStrings(sampling.stop_strings, self._tokenizer)
+        return self._stop_strings.setdefault(texts, StopStrings(texts, self._tokenizer))
 
 
-def _join(parts: Sequence[DecodedRows], *, order: Sequence[int], version: int) -> GenerationOutput:
-    """Rows of all batches in the order of the request, without padding."""
+class TurnBatches:
+    """The batches of a continuous engine.
+
+    Rows of groups with names share one batch. Rows without names have a batch for each request, so that they are
+    decoded in the bits of request mode, and change no bit of the others.
+    """
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine = engine
+        self._lanes: dict[int, DecodeBatch] = {}
+
+    def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
+        # Also the settings, which may be refused.
+        self._engine.settings_of(request)
+        return self._engine.rows_of(request)
+
+    def join(self, rows: Sequence[TurnRow]) -> None:
+        for lane, joining in groupby(rows, key=lambda each: each.lane):
+            batch = self._lanes.setdefault(lane, self._engine.new_batch())
+            batch.join(
+                [
+                    BatchRow(key=each.key, request=each.row, settings=self._engine.settings_of(each.request))
+                    for each in joining
+                ]
+            )
+
+    def turn(self, *, with_named: bool) -> Collection[int]:
+        ended: list[int] = []
+        with self._engine.named_errors():
+            for lane, batch in [*self._lanes.items()]:
+                if batch.num_live and (with_named or lane != NAMED):
+                    ended += batch.turn()
+                elif batch.is_empty:
+                    del self._lanes[lane]
+        return ended
+
+    def recompute(self) -> None:
+        if NAMED in self._lanes:
+            self._lanes[NAMED].recompute()
+
+    def lengths(self) -> Mapping[int, int]:
+        return {key: length for batch in self._lanes.values() for key, length in batch.live_lengths().items()}
+
+    def take(self, request: GenerationRequest, keys: Sequence[int]) -> GenerationOutput:
+        batch = next(batch for batch in self._lanes.values() if batch.has(keys[0]))
+        return self._engine.output_of(batch.take(keys), self._engine.settings_of(request))
+
+    def drop(self, keys: Collection[int]) -> None:
+        gone = set(keys)
+        for batch in self._lanes.values():
+            batch.drop(gone)
+
+
+def _output(
+    parts: Sequence[DecodedRows], *, order: Sequence[int], settings: RowSettings, version: int
+) -> GenerationOutput:
+    """Rows of all parts in the order of the request, without padding.
+
+    Args:
+        order: number in the request of each row of the parts.
+    """
     if not parts:
-        return GenerationOutput(
-            token_ids=torch.zeros(0, dtype=torch.int32),
-            logprobs=torch.zeros(0),
-            lengths=torch.zeros(0, dtype=torch.int64),
-            truncated=torch.zeros(0, dtype=torch.bool),
-            weight_version=version,
-        )
+        return GenerationOutput.empty(weight_version=version)
     width = max(part.token_ids.shape[1] for part in parts)
-    wide = [
-        replace(
-            part,
-            token_ids=torch.nn.functional.pad(part.token_ids, (0, width - part.token_ids.shape[1])),
-            logprobs=torch.nn.functional.pad(part.logprobs, (0, width - part.logprobs.shape[1])),
-        )
-        for part in parts
-    ]
+    token_ids = [torch.nn.functional.pad(part.token_ids, (0, width - part.token_ids.shape[1])) for part in parts]
+    logprobs = [torch.nn.functional.pad(part.logprobs, (0, width - part.logprobs.shape[1])) for part in parts]
     back = torch.empty(len(order), dtype=torch.int64)
     back[torch.tensor(order)] = torch.arange(len(order))
-    lengths = torch.cat([part.lengths for part in wide]).cpu()[back]
+    lengths = torch.cat([part.lengths for part in parts]).cpu()[back]
     used = torch.arange(width) < lengths[:, None]
+    supports = [row for part in parts for row in part.support or ()]
+    routes = [row for part in parts for row in part.routes or ()]
     return GenerationOutput(
-        token_ids=torch.cat([part.token_ids for part in wide]).cpu()[back][used].to(torch.int32),
-        logprobs=torch.cat([part.logprobs for part in wide]).cpu()[back][used],
+        token_ids=torch.cat(token_ids).cpu()[back][used].to(torch.int32),
+        logprobs=torch.cat(logprobs).cpu()[back][used],
         lengths=lengths,
-        truncated=torch.cat([part.truncated for part in wide]).cpu()[back],
+        truncated=torch.cat([part.truncated for part in parts]).cpu()[back],
         weight_version=version,
+        routes=_recorded([routes[i] for i in back.tolist()], settings.routes.shape) if settings.routes else None,
+        support=tuple(supports[i] for i in back.tolist()) if settings.with_support else None,
     )
 
 
-def _support_rows(
-    supports: Sequence[SupportRecorder | None], batches: Sequence[Sequence[int]]
-) -> tuple[torch.Tensor, ...]:
-    """Sampling masks of all batches in the order of the request."""
-    rows: dict[int, torch.Tensor] = {}
-    for support, batch in zip(supports, batches, strict=True):
-        if support is not None:
-            rows.update(zip(batch, support.rows(len(batch)), strict=True))
-    return tuple(rows[row] for row in range(len(rows)))
-
-
-def _join_routes(
-    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, order: Sequence[int], shape: RouteShape
-) -> RecordedRoutes:
-    """Routes of all batches in the order of the request."""
-    ids, lengths = torch.cat([ids for ids, _ in parts]).cpu(), torch.cat([lengths for _, lengths in parts]).cpu()
-    back = torch.argsort(torch.tensor(order))
-    starts = (lengths.cumsum(0) - lengths)[back]
-    lengths = lengths[back]
-    shift = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+def _recorded(rows: Sequence[torch.Tensor], shape: RouteShape) -> RecordedRoutes:
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     return RecordedRoutes(
-        ids=ids[torch.arange(len(ids)) + shift], starts=torch.zeros_like(lengths), lengths=lengths, shape=shape
+        ids=torch.cat(list(rows)).cpu(), starts=torch.zeros_like(lengths), lengths=lengths, shape=shape
     )

@@ -8,6 +8,7 @@ import torch
 
 from nemo_rl.models.generation.interfaces import EngineSpec, TracedEngine
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
+from nemo_rl.models.generation.turn_batch import ContinuousSpec
 from nemo_rl.models.weight_sync.target import ModuleRefitTarget
 
 __all__ = ["EngineWorker", "build_engine_worker"]
@@ -21,6 +22,8 @@ class EngineWorker(ModuleRefitTarget, TracedEngine, TorchEngine):
         return self._loaded_model()
 
     def hold_version(self, version: int) -> None:
+        if self._continuous is not None:
+            self._continuous.check_rest()
         self._weight_version = version
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
@@ -50,4 +53,9 @@ def build_engine_worker(spec: EngineSpec) -> EngineWorker:
         trace=spec.trace,
     )
     assert isinstance(engine, EngineWorker)
+    if spec.continuous:
+        engine.decode_continuously(
+            ContinuousSpec.of(spec, places=spec.policy.generation.max_batch_size),
+            with_routes=spec.policy.router_replay.enabled,
+        )
     return engine

@@ -6,7 +6,8 @@ and the last one nothing is sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -16,13 +17,18 @@ from vllm.v1.metrics.reader import Counter
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError, NonFiniteError, ResourceError, WorkerError, boundary, name_some, shorten
+from nemo_rl.models.generation.continuous import ContinuousDecoding
 from nemo_rl.models.generation.interfaces import (
+    EngineLoad,
+    EngineSpec,
     GenerationInterface,
     GenerationOutput,
     GenerationRequest,
+    GroupSamples,
     SamplingParams,
 )
 from nemo_rl.models.generation.rows import RowRequest, rows_of
+from nemo_rl.models.generation.turn_batch import ContinuousSpec, TurnRow
 from nemo_rl.models.generation.vllm.decoding import join_routes
 from nemo_rl.models.generation.vllm.extension import pack
 from nemo_rl.models.generation.vllm.start import EngineArguments, engine_arguments
@@ -41,6 +47,10 @@ FORCED = "nemo_rl_forced"
 """Extra argument of a request with the tokens of its response, for `force_rows`."""
 SEEDS = 2**63
 """Seeds of a torch generator; vLLM takes -1 for none."""
+STAGE = "generation"
+STOPPED, CUT = "stop", "length"
+"""Ends of a row: at a stop token or string, or at its limit."""
+SHUT_DOWN = "this engine was shut down; build a new one"
 
 
 def row_params(sampling: SamplingParams, row: RowRequest, *, replays: bool) -> vllm.SamplingParams:
@@ -67,40 +77,39 @@ def row_params(sampling: SamplingParams, row: RowRequest, *, replays: bool) -> v
         # 0: only the log-probability of the sampled token.
         logprobs=0,
         flat_logprobs=True,
+        # `step` returns a row when it has ended.
+        output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
     )
-
-
-STAGE = "generation"
-STOPPED, CUT = "stop", "length"
-"""Ends of a row: at a stop token or string, or at its limit."""
 
 
 class VllmEngine(GenerationInterface):
     """A vLLM engine of one model.
-
-    Args:
-        weight_version: -1 when a refit brings the first weights, another number to use those of the folder at once.
-        number: of this engine among those of a run; named in errors.
 
     Raises:
         ConfigError: vLLM cannot serve this model, or not with these settings.
         ResourceError: its cache does not fit.
     """
 
-    def __init__(
-        self, config: PolicyConfig, *, use_gpu: bool = False, weight_version: int = -1, number: int = 0
-    ) -> None:
-        self._number, self._weight_version = number, weight_version
+    def __init__(self, spec: EngineSpec) -> None:
+        config, weight_version, generation = spec.policy, spec.weight_version, spec.policy.generation
+        self._number, self._weight_version = spec.number, weight_version
         self._max_total_length = config.max_total_sequence_length
-        self._expected = expected_weights(config.model_name, precision=config.generation.precision or config.precision)
-        self._route_shape = _route_shape(self._expected) if config.router_replay.enabled else None
-        arguments = engine_arguments(config, use_gpu=use_gpu, loads_folder=weight_version >= 0)
-        sizes = config.generation.vllm_cfg
+        self._expected = expected_weights(config.model_name, precision=generation.precision or config.precision)
+        self.route_shape = _route_shape(self._expected) if config.router_replay.enabled else None
+        arguments = engine_arguments(
+            config, use_gpu=spec.use_gpu, loads_folder=weight_version >= 0, continuous=spec.continuous
+        )
+        sizes = generation.vllm_cfg
         self._is_alone = sizes.tensor_parallel_size * sizes.pipeline_parallel_size == 1
+        self._is_continuous = spec.continuous
         self._llm: vllm.LLM | None = _start(arguments, config)
-        self._replays = self._llm.llm_engine.vllm_config.use_v2_model_runner
         self._weights = VllmWeights(self._expected, self._hand)
         self._broken: str | None = None if weight_version >= 0 else "no weights were received yet"
+        self._num_loads = 0
+        places = sizes.max_num_seqs or generation.max_batch_size
+        self._decoding = ContinuousDecoding(
+            VllmTurns(self, self._engine), ContinuousSpec.of(spec, places=places), version=lambda: self._weight_version
+        )
 
     @property
     def weight_version(self) -> int:
@@ -115,46 +124,57 @@ class VllmEngine(GenerationInterface):
             ValueError: seeds do not divide by prompts, or a prompt is empty or leaves no room for a token.
             WorkerError: the weights are not whole.
         """
-        if self._broken is not None:
+        return self._decoding.generate(request)
+
+    def stream(self, request: GenerationRequest) -> Iterator[GroupSamples]:
+        """Yield groups as their rows end.
+
+        Raises:
+            ConfigError, NonFiniteError, ValueError, WorkerError: as `generate`.
+        """
+        yield from self._decoding.stream(request)
+
+    def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
+        self._engine()
+        if self._broken is not None and not self._decoding.is_frozen:
             raise WorkerError(
                 f"generation engine {self._number} has no complete weights to sample from: {self._broken}", stage=STAGE
             )
-        rows = rows_of(request, max_total_length=self._max_total_length)
-        shape = self._route_shape if request.with_routes else None
-        if request.with_routes and shape is None:
+        if request.with_routes and self.route_shape is None:
             raise ConfigError("policy.router_replay.enabled: false, so vLLM was started without routes; set it to true")
         if request.forced is not None and not request.sampling.is_plain:
             raise ValueError("vLLM decodes forced responses at temperature 1 without top-p and top-k alone")
-        found = self._sample(request, rows)
-        outputs = [each.outputs[0] for each in found]
-        for row, output in zip(rows, outputs, strict=True):
-            if output.finish_reason not in (STOPPED, CUT):
-                raise WorkerError(f"vLLM ended row {row.number} by {output.finish_reason!r}", stage=STAGE)
-        logprobs = [_logprobs(output) for output in outputs]
-        self._check_finite(logprobs)
-        return GenerationOutput(
-            token_ids=torch.tensor([token for output in outputs for token in output.token_ids], dtype=torch.int32),
-            logprobs=torch.from_numpy(np.concatenate(logprobs)) if logprobs else torch.zeros(0),
-            lengths=torch.tensor([len(output.token_ids) for output in outputs], dtype=torch.int64),
-            truncated=torch.tensor([output.finish_reason == CUT for output in outputs], dtype=torch.bool),
-            weight_version=self._weight_version,
-            routes=None if shape is None else join_routes([output.routed_experts for output in outputs], shape),
-            cached_tokens=torch.tensor([each.num_cached_tokens or 0 for each in found], dtype=torch.int64),
-        )
+        return rows_of(request, max_total_length=self._max_total_length)
+
+    def salt_of(self, row: RowRequest) -> str:
+        # Also the number of loads: weights that are loaded again may be others.
+        return f"{self._weight_version}.{self._num_loads}"
+
+    def named(self) -> str:
+        return f"generation engine {self._number}, weight version {self._weight_version}"
+
+    def abort(self, names: Sequence[str]) -> None:
+        self._decoding.abort(names)
+
+    def take_load(self) -> EngineLoad:
+        return self._decoding.take_load()
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
         """Replace every weight; a tied weight may come under either of its names, or both."""
         given = dict(weights)
         state = self._expected.state_dict(keep_vars=True)
         slots, targets = match_slots({name: tuple(weight.shape) for name, weight in given.items()}, state)
-        self.begin_weights()
-        for slot, target in zip(slots, targets, strict=True):
-            self.take_weight(slot.name, given[slot.name].detach().to(target.dtype, copy=True))
-        self.finish_weights(version)
+        with self._decoding.at_rest() if self._is_continuous else nullcontext():
+            self.begin_weights()
+            for slot, target in zip(slots, targets, strict=True):
+                self.take_weight(slot.name, given[slot.name].detach().to(target.dtype, copy=True))
+            self.finish_weights(version)
         return version
 
     def begin_weights(self) -> None:
         """Begin new weights; nothing can be sampled until `finish_weights`."""
+        if self._is_continuous:
+            self._decoding.check_rest()
         self._weight_version, self._broken = -1, "a weight update was interrupted"
         self._weights.begin()
 
@@ -171,11 +191,11 @@ class VllmEngine(GenerationInterface):
         ones."""
         try:
             self._weights.finish()
-            self._forget()
         except Exception as error:
             self._broken = f"vLLM could not load version {version}: {type(error).__name__}: {shorten(str(error))}"
             raise
         self._weight_version, self._broken = version, None
+        self._num_loads += 1
 
     def counters(self) -> dict[str, float]:
         """Return vLLM's own counts since its start, such as `vllm:num_preemptions`; it counts with
@@ -183,38 +203,22 @@ class VllmEngine(GenerationInterface):
         return {each.name: each.value for each in self._engine().get_metrics() if isinstance(each, Counter)}
 
     def prepare_for_generation(self) -> None:
-        """Do nothing: weights and cache stay where they are."""
+        """Let rows that stand still go on; weights and cache stay where they are."""
         self._engine()
+        if self._is_continuous:
+            self._decoding.thaw()
 
     def finish_generation(self) -> None:
-        """Forget cached prompts; their memory stays reserved."""
-        if self._llm is not None:
-            self._forget()
+        """Let rows stand still until `prepare_for_generation`, in continuous mode alone; memory stays reserved."""
+        if self._llm is not None and self._is_continuous:
+            self._decoding.freeze()
 
     def shutdown(self) -> None:
+        if self._llm is not None:
+            self._decoding.end(RuntimeError(SHUT_DOWN))
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
-
-    def _sample(self, request: GenerationRequest, rows: Sequence[RowRequest]) -> list[vllm.RequestOutput]:
-        if not rows:
-            return []
-        prompts = [{"prompt_token_ids": list(row.prompt)} for row in rows]
-        params = [row_params(request.sampling, row, replays=self._replays) for row in rows]
-        return self._engine().generate(prompts, params, use_tqdm=False)
-
-    def _check_finite(self, logprobs: Sequence[np.ndarray]) -> None:
-        bad = [row for row, values in enumerate(logprobs) if not bool(np.isfinite(values).all())]
-        if bad:
-            raise NonFiniteError(
-                f"generation engine {self._number}, weight version {self._weight_version}: NaN or inf in the "
-                f"log-probabilities of row {name_some(bad)}. Training has diverged, or the weights were broken from "
-                "the start: resume from an earlier checkpoint with a lower learning rate, or check policy.model_name"
-            )
-
-    def _forget(self) -> None:
-        if not self._engine().reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def _hand(self, method: str, named: Sequence[tuple[str, torch.Tensor]]) -> Sequence[object]:
         payload: list[object] = []
@@ -225,8 +229,93 @@ class VllmEngine(GenerationInterface):
 
     def _engine(self) -> vllm.LLM:
         if self._llm is None:
-            raise RuntimeError("this engine was shut down; build a new one")
+            raise RuntimeError(SHUT_DOWN)
         return self._llm
+
+
+class VllmTurns:
+    """The rows of one vLLM engine, a step of vLLM at a time.
+
+    Invariant: what vLLM has cached of a prompt is found by rows of the same weights alone, since a salt of the weights
+    is part of every block's name; so nothing is reset at a refit, but where running rows are computed anew.
+
+    Args:
+        llm: returns vLLM.
+    """
+
+    def __init__(self, engine: VllmEngine, llm: Callable[[], vllm.LLM]) -> None:
+        self._engine, self._llm = engine, llm
+        self._running: dict[int, tuple[str, RowRequest]] = {}
+        """Key -> vLLM's own name, and the row."""
+        self._ended: dict[int, vllm.RequestOutput] = {}
+
+    def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
+        return self._engine.rows_of(request)
+
+    def join(self, rows: Sequence[TurnRow]) -> None:
+        engine = self._llm().llm_engine
+        replays = engine.vllm_config.use_v2_model_runner
+        for each in rows:
+            prompt = {"prompt_token_ids": list(each.row.prompt), "cache_salt": self._engine.salt_of(each.row)}
+            params = row_params(each.request.sampling, each.row, replays=replays)
+            self._running[each.key] = engine.add_request(str(each.key), prompt, params), each.row
+
+    def turn(self, *, with_named: bool) -> Collection[int]:
+        """Run one step; a row whose prompt is read in chunks, or that waits for room in the cache, gets no token."""
+        ended = []
+        for output in self._llm().llm_engine.step():
+            key = int(output.request_id)
+            _, row = self._running.pop(key)
+            reason = output.outputs[0].finish_reason
+            if reason not in (STOPPED, CUT):
+                raise WorkerError(f"vLLM ended row {row.number} by {reason!r}", stage=STAGE)
+            self._ended[key] = output
+            ended.append(key)
+        return ended
+
+    def recompute(self) -> None:
+        if not self._llm().reset_prefix_cache(reset_running_requests=True):
+            raise WorkerError("vLLM did not let go of the caches of running rows", stage=STAGE)
+
+    def lengths(self) -> Mapping[int, int]:
+        states = self._llm().llm_engine.output_processor.request_states
+        return {
+            key: states[name].detokenizer.num_output_tokens()
+            for key, (name, _) in self._running.items()
+            if name in states
+        }
+
+    def take(self, request: GenerationRequest, keys: Sequence[int]) -> GenerationOutput:
+        found = [self._ended.pop(key) for key in keys]
+        outputs = [each.outputs[0] for each in found]
+        logprobs = [_logprobs(output) for output in outputs]
+        self._check_finite(logprobs)
+        shape = self._engine.route_shape if request.with_routes else None
+        return GenerationOutput(
+            token_ids=torch.tensor([token for output in outputs for token in output.token_ids], dtype=torch.int32),
+            logprobs=torch.from_numpy(np.concatenate(logprobs)),
+            lengths=torch.tensor([len(output.token_ids) for output in outputs], dtype=torch.int64),
+            truncated=torch.tensor([output.finish_reason == CUT for output in outputs], dtype=torch.bool),
+            weight_version=-1,
+            routes=None if shape is None else join_routes([output.routed_experts for output in outputs], shape),
+            cached_tokens=torch.tensor([each.num_cached_tokens or 0 for each in found], dtype=torch.int64),
+        )
+
+    def drop(self, keys: Collection[int]) -> None:
+        names = [self._running.pop(key)[0] for key in keys if key in self._running]
+        if names:
+            self._llm().llm_engine.abort_request(names, internal=True)
+        for key in keys:
+            self._ended.pop(key, None)
+
+    def _check_finite(self, logprobs: Sequence[np.ndarray]) -> None:
+        bad = [row for row, values in enumerate(logprobs) if not bool(np.isfinite(values).all())]
+        if bad:
+            raise NonFiniteError(
+                f"{self._engine.named()}: NaN or inf in the log-probabilities of row {name_some(bad)} of a group. "
+                "Training has diverged, or the weights were broken from the start: resume from an earlier checkpoint "
+                "with a lower learning rate, or check policy.model_name"
+            )
 
 
 def _logprobs(output: vllm.CompletionOutput) -> np.ndarray:
@@ -280,9 +369,9 @@ class VllmWorker(RefitTarget, VllmEngine):
     weights of a layer until all of them are there. For deltas a copy of all weights stays in this process, on the CPU.
     """
 
-    def __init__(self, config: PolicyConfig, *, use_gpu: bool, weight_version: int = -1, number: int = 0) -> None:
-        super().__init__(config, use_gpu=use_gpu, weight_version=weight_version, number=number)
-        self._device = torch.device("cuda" if use_gpu else "cpu")
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._device = torch.device("cuda" if spec.use_gpu else "cpu")
         self._receiver = RefitReceiver(self._expected, self._device, take=self.take_weight)
 
     def report_device_id(self) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.errors import ConfigError
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "EngineArguments",
     "build_vllm_worker",
     "check_vllm",
+    "check_vllm_spec",
     "engine_arguments",
     "known_arguments",
     "prepare_process",
@@ -91,11 +93,14 @@ CPU_BLOCK = 32
 GIB = 2**30
 
 
-def engine_arguments(config: PolicyConfig, *, use_gpu: bool, loads_folder: bool) -> EngineArguments:
+def engine_arguments(
+    config: PolicyConfig, *, use_gpu: bool, loads_folder: bool, continuous: bool = False
+) -> EngineArguments:
     """Return the arguments of `vllm.LLM`.
 
     Args:
         loads_folder: whether the weights of the folder are used; else a refit brings the first ones.
+        continuous: whether weights change while rows run.
     """
     generation = config.generation
     given = generation.vllm_cfg
@@ -126,6 +131,11 @@ def engine_arguments(config: PolicyConfig, *, use_gpu: bool, loads_folder: bool)
         found["block_size"] = given.block_size or CPU_BLOCK
         found["enforce_eager"] = given.enforce_eager is not False
     found |= generation.vllm_kwargs
+    if continuous:
+        # Rows of groups, and as many of validation and receipts, which must not wait for them.
+        found["max_num_seqs"] = 2 * (given.max_num_seqs or generation.max_batch_size)
+        # A step that was scheduled ahead would give a token of old weights after new ones have come.
+        found["async_scheduling"] = False
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -202,14 +212,38 @@ def _size_problems(config: PolicyConfig) -> list[str]:
     return lines
 
 
+def check_vllm_spec(spec: EngineSpec) -> None:
+    """Raises:
+    ConfigError: vLLM cannot decode so, whatever the model is.
+    """
+    sizes, key = spec.policy.generation.vllm_cfg, "policy.generation.backend: vLLM"
+    if spec.script:
+        raise ConfigError(
+            f"{key} has no batches that can be made again, so that it cannot follow a schedule; use torch"
+        )
+    if not spec.continuous:
+        return
+    if sizes.tensor_parallel_size * sizes.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"{key} of several processes decodes while nobody asks, so that rows cannot stand still for new weights; "
+            "set vllm_cfg.tensor_parallel_size and vllm_cfg.pipeline_parallel_size to 1"
+        )
+    if spec.policy.router_replay.enabled and spec.policy.generation.in_flight == "recompute":
+        raise ConfigError(
+            "policy.router_replay.enabled: vLLM forgets the routes of running rows when it computes their caches anew; "
+            "set policy.generation.in_flight to drain, or policy.generation.backend to torch"
+        )
+
+
 def build_vllm_worker(spec: EngineSpec) -> GenerationInterface:
     """Start one replica.
 
     Raises:
         ConfigError: vLLM cannot serve this model, or not with these settings. ResourceError: its cache does not fit.
     """
+    check_vllm_spec(spec)
     torch.set_num_threads(spec.threads)
     prepare_process(spec.policy, use_gpu=spec.use_gpu)
     from nemo_rl.models.generation.vllm.engine import VllmWorker  # noqa: PLC0415 - takes seconds, reads the variables
 
-    return VllmWorker(spec.policy, use_gpu=spec.use_gpu, weight_version=spec.weight_version, number=spec.number)
+    return VllmWorker(spec)

@@ -1,0 +1,562 @@
+"""`ContinuousDecoding`: the rows of several `stream` calls in one running batch, from which new weights need no rest.
+
+    ContinuousDecoding.stream (a thread for each call)
+      |- _submit          groups wait in line, first come first served
+      |- _take_turn       the thread that finds nobody decoding decodes a turn for all
+      |    |- _plan       groups whose stream was closed leave, waiting ones join where places are free
+      |    `- _decode     a token of every live row; groups whose rows have all ended go to their streams
+      `- freeze, thaw     around a refit: rows stand still at a token boundary, and go on with other weights
+
+Used by the engines, which bring a `TurnBatch`. Invariants: a turn is decoded by one thread; weights change between
+turns alone, while no row without a name is being decoded, so that such rows have one version; every named group that
+joins or leaves, and every change of weights, is an entry of the schedule, and named rows depend on these entries, their
+prompts and seeds alone. Every wait ends at a deadline after the last progress of the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from threading import Condition
+
+from nemo_rl.errors import ConfigError, WorkerError, name_some
+from nemo_rl.models.generation.interfaces import (
+    EngineLoad,
+    GenerationOutput,
+    GenerationRequest,
+    GroupSamples,
+)
+from nemo_rl.models.generation.schedule import EventKind, ScheduleEntry
+from nemo_rl.models.generation.turn_batch import NAMED, ContinuousSpec, TurnBatch, TurnRow
+
+__all__ = ["ContinuousDecoding"]
+
+STAGE = "generation"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Group:
+    """A group on its way through the engine."""
+
+    stream: _StreamCall
+    number: int
+    """Number of its prompt in the request."""
+    name: str
+    keys: list[int]
+    waiting: deque[TurnRow]
+    """Rows that have not joined."""
+    live: set[int] = field(default_factory=set)
+    joined: float = 0.0
+    """Monotonic seconds at which its first row joined."""
+    spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Version spans of each row that has joined."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _StreamCall:
+    """One `stream` call."""
+
+    request: GenerationRequest
+    lane: int
+    open: list[_Group] = field(default_factory=list)
+    """Groups that have not ended."""
+    ended: list[tuple[_Group, GenerationOutput]] = field(default_factory=list)
+    """Groups that were not yielded."""
+    has_begun: bool = False
+    is_closed: bool = False
+    failure: BaseException | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Turn:
+    """The plan of one turn."""
+
+    joining: Sequence[TurnRow]
+    with_named: bool
+    recomputes: bool
+
+
+class ContinuousDecoding:
+    """Merges the rows of several calls into one running batch.
+
+    Args:
+        version: returns the version of the engine's weights.
+    """
+
+    def __init__(self, batch: TurnBatch, spec: ContinuousSpec, *, version: Callable[[], int]) -> None:
+        self._batch, self._spec, self._version = batch, spec, version
+        self._changed = Condition()
+        self._is_busy = self._is_closing = self._is_frozen = False
+        """A turn is being decoded; a refit waits; rows stand still."""
+        self._recomputes = False
+        self._held = version()
+        self._streams: list[_StreamCall] = []
+        self._lines: dict[bool, deque[_Group]] = {True: deque(), False: deque()}
+        """Groups with rows that wait, by whether they have names."""
+        self._live: dict[int, _Group] = {}
+        self._num_live = {True: 0, False: 0}
+        """Live rows, by whether their groups have names."""
+        self._gone: list[_Group] = []
+        """Groups whose stream was closed when rows of theirs had joined."""
+        self._keys, self._lanes = count(), count(NAMED + 1)
+        self._turns = self._num_entries = 0
+        self._entries: list[ScheduleEntry] = []
+        """Entries that no samples have carried yet."""
+        self._script = deque(entry for entry in spec.script if entry.engine == spec.number)
+        self._progress = time.monotonic()
+        self._busy_s, self._thrown_tokens = 0.0, 0
+        """Seconds of turns, and tokens of rows that left, since the last `take_load`."""
+        self._group_seconds: list[float] = []
+
+    def take_load(self) -> EngineLoad:
+        """Return what was done since the last call."""
+        with self._changed:
+            found = EngineLoad(
+                busy_s=self._busy_s, thrown_tokens=self._thrown_tokens, group_seconds=tuple(self._group_seconds)
+            )
+            self._busy_s, self._thrown_tokens, self._group_seconds = 0.0, 0, []
+        return found
+
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Sample all rows, in the order of the request."""
+        found = list(self.stream(request))
+        if not found:
+            return GenerationOutput.empty(weight_version=self._version())
+        groups, size = [group for samples in found for group in samples.groups], request.group_size
+        order = sorted(range(len(groups)), key=groups.__getitem__)
+        output = _joined([samples.output for samples in found])
+        return output.select([place * size + row for place in order for row in range(size)])
+
+    def stream(self, request: GenerationRequest) -> Iterator[GroupSamples]:
+        """Yield whole groups as they end.
+
+        Raises:
+            WorkerError: nothing has moved for too long, or the script cannot be followed.
+        """
+        stream = self._submit(request)
+        try:
+            while stream.open or stream.ended or stream.failure is not None:
+                found = self._next(stream)
+                if found is not None:
+                    yield found
+        finally:
+            self._close(stream)
+
+    def abort(self, names: Collection[str]) -> None:
+        """Take the groups with these names out of the line and of the batch; their streams never give them."""
+        with self._changed:
+            for stream in self._streams:
+                for group in [group for group in stream.open if group.name in names]:
+                    stream.open.remove(group)
+                    if group in self._lines[True]:
+                        self._lines[True].remove(group)
+                    if group.spans:
+                        self._gone.append(group)
+            self._progressed()
+
+    def freeze(self) -> None:
+        """Let rows without names, and with `drain` all running ones, end, and all others stand still. Idempotent."""
+        with self._changed:
+            self._is_closing, self._progress = True, time.monotonic()
+        while not self._is_frozen:
+            self._take_turn(until=self._try_to_freeze, waits_for="the rows that must end before new weights")
+
+    def thaw(self) -> None:
+        """Let rows go on, with the weights that the engine has now. Idempotent."""
+        with self._changed:
+            if not self._is_frozen:
+                # A refit that was given up before rows stood still.
+                self._is_closing = False
+                self._progressed()
+                return
+            version = self._version()
+            if version < 0:
+                raise WorkerError("the engine has no complete weights; bring them before it goes on", stage=STAGE)
+            if version != self._held:
+                self._swap(version)
+            self._is_frozen = self._is_closing = False
+            self._progressed()
+
+    @property
+    def is_frozen(self) -> bool:
+        return self._is_frozen
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Let rows stand still inside the block, and go on behind it where they have gone on before."""
+        was_frozen = self._is_frozen
+        self.freeze()
+        try:
+            yield
+        finally:
+            # Weights that are not whole must not be sampled from.
+            if not was_frozen and self._version() >= 0:
+                self.thaw()
+
+    def check_rest(self) -> None:
+        """Stand still where nothing runs, as in an engine that was just started.
+
+        Raises:
+            WorkerError: rows are running.
+        """
+        with self._changed:
+            if not self._is_frozen and not self._live:
+                self._is_closing = True
+                self._try_to_freeze()
+            if not self._is_frozen:
+                raise WorkerError("rows are running: call finish_generation before new weights come", stage=STAGE)
+
+    def end(self, error: BaseException) -> None:
+        """Fail every stream, when the turn that is being decoded has ended."""
+        with self._changed:
+            self._progress = time.monotonic()
+            while self._is_busy:
+                self._wait("the end of a turn")
+            self._fail(error)
+
+    def _submit(self, request: GenerationRequest) -> _StreamCall:
+        rows, size = self._batch.rows_of(request), request.group_size
+        if request.names and size > self._spec.places:
+            raise ConfigError(
+                f"policy.generation.max_batch_size: expected room for the {size} rows of a group, got "
+                f"{self._spec.places}; raise it, or lower grpo.num_generations_per_prompt"
+            )
+        with self._changed:
+            lane = NAMED if request.names else next(self._lanes)
+            stream = _StreamCall(request=request, lane=lane)
+            for number in range(len(request.prompt_ids)):
+                waiting = deque(
+                    TurnRow(key=next(self._keys), row=row, request=request, lane=lane)
+                    for row in rows[number * size : (number + 1) * size]
+                )
+                name = request.names[number] if request.names else ""
+                group = _Group(
+                    stream=stream, number=number, name=name, keys=[row.key for row in waiting], waiting=waiting
+                )
+                stream.open.append(group)
+            # Rows without names join row by row: those of like length together, as in a batch of one request.
+            line = (
+                stream.open if request.names else sorted(stream.open, key=lambda each: len(each.waiting[0].row.prompt))
+            )
+            self._lines[bool(request.names)].extend(line)
+            self._streams.append(stream)
+            self._progressed()
+        return stream
+
+    def _next(self, stream: _StreamCall) -> GroupSamples | None:
+        """Decode, or wait for another thread that does, until groups of the stream have ended; None where those that
+        were left have been aborted."""
+        while not self._take_turn(
+            until=lambda: stream.failure is not None or bool(stream.ended) or not stream.open,
+            waits_for=f"groups of {len(stream.open)} prompts",
+        ):
+            pass
+        with self._changed:
+            if stream.failure is not None:
+                raise stream.failure
+            found, stream.ended = stream.ended, []
+            if not found:
+                return None
+            entries = tuple[ScheduleEntry, ...]()
+            if stream.lane == NAMED:
+                entries, self._entries = tuple(self._entries), []
+        return GroupSamples(
+            groups=tuple(group.number for group, _ in found),
+            output=_joined([output for _, output in found]),
+            schedule=entries,
+        )
+
+    def _take_turn(self, *, until: Callable[[], bool], waits_for: str) -> bool:
+        """Wait for `until`, or until nobody decodes, and decode one turn then; return `until()` as it was before."""
+        with self._changed:
+            while True:
+                if until():
+                    return True
+                turn = None if self._is_busy else self._plan()
+                if turn is not None:
+                    self._is_busy = True
+                    break
+                # Groups that left in the plan may have been all that was waited for.
+                if not until():
+                    self._wait(waits_for)
+        self._decode(turn)
+        return False
+
+    def _wait(self, waits_for: str) -> None:
+        left = self._progress + self._spec.deadline_s - time.monotonic()
+        if left <= 0:
+            raise WorkerError(
+                f"generation engine {self._spec.number} has waited {self._spec.deadline_s:.0f} s for {waits_for} "
+                f"without a token: {self._state()}",
+                stage=STAGE,
+            )
+        self._changed.wait(left)
+
+    def _state(self) -> str:
+        """Return what stands still, in words."""
+        if self._is_busy:
+            return "a turn has not ended"
+        if self._is_frozen:
+            return "rows stand still for a refit that has not ended"
+        if self._script:
+            entry = self._script[0]
+            return f"the script's next event is {entry.kind} {name_some(entry.groups)} at turn {entry.turn}"
+        return f"{len(self._live)} rows are running"
+
+    def _progressed(self) -> None:
+        self._progress = time.monotonic()
+        self._changed.notify_all()
+
+    def _plan(self) -> _Turn | None:
+        """Return the next turn; None where no row can go on. Groups whose stream was closed leave here."""
+        self._drop(self._gone)
+        self._gone = []
+        # Here, and not in the waiting thread alone, which may find the lock taken again after every turn.
+        if self._is_closing and self._try_to_freeze():
+            return None
+        if not self._live and not self._is_frozen:
+            # An engine that is never frozen gets new weights between requests.
+            self._held = self._version()
+        try:
+            named = self._named_joining()
+        except WorkerError as error:
+            self._fail(error)
+            raise
+        others = self._others_joining()
+        with_named = named is not None and self._num_live[True] > 0
+        if not with_named and not self._num_live[False]:
+            return None
+        recomputes, self._recomputes = self._recomputes and with_named, self._recomputes and not with_named
+        # A stable order by length, as in request mode.
+        joining = sorted([*(named or ()), *others], key=lambda each: (each.lane, len(each.row.prompt)))
+        return _Turn(joining=joining, with_named=with_named, recomputes=recomputes)
+
+    def _named_joining(self) -> list[TurnRow] | None:
+        """Return the named rows that join now; None where named rows must stand still."""
+        if self._is_frozen:
+            return None
+        if self._script:
+            return self._scripted()
+        if self._is_closing and self._spec.in_flight == "drain":
+            return []
+        line, free, groups = self._lines[True], self._spec.places - self._num_live[True], list[_Group]()
+        while line and len(line[0].keys) <= free:
+            free -= len(line[0].keys)
+            groups.append(line.popleft())
+        return self._joined(groups)
+
+    def _scripted(self) -> list[TurnRow] | None:
+        while self._script and self._script[0].turn <= self._turns:
+            entry = self._script[0]
+            if entry.turn < self._turns or entry.number != self._num_entries:
+                raise self._lost_script(entry)
+            if entry.kind == "swap":
+                return None
+            if entry.kind == "leave":
+                self._script.popleft()
+                self._drop({group.name: group for group in self._live.values() if group.name in entry.groups}.values())
+                continue
+            waiting = {group.name: group for group in self._lines[True]}
+            if any(name not in waiting for name in entry.groups):
+                return None
+            self._script.popleft()
+            groups_in_order = [waiting[name] for name in entry.groups]
+            for group in groups_in_order:
+                self._lines[True].remove(group)
+            return self._joined(groups_in_order)
+        if self._script and not self._num_live[True]:
+            raise self._lost_script(self._script[0])
+        return []
+
+    def _lost_script(self, entry: ScheduleEntry) -> WorkerError:
+        return WorkerError(
+            f"generation engine {self._spec.number} cannot follow its script: at turn {self._turns}, after "
+            f"{self._num_entries} events, with {self._num_live[True]} rows running, event {entry.number} is to "
+            f"happen at turn {entry.turn}. Weights, prompts and seeds must be those of the run that wrote it",
+            stage=STAGE,
+        )
+
+    def _joined(self, groups: Sequence[_Group]) -> list[TurnRow]:
+        """Let whole groups join."""
+        if not groups:
+            return []
+        self._record("join", groups=tuple(group.name for group in groups))
+        return [self._join_row(group) for group in groups for _ in group.keys]
+
+    def _others_joining(self) -> list[TurnRow]:
+        """Return rows without names that join now, as many as there is room for."""
+        line, free, found = self._lines[False], self._spec.places - self._num_live[False], list[TurnRow]()
+        for group in list(line):
+            if len(found) == free:
+                break
+            if self._is_frozen or (self._is_closing and not group.stream.has_begun):
+                continue
+            group.stream.has_begun = True
+            while group.waiting and len(found) < free:
+                found.append(self._join_row(group))
+            if not group.waiting:
+                line.remove(group)
+        return found
+
+    def _join_row(self, group: _Group) -> TurnRow:
+        row = group.waiting.popleft()
+        if not group.spans:
+            group.joined = time.monotonic()
+        group.live.add(row.key)
+        group.spans[row.key] = [(0, self._held)]
+        self._live[row.key] = group
+        self._num_live[bool(group.name)] += 1
+        return row
+
+    def _decode(self, turn: _Turn) -> None:
+        """Decode a turn; an error fails every stream."""
+        began = time.monotonic()
+        try:
+            if turn.recomputes:
+                self._batch.recompute()
+            if turn.joining:
+                self._batch.join(turn.joining)
+            keys = self._batch.turn(with_named=turn.with_named)
+            with self._changed:
+                self._turns += turn.with_named
+                groups = self._settle(keys)
+            outputs = [(group, self._output(group)) for group in groups]
+            with self._changed:
+                for group, output in outputs:
+                    # Not one that was aborted meanwhile.
+                    if group in group.stream.open:
+                        group.stream.open.remove(group)
+                        group.stream.ended.append((group, output))
+                        if group.name:
+                            self._group_seconds.append(time.monotonic() - group.joined)
+                self._gone = [group for group in self._gone if group not in groups]
+        except BaseException as error:
+            with self._changed:
+                self._is_busy = False
+                self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            with self._changed:
+                self._is_busy = False
+                self._busy_s += time.monotonic() - began
+                self._progressed()
+
+    def _settle(self, keys: Collection[int]) -> list[_Group]:
+        """Take ended rows off the live ones, and return the groups whose rows have all ended, in order."""
+        found = dict[int, _Group]()
+        for key in keys:
+            group = self._live.pop(key)
+            group.live.discard(key)
+            self._num_live[bool(group.name)] -= 1
+            if not group.live and not group.waiting:
+                found[id(group)] = group
+        return list(found.values())
+
+    def _output(self, group: _Group) -> GenerationOutput:
+        output = self._batch.take(group.stream.request, group.keys)
+        return output.with_spans(tuple(tuple(group.spans[key]) for key in group.keys))
+
+    def _try_to_freeze(self) -> bool:
+        """Freeze where nothing is left that must happen before, and return whether rows stand still."""
+        if self._is_frozen or self._is_busy:
+            return self._is_frozen
+        if self._num_live[False] or any(group.stream.has_begun for group in self._lines[False]):
+            return False
+        if self._spec.in_flight == "drain" and self._num_live[True]:
+            return False
+        if self._script:
+            entry = self._script[0]
+            if entry.kind != "swap" or entry.turn != self._turns or entry.number != self._num_entries:
+                return False
+        self._is_frozen = True
+        self._progressed()
+        return True
+
+    def _swap(self, version: int) -> None:
+        """Stamp the tokens that follow with another version."""
+        if self._script:
+            entry = self._script.popleft()
+            if entry.version != version:
+                raise WorkerError(
+                    f"generation engine {self._spec.number} follows a script whose event {entry.number} brings weights "
+                    f"of version {entry.version}, got {version}; refits must come as in the run that wrote it",
+                    stage=STAGE,
+                )
+        self._held = version
+        self._record("swap", version=version)
+        lengths = self._batch.lengths()
+        for key, group in self._live.items():
+            spans, start = group.spans[key], lengths.get(key, 0)
+            if spans[-1][0] == start:
+                spans.pop()
+            spans.append((start, version))
+        self._recomputes = self._spec.in_flight == "recompute" and bool(self._live)
+
+    def _record(self, kind: EventKind, *, groups: tuple[str, ...] = (), version: int | None = None) -> None:
+        entry = ScheduleEntry(
+            engine=self._spec.number,
+            number=self._num_entries,
+            turn=self._turns,
+            kind=kind,
+            groups=groups,
+            version=version,
+        )
+        self._num_entries += 1
+        self._entries.append(entry)
+
+    def _close(self, stream: _StreamCall) -> None:
+        """Take the rows of a stream out that nobody wants; with a script those stay that the script keeps."""
+        with self._changed:
+            if stream.is_closed:
+                return
+            stream.is_closed = True
+            self._streams.remove(stream)
+            kept = {name for entry in self._script for name in entry.groups}
+            line = self._lines[stream.lane == NAMED]
+            for group in stream.open:
+                if group.name in kept or (self._script and group.name and group.live):
+                    continue
+                if group in line:
+                    line.remove(group)
+                if group.spans:
+                    self._gone.append(group)
+            self._progressed()
+
+    def _drop(self, groups: Collection[_Group]) -> None:
+        """Take rows of groups out of the batch."""
+        if not groups:
+            return
+        names = tuple(group.name for group in groups if group.name)
+        if names:
+            self._record("leave", groups=names)
+        lengths = self._batch.lengths()
+        self._thrown_tokens += sum(lengths.get(key, 0) for group in groups for key in group.live)
+        self._batch.drop([key for group in groups for key in group.keys])
+        for group in groups:
+            self._num_live[bool(group.name)] -= len(group.live)
+            for key in group.live:
+                del self._live[key]
+            # So that the end of its stream does not let it leave again.
+            group.live.clear()
+            group.spans.clear()
+        self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        """Let every stream raise the error; the batch is empty then."""
+        keys = [key for stream in self._streams for group in stream.open for key in group.keys]
+        for stream in self._streams:
+            stream.failure, stream.open = stream.failure or error, []
+        self._batch.drop([*keys, *self._live])
+        self._live, self._num_live, self._gone = {}, {True: 0, False: 0}, []
+        self._lines = {True: deque(), False: deque()}
+        self._progressed()
+
+
+def _joined(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
+    output = GenerationOutput.joined(outputs)
+    return output.with_spans(output.row_spans)

@@ -1,0 +1,242 @@
+"""State of a `DecodeBatch`: the model's cache of its live rows, and the tokens of all rows.
+
+Invariant: the last token of every row stands in the last column of the cache; what is short is padded on the left.
+Shapes: P distinct sequences, W their width, B live rows, N rows of the store, S tokens so far, V vocabulary, L layers
+with experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+if TYPE_CHECKING:
+    from nemo_rl.models.generation.torch_engine.decode import BatchRow
+
+__all__ = ["LiveCache", "PrefillPass", "RowStore"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillPass:
+    """The distinct sequences of some rows, padded on the left."""
+
+    ids_PW: torch.Tensor
+    """int64."""
+    mask_PW: torch.Tensor
+    """int64, 0 where padding lies."""
+    slot_B: torch.Tensor
+    """int64: which of the sequences a row has."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[tuple[int, ...]], device: torch.device) -> PrefillPass:
+        """Return the pass over the sequences of rows."""
+        slots: dict[tuple[int, ...], int] = {}
+        slot_B = torch.tensor([slots.setdefault(sequence, len(slots)) for sequence in sequences], device=device)
+        width = max(map(len, slots))
+        ids_PW = torch.zeros(len(slots), width, dtype=torch.int64)
+        mask_PW = torch.zeros(len(slots), width, dtype=torch.int64)
+        for row, sequence in enumerate(slots):
+            ids_PW[row, width - len(sequence) :] = torch.tensor(sequence)
+            mask_PW[row, width - len(sequence) :] = 1
+        return cls(ids_PW=ids_PW.to(device), mask_PW=mask_PW.to(device), slot_B=slot_B)
+
+
+class LiveCache:
+    """Cache, mask and last logits of the live rows."""
+
+    def __init__(
+        self, *, cache: DynamicCache, mask_BS: torch.Tensor, position_B: torch.Tensor, logits_BV: torch.Tensor
+    ) -> None:
+        self._cache = cache
+        self._mask_BS = mask_BS
+        self._position_B = position_B
+        self.logits_BV = logits_BV
+
+    @classmethod
+    def prefill(cls, model: PreTrainedModel, passed: PrefillPass) -> LiveCache:
+        """Run every distinct sequence once and copy its cache to the rows that share it."""
+        position_PW = (passed.mask_PW.cumsum(1) - 1).clamp(min=0)
+        cache = DynamicCache(config=model.config)
+        output = model(
+            input_ids=passed.ids_PW,
+            attention_mask=passed.mask_PW,
+            position_ids=position_PW,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache.reorder_cache(passed.slot_B)
+        return cls(
+            cache=cache,
+            mask_BS=passed.mask_PW[passed.slot_B],
+            position_B=position_PW[passed.slot_B, -1],
+            logits_BV=output.logits[passed.slot_B, -1],
+        )
+
+    @property
+    def can_grow(self) -> bool:
+        """Return whether rows can be added: every layer keeps keys and values of all tokens, and nothing else."""
+        return all(type(layer) is DynamicLayer for layer in self._cache.layers)
+
+    def grow(self, other: LiveCache) -> None:
+        """Add the rows of `other` behind these; columns that pad every row are cut off."""
+        masks = [self._mask_BS, other._mask_BS]
+        needed = max(int(mask.shape[1] - mask.any(0).int().argmax()) for mask in masks)
+        self._mask_BS = torch.cat([_to_width(mask, needed, dim=1) for mask in masks])
+        for layer, added in zip(self._cache.layers, other._cache.layers, strict=True):
+            layer.keys = torch.cat([_to_width(keys, needed, dim=2) for keys in (layer.keys, added.keys)])
+            layer.values = torch.cat([_to_width(values, needed, dim=2) for values in (layer.values, added.values)])
+        self._position_B = torch.cat([self._position_B, other._position_B])
+        self.logits_BV = torch.cat([self.logits_BV, other.logits_BV])
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Drop every other row from the cache."""
+        self._cache.reorder_cache(rows)
+        self._mask_BS, self._position_B = self._mask_BS[rows], self._position_B[rows]
+
+    def advance(self, model: PreTrainedModel, token_B: torch.Tensor) -> None:
+        """Feed one token per row."""
+        self._mask_BS = torch.nn.functional.pad(self._mask_BS, (0, 1), value=1)
+        self._position_B = self._position_B + 1
+        output = model(
+            input_ids=token_B[:, None],
+            attention_mask=self._mask_BS,
+            position_ids=self._position_B[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self.logits_BV = output.logits[:, -1]
+
+
+def _to_width(value: torch.Tensor, width: int, *, dim: int) -> torch.Tensor:
+    """Cut or pad on the left."""
+    length = value.shape[dim]
+    if length >= width:
+        return value.narrow(dim, length - width, width)
+    shape = [*value.shape]
+    shape[dim] = width - length
+    return torch.cat([value.new_zeros(shape), value], dim=dim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowStore:
+    """Tokens and settings of N rows, live and ended; the tensors are written in place."""
+
+    keys: tuple[int, ...]
+    key_N: torch.Tensor
+    """int64, the same."""
+    kind_N: torch.Tensor
+    """int64: number of the row's settings."""
+    seed_N: torch.Tensor
+    """int64."""
+    limit_N: torch.Tensor
+    """int64: most tokens."""
+    length_N: torch.Tensor
+    """int64: tokens so far."""
+    is_stopped_N: torch.Tensor
+    """bool."""
+    token_NS: torch.Tensor
+    """int64; forced tokens lie here from the start."""
+    logprob_NS: torch.Tensor
+    """float32."""
+    route_NSLK: torch.Tensor | None = None
+    """Routes of response tokens, as wide as needed so far."""
+
+    @classmethod
+    def empty(cls, device: torch.device) -> RowStore:
+        """Return a store without rows."""
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return cls(
+            keys=(),
+            key_N=none,
+            kind_N=none,
+            seed_N=none,
+            limit_N=none,
+            length_N=none,
+            is_stopped_N=none.bool(),
+            token_NS=none[:, None],
+            logprob_NS=none[:, None].float(),
+        )
+
+    def with_rows(self, rows: Sequence[BatchRow], kinds: Sequence[int], seed_n: torch.Tensor) -> RowStore:
+        """Return the store with more rows at its end."""
+        device = self.key_N.device
+        limits = [row.request.max_new_tokens for row in rows]
+        width = max(self.token_NS.shape[1], *limits)
+        forced = torch.zeros(len(rows), width, dtype=torch.int64)
+        for place, row in enumerate(rows):
+            if row.request.forced is not None:
+                forced[place, : len(row.request.forced)] = torch.tensor(row.request.forced)
+
+        def more(old: torch.Tensor, new: Sequence[int] | torch.Tensor) -> torch.Tensor:
+            return torch.cat([old, torch.as_tensor(new, dtype=old.dtype).to(device)])
+
+        pad = (0, width - self.token_NS.shape[1])
+        zeros, routes = torch.zeros(len(rows), dtype=torch.int64), self.route_NSLK
+        return RowStore(
+            keys=(*self.keys, *(row.key for row in rows)),
+            key_N=more(self.key_N, [row.key for row in rows]),
+            kind_N=more(self.kind_N, kinds),
+            seed_N=more(self.seed_N, seed_n),
+            limit_N=more(self.limit_N, limits),
+            length_N=more(self.length_N, zeros),
+            is_stopped_N=more(self.is_stopped_N, zeros),
+            token_NS=more(torch.nn.functional.pad(self.token_NS, pad), forced),
+            logprob_NS=more(torch.nn.functional.pad(self.logprob_NS, pad), torch.zeros(len(rows), width)),
+            route_NSLK=None if routes is None else torch.cat([routes, routes.new_zeros(len(rows), *routes.shape[1:])]),
+        )
+
+    def select(self, places: Sequence[int]) -> RowStore:
+        """Return the rows at these places, and no wider than they need."""
+        index = torch.tensor(places, dtype=torch.int64, device=self.key_N.device)
+        width = max(self.limit_N[index].tolist(), default=0)
+        routes = self.route_NSLK
+        return RowStore(
+            keys=tuple(self.keys[place] for place in places),
+            key_N=self.key_N[index],
+            kind_N=self.kind_N[index],
+            seed_N=self.seed_N[index],
+            limit_N=self.limit_N[index],
+            length_N=self.length_N[index],
+            is_stopped_N=self.is_stopped_N[index],
+            token_NS=self.token_NS[index, :width],
+            logprob_NS=self.logprob_NS[index, :width],
+            route_NSLK=None if routes is None else routes[index, :width],
+        )
+
+    def places(self, keys: Sequence[int]) -> list[int]:
+        """Return the places of rows."""
+        found = {key: place for place, key in enumerate(self.keys)}
+        return [found[key] for key in keys]
+
+    def tails(self, place_B: torch.Tensor, length_B: torch.Tensor, window: int) -> list[list[int]]:
+        """Return the last `window` of the first `length_B` tokens of each row."""
+        columns_BW = length_B[:, None] + torch.arange(-window, 0, device=length_B.device)
+        found = self.token_NS[place_B[:, None], columns_BW.clamp(min=0)].tolist()
+        return [row[max(0, window - length) :] for row, length in zip(found, length_B.tolist(), strict=True)]
+
+    def routes(self, place: int, length: int) -> Sequence[torch.Tensor]:
+        """Return the routes of the first tokens of a row's response, if any were kept."""
+        return [] if self.route_NSLK is None else [self.route_NSLK[place, :length]]
+
+    def with_routes(self, routes_BLK: torch.Tensor, place_B: torch.Tensor) -> RowStore:
+        """Return the store with the routes of the last token of rows."""
+        routes, column_B = self.route_NSLK, self.length_N[place_B] - 1
+        needed = int(column_B.max()) + 1
+        if routes is None:
+            routes = routes_BLK.new_zeros(len(self.keys), 0, *routes_BLK.shape[1:])
+        if routes.shape[1] < needed:
+            # In steps that double, so that it is not copied at every turn.
+            width = min(max(needed, 2 * routes.shape[1], FIRST_ROUTES), self.token_NS.shape[1])
+            routes = torch.nn.functional.pad(routes, (0, 0, 0, 0, 0, width - routes.shape[1]))
+        routes[place_B, column_B] = routes_BLK
+        return self if routes is self.route_NSLK else replace(self, route_NSLK=routes)
+
+
+FIRST_ROUTES = 16
+"""Columns that routes begin with."""
