@@ -84,10 +84,25 @@ class PromptSampler:
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._order_of(self._epoch)
             taken = self._order[self._position : self._position + count - len(drawn)]
-            first = self._epoch * self._num_prompts + self._position
+            first = self.ordinal
             self._position += len(taken)
             drawn += [SampledPrompt(first + place, prompt) for place, prompt in enumerate(taken)]
         return drawn
+
+    @property
+    def ordinal(self) -> int:
+        """Return the ordinal of the next draw."""
+        return self._epoch * self._num_prompts + self._position
+
+    def position_of(self, ordinal: int) -> dict[str, int]:
+        """Return the entries of `state_dict` with which the next draw has this ordinal."""
+        epoch, position = divmod(ordinal, self._num_prompts)
+        return {"epoch": epoch, "position": position}
+
+    def draw(self, ordinal: int) -> SampledPrompt:
+        """Return the draw at any place of the stream."""
+        epoch, position = divmod(ordinal, self._num_prompts)
+        return SampledPrompt(ordinal, self._order_of(epoch)[position])
 
     def at(self, ordinal: int) -> SampledPrompt:
         """Return the draw at a place of the stream that has been passed.
@@ -95,10 +110,9 @@ class PromptSampler:
         Raises:
             CheckpointError: the stream has not come so far.
         """
-        epoch, position = divmod(ordinal, self._num_prompts)
-        if not 0 <= ordinal < self._epoch * self._num_prompts + self._position:
+        if not 0 <= ordinal < self.ordinal:
             raise CheckpointError(f"data position: expected an ordinal that was drawn before, got {ordinal}")
-        return SampledPrompt(ordinal, self._order_of(epoch)[position])
+        return self.draw(ordinal)
 
     def state_dict(self) -> dict[str, int | bool]:
         """Return the position of the next draw, and the meaning of that position."""

@@ -59,8 +59,8 @@ def claims_hold_one_version(patch: pytest.MonkeyPatch) -> None:
     """A row that was rewritten alone, or made again, keeps its group from ever being handed out."""
     pick = ledger_claims.pick_rows
 
-    def pick_of_one_version(partition, cursor, *, needed, batch_size):
-        keys = pick(partition, cursor, needed=needed, batch_size=batch_size)
+    def pick_of_one_version(partition, cursor, *, needed, batch_size, groups):
+        keys = pick(partition, cursor, needed=needed, batch_size=batch_size, groups=groups)
         found = ledger_claims.versions_of(partition, keys, needed)
         return keys if all(isinstance(version, int) for version in found.values()) else []
 
