@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -162,15 +162,24 @@ def cleared_after_error(client: DataPlaneClient, partition_id: str, keys: Collec
         raise
 
 
-def check_empty(client: DataPlaneClient, partition_ids: Iterable[str], *, keys: Collection[str] | None = None) -> None:
+def check_empty(
+    client: DataPlaneClient,
+    partition_ids: Iterable[str],
+    *,
+    keys: Collection[str] | None = None,
+    lost_of: Callable[[Mapping[str, str]], Collection[str]] | None = None,
+) -> None:
     """Raise when rows are alive after a step, with the clients that made them.
 
     Args:
         keys: of the rows that must be gone; None means that no row may be left.
+        lost_of: is given the rows that are alive, by key, and returns those that must be gone.
     """
     gone = None if keys is None else set(keys)
     for partition_id in partition_ids:
         owners = {key: owner for key, owner in client.row_owners(partition_id).items() if gone is None or key in gone}
+        if lost_of is not None:
+            owners = {key: owners[key] for key in lost_of(owners)}
         if owners:
             rows = name_some(f"{key} (put by {owner or 'an unnamed client'})" for key, owner in owners.items())
             raise DataPlaneError(

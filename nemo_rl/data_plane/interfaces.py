@@ -233,12 +233,17 @@ class DataPlaneClient(ABC):
         consumer_id: str,
         blocking: bool = True,
         timeout_s: float | None = None,
+        groups: Sequence[str] = (),
     ) -> KVBatchMeta:
         """Claim up to `batch_size` rows that have all `required_fields`, each once per task.
 
         Blocking waits until at least one claimable unit (row or group) is there and raises DataPlaneTimeout past
         `timeout_s`; non-blocking returns an empty meta. The claim is a lease renewed by this client's heartbeat; a
         consumer that dies gives its rows back when the lease ends.
+
+        Args:
+            groups: uids of the only groups to claim rows of, in the order in which they are wanted; none: all groups,
+                first come first served.
         """
 
     @abstractmethod

@@ -34,8 +34,9 @@ def claim(
     task: str = "train",
     who: str = "c",
     fields: tuple = ("input_ids",),
+    groups: tuple[str, ...] = (),
 ) -> KVBatchMeta:
-    return client.get_meta(partition, task, fields, count, consumer_id=who, blocking=False)
+    return client.get_meta(partition, task, fields, count, consumer_id=who, blocking=False, groups=groups)
 
 
 def test_a_claim_carries_what_the_rows_are(plane: Plane) -> None:
@@ -88,6 +89,16 @@ def test_groups_are_handed_out_whole(plane: Plane) -> None:
     assert claim(plane.owner, partition, 99).keys == tuple(keys[8:])
     with pytest.raises(SchemaMismatch, match="at least one group"):
         claim(plane.owner, partition, 3)
+
+
+@pytest.mark.parametrize("size", [4, None])
+def test_groups_are_claimed_by_name_and_in_the_order_of_the_names(plane: Plane, size: int | None) -> None:
+    partition, keys = plane.partition(FIELDS, tasks=TASKS, grpo_group_size=size), keys_of(4)
+    put(plane, partition, keys)
+    named = claim(plane.owner, partition, 8, groups=("u2", "nobody", "u0"))
+    assert named.keys == (*keys[8:12], *keys[:4])
+    assert claim(plane.owner, partition, 8, groups=("u2",)).keys == (), "its rows are claimed"
+    assert claim(plane.owner, partition, 99).keys == (*keys[4:8], *keys[12:])
 
 
 def test_a_group_with_cleared_rows_is_still_handed_out(plane: Plane) -> None:

@@ -246,6 +246,7 @@ class LedgerClient(DataPlaneClient):
         consumer_id: str,
         blocking: bool = True,
         timeout_s: float | None = None,
+        groups: Sequence[str] = (),
     ) -> KVBatchMeta:
         where = f"get_meta of partition {partition_id!r}, task {task_name!r}, fields {', '.join(required_fields)}"
         if batch_size < 1 or isinstance(required_fields, str):
@@ -261,6 +262,8 @@ class LedgerClient(DataPlaneClient):
             "batch_size": batch_size,
             "consumer": f"{consumer_id}@{self._link.label}",
         }
+        if groups:
+            args["groups"] = list(groups)
 
         def ask(declaration: Declaration) -> Reply:
             declaration.check_declared(required_fields, where=where)

@@ -31,12 +31,25 @@ def parse(claims: object) -> Claims:
 
 
 def pick_rows(
-    partition: Partition, cursor: TaskCursor, *, needed: Mapping[str, frozenset[str]], batch_size: int
+    partition: Partition,
+    cursor: TaskCursor,
+    *,
+    needed: Mapping[str, frozenset[str]],
+    batch_size: int,
+    groups: Sequence[str] = (),
 ) -> list[str]:
-    """Pick up to `batch_size` pending rows that have every needed field; whole groups if the partition says so."""
+    """Pick up to `batch_size` pending rows that have every needed field; whole groups if the partition says so.
+
+    Args:
+        groups: uids of the only groups to pick from, in this order; none: all groups, first come first served.
+    """
     if partition.group_size is not None:
-        return _pick_groups(partition, cursor, needed, batch_size)
-    return list(islice((key for key in cursor.pending if partition.is_ready(key, needed)), batch_size))
+        return _pick_groups(partition, cursor, needed, batch_size=batch_size, groups=groups)
+    pending: Iterable[str] = cursor.pending
+    if groups:
+        pending = (key for uid in groups if uid in partition.groups for key in _rows_left(partition, cursor, uid))
+        pending = (key for key in pending if key in cursor.pending)
+    return list(islice((key for key in pending if partition.is_ready(key, needed)), batch_size))
 
 
 def versions_of(partition: Partition, keys: Sequence[str], families: Iterable[str]) -> dict[str, int | list[int]]:
@@ -50,7 +63,12 @@ def versions_of(partition: Partition, keys: Sequence[str], families: Iterable[st
 
 
 def _pick_groups(
-    partition: Partition, cursor: TaskCursor, needed: Mapping[str, frozenset[str]], batch_size: int
+    partition: Partition,
+    cursor: TaskCursor,
+    needed: Mapping[str, frozenset[str]],
+    *,
+    batch_size: int,
+    groups: Sequence[str],
 ) -> list[str]:
     assert partition.group_size is not None
     if batch_size < partition.group_size:
@@ -59,7 +77,8 @@ def _pick_groups(
             "ask for at least one group"
         )
     picked: list[str] = []
-    for uid in dict.fromkeys(group_uid(key) for key in cursor.pending):
+    found = [uid for uid in groups if uid in partition.groups] if groups else map(group_uid, cursor.pending)
+    for uid in dict.fromkeys(found):
         keys = _rows_left(partition, cursor, uid)
         if _why_group_waits(partition, cursor, uid, needed) is not None:
             continue

@@ -324,7 +324,13 @@ class Ledger:
         cursor = self._cursor(partition, task_name)
         self._expire(partition, task_name, cursor, now)
         needed = partition.by_family(_texts(args, "fields"))
-        keys = claim_rules.pick_rows(partition, cursor, needed=needed, batch_size=_number(args, "batch_size"))
+        keys = claim_rules.pick_rows(
+            partition,
+            cursor,
+            needed=needed,
+            batch_size=_number(args, "batch_size"),
+            groups=_texts(args, "groups") if "groups" in args else (),
+        )
         if not keys:
             return {"keys": [], "why": claim_rules.explain(partition, cursor, needed=needed, now=now)}
         self._num_claims += 1

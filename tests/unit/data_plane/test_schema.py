@@ -71,8 +71,8 @@ def test_every_field_that_is_read_is_produced_by_another_stage() -> None:
         assert {*spec.read_by, *spec.rewritten_by} <= stages
         assert spec.name in writes_of(spec.produced_by)
         assert spec.produced_by not in spec.read_by
-    assert writes_of("advantages") == ("advantages", "sample_mask")
-    assert writes_of("advantages", rewrites=False) == ("advantages",)
+    assert writes_of("advantages", conditions=["row_advantages"]) == ("advantages", "sample_mask")
+    assert writes_of("advantages", rewrites=False) == ("advantages", "staleness")
 
 
 def test_a_column_that_is_rewritten_is_a_family_of_its_own() -> None:
