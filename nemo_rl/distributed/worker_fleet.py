@@ -82,7 +82,7 @@ class WorkerFleet:
         results: dict[int, _T] = {}
         for number in sorted(asked.keys() & self._members.keys()):
             with self._losing(number):
-                pending[number] = self._members[number].submit(
+                pending[number] = self._member(number, stage).submit(
                     Call(request=asked[number], stage=stage, timeout_s=timeout_s)
                 )
         for number, answer in pending.items():
@@ -99,10 +99,27 @@ class WorkerFleet:
             WorkerLost: it is lost, and no member any more; the caller says what becomes of the work.
         """
         try:
-            return self._members[number].run(call)[0]
+            return self._member(number, call.stage).run(call)[0]
         except WorkerLost as error:
             self.lose(number, error)
             raise
+
+    def submit_one(self, number: int, call: Call[_T]) -> Pending[_T]:
+        """Ask one member without waiting.
+
+        Raises:
+            WorkerLost: as `run_one`, from the result.
+        """
+        pending = self._member(number, call.stage).submit(call)
+
+        def result() -> _T:
+            try:
+                return pending.result()[0]
+            except WorkerLost as error:
+                self.lose(number, error)
+                raise
+
+        return pending.after(result)
 
     def stream_one(self, number: int, call: Call[Iterator[_T]]) -> Iterator[_T]:
         """Ask one member for results that come one by one; see `WorkerGroup.stream`.
@@ -111,10 +128,16 @@ class WorkerFleet:
             WorkerLost: as `run_one`.
         """
         try:
-            yield from self._members[number].stream(call)
+            yield from self._member(number, call.stage).stream(call)
         except WorkerLost as error:
             self.lose(number, error)
             raise
+
+    def _member(self, number: int, stage: str) -> WorkerGroup:
+        member = self._members.get(number)
+        if member is None:
+            raise WorkerLost(f"worker {number} has been lost", rank=number, stage=stage)
+        return member
 
     def is_local(self, number: int) -> bool:
         """Return whether the worker is an object of this process."""
@@ -127,7 +150,10 @@ class WorkerFleet:
             return
         self._cause = self._cause or cause
         member.shutdown()
-        logger.warning("goes on without worker %d, %d of %d are left: %s", number, len(self), self.size, cause)
+        if not len(self):
+            logger.warning("worker %d is lost, and none of %d is left: %s", number, self.size, cause)
+        else:
+            logger.warning("goes on without worker %d, %d of %d are left: %s", number, len(self), self.size, cause)
 
     @contextmanager
     def _losing(self, number: int) -> Iterator[None]:

@@ -41,8 +41,10 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_creating = threading.Lock()
+"""Held while an actor is created: several threads of a driver replace lost workers."""
 STREAMS = "streams"
-"""The group of an actor's threads that runs its streams beside its other calls."""
+"""The group of an actor's threads that run its streams beside its other calls."""
 UNKNOWN_RANK = -1
 """Rank in the record of a worker that does not know its own; the driver does."""
 START_KEY = "cluster.worker_start_timeout_s"
@@ -253,7 +255,7 @@ class RayWorkerGroup(WorkerGroup):
         first: number of the first rank, where several groups share one name: in errors, logs and placement.
         log_dir: every rank's records go to `<name>_<rank>.log` there, on its own node; None writes no files.
         log_level: from which on they do.
-        streams_apart: `stream` runs beside the other calls of a worker, in a thread of its own.
+        num_streams: threads of a worker for `stream`, beside that of its other calls; 0: all calls share one thread.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of the object
@@ -265,13 +267,13 @@ class RayWorkerGroup(WorkerGroup):
         log_dir: Path | None = None,
         log_level: str = "INFO",
         first: int = 0,
-        streams_apart: bool = False,
+        num_streams: int = 0,
     ) -> None:
         self.name, self.world_size, self._first = name, world_size, first
-        self._stream_options = {"concurrency_group": STREAMS} if streams_apart else {}
+        self._stream_options = {"concurrency_group": STREAMS} if num_streams else {}
         files = {rank: log_dir and log_dir / f"{name}_{rank}.log" for rank in range(first, first + world_size)}
         self._actors: list[ActorHandle] = [
-            _new_actor(name, placement, rank, arguments=(file, log_level), streams_apart=streams_apart)
+            _new_actor(name, placement, rank, arguments=(file, log_level), num_streams=num_streams)
             for rank, file in files.items()
         ]
         self._processes: list[_WorkerProcess] = []
@@ -498,7 +500,7 @@ def _first_failure_or_all(refs: Sequence[ray.ObjectRef]) -> Future[None]:
 
 
 def _new_actor(
-    name: str, placement: RayPlacement, rank: int, *, arguments: Sequence[object], streams_apart: bool
+    name: str, placement: RayPlacement, rank: int, *, arguments: Sequence[object], num_streams: int
 ) -> ActorHandle:
     options: dict[str, object] = {"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus, "max_restarts": 0}
     if placement.placement_group is not None:
@@ -510,8 +512,9 @@ def _new_actor(
         options["runtime_env"] = {"env_vars": dict(placement.environment)}
     # Ray names the process after the class, so that `ps` and Ray's logs distinguish the workers.
     host = type(f"{name.capitalize()}Worker", (_Host,), {"__module__": __name__})
-    actor = ray.remote(concurrency_groups={STREAMS: 1})(host) if streams_apart else ray.remote(host)
-    return actor.options(**options).remote(*arguments)
+    actor = ray.remote(concurrency_groups={STREAMS: num_streams})(host) if num_streams else ray.remote(host)
+    with _creating:
+        return actor.options(**options).remote(*arguments)
 
 
 def _reply(ref: ray.ObjectRef) -> dict[str, object]:

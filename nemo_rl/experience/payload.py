@@ -18,7 +18,10 @@ from nemo_rl.models.generation.interfaces import GenerationOutput
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.utils.rollout_file import rounded
 
-__all__ = ["SampleStats", "build_columns", "mean_of_scored", "row_record"]
+__all__ = ["VERSION_SPANS", "SampleStats", "build_columns", "mean_of_scored", "row_record", "version_span_column"]
+
+VERSION_SPANS = "version_spans"
+"""Column of asynchronous runs: which version of the weights drew which tokens of a row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +107,12 @@ def build_columns(
     if output.support is not None:
         columns[SUPPORT] = nest(torch.cat(output.support), torch.tensor([len(row) for row in output.support]))
     return columns
+
+
+def version_span_column(output: GenerationOutput) -> torch.Tensor:
+    """Return jagged `[N, (spans), 2]` int32: the first token of the response that a version drew, and the version."""
+    spans = [torch.tensor(row, dtype=torch.int32) for row in output.row_spans]
+    return nest(torch.cat(spans), torch.tensor([len(row) for row in spans]))
 
 
 def mean_of_scored(component: np.ndarray) -> float:

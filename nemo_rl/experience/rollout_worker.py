@@ -1,6 +1,6 @@
 """The rollout worker: holds prompts, environment and tokenizer, has groups sampled, writes their first columns.
 
-    RolloutHandle.submit_groups          the driver's side: a pending result for each group
+    RolloutHandle.submit_groups          the driver's side (`rollout_handle.py`): a pending result for each group
       |- WorkerGroup.stream              beside the worker's other calls, so that none waits for a rollout
       `- RolloutWorker.rollout
            |- EngineScheduler.stream     groups come as their rows end
@@ -12,14 +12,10 @@ What crosses between the two sides: numbers of prompts, metas and per-row scalar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from operator import itemgetter
 from pathlib import Path
-from threading import Thread
-from typing import TypeVar, cast
 
 import numpy as np
 
@@ -29,28 +25,32 @@ from nemo_rl.config.schema import DataConfig, EnvConfig, GRPOConfig, LoggerConfi
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data_plane.address import DataPlaneAddress
-from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
-from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_column_file
+from nemo_rl.data_plane.column_io import kv_first_write, read_column_file, read_columns, write_column_file
 from nemo_rl.data_plane.factory import attach_data_plane
-from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta, Tags
 from nemo_rl.data_plane.keys import group_uid, keys_of_groups
+from nemo_rl.distributed.abort import RootCause
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.environments.answers import AnswerCheck
 from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
 from nemo_rl.experience.evaluation.evaluator import EvaluationSettings, EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
-from nemo_rl.experience.payload import SampleStats, build_columns
+from nemo_rl.experience.payload import VERSION_SPANS, SampleStats, build_columns, version_span_column
 from nemo_rl.experience.rollouts import ResponseScorer, check_versions, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.experience.token_record import TokenTexts, token_record
-from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput, GenerationRequest
+from nemo_rl.models.generation.interfaces import (
+    GenerationInterface,
+    GenerationOutput,
+    GenerationRequest,
+    GroupSamples,
+)
+from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum, merge_metrics
 from nemo_rl.utils.r3_trace import trace_rollout_payload
@@ -59,19 +59,16 @@ from nemo_rl.utils.rollout_file import write_rollouts
 __all__ = [
     "REWARD_LOG",
     "GroupRequest",
-    "RolloutHandle",
     "RolloutInfo",
     "RolloutResult",
     "RolloutSpec",
     "RolloutWorker",
 ]
 
-_T = TypeVar("_T")
-
 REWARD_LOG = "reward.log"
 """File in `logger.log_dir` with what the reward has printed; there once it has."""
 WEIGHT_VERSION = "weight_version"
-"""Tag of every row."""
+"""Tag of every row: the version of the weights that drew its oldest token."""
 LOGGED_FIELDS = ("input_ids", "token_mask", "generation_logprobs")
 """Columns of readable rollouts that every row has."""
 
@@ -118,6 +115,8 @@ class GroupRequest:
     """Number in the training set."""
     seed: int
     """Seed of the first row; row i has `seed + i`."""
+    name: str = ""
+    """Name in the schedule of an asynchronous run: ordinal and attempt, which no other run of the seed changes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +128,8 @@ class RolloutResult:
     metrics: dict[str, Reduction] = field(default_factory=dict)
     printed: tuple[str, ...] = ()
     """Lines of the reward for the person at the terminal."""
+    schedule: tuple[ScheduleEntry, ...] = ()
+    """Events of the engines' batches since the last result; empty without asynchronous batches."""
 
     @property
     def group_uids(self) -> tuple[str, ...]:
@@ -154,6 +155,7 @@ class RolloutResult:
             sample_stats=self.sample_stats.concat(*(other.sample_stats for other in others)),
             metrics=merge_metrics(part.metrics for part in parts),
             printed=tuple(line for part in parts for line in part.printed),
+            schedule=tuple(entry for part in parts for entry in part.schedule),
         )
 
 
@@ -239,12 +241,26 @@ class RolloutWorker:
         return self._client
 
     def rollout(
-        self, groups: Sequence[GroupRequest], *, version: int | None, partition_id: str
+        self, groups: Sequence[GroupRequest], *, version: int | None, partition_id: str, engine: int | None = None
+    ) -> Iterator[tuple[RolloutResult, ...] | RootCause]:
+        """Sample, score and write groups, as `_rollout` does. In an asynchronous run an error is the last thing that is
+        yielded: it is that of these groups alone, and an error that leaves a worker ends its process."""
+        found = self._rollout(groups, version=version, partition_id=partition_id, engine=engine)
+        try:
+            yield from found
+        except Exception as error:
+            if not self._spec.grpo.samples_ahead:
+                raise
+            yield RootCause.of(error, rank=0, stage="rollout")
+
+    def _rollout(
+        self, groups: Sequence[GroupRequest], *, version: int | None, partition_id: str, engine: int | None
     ) -> Iterator[tuple[RolloutResult, ...]]:
         """Sample, score and write groups; yield them, each as a result of its own, as their rows end.
 
         Args:
             version: of the weights, as in `check_versions`.
+            engine: number of the only engine that may sample them; None: any.
 
         Raises:
             WorkerError: an engine failed, or holds other weights. RewardError: a reward function failed.
@@ -257,11 +273,23 @@ class RolloutWorker:
             sampling=self._sampling,
             with_routes=replay.records_at_rollout,
             with_support=self._spec.policy.generation.record_support,
+            names=tuple(group.name for group in groups) if self._spec.grpo.samples_ahead else (),
         )
-        for part, samples in enumerate(self._generation.stream(request)):
+        for part, samples in enumerate(self._stream(request, engine)):
             check_versions(samples.output, version)
             ended = [groups[number] for number in samples.groups]
-            yield self._write(ended, samples.output, partition_id=partition_id, is_first=part == 0)
+            results = self._write(ended, samples.output, partition_id=partition_id, is_first=part == 0)
+            yield (replace(results[0], schedule=samples.schedule), *results[1:])
+
+    def _stream(self, request: GenerationRequest, engine: int | None) -> Iterator[GroupSamples]:
+        if engine is None:
+            return self._generation.stream(request)
+        assert isinstance(self._generation, EngineScheduler), "an engine is chosen by number among several"
+        return self._generation.samples_of(engine, request)
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Take running groups out of the engines, by their names in the schedule; their results never come."""
+        self._generation.abort(names)
 
     def _write(
         self, groups: Sequence[GroupRequest], output: GenerationOutput, *, partition_id: str, is_first: bool
@@ -284,9 +312,11 @@ class RolloutWorker:
         route_metrics = self._add_routes(columns, output, keys=keys, partition_id=partition_id, is_first=is_first)
         rewards = np.asarray(report.rewards, dtype=np.float32)
         tags = [
-            {"reward": float(reward), WEIGHT_VERSION: version}
-            for reward, version in zip(rewards, output.row_versions, strict=True)
+            {"reward": float(reward), **versions}
+            for reward, versions in zip(rewards, self._version_tags(output), strict=True)
         ]
+        if self._spec.grpo.samples_ahead:
+            columns[VERSION_SPANS] = version_span_column(output)
         with self.client.stage("rollout"):
             meta = kv_first_write(self.client, columns, keys, partition_id=partition_id, tags=tags)
         sample_stats = SampleStats(
@@ -304,6 +334,15 @@ class RolloutWorker:
         # What was measured of all these groups together goes with the first one.
         results[0] = replace(results[0], metrics={**results[0].metrics, **shared}, printed=report.printed)
         return tuple(results)
+
+    def _version_tags(self, output: GenerationOutput) -> list[dict[str, int]]:
+        """Return the tags of each row with the versions of its tokens."""
+        if not self._spec.grpo.samples_ahead:
+            return [{WEIGHT_VERSION: version} for version in output.row_versions]
+        return [
+            {WEIGHT_VERSION: min(versions), "first_version": versions[0], "last_version": versions[-1]}
+            for versions in ([version for _, version in spans] for spans in output.row_spans)
+        ]
 
     def _add_routes(
         self,
@@ -338,6 +377,10 @@ class RolloutWorker:
         for name, found in self._held_out.items():
             self._answers.require(self._spec.data.held_out_key(name), range(len(found.prompts[: task.max_prompts])))
         return self._evaluator.evaluate(task)
+
+    def validate_apart(self, task: EvaluationTask) -> Iterator[ValidationResult]:
+        """Yield what `validate` returns: as a stream it runs beside the worker's other calls."""
+        yield self.validate(task)
 
     def log_rollouts(
         self, meta: KVBatchMeta, *, scored: KVBatchMeta | None, path: Path, records: Sequence[Mapping[str, object]]
@@ -382,6 +425,14 @@ class RolloutWorker:
         except OSError as error:
             raise ResourceError(f"columns cannot be kept in {path}: {machine_problem(error) or error}") from error
 
+    def restore_columns(
+        self, keys: Sequence[str], *, partition_id: str, tags: Sequence[Tags], path: Path
+    ) -> KVBatchMeta:
+        """Write rows of a file of `keep_columns` under new keys; see `read_column_file` for its errors."""
+        columns = read_column_file(path)
+        with self.client.stage("rollout"):
+            return self.client.kv_batch_put(list(keys), partition_id, columns, tags)
+
     def data_plane_snapshot(self) -> Totals:
         """Counters of this process's client since the last call."""
         return self.client.snapshot(reset=True)
@@ -393,110 +444,6 @@ class RolloutWorker:
         client, self._client = self._client, None
         if client is not None:
             client.close()
-
-
-class RolloutHandle:
-    """The driver's side of the rollout worker.
-
-    Args:
-        workers: a group of one `RolloutWorker`.
-        timeout_s: deadline of one stage.
-        report: gets lines for the person at the terminal.
-    """
-
-    def __init__(self, workers: WorkerGroup, *, timeout_s: float, report: Callable[[str], None]) -> None:
-        self._workers, self._timeout_s, self._report = workers, timeout_s, report
-        self.driver_bytes = 0
-        """Bytes of prompt numbers, metas and row scalars that this driver has sent or received so far."""
-
-    def describe(self) -> RolloutInfo:
-        return self._run(ask(RolloutWorker.describe), "rollout setup")
-
-    def setup_data_plane(self, address: DataPlaneAddress) -> None:
-        self._run(ask(RolloutWorker.setup_data_plane, address=address), "data plane setup")
-
-    def use_engines(self, engines: WorkerFleet) -> None:
-        """Use these engines from here on; see `RolloutWorker.use_engines`."""
-        self._run(ask(RolloutWorker.use_engines, engines=engines.copy()), "refit")
-
-    def submit_groups(
-        self, groups: Sequence[GroupRequest], *, version: int | None, partition_id: str
-    ) -> list[Pending[RolloutResult]]:
-        """Have groups sampled, scored and written; the result of each is there when its rows are in the data plane.
-
-        Groups of one call share batches of the engines, and which they share depends on the call alone.
-
-        Args:
-            version: as in `RolloutWorker.rollout`.
-        """
-        futures = {group.uid: Future[RolloutResult]() for group in groups}
-        request = ask(RolloutWorker.rollout, groups=list(groups), version=version, partition_id=partition_id)
-        parts = self._workers.stream(Call(request=request, stage="rollout", timeout_s=self._timeout_s))
-
-        def receive() -> None:
-            try:
-                for results in parts:
-                    for result in results:
-                        futures[result.group_uids[0]].set_result(result)
-            except Exception as error:  # noqa: BLE001 - raised by the results that have not come
-                for future in futures.values():
-                    if not future.done():
-                        future.set_exception(error)
-
-        if self._workers.is_local:
-            receive()
-        else:
-            Thread(target=receive, name="rollout results", daemon=True).start()
-        self.driver_bytes += message_bytes(groups)
-        return [self._pending(future) for future in futures.values()]
-
-    def submit_group(self, group: GroupRequest, *, version: int | None, partition_id: str) -> Pending[RolloutResult]:
-        """Have one group sampled by itself; see `submit_groups`."""
-        return self.submit_groups([group], version=version, partition_id=partition_id)[0]
-
-    def _pending(self, future: Future[RolloutResult]) -> Pending[RolloutResult]:
-        def result() -> RolloutResult:
-            found = future.result()
-            self.driver_bytes += message_bytes(found)
-            self._show(found.printed)
-            return found
-
-        return Pending(result, ready=lambda: cast("Future[None]", future))
-
-    def validate(self, task: EvaluationTask) -> ValidationResult:
-        """Measures the held-out prompts; see `RolloutWorker.validate`."""
-        result = self._run(ask(RolloutWorker.validate, task=task), "validation")
-        self._show(result.printed)
-        return result
-
-    def submit_log_rollouts(
-        self, meta: KVBatchMeta, *, scored: KVBatchMeta | None, path: Path, records: Sequence[Mapping[str, object]]
-    ) -> Pending[None]:
-        """Writes rows for people; see `RolloutWorker.log_rollouts`."""
-        self.driver_bytes += message_bytes((meta, scored, records))
-        request = ask(RolloutWorker.log_rollouts, meta=meta, scored=scored, path=path, records=records)
-        return self._submit(request, "log")
-
-    def submit_keep_columns(self, meta: KVBatchMeta, *, fields: Sequence[str], path: Path) -> Pending[int]:
-        """Writes columns to a file; see `RolloutWorker.keep_columns`."""
-        return self._submit(ask(RolloutWorker.keep_columns, meta=meta, fields=list(fields), path=path), "keep")
-
-    def data_plane_snapshot(self) -> Totals:
-        return self._run(ask(RolloutWorker.data_plane_snapshot), "metrics")
-
-    def shutdown(self) -> None:
-        self._workers.shutdown()
-
-    def _run(self, request: Request[_T], stage: str) -> _T:
-        return self._submit(request, stage).result()
-
-    def _show(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self._report(f"reward: {line}")
-
-    def _submit(self, request: Request[_T], stage: str) -> Pending[_T]:
-        call = Call(request=request, stage=stage, timeout_s=self._timeout_s)
-        return self._workers.submit(call).then(itemgetter(0))
 
 
 def _group_metrics(output: GenerationOutput, size: int) -> list[dict[str, Reduction]]:

@@ -17,6 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
@@ -55,14 +56,16 @@ class EngineScheduler(GenerationInterface):
         engines: each worker is a `GenerationInterface`.
         batch_rows: rows that an engine decodes at once.
         timeout_s: deadline of one block; an engine that is later is lost.
+        is_continuous: each engine takes several requests at a time.
     """
 
-    def __init__(self, engines: WorkerFleet, *, batch_rows: int, timeout_s: float) -> None:
+    def __init__(self, engines: WorkerFleet, *, batch_rows: int, timeout_s: float, is_continuous: bool = False) -> None:
         self._engines, self._batch_rows, self._timeout_s = engines, batch_rows, timeout_s
+        self._is_continuous = is_continuous
         self._version = -1
         self._busy = self._locks()
-        """Locks by the number of an engine: held while it samples a block, since requests of several callers may
-        wait."""
+        """Locks by the number of an engine: held while one that is not continuous samples a block, since requests of
+        several callers may wait."""
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Sample all rows, in the order of the request.
@@ -99,10 +102,13 @@ class EngineScheduler(GenerationInterface):
             WorkerLost: the engine is lost.
         """
         request = ask(GenerationInterface.stream, request=block)
-        with self._busy[number]:
+        with nullcontext() if self._is_continuous else self._busy[number]:
             yield from self._engines.stream_one(
                 number, Call(request=request, stage=STAGE, timeout_s=self._timeout_s, deadline_key=ENGINE_KEY)
             )
+
+    def abort(self, names: Sequence[str]) -> None:
+        self._run(ask(GenerationInterface.abort, names=tuple(names)))
 
     @property
     def timeout_s(self) -> float:
@@ -185,12 +191,14 @@ class _Stream:
                 yield from self._counted(self._from_threads(numbers))
         finally:
             with self._changed:
+                is_whole = not self._num_open
                 # Also when nobody wants the rest: the threads end after the block that they are at.
                 self._num_open = 0
                 self._changed.notify_all()
         if self._failure is not None:
             raise self._failure
-        if self._num_given < self._num_groups:
+        # Groups that are missing although all blocks have ended were aborted.
+        if self._num_given < self._num_groups and not is_whole:
             raise self._engines.none_left(STAGE)
 
     def _counted(self, found: Iterator[GroupSamples]) -> Iterator[GroupSamples]:

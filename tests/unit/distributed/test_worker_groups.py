@@ -184,7 +184,7 @@ def test_a_deadline_counts_from_submit_and_results_that_came_in_time_wait(group)
 
 @pytest.fixture
 def streaming(cluster):
-    group = RayWorkerGroup("echo", world_size=1, placement=RayPlacement(), streams_apart=True)
+    group = RayWorkerGroup("echo", world_size=1, placement=RayPlacement(), num_streams=1)
     group.begin_start(Echo, [{"rank": 0}])
     group.finish_start(timeout_s=START_S)
     yield group
