@@ -17,6 +17,7 @@ W numbers, Z sets, t tokens of its longest row, m scored tokens.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,12 +91,30 @@ class SupportRecorder:
 
     def rows(self, count: int) -> tuple[torch.Tensor, ...]:
         """Return each row's sets, end to end."""
+        return self.take(range(count))
+
+    def forget(self, rows: Collection[int]) -> None:
+        """Forget the sets of the rows with these numbers."""
+        gone = torch.tensor(sorted(rows), dtype=torch.int64)
+        kept = [~torch.isin(row_W, gone) for row_W, _ in self._turns]
+        self._turns = [
+            (row_W[is_kept], number_W[is_kept]) for (row_W, number_W), is_kept in zip(self._turns, kept, strict=True)
+        ]
+
+    def take(self, rows: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Return the sets of the rows with these numbers, each end to end, and forget them."""
         row_W = torch.cat([row for row, _ in self._turns])
         number_W = torch.cat([numbers for _, numbers in self._turns])
-        order_W = row_W.argsort(stable=True)
+        place = torch.full((max(int(row_W.max()), *rows) + 1,), -1, dtype=torch.int64)
+        place[torch.tensor(rows)] = torch.arange(len(rows))
+        place_W = place[row_W]
+        is_other_W = place_W < 0
+        self._turns = [(row_W[is_other_W], number_W[is_other_W])]
+        place_W, number_W = place_W[~is_other_W], number_W[~is_other_W]
+        order_W = place_W.argsort(stable=True)
         byte_Y, size_W = _to_bytes(number_W[order_W])
-        size_N = torch.zeros(count, dtype=torch.int64).index_add_(0, row_W[order_W], size_W)
-        return byte_Y.split(size_N.tolist())
+        size_n = torch.zeros(len(rows), dtype=torch.int64).index_add_(0, place_W[order_W], size_W)
+        return byte_Y.split(size_n.tolist())
 
 
 def decode_support(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,12 +13,12 @@ import torch
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
-from nemo_rl.distributed.calls import Call, ask
+from nemo_rl.distributed.calls import Call, Payload, ask
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
-from nemo_rl.errors import WorkerError
+from nemo_rl.errors import WorkerError, WorkerLost
 from nemo_rl.experience.payload import build_columns
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationRequest, SamplingParams
@@ -125,6 +126,57 @@ def test_an_engine_with_another_version_stops_the_run(parties, config):
     with pytest.raises(WorkerError, match=r"expected weight version 7 in every engine, got \{0: 6\}"):
         sync.sync(7)
     assert sync.version == -1
+
+
+class Stored(LocalWorkerGroup):
+    """A worker whose buckets are copied into a store, as those of a process of its own are."""
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    def run_for_payload(self, call: Call[np.ndarray]) -> Payload[np.ndarray]:
+        return Payload(self.run(call)[0].copy())
+
+
+class Telling(EngineWorker):
+    """An engine that says when it stops, gets weights and goes on; it may be lost meanwhile."""
+
+    heard: list[str]
+    name = "?"
+    is_lost = False
+
+    def finish_generation(self) -> None:
+        self.heard.append(f"{self.name} stops")
+        super().finish_generation()
+
+    def finish_refit(self, *, version: int) -> int:
+        if self.is_lost:
+            raise WorkerLost("the engine is gone", stage="refit")
+        self.heard.append(f"{self.name} has {version}")
+        return super().finish_refit(version=version)
+
+    def prepare_for_generation(self) -> None:
+        self.heard.append(f"{self.name} goes on")
+        super().prepare_for_generation()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_engines_get_their_weights_one_after_the_other(parties, parts, config, is_lost):
+    heard: list[str] = []
+    members = [Telling.from_config(config), Telling.from_config(config)]
+    for engine, name in zip(members, "ab", strict=True):
+        engine.heard, engine.name = heard, name
+    members[0].is_lost = is_lost
+    engines = WorkerFleet([LocalWorkerGroup(partial(lambda engine: engine, each)) for each in members])
+    policy = Stored(lambda: parties.policy._worker)
+    sync = PayloadWeightSync(replace(parties, policy=policy, engines=engines, one_by_one=True))
+    sync.sync(5)
+    expected = ["a stops"] if is_lost else ["a stops", "a has 5", "a goes on"]
+    expected += ["b stops", "b has 5", "b goes on"]
+    assert heard[: len(expected)] == expected
+    assert sync.version == 5 and engines.numbers == ((1,) if is_lost else (0, 1))
+    assert gap(parts[0], replicas_of(engines)) < 1e-5
 
 
 class Deaf(EngineWorker):

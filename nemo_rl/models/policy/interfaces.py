@@ -15,6 +15,7 @@ __all__ = [
     "COMPUTED_FIELDS",
     "ENTROPY",
     "SQUARED_PROBS",
+    "STALENESS",
     "TOKEN_ADVANTAGES",
     "UNFILTERED_LOGPROBS",
     "LossFunction",
@@ -37,6 +38,9 @@ no such column."""
 SQUARED_PROBS = "squared_probs"
 """Column that the pass `prev_logprobs` writes where it is asked for: `[N, T]` float32, sum over the vocabulary of p^2
 of the distribution that each token was drawn from; 0 outside the responses."""
+STALENESS = "staleness"
+"""Column that the driver writes for a loss that names it in `input_fields`: `[N]` int32, updates between the weights
+that drew a row's oldest token and the weights that the step updates."""
 COMPUTED_FIELDS = (ENTROPY, UNFILTERED_LOGPROBS)
 
 

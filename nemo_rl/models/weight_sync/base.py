@@ -17,8 +17,8 @@ from typing import TypeVar
 from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import WorkerGroup
-from nemo_rl.errors import WorkerError
-from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.errors import WorkerError, WorkerLost
+from nemo_rl.models.generation.interfaces import EngineLoad, GenerationInterface
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, bucket_bytes
 from nemo_rl.models.weight_sync.delta_buckets import DeltaSchedule
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 STAGE = "refit"
+MOST_REFITS = 3
+"""Refits to one version that may lose all engines; the last one ends the run."""
 MIB = 2**20
 
 
@@ -52,6 +54,8 @@ class RefitParties:
     """Number of refits of which one is whole, while the others send what has changed; None where all are whole."""
     on_new_engines: Callable[[WorkerFleet], None] | None = None
     """Told when engines were replaced, before anybody samples from them."""
+    one_by_one: bool = False
+    """True where an engine gets its weights while the others go on sampling, if the transport can do so."""
     receipt: ReceiptSpec | None = None
     """Settings of the proof of each refit, or None without one."""
 
@@ -66,6 +70,14 @@ class RefitParties:
         """Return results by the number of the engine; one that is lost has none."""
         return self.engines.run(request, stage=STAGE, timeout_s=self.timeout_s)
 
+    def run_engine(self, number: int, request: Request[_T]) -> _T:
+        """Return the result of one engine.
+
+        Raises:
+            WorkerLost: it is lost, and the others go on.
+        """
+        return self.engines.run_one(number, Call(request=request, stage=STAGE, timeout_s=self.timeout_s))
+
 
 class WeightSync(ABC):
     """Moves weights from a policy into generation engines."""
@@ -75,7 +87,7 @@ class WeightSync(ABC):
 
     def __init__(self, parties: RefitParties) -> None:
         self._parties = parties
-        self._version = -1
+        self._version = self._last_version = -1
         self._report: RefitReport | None = None
         self._deltas = None if parties.delta_full_every is None else DeltaSchedule(parties.delta_full_every)
         self._receipts = None if parties.receipt is None else Receipts(parties, parties.receipt)
@@ -90,21 +102,47 @@ class WeightSync(ABC):
         """Return the report of the last refit that succeeded."""
         return self._report
 
+    def take_loads(self) -> dict[int, EngineLoad]:
+        """Return what each engine has done since the last call, by its number."""
+        return self._parties.run_engines(ask(GenerationInterface.take_load))
+
+    def restart_engines(self) -> None:
+        """Start engines in place of lost ones, and bring the weights of the last refit to all."""
+        self.sync(self._last_version)
+
     def sync(self, version: int) -> None:
         """Move all weights, and check that every engine answers with `version`, and samples from them.
+
+        Where engines get their weights one by one, others are started when all are lost meanwhile.
 
         Raises:
             WorkerError: an engine could not load the weights, or holds another version.
             RefitMismatch: an engine does not sample from them.
         """
+        for attempt in range(1, MOST_REFITS + 1):
+            try:
+                self._sync(version)
+                return
+            except WorkerLost as error:
+                if len(self._parties.engines) or not self._parties.one_by_one or attempt == MOST_REFITS:
+                    raise
+                logger.warning("all engines are lost in a refit, which is begun again: %s", error)
+
+    def _sync(self, version: int) -> None:
         started, parties = time.monotonic(), self._parties
-        before, self._version = self._version, -1
-        parties.run_engines(ask(GenerationInterface.finish_generation))
+        before, self._version, self._last_version = self._version, -1, version
+        is_rolling = self._is_rolling
+        if not is_rolling:
+            parties.run_engines(ask(GenerationInterface.finish_generation))
         replaced = parties.engines.restart_failed()
         parties.run_policy(ask(PolicyWorker.offload_before_refit))
         plan = self._with_delta(self._negotiate(), version, before=before)
-        self._move(plan, partial(self._open_receipt, has_new_engines=bool(replaced)))
-        held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
+        all_sent = partial(self._open_receipt, has_new_engines=bool(replaced))
+        if is_rolling:
+            held = self._roll(plan, all_sent, version)
+        else:
+            self._move(plan, all_sent)
+            held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
         ended = parties.submit_policy(ask(PolicyWorker.end_refit))
         if self.buffer_is_on_device:
             # Engines may need this memory when they wake up.
@@ -131,6 +169,19 @@ class WeightSync(ABC):
             type(self).__name__,
             seconds,
         )
+
+    @property
+    def _is_rolling(self) -> bool:
+        """True when engines get their weights one after the other."""
+        return False
+
+    def _roll(self, plan: RefitPlan, all_sent: Callable[[], None], version: int) -> dict[int, int]:
+        """Bring every bucket into one engine after the other, each of which samples again before the next one stops.
+
+        Returns:
+            Number of each engine -> version that it holds.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sends to all engines at once")
 
     @abstractmethod
     def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:

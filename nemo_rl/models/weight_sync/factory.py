@@ -8,13 +8,15 @@ that caused it is raised.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from nemo_rl.config.generation import RefitTransport
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.calls import Call, ask
-from nemo_rl.errors import WorkerError
+from nemo_rl.errors import WorkerError, WorkerLost
+from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import STAGE, RefitParties, WeightSync
 from nemo_rl.models.weight_sync.buckets import RefitPlan
@@ -33,6 +35,9 @@ __all__ = [
 ]
 
 
+logger = logging.getLogger(__name__)
+
+
 class PayloadWeightSync(WeightSync):
     """Refit through the object store: buckets are objects of the run: Ray's store keeps them once per node, in one
     process they are handed over."""
@@ -47,6 +52,35 @@ class PayloadWeightSync(WeightSync):
             if number == num_buckets:
                 all_sent()
             parties.run_engines(ask(RefitTarget.load_bucket, bucket=bucket.placeholder()))
+
+    @property
+    def _is_rolling(self) -> bool:
+        # A bucket in one process is the buffer itself, which the next one overwrites.
+        return self._parties.one_by_one and not self._parties.policy.is_local
+
+    def _roll(self, plan: RefitPlan, all_sent: Callable[[], None], version: int) -> dict[int, int]:
+        """The store holds all buckets meanwhile: the bytes of the whole model once."""
+        parties, held = self._parties, dict[int, int]()
+        num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=False))[0]
+        call = Call(request=ask(PolicyWorker.next_bucket), stage=STAGE, timeout_s=parties.timeout_s)
+        found = [parties.policy.run_for_payload(call) for _ in range(num_buckets)]
+        all_sent()
+        for number in parties.engines.numbers:
+            steps = [
+                ask(GenerationInterface.finish_generation),
+                ask(RefitTarget.begin_refit, plan=plan),
+                *(ask(RefitTarget.load_bucket, bucket=bucket.placeholder()) for bucket in found),
+            ]
+            try:
+                for request in steps:
+                    parties.run_engine(number, request)
+                held[number] = parties.run_engine(number, ask(RefitTarget.finish_refit, version=version))
+                parties.run_engine(number, ask(GenerationInterface.prepare_for_generation))
+            except WorkerLost as error:
+                logger.warning("engine %d is lost in a refit: %s", number, error)
+        if not held:
+            raise parties.engines.none_left(STAGE)
+        return held
 
 
 class IpcWeightSync(WeightSync):

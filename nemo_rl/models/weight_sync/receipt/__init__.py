@@ -10,6 +10,7 @@ a toy's. Invariant: no number of a training depends on a turn.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,6 +23,7 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingPara
 from nemo_rl.utils.console import bytes_text
 
 __all__ = [
+    "LONG",
     "Answer",
     "Probe",
     "ProbeTurns",
@@ -207,6 +209,12 @@ class Sent:
     """Name of a weight in Hugging Face naming -> fingerprint in the engines' dtype; rank 0 has them where receipts
     are taken."""
 
+    @property
+    def digest(self) -> str:
+        """Return a digest of all fingerprints: the same for the same weights."""
+        text = "\n".join(f"{name} {print_}" for name, print_ in sorted(self.fingerprints.items()))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredProbe:
@@ -262,6 +270,8 @@ class Receipt:
     """Mean change of the policy's own log-probabilities of the probe since it was scored last."""
     tolerance: Tolerance | None = None
     cached_tokens: int = 0
+    weights: str = ""
+    """Digest of the fingerprints of all weights that were sent."""
 
     @property
     def tells_versions(self) -> bool:

@@ -217,7 +217,8 @@ class Receipts:
         started = time.monotonic()
         # The policy scores meanwhile.
         answers = self._parties.run_engines(ask(RefitTarget.answer_receipt, probe=self._probe))
-        sent, ranks = ended.result()[0].fingerprints, self._scored.result()
+        first, ranks = ended.result()[0], self._scored.result()
+        sent = first.fingerprints
         logprobs = next((rank.logprobs for rank in ranks if rank.logprobs), None)
         self._check_content(version, sent, answers)
         apart = None if logprobs is None else self._check_behaviour(version, logprobs, answers)
@@ -238,6 +239,7 @@ class Receipts:
             moved=moved,
             tolerance=self.tolerance,
             cached_tokens=min(sum(answer.cached_tokens) for answer in answers.values()),
+            weights=first.digest,
         )
 
     def _check_content(self, version: int, sent: Mapping[str, str], answers: Mapping[int, Answer]) -> None:
