@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -29,12 +30,13 @@ from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.factory import cleared_after_error
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.errors import CheckpointError, UserError
-from nemo_rl.experience.rollout_worker import GroupRequest, RolloutHandle, RolloutResult
+from nemo_rl.experience.rollout_handle import RolloutHandle
+from nemo_rl.experience.rollout_worker import GroupRequest, RolloutResult
 from nemo_rl.experience.rollouts import row_seeds
 from nemo_rl.utils.metrics import Mean, Reduction, Sum, merge_metrics
 from nemo_rl.utils.r3_trace import trace_retired
 
-__all__ = ["BatchSource", "DynamicBatches", "SyncBatches", "is_informative"]
+__all__ = ["BatchSource", "DynamicBatches", "RolloutParts", "SyncBatches", "is_informative", "with_rows"]
 
 DROPPED = "not trained: equal rewards in its group (grpo.use_dynamic_sampling)"
 REQUEUED = "not trained: prompt requeued (checkpoint or end of run)"
@@ -53,6 +55,8 @@ class BatchSource(ABC):
         ...     step = train(step)
     """
 
+    samples_ahead = False
+    """True where groups of later steps are sampled while a step is trained."""
     unfinished: StepState | None = None
     """The step that `next` has begun and not returned, as far as it is known."""
 
@@ -74,16 +78,42 @@ class BatchSource(ABC):
     def num_waiting_rows(self) -> int:
         """Rows in the data plane that wait for a later step."""
 
+    def lost_rows(self, owners: Mapping[str, str]) -> list[str]:
+        """Return the keys of rows that are alive between two steps and belong to no group that waits.
+
+        Args:
+            owners: key -> client that put it, of all rows that are alive.
+        """
+        return list(owners) if len(owners) != self.num_waiting_rows else []
+
+    @abstractmethod
+    def trained(self, step: StepState) -> None:
+        """The update of a step is done, and its rows are cleared."""
+
+    @abstractmethod
+    def updated(self, version: int, *, weights: str | None) -> None:
+        """The engines hold new weights: at the start of a run and after each step.
+
+        Args:
+            weights: digest of the weights that the engines were sent; None where refits are not proved.
+        """
+
     @abstractmethod
     def state_dict(self) -> dict[str, object]:
         """Return what a checkpoint needs to go on from here. Rows that wait are cleared and their prompts requeued."""
 
     @abstractmethod
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def save_into(self, folder: Path) -> None:
+        """Write what `state_dict` does not hold into the folder of a checkpoint."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, object], *, step: int, folder: Path) -> None:
         """Go on where `state_dict` was taken.
 
         Args:
             state: may have other entries.
+            step: the last one that was trained.
+            folder: as in `save_into`.
 
         Raises:
             CheckpointError: the state belongs to other data, or to a run with other seeds.
@@ -120,7 +150,7 @@ class SyncBatches(BatchSource):
         with cleared_after_error(self._parts.client, step.partition, step.keys):
             groups = self._sample(step)
         self.unfinished = None
-        return _with_rows(step, groups, started=started)
+        return with_rows(step, groups, started=started)
 
     @property
     def is_exhausted(self) -> bool:
@@ -133,8 +163,23 @@ class SyncBatches(BatchSource):
     def state_dict(self) -> dict[str, object]:
         return {"sampler": self._parts.sampler.state_dict(), "dynamic_sampling": {}}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, object], *, step: int, folder: Path) -> None:
+        ahead = _section(state, "async").get("done")
+        if ahead:
+            raise CheckpointError(
+                f"async: the checkpoint is of an asynchronous run that trained prompts ahead of others ({ahead!r}); "
+                "resume it with grpo.async.enabled=true, or start afresh with checkpointing.resume=false"
+            )
         self._parts.sampler.load_state_dict(_section(state, "sampler"))
+
+    def save_into(self, folder: Path) -> None:
+        """Do nothing: no group is kept."""
+
+    def trained(self, step: StepState) -> None:
+        """Do nothing: groups are settled when they are sampled."""
+
+    def updated(self, version: int, *, weights: str | None) -> None:
+        """Do nothing: nothing is sampled before `next`."""
 
     def close(self) -> None:
         """Do nothing: no row waits."""
@@ -189,7 +234,7 @@ class DynamicBatches(SyncBatches):
         keys = tuple(key for group in chosen for key in group.meta.keys)
         uids = tuple(group.group_uids[0] for group in chosen)
         step = replace(step, drawn=tuple(draws), uids=uids, keys=keys, weight_version=None)
-        done = _with_rows(step, chosen, started=started)
+        done = with_rows(step, chosen, started=started)
         metrics = rounds.metrics(carried=self.num_waiting_rows)
         return replace(done, rolled=replace(done.rows, metrics=metrics))
 
@@ -211,8 +256,8 @@ class DynamicBatches(SyncBatches):
         requeued = [draw.ordinal for draw in self._requeued]
         return {**super().state_dict(), "dynamic_sampling": {REQUEUED_STATE: requeued}}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, object], *, step: int, folder: Path) -> None:
+        super().load_state_dict(state, step=step, folder=folder)
         found = _section(state, "dynamic_sampling")
         if found.get(OLDER_STATE):
             raise CheckpointError(
@@ -308,7 +353,12 @@ class _Rounds:
         return {**merge_metrics(self.sampled), **counts, **shares}
 
 
-def _with_rows(step: StepState, groups: Sequence[RolloutResult], *, started: float) -> StepState:
+def with_rows(step: StepState, groups: Sequence[RolloutResult], *, started: float) -> StepState:
+    """Return the step with the rows of its groups, of which there is at least one.
+
+    Args:
+        started: when its rollout began, by `time.perf_counter`.
+    """
     rolled = groups[0].concat(*groups[1:])
     return replace(step, rolled=rolled, stage_seconds={ROLLOUT: time.perf_counter() - started})
 

@@ -17,6 +17,7 @@ __all__ = [
 ]
 
 ROLLOUT_CPUS = 1
+"""CPUs of a rollout worker."""
 
 
 def num_non_colocated_engines(config: MasterConfig) -> int:
@@ -35,7 +36,7 @@ def other_cpus(config: MasterConfig) -> int:
     plane, generation = config.active_data_plane, config.policy.generation
     is_placed_by_ray = config.cluster.gpus_per_node == 0 and generation.colocated.enabled
     engines = generation.num_replicas if is_placed_by_ray else 0
-    return engines + ROLLOUT_CPUS + kind_named(plane.impl or "noop").cpus(plane)
+    return engines + ROLLOUT_CPUS * config.experience.num_workers + kind_named(plane.impl or "noop").cpus(plane)
 
 
 def logical_cpus(config: MasterConfig) -> int:
@@ -44,13 +45,17 @@ def logical_cpus(config: MasterConfig) -> int:
 
 
 def num_clients(config: MasterConfig) -> int:
-    """Data plane clients: the driver, the rollout worker and the policy workers that read or write."""
+    """Data plane clients: the driver, the rollout workers and the policy workers that read or write."""
     if config.cluster.launcher == "local":
         return 1
     num_workers, plane = config.cluster.num_workers, config.active_data_plane
     layout = ParallelLayout.of_policy(config.policy, world_size=num_workers)
     # Of a replica group the leader reads and the writer writes, which in a pipeline is another rank.
-    return 2 + (num_workers if plane.fetch_policy == "independent" else layout.dp * min(layout.pp, 2))
+    return (
+        1
+        + config.experience.num_workers
+        + (num_workers if plane.fetch_policy == "independent" else layout.dp * min(layout.pp, 2))
+    )
 
 
 def too_few_cpus(config: MasterConfig, *, have: float) -> str:

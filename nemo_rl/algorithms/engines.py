@@ -1,4 +1,4 @@
-"""Starts the generation engines of a config: in this process, or each as a group of one Ray worker.
+"""Starts the generation engines and rollout workers of a config: in this process, or each as a group of one Ray worker.
 
 Called by `setup` for a run and by `evaluate` for a checkpoint.
 """
@@ -10,18 +10,33 @@ from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
+from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS
 from nemo_rl.config.parts import ENGINES
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.worker_log import WORKER_LOGS
+from nemo_rl.experience.rollout_worker import RolloutSpec, RolloutWorker
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.models.generation.interfaces import EngineSpec
+from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.models.policy.tracing import TraceSpec
 
-__all__ = ["EngineStarts", "LogPlace", "engine_scheduler", "engine_spec", "gpu_share", "local_engines", "log_place"]
+__all__ = [
+    "STREAMS_PER_WORKER",
+    "EngineStarts",
+    "LogPlace",
+    "RolloutStarts",
+    "engine_scheduler",
+    "engine_spec",
+    "gpu_share",
+    "local_engines",
+    "log_place",
+]
 
+STREAMS_PER_WORKER = 64
+"""Streams that an engine or a rollout worker of an asynchronous run serves at a time; each has a thread."""
 GPU_SHARE = 0.5
 """GPU share of a policy worker, and of the engine that takes turns with it on the same GPU."""
 
@@ -46,7 +61,12 @@ def gpu_share(config: MasterConfig) -> float:
 
 
 def engine_spec(
-    config: MasterConfig, number: int, *, trace: TraceSpec | None = None, weight_version: int = -1
+    config: MasterConfig,
+    number: int,
+    *,
+    trace: TraceSpec | None = None,
+    weight_version: int = -1,
+    script: tuple[ScheduleEntry, ...] = (),
 ) -> EngineSpec:
     """Return the spec that an engine starts with; the arguments are those of `EngineSpec`."""
     return EngineSpec(
@@ -57,6 +77,8 @@ def engine_spec(
         num_engines=config.policy.generation.num_replicas,
         trace=trace,
         weight_version=weight_version,
+        continuous=config.grpo.samples_ahead,
+        script=script,
     )
 
 
@@ -67,6 +89,7 @@ def engine_scheduler(config: MasterConfig, engines: WorkerFleet) -> EngineSchedu
         engines.copy(),
         batch_rows=generation.max_batch_size,
         timeout_s=generation.engine_timeout_s or config.cluster.stage_timeout_s / 2,
+        is_continuous=config.grpo.samples_ahead,
     )
 
 
@@ -107,21 +130,66 @@ class EngineStarts:
             self._begin(number, group)
 
     def _processes_of(self, number: int) -> RayWorkerGroup:
-        return RayWorkerGroup("generation", world_size=1, placement=self._placement, first=number, **self._log)
+        streams = STREAMS_PER_WORKER if self._config.grpo.samples_ahead else 0
+        return RayWorkerGroup(
+            "generation", world_size=1, placement=self._placement, first=number, num_streams=streams, **self._log
+        )
 
     def _begin(self, number: int, group: RayWorkerGroup) -> None:
         group.begin_start(_builder(self._config), [{"spec": self._spec_of(number)}])
 
     def _replacement(self, number: int, *, timeout_s: float) -> RayWorkerGroup:
         """An engine in place of one that was lost; its weights come with the refit that asked for it."""
-        group = self._processes_of(number)
-        try:
-            self._begin(number, group)
-            group.finish_start(timeout_s=timeout_s)
-        except BaseException:
-            group.shutdown()
-            raise
-        return group
+        return _started(self._processes_of(number), partial(self._begin, number), timeout_s=timeout_s)
+
+
+class RolloutStarts:
+    """Starts rollout workers under Ray, each a group of its own.
+
+    Args:
+        engines: returns the scheduler of the engines for a worker that starts now.
+    """
+
+    def __init__(self, config: MasterConfig, spec: RolloutSpec, engines: Callable[[], EngineScheduler]) -> None:
+        self._spec, self._engines, self._log = spec, engines, log_place(config)
+        self._num_streams = STREAMS_PER_WORKER if config.grpo.samples_ahead else 1
+        self._members = [self._processes_of(number) for number in range(config.experience.num_workers)]
+
+    def fleet(self, *, timeout_s: float) -> WorkerFleet:
+        """The processes of all workers; `begin_all` builds the workers in them.
+
+        Args:
+            timeout_s: for one that is started later in place of another.
+        """
+        return WorkerFleet(list(self._members), start=partial(self._replacement, timeout_s=timeout_s))
+
+    def begin_all(self) -> None:
+        """Builds every worker, without waiting."""
+        for group in self._members:
+            self._begin(group)
+
+    def _processes_of(self, number: int) -> RayWorkerGroup:
+        placement = RayPlacement(num_cpus=ROLLOUT_CPUS)
+        return RayWorkerGroup(
+            "rollout", world_size=1, placement=placement, first=number, num_streams=self._num_streams, **self._log
+        )
+
+    def _begin(self, group: RayWorkerGroup) -> None:
+        group.begin_start(RolloutWorker, [{"spec": self._spec, "generation": self._engines()}])
+
+    def _replacement(self, number: int, *, timeout_s: float) -> RayWorkerGroup:
+        return _started(self._processes_of(number), self._begin, timeout_s=timeout_s)
+
+
+def _started(group: RayWorkerGroup, begin: Callable[[RayWorkerGroup], None], *, timeout_s: float) -> RayWorkerGroup:
+    """Return the group when its worker is built; it is ended where that fails."""
+    try:
+        begin(group)
+        group.finish_start(timeout_s=timeout_s)
+    except BaseException:
+        group.shutdown()
+        raise
+    return group
 
 
 def _builder(config: MasterConfig) -> Callable[..., object]:

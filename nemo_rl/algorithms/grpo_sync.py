@@ -34,11 +34,11 @@ from nemo_rl.algorithms.step_metrics import data_plane_metrics, engine_speeds, i
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.factory import check_empty, open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.distributed.calls import ask
+from nemo_rl.distributed.calls import Pending, ask
 from nemo_rl.errors import UserError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile
 from nemo_rl.experience.evaluation.result import ValidationResult
-from nemo_rl.experience.rollout_worker import RolloutHandle
+from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
@@ -118,6 +118,8 @@ class GRPOTrainer:
         self._reported_bytes = 0
         self._first_val_reward: float | None = None
         self._val_reward: float | None = None
+        self._validation: tuple[int, Pending[ValidationResult]] | None = None
+        """Step and result of the validation that runs beside the training."""
 
     def fit(self, *, deadline: SaveDeadline | None = None) -> RunSummary:
         """Trains to the last step, to the accuracy that stops early, or as long as it may.
@@ -167,6 +169,7 @@ class GRPOTrainer:
                 raise
             clear_untrained(parts.client, step)
         parts.policy.run(ask(TQWorker.end_step), "end of step")
+        parts.source.trained(step)
         self._step = step.number
         return replace(step, seconds=time.monotonic() - started)
 
@@ -182,6 +185,11 @@ class GRPOTrainer:
             raise
         observers.after_stage(ROLLOUT, step)
         return step
+
+    @property
+    def source(self) -> BatchSource:
+        """The source of its batches."""
+        return self._parts.source
 
     def data_plane_stats(self) -> dict[str, object]:
         """Live rows and bytes over the whole cluster."""
@@ -201,7 +209,7 @@ class GRPOTrainer:
         declare_partition(parts.client, parts.columns, config.grpo)
         if parts.resume_from is not None:
             self._resume(parts.resume_from)
-        parts.weight_sync.sync(self._step)
+        self._refit()
         self._tell_tolerance()
         if config.data.validation is not None and config.grpo.val_at_start and parts.resume_from is None:
             result = self._validate()
@@ -209,6 +217,13 @@ class GRPOTrainer:
             parts.logger.log_metrics(result.metrics(), step=0)
             parts.panel.validation(0, result.reward, measure=config.env.measure)
         self._timer.reset()
+
+    def _refit(self) -> None:
+        """Bring the engines to the current weights, from which the source may sample then."""
+        sync = self._parts.weight_sync
+        sync.sync(self._step)
+        receipt = None if sync.report is None else sync.report.receipt
+        self._parts.source.updated(self._step, weights=None if receipt is None else receipt.weights)
 
     def _tell_tolerance(self) -> None:
         """Show what the first receipt has measured."""
@@ -230,20 +245,21 @@ class GRPOTrainer:
 
         So the seconds of a save stand in the line of the next step.
         """
+        self._end_validation()
         with self._timer.time("refit"):
-            self._parts.weight_sync.sync(self._step)
+            self._refit()
         metrics = step_metrics(step) | self._parts.policy.memory_metrics() | self._refit_metrics()
         if self._config.policy.router_replay.enabled:
             replay = self._parts.policy.router_replay_metrics()
             metrics.update({f"r3/{name}": value for name, value in values(replay).items()})
         if self._validation_is_due():
-            metrics.update(self._validate().metrics())
+            metrics.update(self._begin_validation())
         stage_seconds = {**step.stage_seconds, **self._timer.seconds()}
-        snapshots = [self._parts.client.snapshot(reset=True), self._parts.rollout.data_plane_snapshot()]
+        snapshots = [self._parts.client.snapshot(reset=True), *self._parts.rollout.data_plane_snapshots()]
         snapshots += self._parts.policy.data_plane_snapshots()
         stats = self.data_plane_stats()
         if stats["live_rows"] != self._parts.source.num_waiting_rows:
-            check_empty(self._parts.client, _mapping(stats["partitions"]))
+            check_empty(self._parts.client, _mapping(stats["partitions"]), lost_of=self._parts.source.lost_rows)
         traffic = data_plane_metrics(
             snapshots,
             stats,
@@ -299,6 +315,7 @@ class GRPOTrainer:
             all_engines=self._config.policy.generation.num_replicas,
             engine_speeds=engine_speeds(metrics),
             refit=None if self._parts.weight_sync.report is None else self._parts.weight_sync.report.text(),
+            account=self._parts.observers.text(),
             tokens_per_s=step.num_tokens / step.seconds,
             stage_seconds=dict(stage_seconds),
             stage_bytes=dict(stage_bytes),
@@ -306,17 +323,40 @@ class GRPOTrainer:
 
     def _validate(self) -> ValidationResult:
         with self._timer.time("validation"):
-            path = self._config.logger.log_dir / ROLLOUTS / f"val_step_{self._step}.jsonl"
-            num_shown = self._config.logger.num_rollouts_to_log
-            task = EvaluationTask(
-                step=self._step,
-                version=self._parts.weight_sync.version,
-                max_prompts=self._config.grpo.max_val_samples,
-                samples=SampleFile(path=path, max_rows=num_shown) if num_shown else None,
-            )
-            result = self._parts.rollout.validate(task)
+            result = self._parts.rollout.validate(self._validation_task())
         self._val_reward = result.reward
         return result
+
+    def _validation_task(self) -> EvaluationTask:
+        path = self._config.logger.log_dir / ROLLOUTS / f"val_step_{self._step}.jsonl"
+        num_shown = self._config.logger.num_rollouts_to_log
+        return EvaluationTask(
+            step=self._step,
+            version=self._parts.weight_sync.version,
+            max_prompts=self._config.grpo.max_val_samples,
+            samples=SampleFile(path=path, max_rows=num_shown) if num_shown else None,
+        )
+
+    def _begin_validation(self) -> Mapping[str, float]:
+        """Validate; return the metrics. Where groups are sampled ahead, training goes on meanwhile and there are none
+        yet, unless something waits for them: a checkpoint, or the end of the run."""
+        saves = self._parts.checkpoints is not None and self._step % self._config.checkpointing.save_period == 0
+        limit = self._config.grpo.stop_at_validation_accuracy
+        if saves or limit is not None or self._is_done() or not self._parts.source.samples_ahead:
+            return self._validate().metrics()
+        self._validation = self._step, self._parts.rollout.begin_validation(self._validation_task())
+        return {}
+
+    def _end_validation(self) -> None:
+        """Log the validation that runs, before the engines get other weights."""
+        if self._validation is None:
+            return
+        (step, pending), self._validation = self._validation, None
+        with self._timer.time("validation"):
+            result = pending.result()
+        self._val_reward = result.reward
+        self._parts.logger.log_metrics(result.metrics(), step=step)
+        self._parts.panel.validation(step, result.reward, measure=self._config.env.measure)
 
     def _validation_is_due(self) -> bool:
         config = self._config.grpo
@@ -339,7 +379,7 @@ class GRPOTrainer:
             "first_val_reward": self._first_val_reward,
             **self._parts.run_state,
         }
-        self._saver.save(self._step, state=state, waits=waits)
+        self._saver.save(self._step, state=state, also=self._parts.source.save_into, waits=waits)
 
     def _best_checkpoint(self) -> Path | None:
         best = None if self._parts.checkpoints is None else self._parts.checkpoints.best()
@@ -350,7 +390,7 @@ class GRPOTrainer:
         optimizer = checkpoint.optimizer if self._config.checkpointing.load_optimizer else None
         load = ask(PolicyWorker.load_checkpoint, weights=checkpoint.weights, optimizer=optimizer)
         self._parts.policy.run(load, "resume")
-        self._parts.source.load_state_dict(state)
+        self._parts.source.load_state_dict(state, step=checkpoint.step, folder=checkpoint.path)
         self._step = checkpoint.step
         self._saver.resumed(checkpoint)
         self._val_reward = _number(state.get("val_reward"))

@@ -7,6 +7,7 @@
       end            all stages have run, the rows are still there
       failed         instead of `end`, when the step ends with an error
       metrics        numbers of the observer's own, for the log
+      text           words about the step, for the panel
       report         the numbers of the step are known    (MismatchWarning, LiveTracing)
 
 Here are the small ones; `StepRecorder` and `LiveTracing` have files of their own. Invariant: an observer changes no
@@ -69,6 +70,10 @@ class StepObserver:
         """Return numbers of the last step, for the log."""
         return {}
 
+    def text(self) -> str:
+        """Return words about the last step for the person at the terminal; empty: none."""
+        return ""
+
     def report(self, number: int, metrics: Mapping[str, float]) -> None:
         """The numbers of a step are known."""
 
@@ -101,6 +106,9 @@ class StepObservers(StepObserver):
 
     def metrics(self) -> Mapping[str, float]:
         return {name: value for observer in self.all for name, value in observer.metrics().items()}
+
+    def text(self) -> str:
+        return "; ".join(filter(None, (observer.text() for observer in self.all)))
 
     def report(self, number: int, metrics: Mapping[str, float]) -> None:
         for observer in self.all:
@@ -184,7 +192,9 @@ class MismatchWarning(StepObserver):
         if self._tells_bias and ratio is not None:
             self._tells_bias = False
             self._note(self._bias(number, ratio))
-        if not self._is_said and error is not None and error > MISMATCH_THRESHOLD:
+        # Rows of older weights differ by what was learned since.
+        is_stale = self._config.grpo.samples_ahead and self._config.grpo.async_.max_staleness > 0
+        if not self._is_said and not is_stale and error is not None and error > MISMATCH_THRESHOLD:
             self._is_said = True
             self._note(self._mismatch(number, error))
 

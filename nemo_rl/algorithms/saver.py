@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,10 +64,13 @@ class Saver:
         """The run continues from it."""
         self.last_path, self.last_step = checkpoint.path, checkpoint.step
 
-    def save(self, step: int, *, state: Mapping[str, object], waits: bool) -> None:
+    def save(
+        self, step: int, *, state: Mapping[str, object], also: Callable[[Path], None] | None = None, waits: bool
+    ) -> None:
         """Save what the workers hold now as the checkpoint of a step; one that still runs is finished first.
 
         Args:
+            also: writes further files into the folder.
             waits: return when it is complete, also with `async_save`.
 
         Raises:
@@ -79,6 +82,8 @@ class Saver:
         unfinished = self._checkpoints.begin(step, state=state)
         write = self._policy.begin_save if self._config.async_save and not waits else self._policy.save_checkpoint
         with self._checkpoints.guarded(unfinished):
+            if also is not None:
+                also(unfinished.folder)
             write(
                 weights=unfinished.folder / "policy" / "weights",
                 optimizer=unfinished.folder / "policy" / "optimizer" if self._config.save_optimizer else None,

@@ -17,15 +17,24 @@ from pathlib import Path
 
 from rich.console import Console
 
+from nemo_rl.algorithms.async_account import RunAccount
+from nemo_rl.algorithms.async_batches import AsyncBatches, build_schedule, limits_of
 from nemo_rl.algorithms.batches import BatchSource, DynamicBatches, RolloutParts, SyncBatches
 from nemo_rl.algorithms.cpu_needs import (
-    ROLLOUT_CPUS,
     cpus_per_bundle,
     num_clients,
     num_non_colocated_engines,
     other_cpus,
 )
-from nemo_rl.algorithms.engines import EngineStarts, engine_scheduler, engine_spec, gpu_share, local_engines, log_place
+from nemo_rl.algorithms.engines import (
+    EngineStarts,
+    RolloutStarts,
+    engine_scheduler,
+    engine_spec,
+    gpu_share,
+    local_engines,
+    log_place,
+)
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
 from nemo_rl.algorithms.identity import date_line, first_start, identity_of, identity_state, model_dtype
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
@@ -45,6 +54,8 @@ from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.preflight.inputs import too_few_prompts
 from nemo_rl.algorithms.process_environment import run_environment
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, open_run_folders, truncate_rollouts
+from nemo_rl.algorithms.schedule_file import RunSchedule, ScheduleFile
+from nemo_rl.algorithms.scheduled_batches import ScheduledBatches
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.stage import Stage, StageTools
@@ -67,7 +78,8 @@ from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import DatasetError
-from nemo_rl.experience.rollout_worker import RolloutHandle, RolloutInfo, RolloutSpec, RolloutWorker
+from nemo_rl.experience.rollout_handle import RolloutHandle
+from nemo_rl.experience.rollout_worker import RolloutInfo, RolloutSpec, RolloutWorker
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.recording import RecordSpec, recorded_model
@@ -76,6 +88,7 @@ from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.factory import build_weight_sync, receipt_spec
+from nemo_rl.models.weight_sync.receipt import ReceiptSpec
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.deadlines import StartUp
 from nemo_rl.utils.files import write_text
@@ -84,7 +97,7 @@ from nemo_rl.utils.logger import Logger, build_logger
 from nemo_rl.utils.memory import package_versions
 from nemo_rl.utils.panel import Panel
 
-__all__ = ["open_parts", "open_trainer", "write_resolved_config"]
+__all__ = ["FollowedSchedule", "open_parts", "open_trainer", "write_resolved_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +108,7 @@ class _RunProcesses:
 
     policy: WorkerGroup
     engines: WorkerFleet
-    rollout: WorkerGroup
+    rollout: WorkerFleet
     address: str = "127.0.0.1"
     """Address of policy rank 0, as the other processes reach it."""
 
@@ -110,28 +123,57 @@ class _Specs:
     rollout: RolloutSpec
 
     @classmethod
-    def of(cls, config: MasterConfig, traced: TracedRun | None, began: datetime) -> _Specs:
+    def of(
+        cls, config: MasterConfig, traced: TracedRun | None, began: datetime, *, schedule: RunSchedule | None
+    ) -> _Specs:
         trace = None if traced is None else traced.spec
+
+        def engine(number: int) -> EngineSpec:
+            script = () if schedule is None else tuple(schedule.scripts.get(number, ()))
+            return engine_spec(config, number, trace=trace, script=script)
+
         return cls(
             worker=partial(_worker_spec, config, trace),
-            engine=partial(engine_spec, config, trace=trace),
+            engine=engine,
             rollout=rollout_spec(config, now=began),
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowedSchedule:
+    """The schedule that a run follows, in place of one of its own."""
+
+    schedule: RunSchedule
+    last_step: int
+    """The last step that is done again."""
+
+
 @contextmanager
-def open_trainer(given: MasterConfig, *, console: Console, forks: ForkServer | None = None) -> Iterator[GRPOTrainer]:
+def open_trainer(
+    given: MasterConfig,
+    *,
+    console: Console,
+    forks: ForkServer | None = None,
+    follows: FollowedSchedule | None = None,
+) -> Iterator[GRPOTrainer]:
     """`open_parts` under the trainer."""
-    with open_parts(given, console=console, forks=forks) as parts:
+    with open_parts(given, console=console, forks=forks, follows=follows) as parts:
         yield GRPOTrainer(parts)
 
 
 @contextmanager
-def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | None = None) -> Iterator[TrainerParts]:
+def open_parts(
+    given: MasterConfig,
+    *,
+    console: Console,
+    forks: ForkServer | None = None,
+    follows: FollowedSchedule | None = None,
+) -> Iterator[TrainerParts]:
     """Starts everything a run needs.
 
     Args:
         forks: as `worker_forks` opens it for this config; None: every worker starts by itself.
+        follows: the schedule of a run that is done again; None: the run makes its own.
 
     Raises:
         UserError: what `preflight` finds, or nothing to resume from.
@@ -157,9 +199,17 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
         traced = stack.enter_context(open_tracing(config, layout=layout))
         if traced is not None:
             panel.note(traced.job.note)
-        groups, client = _start(config, cluster, stack, start, _Specs.of(config, traced, began))
+        groups, client = _start(
+            config,
+            cluster,
+            stack,
+            start,
+            _Specs.of(config, traced, began, schedule=None if follows is None else follows.schedule),
+        )
         timeout_s = config.cluster.stage_timeout_s
-        rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, report=panel.note)
+        rollout = RolloutHandle(
+            groups.rollout, timeout_s=timeout_s, report=panel.note, waits=not config.grpo.samples_ahead
+        )
         rollout.setup_data_plane(client.address)
         info = rollout.describe()
         identity = identity_of(config, info, resume_from)
@@ -178,22 +228,21 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             token_estimator=token_estimator(config),
             cost=sequence_cost(TransformerShape.from_config(decoder_sizes(model_config))),
         )
-        parties = RefitParties(
-            policy=groups.policy,
-            engines=groups.engines,
-            timeout_s=timeout_s,
-            buffer_ratio=config.policy.generation.refit_buffer_ratio,
-            delta_full_every=config.policy.generation.refit_delta.period,
-            on_new_engines=rollout.use_engines,
-            receipt=receipt_spec(config.policy, model_config.to_dict()),
+        weight_sync = _weight_sync(config, groups, rollout, receipt=receipt_spec(config.policy, model_config.to_dict()))
+        batch_parts = RolloutParts(
+            config=config.grpo,
+            client=client,
+            rollout=rollout,
+            sampler=_sampler(config, info),
+            weight_version=lambda: weight_sync.version,
         )
-        weight_sync = build_weight_sync(config.refit_transport, parties, address=groups.address)
+        source = _source(config, batch_parts, panel, resume_from, follows, weight_sync.restart_engines)
         stages = build_stages(columns, tools)
         recorders = _recorders(tools, columns, config, resume_from, identity)
         tracing = [] if traced is None else [LiveTracing(traced, policy, _traced_engines(config, groups))]
         yield TrainerParts(
             config=config,
-            source=_source(tools, weight_sync, _sampler(config, info)),
+            source=source,
             columns=columns,
             stages=stages,
             client=client,
@@ -205,7 +254,9 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             panel=panel,
             resume_from=resume_from,
             run_state=identity_state(began, identity, dtype=model_dtype(config.policy.model_name)),
-            observers=StepObservers(*_observers(config, policy, stages, panel), *recorders, *tracing),
+            observers=StepObservers(
+                *_observers(config, policy, stages, panel), *recorders, *tracing, *_account(config, weight_sync)
+            ),
         )
 
 
@@ -220,15 +271,59 @@ def _observers(config: MasterConfig, policy: TQPolicy, stages: Sequence[Stage], 
     ]
 
 
-def _source(tools: StageTools, weight_sync: WeightSync, sampler: PromptSampler) -> BatchSource:
-    parts = RolloutParts(
-        config=tools.grpo,
-        client=tools.client,
-        rollout=tools.rollout,
-        sampler=sampler,
-        weight_version=lambda: weight_sync.version,
+def _weight_sync(
+    config: MasterConfig, groups: _RunProcesses, rollout: RolloutHandle, *, receipt: ReceiptSpec | None
+) -> WeightSync:
+    generation = config.policy.generation
+    parties = RefitParties(
+        policy=groups.policy,
+        engines=groups.engines,
+        timeout_s=config.cluster.stage_timeout_s,
+        buffer_ratio=generation.refit_buffer_ratio,
+        delta_full_every=generation.refit_delta.period,
+        on_new_engines=rollout.use_engines,
+        one_by_one=config.grpo.samples_ahead,
+        receipt=receipt,
     )
-    return DynamicBatches(parts) if tools.grpo.use_dynamic_sampling else SyncBatches(parts)
+    return build_weight_sync(config.refit_transport, parties, address=groups.address)
+
+
+def _account(config: MasterConfig, weight_sync: WeightSync) -> list[RunAccount]:
+    """Return the observer that says who waits, of an asynchronous run."""
+    if not config.grpo.samples_ahead:
+        return []
+    generation, size = config.policy.generation, config.grpo.num_generations_per_prompt
+    return [
+        RunAccount(
+            limits_of(config.grpo),
+            group_places=generation.num_replicas * (generation.max_batch_size // size),
+            loads=weight_sync.take_loads,
+            refit_s=lambda: 0.0 if weight_sync.report is None else weight_sync.report.ms / 1e3,
+        )
+    ]
+
+
+def _source(
+    config: MasterConfig,
+    parts: RolloutParts,
+    panel: Panel,
+    resume_from: Checkpoint | None,
+    follows: FollowedSchedule | None,
+    restart_engines: Callable[[], None],
+) -> BatchSource:
+    if follows is not None:
+        return ScheduledBatches(parts, follows.schedule, last_step=follows.last_step)
+    if not config.grpo.samples_ahead:
+        return DynamicBatches(parts) if config.grpo.use_dynamic_sampling else SyncBatches(parts)
+    step = 0 if resume_from is None else resume_from.step
+    return AsyncBatches(
+        parts,
+        build_schedule(config.grpo),
+        record=ScheduleFile(config.logger.log_dir, step=step),
+        timeout_s=config.cluster.stage_timeout_s,
+        note=panel.note,
+        restart_engines=restart_engines,
+    )
 
 
 def _traced_engines(config: MasterConfig, groups: _RunProcesses) -> TracedEngines:
@@ -331,7 +426,7 @@ def _start(
     # The workers build while the storage actors of the data plane start.
     client = build_data_plane_client(plane, run_id=run_id, role="owner", log_dir=config.logger.log_dir, start=start)
     stack.callback(client.close)
-    for group in (groups.rollout, *groups.engines.members, groups.policy):
+    for group in (*groups.rollout.members, *groups.engines.members, groups.policy):
         if isinstance(group, RayWorkerGroup):
             with start.waiting_for(f"the {group.name} workers"):
                 group.finish_start(timeout_s=start.timeout_s)
@@ -345,7 +440,7 @@ def _local_groups(config: MasterConfig, specs: _Specs, stack: ExitStack) -> _Run
     engines = local_engines(config, specs.engine)
     stack.callback(engines.shutdown)
     replicas = engine_scheduler(config, engines)
-    rollout = LocalWorkerGroup(lambda: RolloutWorker(specs.rollout, generation=replicas))
+    rollout = WorkerFleet([LocalWorkerGroup(lambda: RolloutWorker(specs.rollout, generation=replicas))])
     stack.callback(rollout.shutdown)
     return _RunProcesses(policy=policy, engines=engines, rollout=rollout)
 
@@ -373,16 +468,15 @@ def _ray_groups(
     starts = EngineStarts(config, specs.engine, cluster)
     engines = starts.fleet(timeout_s=start.timeout_s)
     stack.callback(engines.shutdown)
-    placement = RayPlacement(num_cpus=ROLLOUT_CPUS)
-    rollout = RayWorkerGroup("rollout", world_size=1, placement=placement, streams_apart=True, **log)
+    starting = RolloutStarts(config, specs.rollout, lambda: engine_scheduler(config, engines))
+    rollout = starting.fleet(timeout_s=start.timeout_s)
     stack.callback(rollout.shutdown)
     with start.waiting_for("the first policy worker"):
         address, port = policy.rendezvous(reserve_port, timeout_s=start.timeout_s)
     ranks = _rank_specs(cluster.num_workers, address, port)
     policy.begin_start(build_policy_worker, [{"spec": specs.worker(rank)} for rank in ranks])
     starts.begin_all()
-    replicas = engine_scheduler(config, engines)
-    rollout.begin_start(RolloutWorker, [{"spec": specs.rollout, "generation": replicas}])
+    starting.begin_all()
     return _RunProcesses(policy=policy, engines=engines, rollout=rollout, address=address)
 
 

@@ -85,6 +85,11 @@ def _training_metrics(train: TrainSummary) -> dict[str, float]:
     metrics = {f"train/{name}": value for name, value in values(train.metrics).items()}
     for name in LOSS_PARTS & train.metrics.keys():
         metrics[f"train/{name}"] /= len(train.losses)
+    for name in [name for name in metrics if name.endswith("/importance_ratio_squared")]:
+        # Kish's effective sample size as a fraction of the tokens: mean(w)^2 / mean(w^2).
+        stem, square = name.removesuffix("/importance_ratio_squared"), metrics.pop(name)
+        if square > 0:
+            metrics[f"{stem}/effective_sample_share"] = metrics[f"{stem}/importance_ratio"] ** 2 / square
     return metrics | {
         "train/loss": train.loss,
         "train/grad_norm": float(np.mean(train.grad_norms)),

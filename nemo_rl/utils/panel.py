@@ -57,6 +57,8 @@ class StepReport:
     """Tokens per second of each engine that sampled, while it did, by its number."""
     refit: str | None = None
     """A short text about the refit: milliseconds, bytes, receipt."""
+    account: str = ""
+    """A short text about who waited for whom, in an asynchronous run."""
     tokens_per_s: float = 0.0
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     stage_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -211,6 +213,7 @@ def step_line(report: StepReport, times: Sequence[str] = ()) -> str:
     parts += [f"{report.tokens_per_s:.0f} tokens/s", *times]
     stages = " ".join(f"{name} {_stage_text(report, name)}" for name in _stage_names(report))
     moved = f"  | refit {report.refit}" if report.refit else ""
+    moved += f"  | {report.account}" if report.account else ""
     return "  ".join(parts) + (f"  | {stages}" if stages else "") + moved
 
 
@@ -292,6 +295,7 @@ def _draw(report: StepReport | None, rewards: Sequence[float], times: _Times, *,
             Text(label + _curve(rewards)[-room:] if room else label.strip()),
             _stage_table(report),
             *([Text(f"refit {report.refit}")] if report.refit else []),
+            *([Text(report.account)] if report.account else []),
         ]
     title = f"step {report.step} of {report.num_steps}" if report is not None else "starting"
     return RichPanel(Group(*parts), title=title, expand=False)

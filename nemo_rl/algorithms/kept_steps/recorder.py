@@ -36,7 +36,7 @@ from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.diagnostics import KeepStepsConfig
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.errors import ResourceError, WorkerError
-from nemo_rl.experience.rollout_worker import RolloutHandle
+from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.files import write_text

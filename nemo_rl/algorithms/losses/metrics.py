@@ -11,7 +11,7 @@ import torch
 from nemo_rl.models.logprobs import js, k3
 from nemo_rl.utils.metrics import Max, Mean, Min, Reduction, Sum
 
-__all__ = ["extremes", "mismatch_metrics", "policy_metrics", "total", "weighted_mean"]
+__all__ = ["extremes", "metrics_by_staleness", "mismatch_metrics", "policy_metrics", "total", "weighted_mean"]
 
 
 def policy_metrics(
@@ -51,6 +51,34 @@ def mismatch_metrics(gen_log_ratio_NT: torch.Tensor, weight_NT: torch.Tensor) ->
             "gen_probs_ratio": weighted_mean(gen_log_ratio_NT.exp(), weight_NT),
             "token_mult_prob_error": weighted_mean(gen_log_ratio_NT.abs().exp(), weight_NT),
         }
+
+
+def metrics_by_staleness(
+    staleness_N: torch.Tensor,
+    *,
+    gen_log_ratio_NT: torch.Tensor,
+    is_clipped_NT: torch.Tensor,
+    weight_NT: torch.Tensor,
+) -> dict[str, Reduction]:
+    """Return, for the rows of each staleness s, under `staleness_s/`: the mean of w = pi_old / pi_gen and of w^2, from
+    which the effective sample size follows, the share of clipped tokens, and the tokens.
+
+    Args:
+        staleness_N: integers.
+        gen_log_ratio_NT: log w, as in `mismatch_metrics`.
+    """
+    found: dict[str, Reduction] = {}
+    with torch.no_grad():
+        for staleness in sorted(set(staleness_N.tolist())):
+            weight_of = weight_NT * (staleness_N == staleness)[:, None]
+            name = f"staleness_{int(staleness)}"
+            found |= {
+                f"{name}/importance_ratio": weighted_mean(gen_log_ratio_NT.exp(), weight_of),
+                f"{name}/importance_ratio_squared": weighted_mean((2 * gen_log_ratio_NT).exp(), weight_of),
+                f"{name}/clip_fraction": weighted_mean(is_clipped_NT.float(), weight_of),
+                f"{name}/tokens": Sum(total(weight_of)),
+            }
+    return found
 
 
 def weighted_mean(values_NT: torch.Tensor, weight_NT: torch.Tensor) -> Mean:

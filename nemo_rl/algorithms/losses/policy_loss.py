@@ -24,7 +24,14 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.losses.kl import KlTerm, kl_term
-from nemo_rl.algorithms.losses.metrics import extremes, mismatch_metrics, policy_metrics, total, weighted_mean
+from nemo_rl.algorithms.losses.metrics import (
+    extremes,
+    metrics_by_staleness,
+    mismatch_metrics,
+    policy_metrics,
+    total,
+    weighted_mean,
+)
 from nemo_rl.algorithms.losses.normalization import normalize, token_weights, weighed
 from nemo_rl.algorithms.losses.off_policy import LOG_BOUND, Correction, off_policy_weights
 from nemo_rl.algorithms.losses.term import PolicyInputs, PolicyTerm, TermOutput
@@ -32,7 +39,14 @@ from nemo_rl.config.loss import LOSS_PROPERTIES
 from nemo_rl.config.parts import LOSSES
 from nemo_rl.config.schema import LossConfig, MasterConfig
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS, LossFunction, LossOutput, LossScale
+from nemo_rl.models.policy.interfaces import (
+    ENTROPY,
+    STALENESS,
+    UNFILTERED_LOGPROBS,
+    LossFunction,
+    LossOutput,
+    LossScale,
+)
 from nemo_rl.utils.metrics import Reduction, Sum
 
 __all__ = ["PolicyLoss", "build_loss"]
@@ -66,6 +80,8 @@ class PolicyLoss:
     config: LossConfig
     prev_field: str = "prev_logprobs"
     """Column of pi_old: `prev_logprobs`, or `generation_logprobs` when the sampler's are taken instead."""
+    by_staleness: bool = False
+    """True where ratios and clipping are also reported for the rows of each staleness."""
 
     @property
     def term_name(self) -> str:
@@ -82,6 +98,8 @@ class PolicyLoss:
             fields += [REFERENCE, UNFILTERED_LOGPROBS]
         if self.config.entropy_coefficient > 0:
             fields.append(ENTROPY)
+        if self.by_staleness:
+            fields.append(STALENESS)
         return tuple(dict.fromkeys(fields))
 
     def __call__(
@@ -106,6 +124,13 @@ class PolicyLoss:
             # Later updates have moved away from the sampler, which here stands for pi_old.
             metrics |= mismatch_metrics(tokens.gen_log_ratio_NT, weight_NT)
         metrics |= _share_metrics(tokens, found, correction)
+        if self.by_staleness:
+            metrics |= metrics_by_staleness(
+                batch[STALENESS],
+                gen_log_ratio_NT=tokens.gen_log_ratio_NT,
+                is_clipped_NT=found.is_clipped_NT,
+                weight_NT=weight_NT,
+            )
         metrics["actor_loss"] = Sum(loss.item())
         if config.adds_kl:
             kl = self._kl(token_logprobs, tokens, batch)
@@ -211,6 +236,8 @@ def build_loss(config: MasterConfig) -> LossFunction:
     prev_field = "generation_logprobs" if is_from_sampler else WorkerPass.PREV_LOGPROBS.column
     name = config.loss_fn.name
     if LOSSES.is_builtin(name):
-        return PolicyLoss(config=config.loss_fn, prev_field=prev_field)
+        async_ = config.grpo.async_
+        by_staleness = config.grpo.samples_ahead and async_.max_staleness > 0
+        return PolicyLoss(config=config.loss_fn, prev_field=prev_field, by_staleness=by_staleness)
     own: LossFunction = LOSSES.load(name, key="loss_fn.name")(config=config.loss_fn, prev_field=prev_field)
     return own

@@ -17,7 +17,15 @@ from nemo_rl.algorithms.advantage_estimator import UsesRows
 from nemo_rl.algorithms.identity import first_start, model_digest, same_or_refused
 from nemo_rl.algorithms.preflight import model_check
 from nemo_rl.algorithms.token_work import TokenEstimator
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINE_CAPABILITIES, ENGINES, LOSSES, STORES, EngineCapabilities
+from nemo_rl.config.parts import (
+    ADVANTAGE_ESTIMATORS,
+    ENGINE_CAPABILITIES,
+    ENGINES,
+    LOSSES,
+    SELECTIONS,
+    STORES,
+    EngineCapabilities,
+)
 from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets, raw_prompts
 from nemo_rl.data.messages import PromptEncoder, prompt_messages
@@ -208,6 +216,7 @@ def check_parts(subject: Subject) -> list[str]:
     named = [
         ("loss_fn.name", config.loss_fn.name, LOSSES),
         ("grpo.adv_estimator.name", config.grpo.adv_estimator.name, ADVANTAGE_ESTIMATORS),
+        ("grpo.async.selection", config.grpo.async_.selection, SELECTIONS),
         ("policy.generation.backend", config.policy.generation.backend, ENGINES),
         ("data_plane.impl", config.active_data_plane.impl or "noop", STORES),
     ]

@@ -21,6 +21,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from nemo_rl.algorithms.grpo import plan_logprobs, plan_train, score_rows, select_train_rows
 from nemo_rl.algorithms.scored_rows import TOO_FAR, ScoredRows
 from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, fetched_fields
@@ -38,7 +40,7 @@ from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.experience.payload import row_record
-from nemo_rl.models.policy.interfaces import SQUARED_PROBS
+from nemo_rl.models.policy.interfaces import SQUARED_PROBS, STALENESS
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.r3_trace import trace_retired
 from nemo_rl.utils.rollout_file import rollout_path, rounded
@@ -105,7 +107,12 @@ class Advantages(UpdateStage):
 
     def _submit(self, step: StepState) -> Pending[StepState]:
         chosen = step.update
-        numbers = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
+        ages = step.policy_version - torch.from_numpy(step.rows.weight_versions)[list(chosen.rows)]
+        numbers = {
+            "advantages": chosen.advantages,
+            "sample_mask": chosen.sample_mask,
+            STALENESS: ages.to(torch.int32),
+        }
         columns = {name: numbers[name] for name in self.writes}
         meta = write_columns(self._tools.client, chosen.meta, columns)
         self.driver_bytes += message_bytes(meta.keys) + columns_bytes(columns)

@@ -24,7 +24,14 @@ from nemo_rl.data_plane.schema import (
 )
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.policy.interfaces import ADVANTAGES, COMPUTED_FIELDS, SQUARED_PROBS, TOKEN_ADVANTAGES, LossFunction
+from nemo_rl.models.policy.interfaces import (
+    ADVANTAGES,
+    COMPUTED_FIELDS,
+    SQUARED_PROBS,
+    STALENESS,
+    TOKEN_ADVANTAGES,
+    LossFunction,
+)
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.routes.columns import route_conditions
 
@@ -32,6 +39,7 @@ __all__ = [
     "PARTITION",
     "REWRITTEN",
     "ROLLOUT",
+    "TRAIN_TASK",
     "StageColumns",
     "check_stages",
     "declare_partition",
@@ -44,6 +52,8 @@ ROLLOUT = "rollout"
 """The first stage, which a `BatchSource` runs."""
 PARTITION = "train"
 """Partition with the rows of all training steps."""
+TRAIN_TASK = "train"
+"""The task under which the trainer of an asynchronous run claims groups."""
 REWRITTEN = tuple(spec.name for spec in FIELDS.values() if spec.rewritten_by)
 """Columns that a later stage of the step writes again."""
 
@@ -69,6 +79,10 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
         conditions += (SQUARED_PROBS,)
     support = (SUPPORT,) if config.policy.generation.record_support else ()
     conditions += support
+    if config.grpo.samples_ahead:
+        conditions += ("async",)
+    if STALENESS in loss_fn.input_fields:
+        conditions += (STALENESS,)
     names = [ROLLOUT, "score"]
     if config.has_prev_logprobs_pass:
         names.append(WorkerPass.PREV_LOGPROBS.value)
@@ -131,14 +145,17 @@ def declare_partition(
 ) -> None:
     """Registers `PARTITION` with the columns of the stages, and capacity for so many steps at one time.
 
-    Without consumer tasks: stages are handed the keys of their rows, and a cursor that nobody claims with costs every
-    put and every write-back.
+    Without consumer tasks, unless groups are claimed: stages are handed the keys of their rows, and a cursor that
+    nobody claims with costs every put and every write-back.
     """
+    is_async = config.samples_ahead
+    # Rows of a step that is being cleared, and of groups that are sampled again, may still be there.
+    ahead = 1 + config.async_.steps_ahead if is_async else 0
     client.register_partition(
         PARTITION,
         written_fields(stages),
-        config.rows_alive * steps_in_flight,
-        (),
+        config.rows_alive * (steps_in_flight + ahead),
+        (TRAIN_TASK,) if is_async else (),
         grpo_group_size=config.num_generations_per_prompt,
     )
 
@@ -175,7 +192,7 @@ def _in_table_order(names: Collection[str]) -> tuple[str, ...]:
 def _train_fields(loss_fn: LossFunction, estimator: TokenEstimator | None) -> tuple[str, ...]:
     """Seed columns and what the loss reads, in the order of the table."""
     needed = {*LP_SEED_FIELDS, *loss_fn.input_fields} - set(COMPUTED_FIELDS)
-    unknown = needed - set(DP_TRAIN_FIELDS)
+    unknown = needed - {*DP_TRAIN_FIELDS, STALENESS}
     if unknown:
         raise ConfigError(f"the loss reads {sorted(unknown)}, which are no training columns of the FieldSpec table")
     if estimator is not None and ADVANTAGES in needed:

@@ -21,7 +21,7 @@ from nemo_rl.data_plane.client.link import stage_context
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import DEFAULT_COST
-from nemo_rl.experience.rollout_worker import RolloutHandle
+from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.tq_policy import TQPolicy
 
