@@ -18,6 +18,7 @@ from nemo_rl.utils.console import make_console
 
 if TYPE_CHECKING:
     from nemo_rl.diagnostics.mismatch.report import MismatchReport
+    from nemo_rl.diagnostics.run_replay import RunReplayReport
     from nemo_rl.diagnostics.step_replay.compare import ReplayReport
 
 __all__ = ["app", "replay"]
@@ -39,7 +40,11 @@ class WorkerName(StrEnum):
 
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="log folder of a run (logger.log_dir)")],
-    step: Annotated[int, typer.Option("--step", min=1, help="number of the kept step")],
+    step: Annotated[int | None, typer.Option("--step", min=1, help="number of the kept step")] = None,
+    start: Annotated[
+        int | None, typer.Option("--from", min=0, help="0: the whole asynchronous run from its schedule, with --to")
+    ] = None,
+    stop: Annotated[int | None, typer.Option("--to", min=1, help="last step of the run that is done again")] = None,
     layout: Annotated[Layout, typer.Option("--layout", help="run: its ranks; one: a single process")] = Layout.RUN,
     worker: Annotated[WorkerName | None, typer.Option("--worker", help="default: that of the run")] = None,
     overrides: Annotated[
@@ -64,6 +69,8 @@ def replay(
     """Run kept steps from the last checkpoint to STEP again and name the first stage that differs.
 
     With --explain-mismatch: what the KL between rollout and trainer of STEP comes from, by scoring its rows again.
+    With --from 0 --to N in place of --step: sample and train the first N steps of an asynchronous run again, in the
+    order of its schedule, and compare rows, losses and weights to the last bit.
 
     Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7 unsupported, 8 a rank failed.
     """
@@ -73,6 +80,21 @@ def replay(
     from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest  # noqa: PLC0415
     from nemo_rl.distributed.local_job import quiet_libraries  # noqa: PLC0415
 
+    if start is not None or stop is not None:
+        if step is not None or start is None or stop is None:
+            raise UserError("--from 0 --to N replays a run, --step N a kept step: expected one of the two")
+        from nemo_rl.diagnostics.run_replay import replay_run  # noqa: PLC0415
+
+        try:
+            found = replay_run(
+                run, start=start, stop=stop, overrides=overrides or (), console=make_console(stderr=True)
+            )
+        except ReplayProblem as problem:
+            raise _end(str(problem), problem.verdict) from problem
+        _show(found, as_json=as_json)
+        raise typer.Exit(found.verdict.value)
+    if step is None:
+        raise UserError("--step N: expected the number of a kept step, or --from 0 --to N for an asynchronous run")
     request = ReplayRequest(
         run=run,
         step=step,
@@ -93,7 +115,7 @@ def replay(
     raise typer.Exit(report.verdict.value)
 
 
-def _show(report: ReplayReport | MismatchReport, *, as_json: bool) -> None:
+def _show(report: ReplayReport | MismatchReport | RunReplayReport, *, as_json: bool) -> None:
     console = make_console()
     if as_json:
         console.print_json(json.dumps(report.as_record()))
