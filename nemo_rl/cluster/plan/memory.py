@@ -47,11 +47,15 @@ class EngineMemory:
     """Bytes while a token is computed, or while prompts are: the larger of both."""
 
 
-def engine_memory(setting: PlanSetting, batches: Batches) -> EngineMemory:
-    """Return the memory of each engine."""
-    generation, shape = setting.policy.generation, setting.model.flops_shape
-    group, size = setting.config.grpo.num_generations_per_prompt, setting.engine_element_bytes
-    prompts = math.ceil(setting.config.grpo.num_prompts_per_step / generation.num_replicas)
+def engine_memory(setting: PlanSetting, batches: Batches, *, engines: int | None = None) -> EngineMemory:
+    """Return the memory of each engine.
+
+    Args:
+        engines: that share the rows; None: those of the recipe.
+    """
+    generation, shape, grpo = setting.policy.generation, setting.model.flops_shape, setting.config.grpo
+    group, size = grpo.num_generations_per_prompt, setting.engine_element_bytes
+    prompts = math.ceil(setting.groups_alive / (engines or generation.num_replicas))
     rows = min(generation.max_batch_size, prompts * group)
     per_token = 2 * shape.num_kv_heads * shape.head_dim * size
     cache = shape.num_layers * rows * batches.row_tokens * per_token

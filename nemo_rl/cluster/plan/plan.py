@@ -5,6 +5,7 @@ make_plan -> plan_batches   rows, global batches, microbatches         (the run'
           -> plan_plane     columns of a step                           (what the stages declare)
           -> plan_nodes     who runs where                              (the run's layout)
           -> stage_bounds   seconds, as lower bounds
+          -> balance_of     of an asynchronous run: rates of both sides
 
 The time of a stage is a lower bound: its arithmetic at the peak rate, the bytes that must be read from memory, or the
 bytes that must cross the links, whichever is longest; nothing of what makes real runs slower is counted.
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass
 
 from nemo_rl.algorithms.cpu_needs import num_non_colocated_engines
 from nemo_rl.cluster.plan.activations import layer_bytes, scores_bytes
+from nemo_rl.cluster.plan.balance import Balance, balance_of
 from nemo_rl.cluster.plan.batches import Batches, passes_of, plan_batches
 from nemo_rl.cluster.plan.memory import EngineMemory, RankMemory, engine_memory, engine_peak, host_bytes, rank_memory
 from nemo_rl.cluster.plan.placement import PlannedNode, Port, plan_nodes, plan_ports
@@ -58,7 +60,7 @@ def stage_bounds(setting: PlanSetting, batches: Batches, engine: EngineMemory, p
     """Return the bounds of the stages of a step; empty for CPUs, whose rates are not known."""
     if setting.gpu is None:
         return []
-    found = [_rollout(setting, setting.gpu, batches, engine)]
+    found = [_rollout(setting, setting.gpu, batches, engine, engines=setting.policy.generation.num_replicas)]
     found += [_pass(setting, setting.gpu, batches, part) for part in passes_of(setting)]
     crossing = plane.step_bytes / setting.gpu.network_rate if setting.config.cluster.num_nodes > 1 else 0.0
     found.append(StageBound(stage="data plane", arithmetic_s=0.0, memory_s=0.0, network_s=crossing))
@@ -71,18 +73,45 @@ def stage_bounds(setting: PlanSetting, batches: Batches, engine: EngineMemory, p
     return found
 
 
-def _rollout(setting: PlanSetting, gpu: GPU, batches: Batches, engine: EngineMemory) -> StageBound:
-    """Return the bound of the rollout: every turn reads the weights that its tokens use, and the cache so far."""
-    shape, replicas = setting.model.flops_shape, setting.policy.generation.num_replicas
+def _balance(setting: PlanSetting, batches: Batches, bounds: list[StageBound]) -> Balance | None:
+    """Return the balance of an asynchronous run on GPUs, else None."""
+    gpu = setting.gpu
+    if gpu is None or not setting.config.grpo.async_.takes_stale_rows:
+        return None
+
+    def generation_s(engines: int) -> float:
+        engine = engine_memory(setting, batches, engines=engines)
+        return _rollout(setting, gpu, batches, engine, engines=engines).seconds
+
+    seconds = {bound.stage: bound.seconds for bound in bounds}
+    refit_s = seconds.pop("refit")
+    seconds.pop("rollout")
+    return balance_of(
+        batches,
+        generation_s,
+        engines=setting.policy.generation.num_replicas,
+        most_engines=setting.groups_alive,
+        training_s=sum(seconds.values()),
+        refit_s=refit_s,
+    )
+
+
+def _rollout(setting: PlanSetting, gpu: GPU, batches: Batches, engine: EngineMemory, *, engines: int) -> StageBound:
+    """Return the bound of the rollout: every turn reads the weights that its tokens use, and the cache so far.
+
+    A turn of an asynchronous engine has rows of several steps, which share what is read.
+    """
+    shape, is_continuous = setting.model.flops_shape, setting.config.grpo.async_.takes_stale_rows
     turns = min(batches.response_tokens, batches.row_tokens)
-    rows = math.ceil(batches.rows / replicas)
+    rows = batches.rows / min(engines, setting.groups_alive) if is_continuous else math.ceil(batches.rows / engines)
     per_token = engine.cache / (engine.rows * batches.row_tokens)
     start = max(0, batches.row_tokens - turns)
     cache = rows * per_token * (turns * start + turns * (turns - 1) / 2)
     precision = setting.policy.generation.precision or setting.policy.precision
     # Experts that no token of a batch chose are not read: only those that one token uses are sure to be.
     used = shape.matmul_flops_per_token / 2 * setting.engine_element_bytes
-    weights = math.ceil(rows / engine.rows) * turns * used
+    fills = rows / engine.rows
+    weights = (fills if is_continuous else math.ceil(fills)) * turns * used
     flops = transformer_flops(shape, [batches.row_tokens], with_backward=False) * rows
     # Prompts of a group are run once.
     prompts = transformer_flops(shape, [start], with_backward=False)
@@ -153,6 +182,8 @@ class RunPlan:
     hosts: tuple[dict[str, int], ...]
     """Memory of each node by its use."""
     bounds: tuple[StageBound, ...]
+    balance: Balance | None
+    """Rates of both sides of an asynchronous run; None of a synchronous one, and on CPUs, whose rates are not known."""
     problems: tuple[str, ...]
     """One line for each part that does not fit."""
 
@@ -206,6 +237,11 @@ class RunPlan:
             )
         if self.setting.has_kernels:
             lines.append("Transformer Engine is installed: fused MLPs and norms, and its Adam may be distributed")
+        if self.balance is not None:
+            lines.append(
+                "engines and trainer are equally far from their bounds, and engines are always full; the account of a "
+                "run says which side really waits"
+            )
         if not self.engine.is_known:
             lines.append("what this engine needs is not known here: it is counted as the embedded one")
         return [line for line in lines if line]
@@ -238,6 +274,7 @@ class RunPlan:
             "bounds": [
                 {**asdict(bound), "seconds": bound.seconds, "limited_by": bound.limited_by} for bound in self.bounds
             ],
+            "balance": None if self.balance is None else self.balance.as_json(),
             "assumptions": self.assumptions(),
             "problems": list(self.problems),
             "fits": self.fits,
@@ -264,6 +301,7 @@ def make_plan(setting: PlanSetting) -> RunPlan:
         | ({"data plane": plane.held} if node.number == 0 else {})
         for node in nodes
     )
+    bounds = stage_bounds(setting, batches, engine, plane)
     return RunPlan(
         setting=setting,
         batches=batches,
@@ -273,7 +311,8 @@ def make_plan(setting: PlanSetting) -> RunPlan:
         nodes=tuple(nodes),
         ports=tuple(plan_ports(setting)),
         hosts=hosts,
-        bounds=tuple(stage_bounds(setting, batches, engine, plane)),
+        bounds=tuple(bounds),
+        balance=_balance(setting, batches, bounds),
         problems=(
             *_device_problems(setting, ranks),
             *_engine_problems(setting, engine),

@@ -43,7 +43,7 @@ class PlaneMemory:
     store: str
     clients: int
     rows: int
-    """Most rows at one time: with dynamic sampling more than a step trains."""
+    """Most rows at one time: with dynamic sampling, and in an asynchronous run, more than a step trains."""
     columns: Mapping[str, int]
     """Bytes of each column over all rows that have it."""
     headers: int
@@ -77,7 +77,7 @@ def plan_plane(setting: PlanSetting, batches: Batches) -> PlaneMemory:
         segments = owners * plane.mooncake.segment_bytes
         if room is None or segments < room:
             room, key = segments, "data_plane.mooncake.segment_bytes"
-    sizes, alive = row_bytes(setting, batches.row_tokens), setting.config.grpo.rows_alive
+    sizes, alive = row_bytes(setting, batches.row_tokens), _rows_alive(setting, batches)
     # Rows that wait have what the rollout knows; what workers compute is of the rows that are trained.
     drawn = {name for stage in _stages(setting) if stage.name in ROLLOUT_STAGES for name in stage.writes}
     columns = {name: (alive if name in drawn else batches.rows) * size for name, size in sizes.items()}
@@ -93,6 +93,12 @@ def plan_plane(setting: PlanSetting, batches: Batches) -> PlaneMemory:
         room=room,
         limited_by=key if room is not None else "",
     )
+
+
+def _rows_alive(setting: PlanSetting, batches: Batches) -> int:
+    """Return the most rows at one time; an asynchronous run has no sampling rounds."""
+    grpo = setting.config.grpo
+    return batches.rows * setting.steps_alive if grpo.async_.takes_stale_rows else grpo.rows_alive
 
 
 def row_bytes(setting: PlanSetting, tokens: int) -> dict[str, int]:

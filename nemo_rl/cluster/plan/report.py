@@ -7,6 +7,7 @@ from itertools import groupby
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from nemo_rl.cluster.plan.balance import Balance
 from nemo_rl.cluster.plan.memory import RankMemory
 from nemo_rl.cluster.plan.plan import RunPlan
 from nemo_rl.utils.console import bytes_text
@@ -51,6 +52,8 @@ def _parts(plan: RunPlan) -> list[RenderableType]:
     parts += [_hosts(plan), "", _plane(plan), ""]
     if plan.bounds:
         parts += [_times(plan), ""]
+    if plan.balance is not None:
+        parts += [_sides(plan.balance), plan.balance.advice, ""]
     ports = ", ".join(f"{port.who}: {port.port or 'a free port'}" for port in plan.ports)
     parts += [f"ports on node 0: {ports or 'none'}"]
     parts += [f"assumed: {line}" for line in plan.assumptions()]
@@ -167,5 +170,19 @@ def _times(plan: RunPlan) -> Table:
     table = _table("At least so many seconds (bounds, not estimates)", "stage", "seconds", "because of")
     for bound in plan.bounds:
         table.add_row(bound.stage, f"{bound.seconds:.2f}", bound.limited_by)
-    table.add_row("step", f"{sum(bound.seconds for bound in plan.bounds):.2f}", "", style="bold")
+    if plan.balance is None:
+        table.add_row("step", f"{sum(bound.seconds for bound in plan.bounds):.2f}", "", style="bold")
+    else:
+        table.add_row("step", f"{plan.balance.step_s:.2f}", f"the {plan.balance.binding}, and the refit", style="bold")
+    return table
+
+
+def _sides(balance: Balance) -> Table:
+    table = _table("Both sides of an asynchronous step, at their bounds", "side", "seconds", "tokens/s", "waits")
+    waits = {balance.binding: "never"}
+    for side, seconds, rate in (
+        ("engines", balance.generation_s, f"{balance.engine_tokens_s:,.0f} each"),
+        ("trainer", balance.training_s, f"{balance.training_tokens_s:,.0f}"),
+    ):
+        table.add_row(side, f"{seconds:.2f}", rate, waits.get(side, f"{balance.idle_share:.0%}"))
     return table

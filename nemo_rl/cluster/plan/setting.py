@@ -170,6 +170,17 @@ class PlanSetting:
         return DTYPES[self.policy.generation.precision or self.policy.precision].itemsize
 
     @property
+    def steps_alive(self) -> int:
+        """Return the number of steps whose groups an asynchronous run may have at one time; 1 of a synchronous run."""
+        section = self.config.grpo.async_
+        return 1 + section.steps_ahead if section.takes_stale_rows else 1
+
+    @property
+    def groups_alive(self) -> int:
+        """Return the number of groups that engines may have at one time; without the rounds of dynamic sampling."""
+        return self.config.grpo.num_prompts_per_step * self.steps_alive
+
+    @property
     def has_kernels(self) -> bool:
         """Return whether Transformer Engine is taken to be installed: on GPUs, for the Megatron worker."""
         return self.is_megatron and self.gpu is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from nemo_rl.cluster.recipe_import.keys import Given, KeyOutcome, becomes, lacks
+from nemo_rl.cluster.recipe_import.keys import Fate, Given, KeyOutcome, becomes, lacks
 from nemo_rl.cluster.recipe_import.prompts import convert_environments, convert_prompts
 from nemo_rl.config.generation import VllmConfig
 
@@ -259,6 +259,89 @@ def _vllm(given: Given) -> Iterator[KeyOutcome]:
         yield becomes(f"{prefix}.vllm_kwargs", f"{prefix}.vllm_kwargs", rest, "arguments of vLLM's engine")
 
 
+def _placement(given: Given) -> Iterator[KeyOutcome]:
+    """Convert the places of non-colocated engines: there they are taken out of the cluster's, here they come on top."""
+    prefix, to = "policy.generation.colocated.resources", "policy.generation.colocated"
+    nodes, gpus = max(1, _number(given.get("cluster.num_nodes"))), _number(given.get("cluster.gpus_per_node"))
+    engine_nodes, engine_gpus = (_number(given.get(f"{prefix}.{name}")) for name in ("num_nodes", "gpus_per_node"))
+    if given.get(f"{to}.enabled") is not False or not gpus:
+        return
+    if nodes > 1 and 0 < engine_nodes < nodes:
+        size = engine_gpus or gpus
+        why = f"{nodes} there, with the {engine_nodes} of engines"
+        yield becomes("cluster.num_nodes", "cluster.num_nodes", nodes - engine_nodes, why)
+        yield becomes(f"{prefix}.gpus_per_node" if engine_gpus else "", f"{to}.gpus_per_node", size, "of such a node")
+        yield becomes("", "policy.generation.num_replicas", engine_nodes * size, "an engine on each of their GPUs")
+    elif nodes == 1 and 0 < engine_gpus < gpus:
+        why = f"{gpus} there, with the {engine_gpus} of engines"
+        yield becomes("cluster.gpus_per_node", "cluster.gpus_per_node", gpus - engine_gpus, why)
+        yield becomes("", "policy.generation.num_replicas", engine_gpus, "an engine on each of their GPUs")
+        if engine_nodes:
+            yield becomes(f"{prefix}.num_nodes", f"{to}.num_nodes", 0, "engines are on the policy's node")
+
+
+def _async(given: Given) -> Iterator[KeyOutcome]:
+    """Convert the older asynchronous trainer (`grpo.async_grpo`) and the single controller (`async_rl`), whose recipes
+    need no switch."""
+    prefix = "grpo.async_grpo"
+    if given.has(f"{prefix}.enabled"):
+        yield becomes(f"{prefix}.enabled", "grpo.async.enabled", bool(given.get(f"{prefix}.enabled")), "")
+    age = "max_trajectory_age_steps"
+    if given.section(prefix):
+        yield from _bound(f"{prefix}.{age}", given.get(f"{prefix}.{age}"), "")
+        yield from _in_flight(given, prefix, goes_on=bool(given.get(f"{prefix}.in_flight_weight_updates")))
+    if given.section("async_rl"):
+        yield becomes("", "grpo.async.enabled", True, "the section async_rl is that of an asynchronous trainer")
+        yield from _sampler(given)
+        yield from _in_flight(given, "async_rl", goes_on=True)
+
+
+def _bound(key: str, value: object, why: str) -> Iterator[KeyOutcome]:
+    if value is None:
+        return
+    yield becomes(key, "grpo.async.max_staleness", value, why or "from the oldest token of a row, here for every row")
+    if _number(value) > 1:
+        yield becomes("", "grpo.async.lookahead", value, f"{key.rpartition('.')[2]} is the depth as well there")
+
+
+SELECTIONS = {"in_order": "in_order", "weight_fifo": "oldest_first", "ready_first": "ready_first"}
+"""Orders of groups here, by the samplers that run ahead a number of batches there."""
+
+
+def _sampler(given: Given) -> Iterator[KeyOutcome]:
+    prefix, to = "async_rl.sampler", "grpo.async.selection"
+    name, ahead, age = f"{prefix}.name", f"{prefix}.max_lookahead_versions", f"{prefix}.max_staleness_versions"
+    word = given.get(name, "in_order")
+    if word == "windowed":
+        yield from _bound(age, given.get(age, 1), "there older groups are evicted, here none is started")
+        yield becomes(name, "grpo.async.overdue", "drop", "a group that would be too old is replaced")
+        unread = ahead
+    elif word in SELECTIONS:
+        why = "" if word == "in_order" else "batches ahead there, and an age that holds for every row here"
+        yield from _bound(ahead, given.get(ahead, 1), why)
+        yield becomes(name, to, SELECTIONS[word], "")
+        unread = age
+    else:
+        yield lacks(name, f"{word!r} is not here; write it as an order of your own ({to}=module:Class)")
+        return
+    if given.has(unread):
+        yield KeyOutcome(key=unread, fate=Fate.IGNORED, why=f"the sampler {word!r} does not read it")
+
+
+def _in_flight(given: Given, section: str, *, goes_on: bool) -> Iterator[KeyOutcome]:
+    """Convert what happens to rows that are being sampled when new weights come; the default there keeps old caches."""
+    key, to = f"{section}.recompute_kv_cache_after_weight_updates", "policy.generation.in_flight"
+    if not goes_on:
+        yield becomes(f"{section}.in_flight_weight_updates", to, "drain", "rows end with the weights they began with")
+        if given.has(key):
+            yield KeyOutcome(key=key, fate=Fate.IGNORED, why="no row is sampled by two versions")
+        return
+    if section != "async_rl":
+        yield KeyOutcome(key=f"{section}.in_flight_weight_updates", fate=Fate.MAPPED, why=f"{to} says how")
+    is_computed_anew = bool(given.get(key))
+    yield becomes(key if given.has(key) else "", to, "recompute" if is_computed_anew else "keep", "of the cache")
+
+
 def _store(given: Given) -> Iterator[KeyOutcome]:
     is_on = given.get("data_plane.enabled")
     if is_on is not None:
@@ -299,7 +382,7 @@ def _without_a_key(given: Given) -> Iterator[KeyOutcome]:
 
 CONVERSIONS: tuple[Callable[[Given], Iterator[KeyOutcome]], ...] = (
     *(_without_a_key, _lengths, convert_prompts, convert_environments, _validation, _estimator, _loss),
-    *(_clip, _tokenizer, _caps, _engines, _store),
+    *(_clip, _tokenizer, _caps, _engines, _placement, _async, _store),
 )
 
 

@@ -17,7 +17,10 @@ from nemo_rl.cluster.recipe_import.keys import (
 
 __all__ = ["ALGORITHM", "POLICY", "RUN"]
 
-ASYNC = "rollouts and training take turns here; there is no asynchronous trainer"
+ASYNC = "becomes grpo.async and policy.generation.in_flight"
+ATTEMPTS = "a failed group is sampled again, up to 5 times if the infrastructure failed and 2 times otherwise"
+WHOLE_STEPS = "a step has all its groups: another prompt replaces one that fails for good"
+WAITS = "cluster.stage_timeout_s bounds every wait, and policy.generation.engine_timeout_s those for an engine"
 ONE_TRAINER = "a debugging switch of another trainer"
 DISTILLATION = "distillation is not here"
 OTHER_ALGORITHMS: Mapping[str, str] = {
@@ -72,9 +75,15 @@ _GRPO: Table = {
     "grpo.calculate_advantages_on_gpu": no_effect("advantages are a few numbers per row"),
     "grpo.deduplicate_multimodal_data": refused("prompts are text: images, video and sound are not here"),
     "grpo.debug_payload_metrics": no_effect(ONE_TRAINER),
-    "grpo.async_grpo.enabled": not_supported(ASYNC),
-    "grpo.async_grpo.*": no_effect("belongs to async_grpo.enabled"),
-    "grpo.async_grpo": not_supported(ASYNC),
+    **{
+        f"grpo.async_grpo.{name}": with_others(ASYNC)
+        for name in (
+            *("enabled", "max_trajectory_age_steps", "in_flight_weight_updates"),
+            "recompute_kv_cache_after_weight_updates",
+        )
+    },
+    "grpo.async_grpo.max_generation_failures": no_effect(ATTEMPTS),
+    "grpo.async_grpo": no_effect("an empty section asks for nothing"),
 }
 
 _LOSS: Table = {
@@ -114,11 +123,34 @@ _REST: Table = {
         for word, name in OTHER_ALGORITHMS.items()
         for section in (word, f"{word}.*")
     },
-    "async_rl": not_supported(ASYNC, off=(None, {})),
-    "async_rl.*": not_supported(ASYNC, off=()),
 }
 
-ALGORITHM: Table = {**_GRPO, **_LOSS, **_REST}
+_SINGLE_CONTROLLER: Table = {
+    "async_rl": no_effect("an empty section asks for nothing"),
+    **{
+        f"async_rl.sampler.{name}": with_others(ASYNC)
+        for name in ("name", "max_lookahead_versions", "max_staleness_versions")
+    },
+    "async_rl.sampler.sample_freshest_first": not_supported(
+        "grpo.async.selection=module:Class may order groups so; grpo.async.max_staleness holds for it as well"
+    ),
+    "async_rl.sampler.target": not_supported("write it as grpo.async.selection=module:Class", off=(None,)),
+    "async_rl.recompute_kv_cache_after_weight_updates": with_others(ASYNC),
+    "async_rl.min_groups_for_streaming_train": no_effect("a step begins when it has all its groups"),
+    "async_rl.max_inflight_prompts": no_effect("grpo.async.lookahead bounds the groups that are sampled"),
+    "async_rl.max_buffered_rollouts": no_effect("grpo.async.lookahead bounds the groups that wait"),
+    "async_rl.diagnostics": no_effect("every step has the account of its groups"),
+    "async_rl.rollout_failure.on_dropped_prompt": not_supported(WHOLE_STEPS, off=(None, "replace")),
+    "async_rl.rollout_failure.min_step_batch_fraction": not_supported(WHOLE_STEPS, off=(None, 1, 1.0)),
+    "async_rl.rollout_failure.*": no_effect(ATTEMPTS),
+    "async_rl.rollout_failure.nemo_gym.*": no_effect("belongs to NeMo-Gym"),
+    "async_rl.rollout_failure.native.*": no_effect(WAITS),
+    "async_rl.stall_watchdog.*": no_effect(WAITS),
+    "async_rl.generation_fleet_health.*": no_effect("an engine that is lost is started again"),
+    "async_rl.generation_router.*": no_effect("engines have no ports"),
+}
+
+ALGORITHM: Table = {**_GRPO, **_LOSS, **_REST, **_SINGLE_CONTROLLER}
 """Rules by key; a key that ends in `.*` stands for all below it."""
 
 
@@ -343,7 +375,7 @@ _GENERATION: Table = {
         f"policy.generation.vllm_cfg.{axis}_parallel_size": with_others("1, where an engine uses one GPU")
         for axis in ("tensor", "pipeline", "expert")
     },
-    "policy.generation.vllm_cfg.async_engine": no_effect("the rollout waits for all rows of a step"),
+    "policy.generation.vllm_cfg.async_engine": no_effect("grpo.async.enabled decides whether rows come and go"),
     **{
         f"policy.generation.vllm_cfg.{name}": with_others("the same, with backend vllm")
         for name in ("gpu_memory_utilization", "max_model_len", "enforce_eager")

@@ -292,6 +292,9 @@ def _batches(changes: Changes, config: MasterConfig, layout: SmallLayout) -> Non
         changes.cap("policy.logprob_batch_size", 2 * rows_per_pass, SMALL_BATCH)
     changes.cap("policy.generation.num_replicas", 2, ONE_MACHINE)
     changes.cap("policy.generation.max_batch_size", BATCH_ROWS, SMALL_BATCH)
+    if not policy.generation.colocated.enabled:
+        changes.set("policy.generation.colocated.gpus_per_node", 0, NO_GPU)
+        changes.set("policy.generation.colocated.num_nodes", 0, ONE_MACHINE)
     if policy.generation.refit_transport == "ipc":
         changes.set("policy.generation.refit_transport", "payload", NO_GPU)
 

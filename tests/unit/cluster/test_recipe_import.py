@@ -353,6 +353,95 @@ def test_switches_that_are_off_there_and_sections_that_nothing_names_are_no_prob
     assert config.env.num_workers == 4 and config.policy.max_grad_norm == 0.5
 
 
+OWN_GPUS = {
+    "cluster": {"gpus_per_node": 2, "num_nodes": 1},
+    "policy": {"generation": {"colocated": {"enabled": False, "resources": {"gpus_per_node": 1, "num_nodes": None}}}},
+}
+CORRECTED = {"loss_fn": {"use_importance_sampling_correction": True}}
+AGE = "max_trajectory_age_steps"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "in_flight"),
+    [
+        ({"grpo": {"async_grpo": {"enabled": True, AGE: 1}}}, {"max_staleness": 1, "lookahead": None}, "drain"),
+        (
+            {"grpo": {"async_grpo": {"enabled": True, AGE: 4, "in_flight_weight_updates": True}}},
+            {"max_staleness": 4, "lookahead": 4, "selection": "oldest_first"},
+            "keep",
+        ),
+        (
+            {
+                "grpo": {
+                    "async_grpo": {
+                        **{"enabled": True, AGE: 2, "in_flight_weight_updates": True},
+                        "recompute_kv_cache_after_weight_updates": True,
+                    }
+                }
+            },
+            {"max_staleness": 2, "lookahead": 2},
+            "recompute",
+        ),
+        (
+            {"async_rl": {"sampler": {"name": "in_order", "max_lookahead_versions": 3}}},
+            {"max_staleness": 3, "lookahead": 3, "selection": "in_order"},
+            "keep",
+        ),
+        (
+            {
+                "async_rl": {
+                    **{"sampler": {"name": "windowed", "max_staleness_versions": 2}},
+                    "recompute_kv_cache_after_weight_updates": True,
+                }
+            },
+            {"max_staleness": 2, "lookahead": 2, "selection": "oldest_first", "overdue": "drop"},
+            "recompute",
+        ),
+        ({"async_rl": {"sampler": {"name": "weight_fifo"}}}, {"max_staleness": 1, "selection": "oldest_first"}, "keep"),
+        ({"async_rl": {"sampler": {"name": "ready_first"}}}, {"max_staleness": 1, "selection": "ready_first"}, "keep"),
+    ],
+)
+def test_asynchronous_recipes_keep_their_bound_and_what_they_do_with_running_rows(
+    theirs: dict[str, Any], ours: dict[str, Any], in_flight: str, tmp_path: Path
+) -> None:
+    imported = import_recipe(write(tmp_path, merged(theirs, merged(CORRECTED, merged(OWN_GPUS)))))
+    assert imported.problems == ()
+    config = loaded(tmp_path, imported)
+    assert config.grpo.async_.enabled and config.policy.generation.in_flight == in_flight
+    assert {name: getattr(config.grpo.async_, name) for name in ours} == ours
+
+
+def test_an_asynchronous_trainer_that_is_off_leaves_no_keys(tmp_path: Path) -> None:
+    section = {"enabled": False, AGE: 4, "in_flight_weight_updates": True}
+    imported = import_recipe(write(tmp_path, merged({"grpo": {"async_grpo": section}})))
+    assert imported.problems == () and imported.tree["grpo"]["async"] == {"enabled": False}
+    assert fates_of(imported, f"grpo.async_grpo.{AGE}") == {Fate.IGNORED}
+
+
+def test_an_asynchronous_recipe_without_a_correction_is_left_to_somebody(tmp_path: Path) -> None:
+    theirs = {"async_rl": {"sampler": {"name": "custom", "target": "a.b:C"}}}
+    imported = import_recipe(write(tmp_path, merged(theirs, merged(OWN_GPUS))))
+    assert any(problem.startswith("loss_fn.use_importance_sampling") for problem in imported.problems)
+    assert fates_of(imported, "async_rl.sampler.target") == {Fate.NOT_SUPPORTED}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "resources", "workers", "engines"),
+    [(1, {"gpus_per_node": 2}, 6, 2), (4, {"num_nodes": 1}, 24, 8), (4, {"num_nodes": 3, "gpus_per_node": 8}, 8, 24)],
+)
+def test_gpus_of_engines_are_taken_out_of_those_of_the_workers(
+    nodes: int, resources: dict[str, int], workers: int, engines: int, tmp_path: Path
+) -> None:
+    changes = {
+        "cluster": {"gpus_per_node": 8, "num_nodes": nodes},
+        "policy": {"train_global_batch_size": 96, "generation": {"colocated": {"enabled": False}}},
+        "grpo": {"num_prompts_per_step": 24},
+    }
+    changes["policy"]["generation"]["colocated"]["resources"] = resources
+    config = loaded(tmp_path, import_recipe(write(tmp_path, merged(changes))))
+    assert (config.cluster.num_workers, config.policy.generation.num_replicas) == (workers, engines)
+
+
 @pytest.mark.parametrize(("gpus", "size"), [(0, 2), (8, 1)])
 def test_vllm_stays_vllm_with_its_settings(gpus: int, size: int, tmp_path: Path) -> None:
     cfg = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.4, "enforce_eager": True, "max_model_len": 512}

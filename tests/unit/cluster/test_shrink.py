@@ -78,6 +78,16 @@ def test_overrides_are_in_the_small_recipe_also_deleted_ones(tmp_path: Path) -> 
     assert load_config(tmp_path / SHRUNK) == made
 
 
+def test_an_asynchronous_recipe_keeps_its_bound_and_its_engines_apart(tmp_path: Path) -> None:
+    apart, bound = "policy.generation.colocated", ("grpo.async.max_staleness=3", "policy.generation.in_flight=drain")
+    given = ("grpo.async.enabled=true", "grpo.use_generation_logprobs_as_prev=true", *bound)
+    engines = (f"{apart}.enabled=false", f"{apart}.gpus_per_node=4", "policy.generation.num_replicas=4")
+    made = small(tmp_path, RECIPES / "grpo_math_1b.yaml", *given, *engines)
+    assert made.grpo.async_.enabled and made.grpo.async_.max_staleness == 3
+    assert made.policy.generation.in_flight == "drain" and not made.policy.generation.colocated.enabled
+    assert load_config(tmp_path / SHRUNK) == made
+
+
 def test_switches_for_gpus_alone_are_off_and_unequal_stages_stay_unequal(tmp_path: Path) -> None:
     megatron = "policy.megatron_cfg"
     made = small(
