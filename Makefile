@@ -30,7 +30,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support picture constraints learn-sort same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane step-trace watch-trait gpu-wheels test-gpu clean
+.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support picture constraints learn-sort same-numbers mutants resume-kills async-kills replay-draw chaos leaks stress-data-plane step-trace watch-trait gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -165,11 +165,14 @@ LEARN_sort-megatron := grpo_sort_megatron_tp2_cpu
 LEARN_sort-moe := grpo_sort_moe_r3_megatron_cpu grpo_sort_moe_r3_dtensor_cpu
 LEARN_algorithms := grpo_sort_dr_grpo_cpu grpo_sort_dapo_cpu grpo_sort_gspo_cpu grpo_sort_cispo_cpu
 LEARN_chain-sum := grpo_chain_sum_cpu
+LEARN_sort-async := grpo_sort_async_cpu
+LEARN_sort-async-vllm := grpo_sort_async_vllm_cpu
 LEARN_NEEDS_sort-moe := $(MOE_STARTER)/config.json
+LEARN_NEEDS_sort-async-vllm := $(VENV)/.vllm
 LEARN_NEEDS_chain-sum := $(VENV)/.dev $(CHAIN_SUM_STARTER)/config.json
 .SECONDEXPANSION:
-learn-%: $(VENV)/.base $(STARTER)/config.json $$(LEARN_NEEDS_$$*) ## learning runs of recipes: sort-tp2, sort-megatron, sort-moe, algorithms, chain-sum
-	$(if $(LEARN_$*),,$(error learn-$*: expected one of learn-sort, -sort-tp2, -sort-megatron, -sort-moe, -algorithms, -chain-sum))
+learn-%: $(VENV)/.base $(STARTER)/config.json $$(LEARN_NEEDS_$$*) ## learning runs of recipes: sort-tp2, sort-megatron, sort-moe, sort-async, sort-async-vllm, algorithms, chain-sum
+	$(if $(LEARN_$*),,$(error learn-$*: expected one of learn-sort, -sort-tp2, -sort-megatron, -sort-moe, -sort-async, -sort-async-vllm, -algorithms, -chain-sum))
 	for recipe in $(LEARN_$*); do \
 	  $(BIN)/python examples/run_grpo.py --config configs/recipes/$$recipe.yaml $(RUN_ARGS); \
 	done
@@ -187,6 +190,9 @@ mutants: $(VENV)/.dev ## plant the faults of tests/mutants one by one: the tests
 
 resume-kills: $(VENV)/.dev ## 50 SIGKILLs at random moments, 20 of them during a save: resumed, and compared with a run left alone
 	$(BIN)/python -m tests.helpers.resume_kills $(ARGS)
+
+async-kills: $(VENV)/.dev $(STARTER)/config.json ## 100 SIGKILLs of workers, engines and trainer of the asynchronous demo: no prompt lost or repeated
+	$(BIN)/python -m tests.helpers.async_kills $(ARGS)
 
 replay-draw: $(VENV)/.dev ## four recipes that keep their steps; 20 of these at random, replayed to the last bit and in one process
 	$(BIN)/python -m tests.helpers.random_replays $(ARGS)
@@ -207,12 +213,15 @@ BENCH_router-replay := router_replay
 BENCH_generation := generation
 BENCH_tracer := tracer
 BENCH_driver := driver_step
+BENCH_async := async_vs_sync
+BENCH_async-learning := async_learning
 BENCH_NEEDS_step := $(STARTER)/config.json
+BENCH_NEEDS_async-learning := $(STARTER)/config.json
 BENCH_NEEDS_data-plane := $(VENV)/.system
 BENCH_NEEDS_generation := $(VENV)/.vllm $(STARTER)/config.json
 BENCH_ARGS_packing := --seed 0
-bench-%: $(VENV)/.base $$(BENCH_NEEDS_$$*) ## benchmarks, into results/bench_*.json: step, data-plane, packing, router-replay, generation, tracer, driver
-	$(if $(BENCH_$*),,$(error bench-$*: expected one of bench-step, -data-plane, -packing, -router-replay, -generation, -tracer, -driver))
+bench-%: $(VENV)/.base $$(BENCH_NEEDS_$$*) ## benchmarks, into results/bench_*.json: step, data-plane, packing, router-replay, generation, tracer, driver, async, async-learning
+	$(if $(BENCH_$*),,$(error bench-$*: expected one of bench-step, -data-plane, -packing, -router-replay, -generation, -tracer, -driver, -async, -async-learning))
 	$(BIN)/python benchmarks/$(BENCH_$*).py $(BENCH_ARGS_$*) --json results/bench_$(BENCH_$*).json $(ARGS)
 
 step-trace: $(VENV)/.dev $(STARTER)/config.json ## one step of the demo in one process: functions, lines, files and frames that it enters

@@ -47,7 +47,8 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.experience.payload import SampleStats
-from nemo_rl.experience.rollout_worker import WEIGHT_VERSION, RolloutHandle, RolloutResult
+from nemo_rl.experience.rollout_handle import RolloutHandle
+from nemo_rl.experience.rollout_worker import WEIGHT_VERSION, RolloutResult
 from nemo_rl.models.policy.tq_policy import TQPolicy
 
 __all__ = ["HOLDS", "PARTS", "DriverSample", "figures_of", "main", "measure"]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,24 @@ from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
 from nemo_rl.models.generation.vllm.start import build_vllm_worker
 from nemo_rl.models.loading import load_causal_lm, named_weights
 
-__all__ = ["ENGINES", "WORKLOADS", "SpeedCase", "SpeedSample", "Workload", "measure_speed", "request_of"]
+__all__ = [
+    "ENGINES",
+    "MODES",
+    "WORKLOADS",
+    "SpeedCase",
+    "SpeedSample",
+    "Workload",
+    "measure_modes",
+    "measure_speed",
+    "request_of",
+]
 
 logger = logging.getLogger(__name__)
 
 ENGINES = ("embedded", "vllm", "hf_generate")
+CONTINUOUS = "continuous"
+MODES = ("request_mode", CONTINUOUS)
+"""Of the embedded engine: a batch after the other, or rows that join as places are free."""
 EOS, SMALLEST_ID, LARGEST_ID = 2, 7, 500
 """Ids of the random model."""
 GROUP = 8
@@ -138,35 +152,71 @@ def measure_speed(model: Path, case: SpeedCase, *, engines: Sequence[str] = ENGI
 
 def _measure_engine(engine: str, model: Path, case: SpeedCase) -> list[SpeedSample]:
     torch.set_num_threads(1)
-    generate, forget, end = _opened(engine, model, case)
+    generate, end = _opened(engine, model, case)
     found = []
     for workload in WORKLOADS:
         for repeat in range(-1, case.repeats):
-            request = request_of(workload, case, seed=repeat + 1)
-            # Between the steps of a run nothing of the old prompts is kept either.
-            forget()
-            began, cpu_began = time.perf_counter(), time.process_time()
-            tokens = generate(request)
-            wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
-            expected = sum(len(response) for response in request.forced or ())
-            if tokens != expected:
-                raise RuntimeError(f"{engine}, {workload.name}: expected {expected} tokens, got {tokens}")
+            # Other prompts in every workload: a prefix cache has none of them.
+            request = request_of(workload, case, seed=len(WORKLOADS) * (repeat + 1) + WORKLOADS.index(workload))
+            sample = _timed(engine, workload, request, generate)
             # The first one warms the engine up.
             if repeat >= 0:
-                found.append(
-                    SpeedSample(engine=engine, workload=workload.name, tokens=tokens, wall_s=wall_s, cpu_s=cpu_s)
-                )
+                found.append(sample)
     end()
     return found
 
 
-def _opened(
-    engine: str, model: Path, case: SpeedCase
-) -> tuple[Callable[[GenerationRequest], int], Callable[[], None], Callable[[], None]]:
-    """(samples a request and returns its tokens, forgets prompts, ends)."""
-    lm = load_causal_lm(model)
+def _timed(
+    engine: str, workload: Workload, request: GenerationRequest, generate: Callable[[GenerationRequest], int]
+) -> SpeedSample:
+    began, cpu_began = time.perf_counter(), time.process_time()
+    tokens = generate(request)
+    wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    expected = sum(len(response) for response in request.forced or ())
+    if tokens != expected:
+        raise RuntimeError(f"{engine}, {workload.name}: expected {expected} tokens, got {tokens}")
+    return SpeedSample(engine=engine, workload=workload.name, tokens=tokens, wall_s=wall_s, cpu_s=cpu_s)
+
+
+def measure_modes(model: Path, case: SpeedCase) -> list[SpeedSample]:
+    """All workloads on the embedded engine, request by request in both of its modes; samples of a pair follow each
+    other."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_measure_modes, model, case).result(timeout=TIMEOUT_S)
+
+
+def _measure_modes(model: Path, case: SpeedCase) -> list[SpeedSample]:
+    torch.set_num_threads(1)
+    workers = {mode: _worker("embedded", model, case, continuous=mode == CONTINUOUS) for mode in MODES}
+    found = []
+    for workload in WORKLOADS:
+        for repeat in range(-1, 2 * case.repeats):
+            request = request_of(workload, case, seed=len(WORKLOADS) * (repeat + 1) + WORKLOADS.index(workload))
+            named = replace(request, names=tuple(f"{group}.0" for group in range(len(request.prompt_ids))))
+            pair = [
+                _timed(mode, workload, named, partial(_num_streamed, workers[mode]))
+                for mode in (MODES if repeat % 2 else MODES[::-1])
+            ]
+            if repeat >= 0:
+                found += sorted(pair, key=lambda each: MODES.index(each.engine))
+    return found
+
+
+def _num_streamed(worker: GenerationInterface, request: GenerationRequest) -> int:
+    return sum(len(samples.output.token_ids) for samples in worker.stream(request))
+
+
+def _opened(engine: str, model: Path, case: SpeedCase) -> tuple[Callable[[GenerationRequest], int], Callable[[], None]]:
+    """(samples a request and returns its tokens, ends)."""
     if engine == "hf_generate":
-        return (lambda request: hf_generate(lm, request, batch=case.batch)), (lambda: None), (lambda: None)
+        lm = load_causal_lm(model)
+        return (lambda request: hf_generate(lm, request, batch=case.batch)), (lambda: None)
+    worker = _worker(engine, model, case)
+    return (lambda request: len(worker.generate(request).token_ids)), worker.shutdown
+
+
+def _worker(engine: str, model: Path, case: SpeedCase, *, continuous: bool = False) -> GenerationInterface:
     policy = PolicyConfig(
         model_name=str(model),
         precision="float32",
@@ -178,10 +228,11 @@ def _opened(
             vllm_cfg=VllmConfig(kv_cache_gib=0.5),
         ),
     )
-    spec = EngineSpec(policy=policy)
+    spec = EngineSpec(policy=policy, continuous=continuous)
     worker: GenerationInterface = build_vllm_worker(spec) if engine == "vllm" else build_engine_worker(spec)
-    worker.update_weights([(name, weight.detach()) for name, weight in named_weights(lm)], version=0)
-    return (lambda request: len(worker.generate(request).token_ids)), worker.finish_generation, worker.shutdown
+    weights = named_weights(load_causal_lm(model))
+    worker.update_weights([(name, weight.detach()) for name, weight in weights], version=0)
+    return worker
 
 
 def hf_generate(model: PreTrainedModel, request: GenerationRequest, *, batch: int) -> int:
