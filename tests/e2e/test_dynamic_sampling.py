@@ -209,9 +209,9 @@ def test_prompts_requeued_by_a_run_with_other_seeds_are_refused(model: Path, tmp
     with open_trainer(run.config, console=Console(file=io.StringIO())) as trainer:
         source = trainer._parts.source
         state = source.state_dict()
-        source.load_state_dict({**state, "dynamic_sampling": {"redrawn_prompts": []}})
+        source.load_state_dict({**state, "dynamic_sampling": {"redrawn_prompts": []}}, step=2, folder=tmp_path)
         with pytest.raises(CheckpointError, match="written when seeds of rows came from the step"):
-            source.load_state_dict({**state, "dynamic_sampling": {"redrawn_prompts": [3]}})
+            source.load_state_dict({**state, "dynamic_sampling": {"redrawn_prompts": [3]}}, step=2, folder=tmp_path)
 
 
 @pytest.mark.parametrize(("period", "multiplier"), [(2, 3.0), (3, 2.0), (3, 4.0), (3, 10.0)])

@@ -158,6 +158,7 @@ def test_two_tensor_parallel_workers_train_like_one_and_no_per_token_tensor_pass
     tmp_path, model, in_one_process, monkeypatch
 ):
     monkeypatch.setattr("nemo_rl.algorithms.setup.RayWorkerGroup", Watched)
+    monkeypatch.setattr("nemo_rl.algorithms.engines.RayWorkerGroup", Watched)
     shown = io.StringIO()
     rows = train(write_recipe(tmp_path, model, env=JUDGED), TENSOR_PARALLEL, shown)
     # The first step's rollouts are the same; later ones are drawn from weights that differ in their last bits.

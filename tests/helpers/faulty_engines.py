@@ -15,7 +15,7 @@ import importlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,12 @@ from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationOutput,
     GenerationRequest,
+    GroupSamples,
 )
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
 from nemo_rl.models.generation.vllm.start import build_vllm_worker
 from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, flat_bytes
+from nemo_rl.models.weight_sync.receipt import LONG
 from nemo_rl.models.weight_sync.transport import IpcHandle
 from tests.helpers.model_families import VLLM_SIZES, write_with_tokenizer
 
@@ -74,16 +76,17 @@ def build_dying_vllm(spec: EngineSpec) -> GenerationInterface:
     deadly = _planned_end(spec)
     if deadly is None:
         return worker
-    generate, (end, left) = worker.generate, deadly
+    stream, (end, left) = worker.stream, deadly
 
-    def dying(request: GenerationRequest) -> GenerationOutput:
+    def dying(request: GenerationRequest) -> Iterator[GroupSamples]:
         nonlocal left
-        left -= request.forced is None
-        if left == 0 and request.forced is None:
+        left -= 1
+        if left == 0:
             threading.Timer(INTO_DECODING_S, end).start()
-        return generate(request)
+        yield from stream(request)
 
-    worker.generate = dying  # type: ignore[method-assign]
+    # The probe of a receipt comes by `generate`.
+    worker.stream = dying  # type: ignore[method-assign]
     return worker
 
 
@@ -202,7 +205,7 @@ class FaultyVllm:
         self._extension = importlib.import_module("nemo_rl.models.generation.vllm.extension")
         self._experts = self._extension.RoutedExperts
         self._finalize = self._extension.RefitExtension._finalize
-        self._hand, self._forget = self._worker._weights._hand, self._worker._forget
+        self._hand, self._salt_of = self._worker._weights._hand, self._worker.salt_of
         self._take, self._begin, self._finish = (
             getattr(self._worker, name) for name in ("take_weight", "begin_weights", "finish_weights")
         )
@@ -216,7 +219,13 @@ class FaultyVllm:
         worker, extension = self._worker, self._extension
         self._old = dict(self._last)
         extension.RoutedExperts, extension.RefitExtension._finalize = self._experts, self._finalize
-        worker._forget = (lambda: None) if fault == "stale prefix cache" else self._forget
+        old_salt = self._salt_of(None)
+        worker.salt_of = self._salt_of
+        if fault == "stale prefix cache":
+            worker.salt_of = lambda row: old_salt
+        elif fault == "one stale block":
+            # The longest prompt of the probe has one block and a few tokens.
+            worker.salt_of = lambda row: old_salt if len(row.prompt) == LONG else self._salt_of(row)
         if fault == "experts not packed":
             extension.RoutedExperts = type(None)
         if fault == "tied head left behind":

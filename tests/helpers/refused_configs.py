@@ -341,4 +341,122 @@ REFUSED_REWARDS: Refused = {
 }
 """Refusals by the rules about validation, rewards, advantages and sampling."""
 
-MORE_REFUSED: Refused = REFUSED_CLUSTERS | REFUSED_LOSSES | REFUSED_REWARDS
+ASYNC = ("grpo.async.enabled=true",)
+"""The bypass of the demo corrects for the age of a row."""
+BOUND_ZERO = (*ASYNC, "grpo.async.max_staleness=0")
+IN_FLIGHT = "policy.generation.in_flight"
+VLLM, VLLM_CFG = ("policy.generation.backend=vllm",), "policy.generation.vllm_cfg"
+
+REFUSED_ASYNC: Refused = {
+    "rule_async_keys_need_their_switch": [
+        (("grpo.async.max_staleness=2",), "grpo.async.max_staleness: 2 would be ignored, because grpo.async.enabled"),
+        (("experience.num_workers=2",), "experience.num_workers: 2 would be ignored, because grpo.async.enabled is"),
+        ((f"{IN_FLIGHT}=drain",), f"{IN_FLIGHT}: 'drain' would be ignored, because grpo.async.enabled is false"),
+        ((*BOUND_ZERO, f"{IN_FLIGHT}=keep"), f"{IN_FLIGHT}: 'keep' would be ignored, because grpo.async.max_stale"),
+        ((*BOUND_ZERO, "grpo.async.overdue=drop"), "grpo.async.overdue: 'drop' would be ignored, because grpo.async"),
+        ((*BOUND_ZERO, "experience.num_workers=2"), "experience.num_workers: 2 would be ignored, because grpo.async"),
+    ],
+    "rule_lookahead_within_max_staleness": [
+        (
+            (*ASYNC, "grpo.async.lookahead=3", "grpo.async.max_staleness=2"),
+            "grpo.async.lookahead: 3 steps ahead, but rows sampled so far ahead would be older",
+        ),
+        ((*BOUND_ZERO, "grpo.async.lookahead=1"), "lower it to at most 0, or raise max_staleness"),
+    ],
+    "rule_overdue_needs_a_choice_of_groups": [
+        (
+            (*ASYNC, "grpo.async.selection=in_order", "grpo.async.overdue=drop"),
+            "grpo.async.overdue: 'drop' would be ignored, because grpo.async.selection is 'in_order'",
+        ),
+        (
+            (*ASYNC, "grpo.async.lookahead=0", "grpo.async.overdue=error"),
+            "grpo.async.overdue: 'error' would be ignored, because grpo.async.lookahead is 0",
+        ),
+    ],
+    "rule_stale_rows_need_a_correction": [
+        (
+            (*ASYNC, *OWN_PREV),
+            "loss_fn.use_importance_sampling_correction: false, but rows may be 1 updates old",
+        ),
+        (
+            (*ASYNC, *FORCED, *ONE_UPDATE),
+            "or grpo.use_generation_logprobs_as_prev=true with loss_fn.force_on_policy_ratio=false, or grpo.async.max",
+        ),
+        (
+            (*ASYNC, "loss_fn.name=reinforce", "~loss_fn.ratio_clip_max"),
+            "loss_fn.name: 'reinforce' has no ratio, and rows may be 1 updates old",
+        ),
+        ((*ASYNC, *OWN_PREV, f"{IN_FLIGHT}=keep"), f"{IN_FLIGHT}: 'keep' samples from old caches under new weights"),
+    ],
+    "rule_async_engines_have_their_own_gpus": [
+        ((*ASYNC, *GPUS), "policy.generation.colocated.enabled: true lets an engine and a policy worker take turns"),
+    ],
+    "rule_rollout_workers_need_processes": [
+        ((*ASYNC, *LOCAL, "experience.num_workers=2"), "experience.num_workers: cluster.launcher 'local' runs one"),
+    ],
+    "rule_group_fits_the_engine": [
+        (
+            (*ASYNC, "policy.generation.max_batch_size=4"),
+            "policy.generation.max_batch_size: 4 rows, but a group joins an engine's batch as a whole; expected at "
+            "least grpo.num_generations_per_prompt=8",
+        ),
+    ],
+    "rule_kept_groups_need_a_choice": [
+        (
+            (*ASYNC, "grpo.async.keep_finished=true", "grpo.async.selection=in_order"),
+            "grpo.async.keep_finished: true with grpo.async.selection=in_order: prompts that are sampled again come",
+        ),
+        (
+            (*ASYNC, "grpo.async.keep_finished=true", "grpo.async.lookahead=0"),
+            "grpo.async.keep_finished: would be ignored, because no group waits between two steps",
+        ),
+    ],
+    "rule_vllm_rows_can_stand_still": [
+        ((*ASYNC, *VLLM, f"{VLLM_CFG}.tensor_parallel_size=2"), f"{VLLM_CFG}.tensor_parallel_size: 2 with grpo.async"),
+        (
+            (*ASYNC, *VLLM, "policy.router_replay.enabled=true", "grpo.use_generation_logprobs_as_prev=true"),
+            f"{IN_FLIGHT}: 'recompute' with policy.router_replay.enabled: vLLM forgets the routes",
+        ),
+        (
+            (*ASYNC, *VLLM, "policy.generation.max_batch_size=16", f"{VLLM_CFG}.max_num_batched_tokens=24"),
+            f"{VLLM_CFG}.max_num_batched_tokens: 24 is less than a token of each of 32 rows",
+        ),
+    ],
+    "rule_continuous_engine_shows_no_decoding": [
+        (
+            (*ASYNC, "diagnostics.tracer.enabled=true", f"diagnostics.tracer.selectors=['layer.out | stats | {when}']"),
+            f"diagnostics.tracer.selectors: 'layer.out | stats | {when}' watches the engine decode",
+        )
+        for when in ("generation", "train; generation")
+    ],
+    "rule_async_dynamic_sampling_has_no_rounds": [
+        (
+            ("grpo.use_dynamic_sampling=true", *ASYNC, f"grpo.{name}={value}"),
+            f"grpo.{name}: {value} would be ignored, because an asynchronous run has no rounds",
+        )
+        for name, value in (("batch_multiplier", "2.0"), ("dynamic_sampling_max_gen_batches", "3"))
+    ],
+}
+"""Refusals by the rules about asynchronous runs."""
+
+ACCEPTED_ASYNC: list[tuple[str, ...]] = [
+    ASYNC,
+    BOUND_ZERO,
+    (*BOUND_ZERO, *OWN_PREV),
+    (*BOUND_ZERO, *GPUS),
+    (*BOUND_ZERO, "loss_fn.name=reinforce", "~loss_fn.ratio_clip_max"),
+    (*BOUND_ZERO, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2"),
+    (*ASYNC, "grpo.async.max_staleness=8", "grpo.async.lookahead=8", "grpo.async.overdue=drop"),
+    (*ASYNC, "grpo.async.selection=my_package.orders:Shortest", "experience.num_workers=3"),
+    (*ASYNC, *corrected("tis", None, 2.0), f"{IN_FLIGHT}=keep"),
+    (*ASYNC, *corrected("geo-mask", 0.5, 2.0)),
+    (*ASYNC, *CORRECTED),
+    (*ASYNC, *GPUS, APART, "policy.generation.colocated.gpus_per_node=2"),
+    (*ASYNC, *LOCAL),
+    (*ASYNC, "grpo.use_dynamic_sampling=true"),
+    (*ASYNC, "diagnostics.tracer.enabled=true"),
+    (*ASYNC, "loss_fn.name=my_package.losses:MyLoss", "~loss_fn.ratio_clip_max"),
+]
+"""Asynchronous runs that no rule refuses."""
+
+MORE_REFUSED: Refused = REFUSED_ASYNC | REFUSED_CLUSTERS | REFUSED_LOSSES | REFUSED_REWARDS

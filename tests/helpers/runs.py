@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import yaml
 
@@ -109,14 +110,14 @@ def logged_steps(log_dir: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not any(word in k for word in OWN_TIME)} for row in rows]
 
 
-def start_cli(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
-    """Start the command line as a user does, in a process group of its own."""
+def start_cli(recipe: Path, *overrides: str, log: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
+    """Start the command line as a user does, in a process group of its own; its output goes to `log`."""
     return subprocess.Popen(
         [sys.executable, "examples/run_grpo.py", "--config", str(recipe), *overrides],
         cwd=ROOT,
         # Parts of the tests' own are found from here.
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
+        stdout=log,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,

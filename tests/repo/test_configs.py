@@ -148,13 +148,13 @@ def _sections(section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted path, class, name) of every plain value."""
+    """(dotted path, class, attribute) of every plain value."""
     for name, field in section.model_fields.items():
-        inner = section_class(field.annotation)
+        inner, key = section_class(field.annotation), f"{prefix}{field.alias or name}"
         if inner is None:
-            yield f"{prefix}{name}", section.__name__, name
+            yield key, section.__name__, name
         else:
-            yield from _keys(inner, f"{prefix}{name}.")
+            yield from _keys(inner, f"{key}.")
 
 
 class _Reads:

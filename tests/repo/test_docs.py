@@ -38,6 +38,7 @@ SUFFIXES = {".py", ".md", ".yaml", ".toml"}
 OUTSIDE = {
     # Files and folders of a run or a checkout.
     *("metrics.jsonl", "reward.log", "reward_curve.png", "training_info.json", "manifest.json", "latest", "step_N"),
+    "schedule.jsonl",
     # Values of settings, and words of the data plane that are strings in the code.
     *("sort", "noop", "math", "reasoning_gym", "transfer_queue", "train", "val", "reward", "answer"),
     # The package, an extra of pyproject.toml, torch's launcher.

@@ -29,7 +29,14 @@ PAGES = (
     *("README.md", "docs/guide.md", "docs/parallel.md", "docs/data_plane.md", "docs/router_replay.md"),
     *("docs/extending.md", "docs/troubleshooting.md", "docs/one_step.md", "docs/architecture.md", "docs/install.md"),
     *("docs/contributing.md", "docs/coming_from_nemo_rl.md", "docs/debugging.md", "docs/tracer.md", "docs/cluster.md"),
-    *("docs/generation.md", "docs/algorithms.md", "docs/model_support.md", "docs/trainer.md", "docs/workers.md"),
+    *(
+        "docs/generation.md",
+        "docs/async.md",
+        "docs/algorithms.md",
+        "docs/model_support.md",
+        "docs/trainer.md",
+        "docs/workers.md",
+    ),
     *("docs/observability.md", "docs/failures.md", "docs/limitations.md", "docs/glossary.md"),
 )
 LANGUAGES = {"bash", "python", "yaml", "text"}
@@ -57,7 +64,10 @@ TARGETS: Mapping[str, str] = {
     "learn-chain-sum": "grpo.max_num_steps=2",
     "learn-sort-moe": "grpo.max_num_steps=2",
     "learn-algorithms": "grpo.max_num_steps=2",
+    "learn-sort-async": "grpo.max_num_steps=2",
+    "learn-sort-async-vllm": "grpo.max_num_steps=2",
     "resume-kills": "--kills 2 --saves 1",
+    "async-kills": "--kills 2",
     "replay-draw": "--steps 4 --draws 2 --only tp2",
     "leaks": "--steps 8 --stores ray",
     "stress-data-plane": "--ops 600",
@@ -68,6 +78,8 @@ TARGETS: Mapping[str, str] = {
     "bench-tracer": "--quick",
     "bench-generation": "--quick",
     "bench-driver": "--quick",
+    "bench-async": "--quick",
+    "bench-async-learning": "--steps 2 --bounds 1 --least 0",
     "watch-trait": "grpo.max_num_steps=2",
     "clean": "",
 }

@@ -252,3 +252,27 @@ def test_a_parent_of_the_same_name_as_its_child_is_the_one_beside_it(
 def test_a_misspelt_word_of_allowed_changes_gets_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"allow_changed.*got 'datas'; did you mean 'data'"):
         load_config("configs/grpo_sort_cpu.yaml", ["checkpointing.resume=true", "checkpointing.allow_changed=[datas]"])
+
+
+def test_a_key_that_python_reserves_keeps_its_name(tmp_path: Path) -> None:
+    recipe = overlay(tmp_path, "grpo: {async: {enabled: true}}")
+    config = load_config(recipe, ["grpo.async.max_staleness=2"])
+    assert (config.grpo.async_.enabled, config.grpo.async_.max_staleness) == (True, 2)
+    assert config.model_dump(mode="json")["grpo"]["async"]["max_staleness"] == 2
+    assert load_config(write(tmp_path, "resolved.yaml", to_yaml(config))) == config
+
+
+@pytest.mark.parametrize("name", ["asinc", "async_"])
+def test_a_slip_in_a_reserved_key_leads_to_the_key(tmp_path: Path, name: str) -> None:
+    (line,) = problems(DEMO, f"grpo.{name}.enabled=true")
+    assert line.endswith(f"unknown key {name!r}; did you mean 'async'?")
+    (line,) = problems(overlay(tmp_path, f"grpo: {{{name}: {{enabled: true}}}}"))
+    assert line.endswith(f"grpo.{name}: unknown key; did you mean 'async'?")
+
+
+@pytest.mark.parametrize(
+    ("staleness", "lookahead", "ahead"), [(0, "null", 0), (1, "null", 1), (4, "null", 1), (4, "3", 3), (2, "0", 0)]
+)
+def test_lookahead_is_one_step_unless_it_is_set(staleness: int, lookahead: str, ahead: int) -> None:
+    overrides = (f"grpo.async.max_staleness={staleness}", f"grpo.async.lookahead={lookahead}")
+    assert load_config(DEMO, ["grpo.async.enabled=true", *overrides]).grpo.async_.steps_ahead == ahead

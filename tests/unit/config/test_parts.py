@@ -94,3 +94,11 @@ def test_parts_of_ones_own_are_imported_before_a_run_starts(tmp_path: Path) -> N
         preflight(load_config(write_recipe(tmp_path / "run", model), overrides))
     found = [name for name in "abcdefg" if f"nowhere_{name}" in str(caught.value)]
     assert found == list("abcdefg"), str(caught.value)
+
+
+def test_an_order_of_ones_own_is_imported_before_a_run_starts(tmp_path: Path) -> None:
+    model = write_tiny_folder(tmp_path / "model")
+    overrides = ["grpo.async.enabled=true", "grpo.async.selection=nowhere_h:Newest"]
+    overrides += ["loss_fn.use_importance_sampling_correction=true"]
+    with pytest.raises(UserError, match="grpo.async.selection: 'nowhere_h:Newest' cannot be imported"):
+        preflight(load_config(write_recipe(tmp_path / "run", model), overrides))

@@ -11,7 +11,7 @@ from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.config.render import to_yaml
 from nemo_rl.errors import ConfigError
-from tests.helpers.refused_configs import ACCEPTED_LOSSES, GPUS, LOCAL, MORE_REFUSED
+from tests.helpers.refused_configs import ACCEPTED_ASYNC, ACCEPTED_LOSSES, GPUS, LOCAL, MORE_REFUSED
 
 DEMO = "configs/grpo_sort_cpu.yaml"
 MEGATRON_TP2 = "configs/recipes/grpo_sort_megatron_tp2_cpu.yaml"
@@ -510,6 +510,7 @@ def test_every_rule_is_exercised() -> None:
         ("env.name=custom", "env.reward_function=a.b:c", "env.timeout_s=3"),
         (*GRADED, "env.score_threshold=0.5", "grpo.stop_at_validation_accuracy=0.9", "env.reward_batch_size=8"),
         *ACCEPTED_LOSSES,
+        *ACCEPTED_ASYNC,
     ],
 )
 def test_combinations_that_work_are_accepted(overrides: tuple[str, ...]) -> None:

@@ -1,0 +1,15 @@
+"""An asynchronous run over Ray that loses a rollout worker, an engine and its trainer, one after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.async_kills import AsyncKills
+
+pytestmark = pytest.mark.slow
+
+
+def test_no_prompt_is_lost_or_trained_twice_whichever_process_dies(tmp_path):
+    result = AsyncKills(tmp_path, ["rollout", "engine", "trainer"]).run()
+    assert result.problems == []
+    assert sum(result.kills.values()) == 3 and result.groups > 0
