@@ -398,17 +398,20 @@ class AsyncBatches(BatchSource):
             is_kept = running is not None and (
                 not self._parts.config.use_dynamic_sampling or is_informative(result, self._parts.config)
             )
-            if not is_kept:
-                self._leaving.add(group_uid(result.meta.keys[0]))
+            reason = FILTERED if running is not None else DROPPED
             if running is not None:
                 self._replaced_in_a_row = 0
-                if is_kept:
-                    self._schedule.ended(name, oldest_version=int(result.weight_versions.min()))
+                if not is_kept:
+                    self._schedule.filtered(name)
+                elif self._schedule.ended(name, oldest_version=int(result.weight_versions.min())):
                     self._ready[name] = running, result
                 else:
-                    self._schedule.filtered(name)
+                    # A step has given it up just now.
+                    is_kept, reason = False, DROPPED
+            if not is_kept:
+                self._leaving.add(group_uid(result.meta.keys[0]))
         if not is_kept:
-            self._clear([group_uid(result.meta.keys[0])], DROPPED if running is None else FILTERED)
+            self._clear([group_uid(result.meta.keys[0])], reason)
 
     def _fail(self, name: str, error: Exception) -> None:
         """Sample a group again whose rollout failed, or another one in its place."""

@@ -100,7 +100,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, object]:
-        """Return what a checkpoint needs to go on from here. Rows that wait are cleared and their prompts requeued."""
+        """Return what a checkpoint needs to go on from here. Prompts whose rows wait are sampled again after it."""
 
     @abstractmethod
     def save_into(self, folder: Path) -> None:
