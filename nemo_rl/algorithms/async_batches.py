@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from threading import Condition, Thread
 
 from nemo_rl.algorithms.async_schedule import AsyncLimits, AsyncSchedule, FailureKind, Frontier, StepSelection, Ticket
-from nemo_rl.algorithms.batches import BatchSource, RolloutParts, is_informative, with_rows
+from nemo_rl.algorithms.batches import BatchSource, RolloutParts, group_request, is_informative, step_of_groups
 from nemo_rl.algorithms.kept_groups import GROUPS, keep_groups, restore_groups
 from nemo_rl.algorithms.schedule_file import ScheduleFile
 from nemo_rl.algorithms.stages.columns import PARTITION, TRAIN_TASK
@@ -45,8 +45,7 @@ from nemo_rl.errors import (
     WorkerLost,
     name_some,
 )
-from nemo_rl.experience.rollout_worker import GroupRequest, RolloutResult
-from nemo_rl.experience.rollouts import row_seeds
+from nemo_rl.experience.rollout_worker import RolloutResult
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.metrics import Reduction, Sum
 from nemo_rl.utils.r3_trace import trace_retired
@@ -137,18 +136,8 @@ class AsyncBatches(BatchSource):
             self._taken[number] = selection.names
             metrics = self._metrics()
         groups = [result for _, result in chosen]
-        uids = tuple(running.uid for running, _ in chosen)
-        self._claim(uids)
-        step = StepState(
-            number=number,
-            partition=PARTITION,
-            drawn=tuple(running.ticket.draw for running, _ in chosen),
-            uids=uids,
-            keys=tuple(key for group in groups for key in group.meta.keys),
-            weight_version=None,
-            policy_version=number - 1,
-        )
-        done = with_rows(step, groups, started=started)
+        self._claim([running.uid for running, _ in chosen])
+        done = step_of_groups(number, [running.ticket.draw for running, _ in chosen], groups, started=started)
         return replace(done, rolled=replace(done.rows, metrics={**done.rows.metrics, **metrics}))
 
     def updated(self, version: int, *, weights: str | None) -> None:
@@ -350,12 +339,7 @@ class AsyncBatches(BatchSource):
             uids = {ticket.name: self._running[ticket.name].uid for ticket in tickets if ticket.name in self._running}
         seed = self._parts.config.seed
         requests = [
-            GroupRequest(
-                uid=uids[ticket.name],
-                prompt=ticket.draw.prompt,
-                seed=row_seeds(seed, "group", ticket.draw.ordinal, count=1)[0],
-                name=ticket.name,
-            )
+            group_request(ticket.draw, uids[ticket.name], seed=seed, name=ticket.name)
             for ticket in tickets
             if ticket.name in uids
         ]

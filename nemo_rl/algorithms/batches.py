@@ -36,7 +36,15 @@ from nemo_rl.experience.rollouts import row_seeds
 from nemo_rl.utils.metrics import Mean, Reduction, Sum, merge_metrics
 from nemo_rl.utils.r3_trace import trace_retired
 
-__all__ = ["BatchSource", "DynamicBatches", "RolloutParts", "SyncBatches", "is_informative", "with_rows"]
+__all__ = [
+    "BatchSource",
+    "DynamicBatches",
+    "RolloutParts",
+    "SyncBatches",
+    "group_request",
+    "is_informative",
+    "step_of_groups",
+]
 
 DROPPED = "not trained: equal rewards in its group (grpo.use_dynamic_sampling)"
 REQUEUED = "not trained: prompt requeued (checkpoint or end of run)"
@@ -191,10 +199,7 @@ class SyncBatches(BatchSource):
     def _sample(self, step: StepState) -> list[RolloutResult]:
         """Have the groups of a step sampled; return them in the order of their draws."""
         seed = self._parts.config.seed
-        requests = [
-            GroupRequest(uid=uid, prompt=draw.prompt, seed=row_seeds(seed, "group", draw.ordinal, count=1)[0])
-            for uid, draw in zip(step.uids, step.drawn, strict=True)
-        ]
+        requests = [group_request(draw, uid, seed=seed) for uid, draw in zip(step.uids, step.drawn, strict=True)]
         pending = self._parts.rollout.submit_groups(requests, version=step.weight_version, partition_id=step.partition)
         return [group.result() for group in pending]
 
@@ -351,6 +356,33 @@ class _Rounds:
         }
         shares = {"sampled_reward": self.reward, "informative_share": self.kept} if self.count else {}
         return {**merge_metrics(self.sampled), **counts, **shares}
+
+
+def group_request(draw: SampledPrompt, uid: str, *, seed: int, name: str = "") -> GroupRequest:
+    """Return the request for the group of a prompt; its rows depend on the run's seed and the ordinal alone."""
+    first = row_seeds(seed, "group", draw.ordinal, count=1)[0]
+    return GroupRequest(uid=uid, prompt=draw.prompt, seed=first, name=name)
+
+
+def step_of_groups(
+    number: int, drawn: Sequence[SampledPrompt], groups: Sequence[RolloutResult], *, started: float
+) -> StepState:
+    """Return a step of groups that were sampled before it, from weights of any version.
+
+    Args:
+        drawn: prompts of the groups, in their order.
+        started: as in `with_rows`.
+    """
+    step = StepState(
+        number=number,
+        partition=PARTITION,
+        drawn=tuple(drawn),
+        uids=tuple(group.group_uids[0] for group in groups),
+        keys=tuple(key for group in groups for key in group.meta.keys),
+        weight_version=None,
+        policy_version=number - 1,
+    )
+    return with_rows(step, groups, started=started)
 
 
 def with_rows(step: StepState, groups: Sequence[RolloutResult], *, started: float) -> StepState:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl.algorithms.batches import BatchSource, RolloutParts, with_rows
+from nemo_rl.algorithms.batches import BatchSource, RolloutParts, group_request, step_of_groups
 from nemo_rl.algorithms.schedule_file import RunSchedule
 from nemo_rl.algorithms.stages.columns import PARTITION
 from nemo_rl.algorithms.stages.state import StepState
@@ -21,8 +21,7 @@ from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.keys import group_uid, keys_of_groups, new_group_ids
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.errors import CheckpointError, name_some
-from nemo_rl.experience.rollout_worker import GroupRequest, RolloutResult
-from nemo_rl.experience.rollouts import row_seeds
+from nemo_rl.experience.rollout_worker import RolloutResult
 
 __all__ = ["ScheduledBatches"]
 
@@ -62,16 +61,7 @@ class ScheduledBatches(BatchSource):
             )
         chosen = [self._submitted.pop(name) for name in names]
         groups = [each.pending.result() for each in chosen]
-        step = StepState(
-            number=number,
-            partition=PARTITION,
-            drawn=tuple(each.draw for each in chosen),
-            uids=tuple(each.uid for each in chosen),
-            keys=tuple(key for group in groups for key in group.meta.keys),
-            weight_version=None,
-            policy_version=number - 1,
-        )
-        return with_rows(step, groups, started=started)
+        return step_of_groups(number, [each.draw for each in chosen], groups, started=started)
 
     def trained(self, step: StepState) -> None:
         self._step = step.number
@@ -129,12 +119,7 @@ class ScheduledBatches(BatchSource):
         draws = [self._parts.sampler.draw(int(name.split(".")[0])) for name in names]
         uids = new_group_ids(len(names))
         requests = [
-            GroupRequest(
-                uid=uid,
-                prompt=draw.prompt,
-                seed=row_seeds(self._parts.config.seed, "group", draw.ordinal, count=1)[0],
-                name=name,
-            )
+            group_request(draw, uid, seed=self._parts.config.seed, name=name)
             for name, draw, uid in zip(names, draws, uids, strict=True)
         ]
         pending = self._parts.rollout.submit_groups(requests, version=None, partition_id=PARTITION, engine=engine)
