@@ -87,10 +87,12 @@ class AsyncKills:
     Args:
         folder: of the run.
         plan: kinds of the processes to kill, in order.
+        model: folder of the model that is trained; the recipe's own when it is None.
     """
 
-    def __init__(self, folder: Path, plan: Sequence[str], *, seed: int = 0) -> None:
+    def __init__(self, folder: Path, plan: Sequence[str], *, seed: int = 0, model: Path | None = None) -> None:
         self._logs, self._output, self._plan = folder / "logs", folder / "output.txt", plan
+        self._model = [] if model is None else [f"policy.model_name={model}"]
         self._random = random.Random(seed)
         self._mark = ""
         self.result = Result()
@@ -130,7 +132,7 @@ class AsyncKills:
         run.wait(GONE_S)
 
     def _begin(self) -> subprocess.Popen[str]:
-        settings = [f"{name}={value}" for name, value in SETTINGS.items()]
+        settings = [*(f"{name}={value}" for name, value in SETTINGS.items()), *self._model]
         can_resume = any((self._logs / "checkpoints").glob("step_*"))
         settings.append("checkpointing.resume=true" if can_resume else "logger.overwrite=true")
         with self._output.open("a", encoding="utf-8") as log:
