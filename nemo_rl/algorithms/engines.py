@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 STREAMS_PER_WORKER = 64
-"""Streams that an engine or a rollout worker of an asynchronous run serves at a time; each has a thread."""
+"""Streams that a continuous engine or its rollout worker serves at a time; each has a thread."""
 GPU_SHARE = 0.5
 """GPU share of a policy worker, and of the engine that takes turns with it on the same GPU."""
 
@@ -77,7 +77,7 @@ def engine_spec(
         num_engines=config.policy.generation.num_replicas,
         trace=trace,
         weight_version=weight_version,
-        continuous=config.grpo.samples_ahead,
+        continuous=config.has_continuous_engines,
         script=script,
     )
 
@@ -89,7 +89,7 @@ def engine_scheduler(config: MasterConfig, engines: WorkerFleet) -> EngineSchedu
         engines.copy(),
         batch_rows=generation.max_batch_size,
         timeout_s=generation.engine_timeout_s or config.cluster.stage_timeout_s / 2,
-        is_continuous=config.grpo.samples_ahead,
+        is_continuous=config.has_continuous_engines,
     )
 
 
@@ -130,7 +130,7 @@ class EngineStarts:
             self._begin(number, group)
 
     def _processes_of(self, number: int) -> RayWorkerGroup:
-        streams = STREAMS_PER_WORKER if self._config.grpo.samples_ahead else 0
+        streams = STREAMS_PER_WORKER if self._config.has_continuous_engines else 0
         return RayWorkerGroup(
             "generation", world_size=1, placement=self._placement, first=number, num_streams=streams, **self._log
         )
@@ -152,7 +152,7 @@ class RolloutStarts:
 
     def __init__(self, config: MasterConfig, spec: RolloutSpec, engines: Callable[[], EngineScheduler]) -> None:
         self._spec, self._engines, self._log = spec, engines, log_place(config)
-        self._num_streams = STREAMS_PER_WORKER if config.grpo.samples_ahead else 1
+        self._num_streams = STREAMS_PER_WORKER if config.has_continuous_engines else 1
         self._members = [self._processes_of(number) for number in range(config.experience.num_workers)]
 
     def fleet(self, *, timeout_s: float) -> WorkerFleet:

@@ -139,6 +139,9 @@ class GenerationConfig(Section):
     """Strings that end a response at the token that completes them; the string stays in the response."""
     max_batch_size: PositiveInt = 1024
     """Rows decoded together by one engine."""
+    batch_invariant: bool = False
+    """The embedded engine decodes each row by itself, so that its bits do not depend on the rows beside it: runs with
+    conversations are repeated and replayed to the last bit, and sampling takes several times as long."""
     in_flight: InFlight = "recompute"
     """Rows that are being sampled when new weights come, in an asynchronous run. `drain`: they end first, with the old
     weights; `recompute`: they go on with the new ones, and their caches are computed anew from the tokens so far;

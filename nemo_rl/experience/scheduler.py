@@ -14,9 +14,10 @@ group is never split.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -28,7 +29,7 @@ import torch
 
 from nemo_rl.distributed.calls import Call, Request, ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.errors import WorkerLate, WorkerLost
+from nemo_rl.errors import WorkerError, WorkerLate, WorkerLost
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationOutput,
@@ -106,6 +107,37 @@ class EngineScheduler(GenerationInterface):
             yield from self._engines.stream_one(
                 number, Call(request=request, stage=STAGE, timeout_s=self._timeout_s, deadline_key=ENGINE_KEY)
             )
+
+    def feed_of(self, number: int, name: str) -> Iterator[GroupSamples]:
+        """Yield the rows of a feed from one engine, until it is closed; it has no deadline as a whole.
+
+        Raises:
+            WorkerLost: the engine is lost.
+        """
+        request = ask(GenerationInterface.feed, name=name)
+        yield from self._engines.stream_one(number, Call(request=request, stage=STAGE, timeout_s=math.inf))
+
+    def run_on(self, number: int, request: Request[_T]) -> _T:
+        """Ask one engine.
+
+        Raises:
+            WorkerLost: the engine is lost.
+        """
+        call = Call(request=request, stage=STAGE, timeout_s=self._timeout_s, deadline_key=ENGINE_KEY)
+        return self._engines.run_one(number, call)
+
+    def lose(self, number: int, cause: WorkerLost) -> None:
+        """End an engine that does not answer. Idempotent."""
+        self._engines.lose(number, cause)
+
+    @property
+    def incarnations(self) -> Mapping[int, int]:
+        """Number of starts of each engine that is there."""
+        return self._engines.incarnations
+
+    def none_left(self) -> WorkerError:
+        """Return the error of a request that no engine is left for."""
+        return self._engines.none_left(STAGE)
 
     def abort(self, names: Sequence[str]) -> None:
         self._run(ask(GenerationInterface.abort, names=tuple(names)))

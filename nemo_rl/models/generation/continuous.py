@@ -1,7 +1,8 @@
-"""`ContinuousDecoding`: the rows of several `stream` calls in one running batch, from which new weights need no rest.
+"""`ContinuousDecoding`: the rows of several `stream` and `feed` calls in one running batch, from which new weights need
+no rest.
 
-    ContinuousDecoding.stream (a thread for each call)
-      |- _submit          groups wait in line, first come first served
+    ContinuousDecoding.stream, feed (a thread for each call)
+      |- _line_up         groups wait in line, first come first served; `add_to_feed` brings those of a feed
       |- _take_turn       the thread that finds nobody decoding decodes a turn for all
       |    |- _plan       groups whose stream was closed leave, waiting ones join where places are free
       |    `- _decode     a token of every live row; groups whose rows have all ended go to their streams
@@ -19,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import count
 from threading import Condition
 
@@ -30,54 +30,21 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GroupSamples,
 )
+from nemo_rl.models.generation.rows import RowRequest
 from nemo_rl.models.generation.schedule import EventKind, ScheduleEntry
-from nemo_rl.models.generation.turn_batch import NAMED, ContinuousSpec, TurnBatch, TurnRow
+from nemo_rl.models.generation.turn_batch import (
+    NAMED,
+    ContinuousSpec,
+    RowGroup,
+    StreamCall,
+    TurnBatch,
+    TurnPlan,
+    TurnRow,
+)
 
 __all__ = ["ContinuousDecoding"]
 
 STAGE = "generation"
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Group:
-    """A group on its way through the engine."""
-
-    stream: _StreamCall
-    number: int
-    """Number of its prompt in the request."""
-    name: str
-    keys: list[int]
-    waiting: deque[TurnRow]
-    """Rows that have not joined."""
-    live: set[int] = field(default_factory=set)
-    joined: float = 0.0
-    """Monotonic seconds at which its first row joined."""
-    spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Version spans of each row that has joined."""
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class _StreamCall:
-    """One `stream` call."""
-
-    request: GenerationRequest
-    lane: int
-    open: list[_Group] = field(default_factory=list)
-    """Groups that have not ended."""
-    ended: list[tuple[_Group, GenerationOutput]] = field(default_factory=list)
-    """Groups that were not yielded."""
-    has_begun: bool = False
-    is_closed: bool = False
-    failure: BaseException | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Turn:
-    """The plan of one turn."""
-
-    joining: Sequence[TurnRow]
-    with_named: bool
-    recomputes: bool
 
 
 class ContinuousDecoding:
@@ -90,17 +57,19 @@ class ContinuousDecoding:
     def __init__(self, batch: TurnBatch, spec: ContinuousSpec, *, version: Callable[[], int]) -> None:
         self._batch, self._spec, self._version = batch, spec, version
         self._changed = Condition()
-        self._is_busy = self._is_closing = self._is_frozen = False
-        """A turn is being decoded; a refit waits; rows stand still."""
+        self._is_busy = self._is_closing = self._is_frozen = self._is_ending = False
+        """A turn is being decoded; a refit waits; rows stand still; `end` waits."""
         self._recomputes = False
         self._held = version()
-        self._streams: list[_StreamCall] = []
-        self._lines: dict[bool, deque[_Group]] = {True: deque(), False: deque()}
+        self._streams: list[StreamCall] = []
+        self._feeds: dict[str, StreamCall] = {}
+        """Feeds by name, also those that were closed."""
+        self._lines: dict[bool, deque[RowGroup]] = {True: deque(), False: deque()}
         """Groups with rows that wait, by whether they have names."""
-        self._live: dict[int, _Group] = {}
+        self._live: dict[int, RowGroup] = {}
         self._num_live = {True: 0, False: 0}
         """Live rows, by whether their groups have names."""
-        self._gone: list[_Group] = []
+        self._gone: list[RowGroup] = []
         """Groups whose stream was closed when rows of theirs had joined."""
         self._keys, self._lanes = count(), count(NAMED + 1)
         self._turns = self._num_entries = 0
@@ -137,25 +106,62 @@ class ContinuousDecoding:
         Raises:
             WorkerError: nothing has moved for too long, or the script cannot be followed.
         """
-        stream = self._submit(request)
-        try:
-            while stream.open or stream.ended or stream.failure is not None:
-                found = self._next(stream)
-                if found is not None:
-                    yield found
-        finally:
-            self._close(stream)
+        rows = self._checked_rows(request)
+        with self._changed:
+            stream = StreamCall(lane=next(self._lanes))
+            self._streams.append(stream)
+            self._line_up(stream, request, rows, first=0)
+        yield from self._served(stream)
+
+    def feed(self, name: str) -> Iterator[GroupSamples]:
+        """Yield what `add_to_feed` brings, as it ends, until the feed is closed. A feed without rows waits for ever.
+
+        Raises:
+            WorkerError: as `stream`.
+        """
+        with self._changed:
+            stream = self._feed_of(name)
+        if stream is not None:
+            yield from self._served(stream)
+
+    def add_to_feed(self, name: str, request: GenerationRequest, first: int) -> None:
+        """Let groups of one row join a feed; they are forgotten where it was closed.
+
+        Raises:
+            ValueError: groups have more rows.
+        """
+        rows = self._checked_rows(request)
+        if len(rows) != len(request.prompt_ids):
+            raise ValueError(
+                f"feed {name!r}: expected one seed for each of {len(request.prompt_ids)} prompts, got {len(rows)}"
+            )
+        with self._changed:
+            stream = self._feed_of(name)
+            if stream is not None:
+                self._line_up(stream, request, rows, first=first)
+
+    def close_feed(self, name: str) -> None:
+        """Take the rows of a feed out and end it; its name is not used again. Idempotent."""
+        with self._changed:
+            stream = self._feed_of(name)
+            if stream is not None:
+                self._close(stream)
+
+    def abort_in_feed(self, name: str, numbers: Collection[int]) -> None:
+        """Take the groups with these numbers in the feed out of the line and of the batch."""
+        with self._changed:
+            stream = self._feed_of(name)
+            if stream is not None:
+                for group in [group for group in stream.open if group.number in numbers]:
+                    self._take_out(group)
+                self._progressed()
 
     def abort(self, names: Collection[str]) -> None:
         """Take the groups with these names out of the line and of the batch; their streams never give them."""
         with self._changed:
             for stream in self._streams:
                 for group in [group for group in stream.open if group.name in names]:
-                    stream.open.remove(group)
-                    if group in self._lines[True]:
-                        self._lines[True].remove(group)
-                    if group.spans:
-                        self._gone.append(group)
+                    self._take_out(group)
             self._progressed()
 
     def freeze(self) -> None:
@@ -213,46 +219,62 @@ class ContinuousDecoding:
     def end(self, error: BaseException) -> None:
         """Fail every stream, when the turn that is being decoded has ended."""
         with self._changed:
-            self._progress = time.monotonic()
+            self._is_ending, self._progress = True, time.monotonic()
             while self._is_busy:
                 self._wait("the end of a turn")
+            self._is_ending = False
             self._fail(error)
 
-    def _submit(self, request: GenerationRequest) -> _StreamCall:
+    def _checked_rows(self, request: GenerationRequest) -> list[RowRequest]:
         rows, size = self._batch.rows_of(request), request.group_size
         if request.names and size > self._spec.places:
             raise ConfigError(
                 f"policy.generation.max_batch_size: expected room for the {size} rows of a group, got "
                 f"{self._spec.places}; raise it, or lower grpo.num_generations_per_prompt"
             )
-        with self._changed:
-            lane = NAMED if request.names else next(self._lanes)
-            stream = _StreamCall(request=request, lane=lane)
-            for number in range(len(request.prompt_ids)):
-                waiting = deque(
-                    TurnRow(key=next(self._keys), row=row, request=request, lane=lane)
-                    for row in rows[number * size : (number + 1) * size]
-                )
-                name = request.names[number] if request.names else ""
-                group = _Group(
-                    stream=stream, number=number, name=name, keys=[row.key for row in waiting], waiting=waiting
-                )
-                stream.open.append(group)
-            # Rows without names join row by row: those of like length together, as in a batch of one request.
-            line = (
-                stream.open if request.names else sorted(stream.open, key=lambda each: len(each.waiting[0].row.prompt))
-            )
-            self._lines[bool(request.names)].extend(line)
-            self._streams.append(stream)
-            self._progressed()
-        return stream
+        return rows
 
-    def _next(self, stream: _StreamCall) -> GroupSamples | None:
+    def _line_up(
+        self, stream: StreamCall, request: GenerationRequest, rows: Sequence[RowRequest], *, first: int
+    ) -> None:
+        """Let the groups of a request wait for places."""
+        self._lines[bool(request.names)].extend(stream.add(request, rows, first=first, keys=self._keys))
+        self._progressed()
+
+    def _feed_of(self, name: str) -> StreamCall | None:
+        """Return the feed, which is made where there was none; None where it was closed."""
+        if name not in self._feeds:
+            self._feeds[name] = StreamCall(lane=next(self._lanes), is_feed=True)
+            self._streams.append(self._feeds[name])
+        stream = self._feeds[name]
+        return None if stream.is_closed else stream
+
+    def _served(self, stream: StreamCall) -> Iterator[GroupSamples]:
+        """Yield groups of the stream as they end, until no more can come."""
+        try:
+            while not stream.is_over or stream.ended or stream.failure is not None:
+                found = self._next(stream)
+                if found is not None:
+                    yield found
+        finally:
+            self._close(stream)
+
+    def _take_out(self, group: RowGroup) -> None:
+        """Take a group out of its stream, its line and the batch."""
+        line = self._lines[bool(group.name)]
+        group.stream.open.remove(group)
+        if group in line:
+            line.remove(group)
+        if group.spans:
+            self._gone.append(group)
+
+    def _next(self, stream: StreamCall) -> GroupSamples | None:
         """Decode, or wait for another thread that does, until groups of the stream have ended; None where those that
         were left have been aborted."""
         while not self._take_turn(
-            until=lambda: stream.failure is not None or bool(stream.ended) or not stream.open,
+            until=lambda: stream.failure is not None or bool(stream.ended) or stream.is_over,
             waits_for=f"groups of {len(stream.open)} prompts",
+            is_idle=lambda: stream.is_feed and not stream.open,
         ):
             pass
         with self._changed:
@@ -262,26 +284,35 @@ class ContinuousDecoding:
             if not found:
                 return None
             entries = tuple[ScheduleEntry, ...]()
-            if stream.lane == NAMED:
+            if any(group.name for group, _ in found):
                 entries, self._entries = tuple(self._entries), []
         return GroupSamples(
             groups=tuple(group.number for group, _ in found),
             output=_joined([output for _, output in found]),
             schedule=entries,
+            seconds=tuple(group.seconds for group, _ in found),
         )
 
-    def _take_turn(self, *, until: Callable[[], bool], waits_for: str) -> bool:
-        """Wait for `until`, or until nobody decodes, and decode one turn then; return `until()` as it was before."""
+    def _take_turn(
+        self, *, until: Callable[[], bool], waits_for: str, is_idle: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait for `until`, or until nobody decodes, and decode one turn then; return `until()` as it was before.
+
+        Args:
+            is_idle: returns whether there is nothing to wait for at present, so that no deadline holds.
+        """
         with self._changed:
             while True:
                 if until():
                     return True
-                turn = None if self._is_busy else self._plan()
+                turn = None if self._is_busy or self._is_ending else self._plan()
                 if turn is not None:
                     self._is_busy = True
                     break
                 # Groups that left in the plan may have been all that was waited for.
-                if not until():
+                if is_idle():
+                    self._changed.wait(self._spec.deadline_s)
+                elif not until():
                     self._wait(waits_for)
         self._decode(turn)
         return False
@@ -311,7 +342,7 @@ class ContinuousDecoding:
         self._progress = time.monotonic()
         self._changed.notify_all()
 
-    def _plan(self) -> _Turn | None:
+    def _plan(self) -> TurnPlan | None:
         """Return the next turn; None where no row can go on. Groups whose stream was closed leave here."""
         self._drop(self._gone)
         self._gone = []
@@ -333,7 +364,7 @@ class ContinuousDecoding:
         recomputes, self._recomputes = self._recomputes and with_named, self._recomputes and not with_named
         # A stable order by length, as in request mode.
         joining = sorted([*(named or ()), *others], key=lambda each: (each.lane, len(each.row.prompt)))
-        return _Turn(joining=joining, with_named=with_named, recomputes=recomputes)
+        return TurnPlan(joining=joining, with_named=with_named, recomputes=recomputes)
 
     def _named_joining(self) -> list[TurnRow] | None:
         """Return the named rows that join now; None where named rows must stand still."""
@@ -343,7 +374,7 @@ class ContinuousDecoding:
             return self._scripted()
         if self._is_closing and self._spec.in_flight == "drain":
             return []
-        line, free, groups = self._lines[True], self._spec.places - self._num_live[True], list[_Group]()
+        line, free, groups = self._lines[True], self._spec.places - self._num_live[True], list[RowGroup]()
         while line and len(line[0].keys) <= free:
             free -= len(line[0].keys)
             groups.append(line.popleft())
@@ -380,7 +411,7 @@ class ContinuousDecoding:
             stage=STAGE,
         )
 
-    def _joined(self, groups: Sequence[_Group]) -> list[TurnRow]:
+    def _joined(self, groups: Sequence[RowGroup]) -> list[TurnRow]:
         """Let whole groups join."""
         if not groups:
             return []
@@ -395,14 +426,15 @@ class ContinuousDecoding:
                 break
             if self._is_frozen or (self._is_closing and not group.stream.has_begun):
                 continue
-            group.stream.has_begun = True
+            # Rows of a feed need not have one version: each waits for new weights by itself.
+            group.stream.has_begun = not group.stream.is_feed
             while group.waiting and len(found) < free:
                 found.append(self._join_row(group))
             if not group.waiting:
                 line.remove(group)
         return found
 
-    def _join_row(self, group: _Group) -> TurnRow:
+    def _join_row(self, group: RowGroup) -> TurnRow:
         row = group.waiting.popleft()
         if not group.spans:
             group.joined = time.monotonic()
@@ -412,7 +444,7 @@ class ContinuousDecoding:
         self._num_live[bool(group.name)] += 1
         return row
 
-    def _decode(self, turn: _Turn) -> None:
+    def _decode(self, turn: TurnPlan) -> None:
         """Decode a turn; an error fails every stream."""
         began = time.monotonic()
         try:
@@ -431,8 +463,9 @@ class ContinuousDecoding:
                     if group in group.stream.open:
                         group.stream.open.remove(group)
                         group.stream.ended.append((group, output))
+                        group.seconds = time.monotonic() - group.joined
                         if group.name:
-                            self._group_seconds.append(time.monotonic() - group.joined)
+                            self._group_seconds.append(group.seconds)
                 self._gone = [group for group in self._gone if group not in groups]
         except BaseException as error:
             with self._changed:
@@ -446,9 +479,9 @@ class ContinuousDecoding:
                 self._busy_s += time.monotonic() - began
                 self._progressed()
 
-    def _settle(self, keys: Collection[int]) -> list[_Group]:
+    def _settle(self, keys: Collection[int]) -> list[RowGroup]:
         """Take ended rows off the live ones, and return the groups whose rows have all ended, in order."""
-        found = dict[int, _Group]()
+        found = dict[int, RowGroup]()
         for key in keys:
             group = self._live.pop(key)
             group.live.discard(key)
@@ -457,8 +490,8 @@ class ContinuousDecoding:
                 found[id(group)] = group
         return list(found.values())
 
-    def _output(self, group: _Group) -> GenerationOutput:
-        output = self._batch.take(group.stream.request, group.keys)
+    def _output(self, group: RowGroup) -> GenerationOutput:
+        output = self._batch.take(group.request, group.keys)
         return output.with_spans(tuple(tuple(group.spans[key]) for key in group.keys))
 
     def _try_to_freeze(self) -> bool:
@@ -509,25 +542,20 @@ class ContinuousDecoding:
         self._num_entries += 1
         self._entries.append(entry)
 
-    def _close(self, stream: _StreamCall) -> None:
+    def _close(self, stream: StreamCall) -> None:
         """Take the rows of a stream out that nobody wants; with a script those stay that the script keeps."""
         with self._changed:
             if stream.is_closed:
                 return
-            stream.is_closed = True
+            stream.is_closed, stream.ended = True, []
             self._streams.remove(stream)
             kept = {name for entry in self._script for name in entry.groups}
-            line = self._lines[stream.lane == NAMED]
-            for group in stream.open:
-                if group.name in kept or (self._script and group.name and group.live):
-                    continue
-                if group in line:
-                    line.remove(group)
-                if group.spans:
-                    self._gone.append(group)
+            for group in [*stream.open]:
+                if group.name not in kept and not (self._script and group.name and group.live):
+                    self._take_out(group)
             self._progressed()
 
-    def _drop(self, groups: Collection[_Group]) -> None:
+    def _drop(self, groups: Collection[RowGroup]) -> None:
         """Take rows of groups out of the batch."""
         if not groups:
             return

@@ -90,6 +90,8 @@ class GenerationRequest:
     forced: tuple[tuple[int, ...], ...] | None = None
     """The response of each row, decoded token by token as if it had been drawn, so that the output has its
     log-probabilities; stops and limits hold as for drawn ones. None: rows are drawn."""
+    limits: tuple[int, ...] = ()
+    """Most tokens of each prompt's rows, where that is less than `sampling.max_new_tokens`; empty: it is not."""
     names: tuple[str, ...] = ()
     """Name of each prompt's group, `ordinal.attempt`, for the schedule of a continuous engine. Empty: the rows are in
     no schedule, have places of their own, and one version each, such as those of validation and receipts."""
@@ -106,6 +108,7 @@ class GenerationRequest:
             prompt_ids=tuple(self.prompt_ids[group] for group in groups),
             seeds=tuple(self.seeds[row] for row in rows),
             forced=None if self.forced is None else tuple(self.forced[row] for row in rows),
+            limits=tuple(self.limits[group] for group in groups) if self.limits else (),
             names=tuple(self.names[group] for group in groups) if self.names else (),
         )
 
@@ -238,11 +241,13 @@ class GroupSamples:
     """Groups of a request whose rows have all ended."""
 
     groups: tuple[int, ...]
-    """Numbers of the prompts in the request."""
+    """Numbers of the prompts in the request, or in the feed."""
     output: GenerationOutput
     """Rows of these groups, in their order."""
     schedule: tuple[ScheduleEntry, ...] = ()
     """Events of a continuous engine's batch since it last handed any out."""
+    seconds: tuple[float, ...] = ()
+    """Time of each group in the batch of a continuous engine; empty from others."""
 
     def without(self, groups: Collection[int]) -> GroupSamples | None:
         """Return the samples of the other groups; None where there is none."""
@@ -252,7 +257,8 @@ class GroupSamples:
         size = len(self.output.lengths) // len(self.groups)
         rows = [place * size + row for place in kept for row in range(size)]
         found = tuple(self.groups[place] for place in kept)
-        return replace(self, groups=found, output=self.output.select(rows)) if kept else None
+        seconds = tuple(self.seconds[place] for place in kept) if self.seconds else ()
+        return replace(self, groups=found, output=self.output.select(rows), seconds=seconds) if kept else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,7 +294,39 @@ class GenerationInterface(ABC):
         Raises:
             NotImplementedError: the engine has no continuous mode.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no continuous mode; set grpo.async.enabled=false")
+        raise self._not_continuous()
+
+    def feed(self, name: str) -> Iterator[GroupSamples]:
+        """Yield rows that `add_to_feed` brings over time, as they end, until `close_feed`.
+
+        Calls for a feed may come in any order; a name is used once in the life of an engine.
+
+        Raises:
+            NotImplementedError: the engine has no continuous mode.
+        """
+        raise self._not_continuous()
+
+    def add_to_feed(self, name: str, request: GenerationRequest, first: int) -> None:
+        """Let a request with groups of one row join a feed.
+
+        Args:
+            first: number in the feed of the first prompt of the request.
+        """
+        raise self._not_continuous()
+
+    def abort_in_feed(self, name: str, numbers: Sequence[int]) -> None:
+        """Take rows with these numbers out of a feed, which never gives them; those that have ended stay."""
+        raise self._not_continuous()
+
+    def close_feed(self, name: str) -> None:
+        """Take all rows of a feed out, and end it. Idempotent."""
+        raise self._not_continuous()
+
+    def _not_continuous(self) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(self).__name__} has no continuous mode, so that rows cannot come one by one; set "
+            "grpo.async.enabled=false and experience.conversation.enabled=false, or use another engine"
+        )
 
     def take_load(self) -> EngineLoad:
         """Return what a continuous engine has done since the last call."""

@@ -44,9 +44,12 @@ def rows_of(request: GenerationRequest, *, max_total_length: int) -> list[RowReq
         raise ValueError(f"expected as many seeds for every prompt, got {num_prompts} prompts and {num_rows} seeds")
     if request.names and len(request.names) != num_prompts:
         raise ValueError(f"expected a name for each of {num_prompts} prompts, got {len(request.names)}")
+    if request.limits and len(request.limits) != num_prompts:
+        raise ValueError(f"expected a limit for each of {num_prompts} prompts, got {len(request.limits)}")
     rows: list[RowRequest] = []
     for p, prompt in enumerate(request.prompt_ids):
-        room = min(request.sampling.max_new_tokens, max_total_length - len(prompt))
+        limit = min((request.sampling.max_new_tokens, *request.limits[p : p + 1]))
+        room = min(limit, max_total_length - len(prompt))
         if not prompt or room < 1:
             raise ValueError(
                 f"prompt {p}: expected 1 to {max_total_length - 1} tokens (max_total_length "

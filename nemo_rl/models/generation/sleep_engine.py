@@ -274,6 +274,18 @@ class SleepEngine(RefitTarget, GenerationInterface):
     def abort(self, names: Sequence[str]) -> None:
         self._decoding.abort(names)
 
+    def feed(self, name: str) -> Iterator[GroupSamples]:
+        yield from self._decoding.feed(name)
+
+    def add_to_feed(self, name: str, request: GenerationRequest, first: int) -> None:
+        self._decoding.add_to_feed(name, request, first)
+
+    def abort_in_feed(self, name: str, numbers: Sequence[int]) -> None:
+        self._decoding.abort_in_feed(name, numbers)
+
+    def close_feed(self, name: str) -> None:
+        self._decoding.close_feed(name)
+
     def take_load(self) -> EngineLoad:
         return self._decoding.take_load()
 
@@ -291,9 +303,8 @@ class SleepEngine(RefitTarget, GenerationInterface):
         return self._hold(version)
 
     def shutdown(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group = None
+        self._leave_refit_group()
+        self._decoding.end(RuntimeError("this engine was shut down; build a new one"))
 
     def report_device_id(self) -> str:
         return device_id(torch.device("cpu"))
@@ -314,7 +325,7 @@ class SleepEngine(RefitTarget, GenerationInterface):
         self._num_missing -= 1
 
     def join_refit_group(self, spec: RefitGroupSpec) -> None:
-        self.shutdown()
+        self._leave_refit_group()
         self._group = RefitGroup(spec, device=torch.device("cpu"))
 
     def receive_weights(self) -> None:
@@ -332,6 +343,11 @@ class SleepEngine(RefitTarget, GenerationInterface):
         raise ConfigError(
             "policy.generation.receipt.enabled: SleepEngine keeps no weights and can prove none; set it to false"
         )
+
+    def _leave_refit_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
 
     def _hold(self, version: int) -> int:
         self.clock.sleep(self.options.refit_s)

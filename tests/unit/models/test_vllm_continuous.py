@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -15,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.errors import ConfigError
+from nemo_rl.experience.turn_sampler import TurnRequest, TurnSample, TurnSampler
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.models.generation.vllm.start import build_vllm_worker, check_vllm_spec
@@ -73,6 +75,23 @@ class ContinuousVllm:
         stream = self.worker.stream(request)
         self.schedule += next(stream).schedule
         stream.close()
+
+    def converse(self, prompt: tuple[int, ...]) -> list[TurnSample]:
+        """Return two turns of a conversation, and the first one of another."""
+        sampling = SamplingParams(temperature=1.0, max_new_tokens=40, stop_token_ids=())
+
+        async def turns() -> list[TurnSample]:
+            first = await sampler.sample(TurnRequest(prompt_ids=prompt, seed=1, sampling=sampling))
+            ids = (*prompt, *first.token_ids, 9, 8)
+            again = TurnRequest(prompt_ids=ids, seed=2, sampling=sampling, engine=first.engine)
+            other = TurnRequest(prompt_ids=prompt[::-1], seed=3, sampling=sampling)
+            return [first, *await asyncio.gather(sampler.sample(again), sampler.sample(other))]
+
+        sampler = TurnSampler(self.worker, with_routes=False, with_support=False)
+        try:
+            return asyncio.run(turns())
+        finally:
+            sampler.close()
 
     def num_unfinished(self) -> int:
         return self.worker._llm.llm_engine.get_num_unfinished_requests()
@@ -243,3 +262,15 @@ def test_what_vllm_cannot_do_in_continuous_mode_is_refused(tmp_path: Path) -> No
     for said, spec in cases.items():
         with pytest.raises(ConfigError, match=said):
             check_vllm_spec(spec)
+
+
+def test_the_second_turn_of_a_conversation_finds_the_first_one_in_the_cache(engine: EngineProcess) -> None:
+    engine("update_weights", weights=_weights(1), version=1)
+    [prompt] = _asked(2).prompt_ids
+    first, second, other = engine("converse", prompt=prompt)
+    # Whole blocks of 32 tokens; the prompt has 45, and the first turn 40.
+    assert first.cached_tokens == 0 and second.cached_tokens == 64 and other.cached_tokens == 0
+    assert first.version_spans == second.version_spans == ((0, 1),) and first.engine == second.engine == 0
+    ids = (*prompt, *first.token_ids, 9, 8)
+    expected = _scores(dense_model(seed=1), ids, list(second.token_ids))
+    torch.testing.assert_close(second.logprobs, expected, rtol=0, atol=1e-5)

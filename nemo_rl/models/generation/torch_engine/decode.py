@@ -282,10 +282,6 @@ class DecodeBatch:
     def is_empty(self) -> bool:
         return not self._rows
 
-    def has(self, key: int) -> bool:
-        """Return whether a row is here, live or ended."""
-        return key in self._rows
-
     def live_lengths(self) -> dict[int, int]:
         """Return key -> response tokens so far, of the live rows in their order."""
         lengths = self._store.length_N[self._place_B].tolist()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -61,6 +62,7 @@ class TorchEngine(GenerationInterface):
         tokenizer: PreTrainedTokenizerBase | None,
         max_total_length: int,
         max_batch_size: int = 1024,
+        batch_invariant: bool = False,
         weight_version: int = -1,
         number: int = 0,
         tracing: EngineTracing = NO_TRACING,
@@ -69,6 +71,7 @@ class TorchEngine(GenerationInterface):
         model: used as it is; it must not be trained while this engine generates.
         tokenizer: only stop strings need one.
         max_total_length: prompt and response together, in tokens.
+        batch_invariant: each row is decoded by itself, so that its bits are the same whatever is sampled beside it.
         weight_version: -1 when the weights are to be replaced before use, another number to use them at once.
         number: of this engine among those of a run; named in errors.
         tracing: of this model.
@@ -78,6 +81,7 @@ class TorchEngine(GenerationInterface):
         self._tokenizer = tokenizer
         self._max_total_length = max_total_length
         self._max_batch_size = max_batch_size
+        self.batch_invariant = batch_invariant
         self._weight_version = weight_version
         self._recorder: RouteRecorder | None = None
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
@@ -110,6 +114,7 @@ class TorchEngine(GenerationInterface):
             tokenizer=load_tokenizer(config.tokenizer.name or config.model_name),
             max_total_length=config.max_total_sequence_length,
             max_batch_size=config.generation.max_batch_size,
+            batch_invariant=config.generation.batch_invariant,
             weight_version=weight_version,
             number=number,
             tracing=NO_TRACING
@@ -142,7 +147,8 @@ class TorchEngine(GenerationInterface):
             return self._continuous.generate(request)
         # Rows of like prompt length share a batch: less padding. The sort is stable, so groups stay together.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt))
-        batches = [order[start : start + self._max_batch_size] for start in range(0, len(order), self._max_batch_size)]
+        size = 1 if self.batch_invariant else self._max_batch_size
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
         with self.named_errors(), self._tracing.request(len(rows)) as observed:
             parts = [
                 decode_rows(
@@ -161,9 +167,9 @@ class TorchEngine(GenerationInterface):
     def new_batch(self) -> DecodeBatch:
         return DecodeBatch(self._loaded_model())
 
-    def output_of(self, rows: DecodedRows, settings: RowSettings) -> GenerationOutput:
-        order = range(len(rows.lengths))
-        return _output([rows], order=order, settings=settings, version=self._weight_version)
+    def output_of(self, parts: Sequence[DecodedRows], settings: RowSettings) -> GenerationOutput:
+        order = range(sum(len(rows.lengths) for rows in parts))
+        return _output(parts, order=order, settings=settings, version=self._weight_version)
 
     def stream(self, request: GenerationRequest) -> Iterator[GroupSamples]:
         """Yield groups batch by batch; all at the end where a batch does not hold whole groups.
@@ -186,10 +192,24 @@ class TorchEngine(GenerationInterface):
             yield GroupSamples(groups=groups, output=self.generate(request.of_groups(groups)))
 
     def abort(self, names: Sequence[str]) -> None:
+        self._running().abort(names)
+
+    def feed(self, name: str) -> Iterator[GroupSamples]:
+        yield from self._running().feed(name)
+
+    def add_to_feed(self, name: str, request: GenerationRequest, first: int) -> None:
+        self._running().add_to_feed(name, request, first)
+
+    def abort_in_feed(self, name: str, numbers: Sequence[int]) -> None:
+        self._running().abort_in_feed(name, numbers)
+
+    def close_feed(self, name: str) -> None:
+        self._running().close_feed(name)
+
+    def _running(self) -> ContinuousDecoding:
         if self._continuous is None:
-            super().abort(names)
-        else:
-            self._continuous.abort(names)
+            raise self._not_continuous()
+        return self._continuous
 
     def take_load(self) -> EngineLoad:
         return super().take_load() if self._continuous is None else self._continuous.take_load()
@@ -274,7 +294,8 @@ class TorchEngine(GenerationInterface):
 
     def settings_of(self, request: GenerationRequest) -> RowSettings:
         return RowSettings(
-            sampling=request.sampling,
+            # A row has its own limit: rows that differ in it alone are drawn together.
+            sampling=replace(request.sampling, max_new_tokens=1),
             stop_strings=self._finder_of(request.sampling.stop_strings),
             routes=self._route_recorder() if request.with_routes else None,
             with_support=request.with_support,
@@ -293,13 +314,17 @@ class TorchEngine(GenerationInterface):
 class TurnBatches:
     """The batches of a continuous engine.
 
-    Rows of groups with names share one batch. Rows without names have a batch for each request, so that they are
-    decoded in the bits of request mode, and change no bit of the others.
+    Rows of groups with names share one batch. Rows without names have a batch for each request or feed, so that they
+    are decoded in the bits of request mode, and change no bit of the others. With `batch_invariant` each row has a
+    batch of its own.
     """
 
     def __init__(self, engine: TorchEngine) -> None:
         self._engine = engine
-        self._lanes: dict[int, DecodeBatch] = {}
+        self._batches: dict[tuple[int, int], DecodeBatch] = {}
+        """Batches by lane, and by row where each has its own."""
+        self._batch_of: dict[int, DecodeBatch] = {}
+        """The batch of each row, live or ended."""
 
     def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
         # Also the settings, which may be refused.
@@ -307,40 +332,46 @@ class TurnBatches:
         return self._engine.rows_of(request)
 
     def join(self, rows: Sequence[TurnRow]) -> None:
-        for lane, joining in groupby(rows, key=lambda each: each.lane):
-            batch = self._lanes.setdefault(lane, self._engine.new_batch())
-            batch.join(
-                [
-                    BatchRow(key=each.key, request=each.row, settings=self._engine.settings_of(each.request))
-                    for each in joining
-                ]
-            )
+        for place, joining in groupby(rows, key=self._place):
+            batch = self._batches.setdefault(place, self._engine.new_batch())
+            found = [
+                BatchRow(key=each.key, request=each.row, settings=self._engine.settings_of(each.request))
+                for each in joining
+            ]
+            self._batch_of.update(dict.fromkeys((row.key for row in found), batch))
+            batch.join(found)
 
     def turn(self, *, with_named: bool) -> Collection[int]:
         ended: list[int] = []
         with self._engine.named_errors():
-            for lane, batch in [*self._lanes.items()]:
+            for (lane, row), batch in [*self._batches.items()]:
                 if batch.num_live and (with_named or lane != NAMED):
                     ended += batch.turn()
                 elif batch.is_empty:
-                    del self._lanes[lane]
+                    del self._batches[lane, row]
         return ended
 
     def recompute(self) -> None:
-        if NAMED in self._lanes:
-            self._lanes[NAMED].recompute()
+        for (lane, _), batch in self._batches.items():
+            if lane == NAMED:
+                batch.recompute()
 
     def lengths(self) -> Mapping[int, int]:
-        return {key: length for batch in self._lanes.values() for key, length in batch.live_lengths().items()}
+        return {key: length for batch in self._batches.values() for key, length in batch.live_lengths().items()}
 
     def take(self, request: GenerationRequest, keys: Sequence[int]) -> GenerationOutput:
-        batch = next(batch for batch in self._lanes.values() if batch.has(keys[0]))
-        return self._engine.output_of(batch.take(keys), self._engine.settings_of(request))
+        parts = [batch.take([*found]) for batch, found in groupby(keys, key=lambda key: self._batch_of[key])]
+        for key in keys:
+            del self._batch_of[key]
+        return self._engine.output_of(parts, self._engine.settings_of(request))
 
     def drop(self, keys: Collection[int]) -> None:
         gone = set(keys)
-        for batch in self._lanes.values():
+        for batch in {self._batch_of.pop(key) for key in gone if key in self._batch_of}:
             batch.drop(gone)
+
+    def _place(self, row: TurnRow) -> tuple[int, int]:
+        return row.lane, row.key if self._engine.batch_invariant else -1
 
 
 def _output(

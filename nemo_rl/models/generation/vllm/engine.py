@@ -156,6 +156,18 @@ class VllmEngine(GenerationInterface):
     def abort(self, names: Sequence[str]) -> None:
         self._decoding.abort(names)
 
+    def feed(self, name: str) -> Iterator[GroupSamples]:
+        yield from self._decoding.feed(name)
+
+    def add_to_feed(self, name: str, request: GenerationRequest, first: int) -> None:
+        self._decoding.add_to_feed(name, request, first)
+
+    def abort_in_feed(self, name: str, numbers: Sequence[int]) -> None:
+        self._decoding.abort_in_feed(name, numbers)
+
+    def close_feed(self, name: str) -> None:
+        self._decoding.close_feed(name)
+
     def take_load(self) -> EngineLoad:
         return self._decoding.take_load()
 
