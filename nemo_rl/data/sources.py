@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TextIO, cast
 
 from nemo_rl.config.schema import DatasetConfig
-from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, sort_digits
+from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, sort_digits, turn_tasks
 from nemo_rl.data.datasets import RawPrompt
 from nemo_rl.errors import DatasetError, shorten
 
-__all__ = ["huggingface_prompts", "jsonl_prompts", "reasoning_gym_prompts", "sort_digits_prompts"]
+__all__ = [
+    "calculator_sums_prompts",
+    "guess_prompts",
+    "huggingface_prompts",
+    "jsonl_prompts",
+    "reasoning_gym_prompts",
+    "sliding_puzzle_prompts",
+    "sort_digits_prompts",
+]
 
 MAX_ROW_CHARACTERS = 2**26
 """Most characters of one line of a file: more than any prompt that fits a context, little enough to be held."""
@@ -25,13 +33,37 @@ _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def sort_digits_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
-    limits: dict[str, int] = {}
+    limits = _integer_options(cfg, where)
+    for problem in sort_digits.problems(cfg.size or 0, seed=cfg.seed, exclude=exclude, **limits):
+        yield RawPrompt(text=problem.prompt, answer=problem.answer, metadata={"digits": len(problem.answer)})
+
+
+def guess_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    return _turn_prompts(turn_tasks.guess_problems, cfg, where, exclude)
+
+
+def calculator_sums_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    return _turn_prompts(turn_tasks.sum_problems, cfg, where, exclude)
+
+
+def sliding_puzzle_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    return _turn_prompts(turn_tasks.puzzle_problems, cfg, where, exclude)
+
+
+def _turn_prompts(
+    draw: Callable[..., list[turn_tasks.TurnProblem]], cfg: DatasetConfig, where: str, exclude: Collection[str]
+) -> Iterator[RawPrompt]:
+    for problem in draw(cfg.size or 0, seed=cfg.seed, exclude=exclude, **_integer_options(cfg, where)):
+        yield RawPrompt(text=problem.prompt, answer=problem.answer, metadata={})
+
+
+def _integer_options(cfg: DatasetConfig, where: str) -> dict[str, int]:
+    options: dict[str, int] = {}
     for name, value in cfg.options.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise DatasetError(f"{where}.options.{name}: expected an integer, got {value!r}")
-        limits[name] = value
-    for problem in sort_digits.problems(cfg.size or 0, seed=cfg.seed, exclude=exclude, **limits):
-        yield RawPrompt(text=problem.prompt, answer=problem.answer, metadata={"digits": len(problem.answer)})
+        options[name] = value
+    return options
 
 
 def reasoning_gym_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:

@@ -26,11 +26,11 @@ class AnswerCheck:
     """Looks at the gold answers of sets of prompts.
 
     Args:
-        environment: one that is no `ChecksAnswers` can read every answer.
+        environment: one that is no `ChecksAnswers`, and None, can read every answer.
         sets: by the dotted paths of their sections.
     """
 
-    def __init__(self, environment: Environment, sets: Mapping[str, PromptSet]) -> None:
+    def __init__(self, environment: Environment | None, sets: Mapping[str, PromptSet]) -> None:
         self._environment = environment if isinstance(environment, ChecksAnswers) else None
         self._sets = sets
         self._seen: dict[str, set[int]] = {where: set() for where in sets}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl.config.parts import ENVIRONMENTS
+from nemo_rl.config.parts import ENVIRONMENTS, PROGRAM
 from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.reasoning_gym_wrapper import has_reasoning_gym
@@ -60,7 +60,7 @@ def build_environment(cfg: EnvConfig, *, start_timeout_s: float, log_file: Path 
 
 def reward_identity(cfg: EnvConfig, environment: Environment) -> str:
     """Return the name of a built-in reward; of one of the user's, a digest of its source."""
-    if cfg.name != "custom" and ENVIRONMENTS.is_builtin(cfg.name):
+    if cfg.name not in ("custom", PROGRAM) and ENVIRONMENTS.is_builtin(cfg.name):
         return cfg.name
     if isinstance(environment, ProcessEnvironment):
         return f"{cfg.name}:{environment.source}"
@@ -98,7 +98,7 @@ def math_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
 
 def custom_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
     if cfg.reward_function is None:
-        raise ConfigError("env.reward_function: must be set to module:function when env.name is 'custom'")
+        raise ConfigError(f"env.reward_function: must be set to module:function when env.name is {cfg.name!r}")
     spec = ScorerSpec(target=cfg.reward_function, in_batches=cfg.reward_batch_size is not None)
     return _scored_in_processes(cfg, start, spec, lambda prompt: prompt.answer)
 

@@ -1,8 +1,7 @@
 """The scoring process: loads one reward function and answers requests until it is ended.
 
-Started by `ScorerProcess` with this file's path; standard library only, so that it starts at once. It is two
-processes: a guard, which ends everything that the reward function has started when the owner asks for it or dies, and
-the scorer itself. One JSON object per line over an inherited socket:
+Started by `ScorerProcess`; standard library only, so that it starts at once. It is two processes: the guard of
+`isolation` and the scorer itself. One JSON object per line over an inherited socket:
 
     {"id", "paths", "target", "is_factory", "in_batches"}   -> {"id", "ready", "wants", "source", "checks_answers"}
                                                                or {"id", "failed"}
@@ -15,32 +14,18 @@ told apart. `arguments` holds one list per parameter, a value per row; a score i
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import json
 import math
-import os
-import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_CHANNEL_FROM = 500
-"""Lowest number of the channel's descriptor: beyond what a program opens or closes by the dozen."""
-_TEXT_LIMIT = 2000
-"""Characters of an error's text."""
-_FRAMES_SHOWN = 5
+from nemo_rl.environments.isolation import cut, digest_of, load_target, out_of_reach, places_of, start_guarded
+
 _POSITIONAL = ("prompt", "response", "answer")
 _ANSWER_CHECK = "check_answer"
 """Name of a function's attribute that is given a gold answer and returns why it cannot be read, or None."""
@@ -50,78 +35,10 @@ _BY_NAME = ("row", "prompt_tokens", "response_tokens", "truncated")
 
 
 def main() -> None:
-    """Serve a scorer: `scorer_child.py SOCKET_FD PARENT_PID`."""
+    """Serve a scorer: the arguments are SOCKET_FD PARENT_PID."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGTERM, _end_everything)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        return
-    # Ctrl-C reaches the whole foreground group; the parent decides when scoring ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    guard = os.getpid()
-    scorer = os.fork()
-    if scorer:
-        os.close(fd)
-        _guard(scorer)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == guard:
-        _serve(_out_of_reach(fd))
-
-
-# ---- the guard
-
-
-def _guard(scorer: int) -> None:
-    """Wait for the scorer, end the processes that it left, and exit with its code."""
-    while True:
-        ended, status = os.wait()
-        if ended == scorer:
-            code = os.waitstatus_to_exitcode(status)
-            _kill_descendants()
-            os._exit(code if code >= 0 else 128 - code)
-
-
-def _end_everything(number: int, frame: object) -> None:
-    del frame
-    _kill_descendants()
-    os._exit(128 + number)
-
-
-def _kill_descendants() -> None:
-    """Kill all descendants. Orphans become children of this process, so killing children until there are none reaches
-    every one."""
-    while children := _children_of(os.getpid()):
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-
-
-def _children_of(parent: int) -> list[int]:
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdecimal():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as stat:
-                # pid (name) state parent ...; the name may hold anything, the last bracket ends it.
-                fields = stat.read().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == parent:
-            found.append(int(name))
-    return found
-
-
-# ---- the scorer
-
-
-def _out_of_reach(fd: int) -> int:
-    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _CHANNEL_FROM)
-    os.close(fd)
-    return moved
+    start_guarded(parent)
+    _serve(out_of_reach(fd))
 
 
 def _serve(fd: int) -> None:
@@ -132,9 +49,9 @@ def _serve(fd: int) -> None:
         sys.path[:] = list(dict.fromkeys([*first["paths"], *sys.path]))
         try:
             module, function = _load(first["target"], is_factory=first["is_factory"])
-            wants, source = _wanted(function), _digest_of(module, function)
+            wants, source = _wanted(function), digest_of(module, function)
         except Exception as error:  # noqa: BLE001  (user code; the parent reports it)
-            _send(stream, first, {"failed": _cut(f"{type(error).__name__}: {error}")})
+            _send(stream, first, {"failed": cut(f"{type(error).__name__}: {error}")})
             return
         check = inspect.getattr_static(function, _ANSWER_CHECK, None) and getattr(function, _ANSWER_CHECK)
         ready = {"ready": True, "wants": wants, "source": source, "checks_answers": check is not None}
@@ -150,70 +67,13 @@ def _serve(fd: int) -> None:
 
 
 def _load(target: str, *, is_factory: bool) -> tuple[ModuleType, Callable[..., Any]]:
-    place, _, name = target.rpartition(":")
-    module = _module_of_file(Path(place)) if place.endswith(".py") else _module_named(place)
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part)
+    module, found = load_target(target)
     if is_factory:
         found = found()
     if not callable(found):
         raise TypeError(f"expected a function, got {type(found).__name__}")
     function: Callable[..., Any] = found
     return module, function
-
-
-def _module_named(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        places = ", ".join(path for path in sys.path if path)
-        raise ModuleNotFoundError(
-            f"no module named {error.name!r}: it is neither beside the recipe that names it, nor in the working "
-            f"directory {os.getcwd()}, nor in {places}; FILE.py:function names a file"
-        ) from error
-
-
-def _module_of_file(file: Path) -> ModuleType:
-    """Return the module of a file: by its name in a package where it is a part of one, else by itself.
-
-    Either way it can import what lies beside it.
-    """
-    file = file.resolve(strict=True)
-    folder, names = file.parent, [file.stem] if file.stem != "__init__" else []
-    while (folder / "__init__.py").is_file():
-        names.insert(0, folder.name)
-        folder = folder.parent
-    sys.path.insert(0, str(folder))
-    if names and names != [file.stem]:
-        return importlib.import_module(".".join(names))
-    # A name that hides no module that is imported already, such as that of a file json.py.
-    name = file.stem if file.stem not in sys.modules else f"reward_file_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _digest_of(module: ModuleType, function: Callable[..., Any]) -> str:
-    """Return a digest of the sources of module and function, and of imported modules that lie beside either."""
-    named = [module, inspect.getmodule(inspect.unwrap(function)) or module]
-    files = {Path(str(vars(one)["__file__"])) for one in named if vars(one).get("__file__")}
-    folders = {file.parent for file in files}
-    for other in list(sys.modules.values()):
-        file = vars(other).get("__file__") if isinstance(other, ModuleType) else None
-        if isinstance(file, str) and Path(file).parent in folders:
-            files.add(Path(file))
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(files, key=lambda file: file.name):
-        if file.is_file():
-            digest.update(f"{file.name}\n".encode() + hashlib.blake2b(file.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def _wanted(function: Callable[..., Any]) -> list[str]:
@@ -253,7 +113,7 @@ def _score_batch(function: Callable[..., Any], arguments: dict[str, list[Any]]) 
     try:
         scores = [_number_or_parts(value) for value in given]
     except TypeError as error:
-        raise _BadScore(f"returned {_cut(repr(given))}, expected one score per response: {error}") from error
+        raise _BadScore(f"returned {cut(repr(given))}, expected one score per response: {error}") from error
     if len(scores) != count:
         raise _BadScore(f"returned {len(scores)} scores, expected {count}, one per response")
     return scores
@@ -265,7 +125,7 @@ class _BadScore(Exception):
 
 def _number_or_parts(value: object) -> object:
     if isinstance(value, Mapping):
-        return {str(name): _number(part, f"{_cut(str(name))!r}: ") for name, part in value.items()}
+        return {str(name): _number(part, f"{cut(str(name))!r}: ") for name, part in value.items()}
     return _number(value, "")
 
 
@@ -275,7 +135,7 @@ def _number(value: Any, where: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise _BadScore(f"returned {where}{_cut(repr(value))}, expected a finite number")
+        raise _BadScore(f"returned {where}{cut(repr(value))}, expected a finite number")
     return number
 
 
@@ -294,19 +154,9 @@ def _guarded(reply: Callable[[], dict[str, object]]) -> dict[str, object]:
     try:
         return reply()
     except _BadScore as error:
-        return {"error": _cut(str(error))}
+        return {"error": cut(str(error))}
     except Exception as error:  # noqa: BLE001  (user code; the parent reports it)
-        return {"error": _cut(f"raised {type(error).__name__}: {error}") + _places(error)}
-
-
-def _places(error: BaseException) -> str:
-    """Return the places of the function when it raised, innermost last."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    return "".join(f"\n  at: {frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-_FRAMES_SHOWN:])
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]} ..."
+        return {"error": cut(f"raised {type(error).__name__}: {error}") + places_of(error, besides=__file__)}
 
 
 def _send(stream: Any, request: dict[str, Any], message: dict[str, object]) -> None:
@@ -314,7 +164,3 @@ def _send(stream: Any, request: dict[str, Any], message: dict[str, object]) -> N
     # The line feed before it ends whatever else was written there.
     stream.write(b"\n" + json.dumps({"id": request["id"], **message}).encode() + b"\n")
     stream.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -26,9 +26,9 @@ from nemo_rl.errors import RewardError
 from nemo_rl.utils.console import printable
 from nemo_rl.utils.files import wait_readable
 
-__all__ = ["ScorerProcess", "ScorerSpec"]
+__all__ = ["PrintedLines", "ScorerProcess", "ScorerSpec", "python_command", "reply_in"]
 
-_CHILD = Path(__file__).with_name("scorer_child.py")
+_ROOT = Path(__file__).parents[2]
 _END_TIMEOUT_S = 10.0
 """Seconds from the request to end a process to SIGKILL: its guard first ends what the reward function has started."""
 _LEFTOVER_TIMEOUT_S = 5.0
@@ -44,6 +44,13 @@ _PIPE_BYTES = 1 << 16
 """Bytes that a pipe holds: no more can wait there of what was printed before a reply."""
 _LINE_LIMIT_BYTES = 1 << 16
 """Most bytes of a printed line; the rest of it is counted and dropped."""
+
+
+def python_command(module: str) -> list[str]:
+    """Return the command that runs `main` of a module of this library, to which arguments are appended."""
+    # -P, and the path for this import alone: nothing that lies beside this library hides the standard library's.
+    code = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {module} import main; del sys.path[0]; main()"
+    return [sys.executable, "-P", "-c", code]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,13 +83,12 @@ class ScorerProcess:
         self._replies = bytearray()
         self._lines: deque[bytes] = deque()
         """Lines that have come and were not looked at."""
-        self._prints = _PrintedLines(hear)
+        self._prints = PrintedLines(hear)
         self._output, writing = os.pipe()
         os.set_blocking(self._output, False)
         try:
-            # -P: the folder of the script holds modules of ours that must not hide the standard library's.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_CHILD), str(theirs.fileno()), str(os.getpid())],
+                [*python_command("nemo_rl.environments.scorer_child"), str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=writing,
@@ -135,7 +141,7 @@ class ScorerProcess:
         self._channel.settimeout(timeout_s)
         self._channel.sendall(line)
         while True:
-            reply = _reply_in(self._next_line(deadline), number)
+            reply = reply_in(self._next_line(deadline), number)
             if reply is not None:
                 self._hear_rest()
                 return reply
@@ -210,14 +216,15 @@ class ScorerProcess:
         return len(part)
 
 
-class _PrintedLines:
-    """Hands on lines, of which it keeps no more than a limit."""
+class PrintedLines:
+    """Hand on lines, of which it keeps no more than a limit."""
 
     def __init__(self, hear: Callable[[str], None]) -> None:
         self._hear = hear
         self._line, self._num_dropped = bytearray(), 0
 
     def add(self, part: bytes) -> None:
+        """Take a piece of what was printed."""
         *whole, rest = part.split(b"\n")
         for piece in whole:
             self._extend(piece)
@@ -240,7 +247,7 @@ class _PrintedLines:
         self._line, self._num_dropped = bytearray(), 0
 
 
-def _reply_in(line: bytes, number: str) -> dict[str, object] | None:
+def reply_in(line: bytes, number: str) -> dict[str, object] | None:
     """Return the reply to the request of this number; None for anything else that came."""
     try:
         message = json.loads(line)

@@ -1,0 +1,178 @@
+"""Programs of others talk to a conversation through an unmodified OpenAI client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from nemo_rl.data.conversation import Message, ToolCall
+from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailure
+from nemo_rl.environments.endpoint import ChatAnswer, ChatEndpoint, ChatRequest, RefusedRequest
+from nemo_rl.environments.programs import ProgramResult, ProgramSpec, run_program
+from tests.helpers.processes import MARK, marked
+
+AGENT = (sys.executable, str(Path(__file__).parents[2] / "helpers/agent_program.py"))
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Mark the processes of a test, and give their folders a place of its own."""
+    name = f"programs-{os.getpid()}-{time.monotonic()}"
+    monkeypatch.setenv(MARK, name)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return name
+
+
+def served(use: Callable[[ChatEndpoint], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        endpoint = ChatEndpoint()
+        await endpoint.start()
+        try:
+            return await use(endpoint)
+        finally:
+            await endpoint.shutdown()
+
+    return asyncio.run(run())
+
+
+class Doubler:
+    """Calls the tool with the prompt's number, then says what the tool has said."""
+
+    def __init__(self) -> None:
+        self.requests: list[ChatRequest] = []
+
+    async def __call__(self, request: ChatRequest) -> ChatAnswer:
+        self.requests.append(request)
+        last = request.messages[-1]
+        if last.role == "tool":
+            return ChatAnswer(text=last.content, prompt_tokens=5, sampled_tokens=2)
+        return ChatAnswer(text="", calls=(ToolCall(name="double", arguments={"x": int(last.content)}),))
+
+
+async def ask(endpoint: ChatEndpoint, answer: Any, **request: Any) -> Any:
+    client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.register(answer), max_retries=0)
+    given = {"model": "any", "messages": [{"role": "user", "content": "hello"}], **request}
+    async with client:
+        return await client.chat.completions.create(**given)
+
+
+def test_a_program_is_run_with_an_unmodified_client(mark: str, tmp_path: Path) -> None:
+    doubler, lines = Doubler(), list[str]()
+
+    async def use(endpoint: ChatEndpoint) -> ProgramResult:
+        return await run_program(
+            ProgramSpec(command=AGENT, timeout_s=60),
+            ConversationRow(prompt="21", answer="42"),
+            base_url=endpoint.base_url,
+            token=endpoint.register(doubler),
+            hear=lines.append,
+        )
+
+    result: ProgramResult = served(use)
+    assert (result.reward, result.components) == (1.0, {"turns": 2.0})
+    first, second = doubler.requests
+    assert first.messages == (Message(role="user", content="21"),) and first.max_tokens == 9
+    assert first.tools[0]["function"]["name"] == "double"
+    assert second.messages[1].calls == (ToolCall(name="double", arguments={"x": 21}),)
+    assert second.messages[2] == Message(role="tool", content="42", name="double")
+    assert "said 42" in lines
+    assert marked(mark) == [] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "prompt", "cause"),
+    [
+        (AGENT, "sleep", "has not ended within its limit of 3 s"),
+        (AGENT, "exit", "exited with code 3"),
+        (("no-such-program",), "", "exited with code 1; .*'no-such-program"),
+        ((sys.executable, "-c", "print('{\"reward\": NaN}')"), "", "expected a finite reward"),
+    ],
+)
+def test_a_program_that_fails_is_a_failure_and_leaves_nothing(
+    command: tuple[str, ...], prompt: str, cause: str, mark: str, tmp_path: Path
+) -> None:
+    async def use(endpoint: ChatEndpoint) -> ProgramResult:
+        row, lines = ConversationRow(prompt=prompt), list[str]()
+        spec = ProgramSpec(command=command, timeout_s=3)
+        try:
+            return await run_program(spec, row, base_url=endpoint.base_url, token="", hear=lines.append)
+        except EnvironmentFailure as error:
+            raise EnvironmentFailure(f"{error} {lines[-1:]}") from error
+
+    with pytest.raises(EnvironmentFailure, match=cause):
+        served(use)
+    assert marked(mark) == [] and list(tmp_path.iterdir()) == []
+
+
+def test_what_a_program_leaves_running_is_ended(mark: str) -> None:
+    code = "import os, time\nif os.fork() == 0:\n os.setsid(); os.closerange(0, 9); time.sleep(1000)"
+
+    async def use(endpoint: ChatEndpoint) -> ProgramResult:
+        spec = ProgramSpec(command=(sys.executable, "-c", code), timeout_s=30)
+        return await run_program(spec, ConversationRow(prompt=""), base_url="", token="", hear=lambda line: None)
+
+    assert served(use).reward is None
+    assert marked(mark) == []
+
+
+def test_answers_have_the_form_that_the_client_reads() -> None:
+    async def answer(request: ChatRequest) -> ChatAnswer:
+        return ChatAnswer(text="a\ud800b", truncated=True, prompt_tokens=3, sampled_tokens=4)
+
+    async def use(endpoint: ChatEndpoint) -> None:
+        whole = await ask(endpoint, answer, stop="x", temperature=0.5)
+        assert whole.choices[0].message.content == "a\ufffdb" and whole.choices[0].finish_reason == "length"
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 4)
+        chunks = [chunk async for chunk in await ask(endpoint, answer, stream=True)]
+        assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices] == [None, "length"]
+
+    served(use)
+
+
+def test_wrong_requests_are_refused_with_their_reason() -> None:
+    async def full(request: ChatRequest) -> ChatAnswer:
+        raise RefusedRequest("the context is full", code="context_length_exceeded")
+
+    async def gone(request: ChatRequest) -> ChatAnswer:
+        raise EnvironmentFailure("cancelled")
+
+    async def use(endpoint: ChatEndpoint) -> None:
+        with pytest.raises(openai.BadRequestError, match="the context is full") as refused:
+            await ask(endpoint, full)
+        assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match="n: expected 1, got 2"):
+            await ask(endpoint, full, n=2)
+        with pytest.raises(openai.BadRequestError, match="expected content as text"):
+            await ask(endpoint, full, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+        with pytest.raises(openai.APIStatusError, match="410 - cancelled"):
+            await ask(endpoint, gone)
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key="wrong", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+
+    served(use)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\xff\x00\r\n\r\n", b"GET\r\n\r\n", b"x" * 200_000, b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n"]
+)
+def test_what_is_no_http_is_refused(sent: bytes) -> None:
+    async def use(endpoint: ChatEndpoint) -> bytes:
+        port = int(endpoint.base_url.split(":")[2].split("/")[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        try:
+            async with asyncio.timeout(10):
+                return await reader.read()
+        finally:
+            writer.close()
+
+    assert served(use).startswith(b"HTTP/1.1 400")
