@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.parts import DATASETS
 from nemo_rl.config.schema import DataConfig, DatasetConfig
+from nemo_rl.data.conversation import Message
 from nemo_rl.data.messages import PromptEncoder, prompt_messages
 from nemo_rl.errors import NAMES_SHOWN, DatasetError, boundary, shorten
 
@@ -77,6 +78,8 @@ class Prompt:
     """The category that `category_key` names, or None without one."""
     place: str = ""
     """Number of its row, and where that stands."""
+    messages: tuple[Message, ...] = ()
+    """The conversation that it opens, of which `ids` are the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,37 +145,49 @@ def build_prompt_sets(
     *,
     now: datetime | None = None,
     max_rows: int | None = None,
+    tools: Sequence[Mapping[str, object]] = (),
 ) -> tuple[PromptSet, Mapping[str, PromptSet]]:
     """Return the training prompts, and the held-out ones by the name of their set; a held-out text is not trained on.
 
     Args:
         now: the time that a chat template sees; None: that of the clock.
         max_rows: of each source; None reads all.
+        tools: schemas that the chat template prints in every prompt, in the form of OpenAI.
 
     Raises:
         DatasetError: a source is missing, malformed or empty, or has rows that cannot be used.
     """
-    held_out = load_held_out(cfg, tokenizer, now=now, max_rows=max_rows)
+    held_out = load_held_out(cfg, tokenizer, now=now, max_rows=max_rows, tools=tools)
     texts = frozenset(prompt.text for prompts in held_out.values() for prompt in prompts.prompts)
-    encoder = _encoder(cfg.train, tokenizer, now)
+    encoder = _encoder(cfg.train, tokenizer, now, tools)
     train = load_prompts(cfg.train, encoder, limits=cfg, where="data.train", exclude=texts, max_rows=max_rows)
     return train, held_out
 
 
 def load_held_out(
-    cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, now: datetime | None = None, max_rows: int | None = None
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    now: datetime | None = None,
+    max_rows: int | None = None,
+    tools: Sequence[Mapping[str, object]] = (),
 ) -> Mapping[str, PromptSet]:
     """Return the validation sets by name, the main one first; arguments and errors as of `build_prompt_sets`."""
     return {
         name: load_prompts(
-            source, _encoder(source, tokenizer, now), limits=cfg, where=cfg.held_out_key(name), max_rows=max_rows
+            source, _encoder(source, tokenizer, now, tools), limits=cfg, where=cfg.held_out_key(name), max_rows=max_rows
         )
         for name, source in cfg.held_out.items()
     }
 
 
-def _encoder(cfg: DatasetConfig, tokenizer: PreTrainedTokenizerBase, now: datetime | None) -> PromptEncoder:
-    return PromptEncoder(tokenizer, now=now, with_template=cfg.apply_chat_template)
+def _encoder(
+    cfg: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    now: datetime | None,
+    tools: Sequence[Mapping[str, object]],
+) -> PromptEncoder:
+    return PromptEncoder(tokenizer, now=now, with_template=cfg.apply_chat_template, tools=tools)
 
 
 def load_prompts(
@@ -269,7 +284,8 @@ class _PromptReader:
         for name, value in raw.metadata.items():
             metadata[name] = _checked_value(value, name)
         limit = self._limits.max_input_seq_length
-        ids = self._ids(text, limit)
+        messages = self._messages(text)
+        ids = self._ids(text, messages, limit)
         if ids is None or len(ids) > limit:
             size = f"{len(text)} characters" if ids is None else f"{len(ids)} tokens"
             if self._limits.overlong_prompts == "error":
@@ -292,14 +308,17 @@ class _PromptReader:
             metadata=metadata,
             category=_category(metadata, self._cfg),
             place=place,
+            messages=messages,
         )
 
-    def _ids(self, text: str, limit: int) -> tuple[int, ...] | None:
+    def _messages(self, text: str) -> tuple[Message, ...]:
+        cfg = self._cfg
+        return tuple(prompt_messages(text, system_prompt=cfg.system_prompt, prompt_template=cfg.prompt_template))
+
+    def _ids(self, text: str, messages: Sequence[Message], limit: int) -> tuple[int, ...] | None:
         """Return the tokens of a prompt; None for a text that is too long whatever its tokens are."""
         if len(text) > limit * CHARACTERS_PER_TOKEN:
             return None
-        cfg = self._cfg
-        messages = prompt_messages(text, system_prompt=cfg.system_prompt, prompt_template=cfg.prompt_template)
         try:
             return self._encoder.encode(messages)
         except DatasetError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -20,6 +20,7 @@ from nemo_rl.errors import ModelFolderError, boundary, shorten
 __all__ = [
     "CHATML_TEMPLATE",
     "END_OF_TURN",
+    "TOOLS_TEMPLATE",
     "build_tokenizer",
     "load_tokenizer",
     "stop_token_ids",
@@ -33,6 +34,16 @@ CHATML_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t['function']['name'] }}"
+    "({{ t['function']['parameters']['properties'] | join(', ') }})\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{% if m['content'] or not loop.first %}\n{% endif %}<tool_call>\n"
+    "{\"name\": \"{{ c['function']['name'] }}\", \"arguments\": {{ c['function']['arguments'] | tojson }}}\n"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML whose system message lists the tools by name and parameters, with calls in the form `hermes`."""
 # Any one of these makes a folder a tokenizer folder.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
@@ -41,7 +52,13 @@ TEXT_MODELS = ("text_config", "decoder", "generator", "llm_config", "language_co
 MAX_LENGTH = 4096
 
 
-def build_tokenizer(corpus: Iterable[str], *, max_vocab_size: int = 512) -> PreTrainedTokenizerBase:
+def build_tokenizer(
+    corpus: Iterable[str],
+    *,
+    max_vocab_size: int = 512,
+    chat_template: str = CHATML_TEMPLATE,
+    more_special: Sequence[str] = (),
+) -> PreTrainedTokenizerBase:
     """Return a byte-level BPE tokenizer with ChatML; digits are tokens of their own, every byte can be written."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -53,7 +70,7 @@ def build_tokenizer(corpus: Iterable[str], *, max_vocab_size: int = 512) -> PreT
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=max_vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=[*SPECIAL_TOKENS, *more_special],
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
@@ -66,7 +83,7 @@ def build_tokenizer(corpus: Iterable[str], *, max_vocab_size: int = 512) -> PreT
         model_max_length=MAX_LENGTH,
         padding_side="left",
     )
-    fast.chat_template = CHATML_TEMPLATE
+    fast.chat_template = chat_template
     return fast
 
 

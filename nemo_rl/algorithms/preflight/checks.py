@@ -33,6 +33,7 @@ CHECKS: Mapping[str, Check] = {
     "optimizer": inputs.check_optimizer,
     "tokenizer": inputs.check_tokenizer,
     "prompts": inputs.check_prompts,
+    "turns": inputs.check_turns,
     "reward": inputs.check_reward,
     "gold answers": inputs.check_answers,
     "identity": inputs.check_identity,
@@ -46,7 +47,7 @@ CHECKS: Mapping[str, Check] = {
     "memory": machine.check_memory,
     "disk": machine.check_disk,
 }
-NEED_MODEL = ("model", "tokenizer", "prompts", "gold answers", "identity", "memory", "disk")
+NEED_MODEL = ("model", "tokenizer", "prompts", "turns", "gold answers", "identity", "memory", "disk")
 """Checks that would only repeat that a model's name on the hub leads nowhere."""
 ALONGSIDE = ("reward",)
 """Checks that wait for a process of their own, and run alongside the others."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -21,6 +22,7 @@ from nemo_rl.config.parts import (
     ADVANTAGE_ESTIMATORS,
     ENGINE_CAPABILITIES,
     ENGINES,
+    GENERATED_DATASETS,
     LOSSES,
     SELECTIONS,
     STORES,
@@ -29,10 +31,13 @@ from nemo_rl.config.parts import (
 from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets, raw_prompts
 from nemo_rl.data.messages import PromptEncoder, prompt_messages
+from nemo_rl.data.template_check import PatternCheck, check_template, role_patterns
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
+from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.answers import AnswerCheck
-from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.errors import ConfigError, DatasetError, UserError
+from nemo_rl.experience.conversation_setup import RolloutEnvironment
+from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.models.dtensor.optim import LearningRate, build_optimizer
 from nemo_rl.models.hf_folder import open_weights
 from nemo_rl.models.loading import load_model_config
@@ -55,8 +60,10 @@ __all__ = [
     "check_reward",
     "check_tokenizer",
     "check_trackers_are_installed",
+    "check_turns",
     "nearest_folder",
     "too_few_prompts",
+    "turn_lines",
 ]
 
 MAX_ROWS = 20_000
@@ -104,8 +111,32 @@ class Subject:
         """Prompts by the dotted paths of their sections, of large sources the first ones."""
         data = self.config.data
         now = first_start(self.resume_from)
-        train, held_out = build_prompt_sets(data, self.tokenizer, now=now, max_rows=MAX_ROWS)
+        train, held_out = build_prompt_sets(data, self.tokenizer, now=now, max_rows=MAX_ROWS, tools=self.schemas)
         return {"data.train": train, **{data.held_out_key(name): found for name, found in held_out.items()}}
+
+    @cached_property
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """Schemas of the tools."""
+        if not self.config.env.tools.use:
+            return ()
+        environment = RolloutEnvironment(RolloutSpec.of(self.config))
+        try:
+            return environment.schemas
+        finally:
+            environment.shutdown()
+
+    @cached_property
+    def turn_checks(self) -> tuple[PatternCheck, ...]:
+        """Findings on the chat template for the conversations that the recipe can produce; empty without them."""
+        config, tools = self.config, self.config.env.tools
+        if not config.experience.conversation.enabled:
+            return ()
+        names = [tool.name.rpartition(":")[2] for tool in tools.use]
+        encoder = TurnEncoder(
+            self.tokenizer, stop_ids=self.stop_ids, tools=self.schemas, now=first_start(self.resume_from)
+        )
+        patterns = role_patterns(tools=names, max_parallel_calls=tools.max_parallel_calls)
+        return check_template(encoder, self.tokenizer, patterns)
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -176,11 +207,30 @@ def check_prompts(subject: Subject) -> list[str]:
     return lines
 
 
+def check_turns(subject: Subject) -> list[str]:
+    """The chat template has a form for every reply that the recipe's conversations can have."""
+    return [
+        f"policy.tokenizer.chat_template: {found.line()}; set one that has a form for it"
+        for found in subject.turn_checks
+        if found.verdict == "refused" and found.is_needed
+    ]
+
+
+def turn_lines(config: MasterConfig) -> list[str]:
+    """Return what the chat template makes of each way in which a conversation can go on, for people."""
+    found = Subject(config).turn_checks
+    if not found:
+        return []
+    history = config.data.history
+    kept = "those tokens stay in the row" if history == "append" else "a new row is started"
+    head = f"turns of conversations (data.history: {history}; new_row: {kept}):"
+    return [head, *(f"  {check.line()}" for check in found)]
+
+
 def check_reward(subject: Subject) -> list[str]:
     """The reward's extra is installed and its function can be loaded, in a process of its own."""
     # As patient as the run itself: what is merely slow must not be refused.
-    limit = subject.config.cluster.worker_start_timeout_s
-    build_environment(subject.config.env, start_timeout_s=limit).shutdown()
+    RolloutEnvironment(RolloutSpec.of(subject.config)).shutdown()
     return []
 
 
@@ -189,10 +239,10 @@ def check_answers(subject: Subject) -> list[str]:
     if not _all_rows_count(subject):
         return []
     config = subject.config
-    environment = build_environment(config.env, start_timeout_s=config.cluster.worker_start_timeout_s)
+    environment = RolloutEnvironment(RolloutSpec.of(config))
     try:
-        AnswerCheck(environment, subject.prompt_sets).look()
-        _compare(subject, {"reward": reward_identity(config.env, environment)})
+        AnswerCheck(environment.scorer, subject.prompt_sets).look()
+        _compare(subject, {"reward": environment.identity})
     finally:
         environment.shutdown()
     return []
@@ -278,7 +328,7 @@ def _is_too_large(source: DatasetConfig) -> bool:
 def _first_prompts(subject: Subject, source: DatasetConfig, where: str, needed: int) -> list[str]:
     if _is_too_large(source):
         return []
-    generated = source.dataset_name in ("sort_digits", "reasoning_gym")
+    generated = source.dataset_name in GENERATED_DATASETS
     if generated and source.size is not None:
         if source.size < needed:
             return [too_few_prompts(subject.config.grpo, source.size)]

@@ -18,7 +18,9 @@ from nemo_rl.config.schema import DataConfig, DatasetConfig
 from nemo_rl.data import huggingface_wrapper
 from nemo_rl.data.datasets import RawPrompt, build_prompt_sets, json_value
 from nemo_rl.data.tokenizer import build_tokenizer
+from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.errors import DatasetError
+from tests.helpers.chat_templates import CASES, NOW, stop_ids_of, tokenizer_of
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,20 @@ def test_validation_texts_are_left_out_of_training(tmp_path: Path, tokenizer: Pr
     validation = held_out["validation"]
     assert [(p.index, p.text, p.answer) for p in train.prompts] == [(0, "b", ["b"])]
     assert len(validation) == 3
+
+
+def test_prompts_hold_their_messages_and_the_tools_that_the_template_prints(tmp_path: Path) -> None:
+    case = CASES["qwen3"]
+    config = DataConfig(train=jsonl(tmp_path / "t", "a <|im_end|>").model_copy(update={"system_prompt": "be brief"}))
+    tool = {"type": "function", "function": {"name": "lookup", "parameters": {}}}
+    [prompt] = build_prompt_sets(config, tokenizer_of(case.name), tools=[tool])[0].prompts
+    assert [(message.role, message.content) for message in prompt.messages] == [
+        ("system", "be brief"),
+        ("user", "a <|im_end|>"),
+    ]
+    encoder = TurnEncoder(tokenizer_of(case.name), stop_ids=stop_ids_of(case.name), tools=[tool], now=NOW)
+    assert prompt.ids == encoder.prompt(prompt.messages)
+    assert '"name": "lookup"' in tokenizer_of(case.name).decode(prompt.ids)
 
 
 def test_texts_of_every_validation_set_are_left_out_of_training(
