@@ -136,7 +136,7 @@ class AsyncBatches(BatchSource):
             self._taken[number] = selection.names
             metrics = self._metrics()
         groups = [result for _, result in chosen]
-        self._claim([running.uid for running, _ in chosen])
+        self._claim([running.uid for running, _ in chosen], num_rows=sum(len(group.meta) for group in groups))
         done = step_of_groups(number, [running.ticket.draw for running, _ in chosen], groups, started=started)
         return replace(done, rolled=replace(done.rows, metrics={**done.rows.metrics, **metrics}))
 
@@ -282,7 +282,7 @@ class AsyncBatches(BatchSource):
                 self._drop(tickets)
             if now - began >= warn_after:
                 warn_after *= 2
-                self._note(f"WARNING: {self._stuck(number, now - began)}")
+                self._note(f"WARNING: {self._stuck(number, now - began)}{self._waiting(number)}")
 
     def _stuck(self, number: int, seconds: float) -> str:
         """Return what a step waits for: groups, who has them and since when."""
@@ -297,6 +297,16 @@ class AsyncBatches(BatchSource):
             ]
             counts = f"{len(self._running)} groups are running and {len(self._ready)} are ready"
         return f"step {number} has waited {seconds:.0f} s for rollout workers: {name_some(shown) or 'groups'}; {counts}"
+
+    def _waiting(self, number: int) -> str:
+        """Return what the conversations wait for that a step waits for."""
+        with self._changed:
+            names = self._schedule.waits_for(number)
+        try:
+            found = self._parts.rollout.waiting(names)
+        except WorkerError as problem:
+            return f"; what their conversations wait for is not known: {problem}"
+        return f"; conversations: {name_some(found)}" if found else ""
 
     def _admit(self) -> None:
         """Start what the schedule allows."""
@@ -434,9 +444,8 @@ class AsyncBatches(BatchSource):
             held, self._held = self._held, []
         self._start(held)
 
-    def _claim(self, uids: Sequence[str]) -> None:
+    def _claim(self, uids: Sequence[str], *, num_rows: int) -> None:
         """Claim the rows of the step: no other trainer can have them, and they are given back if this one dies."""
-        num_rows = len(uids) * self._parts.config.num_generations_per_prompt
         meta = self._parts.client.get_meta(
             PARTITION, TRAIN_TASK, ("input_ids",), num_rows, consumer_id="trainer", blocking=False, groups=uids
         )
@@ -459,7 +468,7 @@ class AsyncBatches(BatchSource):
 
     def _clear(self, uids: Sequence[str], reason: str) -> None:
         """Clear the rows of groups, as far as they are there."""
-        keys = keys_of_groups(uids, self._parts.config.num_generations_per_prompt)
+        keys = keys_of_groups(uids, self._parts.rows_per_group)
         if keys:
             with stage_context(CLEAR):
                 self._parts.client.kv_clear(list(keys), PARTITION, reason=reason)

@@ -18,10 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
-from nemo_rl.algorithms.advantage_estimator import group_statistics
-from nemo_rl.algorithms.grpo import rows_of_zero_variance_groups
+from nemo_rl.algorithms.grpo import counted_rows, score_rows
 from nemo_rl.algorithms.stages.columns import PARTITION, ROLLOUT
 from nemo_rl.algorithms.stages.state import StepState, begin_step
 from nemo_rl.config.schema import GRPOConfig
@@ -143,6 +140,13 @@ class RolloutParts:
     """Drawn from by the source alone."""
     weight_version: Callable[[], int]
     """Version of the weights that the engines hold."""
+    rows_per_conversation: int = 1
+    """Most rows of one sample of a prompt."""
+
+    @property
+    def rows_per_group(self) -> int:
+        """Return the most rows of one group."""
+        return self.config.num_generations_per_prompt * self.rows_per_conversation
 
 
 class SyncBatches(BatchSource):
@@ -193,7 +197,7 @@ class SyncBatches(BatchSource):
         """Do nothing: no row waits."""
 
     def _begin(self, number: int, drawn: Sequence[SampledPrompt]) -> StepState:
-        size = self._parts.config.num_generations_per_prompt
+        size = self._parts.rows_per_group
         return begin_step(number, drawn, group_size=size, version=self._parts.weight_version())
 
     def _sample(self, step: StepState) -> list[RolloutResult]:
@@ -327,8 +331,7 @@ class DynamicBatches(SyncBatches):
 
 def is_informative(group: RolloutResult, config: GRPOConfig) -> bool:
     """Return whether the rewards of a group are not all equal, compared exactly."""
-    stats = group_statistics(torch.tensor(group.sample_stats.rewards, dtype=torch.float32), group.group_uids)
-    return not bool(rows_of_zero_variance_groups(group.sample_stats, stats, config).any())
+    return bool(score_rows(group.sample_stats, group.group_uids, config, per_token=True).is_trained_group.all())
 
 
 @dataclass(slots=True)
@@ -343,8 +346,9 @@ class _Rounds:
 
     def add(self, groups: Sequence[RolloutResult], *, num_kept: int) -> None:
         rows = groups[0].concat(*groups[1:])
+        counted = counted_rows(rows.sample_stats, rows.group_uids)
         self.count += 1
-        self.reward = self.reward.merge(Mean(float(rows.sample_stats.rewards.sum()), float(len(rows.meta))))
+        self.reward = self.reward.merge(Mean(float(counted.rewards.sum()), float(len(counted))))
         self.kept = self.kept.merge(Mean(float(num_kept), float(len(groups))))
         self.sampled.append(rows.metrics)
 

@@ -265,7 +265,8 @@ class OptimalTokenBaseline(TokenEstimator):
 
     The weight of a row at t is W_t, the sum up to t of e = 1 - 2 pi + sum over the vocabulary of pi_v^2: the squared
     norm of the gradient of the logits. B_t = sum of G W / (sum of W + 1e-8) over the rows of the group; where fewer
-    than two rows reach t it is 0, so for a row without siblings, and for the end of the longest one.
+    than two rows reach t it is 0, so for a row without siblings, and for the end of the longest one. t counts the
+    sampled tokens of a row: replies of a conversation count nothing.
 
     Example:
         Two rows of two tokens, vocabulary 2, R = 1 and 0, pi = 0.5, 0.8 and 0.2, 0.5: W = 0.5, 0.58 and 1.28, 1.78;
@@ -275,16 +276,16 @@ class OptimalTokenBaseline(TokenEstimator):
     reads = (PREV, SQUARES)
 
     def __call__(self, rows: TokenRows) -> torch.Tensor:
-        returns_NT, mask_NT = rows.returns, rows.mask
+        # Tokens of replies lie between those of turns: rows are compared at the t-th token that each has sampled.
+        order_NT = (~rows.mask).to(torch.int8).argsort(dim=1, stable=True)
+        returns_NT, mask_NT = rows.returns.gather(1, order_NT), rows.mask.gather(1, order_NT)
         # Rounding must not make a sum of squares negative.
-        energy_NT = (1 - 2 * rows.columns[PREV].exp() + rows.columns[SQUARES]).clamp(min=0)
+        energy_NT = (1 - 2 * rows.columns[PREV].exp() + rows.columns[SQUARES]).clamp(min=0).gather(1, order_NT)
         weight_NT = torch.where(mask_NT, energy_NT, 0.0).cumsum(1) * mask_NT
-        position_T = torch.arange(1, mask_NT.shape[1] + 1)
-        last_N = torch.where(mask_NT, position_T, 0).amax(1)
-        reaches_NT = position_T <= last_N[:, None]
         baseline_NT = _of_group(returns_NT * weight_NT, rows.groups) / (_of_group(weight_NT, rows.groups) + EPSILON)
-        baseline_NT = torch.where(_of_group(reaches_NT.double(), rows.groups) >= 2, baseline_NT, 0.0)
-        return torch.where(mask_NT, returns_NT - baseline_NT, 0.0)
+        baseline_NT = torch.where(_of_group(mask_NT.double(), rows.groups) >= 2, baseline_NT, 0.0)
+        found_NT = torch.where(mask_NT, returns_NT - baseline_NT, 0.0)
+        return torch.zeros_like(found_NT).scatter(1, order_NT, found_NT)
 
 
 def _of_group(values_NT: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:

@@ -22,11 +22,11 @@ from nemo_rl.distributed.virtual_cluster import ClusterNeeds, EngineNodes, RayVi
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.environments.answers import AnswerCheck
-from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import ConfigError
+from nemo_rl.experience.conversation_setup import RolloutSampling
 from nemo_rl.experience.evaluation.evaluator import EvaluationSettings, Evaluator
 from nemo_rl.experience.rollout_worker import REWARD_LOG
-from nemo_rl.experience.rollouts import ResponseScorer, sampling_params
+from nemo_rl.experience.rollouts import RolloutSpec, sampling_params
 from nemo_rl.utils.deadlines import StartUp
 
 __all__ = ["CHECKED", "open_evaluator"]
@@ -58,18 +58,24 @@ def open_evaluator(
     config = run_checks(given, CHECKED)
     policy = config.policy
     tokenizer = load_tokenizer(policy.tokenizer.name or policy.model_name, chat_template=policy.tokenizer.chat_template)
-    sets = load_held_out(config.data, tokenizer, now=now)
     with ExitStack() as stack:
         start = StartUp(timeout_s=config.cluster.worker_start_timeout_s, report=report)
-        environment = build_environment(
-            config.env, start_timeout_s=start.timeout_s, log_file=config.logger.log_dir / REWARD_LOG
-        )
-        stack.callback(environment.shutdown)
-        answers = AnswerCheck(environment, {config.data.held_out_key(name): found for name, found in sets.items()})
-        while not answers.look():
-            report("looking at the gold answers")
         stop_ids = stop_token_ids(policy.model_name, tokenizer)
         sampling = sampling_params(policy.generation, stop_ids, is_validation=True)
+        parts = RolloutSampling(
+            RolloutSpec.of(config, now=now),
+            tokenizer=tokenizer,
+            stop_ids=stop_ids,
+            generation=engine_scheduler(config, _engines(config, stack, start, forks)),
+            log_file=config.logger.log_dir / REWARD_LOG,
+        )
+        stack.callback(parts.shutdown)
+        sets = load_held_out(config.data, tokenizer, now=now, tools=parts.environment.schemas)
+        answers = AnswerCheck(
+            parts.environment.scorer, {config.data.held_out_key(name): found for name, found in sets.items()}
+        )
+        while not answers.look():
+            report("looking at the gold answers")
         yield Evaluator(
             EvaluationSettings(
                 config=config.evaluation,
@@ -77,8 +83,7 @@ def open_evaluator(
                 seed=config.grpo.seed,
                 is_accuracy=config.env.is_accuracy,
             ),
-            generation=engine_scheduler(config, _engines(config, stack, start, forks)),
-            scorer=ResponseScorer(environment, tokenizer, sampling=sampling),
+            sampler=parts.sampler_of(sampling),
             tokenizer=tokenizer,
             sets=sets,
         )

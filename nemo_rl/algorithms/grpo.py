@@ -6,11 +6,17 @@ Pure functions on small per-row vectors; called by the sync trainer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from nemo_rl.algorithms.advantage_estimator import AdvantageEstimator, GroupStats, UsesRows, group_statistics
+from nemo_rl.algorithms.advantage_estimator import (
+    AdvantageEstimator,
+    GroupStats,
+    UsesRows,
+    group_indices,
+    group_statistics,
+)
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS
 from nemo_rl.config.policy import PolicyConfig
@@ -33,7 +39,9 @@ from nemo_rl.experience.payload import SampleStats
 
 __all__ = [
     "TrainRows",
+    "counted_rows",
     "estimated_advantages",
+    "outcome_advantages",
     "overlong_penalty",
     "plan_logprobs",
     "plan_train",
@@ -57,34 +65,146 @@ class TrainRows:
 
 
 def score_rows(
-    sample_stats: SampleStats, group_uids: Sequence[str], config: GRPOConfig, *, per_token: bool = False
+    sample_stats: SampleStats,
+    group_uids: Sequence[str],
+    config: GRPOConfig,
+    *,
+    per_token: bool = False,
+    by_conversation: bool = False,
 ) -> ScoredRows:
     """Group statistics, advantages, and the weight of each row.
+
+    Statistics count every conversation that was scored once, however many rows it has; its rows share its advantage.
 
     Args:
         group_uids: of each row; rows of a group need not be neighbours, and may be those of several steps.
         per_token: advantages are not the driver's, and 0 here.
+        by_conversation: the rows of a conversation share a weight of 1, where the loss is a mean over rows.
     """
-    rewards = torch.tensor(sample_stats.rewards, dtype=torch.float32)
+    units = None if sample_stats.conversations is None else ScoredConversations.of(sample_stats, group_uids)
+    counted = sample_stats if units is None else units.counted(sample_stats)
+    uids = group_uids if units is None else [group_uids[row] for row in units.first_row_U.tolist()]
+    rewards = torch.tensor(counted.rewards, dtype=torch.float32)
     # Which groups are trained is decided on rewards as they were scored: a penalty for length makes all groups differ.
-    stats = group_statistics(rewards, group_uids)
+    stats = group_statistics(rewards, uids)
     advantages = torch.zeros(len(rewards))
     if not per_token:
-        advantages = estimated_advantages(sample_stats, rewards_of(sample_stats, config), stats, config)
+        advantages = estimated_advantages(counted, rewards_of(counted, config), stats, config)
     weight = torch.ones(len(rewards))
     if config.overlong_filtering:
-        weight[torch.tensor(sample_stats.truncated)] = 0.0
+        weight[torch.tensor(counted.truncated)] = 0.0
+    if counted.conversations is not None:
+        weight[torch.tensor(counted.conversations.is_void)] = 0.0
     is_trained_group = torch.ones(len(rewards), dtype=torch.bool)
     if config.leaves_equal_groups_out:
-        is_trained_group = ~rows_of_zero_variance_groups(sample_stats, stats, config)
+        is_trained_group = ~rows_of_zero_variance_groups(counted, stats, config)
         weight[~is_trained_group] = 0.0
-    return ScoredRows(
+    scored = ScoredRows(
         stats=stats,
         advantages=advantages,
         sample_mask=weight,
         is_trained_group=is_trained_group,
         had_weight=weight > 0,
     )
+    return scored if units is None else units.spread(scored, sample_stats, group_uids, by_conversation=by_conversation)
+
+
+def outcome_advantages(sample_stats: SampleStats, scored: ScoredRows, config: GRPOConfig) -> torch.Tensor:
+    """`[N]` float32: advantages of rows by `grpo` and its keys, whichever estimator the recipe names."""
+    by_group = config.model_copy(update={"adv_estimator": type(config.adv_estimator)()})
+    uids = [str(group) for group in scored.stats.row_group.tolist()]
+    return score_rows(sample_stats, uids, by_group).advantages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredConversations:
+    """The conversations that were scored, and the rows that they have. Shapes: N rows, U scored conversations."""
+
+    first_row_U: torch.Tensor
+    """`[U]` int64, the first row of each."""
+    unit_N: torch.Tensor
+    """`[N]` int64, number of the row's conversation; -1 where it was not scored."""
+    batch_N: torch.Tensor
+    """`[N]` int64, number of the row's conversation among all, scored or not, in order."""
+
+    @classmethod
+    def of(cls, sample_stats: SampleStats, group_uids: Sequence[str]) -> ScoredConversations:
+        """Return the conversations of rows that belong to some."""
+        about = sample_stats.conversations
+        assert about is not None, "single turns have no conversations"
+        names = list(zip(group_uids, about.sample.tolist(), strict=True))
+        is_scored, numbers = about.is_scored.tolist(), dict[tuple[str, int], int]()
+        first = list[int]()
+        unit = list[int]()
+        for row, name in enumerate(names):
+            if is_scored[row] and name not in numbers:
+                numbers[name] = len(first)
+                first.append(row)
+            unit.append(numbers[name] if is_scored[row] else -1)
+        return cls(
+            first_row_U=torch.tensor(first, dtype=torch.int64),
+            unit_N=torch.tensor(unit, dtype=torch.int64),
+            batch_N=group_indices(names),
+        )
+
+    def counted(self, sample_stats: SampleStats) -> SampleStats:
+        """Return one row for each conversation; its response is that of all its rows together."""
+        chosen, is_scored = sample_stats.select(self.first_row_U.tolist()), self.unit_N >= 0
+        lengths_N = torch.from_numpy(sample_stats.response_lengths.astype("int64"))
+        lengths_U = torch.zeros(len(self.first_row_U), dtype=torch.int64)
+        lengths_U.index_add_(0, self.unit_N[is_scored], lengths_N[is_scored])
+        return replace(chosen, response_lengths=lengths_U.int().numpy())
+
+    def spread(
+        self, scored: ScoredRows, sample_stats: SampleStats, group_uids: Sequence[str], *, by_conversation: bool
+    ) -> ScoredRows:
+        """Return the numbers of all rows: those of their conversation, and no weight where it was not scored."""
+        about = sample_stats.conversations
+        assert about is not None, "single turns have no conversations"
+        is_scored, weight_U = self.unit_N >= 0, scored.sample_mask
+        if by_conversation:
+            rows_U = torch.bincount(self.unit_N[is_scored], minlength=len(self.first_row_U))
+            weight_U = weight_U / rows_U.clamp(min=1)
+        weight_N = self._of_rows(weight_U)
+        return ScoredRows(
+            stats=self._stats(scored.stats, group_uids),
+            advantages=self._of_rows(scored.advantages),
+            sample_mask=weight_N,
+            is_trained_group=self._of_rows(scored.is_trained_group),
+            had_weight=weight_N > 0,
+            is_void=torch.tensor(about.is_void),
+            is_scored=is_scored,
+            conversations=self.batch_N,
+        )
+
+    def _of_rows(self, values_U: torch.Tensor) -> torch.Tensor:
+        """Return `[N]` values of the rows' conversations, 0 or False where they were not scored."""
+        found = values_U.new_zeros(len(self.unit_N))
+        is_scored = self.unit_N >= 0
+        found[is_scored] = values_U[self.unit_N[is_scored]]
+        return found
+
+    def _stats(self, stats: GroupStats, group_uids: Sequence[str]) -> GroupStats:
+        """Return the statistics with every row in its group; a group without a scored row has a count of 0."""
+        group_N = group_indices(group_uids)
+        num_groups = int(group_N.max()) + 1 if len(group_N) else 0
+        place = torch.zeros(len(stats.count), dtype=torch.int64)
+        place[stats.row_group] = group_N[self.first_row_U]
+        zeros = torch.zeros(num_groups, dtype=torch.float64)
+        return GroupStats(
+            row_group=group_N,
+            count=zeros.index_copy(0, place, stats.count),
+            mean=zeros.index_copy(0, place, stats.mean),
+            std=zeros.index_copy(0, place, stats.std),
+            is_zero_variance=torch.ones(num_groups, dtype=torch.bool).index_copy(0, place, stats.is_zero_variance),
+        )
+
+
+def counted_rows(sample_stats: SampleStats, group_uids: Sequence[str]) -> SampleStats:
+    """Return the rows that statistics count: every row, or one for each conversation that was scored."""
+    if sample_stats.conversations is None:
+        return sample_stats
+    return ScoredConversations.of(sample_stats, group_uids).counted(sample_stats)
 
 
 def rows_of_zero_variance_groups(sample_stats: SampleStats, stats: GroupStats, config: GRPOConfig) -> torch.Tensor:
@@ -140,13 +260,12 @@ def select_train_rows(
     every rank has as many; a step that keeps none is skipped. Fixed microbatches keep all rows: their number must
     divide.
     """
-    num_rows, size = len(scored.sample_mask), policy.train_global_batch_size
+    size = policy.train_global_batch_size
     has_weight = scored.sample_mask > 0
     stays = (scored.is_trained_group if whole_groups and bool(has_weight.any()) else has_weight).tolist()
     rows: list[int] = []
     sizes: list[int] = []
-    for start in range(0, num_rows, size):
-        members = range(start, min(start + size, num_rows))
+    for members in _optimizer_steps(scored, size):
         kept = [i for i in members if stays[i]]
         if not kept:
             continue
@@ -159,6 +278,16 @@ def select_train_rows(
         rows += kept
         sizes.append(len(kept))
     return TrainRows(rows=tuple(rows), batch_sizes=tuple(sizes))
+
+
+def _optimizer_steps(scored: ScoredRows, size: int) -> list[list[int]]:
+    """Return the rows of each optimizer step: `size` rows, or all rows of `size` conversations."""
+    numbers = scored.conversations
+    of_row = list(range(len(scored.sample_mask))) if numbers is None else numbers.tolist()
+    steps: dict[int, list[int]] = {}
+    for row, number in enumerate(of_row):
+        steps.setdefault(number // size, []).append(row)
+    return list(steps.values())
 
 
 def plan_train(

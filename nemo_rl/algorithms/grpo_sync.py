@@ -30,7 +30,13 @@ from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, declare_partition
 from nemo_rl.algorithms.stages.stage import Stage
 from nemo_rl.algorithms.stages.state import StepState
-from nemo_rl.algorithms.step_metrics import data_plane_metrics, engine_speeds, informative_kl, step_metrics
+from nemo_rl.algorithms.step_metrics import (
+    data_plane_metrics,
+    ending_texts,
+    engine_speeds,
+    informative_kl,
+    step_metrics,
+)
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.factory import check_empty, open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
@@ -206,7 +212,7 @@ class GRPOTrainer:
     def open_run(self) -> None:
         """Declares the partition, resumes if asked, brings the engines to the current weights, validates."""
         parts, config = self._parts, self._config
-        declare_partition(parts.client, parts.columns, config.grpo)
+        declare_partition(parts.client, parts.columns, config.grpo, rows_per_conversation=config.rows_per_conversation)
         if parts.resume_from is not None:
             self._resume(parts.resume_from)
         self._refit()
@@ -314,6 +320,7 @@ class GRPOTrainer:
             num_engines=None if engines is None else int(engines),
             all_engines=self._config.policy.generation.num_replicas,
             engine_speeds=engine_speeds(metrics),
+            endings=ending_texts(metrics),
             refit=None if self._parts.weight_sync.report is None else self._parts.weight_sync.report.text(),
             account=self._parts.observers.text(),
             tokens_per_s=step.num_tokens / step.seconds,

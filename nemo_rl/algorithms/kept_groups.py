@@ -10,8 +10,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from nemo_rl.algorithms.stages.columns import PARTITION
 from nemo_rl.data_plane.keys import keys_of_groups, new_group_ids
 from nemo_rl.errors import CheckpointError
@@ -41,10 +39,7 @@ def keep_groups(folder: Path, groups: Mapping[int, RolloutResult], rollout: Roll
     record = {
         "ordinals": list(groups),
         "tags": [dict(tags) for tags in rows.meta.tags or ()],
-        "rewards": stats.rewards.tolist(),
-        "truncated": stats.truncated.tolist(),
-        "response_lengths": stats.response_lengths.tolist(),
-        "components": {name: part.tolist() for name, part in stats.components.items()},
+        **stats.to_json(),
     }
     write_text(folder / ROWS_FILE, json.dumps(record))
 
@@ -58,12 +53,7 @@ def restore_groups(folder: Path, rollout: RolloutHandle, *, group_size: int) -> 
     try:
         record = json.loads((folder / ROWS_FILE).read_text(encoding="utf-8"))
         ordinals, tags = [int(ordinal) for ordinal in record["ordinals"]], record["tags"]
-        stats = SampleStats(
-            rewards=np.asarray(record["rewards"], dtype=np.float32),
-            truncated=np.asarray(record["truncated"], dtype=bool),
-            response_lengths=np.asarray(record["response_lengths"], dtype=np.int32),
-            components={name: np.asarray(part, dtype=np.float32) for name, part in record["components"].items()},
-        )
+        stats = SampleStats.from_json(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(
             f"{folder / ROWS_FILE}: expected the finished groups of an asynchronous run, got {problem!r}; resume with "

@@ -98,7 +98,7 @@ class ScheduledBatches(BatchSource):
 
     def close(self) -> None:
         left, self._submitted = list(self._submitted.values()), {}
-        keys = keys_of_groups([each.uid for each in left], self._parts.config.num_generations_per_prompt)
+        keys = keys_of_groups([each.uid for each in left], self._parts.rows_per_group)
         if keys:
             with stage_context(CLEAR):
                 self._parts.client.kv_clear(list(keys), PARTITION, reason="the replay ended")

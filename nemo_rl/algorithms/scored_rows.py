@@ -12,8 +12,10 @@ import torch
 
 from nemo_rl.algorithms.advantage_estimator import GroupStats
 
-__all__ = ["CUT", "EQUAL", "TOO_FAR", "ScoredRows"]
+__all__ = ["CUT", "EQUAL", "LEFT_OUT", "TOO_FAR", "VOID", "ScoredRows"]
 
+LEFT_OUT = "conversation was not scored (experience.conversation.endings)"
+VOID = "turn without text and without a call (experience.conversation.drop_void_turns)"
 EQUAL = "equal rewards in its group"
 CUT = "truncated response (grpo.overlong_filtering)"
 TOO_FAR = "log-probability error is above grpo.seq_logprob_error_threshold"
@@ -33,13 +35,23 @@ class ScoredRows:
     """`[N]` bool: the row's group is not left out for its equal rewards."""
     had_weight: torch.Tensor
     """`[N]` bool: the row had a weight before its log-probabilities were looked at."""
+    is_void: torch.Tensor | None = None
+    """`[N]` bool: a void turn takes the row's weight; None as below."""
+    is_scored: torch.Tensor | None = None
+    """`[N]` bool: the row's conversation counts; None where rows are no conversations."""
+    conversations: torch.Tensor | None = None
+    """`[N]` int64: number of the row's conversation in the step; None as above."""
 
     def why_no_weight(self, row: int) -> str | None:
         """Return why a row has no part in the loss; None for one that has."""
         if self.sample_mask[row] > 0:
             return None
+        if self.is_scored is not None and not self.is_scored[row]:
+            return LEFT_OUT
         if not self.is_trained_group[row]:
             return EQUAL
+        if self.is_void is not None and self.is_void[row]:
+            return VOID
         return TOO_FAR if self.had_weight[row] else CUT
 
     def why_no_update(self) -> str:
@@ -58,10 +70,13 @@ class ScoredRows:
             sample_mask=self.sample_mask[index],
             is_trained_group=self.is_trained_group[index],
             had_weight=self.had_weight[index],
+            is_void=None if self.is_void is None else self.is_void[index],
+            is_scored=None if self.is_scored is None else self.is_scored[index],
+            conversations=None if self.conversations is None else self.conversations[index],
         )
 
     def concat(self, *others: ScoredRows) -> ScoredRows:
-        """Rows of this one, then those of the others, which have other groups."""
+        """Rows of this one, then those of the others, which have other groups; none are conversations."""
         parts = (self, *others)
         return ScoredRows(
             stats=self.stats.concat(*(other.stats for other in others)),

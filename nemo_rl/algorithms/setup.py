@@ -135,7 +135,7 @@ class _Specs:
         return cls(
             worker=partial(_worker_spec, config, trace),
             engine=engine,
-            rollout=rollout_spec(config, now=began),
+            rollout=RolloutSpec.of(config, now=began),
         )
 
 
@@ -227,6 +227,7 @@ def open_parts(
             measures=TokenStatistics.of(config),
             token_estimator=token_estimator(config),
             cost=sequence_cost(TransformerShape.from_config(decoder_sizes(model_config))),
+            weighs_by_row=config.loss_fn.normalization == "sequence",
         )
         weight_sync = _weight_sync(config, groups, rollout, receipt=receipt_spec(config.policy, model_config.to_dict()))
         batch_parts = RolloutParts(
@@ -235,6 +236,7 @@ def open_parts(
             rollout=rollout,
             sampler=_sampler(config, info),
             weight_version=lambda: weight_sync.version,
+            rows_per_conversation=config.rows_per_conversation,
         )
         source = _source(config, batch_parts, panel, resume_from, follows, weight_sync.restart_engines)
         stages = build_stages(columns, tools)
@@ -362,6 +364,7 @@ def _recorders(
         log_dir=config.logger.log_dir,
         rollout=tools.rollout,
         policy=tools.policy,
+        keeps_replies=config.experience.conversation.keep_replies,
     )
     return (recorder,)
 
@@ -515,20 +518,6 @@ def _record_spec(config: MasterConfig) -> RecordSpec | None:
         model=recorded_model(config.policy),
         weights=f"run {config.logger.log_dir}",
         must_succeed=False,
-    )
-
-
-def rollout_spec(config: MasterConfig, *, now: datetime | None = None) -> RolloutSpec:
-    """The sections that a rollout needs."""
-    return RolloutSpec(
-        grpo=config.grpo,
-        policy=config.policy,
-        data=config.data,
-        evaluation=config.evaluation,
-        env=config.env,
-        logger=config.logger,
-        start_timeout_s=config.cluster.worker_start_timeout_s,
-        now=now,
     )
 
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from nemo_rl.algorithms.grpo import counted_rows
 from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.config.conversation import Ending
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, sum_totals
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.experience.payload import mean_of_scored
+from nemo_rl.experience.payload import SampleStats, mean_of_scored
 from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.utils.logger import REWARD_METRIC
 from nemo_rl.utils.metrics import values
@@ -24,6 +26,7 @@ from nemo_rl.utils.metrics import values
 __all__ = [
     "Traffic",
     "data_plane_metrics",
+    "ending_texts",
     "engine_speeds",
     "informative_kl",
     "pack_metrics",
@@ -34,6 +37,9 @@ __all__ = [
 
 ENGINE_SPEED = re.compile(r"rollout/engine_(\d+)/tokens_per_s")
 """A metric that `GenerationReplicas` reports for each of its engines."""
+
+ENDINGS = "rollout/ending"
+"""Beginning of the names of metrics about endings of conversations."""
 
 LOSS_PARTS = {"actor_loss", "kl_penalty", "entropy_bonus"}
 """Summed within an optimizer step; reported, like the loss, as the mean over the optimizer steps of a GRPO step."""
@@ -54,21 +60,32 @@ def engine_speeds(metrics: Mapping[str, float]) -> dict[int, float]:
     return {int(match[1]): value for match, value in found if match is not None}
 
 
+def ending_texts(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return `12 (reward 0.5, 31 tokens)` of each ending of conversations, the most frequent first."""
+    counts = {ending.value: metrics.get(f"{ENDINGS}/{ending.value}", 0.0) for ending in Ending}
+    found = {}
+    for name in sorted((name for name, count in counts.items() if count), key=lambda name: -counts[name]):
+        reward, tokens = metrics.get(f"{ENDINGS}/{name}/reward"), metrics.get(f"{ENDINGS}/{name}/tokens", 0.0)
+        scored = "left out" if reward is None else f"reward {reward:.3g}"
+        found[name] = f"{counts[name]:.0f} ({scored}, {tokens:.3g} tokens)"
+    return found
+
+
 def step_metrics(step: StepState) -> dict[str, float]:
     """Rollout, group and training metrics of a step that has ended."""
     sample_stats, stats, chosen = step.rows.sample_stats, step.scores.stats, step.chosen
+    counted = counted_rows(sample_stats, step.rows.group_uids)
     plan, logprob_plan = (None, None) if chosen is None else (chosen.plan, chosen.logprob_plan)
     metrics = {
-        REWARD_METRIC: float(np.mean(sample_stats.rewards)),
-        "train/reward_std": float(np.std(sample_stats.rewards)),
+        **_reward_metrics(counted),
         "rollout/trivial_group_share": float(stats.is_zero_variance.float().mean()),
-        "rollout/truncated_share": float(np.mean(sample_stats.truncated)),
-        "rollout/mean_response_tokens": float(np.mean(sample_stats.response_lengths)),
+        "rollout/truncated_share": _mean(counted.truncated),
+        "rollout/mean_response_tokens": _mean(counted.response_lengths),
         "train/rows": _trained_rows(plan),
         "timing/step_s": step.seconds,
         "rollout/tokens_per_s": step.num_tokens / step.seconds,
     }
-    metrics |= {f"{REWARD_METRIC}/{name}": mean_of_scored(part) for name, part in sample_stats.components.items()}
+    metrics |= {f"{REWARD_METRIC}/{name}": mean_of_scored(part) for name, part in counted.components.items()}
     metrics.update({f"rollout/{name}": value for name, value in values(step.rows.metrics).items()})
     metrics |= staleness_metrics(step.rows.weight_versions, policy_version=step.policy_version)
     metrics |= pack_metrics("train", plan) | pack_metrics("logprob", logprob_plan)
@@ -78,6 +95,17 @@ def step_metrics(step: StepState) -> dict[str, float]:
         metrics |= _training_metrics(step.train)
         metrics |= training_speed(step.train, step.stage_seconds.get(WorkerPass.TRAIN, 0.0))
     return metrics
+
+
+def _reward_metrics(counted: SampleStats) -> dict[str, float]:
+    """Return mean and standard deviation of the rewards; none where no row was scored."""
+    if not len(counted):
+        return {}
+    return {REWARD_METRIC: float(np.mean(counted.rewards)), "train/reward_std": float(np.std(counted.rewards))}
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
 
 
 def _training_metrics(train: TrainSummary) -> dict[str, float]:

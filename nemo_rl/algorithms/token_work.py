@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 
-from nemo_rl.algorithms.grpo import rewards_of
+from nemo_rl.algorithms.grpo import outcome_advantages, rewards_of
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.algorithms.token_statistics import KlInReward, row_sums
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, TOKEN_ESTIMATORS
@@ -126,9 +126,11 @@ class TokenWork(Counted):
     estimator: TokenEstimator
     kl: KlInReward | None
     rewards: torch.Tensor
-    """`[N]` float32, as in `TokenRows`; so are the next two."""
+    """`[N]` float32, as in `TokenRows`; so are the next four."""
     scored: torch.Tensor
     groups: torch.Tensor
+    outcome: torch.Tensor
+    conversations: torch.Tensor
     is_trained_group: torch.Tensor
     """`[N]` bool: the estimator sees the row; others, of which a group may be there in part, get 0."""
     clip: tuple[float | None, float | None] = (None, None)
@@ -154,6 +156,8 @@ class TokenWork(Counted):
             rewards=rewards_of(sample_stats, config),
             scored=torch.tensor(sample_stats.rewards, dtype=torch.float32),
             groups=scored.stats.row_group,
+            outcome=outcome_advantages(sample_stats, scored, config),
+            conversations=torch.arange(len(sample_stats)) if scored.conversations is None else scored.conversations,
             is_trained_group=scored.is_trained_group,
             clip=(config.advantage_clip_low, config.advantage_clip_high),
         )
@@ -161,7 +165,8 @@ class TokenWork(Counted):
 
     def num_bytes(self) -> int:
         """Columns of the row scalars."""
-        return sum(part.nbytes for part in (self.rewards, self.scored, self.groups, self.is_trained_group))
+        parts = (self.rewards, self.scored, self.groups, self.outcome, self.conversations, self.is_trained_group)
+        return sum(part.nbytes for part in parts)
 
     def of_rows(self, rows: Sequence[int]) -> TokenWork:
         """The same work on some of the rows."""
@@ -171,6 +176,8 @@ class TokenWork(Counted):
             rewards=self.rewards[index],
             scored=self.scored[index],
             groups=self.groups[index],
+            outcome=self.outcome[index],
+            conversations=self.conversations[index],
             is_trained_group=self.is_trained_group[index],
         )
 
@@ -210,6 +217,8 @@ class TokenWork(Counted):
                 groups=self.groups[seen],
                 rewards=self.rewards[seen].double(),
                 scored=self.scored[seen].double(),
+                outcome=self.outcome[seen].double(),
+                conversations=self.conversations[seen],
                 mask=mask_nT,
                 penalties=self._penalties(part, mask_nT),
                 columns={column: _plain(column, part[column], mask_nT) for column in self.estimator.reads},
@@ -306,6 +315,10 @@ class TokenRows:
     """`[N, T]`, what each token costs: the KL with `loss_fn.use_kl_in_reward`, else 0; 0 outside the mask."""
     columns: Mapping[str, torch.Tensor]
     """The columns that the estimator `reads`, `[N, T]` or `[N]`; of per-token ones 0 outside the mask."""
+    outcome: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    """`[N]`, advantages of rows within their groups, by `grpo` and its keys."""
+    conversations: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """`[N]` int64, numbers of the conversations that the rows are of; of single turns those of the rows."""
 
     @property
     def returns(self) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Settings of asynchronous training (`grpo.async`) and of rollout workers (`experience`), and the rules over them."""
+"""Settings of asynchronous training (`grpo.async`), and the rules over them."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt
 
 from nemo_rl.config.base import Section
 from nemo_rl.config.loss import LOSS_PROPERTIES
@@ -15,7 +15,7 @@ from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
 if TYPE_CHECKING:
     from nemo_rl.config.schema import MasterConfig
 
-__all__ = ["AsyncConfig", "ExperienceConfig", "OverduePolicy"]
+__all__ = ["AsyncConfig", "OverduePolicy"]
 
 OverduePolicy = Literal["wait", "drop", "error"]
 
@@ -52,13 +52,6 @@ class AsyncConfig(Section):
     def steps_ahead(self) -> int:
         """Return `lookahead`, with null decided."""
         return min(1, self.max_staleness) if self.lookahead is None else self.lookahead
-
-
-class ExperienceConfig(Section):
-    """The workers that sample, score and write groups of rows."""
-
-    num_workers: PositiveInt = 1
-    """Rollout workers of an asynchronous run, each a process of its own; they share the engines."""
 
 
 _SWITCH = "grpo.async.enabled"

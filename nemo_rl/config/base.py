@@ -15,6 +15,7 @@ __all__ = [
     "START_TIMEOUT_S",
     "EnvVars",
     "FilePath",
+    "ListOptions",
     "Options",
     "Section",
     "Text",
@@ -41,6 +42,10 @@ Text = Annotated[str, Field(min_length=1)]
 
 Options = dict[str, str | int | float | bool | None]
 """Settings of a part whose keys are not known here."""
+
+
+ListOptions = dict[str, str | int | float | bool | tuple[str, ...] | None]
+"""Options some of which are lists of texts."""
 
 
 def _number_as_text(given: object) -> object:

@@ -20,16 +20,21 @@ from nemo_rl.errors import ConfigError
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
+    "CALL_FORMATS",
     "DATASETS",
     "ENGINES",
     "ENGINE_CAPABILITIES",
     "ENVIRONMENTS",
+    "GENERATED_DATASETS",
     "HUB_NAME",
     "LOSSES",
+    "PROGRAM",
     "SELECTIONS",
     "STORES",
     "TOKEN_ESTIMATORS",
+    "TOOLS",
     "TRACKERS",
+    "TURN_ENVIRONMENTS",
     "UNKNOWN_PART",
     "EngineCapabilities",
     "PluginKind",
@@ -133,6 +138,8 @@ ADVANTAGE_ESTIMATORS = PluginKind(
         "gdpo": "nemo_rl.algorithms.estimators:GDPO",
         "maxrl": "nemo_rl.algorithms.estimators:MaxRL",
         "optimal_token_baseline": "nemo_rl.algorithms.estimators:OptimalTokenBaseline",
+        "outcome_plus_turn": "nemo_rl.algorithms.turn_estimators:OutcomePlusTurn",
+        "discounted_return": "nemo_rl.algorithms.turn_estimators:DiscountedReturn",
     },
 )
 TOKEN_ESTIMATORS = PluginKind(
@@ -140,6 +147,8 @@ TOKEN_ESTIMATORS = PluginKind(
     builtin={
         "reinforce_plus_plus": "nemo_rl.algorithms.estimators:TokenReinforcePlusPlus",
         "optimal_token_baseline": "nemo_rl.algorithms.estimators:OptimalTokenBaseline",
+        "outcome_plus_turn": "nemo_rl.algorithms.turn_estimators:OutcomePlusTurn",
+        "discounted_return": "nemo_rl.algorithms.turn_estimators:DiscountedReturn",
     },
 )
 """The form per token of those of `ADVANTAGE_ESTIMATORS` that have one."""
@@ -187,7 +196,7 @@ class EngineCapabilities:
 
 
 ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
-    "torch": EngineCapabilities(shows_decoding=True, has_planned_memory=True),
+    "torch": EngineCapabilities(keys=("batch_invariant",), shows_decoding=True, has_planned_memory=True),
     "vllm": EngineCapabilities(
         keys=("vllm_cfg", "vllm_kwargs"),
         needs_own_process=True,
@@ -207,24 +216,62 @@ STORES = PluginKind(
     },
 )
 """Further facts about each are in `data_plane.store_kinds`."""
+TURN_ENVIRONMENTS: Mapping[str, str] = {
+    "guess": "nemo_rl.environments.turn_environments:Guess",
+    "sliding_puzzle": "nemo_rl.environments.turn_environments:SlidingPuzzle",
+    "calculator_task": "nemo_rl.environments.turn_environments:CalculatorTask",
+    "reasoning_gym_turns": "nemo_rl.environments.turn_environments:ReasoningGymTurns",
+}
+"""Built-in environments with turns: `TurnEnvironment`s, made with `env.options`; the others only score."""
+PROGRAM = "program"
+"""The environment whose conversations a program drives; `env.options.command` is its command."""
 ENVIRONMENTS = PluginKind(
     what="an environment",
     builtin={
+        **TURN_ENVIRONMENTS,
+        PROGRAM: "nemo_rl.environments.factory:custom_environment",
         "sort": "nemo_rl.environments.factory:sort_environment",
         "reasoning_gym": "nemo_rl.environments.factory:reasoning_gym_environment",
         "math": "nemo_rl.environments.factory:math_environment",
         "custom": "nemo_rl.environments.factory:custom_environment",
     },
 )
+TOOLS = PluginKind(
+    what="a tool",
+    builtin={
+        "calculator": "nemo_rl.environments.tools:calculator",
+        "python": "nemo_rl.environments.tools:python",
+        "lookup": "nemo_rl.environments.tools:lookup",
+    },
+)
+CALL_FORMATS = PluginKind(
+    what="a format of calls",
+    builtin={
+        "hermes": "nemo_rl.environments.call_formats:HermesCalls",
+        "llama3": "nemo_rl.environments.call_formats:Llama3Calls",
+        "gpt_oss": "nemo_rl.environments.call_formats:GptOssCalls",
+    },
+)
 DATASETS = PluginKind(
     what="a dataset",
     builtin={
         "sort_digits": "nemo_rl.data.sources:sort_digits_prompts",
+        "guess": "nemo_rl.data.sources:guess_prompts",
+        "calculator_sums": "nemo_rl.data.sources:calculator_sums_prompts",
+        "sliding_puzzle": "nemo_rl.data.sources:sliding_puzzle_prompts",
         "reasoning_gym": "nemo_rl.data.sources:reasoning_gym_prompts",
         "jsonl": "nemo_rl.data.sources:jsonl_prompts",
         "huggingface": "nemo_rl.data.sources:huggingface_prompts",
     },
     hub="nemo_rl.data.sources:hub_prompts",
 )
+GENERATED_DATASETS: Mapping[str, tuple[str, ...] | None] = {
+    "sort_digits": ("min_digits", "max_digits"),
+    "guess": ("numbers", "games"),
+    "calculator_sums": ("min_digits", "max_digits", "smallest"),
+    "sliding_puzzle": ("side", "moves"),
+    "reasoning_gym": None,
+}
+"""Options of the datasets that are drawn by a seed and a size; None: those of the task."""
 TRACKERS = PluginKind(what="a tracker", builtin={})
 """Built-in trackers have switches of their own (`logger.wandb_enabled` and so on)."""

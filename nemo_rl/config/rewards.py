@@ -49,7 +49,9 @@ class RewardShapingConfig(Section):
     takes the buffer."""
 
 
-_BY_KEYS = ("grpo", "gdpo")
+_BY_TURN = {"outcome_plus_turn": "turn_weight", "discounted_return": "turn_discount"}
+"""Built-in estimators of turns, and the key that each reads."""
+_BY_KEYS = ("grpo", "gdpo", "outcome_plus_turn")
 """Built-in estimators that read the keys of baseline and normalisation."""
 _BY_STEP = ("reinforce_plus_plus", "gdpo")
 """Built-in estimators that give advantages to groups whose rewards are all equal."""
@@ -70,11 +72,17 @@ def rule_estimator_keys_fit_the_estimator(config: MasterConfig) -> list[str]:
     because = f"{switch} is {name!r}"
     lines: list[str] = []
     if name not in _BY_KEYS:
-        names = ("normalize_rewards", "use_leave_one_out_baseline", "use_leave_one_out_std")
+        names = ["use_leave_one_out_baseline", "use_leave_one_out_std"]
+        if name != "discounted_return":
+            names = ["normalize_rewards", *names]
         lines += would_be_ignored(grpo, "grpo", names, switch=switch, because=because)
     if name != "gdpo":
         own = ("component_weights",)
         lines += would_be_ignored(section, "grpo.adv_estimator", own, switch=switch, because=because)
+    other = tuple(key for word, key in _BY_TURN.items() if word != name)
+    lines += would_be_ignored(section, "grpo.adv_estimator", other, switch=switch, because=because)
+    if name in _BY_TURN and not config.experience.conversation.enabled:
+        lines.append(f"{switch}: {name!r} needs turns; set experience.conversation.enabled=true, or another estimator")
     # Dynamic sampling has taken others in their place before the estimator sees them.
     if name in _BY_STEP and grpo.drop_zero_advantage_groups and not grpo.use_dynamic_sampling:
         lines.append(

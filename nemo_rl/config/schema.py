@@ -10,10 +10,11 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.async_grpo import AsyncConfig, ExperienceConfig
-from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, Options, Section, Text, TimeLimit
+from nemo_rl.config.async_grpo import AsyncConfig
+from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, ListOptions, Options, Section, Text, TimeLimit
+from nemo_rl.config.conversation import ExperienceConfig, ToolsConfig
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.diagnostics import DiagnosticsConfig
 from nemo_rl.config.evaluation import EvaluationConfig
@@ -45,11 +46,16 @@ class AdvantageEstimatorConfig(Section):
 
     name: Annotated[str, ADVANTAGE_ESTIMATORS] = "grpo"
     """`grpo`, `dr_grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`, `maxrl`,
-    `optimal_token_baseline` (see docs/algorithms.md), or `module:Class` of your own, see docs/extending.md."""
+    `optimal_token_baseline`, `outcome_plus_turn`, `discounted_return` (see docs/algorithms.md), or `module:Class` of
+    your own, see docs/extending.md."""
     options: Options = Field(default_factory=dict)
     """Settings of your own estimator."""
     component_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
     """Weight of the advantages of each component of the reward, for `gdpo`; 1 where none is named."""
+    turn_weight: NonNegativeFloat = 0.5
+    """lambda of `outcome_plus_turn`: weight of the advantage of a turn beside that of its row."""
+    turn_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """gamma of `discounted_return`: discount of the next turn's reward."""
 
 
 class GRPOConfig(Section):
@@ -97,7 +103,8 @@ class GRPOConfig(Section):
     batch_multiplier: Annotated[float, Field(ge=1, le=100)] = 1.0
     """Prompts of such a round in units of `num_prompts_per_step`, rounded up."""
     overlong_filtering: bool = False
-    """Give truncated samples no weight in the loss; they still count for the baseline."""
+    """Give truncated samples no weight in the loss; they still count for the baseline. Of conversations these are the
+    endings `token_limit` and `context_full`."""
     seq_logprob_error_threshold: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Give rows no weight in the loss whose mean of exp(|log pi_old - log pi_gen|) over their response is above this:
     sampler and trainer disagree about them. They still count for the baseline; null: no limit."""
@@ -140,8 +147,9 @@ class DatasetConfig(Section):
     """One source of prompts."""
 
     dataset_name: Annotated[str, DATASETS] = "jsonl"
-    """`sort_digits` and `reasoning_gym` are generated; `jsonl` and `huggingface` read local files;
-    `owner/name` is a dataset of the Hugging Face hub; or `module:function` of your own, see docs/extending.md."""
+    """`sort_digits`, `guess`, `calculator_sums`, `sliding_puzzle` and `reasoning_gym` are generated; `jsonl` and
+    `huggingface` read local files; `owner/name` is a dataset of the Hugging Face hub; or `module:function` of your own,
+    see docs/extending.md."""
     data_path: FilePath | None = None
     """File (`jsonl`) or folder (`huggingface`, as written by `datasets.save_to_disk`, or JSON/parquet files)."""
     split: Text | None = None
@@ -157,7 +165,8 @@ class DatasetConfig(Section):
     seed: int = 0
     """Seed of generated prompts. reasoning_gym draws item i with seed + i: keep two seeds further apart than `size`."""
     options: Options = Field(default_factory=dict)
-    """Settings of the generator: `min_digits`/`max_digits` for sort_digits; any of the task's for reasoning_gym; any of
+    """Settings of the generator: `min_digits`/`max_digits` for sort_digits and calculator_sums, and `smallest` for the
+    latter; `numbers`/`games` for guess, `side`/`moves` for sliding_puzzle; any of the task's for reasoning_gym; any of
     your own dataset's."""
     task: Text | None = None
     """Task name of `reasoning_gym`, for example `chain_sum`."""
@@ -192,6 +201,10 @@ class DataConfig(Section):
     """Longest prompt in tokens, chat template included."""
     overlong_prompts: Literal["skip", "error"] = "skip"
     """The treatment of longer prompts: count and skip them, or refuse to start."""
+    history: Literal["append", "new_row"] = "append"
+    """Conversations whose chat template rewrites earlier turns, such as one that strips thoughts. `append`: the tokens
+    that were sampled stay, in one row; `new_row`: the conversation goes on in a further row, whose prompt is what the
+    template makes of its history."""
     shuffle: bool = True
     """Draw training prompts in a new order each epoch, from `grpo.seed`; false keeps the dataset's order."""
 
@@ -210,10 +223,11 @@ class EnvConfig(Section):
     """The source of rewards."""
 
     name: Annotated[str, ENVIRONMENTS] = "math"
-    """`sort`: exact match; `reasoning_gym`: the task's own score; `math`: math-verify; `custom`: your function; or
-    `module:Class` of an environment of your own, see docs/extending.md."""
-    options: Options = Field(default_factory=dict)
-    """Settings of your own environment."""
+    """`sort`: exact match; `reasoning_gym`: the task's own score; `math`: math-verify; `custom`: your function;
+    with turns: `guess`, `sliding_puzzle`, `calculator_task`, `reasoning_gym_turns`; `program`: a program that asks for
+    turns; or `module:Class` of an environment of your own, see docs/environments.md."""
+    options: ListOptions = Field(default_factory=dict)
+    """Settings of your own environment, or of one with turns; `command` of `program`, such as `[python, agent.py]`."""
     reward_function: str | None = None
     """`module:function` or `FILE.py:function` of a custom reward: `(prompt: str, response: str, answer: object) ->
     float`. It may return components by name instead of one number, and have further parameters; see docs/guide.md."""
@@ -229,6 +243,11 @@ class EnvConfig(Section):
     """A response whose scoring takes too long: reward 0 and a counter, or stop the run."""
     num_workers: PositiveInt = 1
     """Scoring processes; `sort` needs none."""
+    memory_mib: PositiveInt | None = None
+    """Most memory of a process of an environment with turns, in MiB; null: no limit."""
+    network: bool = False
+    """Let an environment with turns use the network; loopback is always there."""
+    tools: ToolsConfig = Field(default_factory=ToolsConfig)
     score_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
     """Make a graded reward (`reasoning_gym`, `custom`) right or wrong: 1 at or above the threshold, 0 below."""
 
@@ -390,9 +409,21 @@ class MasterConfig(Section):
         return self.data_plane.resolved(has_actors=self.cluster.launcher == "ray")
 
     @property
+    def has_continuous_engines(self) -> bool:
+        """Return whether rows join and leave the engines' batches one by one: in asynchronous runs, and in
+        conversations."""
+        return self.grpo.samples_ahead or self.experience.conversation.enabled
+
+    @property
     def has_prev_logprobs_pass(self) -> bool:
         """Return whether workers compute the log-probabilities of the policy before its update."""
         return not (self.grpo.use_generation_logprobs_as_prev or self.loss_fn.force_on_policy_ratio)
+
+    @property
+    def rows_per_conversation(self) -> int:
+        """Return the most rows of one sample of a prompt."""
+        section = self.experience.conversation
+        return section.max_turns if section.enabled and self.data.history == "new_row" else 1
 
     @property
     def has_builtin_token_advantages(self) -> bool:

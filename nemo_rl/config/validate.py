@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from nemo_rl.config import (
     async_grpo,
+    conversation,
     data_plane,
     diagnostics,
     dtensor,
@@ -21,7 +22,18 @@ from nemo_rl.config import (
     router_replay,
 )
 from nemo_rl.config.base import Section
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENGINES, ENVIRONMENTS, LOSSES, STORES, PluginKind
+from nemo_rl.config.parts import (
+    ADVANTAGE_ESTIMATORS,
+    DATASETS,
+    ENGINES,
+    ENVIRONMENTS,
+    GENERATED_DATASETS,
+    LOSSES,
+    PROGRAM,
+    STORES,
+    TURN_ENVIRONMENTS,
+    PluginKind,
+)
 from nemo_rl.config.rule import Rule, rules_in, would_be_ignored
 from nemo_rl.config.schema import DatasetConfig, MasterConfig
 
@@ -56,10 +68,6 @@ def rule_dataset_keys_fit_their_kind(config: MasterConfig) -> list[str]:
     return lines + would_be_ignored(train, "data.train", ["category_key"], switch="data.train", because=because)
 
 
-_GENERATED = ("sort_digits", "reasoning_gym")
-_SORT_OPTIONS = ("min_digits", "max_digits")
-
-
 def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
     name = dataset.dataset_name
     lines, ignored = [], []
@@ -70,7 +78,7 @@ def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
     ignored += [] if is_on_hub else ["subset"]
     if is_on_hub:
         ignored += ["data_path", "seed", "options"]
-    elif name in _GENERATED:
+    elif name in GENERATED_DATASETS:
         ignored += ["data_path", "split", "input_key", "output_key"]
         if dataset.size is None:
             lines.append(f"{prefix}.size: must be set: {name} is generated")
@@ -85,9 +93,10 @@ def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
             lines.append(f"{prefix}.task: must be set to a reasoning_gym task, for example chain_sum")
     else:
         ignored.append("task")
-    if name == "sort_digits":
-        unknown = [option for option in dataset.options if option not in _SORT_OPTIONS]
-        lines += [f"{prefix}.options.{o}: sort_digits takes {' and '.join(_SORT_OPTIONS)} only" for o in unknown]
+    options = GENERATED_DATASETS.get(name)
+    if options is not None:
+        unknown = [option for option in dataset.options if option not in options]
+        lines += [f"{prefix}.options.{o}: {name} takes {' and '.join(options)} only" for o in unknown]
     lines += _template_lines(dataset, prefix)
     switch = f"{prefix}.dataset_name"
     return lines + would_be_ignored(dataset, prefix, ignored, switch=switch, because=f"{switch} is {name!r}")
@@ -110,7 +119,8 @@ def rule_options_need_a_plugin(config: MasterConfig) -> list[str]:
         (plane, "data_plane.impl", plane.impl or "noop", STORES),
     ]
     for section, switch, name, kind in parts:
-        if kind.is_builtin(name):
+        has_options = kind is ENVIRONMENTS and (name in TURN_ENVIRONMENTS or name == PROGRAM)
+        if kind.is_builtin(name) and not has_options:
             prefix = switch.rpartition(".")[0]
             lines += would_be_ignored(section, prefix, ["options"], switch=switch, because=f"{switch} is {name!r}")
     return lines
@@ -120,7 +130,7 @@ def rule_custom_reward_needs_a_function(config: MasterConfig) -> list[str]:
     name, function = config.env.name, config.env.reward_function
     if name == "custom" and function is None:
         return ["env.reward_function: must be set to module:function or FILE.py:function when env.name is 'custom'"]
-    if name != "custom" and function is not None:
+    if name not in ("custom", PROGRAM) and function is not None:
         because = f"env.name is {name!r}"
         return would_be_ignored(config.env, "env", ["reward_function"], switch="env.name", because=because)
     if function is not None and not all(part.strip() for part in function.partition(":")):
@@ -146,11 +156,22 @@ def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> list[str]:
         # What a user-defined environment reads of its section is not known here; a threshold is what ours apply.
         because = f"env.name is {env.name!r}"
         return would_be_ignored(env, "env", ["score_threshold"], switch="env.name", because=because)
+    has_function = env.name == "custom" or (env.name == PROGRAM and env.reward_function is not None)
+    has_turns = env.name in TURN_ENVIRONMENTS or env.name == PROGRAM
     ignored = [] if env.name != "sort" else ["timeout_s", "on_timeout", "num_workers"]
-    if env.name not in ("reasoning_gym", "custom"):
+    if env.name != "reasoning_gym" and not has_function:
         ignored.append("score_threshold")
-    if env.name != "custom":
+    if not has_function:
         ignored += ["reward_weights", "reward_batch_size"]
+    if has_turns and not has_function:
+        # What is late there ends a conversation as env_error.
+        ignored.append("on_timeout")
+    if env.name == PROGRAM and not has_function:
+        ignored.append("num_workers")
+    if not has_turns:
+        ignored.append("memory_mib")
+    if not has_turns or env.name == PROGRAM:
+        ignored.append("network")
     return would_be_ignored(env, "env", ignored, switch="env.name", because=f"env.name is {env.name!r}")
 
 
@@ -296,7 +317,19 @@ def rule_env_vars_need_processes(config: MasterConfig) -> list[str]:
 
 
 _SECTIONS = (
-    *(async_grpo, data_plane, diagnostics, dtensor, evaluation, generation, loss, megatron, policy, rewards),
+    *(
+        async_grpo,
+        conversation,
+        data_plane,
+        diagnostics,
+        dtensor,
+        evaluation,
+        generation,
+        loss,
+        megatron,
+        policy,
+        rewards,
+    ),
     router_replay,
 )
 """Modules of `nemo_rl.config` whose rules stand beside their section."""

@@ -7,21 +7,100 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
 
+from nemo_rl.config.conversation import Ending
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.errors import WorkerError
+from nemo_rl.experience.token_row import TokenRow
 from nemo_rl.jagged import nest
 from nemo_rl.models.generation.interfaces import GenerationOutput
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.utils.rollout_file import rounded
 
-__all__ = ["VERSION_SPANS", "SampleStats", "build_columns", "mean_of_scored", "row_record", "version_span_column"]
+__all__ = [
+    "TURNS",
+    "TURN_REWARDS",
+    "VERSION_SPANS",
+    "ConversationStats",
+    "SampleStats",
+    "build_columns",
+    "columns_of_rows",
+    "mean_of_scored",
+    "row_record",
+    "version_span_column",
+]
 
 VERSION_SPANS = "version_spans"
 """Column of asynchronous runs: which version of the weights drew which tokens of a row."""
+TURNS, TURN_REWARDS = "turns", "turn_rewards"
+"""Columns of conversations: the spans of the sampled turns, and the reward of each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversationStats:
+    """Per-row scalars of conversations; a conversation may have several rows.
+
+    Example:
+        Two conversations of a group, the second in two rows, the first left out: `sample=[0, 1, 1]`,
+        `is_scored=[False, True, True]`.
+    """
+
+    sample: np.ndarray
+    """`[N]` int32, number of the row's conversation in its group."""
+    is_scored: np.ndarray
+    """`[N]` bool; False: the row is in no statistic and not trained."""
+    endings: np.ndarray
+    """`[N]` uint8, place of the conversation's `Ending` in the enum."""
+    num_turns: np.ndarray
+    """`[N]` int32, turns of the conversation."""
+    is_void: np.ndarray
+    """`[N]` bool: the row has no weight, though it counts for the baseline, for a turn without text and without a call
+    (`experience.conversation.drop_void_turns`)."""
+
+    def select(self, rows: np.ndarray) -> ConversationStats:
+        """Return the same columns at `rows`."""
+        return ConversationStats(**{each.name: self._column(each.name)[rows] for each in fields(self)})
+
+    def concat(self, *others: ConversationStats) -> ConversationStats:
+        """Return the rows of this one, then those of the others."""
+        parts = (self, *others)
+        return ConversationStats(
+            **{each.name: np.concatenate([part._column(each.name) for part in parts]) for each in fields(self)}
+        )
+
+    def to_json(self) -> dict[str, list[Any]]:
+        """Return the columns as lists by their names, endings as their words."""
+        found = {each.name: self._column(each.name).tolist() for each in fields(self)}
+        return found | {"endings": [self.ending_of(row).value for row in range(len(self.endings))]}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Sequence[Any]]) -> ConversationStats:
+        """Return the columns of `to_json`.
+
+        Raises:
+            KeyError, ValueError: a column is missing, or a value is none of it.
+        """
+        endings = list(Ending)
+        return cls(
+            sample=np.asarray(record["sample"], dtype=np.int32),
+            is_scored=np.asarray(record["is_scored"], dtype=np.bool_),
+            endings=np.asarray([endings.index(Ending(word)) for word in record["endings"]], dtype=np.uint8),
+            num_turns=np.asarray(record["num_turns"], dtype=np.int32),
+            is_void=np.asarray(record["is_void"], dtype=np.bool_),
+        )
+
+    def _column(self, name: str) -> np.ndarray:
+        found: np.ndarray = getattr(self, name)
+        return found
+
+    def ending_of(self, row: int) -> Ending:
+        """Return the ending of the row's conversation."""
+        return list(Ending)[int(self.endings[row])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +118,8 @@ class SampleStats:
     """`[N]` int32, tokens."""
     components: Mapping[str, np.ndarray] = field(default_factory=dict)
     """`[N]` float32 each: parts of the reward by name, before their weights; NaN for a row that was not scored."""
+    conversations: ConversationStats | None = None
+    """Facts about conversations; None where every row is one response to one prompt."""
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -51,6 +132,7 @@ class SampleStats:
             truncated=self.truncated[index],
             response_lengths=self.response_lengths[index],
             components={name: part[index] for name, part in self.components.items()},
+            conversations=None if self.conversations is None else self.conversations.select(index),
         )
 
     def concat(self, *others: SampleStats) -> SampleStats:
@@ -62,7 +144,41 @@ class SampleStats:
             truncated=np.concatenate([part.truncated for part in parts]),
             response_lengths=np.concatenate([part.response_lengths for part in parts]),
             components={name: np.concatenate([part._component(name) for part in parts]) for name in names},
+            conversations=None
+            if self.conversations is None
+            else self.conversations.concat(*(part.conversations for part in others if part.conversations is not None)),
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the columns as lists by their names; floats keep every bit."""
+        return {
+            "rewards": self.rewards.tolist(),
+            "truncated": self.truncated.tolist(),
+            "response_lengths": self.response_lengths.tolist(),
+            "components": {name: part.tolist() for name, part in self.components.items()},
+            "conversations": None if self.conversations is None else self.conversations.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> SampleStats:
+        """Return the columns of `to_json`; a record without `conversations` is one of single turns.
+
+        Raises:
+            KeyError, TypeError, ValueError: a column is missing, or a value is none of it.
+        """
+        conversations = record.get("conversations")
+        return cls(
+            rewards=np.asarray(record["rewards"], dtype=np.float32),
+            truncated=np.asarray(record["truncated"], dtype=np.bool_),
+            response_lengths=np.asarray(record["response_lengths"], dtype=np.int32),
+            components={name: np.asarray(part, dtype=np.float32) for name, part in record["components"].items()},
+            conversations=None if conversations is None else ConversationStats.from_json(conversations),
+        )
+
+    @property
+    def is_scored(self) -> np.ndarray:
+        """Return `[N]` bool: the row has a reward that counts."""
+        return np.ones(len(self), dtype=np.bool_) if self.conversations is None else self.conversations.is_scored
 
     def _component(self, name: str) -> np.ndarray:
         found = self.components.get(name)
@@ -85,28 +201,104 @@ def build_columns(
     """
     prompt_lengths = torch.tensor([len(ids) for ids in prompt_ids]).repeat_interleave(group_size)
     lengths = prompt_lengths + output.lengths
-    num_rows, width = len(lengths), int(lengths.max()) if len(lengths) else 0
-    position = torch.arange(width)
-    is_prompt = position < prompt_lengths[:, None]
-    is_response = (position < lengths[:, None]) & ~is_prompt
-    input_ids = torch.full((num_rows, width), pad_token_id, dtype=torch.int32)
-    flat_prompts = torch.tensor([token for ids in prompt_ids for _ in range(group_size) for token in ids])
-    input_ids[is_prompt] = flat_prompts.to(torch.int32)
-    input_ids[is_response] = output.token_ids.to(torch.int32)
-    logprobs = torch.zeros(num_rows, width)
-    logprobs[is_response] = output.logprobs.float()
-    columns = BatchedDataDict(
-        {
-            "input_ids": input_ids,
-            "input_lengths": lengths.to(torch.int32),
-            "token_mask": is_response,
-            "generation_logprobs": logprobs,
-            "sample_mask": torch.ones(num_rows),
-        }
+    position = torch.arange(int(lengths.max()) if len(lengths) else 0)
+    is_context = position < prompt_lengths[:, None]
+    context = torch.tensor([token for ids in prompt_ids for _ in range(group_size) for token in ids])
+    columns = _dense(
+        lengths,
+        is_sampled=(position < lengths[:, None]) & ~is_context,
+        is_context=is_context,
+        context=context,
+        sampled=output.token_ids,
+        logprobs=output.logprobs,
+        pad_token_id=pad_token_id,
     )
     if output.support is not None:
         columns[SUPPORT] = nest(torch.cat(output.support), torch.tensor([len(row) for row in output.support]))
     return columns
+
+
+def columns_of_rows(rows: Sequence[TokenRow], *, pad_token_id: int, with_versions: bool = False) -> BatchedDataDict:
+    """Return the columns of the rollout stage for rows of conversations, right-padded.
+
+    Args:
+        rows: at least one; a row may have no turn, and then no token in its mask.
+        with_versions: add the column `version_spans`.
+
+    Returns:
+        As `build_columns`, with holes in `token_mask`; also `turns`, jagged [N, (turns), 3] int32: the position of a
+        turn's first token in the row, its sampled tokens, and its number in the conversation; `turn_rewards`, jagged
+        [N, (turns)] float32; and of `version_spans` the first token, counted over the sampled tokens of the row, with
+        its version.
+
+    Raises:
+        WorkerError: the engines have recorded sampling masks of some turns only.
+    """
+    lengths = torch.tensor([len(row) for row in rows])
+    is_sampled = torch.zeros(len(rows), int(lengths.max()), dtype=torch.bool)
+    for number, row in enumerate(rows):
+        for turn in row.turns:
+            is_sampled[number, turn.start : turn.start + turn.length] = True
+    is_context = (torch.arange(is_sampled.shape[1]) < lengths[:, None]) & ~is_sampled
+    columns = _dense(
+        lengths,
+        is_sampled=is_sampled,
+        is_context=is_context,
+        context=torch.tensor([token for row in rows for token in row.context_tokens]),
+        sampled=torch.tensor([token for row in rows for token in row.sampled_tokens]),
+        logprobs=torch.cat([row.sampled_logprobs for row in rows]),
+        pad_token_id=pad_token_id,
+    )
+    num_turns = torch.tensor([len(row.turns) for row in rows])
+    turns = [(turn.start, turn.length, turn.number) for row in rows for turn in row.turns]
+    columns[TURNS] = nest(torch.tensor(turns, dtype=torch.int32).reshape(-1, 3), num_turns)
+    rewards = [reward for row in rows for reward in row.rewards]
+    columns[TURN_REWARDS] = nest(torch.tensor(rewards, dtype=torch.float32), num_turns)
+    if with_versions:
+        spans = [span for row in rows for span in row.version_spans]
+        num_spans = torch.tensor([len(row.version_spans) for row in rows])
+        columns[VERSION_SPANS] = nest(torch.tensor(spans, dtype=torch.int32).reshape(-1, 2), num_spans)
+    support = [row.support for row in rows]
+    if any(part is not None for part in support):
+        parts = [torch.empty(0, dtype=torch.uint8) if part is None else part for part in support]
+        if any(part is None and row.turns for part, row in zip(support, rows, strict=True)):
+            raise WorkerError("expected sampling masks of all rows or of none, got some", stage="rollout")
+        columns[SUPPORT] = nest(torch.cat(parts), torch.tensor([len(part) for part in parts]))
+    return columns
+
+
+def _dense(  # noqa: PLR0913 - the parts of rows
+    lengths: torch.Tensor,
+    *,
+    is_sampled: torch.Tensor,
+    is_context: torch.Tensor,
+    context: torch.Tensor,
+    sampled: torch.Tensor,
+    logprobs: torch.Tensor,
+    pad_token_id: int,
+) -> BatchedDataDict:
+    """Return the columns of rows whose tokens are given in two runs, in the order of rows and positions.
+
+    Args:
+        lengths: `[N]`.
+        is_sampled: `[N, T]` bool; so is `is_context`, the other tokens of the rows.
+        context: ids where `is_context`.
+        sampled: ids where `is_sampled`; so are `logprobs`.
+    """
+    input_ids = torch.full(is_sampled.shape, pad_token_id, dtype=torch.int32)
+    input_ids[is_context] = context.to(torch.int32)
+    input_ids[is_sampled] = sampled.to(torch.int32)
+    dense_logprobs = torch.zeros(is_sampled.shape)
+    dense_logprobs[is_sampled] = logprobs.float()
+    return BatchedDataDict(
+        {
+            "input_ids": input_ids,
+            "input_lengths": lengths.to(torch.int32),
+            "token_mask": is_sampled,
+            "generation_logprobs": dense_logprobs,
+            "sample_mask": torch.ones(len(lengths)),
+        }
+    )
 
 
 def version_span_column(output: GenerationOutput) -> torch.Tensor:
@@ -122,7 +314,7 @@ def mean_of_scored(component: np.ndarray) -> float:
 
 
 def row_record(
-    *, reward: float, components: Mapping[str, float], response_tokens: int, truncated: bool
+    *, reward: float, components: Mapping[str, float], response_tokens: int, truncated: bool, ending: str | None = None
 ) -> dict[str, object]:
     """Return what readable rollouts say of a row besides its texts; a component without a score is None."""
     parts = {name: None if math.isnan(part) else rounded(part) for name, part in components.items()}
@@ -131,5 +323,5 @@ def row_record(
         **({"components": parts} if parts else {}),
         "response_tokens": int(response_tokens),
         "truncated": bool(truncated),
-        "finish_reason": "length" if truncated else "stop",
+        "finish_reason": ending or ("length" if truncated else "stop"),
     }

@@ -140,6 +140,11 @@ class RolloutHandle:
             numbers[0], Call(request=request, stage="rollout", timeout_s=timeout_s or self._timeout_s)
         )
 
+    def waiting(self, names: Sequence[str]) -> list[str]:
+        """Return what conversations of running groups wait for; see `RolloutWorker.waiting`."""
+        found = self._run_all(ask(RolloutWorker.waiting, names=tuple(names)), "rollout")
+        return [text for texts in found.values() for text in texts]
+
     def _pending(self, future: Future[RolloutResult]) -> Pending[RolloutResult]:
         def result() -> RolloutResult:
             found = future.result()
@@ -186,6 +191,10 @@ class RolloutHandle:
     def submit_keep_columns(self, meta: KVBatchMeta, *, fields: Sequence[str], path: Path) -> Pending[int]:
         """Writes columns to a file; see `RolloutWorker.keep_columns`."""
         return self._submit(ask(RolloutWorker.keep_columns, meta=meta, fields=list(fields), path=path), "keep")
+
+    def submit_keep_conversations(self, meta: KVBatchMeta, *, path: Path) -> Pending[int]:
+        """Write the replies of conversations to a file; see `RolloutWorker.keep_conversations`."""
+        return self._submit(ask(RolloutWorker.keep_conversations, meta=meta, path=path), "keep")
 
     def restore_columns(
         self, keys: Sequence[str], *, partition_id: str, tags: Sequence[Tags], path: Path

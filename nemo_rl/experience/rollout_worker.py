@@ -14,14 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 
-from nemo_rl.config.evaluation import EvaluationConfig
-from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import DataConfig, EnvConfig, GRPOConfig, LoggerConfig
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data_plane.address import DataPlaneAddress
@@ -29,26 +25,38 @@ from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.column_io import kv_first_write, read_column_file, read_columns, write_column_file
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta, Tags
-from nemo_rl.data_plane.keys import group_uid, keys_of_groups
+from nemo_rl.data_plane.keys import group_uid, key_of, keys_of_groups
 from nemo_rl.distributed.abort import RootCause
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.environments.answers import AnswerCheck
-from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
+from nemo_rl.experience.conversation_log import (
+    CONVERSATION,
+    ConversationFile,
+    ConversationLog,
+    log_column,
+    logs_of_column,
+    turn_lines,
+)
+from nemo_rl.experience.conversation_rollouts import ScoredGroup
+from nemo_rl.experience.conversation_setup import RolloutSampling
+from nemo_rl.experience.conversations import GroupTask
 from nemo_rl.experience.evaluation.evaluator import EvaluationSettings, EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
-from nemo_rl.experience.payload import VERSION_SPANS, SampleStats, build_columns, version_span_column
-from nemo_rl.experience.rollouts import ResponseScorer, check_versions, sampling_params
+from nemo_rl.experience.payload import VERSION_SPANS, SampleStats, build_columns, columns_of_rows, version_span_column
+from nemo_rl.experience.rollouts import ResponseScorer, RolloutSpec, check_versions, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.scheduler import EngineScheduler
-from nemo_rl.experience.token_record import TokenTexts, token_record
+from nemo_rl.experience.token_record import TokenTexts, row_texts, token_record
+from nemo_rl.experience.token_row import routes_of_rows
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationOutput,
     GenerationRequest,
     GroupSamples,
+    RecordedRoutes,
 )
 from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.utils.exits import machine_problem
@@ -69,24 +77,10 @@ REWARD_LOG = "reward.log"
 """File in `logger.log_dir` with what the reward has printed; there once it has."""
 WEIGHT_VERSION = "weight_version"
 """Tag of every row: the version of the weights that drew its oldest token."""
+MOST_WAITING = 3
+"""Conversations that a message about a step that waits names."""
 LOGGED_FIELDS = ("input_ids", "token_mask", "generation_logprobs")
 """Columns of readable rollouts that every row has."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutSpec:
-    """The settings that a rollout worker is made from."""
-
-    grpo: GRPOConfig
-    policy: PolicyConfig
-    data: DataConfig
-    evaluation: EvaluationConfig
-    env: EnvConfig
-    logger: LoggerConfig
-    start_timeout_s: float
-    """Deadline for the start of the processes that score."""
-    now: datetime | None = None
-    """The time that the chat template sees: that of the run's first start. None: the clock's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,21 +169,27 @@ class RolloutWorker:
         )
         self._token_texts = TokenTexts(self._tokenizer)
         self._stop_ids = stop_token_ids(spec.policy.model_name, self._tokenizer)
-        self._train, self._held_out = build_prompt_sets(spec.data, self._tokenizer, now=spec.now)
-        self._environment = build_environment(
-            spec.env,
-            start_timeout_s=spec.start_timeout_s,
+        self._parts = RolloutSampling(
+            spec,
+            tokenizer=self._tokenizer,
+            stop_ids=self._stop_ids,
+            generation=generation,
             log_file=spec.logger.log_dir / REWARD_LOG,
         )
-        self._answers = AnswerCheck(self._environment, self._sets)
         try:
+            self._train, self._held_out = build_prompt_sets(
+                spec.data, self._tokenizer, now=spec.now, tools=self._parts.environment.schemas
+            )
+            self._answers = AnswerCheck(self._parts.environment.scorer, self._sets)
             if not self._answers.look():
                 self._answers.go_on()
         except BaseException:
-            self._environment.shutdown()
+            self._parts.shutdown()
             raise
         self._sampling = sampling_params(spec.policy.generation, self._stop_ids, is_validation=False)
-        self._scorer = ResponseScorer(self._environment, self._tokenizer, sampling=self._sampling)
+        self._scorer = None
+        if self._parts.environment.scorer is not None:
+            self._scorer = ResponseScorer(self._parts.environment.scorer, self._tokenizer, sampling=self._sampling)
         self._evaluator = Evaluator(
             EvaluationSettings(
                 config=spec.evaluation,
@@ -197,8 +197,7 @@ class RolloutWorker:
                 seed=spec.grpo.seed,
                 is_accuracy=spec.env.is_accuracy,
             ),
-            generation=generation,
-            scorer=self._scorer,
+            sampler=self._parts.sampler_of(self._sampling),
             tokenizer=self._tokenizer,
             sets=self._held_out,
         )
@@ -207,7 +206,7 @@ class RolloutWorker:
 
     def describe(self) -> RolloutInfo:
         """Sizes and digests of what was loaded."""
-        spec, sets = self._spec, self._sets
+        sets = self._sets
         identity = {where: found.digest for where, found in sets.items()}
         identity |= tokenizer_identity(self._tokenizer, stop_ids=self._stop_ids)
         return RolloutInfo(
@@ -215,7 +214,7 @@ class RolloutWorker:
             num_val_prompts=sum(map(len, self._held_out.values())),
             num_skipped_prompts=sum(each.num_skipped_overlong for each in sets.values()),
             skipped=tuple(f"{where}: {line}" for where, found in sets.items() for line in found.skipped),
-            identity=identity | {"reward": reward_identity(spec.env, self._environment)},
+            identity=identity | {"reward": self._parts.environment.identity},
             prints_the_date=any(found.prints_the_date for found in sets.values()),
         )
 
@@ -233,6 +232,8 @@ class RolloutWorker:
         """Some of the engines were replaced."""
         assert isinstance(self._generation, EngineScheduler), "one engine alone is never replaced"
         self._generation.use(engines)
+        if self._parts.turn_sampler is not None:
+            self._parts.turn_sampler.use(engines)
 
     @property
     def client(self) -> DataPlaneClient:
@@ -266,6 +267,9 @@ class RolloutWorker:
             WorkerError: an engine failed, or holds other weights. RewardError: a reward function failed.
         """
         self._answers.require("data.train", [group.prompt for group in groups])
+        if self._parts.conversations is not None:
+            yield from self._converse(groups, version=version, partition_id=partition_id, engine=engine)
+            return
         size, replay = self._spec.grpo.num_generations_per_prompt, self._spec.policy.router_replay
         request = GenerationRequest(
             prompt_ids=tuple(self._train.prompts[group.prompt].ids for group in groups),
@@ -289,7 +293,94 @@ class RolloutWorker:
 
     def abort(self, names: Sequence[str]) -> None:
         """Take running groups out of the engines, by their names in the schedule; their results never come."""
-        self._generation.abort(names)
+        if self._parts.conversations is not None:
+            self._parts.conversations.abort(names)
+        else:
+            self._generation.abort(names)
+
+    def waiting(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return what the conversations of running groups wait for that have waited longest; none of single turns."""
+        conversations = self._parts.conversations
+        return () if conversations is None else tuple(conversations.waiting(names)[:MOST_WAITING])
+
+    def _converse(
+        self, groups: Sequence[GroupRequest], *, version: int | None, partition_id: str, engine: int | None
+    ) -> Iterator[tuple[RolloutResult, ...]]:
+        """Let groups of conversations run, and write each as it ends; the arguments are those of `_rollout`."""
+        conversations, size = self._parts.conversations, self._spec.grpo.num_generations_per_prompt
+        assert conversations is not None, "the recipe has conversations"
+        tasks = [
+            GroupTask(
+                prompt=self._train.prompts[group.prompt],
+                seeds=tuple(range(group.seed, group.seed + size)),
+                sampling=self._sampling,
+                name=group.name if self._spec.grpo.samples_ahead else "",
+                only_engine=engine,
+                min_scored=self._spec.experience.conversation.min_scored,
+            )
+            for group in groups
+        ]
+        for part, scored in enumerate(conversations.groups(tasks, version=version), start=1):
+            result = self._write_conversations(
+                groups[scored.number], scored, version=version, partition_id=partition_id, is_first=part == 1
+            )
+            if part == len(tasks) and not self._spec.grpo.samples_ahead:
+                # All have been closed; beside groups of later steps others are open.
+                still_open: dict[str, Reduction] = {"open_conversations": Max(float(conversations.num_open))}
+                result = replace(result, metrics={**result.metrics, **still_open})
+            if self._parts.turn_sampler is not None:
+                result = replace(result, schedule=self._parts.turn_sampler.take_schedule())
+            yield (result,)
+
+    def _write_conversations(
+        self, group: GroupRequest, scored: ScoredGroup, *, version: int | None, partition_id: str, is_first: bool
+    ) -> RolloutResult:
+        """Write the columns of a group whose conversations have ended.
+
+        Raises:
+            WorkerError: nothing was sampled in the whole group, whose rows then have no version.
+        """
+        size = self._spec.grpo.num_generations_per_prompt
+        rows = [row for _, _, row in scored.rows]
+        # The first row of each conversation has the key of a single turn.
+        keys = [key_of(group.uid, sample + place * size) for sample, place, _ in scored.rows]
+        columns = columns_of_rows(
+            rows,
+            pad_token_id=int(self._tokenizer.pad_token_id),
+            with_versions=self._spec.grpo.samples_ahead,
+        )
+        opening = self._train.prompts[group.prompt].messages
+        columns[CONVERSATION] = log_column(
+            [
+                ConversationLog.of(scored.records[sample], prompt=group.prompt, opening=() if sample else opening)
+                if place == 0
+                else None
+                for sample, place, _ in scored.rows
+            ]
+        )
+        route_metrics = self._add_routes(
+            columns,
+            routes_of_rows(rows) if self._spec.policy.router_replay.records_at_rollout else (),
+            keys=keys,
+            partition_id=partition_id,
+            is_first=is_first,
+        )
+        stats, versions = scored.stats(), [held for row in rows for _, held in row.version_spans]
+        if not versions and version is None:
+            raise WorkerError(
+                f"no conversation of the group has a turn: {scored.records[0].error or scored.records[0].ending}",
+                stage="rollout",
+            )
+        newest = max(versions, default=version or 0)
+        spans = [row.version_spans or ((0, newest),) for row in rows]
+        tags = [
+            {"reward": float(reward), **of_row}
+            for reward, of_row in zip(stats.rewards, self._version_tags(spans), strict=True)
+        ]
+        with self.client.stage("rollout"):
+            meta = kv_first_write(self.client, columns, keys, partition_id=partition_id, tags=tags)
+        metrics = {**scored.metrics(), "reward_timeouts": Sum(float(scored.num_timeouts)), **route_metrics}
+        return RolloutResult(meta=meta, sample_stats=stats, metrics=metrics, printed=scored.printed)
 
     def _write(
         self, groups: Sequence[GroupRequest], output: GenerationOutput, *, partition_id: str, is_first: bool
@@ -299,6 +390,7 @@ class RolloutWorker:
         Args:
             is_first: of the groups of one call of `rollout`.
         """
+        assert self._scorer is not None, "single turns are scored"
         prompts = [self._train.prompts[group.prompt] for group in groups]
         report = self._scorer.score(prompts, output).report
         size = len(output.lengths) // len(groups)
@@ -309,11 +401,12 @@ class RolloutWorker:
             group_size=size,
             pad_token_id=int(self._tokenizer.pad_token_id),
         )
-        route_metrics = self._add_routes(columns, output, keys=keys, partition_id=partition_id, is_first=is_first)
+        recorded = () if output.routes is None else (output.routes,)
+        route_metrics = self._add_routes(columns, recorded, keys=keys, partition_id=partition_id, is_first=is_first)
         rewards = np.asarray(report.rewards, dtype=np.float32)
         tags = [
             {"reward": float(reward), **versions}
-            for reward, versions in zip(rewards, self._version_tags(output), strict=True)
+            for reward, versions in zip(rewards, self._version_tags(output.row_spans), strict=True)
         ]
         if self._spec.grpo.samples_ahead:
             columns[VERSION_SPANS] = version_span_column(output)
@@ -335,19 +428,20 @@ class RolloutWorker:
         results[0] = replace(results[0], metrics={**results[0].metrics, **shared}, printed=report.printed)
         return tuple(results)
 
-    def _version_tags(self, output: GenerationOutput) -> list[dict[str, int]]:
+    def _version_tags(self, spans: Sequence[Sequence[tuple[int, int]]]) -> list[dict[str, int]]:
         """Return the tags of each row with the versions of its tokens."""
+        of_row = [[version for _, version in row] for row in spans]
         if not self._spec.grpo.samples_ahead:
-            return [{WEIGHT_VERSION: version} for version in output.row_versions]
+            return [{WEIGHT_VERSION: min(versions)} for versions in of_row]
         return [
             {WEIGHT_VERSION: min(versions), "first_version": versions[0], "last_version": versions[-1]}
-            for versions in ([version for _, version in spans] for spans in output.row_spans)
+            for versions in of_row
         ]
 
     def _add_routes(
         self,
         columns: BatchedDataDict,
-        output: GenerationOutput,
+        turns: Sequence[RecordedRoutes],
         *,
         keys: Sequence[str],
         partition_id: str,
@@ -356,12 +450,11 @@ class RolloutWorker:
         """Adds the columns with the routes of experts, where this run replays those of the rollout."""
         if not self._spec.policy.router_replay.records_at_rollout:
             return {}
-        recorded = output.routes
-        if recorded is None:
+        if not turns:
             raise WorkerError("expected routes with the samples, the engines gave none", stage="rollout")
-        declared = {spec.name for spec in self.client.partition_fields(partition_id)}
+        declared = self._declared(partition_id)
         written = self._routes.write(
-            [recorded],
+            turns,
             lengths=columns.tensor("input_lengths"),
             token_mask=columns.tensor("token_mask"),
             keys=keys,
@@ -371,6 +464,10 @@ class RolloutWorker:
         trace_rollout_payload(keys=keys, data=columns, layers=written.layers, routes=routes, continues=not is_first)
         columns.update(written.columns)
         return written.metrics
+
+    def _declared(self, partition_id: str) -> frozenset[str]:
+        """Return the names of the partition's columns."""
+        return frozenset(spec.name for spec in self.client.partition_fields(partition_id))
 
     def validate(self, task: EvaluationTask) -> ValidationResult:
         """Measures the held-out prompts; see `Evaluator.evaluate`."""
@@ -393,18 +490,14 @@ class RolloutWorker:
         prev = WorkerPass.PREV_LOGPROBS.column
         with self.client.stage("log"):
             batch = read_columns(self.client, meta, LOGGED_FIELDS, pad_values={"input_ids": 0})
+            logs = self._logs_of(meta)
             prevs = None if scored is None else read_columns(self.client, scored, (prev,)).tensor(prev)
         ids, mask = batch.tensor("input_ids"), batch.tensor("token_mask").bool()
         row_of = {} if scored is None else {key: row for row, key in enumerate(scored.keys)}
         lines = []
-        for row, (key, length) in enumerate(zip(meta.keys, meta.sequence_lengths or (), strict=True)):
+        for row, (key, length, log) in enumerate(zip(meta.keys, meta.sequence_lengths or (), logs, strict=True)):
             tokens, is_response = ids[row, :length], mask[row, :length]
-            texts = {
-                "key": key,
-                "group": group_uid(key),
-                "prompt": self._tokenizer.decode(tokens[~is_response].tolist()),
-                "response": self._tokenizer.decode(tokens[is_response].tolist()),
-            }
+            texts = {"key": key, "group": group_uid(key), **row_texts(self._tokenizer, tokens, is_response)}
             columns = token_record(
                 self._token_texts,
                 tokens.tolist(),
@@ -412,7 +505,7 @@ class RolloutWorker:
                 generation_logprobs=batch.tensor("generation_logprobs")[row, :length],
                 prev_logprobs=prevs[row_of[key], :length] if prevs is not None and key in row_of else None,
             )
-            lines.append({**texts, **records[row], **columns})
+            lines.append({**texts, **records[row], **({} if log is None else turn_lines(log)), **columns})
         write_rollouts(path, lines)
 
     def keep_columns(self, meta: KVBatchMeta, *, fields: Sequence[str], path: Path) -> int:
@@ -424,6 +517,26 @@ class RolloutWorker:
             return write_column_file(path, columns)
         except OSError as error:
             raise ResourceError(f"columns cannot be kept in {path}: {machine_problem(error) or error}") from error
+
+    def keep_conversations(self, meta: KVBatchMeta, *, path: Path) -> int:
+        """Write the conversations of the rows to a file of `ConversationFile`; return its bytes."""
+        with self.client.stage("keep"):
+            logs = self._logs_of(meta)
+        kept = ConversationFile(
+            schemas=self._parts.environment.schemas,
+            now=self._parts.now,
+            logs={key: log for key, log in zip(meta.keys, logs, strict=True) if log is not None},
+        )
+        try:
+            return kept.write(path)
+        except OSError as error:
+            raise ResourceError(f"replies cannot be kept in {path}: {machine_problem(error) or error}") from error
+
+    def _logs_of(self, meta: KVBatchMeta) -> list[ConversationLog | None]:
+        """Return the log of each row; None for a row of a single turn, and for further rows of a conversation."""
+        if CONVERSATION not in meta.fields:
+            return [None] * len(meta.keys)
+        return logs_of_column(self.client.get_data(meta, [CONVERSATION]).get(CONVERSATION))
 
     def restore_columns(
         self, keys: Sequence[str], *, partition_id: str, tags: Sequence[Tags], path: Path
@@ -440,7 +553,7 @@ class RolloutWorker:
     def shutdown(self) -> None:
         """Ends scoring processes and the client. Idempotent."""
         self._answers.close()
-        self._environment.shutdown()
+        self._parts.shutdown()
         client, self._client = self._client, None
         if client is not None:
             client.close()

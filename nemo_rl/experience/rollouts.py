@@ -6,19 +6,72 @@ Used by the rollout worker for training and by the evaluator for held-out prompt
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from threading import Lock
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.config.conversation import ExperienceConfig
+from nemo_rl.config.evaluation import EvaluationConfig
 from nemo_rl.config.generation import GenerationConfig
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.schema import DataConfig, EnvConfig, GRPOConfig, LoggerConfig, MasterConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.interfaces import Environment, EnvReport, Response
 from nemo_rl.errors import WorkerError, name_some
-from nemo_rl.models.generation.interfaces import GenerationOutput, SamplingParams
+from nemo_rl.models.generation.interfaces import (
+    GenerationInterface,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+)
 
-__all__ = ["ResponseScorer", "ScoredSamples", "check_versions", "row_seeds", "sampling_params"]
+__all__ = [
+    "MeasuredSamples",
+    "ResponseSampler",
+    "ResponseScorer",
+    "RolloutSpec",
+    "SamplesPrompts",
+    "ScoredSamples",
+    "check_versions",
+    "row_seeds",
+    "sampling_params",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSpec:
+    """The settings that a rollout worker is made from."""
+
+    grpo: GRPOConfig
+    policy: PolicyConfig
+    data: DataConfig
+    evaluation: EvaluationConfig
+    env: EnvConfig
+    logger: LoggerConfig
+    experience: ExperienceConfig = field(default_factory=ExperienceConfig)
+    start_timeout_s: float
+    """Deadline for the start of the processes that score."""
+    now: datetime | None = None
+    """The time that the chat template sees: that of the run's first start. None: the clock's."""
+
+    @classmethod
+    def of(cls, config: MasterConfig, *, now: datetime | None = None) -> RolloutSpec:
+        """Return the sections of a recipe that a rollout needs."""
+        return cls(
+            grpo=config.grpo,
+            policy=config.policy,
+            data=config.data,
+            evaluation=config.evaluation,
+            env=config.env,
+            experience=config.experience,
+            logger=config.logger,
+            start_timeout_s=config.cluster.worker_start_timeout_s,
+            now=now,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +83,76 @@ class ScoredSamples:
     """One per response, as it was scored."""
     report: EnvReport
     """Rewards of all rows, and what happened while scoring."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredSamples:
+    """Samples of held-out prompts, for measures and for people; one entry per row, prompt by prompt."""
+
+    rewards: tuple[float, ...]
+    is_scored: tuple[bool, ...]
+    """False where a failure of the infrastructure leaves the row without a reward."""
+    texts: tuple[str, ...]
+    """The response, or the last turn of a conversation, as it was scored."""
+    responses: tuple[tuple[int, ...], ...]
+    """All tokens behind the prompt."""
+    num_tokens: tuple[int, ...]
+    """Sampled tokens."""
+    truncated: tuple[bool, ...]
+    components: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    printed: tuple[str, ...] = ()
+    endings: tuple[str, ...] = ()
+    """Ending of each conversation; empty for single turns."""
+    causes: tuple[str, ...] = ()
+    """Causes of the failures of the infrastructure."""
+
+
+class SamplesPrompts(Protocol):
+    """Samples and scores held-out prompts."""
+
+    def sample(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingParams, *, version: int | None
+    ) -> MeasuredSamples:
+        """Return the samples of all prompts, as many of each.
+
+        Args:
+            version: of the weights, as in `check_versions`.
+
+        Raises:
+            WorkerError: an engine failed, or holds other weights. RewardError: a reward function failed.
+        """
+        ...
+
+
+class ResponseSampler:
+    """`SamplesPrompts` with one response to each prompt.
+
+    Args:
+        generation: engines, shared with the weight sync.
+    """
+
+    def __init__(self, generation: GenerationInterface, scorer: ResponseScorer) -> None:
+        self._generation, self._scorer = generation, scorer
+
+    def sample(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingParams, *, version: int | None
+    ) -> MeasuredSamples:
+        """See `SamplesPrompts`."""
+        ids = tuple(prompt.ids for prompt in prompts)
+        output = self._generation.generate(GenerationRequest(prompt_ids=ids, seeds=tuple(seeds), sampling=sampling))
+        check_versions(output, version)
+        scored = self._scorer.score(prompts, output)
+        lengths = output.lengths.tolist()
+        return MeasuredSamples(
+            rewards=scored.report.rewards,
+            is_scored=(True,) * len(lengths),
+            texts=scored.texts,
+            responses=tuple(tuple(part.tolist()) for part in output.token_ids.split(lengths)),
+            num_tokens=tuple(lengths),
+            truncated=tuple(output.truncated.tolist()),
+            components=scored.report.components,
+            printed=scored.report.printed,
+        )
 
 
 NO_LIMIT = 2**31 - 1

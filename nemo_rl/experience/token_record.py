@@ -13,7 +13,7 @@ import torch
 
 from nemo_rl.utils.rollout_file import rounded
 
-__all__ = ["TokenTexts", "token_record"]
+__all__ = ["TokenTexts", "row_texts", "token_record"]
 
 PARTIAL = "\N{REPLACEMENT CHARACTER}"
 """The sign that a tokenizer shows for a part of a character."""
@@ -65,6 +65,18 @@ class TokenTexts:
             if PARTIAL not in self._tokenizer.decode(list(ids[start:end])):
                 return end
         return start + 1
+
+
+def row_texts(tokenizer: Decoder, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, str]:
+    """Return the texts of a row: the prompt, and the response from the first sampled token on, with the replies of a
+    conversation in it.
+
+    Args:
+        ids: `[T]` tokens of the row.
+        mask: `[T]` bool, sampled tokens.
+    """
+    start = int(mask.int().argmax()) if bool(mask.any()) else len(ids)
+    return {"prompt": tokenizer.decode(ids[:start].tolist()), "response": tokenizer.decode(ids[start:].tolist())}
 
 
 def token_record(

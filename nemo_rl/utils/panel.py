@@ -55,6 +55,8 @@ class StepReport:
     """Number of engines with which the run has started."""
     engine_speeds: Mapping[int, float] = field(default_factory=dict)
     """Tokens per second of each engine that sampled, while it did, by its number."""
+    endings: Mapping[str, str] = field(default_factory=dict)
+    """Ending of conversations -> their number, reward and tokens as a short text; empty where rows are single turns."""
     refit: str | None = None
     """A short text about the refit: milliseconds, bytes, receipt."""
     account: str = ""
@@ -212,7 +214,9 @@ def step_line(report: StepReport, times: Sequence[str] = ()) -> str:
     parts += [f"{name} {text}" for name, text in _optional_numbers(report)]
     parts += [f"{report.tokens_per_s:.0f} tokens/s", *times]
     stages = " ".join(f"{name} {_stage_text(report, name)}" for name in _stage_names(report))
-    moved = f"  | refit {report.refit}" if report.refit else ""
+    endings = "  ".join(_endings(report))
+    moved = f"  | {endings}" if endings else ""
+    moved += f"  | refit {report.refit}" if report.refit else ""
     moved += f"  | {report.account}" if report.account else ""
     return "  ".join(parts) + (f"  | {stages}" if stages else "") + moved
 
@@ -261,6 +265,11 @@ def _engines(report: StepReport) -> list[str]:
     return [f"engine {number} {speed:.0f} tokens/s" for number, speed in sorted(report.engine_speeds.items())]
 
 
+def _endings(report: StepReport) -> list[str]:
+    """Return a text for each ending of conversations."""
+    return [f"{name} {text}" for name, text in report.endings.items()]
+
+
 def _stage_names(report: StepReport) -> list[str]:
     return list(dict.fromkeys((*report.stage_seconds, *report.stage_bytes)))
 
@@ -292,6 +301,7 @@ def _draw(report: StepReport | None, rewards: Sequence[float], times: _Times, *,
         parts += [
             _wrapped([*numbers, f"tokens/s {report.tokens_per_s:.0f}"], style="bold"),
             *([_wrapped(engines)] if (engines := _engines(report)) else []),
+            *([_wrapped(endings)] if (endings := _endings(report)) else []),
             Text(label + _curve(rewards)[-room:] if room else label.strip()),
             _stage_table(report),
             *([Text(f"refit {report.refit}")] if report.refit else []),

@@ -21,7 +21,7 @@ grpo.num_prompts_per_step S 32
 grpo.num_generations_per_prompt S 16
 grpo.max_num_epochs S 1
 grpo.max_num_steps S 100
-grpo.max_rollout_turns N 3
+grpo.max_rollout_turns I 3
 grpo.normalize_rewards S true
 grpo.use_leave_one_out_baseline S true
 grpo.advantage_clip_low S -5.0

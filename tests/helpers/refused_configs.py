@@ -459,4 +459,86 @@ ACCEPTED_ASYNC: list[tuple[str, ...]] = [
 ]
 """Asynchronous runs that no rule refuses."""
 
-MORE_REFUSED: Refused = REFUSED_ASYNC | REFUSED_CLUSTERS | REFUSED_LOSSES | REFUSED_REWARDS
+TURNS = ("experience.conversation.enabled=true",)
+C, TOOL = "experience.conversation", "env.tools.use=[{name: calculator}]"
+PROGRAM = (*TURNS, "env.name=program", "+env.options.command=[python, agent.py]")
+BY_TURN = (*TURNS, "grpo.adv_estimator.name=outcome_plus_turn")
+
+REFUSED_CONVERSATIONS: Refused = {
+    "rule_conversation_keys_need_conversations": [
+        ((f"{C}.max_turns=3",), f"{C}.max_turns: 3 would be ignored, because {C}.enabled is false"),
+        (("env.tools.timeout_s=3",), f"env.tools.timeout_s: 3.0 would be ignored, because {C}.enabled is false"),
+        (("data.history=new_row",), "data.history: 'new_row' would be ignored"),
+    ],
+    "rule_tool_keys_need_tools": [
+        (
+            (*TURNS, "env.tools.format=llama3"),
+            "env.tools.format: 'llama3' would be ignored, because env.tools.use names",
+        ),
+        ((*PROGRAM, "env.tools.num_workers=3"), "env.tools.num_workers: 3 would be ignored"),
+    ],
+    "rule_programs_have_a_command": [
+        ((*TURNS, "env.name=program"), "env.options.command: expected program and arguments"),
+        ((*PROGRAM, "env.options.command=agent.py"), "env.options.command: expected program and arguments"),
+        ((*PROGRAM, "+env.options.shell=true"), "env.options.shell: env.name 'program' takes command only"),
+        ((*PROGRAM, TOOL), "env.tools.use: the program of env.name 'program' brings tools of its own"),
+    ],
+    "rule_environments_with_turns_need_conversations": [
+        ((name,), f"{C}.enabled: env.name {name.partition('=')[2]!r} is an environment with turns")
+        for name in ("env.name=guess", "env.name=program")
+    ],
+    "rule_rewards_of_conversations_have_no_length": [
+        (
+            (*TURNS, "grpo.reward_shaping.enabled=true", "grpo.reward_shaping.max_response_length=9"),
+            "grpo.reward_shaping.overlong_buffer_length: the penalty is on the length of one response",
+        ),
+    ],
+    "rule_rewards_of_turns_stay_as_they_are": [
+        ((*BY_TURN, "grpo.reward_scaling.enabled=true"), "grpo.reward_scaling.enabled: true changes the reward of a c"),
+        (
+            (*BY_TURN, "grpo.reward_shaping={enabled: true, stop_properly_penalty_coef: 0.5}"),
+            "grpo.reward_shaping.enabled: true changes the reward of a conversation",
+        ),
+    ],
+    "rule_conversations_take_no_kl_from_rewards": [
+        ((*TURNS, "loss_fn.use_kl_in_reward=true"), "loss_fn.use_kl_in_reward: true takes the KL of one response"),
+    ],
+    "rule_conversations_are_not_kept_with_checkpoints": [
+        ((*TURNS, *ASYNC, "grpo.async.keep_finished=true"), "grpo.async.keep_finished: true keeps finished groups of"),
+    ],
+    "rule_groups_have_enough_rows": [
+        ((*TURNS, f"{C}.min_scored=99"), f"{C}.min_scored: 99 is more than grpo.num_generations_per_prompt"),
+    ],
+    "rule_scorer_keys_fit_the_environment": [
+        (("env.timeout_s=3",), "env.timeout_s: 3.0 would be ignored"),
+        (("env.score_threshold=1",), "env.score_threshold: 1.0 would be ignored"),
+        (("+env.reward_weights.a=1",), "env.reward_weights: would be ignored"),
+        (("env.reward_batch_size=8",), "env.reward_batch_size: 8 would be ignored"),
+        (("env.name=a:B", "env.score_threshold=0.5"), "env.score_threshold: 0.5 would be ignored"),
+        (("env.memory_mib=512",), "env.memory_mib: 512 would be ignored"),
+        (("env.network=true",), "env.network: True would be ignored"),
+        ((*TURNS, "env.name=guess", "env.on_timeout=error"), "env.on_timeout: 'error' would be ignored"),
+        ((*TURNS, "env.name=guess", "env.score_threshold=1"), "env.score_threshold: 1.0 would be ignored"),
+        ((*TURNS, "env.name=guess", "env.reward_batch_size=8"), "env.reward_batch_size: 8 would be ignored"),
+        ((*PROGRAM, "env.network=true"), "env.network: True would be ignored"),
+        ((*PROGRAM, "env.score_threshold=0.5"), "env.score_threshold: 0.5 would be ignored"),
+        ((*PROGRAM, "env.num_workers=3"), "env.num_workers: 3 would be ignored"),
+    ],
+}
+"""Refusals by the rules about conversations."""
+
+ACCEPTED_CONVERSATIONS: list[tuple[str, ...]] = [
+    TURNS,
+    (*TURNS, TOOL, "env.tools.format=llama3"),
+    (*TURNS, "env.name=guess", "env.memory_mib=512", "env.network=true", "env.num_workers=2"),
+    PROGRAM,
+    (*PROGRAM, "env.tools.format=llama3", "data.history=new_row", "env.memory_mib=512"),
+    (*PROGRAM, "env.reward_function=a:b", "env.score_threshold=0.5", "env.on_timeout=error"),
+    BY_TURN,
+    (*TURNS, "grpo.reward_scaling.enabled=true"),
+    (*TURNS, *ASYNC),
+]
+"""Conversations that no rule refuses."""
+
+ACCEPTED = [*ACCEPTED_LOSSES, *ACCEPTED_ASYNC, *ACCEPTED_CONVERSATIONS]
+MORE_REFUSED: Refused = REFUSED_ASYNC | REFUSED_CLUSTERS | REFUSED_CONVERSATIONS | REFUSED_LOSSES | REFUSED_REWARDS

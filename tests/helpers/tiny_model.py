@@ -18,11 +18,11 @@ from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 VOCAB = 320
 
 
-def tiny_model(*, seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
+def tiny_model(*, seed: int = 0, num_layers: int = 2, vocab_size: int = VOCAB) -> PreTrainedModel:
     """Return a tied Qwen3 of 30k parameters with larger weights than usual, so that logits differ clearly."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=32,
         num_hidden_layers=num_layers,
         num_attention_heads=4,

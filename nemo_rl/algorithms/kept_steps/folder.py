@@ -3,6 +3,7 @@
     RUN/steps/step_N/            a step that has ended; its manifest is written last
       rollout.safetensors        columns of the rollout, all rows
       update.safetensors         columns of the update, the trained rows in its order
+      conversations.jsonl        replies of environments and tools   (`ConversationFile`)
       step.json                  everything else (`StepSnapshot`)
       manifest.json              size and checksum of each file
     RUN/steps/step_N.partial/    the step in flight, or where a killed run was: a step without outcome
@@ -28,11 +29,13 @@ from nemo_rl.errors import CheckpointError, SchemaMismatch
 from nemo_rl.utils.files import read_plain
 from nemo_rl.utils.manifest import Manifest
 
-__all__ = ["ROLLOUT_FILE", "STEP_FILE", "UPDATE_FILE", "SnapshotFolder", "StepsFolder"]
+__all__ = ["CONVERSATION_FILE", "ROLLOUT_FILE", "STEP_FILE", "UPDATE_FILE", "SnapshotFolder", "StepsFolder"]
 
 logger = logging.getLogger(__name__)
 
 ROLLOUT_FILE, UPDATE_FILE, STEP_FILE = "rollout.safetensors", "update.safetensors", "step.json"
+CONVERSATION_FILE = "conversations.jsonl"
+"""File of a step with conversations whose replies are kept."""
 PARTIAL = ".partial"
 NAME = re.compile(rf"step_([0-9]{{1,18}})({re.escape(PARTIAL)})?")
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl.data_plane.chunks.tags import TagValue
+from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.distributed.packing import DEFAULT_COST
 from nemo_rl.errors import SchemaMismatch, shorten
@@ -37,6 +37,8 @@ __all__ = [
 
 FORMAT = 1
 """Format of `step.json`; another one is refused."""
+SCALARS = ("rewards", "truncated", "response_lengths", "components", "conversations")
+"""Columns of rows that are those of `SampleStats.to_json`."""
 
 
 class StepStatus(Enum):
@@ -83,16 +85,25 @@ class SnapshotRows:
     truncated: tuple[bool, ...]
     response_lengths: tuple[int, ...]
     components: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    conversations: Mapping[str, tuple[bool | int | str, ...]] | None = None
+    """The columns of `ConversationStats`; None where every row is one response to one prompt."""
+
+    @classmethod
+    def of(cls, meta: KVBatchMeta, sample_stats: SampleStats) -> SnapshotRows:
+        """Return the record of the rows of a step."""
+        record = {
+            "keys": meta.keys,
+            "lengths": meta.sequence_lengths or (),
+            "tags": tag_columns(meta.tags or ()),
+            "versions": dict(meta.versions),
+            **sample_stats.to_json(),
+        }
+        return TypeAdapter(cls).validate_python(record)
 
     @property
     def scalars(self) -> SampleStats:
         """Return the scalars as the rollout gave them to the driver."""
-        return SampleStats(
-            rewards=np.asarray(self.rewards, dtype=np.float32),
-            truncated=np.asarray(self.truncated, dtype=np.bool_),
-            response_lengths=np.asarray(self.response_lengths, dtype=np.int32),
-            components={name: np.asarray(part, dtype=np.float32) for name, part in self.components.items()},
-        )
+        return SampleStats.from_json({name: getattr(self, name) for name in SCALARS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

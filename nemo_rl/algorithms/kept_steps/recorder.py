@@ -19,7 +19,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE_FILE, StepsFolder
+from nemo_rl.algorithms.kept_steps.folder import (
+    CONVERSATION_FILE,
+    ROLLOUT_FILE,
+    STEP_FILE,
+    UPDATE_FILE,
+    StepsFolder,
+)
 from nemo_rl.algorithms.kept_steps.record import (
     RunFacts,
     SnapshotOutcome,
@@ -28,7 +34,6 @@ from nemo_rl.algorithms.kept_steps.record import (
     StepError,
     StepSnapshot,
     record_text,
-    tag_columns,
 )
 from nemo_rl.algorithms.observers import StepObserver
 from nemo_rl.algorithms.stages.columns import REWRITTEN
@@ -36,6 +41,7 @@ from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.diagnostics import KeepStepsConfig
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.errors import ResourceError, WorkerError
+from nemo_rl.experience.conversation_log import CONVERSATION
 from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.exits import machine_problem
@@ -57,9 +63,10 @@ class StepRecorder(StepObserver):
         run: what every step's record says of the run.
         seed: `grpo.seed`.
         log_dir: of the run.
+        keeps_replies: replies of environments and tools are written as well.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of the object
         self,
         config: KeepStepsConfig,
         *,
@@ -68,8 +75,9 @@ class StepRecorder(StepObserver):
         log_dir: Path,
         rollout: RolloutHandle,
         policy: TQPolicy,
+        keeps_replies: bool = False,
     ) -> None:
-        self._config, self._run, self._seed = config, run, seed
+        self._config, self._run, self._seed, self._keeps_replies = config, run, seed, keeps_replies
         self._rollout, self._policy = rollout, policy
         self._folder = StepsFolder(log_dir)
         self._writing: list[Pending[int]] = []
@@ -152,16 +160,18 @@ class StepRecorder(StepObserver):
     def _begin(self, step: StepState) -> None:
         self._writing = []
         self._path = self._folder.begin(step.number)
-        self._rows = _kept_rows(step)
+        self._rows = SnapshotRows.of(step.rows.meta, step.rows.sample_stats)
         write_text(self._path / STEP_FILE, record_text(self._record(step)))
         meta = step.rows.meta
         # A later stage may rewrite the others before they are read.
-        fields = [name for name in meta.fields if name not in REWRITTEN]
+        fields = [name for name in meta.fields if name not in (*REWRITTEN, CONVERSATION)]
         self._writing.append(self._rollout.submit_keep_columns(meta, fields=fields, path=self._path / ROLLOUT_FILE))
+        if self._keeps_replies and CONVERSATION in meta.fields:
+            self._writing.append(self._rollout.submit_keep_conversations(meta, path=self._path / CONVERSATION_FILE))
 
     def _submit_update(self, step: StepState) -> None:
         assert self._path is not None, "the step has begun"
-        meta, rolled = step.update.meta, set(step.rows.meta.fields) - set(REWRITTEN)
+        meta, rolled = step.update.meta, set(step.rows.meta.fields) - set(REWRITTEN) | {CONVERSATION}
         fields = [name for name in meta.fields if name not in rolled]
         self._writing.append(self._rollout.submit_keep_columns(meta, fields=fields, path=self._path / UPDATE_FILE))
 
@@ -226,20 +236,6 @@ class StepRecorder(StepObserver):
             metrics=values(step.train.metrics),
             weights=self._policy.weights_digest(),
         )
-
-
-def _kept_rows(step: StepState) -> SnapshotRows:
-    meta, sample_stats = step.rows.meta, step.rows.sample_stats
-    return SnapshotRows(
-        keys=meta.keys,
-        lengths=meta.sequence_lengths or (),
-        tags=tag_columns(meta.tags or ()),
-        versions=dict(meta.versions),
-        rewards=tuple(sample_stats.rewards.tolist()),
-        truncated=tuple(sample_stats.truncated.tolist()),
-        response_lengths=tuple(sample_stats.response_lengths.tolist()),
-        components={name: tuple(part.tolist()) for name, part in sample_stats.components.items()},
-    )
 
 
 def _kept_error(error: BaseException, stage: str) -> StepError:

@@ -59,7 +59,13 @@ class Score(Stage):
 
     def _submit(self, step: StepState) -> Pending[StepState]:
         per_token = self._tools.token_estimator is not None
-        scored = score_rows(step.rows.sample_stats, step.rows.group_uids, self._tools.grpo, per_token=per_token)
+        scored = score_rows(
+            step.rows.sample_stats,
+            step.rows.group_uids,
+            self._tools.grpo,
+            per_token=per_token,
+            by_conversation=self._tools.weighs_by_row,
+        )
         return Pending.done(replace(step, scored=scored, chosen=self._choose(step, scored)))
 
     def _choose(self, step: StepState, scored: ScoredRows) -> ChosenRows | None:
@@ -202,6 +208,7 @@ class LogRollouts(Stage):
 
     def _submit(self, step: StepState) -> Pending[StepState]:
         config, sample_stats, versions = self._tools.logger, step.rows.sample_stats, step.rows.weight_versions
+        about = sample_stats.conversations
         rows = range(min(config.num_rollouts_to_log, len(step.rows.meta)))
         meta = step.rows.meta.subset(rows)
         scored = self._scored(step, meta)
@@ -212,6 +219,7 @@ class LogRollouts(Stage):
                 components={name: part[row] for name, part in sample_stats.components.items()},
                 response_tokens=sample_stats.response_lengths[row],
                 truncated=sample_stats.truncated[row],
+                ending=about.ending_of(row).value if about is not None else None,
             )
             | {
                 "advantage": rounded(float(step.scores.advantages[row])),

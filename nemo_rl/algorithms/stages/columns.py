@@ -77,6 +77,8 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
     conditions = (*route_conditions(replay), "row_advantages" if estimator is None else "token_advantages")
     if estimator is not None and SQUARED_PROBS in estimator.reads:
         conditions += (SQUARED_PROBS,)
+    if config.experience.conversation.enabled:
+        conditions += ("turns",)
     support = (SUPPORT,) if config.policy.generation.record_support else ()
     conditions += support
     if config.grpo.samples_ahead:
@@ -141,7 +143,12 @@ def written_fields(stages: Sequence[StageColumns]) -> tuple[str, ...]:
 
 
 def declare_partition(
-    client: DataPlaneClient, stages: Sequence[StageColumns], config: GRPOConfig, *, steps_in_flight: int = 1
+    client: DataPlaneClient,
+    stages: Sequence[StageColumns],
+    config: GRPOConfig,
+    *,
+    steps_in_flight: int = 1,
+    rows_per_conversation: int = 1,
 ) -> None:
     """Registers `PARTITION` with the columns of the stages, and capacity for so many steps at one time.
 
@@ -154,7 +161,7 @@ def declare_partition(
     client.register_partition(
         PARTITION,
         written_fields(stages),
-        config.rows_alive * (steps_in_flight + ahead),
+        config.rows_alive * (steps_in_flight + ahead) * rows_per_conversation,
         (TRAIN_TASK,) if is_async else (),
         grpo_group_size=config.num_generations_per_prompt,
     )

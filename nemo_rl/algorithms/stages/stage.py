@@ -46,6 +46,9 @@ class StageTools:
     cost: tuple[float, float] = DEFAULT_COST
     """(a, b) of the cost a s + b s^2 of a row of s tokens, by which rows are shared among the ranks."""
 
+    weighs_by_row: bool = False
+    """True where the loss is a mean over rows, so that the rows of a conversation share its weight."""
+
     @property
     def needs_whole_groups(self) -> bool:
         """True when advantages of a row need the tokens of its whole group."""

@@ -15,11 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.config.evaluation import EvaluationConfig
 from nemo_rl.config.schema import MAIN_SET
 from nemo_rl.data.datasets import PromptSet
+from nemo_rl.errors import WorkerError, name_some
 from nemo_rl.experience.evaluation.measures import PromptSamples, measure_set, stated_answer
 from nemo_rl.experience.evaluation.result import SetResult, ValidationResult
 from nemo_rl.experience.payload import mean_of_scored, row_record
-from nemo_rl.experience.rollouts import ResponseScorer, ScoredSamples, check_versions, row_seeds
-from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationRequest, SamplingParams
+from nemo_rl.experience.rollouts import MeasuredSamples, SamplesPrompts, row_seeds
+from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.rollout_file import write_rollouts
 
 __all__ = ["EvaluationSettings", "EvaluationTask", "Evaluator", "SampleFile"]
@@ -66,7 +67,7 @@ class Evaluator:
     """Measures sets of held-out prompts.
 
     Args:
-        generation: engines, shared with the weight sync.
+        sampler: gives the samples that are measured.
         sets: by name.
     """
 
@@ -74,14 +75,13 @@ class Evaluator:
         self,
         settings: EvaluationSettings,
         *,
-        generation: GenerationInterface,
-        scorer: ResponseScorer,
+        sampler: SamplesPrompts,
         tokenizer: PreTrainedTokenizerBase,
         sets: Mapping[str, PromptSet],
     ) -> None:
         self._config, self._sampling = settings.config, settings.sampling
         self._seed, self._is_accuracy = settings.seed, settings.is_accuracy
-        self._generation, self._scorer, self._tokenizer, self._sets = generation, scorer, tokenizer, sets
+        self._sampler, self._tokenizer, self._sets = sampler, tokenizer, sets
         self._printed: list[str] = []
 
     def evaluate(self, task: EvaluationTask) -> ValidationResult:
@@ -105,27 +105,29 @@ class Evaluator:
         purpose = PURPOSE if name == MAIN_SET else f"{PURPOSE}:{name}"
         sampled = self._run(prompts, purpose, task, group_size=size)
         greedy = self._run(prompts, f"{purpose}:greedy", task) if self._config.greedy else None
-        rewards = sampled.report.rewards
+        rewards = sampled.rewards
         answers = [stated_answer(text) for text in sampled.texts]
+        kept = self._whole(prompts, sampled, greedy, size)
         samples = [
             PromptSamples(
                 rewards=rewards[row * size : (row + 1) * size],
                 answers=tuple(answers[row * size : (row + 1) * size]),
-                category=prompt.category,
-                greedy_reward=None if greedy is None else greedy.report.rewards[row],
+                category=prompts.prompts[row].category,
+                greedy_reward=None if greedy is None else greedy.rewards[row],
             )
-            for row, prompt in enumerate(prompts.prompts)
+            for row in kept
         ]
         result = SetResult(
             measures=measure_set(samples, self._config, is_accuracy=self._is_accuracy),
             is_accuracy=self._is_accuracy,
             num_samples=size,
-            mean_response_tokens=float(sampled.output.lengths.float().mean()),
-            truncated_share=float(sampled.output.truncated.float().mean()),
+            mean_response_tokens=float(np.mean(sampled.num_tokens)),
+            truncated_share=float(np.mean(sampled.truncated)),
             components={
                 part: mean_of_scored(np.asarray(values, dtype=np.float32))
-                for part, values in sampled.report.components.items()
+                for part, values in sampled.components.items()
             },
+            num_left_out=len(prompts) - len(kept),
         )
         if task.samples is None:
             return result, []
@@ -134,44 +136,54 @@ class Evaluator:
             records += self._records(name, prompts, greedy, task.samples.max_rows, is_greedy=True)
         return result, records
 
+    def _whole(
+        self, prompts: PromptSet, sampled: MeasuredSamples, greedy: MeasuredSamples | None, size: int
+    ) -> list[int]:
+        """Return the prompts of which every sample was scored."""
+        kept = [
+            row
+            for row in range(len(prompts))
+            if all(sampled.is_scored[row * size : (row + 1) * size]) and (greedy is None or greedy.is_scored[row])
+        ]
+        if not kept:
+            raise WorkerError(
+                f"no held-out prompt of {len(prompts)} has a reward for every sample: environments or engines failed: "
+                f"{name_some(dict.fromkeys(sampled.causes)) or 'see the log of the environment'}",
+                stage="validation",
+            )
+        return kept
+
     def _run(
         self, prompts: PromptSet, purpose: str, task: EvaluationTask, *, group_size: int | None = None
-    ) -> ScoredSamples:
-        """Sampled, or with no size of a group greedily."""
+    ) -> MeasuredSamples:
+        """Return samples, of each prompt as many as a group has, or with no size of a group one that is greedy."""
         sampling = self._sampling if group_size is not None else replace(self._sampling, temperature=0.0)
-        request = GenerationRequest(
-            prompt_ids=tuple(prompt.ids for prompt in prompts.prompts),
-            seeds=row_seeds(self._seed, purpose, task.step, count=len(prompts) * (group_size or 1)),
-            sampling=sampling,
-        )
-        output = self._generation.generate(request)
-        check_versions(output, task.version)
-        scored = self._scorer.score(prompts.prompts, output)
-        self._printed += scored.report.printed
-        return scored
+        seeds = row_seeds(self._seed, purpose, task.step, count=len(prompts) * (group_size or 1))
+        found = self._sampler.sample(prompts.prompts, seeds, sampling, version=task.version)
+        self._printed += found.printed
+        return found
 
     def _records(
-        self, name: str, prompts: PromptSet, rollouts: ScoredSamples, max_rows: int | None, *, is_greedy: bool = False
+        self, name: str, prompts: PromptSet, found: MeasuredSamples, max_rows: int | None, *, is_greedy: bool = False
     ) -> list[dict[str, object]]:
         """The first rows as people read them."""
-        report, output = rollouts.report, rollouts.output
-        size = len(report.rewards) // len(prompts)
-        responses = output.token_ids.split(output.lengths.tolist())[:max_rows]
+        size = len(found.rewards) // len(prompts)
         records = []
-        for row, response in enumerate(responses):
+        for row, response in enumerate(found.responses[:max_rows]):
             prompt = prompts.prompts[row // size]
             about: dict[str, object] = {"set": name, "number": prompt.index, "sample": row % size}
             if prompt.category is not None:
                 about["category"] = prompt.category
             record = row_record(
-                reward=report.rewards[row],
-                components={part: values[row] for part, values in report.components.items()},
-                response_tokens=len(response),
-                truncated=bool(output.truncated[row]),
+                reward=found.rewards[row],
+                components={part: values[row] for part, values in found.components.items()},
+                response_tokens=found.num_tokens[row],
+                truncated=found.truncated[row],
+                ending=found.endings[row] if found.endings else None,
             )
             texts = {
                 "prompt": self._tokenizer.decode(list(prompt.ids)),
-                "response": self._tokenizer.decode(response.tolist()),
+                "response": self._tokenizer.decode(list(response)),
             }
             records.append({**texts, **about, "greedy": is_greedy, **record})
         return records

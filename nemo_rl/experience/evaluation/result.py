@@ -29,6 +29,8 @@ class SetResult:
     truncated_share: float
     components: Mapping[str, float] = field(default_factory=dict)
     """Means of the parts of the reward."""
+    num_left_out: int = 0
+    """Prompts that are in no measure because a sample of theirs could not be scored."""
 
     @property
     def reward(self) -> float:
@@ -49,6 +51,7 @@ class SetResult:
         return metrics | {
             f"{area}/mean_response_tokens": self.mean_response_tokens,
             f"{area}/truncated_share": self.truncated_share,
+            **({f"{area}/left_out_prompts": float(self.num_left_out)} if self.num_left_out else {}),
         }
 
     def as_record(self) -> dict[str, object]:

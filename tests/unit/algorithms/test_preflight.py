@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.preflight.checks import CHECKS, preflight, run_checks
+from nemo_rl.algorithms.preflight.inputs import Subject, turn_lines
 from nemo_rl.algorithms.preflight.machine import busy_machine
 from nemo_rl.config.schema import ClusterConfig
+from nemo_rl.data.tokenizer import CHATML_TEMPLATE
 from nemo_rl.data_plane.adapters import mooncake_master
 from nemo_rl.errors import CheckpointError, NemoRLError, ResourceError, UserError
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -225,3 +227,27 @@ def test_a_preflight_warns_of_a_busy_machine_and_goes_on(
     config = load_recipe(write_recipe(tmp_path, write_tiny_folder(tmp_path / "model")), LOCAL)
     run_checks(config, ["CPUs"])
     assert "this machine is busy: load average 99.0" in caplog.text
+
+
+def test_a_template_that_takes_no_results_of_tools_is_refused_before_a_run(tmp_path: Path, model: Path) -> None:
+    conversation = {"conversation": {"enabled": True}}
+    env = {"tools": {"use": [{"name": "calculator"}]}}
+    no_tools = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}"
+    recipe = write_recipe(
+        tmp_path,
+        model,
+        experience=conversation,
+        env=env,
+        policy={"tokenizer": {"chat_template": no_tools + CHATML_TEMPLATE}},
+    )
+    config = load_recipe(recipe, LOCAL)
+    problems = CHECKS["turns"](Subject(config))
+    assert [line.split(": ")[1] for line in problems] == [
+        "tool result",
+        "tool result to thoughts",
+        "parallel tool results",
+        "tool result, then user",
+    ]
+    assert all("no tools here" in line for line in problems)
+    assert "  user reply: seam ['\\n']" in turn_lines(config)
+    assert turn_lines(load_recipe(write_recipe(tmp_path, model), LOCAL)) == []

@@ -74,6 +74,18 @@ def test_the_kl_of_a_row_is_the_sum_of_its_tokens_clamped_log_ratios() -> None:
     assert is_clamped
 
 
+def test_tokens_of_replies_count_in_no_measure() -> None:
+    batch = batch_of()
+    batch["token_mask"][:, 4:6] = False
+    every = TokenStatistics(error_threshold=2.0, kl=IN_REWARD.kl)
+    numbers = every(batch).numbers
+    for row in range(len(batch["token_mask"])):
+        at = batch["token_mask"][row]
+        compact = {name: column[row][at][None] for name, column in batch.items()}
+        for name, found in every(compact).numbers.items():
+            assert numbers[name][row].item() == pytest.approx(found.item(), rel=1e-12)
+
+
 def test_an_infinite_log_ratio_is_clamped_and_equal_infinities_are_none() -> None:
     mask = torch.ones(1, 3, dtype=torch.bool)
     inf = math.inf

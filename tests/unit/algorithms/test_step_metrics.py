@@ -13,6 +13,7 @@ from nemo_rl.algorithms.grpo import score_rows
 from nemo_rl.algorithms.stages.state import ChosenRows, begin_step
 from nemo_rl.algorithms.step_metrics import (
     data_plane_metrics,
+    ending_texts,
     informative_kl,
     pack_metrics,
     staleness_metrics,
@@ -180,3 +181,21 @@ def test_a_kl_that_is_zero_by_construction_is_not_shown(
     metrics = {"train/policy_kl": 0.25, **more}
     assert informative_kl(summary_of(num_updates), metrics, config) == shown
     assert informative_kl(None, {}, config) is None
+
+
+def test_endings_are_told_with_their_number_reward_and_tokens() -> None:
+    found = ending_texts(
+        {
+            "rollout/ending/env_error": 2.0,
+            "rollout/ending/env_error/tokens": 3.0,
+            "rollout/ending/answered": 12.0,
+            "rollout/ending/answered/reward": 0.5,
+            "rollout/ending/answered/tokens": 30.25,
+            "rollout/turns": 3.0,
+        }
+    )
+    assert list(found.items()) == [
+        ("answered", "12 (reward 0.5, 30.2 tokens)"),
+        ("env_error", "2 (left out, 3 tokens)"),
+    ]
+    assert ending_texts({"rollout/turns": 1.0}) == {}

@@ -169,6 +169,31 @@ def baseline_of(columns: dict[str, torch.Tensor], values: list[list[float]]) -> 
     return result
 
 
+def with_replies(columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same sampled tokens with replies of other lengths between them: row i has 1 + i % 3 tokens more behind its
+    second sampled token."""
+    found = {name: torch.full((len(LENGTHS), column.shape[1] + 3), math.nan) for name, column in columns.items()}
+    found["token_mask"] = torch.zeros(found["token_mask"].shape, dtype=torch.bool)
+    for row, length in enumerate(LENGTHS):
+        cut = min(PROMPT + 2, length)
+        for name, column in columns.items():
+            start = cut + 1 + row % 3
+            found[name][row, :cut] = column[row, :cut]
+            found[name][row, start : start + length - cut] = column[row, cut:length]
+    return found
+
+
+@pytest.mark.parametrize("kl", [None, KL])
+@pytest.mark.parametrize("estimator", [Returns, TokenReinforcePlusPlus, OptimalTokenBaseline])
+def test_replies_between_sampled_tokens_change_no_advantage(estimator: type, kl: KlInReward | None) -> None:
+    columns = columns_of()
+    plain = advantages(work_of(estimator(config=GRPOConfig()), kl=kl), columns)
+    holes = advantages(work_of(estimator(config=GRPOConfig()), kl=kl), with_replies(columns))
+    assert [len(row) for row in holes] == [len(row) for row in plain]
+    for row, values in enumerate(plain):
+        assert holes[row] == pytest.approx(values, rel=1e-6, abs=1e-7)
+
+
 @pytest.mark.parametrize("kl", [None, KL])
 def test_the_token_baseline_is_the_weighted_mean_of_the_returns_of_the_group(kl: KlInReward | None) -> None:
     columns = columns_of()

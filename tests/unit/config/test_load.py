@@ -276,3 +276,9 @@ def test_a_slip_in_a_reserved_key_leads_to_the_key(tmp_path: Path, name: str) ->
 def test_lookahead_is_one_step_unless_it_is_set(staleness: int, lookahead: str, ahead: int) -> None:
     overrides = (f"grpo.async.max_staleness={staleness}", f"grpo.async.lookahead={lookahead}")
     assert load_config(DEMO, ["grpo.async.enabled=true", *overrides]).grpo.async_.steps_ahead == ahead
+
+
+def test_conversations_and_asynchronous_runs_need_engines_whose_rows_come_and_go() -> None:
+    assert not load_config(DEMO).has_continuous_engines
+    assert load_config(DEMO, ["grpo.async.enabled=true", "cluster.launcher=ray"]).has_continuous_engines
+    assert load_config(DEMO, ["experience.conversation.enabled=true"]).has_continuous_engines

@@ -11,7 +11,7 @@ from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.config.render import to_yaml
 from nemo_rl.errors import ConfigError
-from tests.helpers.refused_configs import ACCEPTED_ASYNC, ACCEPTED_LOSSES, GPUS, LOCAL, MORE_REFUSED
+from tests.helpers.refused_configs import ACCEPTED, GPUS, LOCAL, MORE_REFUSED
 
 DEMO = "configs/grpo_sort_cpu.yaml"
 MEGATRON_TP2 = "configs/recipes/grpo_sort_megatron_tp2_cpu.yaml"
@@ -222,6 +222,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("data.validation.task=chain_sum",), "data.validation.task: 'chain_sum' would be ignored"),
         (("data.train.options.digits=3",), "data.train.options.digits"),
         (("+data.train.options.digits=3",), "data.train.options.digits: sort_digits takes min_digits and max_digits"),
+        (("data.train.dataset_name=guess",), "data.train.options.min_digits: guess takes numbers and games only"),
         (("data.train.dataset_name=reasoning_gym",), "data.train.task: must be set"),
         (JSONL, "data.train.data_path: must be set"),
         ((*JSONL, "data.train.data_path=a", "data.train.split=b"), "data.train.split: 'b' would be ignored"),
@@ -234,13 +235,6 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_reasoning_gym_reward_needs_its_prompts": [
         (("env.name=reasoning_gym",), "data.validation.dataset_name: env.")
-    ],
-    "rule_scorer_keys_fit_the_environment": [
-        (("env.timeout_s=3",), "env.timeout_s: 3.0 would be ignored"),
-        (("env.score_threshold=1",), "env.score_threshold: 1.0 would be ignored"),
-        (("+env.reward_weights.a=1",), "env.reward_weights: would be ignored"),
-        (("env.reward_batch_size=8",), "env.reward_batch_size: 8 would be ignored"),
-        (("env.name=a:B", "env.score_threshold=0.5"), "env.score_threshold: 0.5 would be ignored"),
     ],
     "rule_options_need_a_plugin": [
         ((f"+{name.rpartition('.')[0]}.options.x=1",), f".options: would be ignored, because {name} is ")
@@ -509,8 +503,7 @@ def test_every_rule_is_exercised() -> None:
         FIXED,
         ("env.name=custom", "env.reward_function=a.b:c", "env.timeout_s=3"),
         (*GRADED, "env.score_threshold=0.5", "grpo.stop_at_validation_accuracy=0.9", "env.reward_batch_size=8"),
-        *ACCEPTED_LOSSES,
-        *ACCEPTED_ASYNC,
+        *ACCEPTED,
     ],
 )
 def test_combinations_that_work_are_accepted(overrides: tuple[str, ...]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
 import torch
 
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
-from nemo_rl.experience.payload import SampleStats, build_columns, mean_of_scored
+from nemo_rl.experience.payload import ConversationStats, SampleStats, build_columns, mean_of_scored
 from nemo_rl.experience.rollout_worker import RolloutResult
 from nemo_rl.models.generation.interfaces import GenerationOutput
 from nemo_rl.utils.metrics import Sum
@@ -76,3 +77,30 @@ def test_rows_of_several_rollouts_keep_their_group_and_the_version_that_sampled_
 def test_the_mean_of_a_component_is_that_of_the_rows_that_have_one():
     assert mean_of_scored(np.array([1.0, math.nan, 0.0, 0.5], dtype=np.float32)) == 0.5
     assert math.isnan(mean_of_scored(np.array([math.nan], dtype=np.float32)))
+
+
+def test_scalars_come_back_from_json_to_the_last_bit():
+    stats = SampleStats(
+        rewards=np.asarray([0.1, 1 / 3], dtype=np.float32),
+        truncated=np.asarray([True, False]),
+        response_lengths=np.asarray([3, 4], dtype=np.int32),
+        components={"odd": np.asarray([float("nan"), 0.7], dtype=np.float32)},
+        conversations=ConversationStats(
+            sample=np.asarray([0, 1], dtype=np.int32),
+            is_scored=np.asarray([False, True]),
+            endings=np.asarray([7, 0], dtype=np.uint8),
+            num_turns=np.asarray([1, 5], dtype=np.int32),
+            is_void=np.asarray([False, True]),
+        ),
+    )
+    record = json.loads(json.dumps(stats.to_json()))
+    assert record["conversations"]["endings"] == [stats.conversations.ending_of(0).value, "answered"]
+    again = SampleStats.from_json(record)
+    assert again.rewards.tobytes() == stats.rewards.tobytes() and again.components["odd"].tobytes() == (
+        stats.components["odd"].tobytes()
+    )
+    for name in ("sample", "is_scored", "endings", "num_turns", "is_void"):
+        ours, theirs = getattr(again.conversations, name), getattr(stats.conversations, name)
+        assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist()
+    del record["conversations"]
+    assert SampleStats.from_json(record).conversations is None

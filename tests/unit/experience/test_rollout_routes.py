@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.algorithms.setup import rollout_spec
 from nemo_rl.algorithms.stages.columns import stage_columns, written_fields
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
@@ -18,6 +17,7 @@ from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.errors import WorkerError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask
 from nemo_rl.experience.rollout_worker import GroupRequest, RolloutResult, RolloutWorker
+from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.jagged import lengths_of, values_of
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest
 from nemo_rl.models.generation.torch_engine import TorchEngine
@@ -67,7 +67,7 @@ def rollout(plane: Plane, config: MasterConfig) -> tuple[RolloutWorker, RolloutR
     """One rollout of two prompts."""
     engine = Listening.from_config(config.policy, weight_version=0)
     assert isinstance(engine, Listening)
-    worker = RolloutWorker(rollout_spec(config), generation=engine)
+    worker = RolloutWorker(RolloutSpec.of(config), generation=engine)
     stages = stage_columns(config, PolicyLoss(config=config.loss_fn, prev_field="prev_logprobs"))
     partition = plane.partition(list(written_fields(stages)))
     worker.setup_data_plane(plane.owner.address)
@@ -149,7 +149,7 @@ class Deaf(Listening):
 
 def test_an_engine_without_routes_ends_the_step(plane: Plane, model: Path, tmp_path: Path) -> None:
     config = config_of(model, tmp_path, "policy.router_replay.enabled=true")
-    worker = RolloutWorker(rollout_spec(config), generation=Deaf.from_config(config.policy, weight_version=0))
+    worker = RolloutWorker(RolloutSpec.of(config), generation=Deaf.from_config(config.policy, weight_version=0))
     worker.setup_data_plane(plane.owner.address)
     with pytest.raises(WorkerError, match="expected routes with the samples, the engines gave none"):
         list(worker.rollout([GroupRequest(uid="a", prompt=3, seed=5)], version=0, partition_id=plane.partition()))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.setup import rollout_spec
 from nemo_rl.config.load import load_config
 from nemo_rl.errors import ResourceError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile
 from nemo_rl.experience.rollout_worker import RolloutWorker
+from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from tests.helpers.runs import LOCAL, write_recipe
@@ -37,7 +37,7 @@ def open_worker(folder: Path, *keys: str) -> tuple[RolloutWorker, Remembering]:
     config = load_config(write_recipe(folder, model), [*settings, *validation, *keys])
     engine = Remembering.from_config(config.policy, weight_version=0)
     assert isinstance(engine, Remembering)
-    return RolloutWorker(rollout_spec(config), generation=engine), engine
+    return RolloutWorker(RolloutSpec.of(config), generation=engine), engine
 
 
 @pytest.mark.parametrize(("keys", "expected"), [((), (2, 7, 9)), (("policy.generation.stop_token_ids=[11]",), (11,))])

@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from nemo_rl.experience.token_record import TokenTexts, token_record
+from nemo_rl.experience.token_record import TokenTexts, row_texts, token_record
 
 
 class Bytes:
@@ -49,3 +49,10 @@ def test_only_trained_tokens_have_log_probabilities() -> None:
     assert record["generation_logprobs"] == [None, -0.12346, "-inf"] and record["token_mask"] == [0, 1, 1]
     assert record["prev_logprobs"] == [None, -1.2346e-05, "nan"]
     assert json.loads(json.dumps(record, allow_nan=False)) == record
+
+
+def test_the_replies_of_a_conversation_stand_in_its_response() -> None:
+    ids, mask = torch.tensor(list(b"ask: yes? no")), torch.zeros(12, dtype=torch.bool)
+    assert row_texts(Bytes(), ids, mask) == {"prompt": "ask: yes? no", "response": ""}
+    mask[5:8], mask[10:] = True, True
+    assert row_texts(Bytes(), ids, mask) == {"prompt": "ask: ", "response": "yes? no"}

@@ -48,6 +48,25 @@ def test_value_and_gradient_equal_the_reference(config: LossConfig) -> None:
     assert gradient.abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_rows_with_replies_between_their_turns_equal_the_reference(config: LossConfig) -> None:
+    batch = loss_batch(rows=8, width=14)
+    # Two or three turns a row, and rubbish between them.
+    is_reply = torch.zeros(8, 14, dtype=torch.bool)
+    is_reply[:, 4:6], is_reply[::2, 9:12] = True, True
+    batch["token_mask"] = batch.tensor("token_mask") & ~is_reply
+    for name in ("prev_logprobs", "generation_logprobs"):
+        batch[name] = torch.where(is_reply, -40.0, batch.tensor(name))
+    now = batch.tensor("now").clone().requires_grad_()
+    loss = PolicyLoss(config=config)(now, batch, scale=global_scale(batch)).loss
+    loss.backward()
+    at = batch.tensor("now")
+    assert loss.item() == pytest.approx(reference_loss(batch, at, at, config), rel=1e-12, abs=1e-14)
+    gradient = reference_gradient(batch, at, config, prev_field="prev_logprobs")
+    torch.testing.assert_close(now.grad, gradient, rtol=1e-6, atol=1e-9)
+    assert not now.grad[is_reply].any()
+
+
 @pytest.mark.parametrize("name", sorted(LOSSES.builtin))
 def test_a_number_for_each_row_is_that_number_for_each_token(name: str) -> None:
     batch = loss_batch(per_row=True)

@@ -1,0 +1,246 @@
+"""`RolloutSampling`: environment, sampler of held-out prompts and, where the recipe has them, conversations.
+
+Called by the rollout worker and by `nemo-rl eval`. Invariant: what is started is ended when a later part fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config.conversation import program_command
+from nemo_rl.config.parts import CALL_FORMATS, ENVIRONMENTS, PROGRAM, TOOLS, TURN_ENVIRONMENTS
+from nemo_rl.config.schema import EnvConfig
+from nemo_rl.data.turn_encoder import TurnEncoder
+from nemo_rl.environments.conversation_host import EnvironmentHost
+from nemo_rl.environments.factory import build_environment, reward_identity
+from nemo_rl.environments.interfaces import Environment
+from nemo_rl.environments.process_environment import RewardLog
+from nemo_rl.environments.programs import ProgramHost, ProgramSpec, absolute_command
+from nemo_rl.environments.tool_host import HostedTool, ToolHost
+from nemo_rl.environments.zygote import HostLimits
+from nemo_rl.errors import ConfigError
+from nemo_rl.experience.conversation_attempt import AttemptParts, Hosts
+from nemo_rl.experience.conversation_rollouts import ConversationRollouts, ConversationSampler
+from nemo_rl.experience.conversations import ConversationLoop
+from nemo_rl.experience.rollouts import ResponseSampler, ResponseScorer, RolloutSpec, SamplesPrompts, sampling_params
+from nemo_rl.experience.turn_sampler import TurnSampler
+from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
+
+__all__ = ["RolloutEnvironment", "RolloutSampling"]
+
+
+class RolloutEnvironment:
+    """Environment and tools of a run, started.
+
+    Args:
+        log_file: gets what environments, tools and rewards print; None drops it.
+
+    Raises:
+        UserError: an environment, a tool or a reward cannot be loaded.
+    """
+
+    def __init__(self, spec: RolloutSpec, *, log_file: Path | None = None) -> None:
+        self._spec = spec
+        self._ending = ExitStack()
+        self._turns = turn_environment(spec.env)
+        self.hosts = Hosts()
+        """Processes of the environment with turns and of tools."""
+        self.log = RewardLog(log_file)
+        self.scorer: Environment | None = None
+        """Scores responses; None where the environment has turns."""
+        self.loop: ConversationLoop | None = None
+        """Runs conversations; None where every row is one response to one prompt."""
+        try:
+            self._open(log_file)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the schemas of the tools."""
+        return () if self.hosts.tools is None else self.hosts.tools.schemas
+
+    @property
+    def identity(self) -> str:
+        """Return the name of a built-in reward; of one of the user's, and of tools, a digest of the source as well."""
+        if self.hosts.programs is not None:
+            scores = "" if self.scorer is None else f":{reward_identity(self._spec.env, self.scorer)}"
+            found = f"{PROGRAM}:{self.hosts.programs.source}{scores}"
+        elif self.scorer is not None:
+            found = reward_identity(self._spec.env, self.scorer)
+        else:
+            assert self.hosts.environment is not None, "an environment scores, or has turns"
+            found = f"{self._spec.env.name}:{self.hosts.environment.source}"
+        return found if self.hosts.tools is None else f"{found}:{self.hosts.tools.source}"
+
+    def shutdown(self) -> None:
+        """End conversations, tools and environment. Idempotent."""
+        self._ending.close()
+
+    def _open(self, log_file: Path | None) -> None:
+        spec, conversation = self._spec, self._spec.experience.conversation
+        is_program = spec.env.name == PROGRAM
+        if self._turns is not None and not conversation.enabled:
+            raise ConfigError(
+                f"experience.conversation.enabled: env.name {spec.env.name!r} is an environment with turns; set it to "
+                "true"
+            )
+        if self._turns is None and (not is_program or spec.env.reward_function is not None):
+            self.scorer = build_environment(spec.env, start_timeout_s=spec.start_timeout_s, log_file=log_file)
+            self._ending.callback(self.scorer.shutdown)
+        if conversation.enabled:
+            self.hosts = Hosts(
+                environment=self._environment_host(),
+                tools=self._tool_host(),
+                programs=self._program_host() if is_program else None,
+            )
+            self.loop = ConversationLoop(conversation, self.hosts)
+            self._ending.callback(self.loop.close)
+            self.loop.start(timeout_s=2 * spec.start_timeout_s)
+
+    def _environment_host(self) -> EnvironmentHost | None:
+        env = self._spec.env
+        if self._turns is None:
+            return None
+        limits = HostLimits(
+            timeout_s=env.timeout_s,
+            start_timeout_s=self._spec.start_timeout_s,
+            num_workers=env.num_workers,
+            memory_mib=env.memory_mib,
+            network=env.network,
+        )
+        return EnvironmentHost(self._turns, env.options, limits=limits, hear=self.log.hear)
+
+    def _program_host(self) -> ProgramHost:
+        env = self._spec.env
+        command = program_command(env.options)
+        if isinstance(command, str):
+            raise ConfigError(command)
+        command = absolute_command(command)
+        if shutil.which(command[0]) is None:
+            raise ConfigError(f"env.options.command: no program {command[0]!r} on this machine")
+        return ProgramHost(
+            ProgramSpec(command=command, memory_mib=env.memory_mib),
+            timeout_s=env.timeout_s,
+            is_scored=self.scorer is not None,
+            hear=self.log.hear,
+        )
+
+    def _tool_host(self) -> ToolHost | None:
+        tools = self._spec.env.tools
+        if not tools.use:
+            return None
+        limits = HostLimits(
+            timeout_s=tools.timeout_s,
+            start_timeout_s=self._spec.start_timeout_s,
+            num_workers=tools.num_workers,
+            memory_mib=tools.memory_mib,
+            network=tools.network,
+        )
+        hosted = [
+            HostedTool(target=TOOLS.builtin.get(tool.name, tool.name), options=tool.options) for tool in tools.use
+        ]
+        return ToolHost(hosted, limits=limits, hear=self.log.hear)
+
+
+class RolloutSampling:
+    """Everything that samples and scores, in one process.
+
+    Args:
+        generation: engines, shared with the weight sync.
+        log_file: as in `RolloutEnvironment`.
+
+    Raises:
+        UserError: an environment, a tool or a reward cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        spec: RolloutSpec,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        generation: GenerationInterface,
+        log_file: Path,
+    ) -> None:
+        self._spec, self._tokenizer, self._generation = spec, tokenizer, generation
+        self.environment = RolloutEnvironment(spec, log_file=log_file)
+        self.now = spec.now or datetime.now()
+        """The clock of the chat template."""
+        self.conversations: ConversationRollouts | None = None
+        self.turn_sampler: TurnSampler | None = None
+        if self.environment.loop is not None:
+            try:
+                self._join(self.environment.loop, stop_ids)
+            except BaseException:
+                self.shutdown()
+                raise
+
+    def sampler_of(self, sampling: SamplingParams) -> SamplesPrompts:
+        """Return the sampler of held-out prompts.
+
+        Args:
+            sampling: how responses are sampled; a stop token at their end is no part of their text.
+        """
+        if self.conversations is not None:
+            return ConversationSampler(self.conversations)
+        scorer = self.environment.scorer
+        assert scorer is not None, "single turns are scored"
+        return ResponseSampler(self._generation, ResponseScorer(scorer, self._tokenizer, sampling=sampling))
+
+    def shutdown(self) -> None:
+        """End conversations, tools and environment. Idempotent."""
+        # Conversations end before the engines' feeds do.
+        self.environment.shutdown()
+        if self.turn_sampler is not None:
+            self.turn_sampler.close()
+
+    def _join(self, loop: ConversationLoop, stop_ids: Sequence[int]) -> None:
+        """Give the loop of conversations engines and tokens."""
+        spec, policy, tools = self._spec, self._spec.policy, self._spec.env.tools
+        stops = sampling_params(policy.generation, stop_ids, is_validation=False).stop_token_ids
+        self.turn_sampler = TurnSampler(
+            self._generation,
+            with_routes=policy.router_replay.records_at_rollout,
+            with_support=policy.generation.record_support,
+        )
+        has_calls = bool(tools.use) or spec.env.name == PROGRAM
+        encoder = TurnEncoder(
+            self._tokenizer,
+            stop_ids=stops,
+            tools=self.environment.schemas,
+            now=self.now,
+            history=spec.data.history,
+        )
+        parts = AttemptParts(
+            config=spec.experience.conversation,
+            tools_config=tools,
+            tokenizer=self._tokenizer,
+            encoder=encoder,
+            sampler=self.turn_sampler,
+            max_total_length=policy.max_total_sequence_length,
+            hosts=self.environment.hosts,
+            calls=CALL_FORMATS.load(tools.format, key="env.tools.format")(self._tokenizer) if has_calls else None,
+            stop_ids=frozenset(stops),
+        )
+        loop.use(parts)
+        self.conversations = ConversationRollouts(
+            loop, spec.experience.conversation, environment=self.environment.scorer, log=self.environment.log
+        )
+
+
+def turn_environment(env: EnvConfig) -> str | None:
+    """Return `module:Class` of an environment with turns; None for one that only scores."""
+    if ENVIRONMENTS.is_builtin(env.name):
+        return TURN_ENVIRONMENTS.get(env.name)
+    found = ENVIRONMENTS.load(env.name, key="env.name")
+    return env.name if inspect.getattr_static(found, "open", None) is not None else None
