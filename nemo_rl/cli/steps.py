@@ -17,9 +17,11 @@ from nemo_rl.errors import UserError, boundary
 from nemo_rl.utils.console import make_console
 
 if TYPE_CHECKING:
+    from nemo_rl.diagnostics.conversation_replay import ConversationReport
     from nemo_rl.diagnostics.mismatch.report import MismatchReport
     from nemo_rl.diagnostics.run_replay import RunReplayReport
     from nemo_rl.diagnostics.step_replay.compare import ReplayReport
+    from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 
 __all__ = ["app", "replay"]
 
@@ -61,6 +63,13 @@ def replay(
         bool,
         typer.Option("--explain-mismatch", help="split the KL between rollout and trainer of the step into its causes"),
     ] = False,
+    conversations: Annotated[
+        bool,
+        typer.Option("--conversations", help="sample the conversations of the step again with their recorded replies"),
+    ] = False,
+    engines: Annotated[
+        int | None, typer.Option("--engines", min=1, help="engines for --conversations; default: as in the run")
+    ] = None,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="import what the kept config names outside the library")
     ] = False,
@@ -69,16 +78,15 @@ def replay(
     """Run kept steps from the last checkpoint to STEP again and name the first stage that differs.
 
     With --explain-mismatch: what the KL between rollout and trainer of STEP comes from, by scoring its rows again.
+    With --conversations: sample the turns of STEP again, with the replies that environments and tools gave, and compare
+    their tokens and log-probabilities.
     With --from 0 --to N in place of --step: sample and train the first N steps of an asynchronous run again, in the
     order of its schedule, and compare rows, losses and weights to the last bit.
 
     Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7 unsupported, 8 a rank failed.
     """
     # torch takes seconds to import, and other commands need none.
-    from nemo_rl.diagnostics.mismatch.explain import explain_mismatch  # noqa: PLC0415
-    from nemo_rl.diagnostics.step_replay.replay import replay_step  # noqa: PLC0415
     from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest  # noqa: PLC0415
-    from nemo_rl.distributed.local_job import quiet_libraries  # noqa: PLC0415
 
     if start is not None or stop is not None:
         if step is not None or start is None or stop is None:
@@ -106,16 +114,33 @@ def replay(
         allows_code=allow_code,
         out=out,
     )
+    if (conversations and explain) or (engines is not None and not conversations):
+        raise UserError("--conversations, with --engines N or without, or --explain-mismatch: expected one of the two")
     try:
-        with quiet_libraries():
-            report = explain_mismatch(request, report=_tell) if explain else replay_step(request)
+        report = _replayed(request, explain=explain, conversations=conversations, num_engines=engines)
     except ReplayProblem as problem:
         raise _end(str(problem), problem.verdict) from problem
     _show(report, as_json=as_json)
     raise typer.Exit(report.verdict.value)
 
 
-def _show(report: ReplayReport | MismatchReport | RunReplayReport, *, as_json: bool) -> None:
+def _replayed(
+    request: ReplayRequest, *, explain: bool, conversations: bool, num_engines: int | None
+) -> ReplayReport | MismatchReport | ConversationReport:
+    from nemo_rl.diagnostics.conversation_replay import replay_conversations  # noqa: PLC0415
+    from nemo_rl.diagnostics.mismatch.explain import explain_mismatch  # noqa: PLC0415
+    from nemo_rl.diagnostics.step_replay.replay import replay_step  # noqa: PLC0415
+    from nemo_rl.distributed.local_job import quiet_libraries  # noqa: PLC0415
+
+    with quiet_libraries():
+        if explain:
+            return explain_mismatch(request, report=_tell)
+        if conversations:
+            return replay_conversations(request, num_engines=num_engines, report=_tell)
+        return replay_step(request)
+
+
+def _show(report: ReplayReport | MismatchReport | RunReplayReport | ConversationReport, *, as_json: bool) -> None:
     console = make_console()
     if as_json:
         console.print_json(json.dumps(report.as_record()))

@@ -71,14 +71,15 @@ class FarToken:
 def look_at(tokens: StepTokens, logprobs_M: torch.Tensor) -> Evidence:
     """Compare log-probabilities with those of the rollout."""
     each_M = k3((logprobs_M - tokens.rollout_M).double()).nan_to_num(0.0)
-    row_M, column_M = tokens.row_M, tokens.column_M
+    row_M = tokens.row_M
     counts_N = torch.bincount(row_M, minlength=len(tokens.rows))
-    first_N = torch.full((len(tokens.rows),), tokens.ids_NT.shape[1]).scatter_reduce(0, row_M, column_M, "amin")
-    place_M = (column_M - first_N[row_M]).double() / counts_N[row_M].clamp(min=1)
+    # Counted over sampled tokens: replies of a conversation lie between them.
+    number_M = torch.arange(len(row_M)) - (counts_N.cumsum(0) - counts_N)[row_M]
+    place_M = number_M.double() / counts_N[row_M].clamp(min=1)
     ranked = each_M.sort(descending=True).values
     top = ranked[: max(1, len(ranked) // 100)].sum()
     return Evidence(
-        first_tokens=_mean(each_M[column_M == first_N[row_M]]),
+        first_tokens=_mean(each_M[number_M == 0]),
         early=_mean(each_M[place_M < 1 / 3]),
         late=_mean(each_M[place_M >= 2 / 3]),
         top_share=float(top / ranked.sum()) if float(ranked.sum()) else 0.0,

@@ -28,7 +28,7 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import name_some
 from nemo_rl.utils.checkpoint import Checkpoint
 
-__all__ = ["Versions", "find_versions"]
+__all__ = ["Versions", "find_versions", "find_weights"]
 
 ROWS, LOGPROBS, PASS = "rows", "logprobs", "pass_{rank}.safetensors"
 REACHED = "reached_{version}"
@@ -93,6 +93,34 @@ def find_versions(
         trainer_M=_trainer_pass(scratch, tokens) if wants_pass else None,
         notes=tuple(notes),
     )
+
+
+def find_weights(
+    request: ReplayRequest,
+    settings: ReplaySettings,
+    target: ChainLink,
+    versions: Collection[int],
+    *,
+    scratch: Path,
+    progress: Progress,
+) -> dict[int, Path]:
+    """Return the folders of these versions of the weights; those that no checkpoint has are made by a replay.
+
+    Args:
+        scratch: folder for what the replay makes.
+
+    Raises:
+        ReplayProblem: a version cannot be had.
+    """
+    checkpoints = checkpoints_of(settings.config, request.run)
+    here = {0: Path(settings.policy.model_name)} | {found.step: found.weights for found in checkpoints}
+    missing = set(versions) - here.keys()
+    plan = _ReplayPlan(request=request, target=target, checkpoints=checkpoints, settings=settings, wants_pass=False)
+    chain = plan.chain(missing)
+    if chain is not None:
+        _begin_replay(chain, scratch, progress)
+        _replay(chain, settings, _Keep(folder=scratch, versions=tuple(missing), target=None))
+    return {version: here.get(version, scratch / _name(version)) for version in sorted(versions)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -24,6 +24,7 @@ from nemo_rl.diagnostics.rollouts.row import (
     shared_reason,
     signed,
 )
+from nemo_rl.diagnostics.rollouts.turns import RowTurn
 from nemo_rl.utils.console import printable
 from nemo_rl.utils.files import write_text
 
@@ -41,6 +42,12 @@ p { margin: .3em 0; color: var(--soft); overflow-wrap: anywhere; }
 pre { font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .4em 0;
   padding: .5em .7em; background: var(--box); border: 1px solid var(--line); border-radius: 5px; }
 article { border-left: 3px solid var(--line); padding-left: .8em; margin: 1em 0; }
+.time { display: flex; height: .7em; margin: .3em 0; border-radius: 3px; overflow: hidden; background: var(--line); }
+.time .engine { background: #3b82d0; } .time .tool { background: #2f9e66; } .time .waiting { background: #b0b6bd; }
+table.endings { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6em 0; }
+table.endings :is(th, td) { border-bottom: 1px solid var(--line); padding: .1em .8em .1em 0; text-align: left; }
+details { margin: .2em 0 .2em .4em; color: var(--soft); } pre.said { border: 0; margin: .1em 0 .1em 1em; }
+pre.said.error { border-left: 3px solid var(--far-line); }
 article.out pre, .masked { opacity: .5; }
 .apart { background: var(--apart); border-bottom: 2px dotted var(--apart-line); }
 .far { background: var(--far); border-bottom: 2px solid var(--far-line); }
@@ -79,6 +86,8 @@ _DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_DIGEST}'"
 """Content that a browser may load: should something get past the escaping, it still can do nothing."""
 CLASSES = {Grade.CLOSE: "close", Grade.APART: "apart", Grade.FAR: "far"}
+SAID_SHOWN = 4000
+"""Characters of what was said in a turn; the row has all of it, token by token."""
 NAME_SHOWN = 200
 """Characters of a name that the file gives."""
 
@@ -92,6 +101,7 @@ def page_text(shown: ShownRollouts) -> str:
     """Return the page."""
     title = f"Rollouts of {_plain(shown.run)}, {shown.title}"
     reason = shared_reason(row for group in shown.groups for row in group.rows)
+    conversations = [row for group in shown.groups for row in group.rows if row.turns or row.cause]
     head = tag(
         "head",
         tag("meta", {"charset": "utf-8"}),
@@ -115,6 +125,7 @@ def page_text(shown: ShownRollouts) -> str:
             ". Both values are shown under the pointer.",
         ),
         tag("p", _summary(shown)),
+        *([_endings(conversations)] if conversations else []),
         *([] if reason is None else [tag("p", {"class": "reason"}, reason)]),
         _filters(shown),
         *(_group(group, of_step=len(shown.steps) > 1, is_said=reason is not None) for group in shown.groups),
@@ -181,8 +192,10 @@ def _row(row: RolloutRow, *, is_said: bool) -> Markup:
     facts += [(_plain(name), "none" if part is None else f"{part:.4g}") for name, part in row.components.items()]
     facts += [("advantage", signed(row.advantage)), ("ended by", _plain(row.finish_reason))]
     facts += [("tokens", row.response_tokens), ("weights", row.weight_version)]
+    about = [printable(fact, limit=SAID_SHOWN) for fact in row.of_conversation()]
     parts = [tag("span", f" {name} ", tag("b", value), ", ") for name, value in facts if value is not None]
     ends = [_plain(row.left_out)] if is_left_out else []
+    ends += about
     ends += [] if is_said else [difference_text([row])]
     response = list(_tokens(row.tokens)) if row.tokens is not None else [_lines(row.response)]
     return tag(
@@ -193,8 +206,60 @@ def _row(row: RolloutRow, *, is_said: bool) -> Markup:
             "data-answer": "right" if row.is_right else "wrong",
         },
         tag("p", tag("b", _plain(row.key)), ": ", *parts, "; ".join(ends)),
+        *([_time_bar(row)] if row.turns else []),
+        *(_turn(turn) for turn in row.turns),
         tag("pre", {"class": "response"}, *response),
     )
+
+
+def _time_bar(row: RolloutRow) -> Markup:
+    """Return a bar with the shares of engine, tools and waiting in the time of a conversation."""
+    total = row.time.total or 1.0
+    parts = [
+        tag("i", {"class": name, "style": f"width:{100 * seconds / total:.2f}%", "title": f"{name} {seconds:.3g} s"})
+        for name, seconds in row.time.parts.items()
+        if seconds > 0
+    ]
+    return tag("div", {"class": "time", "title": row.time.text()}, *parts)
+
+
+def _turn(turn: RowTurn) -> Markup:
+    """Return a turn: who said what; open where a call failed."""
+    return tag(
+        "details",
+        {"open": ""} if any(said.is_error for said in turn.said) else {},
+        tag("summary", f"turn {turn.number}: {', '.join(turn.facts())}"),
+        *(
+            tag(
+                "pre",
+                {"class": "said error" if said.is_error else "said"},
+                tag("b", f"{_plain(said.who)}: "),
+                _lines(said.text[:SAID_SHOWN]) + (" ..." if len(said.text) > SAID_SHOWN else ""),
+            )
+            for said in turn.said
+        ),
+    )
+
+
+def _endings(rows: Sequence[RolloutRow]) -> Markup:
+    """Return a table of the endings of conversations: how many, their mean reward, tokens, turns and times."""
+    found: dict[str, list[RolloutRow]] = {}
+    for row in rows:
+        found.setdefault(row.finish_reason, []).append(row)
+    names = ("ending", "conversations", "reward", "tokens", "turns", "engine s", "tool s", "waiting s")
+    lines = [tag("tr", *(tag("th", name) for name in names))]
+    for ending, of_it in sorted(found.items(), key=lambda each: -len(each[1])):
+        times = [row.time for row in of_it]
+        cells = [
+            _plain(ending),
+            len(of_it),
+            f"{fmean(row.reward for row in of_it):.4g}",
+            f"{fmean(sum(turn.num_tokens for turn in row.turns) for row in of_it):.4g}",
+            f"{fmean(len(row.turns) for row in of_it):.3g}",
+            *(f"{fmean(time.parts[name] for time in times):.3g}" for name in ("engine", "tool", "waiting")),
+        ]
+        lines.append(tag("tr", *(tag("td", cell) for cell in cells)))
+    return tag("table", {"class": "endings"}, *lines)
 
 
 def _tokens(tokens: RowTokens) -> Iterator[Markup]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.data_plane.keys import group_uid
+from nemo_rl.diagnostics.rollouts.turns import RowTime, RowTurn, time_of, turns_of
 from nemo_rl.errors import UserError, boundary
 from nemo_rl.utils.console import printable
 
@@ -88,7 +89,7 @@ class RolloutRow:
     """Parts of the reward; None for one that was not scored."""
     advantage: float | None = None
     finish_reason: str
-    """`stop` or `length`; `?` where the file does not say."""
+    """`stop` or `length`, of a conversation its ending; `?` where the file does not say."""
     response_tokens: int | None = None
     sample_mask: float | None = None
     """Weight of the row in the loss; None where the file does not say."""
@@ -98,12 +99,35 @@ class RolloutRow:
     tokens: RowTokens | None = None
     no_prev_logprobs: str | None = None
     """The reason for missing log-probabilities of the trainer; None where there are some."""
+    turns: tuple[RowTurn, ...] = ()
+    """Turns of the conversation that begins in this row; none of single turns."""
+    cause: str = ""
+    """The failure that ended the conversation."""
+    num_attempts: int = 1
+    seconds: float | None = None
+    """Seconds of the whole conversation."""
 
     @property
     def is_right(self) -> bool:
         """True where the component `correct`, or the reward where there is none, is above 0."""
         correct = self.components.get("correct")
         return (self.reward if correct is None else correct) > 0
+
+    @property
+    def time(self) -> RowTime:
+        """Return where the time of the conversation has gone."""
+        return time_of(self.turns, self.seconds)
+
+    def of_conversation(self) -> list[str]:
+        """Return what is known of the conversation as a whole, for people; nothing of single turns."""
+        if not self.turns and not self.cause:
+            return []
+        return [
+            f"{len(self.turns)} turns",
+            *([f"{self.num_attempts} attempts"] if self.num_attempts > 1 else []),
+            *([f"cause: {self.cause}"] if self.cause else []),
+            *([self.time.text()] if self.turns else []),
+        ]
 
     @property
     def left_out(self) -> str:
@@ -136,6 +160,10 @@ class RolloutRow:
             weight_version=None if record.get("weight_version") is None else int(record["weight_version"]),
             tokens=_tokens(record) if has_tokens else None,
             no_prev_logprobs=_why_none(record) if has_tokens else EARLIER,
+            turns=turns_of(record),
+            cause=str(record.get("cause", "")),
+            num_attempts=int(record.get("attempts", 1)),
+            seconds=_number(record.get("seconds")),
         )
 
 

@@ -152,7 +152,7 @@ def _contradiction(step: StepSnapshot, number: int) -> str | None:
     if rows is None:
         return None if step.trained is None else "trained: there are no rows"
     columns = {"lengths": rows.lengths, "rewards": rows.rewards, "truncated": rows.truncated, **rows.tags}
-    columns |= {"response_lengths": rows.response_lengths, **rows.components}
+    columns |= {"response_lengths": rows.response_lengths, **rows.components, **(rows.conversations or {})}
     for name, values in columns.items():
         if len(values) != len(rows.keys):
             return f"rows.{name}: expected {len(rows.keys)} values, one for each key, got {len(values)}"

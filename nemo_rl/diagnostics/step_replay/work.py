@@ -190,7 +190,13 @@ def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] 
         )
     try:
         needs, uids = TokenNeeds.of(settings), [group_uid(key) for key in rows.keys]
-        scored = score_rows(rows.scalars, uids, settings.config.grpo, per_token=needs.estimator is not None)
+        scored = score_rows(
+            rows.scalars,
+            uids,
+            settings.config.grpo,
+            per_token=needs.estimator is not None,
+            by_conversation=settings.config.loss_fn.normalization == "sequence",
+        )
     except NonFiniteError as error:
         found = StepError(kind=type(error).__name__, text=str(error), stage="score")
         return StepWork(folder=link.folder, step=step, advantages=none, sample_mask=none, error=found)

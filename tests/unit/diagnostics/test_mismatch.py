@@ -23,8 +23,9 @@ from nemo_rl.data_plane.column_io import read_column_file, write_column_file
 from nemo_rl.diagnostics.mismatch import progress
 from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
 from nemo_rl.diagnostics.mismatch.parts import divergence
-from nemo_rl.diagnostics.mismatch.report import MismatchReport
+from nemo_rl.diagnostics.mismatch.report import MismatchReport, look_at
 from nemo_rl.diagnostics.mismatch.scorer import scaled_rope
+from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.jagged import nest
@@ -233,6 +234,27 @@ def test_k3_is_the_kl_of_the_sampled_side_and_its_error_is_that_of_rows() -> Non
     assert same.kl == pytest.approx(found.kl) and same.std_error == pytest.approx(found.std_error)
     beside = divergence(torch.tensor([0.0, math.nan]), torch.tensor([-0.5, 1.0]), torch.tensor([0, 0]))
     assert beside.num_tokens == 1 and beside.kl == pytest.approx(math.exp(0.5) - 1.5)
+
+
+def test_thirds_of_a_row_are_of_its_sampled_tokens_whatever_lies_between_them() -> None:
+    # Six sampled tokens; a long reply lies behind the second one. The difference is at the third and fourth.
+    is_sampled = torch.zeros(1, 40, dtype=torch.bool)
+    is_sampled[0, [3, 4, 30, 31, 32, 33]] = True
+    tokens = StepTokens(
+        rows=(0,),
+        keys=("a",),
+        versions=(0,),
+        lengths=(40,),
+        ids_NT=torch.zeros(1, 40, dtype=torch.int64),
+        is_sampled_NT=is_sampled,
+        rollout_M=torch.zeros(6),
+        trainer_M=None,
+        support_NS=None,
+    )
+    found = look_at(tokens, torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0]))
+    assert (found.first_tokens, found.early, found.late) == (0.0, 0.0, 0.0)
+    found = look_at(tokens, torch.tensor([1.0, 0.0, 0.0, 0.0, 0.5, 0.5]))
+    assert found.first_tokens > found.late > 0.0 and found.early == pytest.approx(found.first_tokens / 2)
 
 
 def test_a_scaled_rope_is_that_of_another_base_and_is_put_back() -> None:

@@ -173,3 +173,44 @@ def test_a_file_that_holds_no_rows_is_named_with_its_line(tmp_path: Path, text: 
     with pytest.raises(UserError) as caught:
         read_rows(path)
     assert str(path) in str(caught.value) and said in str(caught.value)
+
+
+def conversation_row() -> dict[str, object]:
+    """Return a row of a conversation with a failed call, as a run writes it."""
+    first = {
+        "text": "I ask",
+        "num_tokens": 9,
+        "truncated": False,
+        "calls": [{"name": "add", "arguments": {"a": 1}}],
+        "results": [{"text": "no <b>b</b>", "error": "bad_arguments", "seconds": 0.1}],
+        "messages": [{"role": "tool", "content": "no <b>b</b>", "calls": [], "name": "add"}],
+        "reward": 0.0,
+        "engine": 1,
+        "cached_tokens": 12,
+        "waited_s": 0.5,
+        "sampled_s": 2.0,
+        "tool_s": 1.5,
+    }
+    second = {"text": "3", "num_tokens": 2, "truncated": True, "reward": 1.0, "engine": 1, "sampled_s": 1.0}
+    more = {"turns": [first, second], "seconds": 6.0, "attempts": 2, "cause": "the backend\x1b is away"}
+    return {**token_row("c_g0", ["3", "<|end|>"]), "finish_reason": "env_error", **more}
+
+
+def test_a_conversation_is_shown_turn_by_turn_with_calls_results_and_times(tmp_path: Path) -> None:
+    shown = "\n".join(lines(tmp_path, conversation_row(), token_row("a_g0", ["x"]), width=200))
+    assert "env_error, 2 tokens" in shown and "2 turns, 2 attempts, cause: the backend\\x1b is away" in shown
+    assert "engine 3 s, tool 1.5 s, waiting 1.5 s" in shown
+    turn = "turn 0: 9 tokens, reward 0, engine 1, 12 cached tokens, engine 2 s, tool 1.5 s, waiting 0.5 s"
+    assert turn in shown and "turn 1: 2 tokens, cut, reward 1" in shown
+    at = [shown.index(text) for text in ("assistant: I ask", 'call: add {"a": 1}', "result of add (bad_arguments): no")]
+    assert at == sorted(at) and shown.count("no <b>b</b>") == 1
+    assert "turn" not in "\n".join(lines(tmp_path / "single", token_row("a_g0", ["x"]), width=200))
+
+
+def test_the_page_has_a_bar_of_times_and_a_table_of_endings(tmp_path: Path) -> None:
+    rows = [conversation_row(), token_row("a_g0", ["x"])]
+    page = page_text(choose_rollouts(write_rows(tmp_path, 3, rows), step=None, group=None, limit=None))
+    assert 'class="engine" style="width:50.00%"' in page and 'class="waiting" style="width:25.00%"' in page
+    assert "<td>env_error</td><td>1</td>" in page and "no &lt;b&gt;b&lt;/b&gt;" in page and "<b>b</b>" not in page
+    single = page_text(choose_rollouts(write_rows(tmp_path, 4, rows[1:]), step=None, group=None, limit=None))
+    assert 'class="endings"' not in single and 'class="time"' not in single
