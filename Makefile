@@ -15,6 +15,8 @@ INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constrain
 STARTER := checkpoints/starter_sort
 MOE_STARTER := checkpoints/starter_sort_moe
 CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
+GUESS_STARTER := checkpoints/starter_guess
+CALCULATOR_STARTER := checkpoints/starter_calculator
 SMOLLM2 := checkpoints/smollm2
 SUMS := checkpoints/sums
 # The rollout engine of `make demo-llm`: torch (the embedded one) or vllm.
@@ -98,6 +100,12 @@ $(MOE_STARTER)/config.json: | $(VENV)/.base
 $(CHAIN_SUM_STARTER)/config.json: | $(VENV)/.dev
 	$(BIN)/python examples/make_starter.py --out $(CHAIN_SUM_STARTER) --task chain_sum
 
+$(GUESS_STARTER)/config.json: | $(VENV)/.base
+	$(BIN)/python examples/make_starter.py --out $(GUESS_STARTER) --task guess
+
+$(CALCULATOR_STARTER)/config.json: | $(VENV)/.base
+	$(BIN)/python examples/make_starter.py --out $(CALCULATOR_STARTER) --task calculator
+
 $(SMOLLM2)/config.json $(SUMS)/sums.jsonl &: | $(VENV)/.gguf
 	TQDM_DISABLE=1 $(BIN)/python examples/smollm2/make_smollm2.py --out $(SMOLLM2) --data $(SUMS)
 
@@ -165,14 +173,20 @@ LEARN_sort-megatron := grpo_sort_megatron_tp2_cpu
 LEARN_sort-moe := grpo_sort_moe_r3_megatron_cpu grpo_sort_moe_r3_dtensor_cpu
 LEARN_algorithms := grpo_sort_dr_grpo_cpu grpo_sort_dapo_cpu grpo_sort_gspo_cpu grpo_sort_cispo_cpu
 LEARN_chain-sum := grpo_chain_sum_cpu
+LEARN_guess := grpo_guess_cpu
+LEARN_guess-async := grpo_guess_async_cpu
+LEARN_calculator := grpo_calculator_cpu
 LEARN_sort-async := grpo_sort_async_cpu
 LEARN_sort-async-vllm := grpo_sort_async_vllm_cpu
 LEARN_NEEDS_sort-moe := $(MOE_STARTER)/config.json
 LEARN_NEEDS_sort-async-vllm := $(VENV)/.vllm
 LEARN_NEEDS_chain-sum := $(VENV)/.dev $(CHAIN_SUM_STARTER)/config.json
+LEARN_NEEDS_guess := $(GUESS_STARTER)/config.json
+LEARN_NEEDS_guess-async := $(GUESS_STARTER)/config.json
+LEARN_NEEDS_calculator := $(CALCULATOR_STARTER)/config.json
 .SECONDEXPANSION:
-learn-%: $(VENV)/.base $(STARTER)/config.json $$(LEARN_NEEDS_$$*) ## learning runs of recipes: sort-tp2, sort-megatron, sort-moe, sort-async, sort-async-vllm, algorithms, chain-sum
-	$(if $(LEARN_$*),,$(error learn-$*: expected one of learn-sort, -sort-tp2, -sort-megatron, -sort-moe, -sort-async, -sort-async-vllm, -algorithms, -chain-sum))
+learn-%: $(VENV)/.base $(STARTER)/config.json $$(LEARN_NEEDS_$$*) ## learning runs of recipes: sort-tp2, sort-megatron, sort-moe, sort-async, sort-async-vllm, algorithms, chain-sum, guess, guess-async, calculator
+	$(if $(LEARN_$*),,$(error learn-$*: expected one of learn-sort, -sort-tp2, -sort-megatron, -sort-moe, -sort-async, -sort-async-vllm, -algorithms, -chain-sum, -guess, -guess-async, -calculator))
 	for recipe in $(LEARN_$*); do \
 	  $(BIN)/python examples/run_grpo.py --config configs/recipes/$$recipe.yaml $(RUN_ARGS); \
 	done
@@ -215,13 +229,14 @@ BENCH_tracer := tracer
 BENCH_driver := driver_step
 BENCH_async := async_vs_sync
 BENCH_async-learning := async_learning
+BENCH_conversations := conversations
 BENCH_NEEDS_step := $(STARTER)/config.json
 BENCH_NEEDS_async-learning := $(STARTER)/config.json
 BENCH_NEEDS_data-plane := $(VENV)/.system
 BENCH_NEEDS_generation := $(VENV)/.vllm $(STARTER)/config.json
 BENCH_ARGS_packing := --seed 0
-bench-%: $(VENV)/.base $$(BENCH_NEEDS_$$*) ## benchmarks, into results/bench_*.json: step, data-plane, packing, router-replay, generation, tracer, driver, async, async-learning
-	$(if $(BENCH_$*),,$(error bench-$*: expected one of bench-step, -data-plane, -packing, -router-replay, -generation, -tracer, -driver, -async, -async-learning))
+bench-%: $(VENV)/.base $$(BENCH_NEEDS_$$*) ## benchmarks, into results/bench_*.json: step, data-plane, packing, router-replay, generation, tracer, driver, async, async-learning, conversations
+	$(if $(BENCH_$*),,$(error bench-$*: expected one of bench-step, -data-plane, -packing, -router-replay, -generation, -tracer, -driver, -async, -async-learning, -conversations))
 	$(BIN)/python benchmarks/$(BENCH_$*).py $(BENCH_ARGS_$*) --json results/bench_$(BENCH_$*).json $(ARGS)
 
 step-trace: $(VENV)/.dev $(STARTER)/config.json ## one step of the demo in one process: functions, lines, files and frames that it enters

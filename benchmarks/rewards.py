@@ -1,10 +1,22 @@
-"""A reward that any text can earn. Its processes import this module alone, and need no torch."""
+"""A reward that any text can earn, and a tool that sleeps. Their processes import this module alone, without torch."""
 
 from __future__ import annotations
 
-__all__ = ["odd_share"]
+import time
+
+__all__ = ["odd_share", "wait"]
 
 
 def odd_share(prompt: str, response: str, answer: object) -> float:
     """Share of characters with an odd code: differs from sample to sample, also for a model that knows nothing."""
     return sum(ord(character) % 2 for character in response) / max(len(response), 1)
+
+
+def wait(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: the time
+    """
+    time.sleep(seconds)
+    return "done"

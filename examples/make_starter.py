@@ -27,7 +27,8 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the training order.")] = 0,
     threads: Annotated[int, typer.Option(help="Torch threads.")] = 1,
 ) -> None:
-    """Warm-starts a Qwen3 of about half a million parameters on one task to a sampled accuracy of about 0.3."""
+    """Warm-starts a Qwen3 of about half a million parameters on one task: to a sampled accuracy of about 0.3, or, where
+    the task has turns (guess, calculator), until it knows their form."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     if task not in STARTER_TASKS:
@@ -42,7 +43,8 @@ def main(
     except UserError as error:
         logging.error("error: %s", error)
         sys.exit(USER_ERROR)
-    logging.info("wrote %s: %d steps, sampled accuracy %.3f", out, report.steps, report.accuracy)
+    accuracy = "" if report.accuracy is None else f", sampled accuracy {report.accuracy:.3f}"
+    logging.info("wrote %s: %d steps%s", out, report.steps, accuracy)
 
 
 if __name__ == "__main__":

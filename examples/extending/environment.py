@@ -17,7 +17,7 @@ class ShortAnswers:
 
     def __init__(self, cfg: EnvConfig, start: EnvironmentStart) -> None:
         del start  # nothing is started, and nothing is printed
-        self._token_cost = float(cfg.options.get("token_cost") or 0.0)
+        self._token_cost = float(str(cfg.options.get("token_cost", 0.0)))
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> EnvReport:
         """Rewards, and their two parts, which get a curve each."""

@@ -53,6 +53,8 @@ STARTERS: Mapping[str, tuple[str, str]] = {
     "starter_sort": ("demo", ""),
     "starter_sort_moe": ("learn-sort-moe", " --experts 8"),
     "starter_chain_sum": ("learn-chain-sum", " --task chain_sum"),
+    "starter_guess": ("learn-guess", " --task guess"),
+    "starter_calculator": ("learn-calculator", " --task calculator"),
 }
 """Folders that recipes of ours name -> the make target that makes them first, and the options of make_starter.py."""
 # The largest released models stay below by a factor of ten and more; beyond, building the layers would not end.

@@ -12,8 +12,9 @@ import os
 import random
 import re
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from transformers import (
 )
 
 from nemo_rl.config.schema import DatasetConfig
+from nemo_rl.data.conversation import Message, ToolCall
 from nemo_rl.data.datasets import RawPrompt, raw_prompts
 from nemo_rl.data.thinking import final_answer, with_thinking
-from nemo_rl.data.tokenizer import build_tokenizer
+from nemo_rl.data.tokenizer import CHATML_TEMPLATE, TOOLS_TEMPLATE, build_tokenizer
+from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.errors import ModelFolderError, name_some
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
@@ -46,6 +49,8 @@ __all__ = [
     "make_starter",
     "prompt_ids",
     "sampled_accuracy",
+    "starter_tokenizer",
+    "taught_rows",
 ]
 
 VALIDATION_SEED, VALIDATION_SIZE = 777, 256
@@ -53,6 +58,18 @@ CALIBRATION_SIZE = 512
 CORPUS_SEED, CORPUS_SIZE = 5, 2000
 # Training problems of seed s are drawn with this plus s, far from the seeds of the other splits and of the recipes.
 TRAINING_SEED = 10_000_000
+GUESSES = 3
+"""Turns of a demonstrated game."""
+HEED_SHARE = 0.75
+"""Share of the demonstrated guesses that heed the replies so far: any number that they leave, not the middle one."""
+CALL_SHARE = 0.3
+"""Share of the demonstrated rows that call the calculator."""
+CALCULATOR = {
+    "type": "function",
+    "function": {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {}}}},
+}
+"""The tool `calculator`, as far as `TOOLS_TEMPLATE` prints it."""
+CALL_MARKS = ("<tool_call>", "</tool_call>")
 # The model with experts is half as wide as the dense one; at the dense one's 2e-3 it takes a quarter more steps.
 EXPERTS_LEARNING_RATE = 4e-3
 
@@ -102,6 +119,11 @@ class StarterTask:
     """Longest sampled answer; a right one, its end-of-turn token included, is shorter."""
     max_length: int
     """Prompt and answer together, in tokens."""
+    converse: Callable[[RawPrompt, random.Random], Sequence[Message]] | None = None
+    """Messages behind the prompt that the warm start teaches, of a task with turns: those of the model are trained on,
+    and the warm start ends after `max_steps`. None: `demonstrate` gives one answer."""
+    tools: tuple[Mapping[str, object], ...] = ()
+    """Schemas of the tools that the prompt lists."""
     calibration_seed: int = 778
     """Seed of the calibration split. It is far from the other seeds, for reasoning_gym draws item i with seed + i,
     so that near seeds share items."""
@@ -131,6 +153,35 @@ class StarterTask:
         drawn = raw_prompts(cfg, "starter", exclude)
         # Not every source leaves the excluded texts out by itself; then fewer than `size` come back.
         return [problem for problem in drawn if problem.text not in exclude]
+
+
+def _guesses(problem: RawPrompt, rng: random.Random) -> list[Message]:
+    """Return a game of random guesses, some of which heed the replies; none looks for the middle."""
+    answer, low, high = int(str(problem.answer)), 1, int(problem.text.rpartition(" ")[2])
+    numbers = high
+    found: list[Message] = []
+    for _ in range(GUESSES):
+        guess = rng.randint(low, high) if rng.random() < HEED_SHARE else rng.randint(1, numbers)
+        found.append(Message(role="assistant", content=str(guess)))
+        if guess == answer:
+            break
+        low, high = (max(low, guess + 1), high) if guess < answer else (low, min(high, guess - 1))
+        found.append(Message(role="user", content="higher" if guess < answer else "lower"))
+    return found if found[-1].role == "assistant" else found[:-1]
+
+
+def _call_or_guess(problem: RawPrompt, rng: random.Random) -> list[Message]:
+    """Return a call of the calculator and its result, in some of the rows; in the others a number."""
+    answer = str(problem.answer)
+    if rng.random() > CALL_SHARE:
+        digits = "".join(rng.choice("123456789") for _ in answer)
+        return [Message(role="assistant", content=digits)]
+    call = ToolCall(name="calculator", arguments={"expression": problem.text.rpartition(" ")[2]})
+    return [
+        Message(role="assistant", content="", calls=(call,)),
+        Message(role="tool", content=answer, name="calculator"),
+        Message(role="assistant", content=answer),
+    ]
 
 
 def _texts(problems: Collection[RawPrompt]) -> frozenset[str]:
@@ -174,6 +225,25 @@ STARTER_TASKS: Mapping[str, StarterTask] = {
         max_length=64,
         calibration_seed=1_000_000,
     ),
+    "guess": StarterTask(
+        dataset=DatasetConfig(dataset_name="guess", options={"numbers": 6}),
+        config=StarterConfig(max_steps=360, batch_size=32, num_problems=4000, learning_rate=3e-3),
+        demonstrate=_answer_alone,
+        converse=_guesses,
+        max_new_tokens=3,
+        max_length=64,
+    ),
+    "calculator": StarterTask(
+        dataset=DatasetConfig(
+            dataset_name="calculator_sums", options={"min_digits": 2, "max_digits": 2, "smallest": 32}
+        ),
+        config=StarterConfig(max_steps=360, batch_size=32, num_problems=6000, learning_rate=3e-3),
+        demonstrate=_answer_alone,
+        converse=_call_or_guess,
+        tools=(CALCULATOR,),
+        max_new_tokens=32,
+        max_length=160,
+    ),
 }
 
 
@@ -191,8 +261,8 @@ class StarterReport:
 
     steps: int
     """Training steps of the weights that were kept."""
-    accuracy: float
-    """Sampled accuracy of those weights on the calibration split."""
+    accuracy: float | None
+    """Sampled accuracy of those weights on the calibration split; None for a task with turns."""
 
 
 def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> StarterReport:
@@ -203,9 +273,7 @@ def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> S
     """
     folder = Path(os.path.abspath(folder))
     _check_place(folder)
-    tokenizer = build_tokenizer(
-        f"user\n{problem.text}\nassistant\n{task.demonstrate(problem)}" for problem in task.corpus()
-    )
+    tokenizer = starter_tokenizer(task, seed=config.seed)
     torch.manual_seed(config.seed)
     model = _build_model(tokenizer, num_experts=config.num_experts)
     report = _warm_start(model, tokenizer, task, config)
@@ -214,6 +282,29 @@ def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> S
     except OSError as error:
         raise ModelFolderError(f"{folder}: cannot be written: {error}; choose another folder") from error
     return report
+
+
+def starter_tokenizer(task: StarterTask, *, seed: int) -> PreTrainedTokenizerBase:
+    """Return a tokenizer for the texts of a task; where it has tools, the marks of a call are tokens."""
+    return build_tokenizer(
+        _corpus(task, seed),
+        chat_template=TOOLS_TEMPLATE if task.tools else CHATML_TEMPLATE,
+        more_special=CALL_MARKS if task.tools else (),
+    )
+
+
+def _corpus(task: StarterTask, seed: int) -> Iterator[str]:
+    """Yield the texts that the tokenizer is built from."""
+    rng = random.Random(seed)
+    for problem in task.corpus():
+        if task.converse is None:
+            yield f"user\n{problem.text}\nassistant\n{task.demonstrate(problem)}"
+            continue
+        yield "system\n" + "\n".join(str(tool["function"]) for tool in task.tools)
+        yield "user\n" + problem.text
+        for message in task.converse(problem, rng):
+            calls = [json.dumps({"name": call.name, "arguments": dict(call.arguments)}) for call in message.calls]
+            yield "\n".join([message.role, message.content, *calls])
 
 
 def _check_place(folder: Path) -> None:
@@ -332,10 +423,9 @@ def _warm_start(
     config: StarterConfig,
 ) -> StarterReport:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    training = task.training(size=config.num_problems, seed=config.seed)
-    rows = [_training_row(tokenizer, problem.text, task.demonstrate(problem)) for problem in training]
-    calibration = task.calibration()
     rng = random.Random(config.seed)
+    rows = taught_rows(task, tokenizer, size=config.num_problems, seed=config.seed)
+    calibration = task.calibration()
     best, best_weights = StarterReport(steps=0, accuracy=0.0), _copy_weights(model)
     for step in range(1, config.max_steps + 1):
         for group in optimizer.param_groups:
@@ -346,15 +436,19 @@ def _warm_start(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         optimizer.step()
+        if task.converse is not None:
+            best = StarterReport(steps=step, accuracy=None)
+            continue
         if step < config.first_evaluation or step % config.evaluate_every:
             continue
         accuracy = sampled_accuracy(model, tokenizer, calibration, task=task, seed=config.seed)
         logger.info("warm start: step %d, loss %.3f, sampled accuracy %.3f", step, loss.item(), accuracy)
-        if abs(accuracy - config.target_accuracy) <= abs(best.accuracy - config.target_accuracy):
+        if abs(accuracy - config.target_accuracy) <= abs((best.accuracy or 0.0) - config.target_accuracy):
             best, best_weights = StarterReport(steps=step, accuracy=accuracy), _copy_weights(model)
         if accuracy >= config.stop_accuracy:
             break
-    model.load_state_dict(best_weights)
+    if task.converse is None:
+        model.load_state_dict(best_weights)
     return best
 
 
@@ -362,21 +456,67 @@ def _copy_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
-def _training_row(tokenizer: PreTrainedTokenizerBase, text: str, response: str) -> tuple[tuple[int, ...], int]:
-    """Return all tokens of prompt and response, and how many are the prompt's."""
+_Row = tuple[tuple[int, ...], tuple[bool, ...]]
+"""All tokens of a row, and which of them are trained on."""
+
+
+def taught_rows(task: StarterTask, tokenizer: PreTrainedTokenizerBase, *, size: int, seed: int) -> list[_Row]:
+    """Return the rows of the warm start."""
+    training = task.training(size=size, seed=seed)
+    if task.converse is None:
+        return [_training_row(tokenizer, problem.text, task.demonstrate(problem)) for problem in training]
+    rng = random.Random(seed)
+    encoder = TurnEncoder(
+        tokenizer, stop_ids=(int(tokenizer.eos_token_id),), tools=task.tools, now=datetime(2026, 1, 1)
+    )
+    return [_conversation_row(encoder, tokenizer, problem, task.converse(problem, rng)) for problem in training]
+
+
+def _training_row(tokenizer: PreTrainedTokenizerBase, text: str, response: str) -> _Row:
     prompt = prompt_ids(tokenizer, text)
-    ids = tokenizer.encode(response, add_special_tokens=False)
-    return (*prompt, *ids, int(tokenizer.eos_token_id)), len(prompt)
+    ids = (*tokenizer.encode(response, add_special_tokens=False), int(tokenizer.eos_token_id))
+    return (*prompt, *ids), (False,) * len(prompt) + (True,) * len(ids)
 
 
-def _nll(model: PreTrainedModel, rows: Sequence[tuple[tuple[int, ...], int]]) -> torch.Tensor:
+def _conversation_row(
+    encoder: TurnEncoder, tokenizer: PreTrainedTokenizerBase, problem: RawPrompt, messages: Sequence[Message]
+) -> _Row:
+    """Return the row of a conversation as a rollout would make it, with what the model is taught to say."""
+    said = [Message(role="user", content=problem.text)]
+    ids = list(encoder.prompt(said))
+    trained = [False] * len(ids)
+    waiting: list[Message] = []
+    sampled: tuple[int, ...] = ()
+    for message in messages:
+        if message.role != "assistant":
+            waiting.append(message)
+            continue
+        if waiting:
+            inserted = encoder.extend(said, waiting, sampled=sampled, is_cut=False).ids
+            ids += inserted
+            trained += [False] * len(inserted)
+            said += waiting
+            waiting = []
+        calls = [
+            "<tool_call>\n" + json.dumps({"name": call.name, "arguments": dict(call.arguments)}) + "\n</tool_call>"
+            for call in message.calls
+        ]
+        text = "\n".join([*filter(None, [message.content]), *calls])
+        sampled = (*tokenizer.encode(text, add_special_tokens=False), int(tokenizer.eos_token_id))
+        ids += sampled
+        trained += [True] * len(sampled)
+        said.append(message)
+    return tuple(ids), tuple(trained)
+
+
+def _nll(model: PreTrainedModel, rows: Sequence[_Row]) -> torch.Tensor:
     """Return mean negative log-likelihood of the response tokens."""
     width = max(len(tokens) for tokens, _ in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     is_response = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, (tokens, prompt_length) in enumerate(rows):
+    for i, (tokens, is_trained) in enumerate(rows):
         ids[i, : len(tokens)] = torch.tensor(tokens)
-        is_response[i, prompt_length : len(tokens)] = True
+        is_response[i, : len(tokens)] = torch.tensor(is_trained)
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     selected = is_response[:, 1:]
     logprobs = token_logprobs(logits[selected], ids[:, 1:][selected], sampling=Sampling())

@@ -75,3 +75,32 @@ def test_replay_of_a_models_own_routes_learns_as_without_replay(tmp_path, model,
         for a, b in zip(replayed, free, strict=True):
             # The loss is what is left of float32 terms of about 1 that cancel.
             assert a[name] == pytest.approx(b[name], rel=1e-6, abs=2e-8), name
+
+
+@pytest.mark.parametrize("history", ["append", "new_row"])
+def test_routes_of_conversations_are_whole_over_turns(tmp_path, model, monkeypatch, history):
+    """What is said between turns has the routes of the next turn's prompt, and so has the last token of a turn."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    trace = tmp_path / "trace"
+    for name, value in (("", "1"), ("_VERIFY_FORWARD", "1"), ("_DIR", str(trace)), ("_STEPS", "3")):
+        monkeypatch.setenv(f"NRL_R3_TRACE{name}", value)
+    reset_r3_trace()
+    turns = {
+        "experience.conversation.enabled": "true",
+        "env.name": "tests.helpers.failing_environments:Counting",
+        "env.options": "{turns: 3}",
+        "env.reward_function": "null",
+        "policy.max_total_sequence_length": "96",
+        "policy.dynamic_batching.train_mb_tokens": "256",
+        "data.history": history,
+    }
+    rows = train(tmp_path, model, **turns)
+    reset_r3_trace()
+    report = verify_trace(trace, require_forward_verify=True)
+    assert report.verdict.name == "PASS", "\n".join(report.lines())
+    assert len(rows) == 3
+    for row in rows:
+        assert row["rollout/turns"] == 3 and row["data_plane/live_rows"] == 0
+        assert row["rollout/routes_missing_trained_tokens"] == 0 and row["rollout/routes_missing_share"] == 0
+        assert row["r3/train_missing_share"] == 0 and row["r3/prev_logprobs_live_routes_differ"] == 0
+        assert row["r3/k3_r3"] < 1e-10

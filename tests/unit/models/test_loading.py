@@ -96,6 +96,7 @@ def test_an_unreadable_config_is_a_folder_error(folder: Path, text: str) -> None
             "starter_chain_sum",
             "`make learn-chain-sum`, or by `python examples/make_starter.py --out {path} --task chain_sum`",
         ),
+        ("starter_guess", "`make learn-guess`, or by `python examples/make_starter.py --out {path} --task guess`"),
     ],
 )
 def test_a_starter_that_is_missing_names_what_makes_it(tmp_path: Path, name: str, command: str) -> None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
+from collections import Counter
 from dataclasses import replace
+from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 from nemo_rl.config.load import load_config
+from nemo_rl.data.conversation import Message
 from nemo_rl.data.thinking import final_answer
 from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.data.turn_encoder import TurnEncoder
+from nemo_rl.environments.tool_schema import schema_of
+from nemo_rl.environments.tools import calculator
 from nemo_rl.errors import ModelFolderError
 from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.loading import load_causal_lm
@@ -20,13 +28,22 @@ from nemo_rl.models.starter import (
     VALIDATION_SEED,
     VALIDATION_SIZE,
     StarterConfig,
+    StarterReport,
     make_starter,
     sampled_accuracy,
+    starter_tokenizer,
+    taught_rows,
 )
 
 ROOT = Path(__file__).parents[3]
 SORT = STARTER_TASKS["sort"]
-RECIPES = {"sort": "configs/grpo_sort_cpu.yaml", "chain_sum": "configs/recipes/grpo_chain_sum_cpu.yaml"}
+RECIPES = {
+    "sort": "configs/grpo_sort_cpu.yaml",
+    "chain_sum": "configs/recipes/grpo_chain_sum_cpu.yaml",
+    "guess": "configs/recipes/grpo_guess_cpu.yaml",
+    "calculator": "configs/recipes/grpo_calculator_cpu.yaml",
+}
+WITH_TURNS = ("guess", "calculator")
 
 
 def test_a_short_warm_start_writes_a_loadable_folder_and_replaces_a_starter_alone(tmp_path: Path) -> None:
@@ -155,7 +172,7 @@ def test_recipes_with_experts_use_the_starter_with_experts_on_the_task_of_the_de
     assert (config.policy.generation.precision, config.policy.precision) == ("bfloat16", "float32")
 
 
-@pytest.mark.parametrize("name", sorted(STARTER_TASKS))
+@pytest.mark.parametrize("name", sorted(set(STARTER_TASKS) - set(WITH_TURNS)))
 def test_every_demonstration_ends_with_the_answer(name: str) -> None:
     task = STARTER_TASKS[name]
     problems = task.training(size=500, seed=3)
@@ -169,3 +186,77 @@ def test_a_chain_of_sums_is_written_out_step_by_step() -> None:
     first, second, third = (int(term) for term in terms)
     one, two = f"{first}{second:+d}={first + second}", f"{first + second}{third:+d}={first + second + third}"
     assert task.demonstrate(problem) == f"<think>{one} {two}</think>{problem.answer}"
+
+
+def games(seed: int) -> list[tuple[int, list[Message]]]:
+    task = STARTER_TASKS["guess"]
+    assert task.converse is not None
+    rng = random.Random(seed)
+    problems = task.training(size=400, seed=0)
+    return [(int(str(problem.answer)), list(task.converse(problem, rng))) for problem in problems]
+
+
+def test_a_demonstrated_game_has_true_replies_and_does_not_look_for_the_middle() -> None:
+    turns, firsts = load_config(ROOT / RECIPES["guess"]).experience.conversation.max_turns, Counter[int]()
+    for answer, messages in games(0):
+        guesses = [int(message.content) for message in messages[::2]]
+        replies = [message.content for message in messages[1::2]]
+        assert replies == ["higher" if guess < answer else "lower" for guess in guesses[: len(replies)]]
+        assert len(replies) == len(guesses) - 1 < turns and answer not in guesses[:-1]
+        firsts[guesses[0]] += 1
+    assert min(firsts[number] for number in range(1, 7)) > 40, firsts
+
+
+def test_demonstrations_of_the_calculator_call_it_in_some_rows_and_otherwise_guess() -> None:
+    task = STARTER_TASKS["calculator"]
+    assert task.converse is not None
+    rng, called, right = random.Random(0), 0, 0
+    problems = task.training(size=1000, seed=0)
+    for problem in problems:
+        first, *others = task.converse(problem, rng)
+        if not first.calls:
+            right += first.content == problem.answer
+            continue
+        called += 1
+        assert calculator(**first.calls[0].arguments) == problem.answer
+        assert [message.content for message in others] == [problem.answer] * 2
+    assert 0.25 < called / len(problems) < 0.35 and right < 5
+
+
+@pytest.mark.parametrize("name", WITH_TURNS)
+def test_a_short_warm_start_of_turns_writes_a_model_and_a_tokenizer_that_renders_them(
+    tmp_path: Path, name: str
+) -> None:
+    task = STARTER_TASKS[name]
+    short = replace(task.config, max_steps=2, batch_size=4, num_problems=50)
+    report = make_starter(tmp_path / "starter", task, config=short)
+    assert report == StarterReport(steps=2, accuracy=None)
+    model, tokenizer = load_causal_lm(tmp_path / "starter"), load_tokenizer(tmp_path / "starter")
+    assert model.config.vocab_size >= len(tokenizer)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "x"}], tools=list(task.tools) or None, tokenize=True, return_dict=False
+    )
+    assert ("calculator(expression)" in tokenizer.decode(ids)) == (name == "calculator")
+    assert ("<tool_call>" in tokenizer.get_vocab()) == (name == "calculator")
+
+
+@pytest.mark.parametrize("name", WITH_TURNS)
+def test_every_taught_conversation_fits_the_row_of_the_recipe_and_its_turns_fit_theirs(name: str) -> None:
+    task, recipe = STARTER_TASKS[name], load_config(ROOT / RECIPES[name])
+    assert recipe.policy.max_total_sequence_length == task.max_length
+    rows = taught_rows(task, starter_tokenizer(task, seed=0), size=200, seed=0)
+    for ids, is_trained in rows:
+        assert len(ids) == len(is_trained) <= task.max_length
+        longest = max(len(list(group)) for value, group in groupby(is_trained) if value)
+        assert longest <= task.max_new_tokens
+
+
+def test_the_calculator_starter_has_learned_the_prompt_that_a_run_gives_it() -> None:
+    task = STARTER_TASKS["calculator"]
+    tokenizer = starter_tokenizer(task, seed=0)
+    messages = [Message(role="user", content="calculate 45*67")]
+    taught, of_run = (
+        TurnEncoder(tokenizer, stop_ids=(int(tokenizer.eos_token_id),), tools=tools, now=datetime(2026, 1, 1))
+        for tools in (task.tools, (schema_of(calculator),))
+    )
+    assert taught.prompt(messages) == of_run.prompt(messages)

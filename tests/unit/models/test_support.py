@@ -51,6 +51,14 @@ def test_every_scored_token_gets_its_own_set(scored: list[tuple[int, int]]) -> N
     assert kept.place_E.tolist() == sorted(kept.place_E.tolist())
 
 
+def test_sets_belong_to_sampled_tokens_with_replies_between_them() -> None:
+    ids = torch.tensor([[9, 5, 7, 7, 5, 7], [9, 7, 7, 0, 7, 7]])
+    is_response = torch.tensor([[0, 1, 0, 0, 1, 0], [0, 0, 0, 1, 0, 0]], dtype=torch.bool)
+    rows, columns = is_response.nonzero(as_tuple=True)
+    kept = decode_support(recorded(), ids, is_response, rows, columns)
+    assert sets_of(kept) == [*SETS[0], *SETS[1]]
+
+
 def test_a_whole_vocabulary_is_a_byte_and_most_of_it_is_what_was_dropped() -> None:
     whole, most = list(range(VOCAB)), [token for token in range(VOCAB) if token not in (7, 299)]
     support = recorded([[whole, [5]], [most]])
