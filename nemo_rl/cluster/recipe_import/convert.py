@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from nemo_rl.cluster.recipe_import.keys import MANDATORY, MANY, Fate, Given, KeyOutcome, KeyRule, Table, read_recipe
 from nemo_rl.cluster.recipe_import.sections import convert_sections
 from nemo_rl.cluster.recipe_import.table import ALGORITHM, POLICY, RUN
+from nemo_rl.cluster.recipe_import.turns import TURNS
 from nemo_rl.config.rule import Ignored
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import lookup, place_of, section_class, suggest
@@ -32,8 +33,8 @@ from nemo_rl.errors import ConfigError
 
 __all__ = ["TABLE", "Imported", "as_record", "import_recipe", "report_lines", "rule_of", "to_recipe"]
 
-TABLE: Table = {**ALGORITHM, **POLICY, **RUN}
-"""Every key of a NeMo-RL GRPO recipe."""
+TABLE: Table = {**ALGORITHM, **POLICY, **RUN, **TURNS}
+"""Every key of a NeMo-RL GRPO recipe, and those of turns and tools of verl and TRL."""
 MAX_ROUNDS = 20
 """Most rounds of leaving keys out: one that is left out may reveal another."""
 DECIDE = "model_name"

@@ -11,6 +11,7 @@ from string import Formatter
 from typing import Any
 
 from nemo_rl.cluster.recipe_import.keys import OFF, Fate, Given, KeyOutcome, becomes, lacks
+from nemo_rl.cluster.recipe_import.turns import GAME
 from nemo_rl.config.compose import find_path
 from nemo_rl.errors import ConfigError, boundary
 
@@ -88,7 +89,7 @@ def convert_environments(given: Given) -> Iterator[KeyOutcome]:
     train, validation, _ = _sources(given)
     used = {source.environment for source in (train, validation) if source is not None}
     for name, section in given.section("env").items():
-        if name in GYM_KEYS:
+        if name in GYM_KEYS or name == GAME:
             continue
         for part, value in _parts(section):
             key = f"env.{name}.{part}" if part else f"env.{name}"

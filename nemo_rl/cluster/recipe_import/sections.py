@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from nemo_rl.cluster.recipe_import.keys import Fate, Given, KeyOutcome, becomes, lacks
 from nemo_rl.cluster.recipe_import.prompts import convert_environments, convert_prompts
+from nemo_rl.cluster.recipe_import.turns import convert_turns
 from nemo_rl.config.generation import VllmConfig
 
 __all__ = ["convert_sections"]
@@ -382,7 +383,7 @@ def _without_a_key(given: Given) -> Iterator[KeyOutcome]:
 
 CONVERSIONS: tuple[Callable[[Given], Iterator[KeyOutcome]], ...] = (
     *(_without_a_key, _lengths, convert_prompts, convert_environments, _validation, _estimator, _loss),
-    *(_clip, _tokenizer, _caps, _engines, _placement, _async, _store),
+    *(_clip, _tokenizer, _caps, _engines, _placement, _async, _store, convert_turns),
 )
 
 

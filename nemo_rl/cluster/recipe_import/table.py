@@ -29,7 +29,7 @@ OTHER_ALGORITHMS: Mapping[str, str] = {
 }
 """Sections of NeMo-RL's other recipes."""
 OWN_LOSS = "write it as a loss of your own (loss_fn.name=module:Class)"
-TOOLS = "messages of tools and NeMo-Gym are not here"
+TOOLS = "no advantage by the form of a turn; calls that cannot be read end a conversation as invalid_calls"
 
 _GRPO: Table = {
     **{
@@ -42,7 +42,6 @@ _GRPO: Table = {
     },
     "grpo.val_period": same(convert=lambda value: value or 0, why="0 turns it off"),
     "grpo.max_val_samples": with_others("all prompts where it is null"),
-    "grpo.max_rollout_turns": refused("rollouts of several turns are not here", off=(None, 1)),
     "grpo.val_start_at": not_supported("validation begins with val_at_start or val_period", off=(None, -1, 0)),
     "grpo.val_batch_size": no_effect("validation decodes policy.generation.max_batch_size rows together"),
     "grpo.val_num_generations_per_prompt": moved("evaluation.num_samples", convert=lambda value: value or 1),
