@@ -117,6 +117,8 @@ def test_help_version_and_validation_import_nothing_heavy(command: list[str], sh
 # dumped, is followed by its class; a property of a section counts for the keys that it reads.
 
 Classes = frozenset[str]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 NOTHING: Classes = frozenset()
 WHOLE = ("model_dump", "model_copy")
 """Methods that read every key of a section."""
@@ -170,7 +172,7 @@ class _Reads:
         self._bases: dict[str, list[str]] = {
             name: [base.__name__ for base in of.__mro__] for name, of in sections.items()
         }
-        self._bodies: dict[tuple[str, str], ast.FunctionDef] = {}
+        self._bodies: dict[tuple[str, str], Function] = {}
         """Properties and methods of sections that nothing has read so far."""
         self._returns: dict[str, str] = {}
         """Function -> annotation of what it returns."""
@@ -179,7 +181,7 @@ class _Reads:
     def learn(self, tree: ast.Module) -> None:
         """Annotations of a module."""
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, FUNCTIONS):
                 self._returns.setdefault(node.name, _text(node.returns))
             if not isinstance(node, ast.ClassDef):
                 continue
@@ -188,7 +190,7 @@ class _Reads:
             for item in node.body:
                 if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
                     self._attributes[node.name][item.target.id] = _text(item.annotation)
-                if isinstance(item, ast.FunctionDef):
+                if isinstance(item, FUNCTIONS):
                     if any("property" in _text(mark) for mark in item.decorator_list):
                         self._attributes[node.name][item.name] = _text(item.returns)
                     if node.name in self._sections:
@@ -208,7 +210,7 @@ class _Reads:
         for owner, function in _functions(tree):
             self._follow_function(function, owner, {})
 
-    def _follow_function(self, function: ast.FunctionDef, owner: str, known: dict[str, Classes]) -> None:
+    def _follow_function(self, function: Function, owner: str, known: dict[str, Classes]) -> None:
         types, nodes = {**known, **self._parameters(owner, function)}, _own_nodes(function)
         for target, value in _assignments(nodes):
             if isinstance(target, ast.Name) and (found := self._type(value, types)):
@@ -216,10 +218,10 @@ class _Reads:
         for node in nodes:
             if isinstance(node, ast.Attribute):
                 self._type(node, types)
-            if isinstance(node, ast.FunctionDef) and node is not function:
+            if isinstance(node, FUNCTIONS) and node is not function:
                 self._follow_function(node, "", types)
 
-    def _parameters(self, owner: str, function: ast.FunctionDef) -> dict[str, Classes]:
+    def _parameters(self, owner: str, function: Function) -> dict[str, Classes]:
         args = function.args
         named = [*args.posonlyargs, *args.args, *args.kwonlyargs]
         types = {arg.arg: self._classes_in(_text(arg.annotation)) for arg in named}
@@ -267,24 +269,24 @@ class _Reads:
         return frozenset(re.findall(r"\w+", annotation)) & self._classes
 
 
-def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+def _functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
     """(class or nothing, function) of those that stand in no other function."""
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, FUNCTIONS):
             yield "", node
         if isinstance(node, ast.ClassDef):
-            yield from ((node.name, item) for item in node.body if isinstance(item, ast.FunctionDef))
+            yield from ((node.name, item) for item in node.body if isinstance(item, FUNCTIONS))
 
 
 @functools.cache
-def _own_nodes(function: ast.FunctionDef) -> list[ast.AST]:
+def _own_nodes(function: Function) -> list[ast.AST]:
     """Return the nodes of a function, without those of the functions inside it."""
     found: list[ast.AST] = []
     waiting = deque(ast.iter_child_nodes(function))
     while waiting:
         node = waiting.popleft()
         found.append(node)
-        if not isinstance(node, ast.FunctionDef):
+        if not isinstance(node, FUNCTIONS):
             waiting += ast.iter_child_nodes(node)
     return found
 

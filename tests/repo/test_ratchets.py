@@ -135,6 +135,8 @@ def test_the_wall_clock_is_written_down_and_never_waited_for() -> None:
         "nemo_rl/utils/r3_trace_records.py",
         "nemo_rl/tracer/store.py",
         "nemo_rl/tracer/hub/assembly.py",
+        # The chat template shows the date of the run's first start.
+        "nemo_rl/experience/conversation_setup.py",
         # Slurm tells the end of a job by it; what is left is counted on the other clock.
         "nemo_rl/utils/deadlines.py",
         # A chat template may print the date: that of the run's first start.
