@@ -126,13 +126,14 @@ class TokenWork(Counted):
     estimator: TokenEstimator
     kl: KlInReward | None
     rewards: torch.Tensor
-    """`[N]` float32, as in `TokenRows`; so are the next four."""
+    """`[N]` float32, as in `TokenRows`; so are the next two."""
     scored: torch.Tensor
     groups: torch.Tensor
-    outcome: torch.Tensor
-    conversations: torch.Tensor
     is_trained_group: torch.Tensor
     """`[N]` bool: the estimator sees the row; others, of which a group may be there in part, get 0."""
+    outcome: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    """`[N]`, as in `TokenRows`, and so is the next one; empty for estimators that do not look at them."""
+    conversations: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     clip: tuple[float | None, float | None] = (None, None)
     only_moments: bool = False
     """True when nothing is written and the driver gets the moments of the values."""
@@ -176,8 +177,8 @@ class TokenWork(Counted):
             rewards=self.rewards[index],
             scored=self.scored[index],
             groups=self.groups[index],
-            outcome=self.outcome[index],
-            conversations=self.conversations[index],
+            outcome=_chosen(self.outcome, index),
+            conversations=_chosen(self.conversations, index),
             is_trained_group=self.is_trained_group[index],
         )
 
@@ -217,8 +218,8 @@ class TokenWork(Counted):
                 groups=self.groups[seen],
                 rewards=self.rewards[seen].double(),
                 scored=self.scored[seen].double(),
-                outcome=self.outcome[seen].double(),
-                conversations=self.conversations[seen],
+                outcome=_chosen(self.outcome, seen).double(),
+                conversations=_chosen(self.conversations, seen),
                 mask=mask_nT,
                 penalties=self._penalties(part, mask_nT),
                 columns={column: _plain(column, part[column], mask_nT) for column in self.estimator.reads},
@@ -239,6 +240,11 @@ class TokenWork(Counted):
         if self.kl is None:
             return torch.zeros(mask_nT.shape, dtype=torch.float64)
         return self.kl.weight * self.kl.k1(part, mask_nT)
+
+
+def _chosen(column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return a column at some rows; one that is not there stays empty."""
+    return column[rows] if len(column) else column
 
 
 def _plain(name: str, column: torch.Tensor, mask_nT: torch.Tensor) -> torch.Tensor:
