@@ -21,8 +21,6 @@ from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
-    apply_converters,
-    apply_renamings,
     revert_weight_conversion,
 )
 
@@ -118,7 +116,7 @@ class FileNames:
         probes = {
             name: weight.shape
             for name, weight in model.state_dict(keep_vars=True).items()
-            if apply_converters(name, converters)[1] is not None
+            if any(one.rename_source_key(name)[1] is not None for one in converters)
         }
         self._parts = self._cut(model, probes) if probes else {}
 
@@ -127,7 +125,9 @@ class FileNames:
         dtype: torch.dtype = vars(torch)[info.dtype]
         whole = Box.whole(info.shape)
         if name not in self._parts:
-            stored = apply_renamings(name, self._renamings)
+            stored = name
+            for renaming in self._renamings:
+                stored = renaming.rename_source_key(stored)[0]
             yield StoredTensor(name=stored, weight=name, box=whole, shape=info.shape, dtype=dtype)
             return
         for stored, start, size, dims in self._parts[name]:
