@@ -67,7 +67,7 @@ class ReceiptConfig(Section):
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 RefitTransport = Literal["payload", "ipc", "broadcast"]
-InFlight = Literal["drain", "recompute", "keep"]
+InFlight = Literal["drain", "recompute", "keep", "finish"]
 
 
 class ColocatedConfig(Section):
@@ -145,7 +145,8 @@ class GenerationConfig(Section):
     in_flight: InFlight = "recompute"
     """Rows that are being sampled when new weights come, in an asynchronous run. `drain`: they end first, with the old
     weights; `recompute`: they go on with the new ones, and their caches are computed anew from the tokens so far;
-    `keep`: they go on with the old cache, which is approximate."""
+    `keep`: they go on with the old cache, which is approximate; `finish`, with adapters that engines serve
+    (`policy.lora.serve: native`): they go on with the adapter that they began with, beside rows with the new one."""
     refit_transport: Literal["auto"] | RefitTransport = "auto"
     """The transport of new weights to the engines: `payload` through the run's object store, `ipc` through GPU memory
     that engine and policy worker share, `broadcast` from policy rank 0 to all; `auto`: on GPUs `ipc`, or `broadcast` to

@@ -17,6 +17,7 @@ from nemo_rl.config.base import Section, Text
 from nemo_rl.config.diagnostics import TracerSwitches
 from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig, SchedulerConfig
 from nemo_rl.config.generation import GenerationConfig
+from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
@@ -155,6 +156,7 @@ class PolicyConfig(Section):
     dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)
     dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)

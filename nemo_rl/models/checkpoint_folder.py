@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -23,17 +24,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.errors import CheckpointError, shorten
+from nemo_rl.config.lora import LoraConfig
+from nemo_rl.errors import CheckpointError, ModelFolderError, shorten
+from nemo_rl.models.adapter_folder import base_of, read_adapter, write_adapter
+from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.files import give_usual_modes
 
 __all__ = [
     "WRITE_ERRORS",
+    "AdapterBase",
+    "AdapterPart",
     "cause_text",
     "complete_or_nothing",
     "own_copy",
     "raise_together",
     "random_state",
+    "read_adapter_together",
     "refuse_code",
     "save_tokenizer",
     "set_random_state",
@@ -106,6 +113,67 @@ def raise_together(
     for rank, text in enumerate(problems):
         if text is not None:
             raise CheckpointError(f"checkpoint {str(folder)!r}: rank {rank} could not {doing} it: {text}; {advice}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterBase:
+    """The settings and the base of an adapter, which its folder names besides its matrices."""
+
+    config: LoraConfig
+    model_name: str
+    identity: Callable[[], str]
+    """Reads all weights of the base, and returns their digest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterPart:
+    """An adapter, which rank 0 writes."""
+
+    base: AdapterBase
+    adapter: Mapping[str, torch.Tensor]
+    """Whole tensors on rank 0, none elsewhere: an adapter is small."""
+
+    @classmethod
+    def of(cls, adapter: Iterator[tuple[str, torch.Tensor]], base: AdapterBase, *, copies: bool) -> AdapterPart:
+        """(collective) Gather it; of the model's weights nothing is copied."""
+        is_writer, held = dist.get_rank() == 0, dict[str, torch.Tensor]()
+        for name, whole in adapter:
+            if is_writer:
+                held[name] = own_copy(whole) if copies else whole
+        return cls(base=base, adapter=held)
+
+    def write(self, target: Path, *, group: dist.ProcessGroup) -> None:
+        if dist.get_rank(group) != 0:
+            return
+        base = self.base
+        try:
+            identity = base.identity()
+        except ModelFolderError as error:
+            raise OSError(f"the base of the adapter cannot be read: {error}") from error
+        write_adapter(target, self.adapter, base.config, model_name=base.model_name, base=identity)
+
+
+def read_adapter_together(folder: Path, infos: Mapping[str, TensorInfo], base: AdapterBase) -> dict[str, torch.Tensor]:
+    """(collective) Return A and B of every layer; see `read_adapter`.
+
+    Raises:
+        CheckpointError: on every rank; the folder is missing, incomplete, or of another base, rank, scale or other
+            layers.
+    """
+    problem, values = None, dict[str, torch.Tensor]()
+    try:
+        # One rank reads the whole base to compare it.
+        compares = dist.get_rank() == 0 and base_of(folder) is not None
+        identity = base.identity() if compares else None
+        values = read_adapter(folder, infos, base.config, base=identity)
+    except (CheckpointError, ModelFolderError) as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for text in problems:
+        if text is not None:
+            raise CheckpointError(text)
+    return values
 
 
 def cause_text(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nemo_rl.errors import ModelFolderError, boundary
@@ -36,7 +36,7 @@ from nemo_rl.models.loading import CONFIG_FILE, load_model_config, model_without
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.shards import Box
 
-__all__ = ["ModelDescription", "ModelShare", "cast_folder", "write_folder", "write_shares"]
+__all__ = ["ModelDescription", "ModelShare", "cast_folder", "kept_in_float32", "write_folder", "write_shares"]
 
 WINDOW_BYTES = 4 << 20
 """Bytes of a file that are gathered and written at once: enough for a disk and a network, and little for a node with
@@ -157,16 +157,13 @@ def cast_folder(folder: Path, dtype: torch.dtype) -> None:
     """
     config = load_model_config(folder)
     model = model_without_weights(config, folder)
-    kept = [*(model._keep_in_fp32_modules_strict or ())]
-    if dtype is torch.float16:
-        kept += model._keep_in_fp32_modules or ()
-    keeps = re.compile("|".join(rf"(?:^|\.){name}(?:\.|$)" for name in kept) or "(?!)")
+    keeps = kept_in_float32(model, dtype)
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
         with boundary(ModelFolderError, f"{path}: cannot be read"):
             weights = load_file(path)
         for name, weight in weights.items():
-            if weight.is_floating_point() and not keeps.search(name):
+            if weight.is_floating_point() and not keeps(name):
                 weights[name] = weight.to(dtype)
                 if weights[name].isfinite().sum() < weight.isfinite().sum():
                     raise ModelFolderError(f"{path}: {name}: has values too large for {dtype}; take another dtype")
@@ -182,6 +179,15 @@ def cast_folder(folder: Path, dtype: torch.dtype) -> None:
     described = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     described["dtype"] = str(dtype).removeprefix("torch.")
     (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Return whether a weight of this name stays in float32 in a folder of this dtype, as its class wants it."""
+    kept = [*(model._keep_in_fp32_modules_strict or ())]
+    if dtype is torch.float16:
+        kept += model._keep_in_fp32_modules or ()
+    pattern = re.compile("|".join(rf"(?:^|\.){name}(?:\.|$)" for name in kept) or "(?!)")
+    return lambda name: pattern.search(name) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,12 +21,17 @@ from nemo_rl.data.tokenizer import GENERATION_CONFIG
 from nemo_rl.errors import ModelFolderError, boundary, shorten
 
 __all__ = [
+    "ADAPTER_PART",
     "CONFIG_FILE",
     "DTYPES",
+    "EAGER",
+    "GROUPED",
+    "GROUPED_BYTES",
     "build_meta_model",
     "check_model_folder",
     "decoder_sizes",
     "fit_experts",
+    "is_experts",
     "load_causal_lm",
     "load_model_config",
     "model_without_weights",
@@ -37,13 +42,15 @@ __all__ = [
 transformers_logging.disable_progress_bar()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-GROUPED = "grouped_mm"
-"""Hugging Face's default for experts: one kernel for all of them."""
+EAGER, GROUPED = "eager", "grouped_mm"
+"""Experts one by one, and Hugging Face's default: one kernel for all of them."""
 GROUPED_BYTES = 16
 """Row size that the grouped kernel needs: it takes matrices whose rows are a multiple of this many bytes."""
 MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """Names for the width of a feed-forward block, in families that do not say `intermediate_size`."""
 CONFIG_FILE = "config.json"
+ADAPTER_PART = "low_rank"
+"""Name of the submodule of a linear layer that is its adapter."""
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 MAX_CONFIG_BYTES = 2**20
@@ -206,15 +213,14 @@ def fit_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:
     if model.config._experts_implementation != GROUPED:
         return
     # Both sizes of a matrix are row sizes: its own forwards, those of its transpose backwards.
-    sizes = {
-        size for name, weight in model.named_parameters() if _is_experts(name, weight) for size in weight.shape[1:]
-    }
+    sizes = {size for name, weight in model.named_parameters() if is_experts(name, weight) for size in weight.shape[1:]}
     if any(size * dtype.itemsize % GROUPED_BYTES for size in sizes):
-        model.set_experts_implementation("eager")
+        model.set_experts_implementation(EAGER)
 
 
-def _is_experts(name: str, weight: torch.Tensor) -> bool:
-    return weight.dim() == 3 and ".experts." in name
+def is_experts(name: str, weight: torch.Tensor) -> bool:
+    """Return whether a weight is that of all experts of a mixture, fused."""
+    return weight.dim() == 3 and ".experts." in name and f".{ADAPTER_PART}." not in name
 
 
 def _maker_of(path: Path) -> str:
@@ -250,10 +256,11 @@ def _check_sizes(given: Mapping[str, Any], where: str) -> None:
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers by Hugging Face name; tied ones once, under their first name."""
+    """Yield parameters and persistent buffers by Hugging Face name; tied ones once, under their first name. Adapters
+    are left out."""
     seen: set[int] = set()
     for name, weight in model.state_dict(keep_vars=True).items():
-        if id(weight) not in seen:
+        if id(weight) not in seen and f".{ADAPTER_PART}." not in name:
             seen.add(id(weight))
             yield name, weight
 
