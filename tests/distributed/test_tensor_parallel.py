@@ -9,7 +9,10 @@ import torch
 import torch.distributed as dist
 from transformers import FalconConfig, FalconForCausalLM
 
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
@@ -36,6 +39,11 @@ SAMPLINGS = {
 }
 
 RECORDED = "recorded"
+LOSS = PolicyLoss(config=LossConfig())
+MLP_PLAN = {
+    **{f"model.layers.*.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")},
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:
@@ -123,16 +131,28 @@ def _refusals(rank: int, folders: dict[str, Path]) -> dict[str, str]:
 
 def _custom_plan(rank: int, folder: Path) -> float:
     """A user's plan for the MLPs alone gives the same log-probabilities as no plan."""
-    plan = {f"model.layers.*.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")}
-    plan["model.layers.*.mlp.down_proj"] = "rowwise"
     batch = _rows()
     values = []
-    for sizes in (DTensorConfig(), DTensorConfig(tensor_parallel_size=2, custom_parallel_plan=plan)):
+    for sizes in (DTensorConfig(), DTensorConfig(tensor_parallel_size=2, custom_parallel_plan=MLP_PLAN)):
         worker = tiny_worker(tiny_policy(folder, dtensor_cfg=sizes), rank=rank, world_size=2)
         values.append(worker.get_logprobs(batch))
         values.append(worker.get_topk_logits(batch, k=3)[0])
         worker.shutdown()
     return max(float((values[i] - values[i + 2]).abs().max()) for i in range(2))
+
+
+def _adapters_of_a_custom_plan(rank: int, folder: Path) -> float:
+    """The plan leaves attention whole on every rank; adapters of both kinds of layers train as without a plan."""
+    lora, found = LoraConfig(enabled=True, rank=4), []
+    for sizes in (DTensorConfig(), DTensorConfig(tensor_parallel_size=2, custom_parallel_plan=MLP_PLAN)):
+        policy = tiny_policy(folder, dtensor_cfg=sizes, lora=lora)
+        worker = tiny_worker(policy, rank=rank, world_size=2)
+        # Every data-parallel rank has the same rows, so that gradients are those of one.
+        norms = [worker.train(tiny_batch(4), LOSS, gbs=4 * worker.layout.dp).grad_norm[0] for _ in range(3)]
+        trained = torch.cat([weight.flatten() for _, weight in worker.engine.full_adapter()])
+        found.append(torch.cat([trained, torch.tensor(norms)]))
+        worker.shutdown()
+    return float((found[0] - found[1]).abs().max())
 
 
 def _top_k(rank: int, folder: Path) -> float:
@@ -181,6 +201,7 @@ def two_ranks(rank: int, folders: dict[str, Path]) -> dict[str, object]:
         "logprobs": _split_logprobs(rank),
         "refusals": _refusals(rank, folders),
         "custom": _custom_plan(rank, folders["qwen3"]),
+        "custom adapters": _adapters_of_a_custom_plan(rank, folders["qwen3"]),
         "top_k": _top_k(rank, folders["qwen3"]),
         "noise": _noise(rank, folders["qwen3"]),
     }
@@ -236,6 +257,7 @@ def test_what_a_model_cannot_do_is_refused_on_every_rank(name: str, text: str, o
 def test_a_users_plan_gives_the_same_numbers(outcomes) -> None:
     for outcome in outcomes:
         assert outcome["custom"] < 2e-5
+        assert outcome["custom adapters"] < 2e-5
 
 
 @pytest.mark.slow

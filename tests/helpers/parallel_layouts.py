@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig
+from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
@@ -90,6 +92,8 @@ class Case:
     """True with forced routes."""
     loss: str = "clipped_pg"
     """Name of one of `LOSSES`."""
+    lora: Mapping[str, object] = field(default_factory=dict)
+    """Keys of `policy.lora`; without any there are no adapters."""
     fault: str | None = None
 
     def __str__(self) -> str:
@@ -101,6 +105,7 @@ class Case:
         extra += f"-{self.engine}" if self.replay else ""
         extra += "".join(f"-{name}={value}" for name, value in self.settings.items())
         extra += "" if self.precision == "float32" else f"-{self.precision}"
+        extra += "".join(f"-{name}={value}" for name, value in self.lora.items())
         extra += "" if self.loss == "clipped_pg" else f"-{self.loss}"
         return f"{self.family}-{axes}-{self.batching}{self.capacity}{extra}"
 
@@ -234,7 +239,8 @@ def megatron_policy(case: Case, folder: Path) -> PolicyConfig:
 
 def _common(case: Case) -> dict[str, object]:
     replay = RouterReplayConfig(enabled=case.replay)
-    return {"precision": case.precision, "max_grad_norm": MAX_GRAD_NORM, "router_replay": replay}
+    lora = LoraConfig(enabled=bool(case.lora), **case.lora)
+    return {"precision": case.precision, "max_grad_norm": MAX_GRAD_NORM, "router_replay": replay, "lora": lora}
 
 
 def policy_of(case: Case, folder: Path) -> PolicyConfig:
@@ -398,14 +404,18 @@ def routes_of(worker: PolicyWorker, job: Job) -> AbstractContextManager[PassRout
 
 
 def exported(worker: PolicyWorker) -> Arrays:
-    """Return the weights as arrays: tensors would travel as file descriptors of a process that has ended by then."""
-    return {name: weight.float().numpy().copy() for name, weight in worker.export_weights()}
+    """Return weights and adapters as arrays: tensors would travel as file descriptors of a process that has ended by
+    then."""
+    tensors = chain(worker.export_weights(), worker.engine.full_adapter())
+    return {name: weight.float().numpy().copy() for name, weight in tensors}
 
 
 def moments(worker: PolicyWorker) -> Arrays:
-    """(collective) AdamW's whole moments by parameter name."""
+    """(collective) AdamW's whole moments of what is trained, by parameter name."""
     found: Arrays = {}
     for name, parameter in worker.engine.model.hf.named_parameters():
+        if not parameter.requires_grad:
+            continue
         for kind in ("exp_avg", "exp_avg_sq"):
             found[f"{name}.{kind}"] = full_weight(worker.engine.optimizer.state[parameter][kind]).numpy().copy()
     return found

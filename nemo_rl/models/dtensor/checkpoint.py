@@ -1,4 +1,4 @@
-"""Checkpoints of the DTensor worker: a Hugging Face folder, and sharded optimizer state next to it.
+"""Checkpoints of the DTensor worker: a Hugging Face folder or that of an adapter, with sharded optimizer state.
 
 All functions are collective: every rank calls them in the same order. The invariant is that of `checkpoint_folder`.
 """
@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,22 +18,36 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from nemo_rl.errors import CheckpointError, ModelFolderError, shorten
+from nemo_rl.models.adapter_folder import is_adapter_folder
 from nemo_rl.models.checkpoint_folder import (
+    AdapterBase,
     complete_or_nothing,
     own_copy,
     raise_together,
     random_state,
+    read_adapter_together,
     refuse_code,
     set_random_state,
 )
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
-from nemo_rl.models.dtensor.weights import boxes_of, fill_shards, name_differences, open_source
+from nemo_rl.models.dtensor.weights import boxes_of, fill_adapters, fill_shards, name_differences, open_source
 from nemo_rl.models.hf_writing import ModelDescription, ModelShare, write_shares
 from nemo_rl.models.loading import named_weights
+from nemo_rl.models.lora import named_adapters
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.shards import local_shard
 
-__all__ = ["DTensorSnapshot", "export", "load_optimizer", "load_weights", "weight_infos"]
+__all__ = [
+    "DTensorSnapshot",
+    "ModelPart",
+    "SnapshotPart",
+    "adapter_infos_of",
+    "export",
+    "load_adapter",
+    "load_optimizer",
+    "load_weights",
+    "weight_infos",
+]
 
 STATE_FILE = "trainer_state.json"
 
@@ -46,12 +60,42 @@ def export(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, full.to("cpu", copy=full.device.type != "cpu" or dist.get_world_size() == 1)
 
 
+class SnapshotPart(Protocol):
+    """This rank's part of what is in the folder of weights."""
+
+    def write(self, target: Path, *, group: dist.ProcessGroup) -> None:
+        """(collective) Write it into a folder."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DTensorSnapshot:
-    """A rank's part of model and optimizer at one moment; see `Snapshot`."""
+class ModelPart:
+    """This rank's part of a whole model."""
 
     model: ModelDescription
     share: ModelShare
+
+    @classmethod
+    def of(cls, model: PolicyModel, *, copies: bool) -> ModelPart:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        named = dict(named_weights(model.hf))
+        boxes = {name: boxes_of(weight, world_size=size) for name, weight in named.items()}
+        given = {name: local_shard(weight.detach()) for name, weight in named.items() if boxes[name][rank] is not None}
+        return cls(
+            model=ModelDescription(
+                config=model.hf.config, infos=weight_infos(model), generation_config=model.hf.generation_config
+            ),
+            share=ModelShare(boxes=boxes.__getitem__, held=_copied(given) if copies else given),
+        )
+
+    def write(self, target: Path, *, group: dist.ProcessGroup) -> None:
+        write_shares(target, self.model, self.share, group=group)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DTensorSnapshot:
+    """A rank's part of what is trained and of the optimizer at one moment; see `Snapshot`."""
+
+    part: SnapshotPart
     optimizer: dict[str, Any] | None
     """Sharded state and this rank's random state, as torch's checkpoints take them; None: it is not saved."""
     trainer_state: Mapping[str, float]
@@ -59,6 +103,7 @@ class DTensorSnapshot:
     @classmethod
     def of(
         cls,
+        part: SnapshotPart,
         model: PolicyModel,
         optimizer: torch.optim.Optimizer | None,
         trainer_state: Mapping[str, float],
@@ -70,27 +115,31 @@ class DTensorSnapshot:
             optimizer: None: its state is not saved.
             copies: in memory of its own; else it is good until the next step.
         """
-        rank, size = dist.get_rank(), dist.get_world_size()
-        named = dict(named_weights(model.hf))
-        boxes = {name: boxes_of(weight, world_size=size) for name, weight in named.items()}
-        given = {name: local_shard(weight.detach()) for name, weight in named.items() if boxes[name][rank] is not None}
         state: dict[str, Any] | None = None
         if optimizer is not None:
             held = get_optimizer_state_dict(model, optimizer)
-            state = {"optimizer": _copied(held) if copies else held, "rng": {str(rank): random_state()}}
-        return cls(
-            model=ModelDescription(
-                config=model.hf.config, infos=weight_infos(model), generation_config=model.hf.generation_config
-            ),
-            share=ModelShare(boxes=boxes.__getitem__, held=_copied(given) if copies else given),
-            optimizer=state,
-            trainer_state=dict(trainer_state),
-        )
+            state = {"optimizer": _copied(held) if copies else held, "rng": {str(dist.get_rank()): random_state()}}
+        return cls(part=part, optimizer=state, trainer_state=dict(trainer_state))
+
+    @property
+    def model(self) -> ModelDescription:
+        """Return the description of the whole model; an adapter has none."""
+        return self._whole.model
+
+    @property
+    def share(self) -> ModelShare:
+        """Return this rank's part of the whole model; an adapter has none."""
+        return self._whole.share
+
+    @property
+    def _whole(self) -> ModelPart:
+        assert isinstance(self.part, ModelPart), "the snapshot is of an adapter"
+        return self.part
 
     def write(self, *, weights: Path, optimizer: Path | None, group: dist.ProcessGroup) -> None:
         """See `Snapshot`."""
         with complete_or_nothing(weights, group=group) as target:
-            write_shares(target, self.model, self.share, group=group)
+            self.part.write(target, group=group)
         if self.optimizer is None or optimizer is None:
             return
         with complete_or_nothing(optimizer, group=group) as target:
@@ -115,6 +164,11 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
         CheckpointError: the folder is missing, incomplete or of another architecture.
     """
     problem = None
+    if is_adapter_folder(folder):
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r}: expected a whole model, got an adapter; set policy.lora.enabled=true with "
+            "the settings that it was trained with, or resume from another checkpoint"
+        )
     try:
         source = open_source(folder, model.hf)
         different = name_differences(model.hf, source)
@@ -128,6 +182,20 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
     except ModelFolderError as error:
         problem = str(error)
     raise_together(problem, folder, doing="read")
+
+
+def adapter_infos_of(model: PolicyModel) -> dict[str, TensorInfo]:
+    """Return shapes and dtypes of whole adapter tensors, in the order in which they are exported."""
+    return {name: TensorInfo(shape=tuple(weight.shape), dtype="float32") for name, weight in named_adapters(model.hf)}
+
+
+def load_adapter(model: PolicyModel, folder: Path, base: AdapterBase) -> None:
+    """Read an adapter's folder into the shards of the adapters.
+
+    Raises:
+        CheckpointError: see `read_adapter_together`.
+    """
+    fill_adapters(model.hf, read_adapter_together(folder, adapter_infos_of(model), base))
 
 
 def load_optimizer(model: PolicyModel, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Checks that a Hugging Face model can run in the DTensor worker as configured: attention and parallel sizes.
+"""Checks that a Hugging Face model can run in the DTensor worker as configured: attention, parallel sizes, adapters.
 
 Called by the driver before it starts a worker, and by each worker with the model. Invariant: what is accepted here runs
 with the numbers of one process; the rest is refused with its reason.
@@ -14,6 +14,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.models.dtensor.rope import rope_problem
 from nemo_rl.models.dtensor.tensor_parallel import check_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
+from nemo_rl.models.lora import adapted_layers
 
 __all__ = ["attention_problem", "check_model_fits"]
 
@@ -45,6 +46,30 @@ def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:
         size = sizes.tensor_parallel_size
         plan = plan_of(model, custom=sizes.custom_parallel_plan, tp=size, sequence_parallel=sizes.sequence_parallel)
         check_plan(model, plan, size=size)
+    if config.lora.enabled:
+        _check_adapters_fit(model, config)
+
+
+def _check_adapters_fit(model: PreTrainedModel, config: PolicyConfig) -> None:
+    sizes, dropout = config.dtensor_cfg, config.lora.dropout
+    for key, size, reason in (
+        (
+            "tensor_parallel_size",
+            sizes.tensor_parallel_size,
+            "where inputs of a layer are split, ranks that draw alike would drop the same places of different features",
+        ),
+        (
+            "context_parallel_size",
+            sizes.context_parallel_size,
+            "ranks that share a sequence draw for themselves, so that numbers would depend on how it is cut",
+        ),
+    ):
+        if dropout and size > 1:
+            raise ConfigError(
+                f"policy.lora.dropout: {dropout} with policy.dtensor_cfg.{key}={size}: {reason}; set one of them back "
+                "(dropout=0 or a size of 1)"
+            )
+    adapted_layers(model, config.lora)
 
 
 def attention_problem(model: PreTrainedModel) -> str | None:

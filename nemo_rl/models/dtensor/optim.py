@@ -49,12 +49,13 @@ def class_at(path: str, base: type[_T], *, key: str, example: str) -> type[_T]:
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer named by import path, in its fused form where class and device have one.
+    """Return the optimizer of the trained parameters, named by import path, in its fused form where class and device
+    have one.
 
     Raises:
         ConfigError: no such class, or it refuses the arguments.
     """
-    weights = list(parameters)
+    weights = [parameter for parameter in parameters if parameter.requires_grad]
     kind = class_at(config.name, torch.optim.Optimizer, key="policy.optimizer.name", example="torch.optim.AdamW")
     kwargs: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in config.kwargs.items()

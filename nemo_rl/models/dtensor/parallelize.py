@@ -21,8 +21,11 @@ from nemo_rl.models.dtensor.fit import attention_problem, check_model_fits
 from nemo_rl.models.dtensor.rope import RowFrequencies, long_rope_start
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
+from nemo_rl.models.dtensor.weights import hold_as_stored
+from nemo_rl.models.hf_folder import WeightSource
 from nemo_rl.models.loading import DTYPES, fit_experts
 from nemo_rl.models.logprobs import Sampling, VocabShard
+from nemo_rl.models.lora import adapted_layers, attach_adapters
 from nemo_rl.models.policy.microbatch import ForwardInputs, selected_logprobs, top_k_logits
 from nemo_rl.models.varlen_attention import ATTENTION_NAME
 
@@ -66,17 +69,26 @@ class PolicyModel(torch.nn.Module):
         return selected_logprobs(logits_nKV, inputs, sampling=sampling, shard=self.shard, computed=computed)
 
 
-def parallelize(hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyConfig) -> PolicyModel:
+def parallelize(
+    hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyConfig, source: WeightSource
+) -> PolicyModel:
     """Split the model over the tensor axis and shard it over data x context ranks (collective).
 
-    Parameters may be on the meta device, and stay there. They are float32; with another precision they are cast for
-    computation and gradients are reduced in float32.
+    Parameters are on the meta device, and stay there. They are float32; with another precision they are cast for
+    computation and gradients are reduced in float32. Frozen ones are held in the precision where the source has them
+    so: of a group that FSDP gathers only what is trained must have one dtype.
+
+    Args:
+        source: of the weights; only dtypes are read.
 
     Raises:
         ConfigError: the model cannot run in this layout.
     """
     sizes = config.dtensor_cfg
     check_model_fits(hf, config)
+    if config.lora.enabled:
+        attach_adapters(hf, adapted_layers(hf, config.lora), config.lora)
+        hold_as_stored(hf, source, DTYPES[config.precision])
     fit_experts(hf, DTYPES[config.precision])
     if attention_problem(hf) is None:
         hf.set_attn_implementation(ATTENTION_NAME)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
 from nemo_rl.errors import ConfigError
+from nemo_rl.models.loading import ADAPTER_PART
 
 __all__ = ["STYLES", "TensorAxis", "apply_plan", "check_plan", "split_dims"]
 
@@ -98,14 +99,18 @@ def apply_plan(model: torch.nn.Module, plan: Mapping[str, str], axis: TensorAxis
     check_plan(model, plan, size=axis.size)
     chosen, tied = _styles_of_modules(model, plan), _tied_parameters(model)
     for name, module in list(model.named_modules()):
-        STYLES[chosen.get(name, "replicated")](module, axis)
+        layer, is_adapter, _ = f"{name}.".rpartition(f".{ADAPTER_PART}.")
+        if is_adapter:
+            _split_adapter(module, axis, style=chosen.get(layer, "replicated"))
+        else:
+            STYLES[chosen.get(name, "replicated")](module, axis)
     for first, others in tied.items():
         for other in others:
             _tie(model, first, other)
 
 
 def _styles_of_modules(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    names = [name for name, _ in model.named_modules()]
+    names = [name for name, _ in model.named_modules() if f".{ADAPTER_PART}." not in f"{name}."]
     chosen: dict[str, str] = {}
     for pattern, style in plan.items():
         matches = [name for name in names if _pattern(pattern).fullmatch(name)]
@@ -210,6 +215,21 @@ def _vocab_embedding(module: Any, axis: TensorAxis) -> None:
     _own_parameters(module, axis, _split("vocab_embedding", module))
 
 
+def _split_adapter(module: torch.nn.Module, axis: TensorAxis, *, style: str) -> None:
+    """Split the adapter of a layer as the layer is.
+
+    The layer's own forward calls it with the input that has come in, and what the layer does with its output it does
+    with the sum of both; no collective is added.
+    """
+    if style not in ADAPTER_SPLITS:
+        STYLES[style if style in ("replicated", "replicated_partial") else "replicated"](module, axis)
+        return
+    for name, placement in ADAPTER_SPLITS[style].items():
+        # Of a matrix that is whole on every rank each one computes the part of the gradient of its outputs or inputs.
+        grad = Partial() if placement.is_replicate() else None
+        _own_parameters(module, axis, {name: placement}, grad=grad)
+
+
 def _split(style: str, module: torch.nn.Module) -> dict[str, Placement]:
     """Return placements of the parameters that a style splits."""
     return {name: Shard(dim) for name in module._parameters if (dim := split_dim(style, name)) is not None}
@@ -238,6 +258,13 @@ SPLIT_SIZES: Mapping[str, tuple[str, Callable[[Any], int]]] = {
 """Style -> name and size of what the number of ranks must divide."""
 SPLIT_DIMS: Mapping[str, int] = {"column": 0, "colwise": 0, "rowwise": 1, "experts": 0, "vocab_embedding": 0}
 """Dimension of the weights that the ranks share; styles that are not listed leave them whole."""
+ADAPTER_SPLITS: Mapping[str, Mapping[str, Placement]] = {
+    "column": {"A": Replicate(), "B": Shard(0)},
+    "colwise": {"A": Replicate(), "B": Shard(0)},
+    "rowwise": {"A": Shard(1), "B": Replicate()},
+    "experts": {"A": Shard(0), "B": Shard(0)},
+}
+"""Style of a layer -> placements of the matrices of its adapter; of layers that are whole, both are."""
 
 
 def split_dim(style: str, parameter: str) -> int | None:

@@ -6,6 +6,7 @@ model than its shards and one tensor besides.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,11 +17,24 @@ from transformers import PreTrainedModel
 
 from nemo_rl.models.hf_folder import ModelWeights, WeightSource, open_weights
 from nemo_rl.models.loading import load_causal_lm, named_weights
+from nemo_rl.models.lora import named_adapters
 from nemo_rl.models.shards import Box, chunk_of, local_shard
 
-__all__ = ["box_of", "boxes_of", "fill_shards", "make_room", "name_differences", "open_source"]
+__all__ = [
+    "box_of",
+    "boxes_of",
+    "fill_adapters",
+    "fill_shards",
+    "hold_as_stored",
+    "make_room",
+    "name_differences",
+    "open_source",
+]
 
 ROWS = 0
+GATHERED_AT_ONCE = 64 << 20
+"""Bytes of small tensors that are gathered together."""
+FIRST_ROW = slice(0, 1)
 
 
 def name_differences(model: torch.nn.Module, source: WeightSource) -> list[str]:
@@ -43,6 +57,29 @@ def open_source(folder: str | Path, model: PreTrainedModel) -> WeightSource:
         return source
     whole = load_causal_lm(folder)
     return ModelWeights(whole, where=source.where)
+
+
+def hold_as_stored(model: torch.nn.Module, source: WeightSource, dtype: torch.dtype) -> None:
+    """Let frozen parameters be held in the dtype that they are computed in, where they are stored in it.
+
+    A float32 copy would hold the same values in twice the memory; trained parameters need it for their small updates.
+
+    Args:
+        model: its parameters are on the meta device, and not sharded yet.
+        dtype: that the model computes in.
+    """
+    names = {id(weight): name for name, weight in named_weights(model)}
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or parameter.requires_grad or parameter.dtype == dtype or not parameter.dim():
+                continue
+            # A tied parameter is in two modules, and stays one.
+            if id(parameter) not in made:
+                is_stored_so = source.get(names[id(parameter)], rows=FIRST_ROW).dtype == dtype
+                held = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                made[id(parameter)] = held if is_stored_so else parameter
+            module._parameters[key] = made[id(parameter)]
 
 
 def make_room(model: torch.nn.Module, device: torch.device) -> None:
@@ -84,14 +121,22 @@ def fill_shards(model: torch.nn.Module, source: WeightSource) -> None:
             local_shard(weight).copy_(box.of(given, held=held))
 
 
+def fill_adapters(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Copy this rank's part of every adapter tensor, all of which are given whole."""
+    rank = dist.get_rank()
+    for name, weight in named_adapters(model):
+        box, whole = box_of(weight, rank=rank), Box.whole(tuple(weight.shape))
+        assert box is not None, f"{name} is not on rank {rank}"
+        if box.count:
+            with torch.no_grad():
+                local_shard(weight).copy_(box.of(values[name], held=whole))
+
+
 def _with_memory(parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
-    local = torch.empty_like(local_shard(parameter.detach()), device=device)
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        local = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
-    return torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
+    # `DTensor.from_local` would move what is to stay on the CPU to the devices of the mesh.
+    return torch.nn.Parameter(
+        torch.empty_like(parameter.detach(), device=device), requires_grad=parameter.requires_grad
+    )
 
 
 def box_of(weight: torch.Tensor, *, rank: int) -> Box | None:
@@ -129,6 +174,54 @@ def boxes_of(weight: torch.Tensor, *, world_size: int) -> list[Box | None]:
         is_copy = any(place for place, at in zip(places, weight.placements, strict=False) if isinstance(at, Replicate))
         found.append(None if is_copy or box is None or not box.count else box)
     return found
+
+
+def gather_small(
+    weights: Iterable[tuple[str, torch.Tensor]], *, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(collective over all ranks) Yield whole tensors on the device, many of them from one exchange.
+
+    For tensors as small as those of adapters the number of collectives counts and not the bytes: at most
+    `GATHERED_AT_ONCE` bytes of whole tensors are in memory, or one that is larger.
+    """
+    batch, held = list[tuple[str, torch.Tensor]](), 0
+    for name, weight in weights:
+        if batch and held + weight.nbytes > GATHERED_AT_ONCE:
+            yield from _gathered(batch, device)
+            batch, held = [], 0
+        batch.append((name, weight))
+        held += weight.nbytes
+    yield from _gathered(batch, device)
+
+
+def _gathered(batch: Sequence[tuple[str, torch.Tensor]], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1 or not batch:
+        # Without gradients a local part is an attribute, else a step of autograd.
+        with torch.no_grad():
+            parts_here = [(name, local_shard(weight).detach().to(device)) for name, weight in batch]
+        yield from parts_here
+        return
+    boxes = [boxes_of(weight, world_size=size) for _, weight in batch]
+    counts = [sum(box.count for each in boxes if (box := each[peer]) is not None) for peer in range(size)]
+    own = [
+        local_shard(weight).detach() for (_, weight), each in zip(batch, boxes, strict=True) if each[rank] is not None
+    ]
+    dtype = batch[0][1].dtype
+    sent = torch.zeros(max(counts), dtype=dtype, device=device)
+    if own:
+        sent[: counts[rank]] = torch.cat([part.reshape(-1) for part in own]).to(device)
+    parts = [torch.empty_like(sent) for _ in range(size)]
+    dist.all_gather(parts, sent)
+    starts = [0] * size
+    for (name, weight), each in zip(batch, boxes, strict=True):
+        whole = torch.empty(tuple(weight.shape), dtype=dtype, device=device)
+        for peer, box in enumerate(each):
+            if box is not None:
+                end = starts[peer] + box.count
+                box.of(whole, held=Box.whole(tuple(weight.shape))).copy_(parts[peer][starts[peer] : end].view(box.size))
+                starts[peer] = end
+        yield name, whole
 
 
 def _places_of(weight: DTensor, rank: int) -> list[int] | None:
