@@ -1,8 +1,8 @@
 """Checkpoints of the Megatron worker: a Hugging Face folder, and megatron-core's `torch_dist` format next to it.
 
 The latter holds weights, main weights and moments as parts of whole tensors, so that a job of any layout can read it,
-and each rank's random state. All functions are
-collective: every rank calls them in the same order. The invariant is that of `checkpoint_folder`.
+and each rank's random state. Of a model with adapters it holds what is trained, and the folder is one of peft. All
+functions are collective: every rank calls them in the same order. The invariant is that of `checkpoint_folder`.
 
 Settings are not in it: betas, weight decay and schedule follow the config of the run that resumes.
 """
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.checkpoint_folder import (
     WRITE_ERRORS,
+    AdapterPart,
     cause_text,
     complete_or_nothing,
     own_copy,
@@ -34,6 +35,7 @@ from nemo_rl.models.checkpoint_folder import (
     set_random_state,
 )
 from nemo_rl.models.hf_writing import ModelDescription, ModelShare, write_folder, write_shares
+from nemo_rl.models.loading import ADAPTER_PART
 from nemo_rl.models.megatron.cpu_compat import as_if_cuda
 from nemo_rl.models.megatron.mcore import (
     COMMON_STATE_FNAME,
@@ -53,7 +55,7 @@ from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.shards import Box, chunk_of
 
-__all__ = ["MegatronSnapshot", "OptimizerSnapshot", "equal_share", "load_optimizer"]
+__all__ = ["GatheredPart", "MegatronSnapshot", "OptimizerSnapshot", "SharedPart", "equal_share", "load_optimizer"]
 
 FORMAT, FORMAT_VERSION = "torch_dist", 1
 STATE_FILE = "trainer_state.json"
@@ -133,26 +135,57 @@ class OptimizerSnapshot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MegatronSnapshot:
-    """A `Snapshot` of a Megatron rank. What is written here and now is gathered weight by weight; what is written
-    later is kept as equal parts of all weights."""
+class GatheredPart:
+    """A whole model that is written here and now, gathered weight by weight."""
 
     model: ModelDescription
-    weights: ModelShare | Iterator[tuple[str, torch.Tensor]]
+    weights: Iterator[tuple[str, torch.Tensor]]
+
+    def write(self, target: Path, *, group: dist.ProcessGroup) -> None:
+        """(collective) Write it into a folder."""
+        if dist.get_rank() == 0:
+            write_folder(target, self.model, self.weights)
+        for _ in self.weights:
+            """Each is gathered from all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedPart:
+    """A whole model that is written later, kept as equal parts of all weights."""
+
+    model: ModelDescription
+    share: ModelShare
+
+    def write(self, target: Path, *, group: dist.ProcessGroup) -> None:
+        """(collective) Write it into a folder."""
+        write_shares(target, self.model, self.share, group=group)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronSnapshot:
+    """A `Snapshot` of a Megatron rank."""
+
+    part: GatheredPart | SharedPart | AdapterPart
     optimizer: OptimizerSnapshot | None
+
+    @property
+    def model(self) -> ModelDescription:
+        """Return the description of the whole model; an adapter has none."""
+        assert not isinstance(self.part, AdapterPart), "the snapshot is of an adapter"
+        return self.part.model
+
+    @property
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]] | ModelShare:
+        """Return the weights of the whole model, as a stream that is gathered, or this rank's share of them."""
+        assert not isinstance(self.part, AdapterPart), "the snapshot is of an adapter"
+        return self.part.weights if isinstance(self.part, GatheredPart) else self.part.share
 
     def write(self, *, weights: Path, optimizer: Path | None, group: dist.ProcessGroup) -> None:
         """See `Snapshot`."""
         if self.optimizer is not None and optimizer is not None:
             self.optimizer.write(optimizer, group=group)
         with complete_or_nothing(weights, group=group) as target:
-            if isinstance(self.weights, ModelShare):
-                write_shares(target, self.model, self.weights, group=group)
-                return
-            if dist.get_rank() == 0:
-                write_folder(target, self.model, self.weights)
-            for _ in self.weights:
-                """Each is gathered from all ranks."""
+            self.part.write(target, group=group)
 
 
 def equal_share(infos: Mapping[str, TensorInfo], weights: Iterator[tuple[str, torch.Tensor]]) -> ModelShare:
@@ -228,8 +261,12 @@ class _Places:
 
     @classmethod
     def of(cls, model: MegatronModel, optimizer: PolicyOptimizer, *, is_loading: bool) -> _Places:
+        # With adapters layers may differ, and then megatron-core must not stack them to one tensor of all layers.
+        metadata = {"non_homogeneous_layers": True} if model.adapters else None
         with as_if_cuda():
-            tensors = model.module.sharded_state_dict()
+            tensors = model.module.sharded_state_dict(metadata=metadata)
+        if model.adapters:
+            tensors = {name: place for name, place in tensors.items() if f".{ADAPTER_PART}." in name}
         # What is left out is the 8-bit state of Transformer Engine, an opaque object that these models do not use.
         tensors = {name: place for name, place in tensors.items() if not isinstance(place, ShardedObject)}
         return cls(model=tensors, tree=optimizer.sharded_state_dict(tensors, is_loading=is_loading))

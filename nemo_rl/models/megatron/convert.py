@@ -8,7 +8,7 @@ any layout, and besides what its caller keeps a rank holds one whole weight at a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.errors import ModelFolderError, name_some
 from nemo_rl.models.hf_folder import WeightSource
+from nemo_rl.models.loading import ADAPTER_PART
 from nemo_rl.models.megatron.architecture import Architecture
 from nemo_rl.models.megatron.convert_table import Weight, table_name, weights_of
 from nemo_rl.models.megatron.mcore import GPTModel, get_transformer_layer_offset, parallel_state
@@ -25,7 +26,15 @@ from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.megatron.transformer_config import DecoderConfig
 from nemo_rl.models.policy.interfaces import TensorInfo
 
-__all__ = ["export_gradients", "export_weights", "load_weights", "weight_infos"]
+__all__ = [
+    "adapter_infos",
+    "export_adapter",
+    "export_gradients",
+    "export_weights",
+    "fill_adapters",
+    "load_weights",
+    "weight_infos",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +81,11 @@ def load_weights(model: MegatronModel, source: WeightSource) -> None:
     for weight in weights_of(model.shape):
         fill = _fill_experts if weight.num_experts else _fill_split
         filled |= fill(weight, tensors, source, groups)
-    parameters = {name for name, tensor in tensors.items() if isinstance(tensor, torch.nn.Parameter)}
+    parameters = {
+        name
+        for name, tensor in tensors.items()
+        if isinstance(tensor, torch.nn.Parameter) and f".{ADAPTER_PART}." not in name
+    }
     assert parameters <= filled, f"weights unknown to the table: {name_some(sorted(parameters - filled))}"
 
 
@@ -82,17 +95,44 @@ def export_weights(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
     All ranks iterate to the end, at the same pace. The tensors are contiguous and share no memory with the model. A
     tied head is left out.
     """
-    yield from _export_all(model, _tensors(model.module, model.config), dtype=model.config.params_dtype)
+    tensors = _tensors(model.module, model.config)
+    yield from _export_all(model, weights_of(model.shape), tensors, dtype=model.config.params_dtype)
 
 
 def export_gradients(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(collective) Yield, like `export_weights`, the gradients in float32 once they are complete on every rank.
+    """(collective) Yield, like `export_weights`, the gradients in float32 once they are complete on every rank; of a
+    model with adapters theirs alone.
 
     Weights without one (frozen, or buffers) have zeros.
     """
     held = _tensors(model.module, model.config)
     tensors = {name: _gradient_of(tensor) for name, tensor in held.items()}
-    yield from _export_all(model, tensors, dtype=torch.float32)
+    yield from _export_all(model, model.adapters or weights_of(model.shape), tensors, dtype=torch.float32)
+
+
+def adapter_infos(model: MegatronModel) -> dict[str, TensorInfo]:
+    """Return what `export_adapter` yields, in its order."""
+    return {
+        part.name: TensorInfo(shape=part.shape, dtype="float32") for weight in model.adapters for part in weight.parts
+    }
+
+
+def export_adapter(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """(collective) Yield, like `export_weights`, A and B of every adapter in float32; B without its scale."""
+    yield from _export_all(model, model.adapters, _tensors(model.module, model.config), dtype=torch.float32)
+
+
+def fill_adapters(model: MegatronModel, values: Mapping[str, torch.Tensor]) -> None:
+    """Copy this rank's part of every adapter tensor, all of which are given whole.
+
+    Half precision optimizers keep copies, which they must take anew afterwards.
+    """
+    group, tensors = _WeightGroups.of_rank().tensor, _tensors(model.module, model.config)
+    for weight in model.adapters:
+        if weight.local in tensors:
+            [part] = weight.parts
+            shard = weight.split.shard(values[part.name], rank=group.rank(), size=group.size())
+            tensors[weight.local].detach().copy_(shard)
 
 
 def _gradient_of(tensor: Any) -> torch.Tensor:
@@ -104,13 +144,13 @@ def _gradient_of(tensor: Any) -> torch.Tensor:
 
 
 def _export_all(
-    model: MegatronModel, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype
+    model: MegatronModel, weights: Iterable[Weight], tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(collective) Return whole tensors from each rank's parts of them."""
     groups = _WeightGroups.of_rank()
     stages = range(groups.pipeline.size())
     first_layers = [get_transformer_layer_offset(model.config, pp_rank=stage) for stage in stages]
-    for weight in weights_of(model.shape):
+    for weight in weights:
         if not weight.is_copy:
             stage = bisect_right(first_layers, weight.layer) - 1
             # A separate generator, so that nothing of this weight is left when the next is gathered.

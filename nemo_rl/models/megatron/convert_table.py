@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from nemo_rl.models.megatron.architecture import Architecture, Mixture
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.errors import ConfigError, name_some
+from nemo_rl.models.loading import ADAPTER_PART
+from nemo_rl.models.lora import AdaptedLayer
+from nemo_rl.models.megatron.architecture import Architecture, Mixture, layers_of_stages
 
-__all__ = ["Weight", "WeightPart", "WeightSplit", "table_name", "weights_of"]
+__all__ = [
+    "AdaptedLinear",
+    "Weight",
+    "WeightPart",
+    "WeightSplit",
+    "adapted_linears",
+    "adapter_weights",
+    "check_adapters_fit",
+    "table_name",
+    "weights_of",
+]
 
 OTHER_NAMES = (
     (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
@@ -99,11 +113,15 @@ class Weight:
         first = self.parts[0].shape
         return (sum(part.shape[0] for part in self.parts), *first[1:])
 
-    def pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return all parts as one tensor of `shape`; a single one as it is, so that what lies in a file stays there."""
+    def pack(self, parts: Sequence[torch.Tensor], *, dim: int = 0) -> torch.Tensor:
+        """Return all parts as one tensor of `shape`; a single one as it is, so that what lies in a file stays there.
+
+        Args:
+            dim: that holds the rows, of tensors that have other dims before them.
+        """
         if len(parts) == 1:
             return parts[0]
-        return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+        return torch.cat([part.unflatten(dim, (self.groups, -1)) for part in parts], dim=dim + 1).flatten(dim, dim + 1)
 
     def unpack(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of a contiguous tensor of `shape`, contiguous too."""
@@ -209,3 +227,115 @@ def _experts(shape: Architecture, mixture: Mixture, layer: int) -> Iterator[Weig
         )
     if mixture.shared_intermediate_size:
         yield from _feed_forward(shape, layer, where="mlp.shared_experts", rows=mixture.shared_intermediate_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedLinear:
+    """A linear layer of megatron-core, and the adapters of the projections that it holds."""
+
+    weight: Weight
+    layers: tuple[AdaptedLayer | None, ...]
+    """Layer of the Hugging Face module for each part of the weight; None where the layer has no adapter."""
+
+    @property
+    def module(self) -> str:
+        """Return the name of the layer in the table."""
+        return self.weight.local.removesuffix(".weight")
+
+    @property
+    def splits_inputs(self) -> bool:
+        """Return whether tensor ranks divide the inputs, and not the rows."""
+        return self.weight.split == COLUMNS
+
+    def shares_rows(self, size: int) -> bool:
+        """Return whether tensor ranks divide the rows within a group of the parts: B is whole on every rank then."""
+        return self.weight.split == ROWS and len(self.weight.parts) > 1 and self.weight.groups % size > 0
+
+    def on_rank(self, size: int) -> Weight:
+        """Return the layout of a tensor rank's rows, which are whole groups."""
+        return self.weight if self.weight.groups == 1 else replace(self.weight, groups=self.weight.groups // size)
+
+    def tensors(self, layer: AdaptedLayer, *, rank: int, size: int) -> Iterator[Weight]:
+        """Yield A and B of one of the layers as parts of the model.
+
+        Args:
+            rank: of the adapter.
+            size: tensor parallel ranks.
+        """
+        (a_name, a_shape), (b_name, b_shape) = layer.shapes(rank).items()
+        where = f"{self.module}.{ADAPTER_PART}.{projection_of(layer)}"
+        b_split = WHOLE if self.splits_inputs or self.shares_rows(size) else ROWS
+        for matrix, name, shape, split in (
+            ("A", a_name, a_shape, COLUMNS if self.splits_inputs else WHOLE),
+            ("B", b_name, b_shape, b_split),
+        ):
+            part = WeightPart(name=name, shape=shape)
+            yield Weight(local=f"{where}.{matrix}", layer=self.weight.layer, parts=(part,), split=split)
+
+
+def projection_of(layer: AdaptedLayer) -> str:
+    """Return the last part of the name of a layer, such as `q_proj`."""
+    return layer.name.rpartition(".")[2]
+
+
+def adapted_linears(shape: Architecture, layers: Sequence[AdaptedLayer]) -> list[AdaptedLinear]:
+    """Return the linear layers of megatron-core that hold adapted projections, in the order of the model.
+
+    Raises:
+        ConfigError: a layer has no counterpart that takes an adapter.
+    """
+    by_name = {layer.name: layer for layer in layers}
+    found = []
+    for weight in weights_of(shape):
+        if weight.split != WHOLE and not weight.num_experts and not weight.is_copy and len(weight.shape) == 2:
+            parts = tuple(by_name.pop(part.name.removesuffix(".weight"), None) for part in weight.parts)
+            if any(parts):
+                found.append(AdaptedLinear(weight=weight, layers=parts))
+    if by_name:
+        _refuse_layers(list(by_name.values()))
+    return found
+
+
+def adapter_weights(shape: Architecture, layers: Sequence[AdaptedLayer], *, rank: int, size: int) -> tuple[Weight, ...]:
+    """Return A and B of every layer, in the order of `layers`.
+
+    Args:
+        rank: of the adapter.
+        size: tensor parallel ranks.
+    """
+    holders = {layer.name: linear for linear in adapted_linears(shape, layers) for layer in linear.layers if layer}
+    return tuple(weight for layer in layers for weight in holders[layer.name].tensors(layer, rank=rank, size=size))
+
+
+def check_adapters_fit(shape: Architecture, layers: Sequence[AdaptedLayer], config: PolicyConfig) -> None:
+    """Compare the adapted layers with the model and `policy.megatron_cfg`.
+
+    Raises:
+        ConfigError: names the key and what to set.
+    """
+    linears = adapted_linears(shape, layers)
+    if config.megatron_cfg.moe_router_bias_update_rate:
+        raise ConfigError(
+            "policy.megatron_cfg.moe_router_bias_update_rate: it changes the bias of routers, a weight of the base, "
+            "which adapters leave as it is; set it to 0"
+        )
+    last = 0
+    for stage, count in enumerate(layers_of_stages(shape, config)):
+        first, last = last, last + count
+        if not any(first <= linear.weight.layer < last for linear in linears):
+            raise ConfigError(
+                f"policy.lora.targets: none of the layers {first} to {last - 1}, which are stage {stage} of the "
+                "pipeline, has an adapter, and a stage needs something to train; add targets, or set a smaller "
+                "policy.megatron_cfg.pipeline_model_parallel_size"
+            )
+
+
+def _refuse_layers(layers: Sequence[AdaptedLayer]) -> None:
+    names = name_some([layer.name for layer in layers])
+    instead = "leave them out, or set policy.megatron_cfg.enabled=false and policy.dtensor_cfg.enabled=true"
+    if any(layer.num_experts for layer in layers):
+        raise ConfigError(
+            f"policy.lora.targets: {names} are weights of experts; the grouped kernels that multiply them on "
+            f"megatron-core take no adapters; {instead}"
+        )
+    raise ConfigError(f"policy.lora.targets: {names} have no counterpart in megatron-core; {instead}")

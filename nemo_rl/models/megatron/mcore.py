@@ -50,7 +50,12 @@ with importing(), warnings.catch_warnings():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer import ModuleSpec, TransformerConfig
     from megatron.core.transformer.mlp import MLP
@@ -61,6 +66,7 @@ with importing(), warnings.catch_warnings():
     from megatron.core.transformer.moe.router_replay import RouterReplay
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -96,6 +102,7 @@ __all__ = [
     "TransformerConfig",
     "clear_router_losses",
     "clip_grad_by_total_norm_fp32",
+    "copy_to_tensor_model_parallel_region",
     "dist_checkpointing",
     "exchange_utils",
     "filesystem_async",
@@ -111,8 +118,11 @@ __all__ = [
     "get_standard_config_overrides",
     "get_transformer_layer_offset",
     "grads_for_norm",
+    "make_sharded_tensors_for_checkpoint",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "router_losses",
     "save_config",
     "save_preprocess",

@@ -17,9 +17,13 @@ from transformers import PretrainedConfig
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
+from nemo_rl.models.loading import model_without_weights
+from nemo_rl.models.lora import adapted_layers
+from nemo_rl.models.megatron.adapters import attach_parallel_adapters
 from nemo_rl.models.megatron.architecture import Architecture
 from nemo_rl.models.megatron.attention import PackedSegments, Rotary
 from nemo_rl.models.megatron.balance import average_over_microbatches, count_tokens_without_padding
+from nemo_rl.models.megatron.convert_table import Weight, adapter_weights, check_adapters_fit
 from nemo_rl.models.megatron.cpu_compat import as_if_cuda
 from nemo_rl.models.megatron.mcore import (
     DistributedDataParallel,
@@ -107,6 +111,8 @@ class MegatronModel:
     """The layers of this pipeline stage, without wrappers."""
     ddp: DistributedDataParallel
     """`module` with gradient buffers, in half precision also with casts at both ends of the pipeline."""
+    adapters: tuple[Weight, ...] = ()
+    """A and B of every adapter of the whole model, in the order in which they are sent and stored."""
 
 
 def initialize_parallel(policy: PolicyConfig, *, timeout_s: float, seed: int) -> None:
@@ -157,6 +163,7 @@ def build_model(hf_config: PretrainedConfig, policy: PolicyConfig, *, device: to
         config, module = _build_module(hf_config, shape, policy, device)
     except (AssertionError, ImportError, ValueError) as error:
         raise ConfigError(f"policy.megatron_cfg: megatron-core refuses these settings: {error}") from error
+    adapters = _add_adapters(hf_config, shape, policy, config, module) if policy.lora.enabled else ()
     if section.freeze_moe_router:
         _freeze_routers(module)
     _mark_experts(module)
@@ -172,7 +179,7 @@ def build_model(hf_config: PretrainedConfig, policy: PolicyConfig, *, device: to
     wrapped = Float16Module(config, module) if policy.precision != "float32" else module
     ddp = DistributedDataParallel(config, options, wrapped)
     config.no_sync_func = ddp.no_sync
-    return MegatronModel(shape=shape, config=config, module=module, ddp=ddp)
+    return MegatronModel(shape=shape, config=config, module=module, ddp=ddp, adapters=adapters)
 
 
 def _build_module(
@@ -187,7 +194,7 @@ def _build_module(
         )
         module = PolicyGPT(
             config,
-            block_spec(config, shape),
+            block_spec(config, shape, has_adapters=policy.lora.enabled),
             vocab_size=shape.vocab_size,
             padding_token=shape.padding_token,
             max_sequence_length=shape.max_positions,
@@ -200,6 +207,15 @@ def _build_module(
     module.rotary_pos_emb = rotary
     module.to(device)
     return config, module
+
+
+def _add_adapters(
+    hf_config: PretrainedConfig, shape: Architecture, policy: PolicyConfig, config: DecoderConfig, module: PolicyGPT
+) -> tuple[Weight, ...]:
+    layers = adapted_layers(model_without_weights(hf_config, policy.model_name), policy.lora)
+    check_adapters_fit(shape, layers, policy)
+    attach_parallel_adapters(module, layers, policy.lora, shape=shape, config=config)
+    return adapter_weights(shape, layers, rank=policy.lora.rank, size=policy.parallel_sizes.tensor)
 
 
 def _freeze_routers(module: PolicyGPT) -> None:

@@ -59,20 +59,29 @@ class RMSNorm(torch.nn.Module):
         return self.weight * (wide * scale).to(hidden.dtype)
 
 
-def block_spec(config: TransformerConfig, shape: Architecture) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, shape: Architecture, *, has_adapters: bool = False
+) -> TransformerBlockSubmodules:
     """Return the layers of this pipeline stage and the final norm."""
     first, count = get_transformer_layer_offset(config), get_num_layers_to_build(config)
-    kinds = {True: _layer_spec(config, has_experts=True), False: _layer_spec(config, has_experts=False)}
+    kinds = {has: _layer_spec(config, has_experts=has, has_adapters=has_adapters) for has in (True, False)}
     layers = [kinds[has_experts] for has_experts in shape.expert_layers[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer_spec(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, *, has_experts: bool, has_adapters: bool) -> ModuleSpec:
     experts = config.num_moe_experts if has_experts else None
     options = {"num_experts": experts, "moe_grouped_gemm": config.moe_grouped_gemm, "qk_layernorm": config.qk_layernorm}
-    if has_transformer_engine():
+    # An adapter needs the input of its layer, which Transformer Engine computes inside of it, out of the norm's.
+    is_plain = has_adapters and not has_experts
+    if has_transformer_engine() and not is_plain:
         spec = get_gpt_layer_with_transformer_engine_spec(**options)
         spec.submodules.self_attention.submodules.core_attention = SegmentAttention
+        if has_adapters:
+            local = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
+            linear_qkv = local.submodules.self_attention.submodules.linear_qkv
+            spec.submodules.self_attention.submodules.linear_qkv = linear_qkv
+            spec.submodules.input_layernorm = RMSNorm
         return spec
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
