@@ -13,6 +13,7 @@ import torch.distributed as dist
 __all__ = [
     "abort_nccl",
     "after_backward",
+    "clear_cublas_workspaces",
     "default_store",
     "nccl_options",
     "norms_of",
@@ -47,6 +48,12 @@ def after_backward(callback: Callable[[], None]) -> None:
 def set_expandable_segments(is_on: bool) -> None:
     """Choose how the allocator of the GPU takes memory from here on."""
     torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_on}")
+
+
+def clear_cublas_workspaces() -> None:
+    """Give back the memory in which cuBLAS computes, 32 MiB for each stream on Hopper; it takes others when it next
+    needs some."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def default_store() -> dist.Store:

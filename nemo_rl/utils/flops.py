@@ -128,8 +128,13 @@ class TransformerShape:
         return 2.0 * self.num_heads * (self.latent.nope_dim + self.latent.rope_dim + self.latent.value_dim)
 
 
-def transformer_flops(shape: TransformerShape, sequence_lengths: Iterable[int], *, with_backward: bool) -> float:
+def transformer_flops(
+    shape: TransformerShape, sequence_lengths: Iterable[int], *, with_backward: bool, trains_weights: bool = True
+) -> float:
     """Return the FLOPs of one pass over whole sequences; a backward pass costs twice the forward pass.
+
+    Frozen weights take no gradient, which leaves the half of the backward pass that leads to the inputs; the products
+    of adapters, below a hundredth of it, are left out.
 
     Causal attention: token t meets t keys, or as many as the window of a sliding layer holds.
     """
@@ -139,7 +144,7 @@ def transformer_flops(shape: TransformerShape, sequence_lengths: Iterable[int], 
         pairs = full_layers * _causal_pairs(length, length)
         pairs += shape.num_sliding_layers * _causal_pairs(length, shape.sliding_window or length)
         forward += length * shape.matmul_flops_per_token + shape.pair_flops * pairs
-    return 3.0 * forward if with_backward else forward
+    return (3.0 if trains_weights else 2.0) * forward if with_backward else forward
 
 
 def sequence_cost(shape: TransformerShape) -> tuple[float, float]:

@@ -14,7 +14,9 @@ from nemo_rl.models.dtensor.fit import check_model_fits
 from nemo_rl.models.dtensor.rope import long_rope_start
 from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.loading import load_model_config, model_without_weights
+from nemo_rl.models.lora import adapted_layers
 from nemo_rl.models.megatron import architecture
+from nemo_rl.models.megatron.convert_table import check_adapters_fit
 from nemo_rl.routes.shape import MAX_EXPERTS
 
 __all__ = ["check_planned_model_fits", "check_policy_fits"]
@@ -37,7 +39,10 @@ def check_planned_model_fits(given: PretrainedConfig, config: PolicyConfig) -> N
     model = model_without_weights(given, config.model_name)
     with boundary(ModelFolderError, f"model folder {config.model_name!r}: config.json"):
         if config.megatron_cfg.enabled:
-            architecture.check_fits(architecture.Architecture.of(given), config)
+            shape = architecture.Architecture.of(given)
+            architecture.check_fits(shape, config)
+            if config.lora.enabled:
+                check_adapters_fit(shape, adapted_layers(model, config.lora), config)
         else:
             check_model_fits(model, config)
     _check_rollouts_have_one_rope(model, config)

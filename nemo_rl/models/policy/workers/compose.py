@@ -121,7 +121,13 @@ def compose_parts(  # noqa: PLR0913 - the parts of a worker
         recording = NO_RECORDING if record is None or hook_points is None else SiteRecording(record, hook_points, here)
         tracing = NO_TRACING if trace is None or hook_points is None else SiteTracing(trace, hook_points, here)
         undo.callback(tracing.close)
-        device_states = DeviceStates(engine, device_side, rank=here.rank, keep_reference=keep_reference)
+        device_states = DeviceStates(
+            engine,
+            device_side,
+            rank=here.rank,
+            keep_reference=keep_reference,
+            adapter_reference=config.lora.reference,
+        )
         group = new_group(range(here.layout.world_size), backend="gloo")
         assert group is not None, "every rank is in it"
         saving = Saving(engine, device_states, tokenizer, group)
@@ -145,7 +151,12 @@ def compose_parts(  # noqa: PLR0913 - the parts of a worker
         recording=recording,
         tracing=tracing,
         refit=RefitSource(
-            engine, device_states, device_side, rank=here.rank, takes_fingerprints=config.generation.receipt.enabled
+            engine,
+            device_states,
+            device_side,
+            rank=here.rank,
+            takes_fingerprints=config.generation.receipt.enabled,
+            lora=config.lora if config.lora.enabled else None,
         ),
         saving=saving,
         owns_group=owns_group,

@@ -7,9 +7,10 @@ promises (`base.check_placement`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 
@@ -34,14 +35,19 @@ MIB = 2**20
 
 
 class Shards:
-    """This rank's part of all weights, copied out of the model and written into it."""
+    """This rank's part of weights, copied out of the model and written into it.
 
-    def __init__(self, engine: Engine, device_side: DeviceSide) -> None:
-        self._engine, self._device_side = engine, device_side
+    Args:
+        weights: all of the model, or all of its adapters.
+    """
+
+    def __init__(self, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], device_side: DeviceSide) -> None:
+        self._weights, self._device_side = weights, device_side
 
     def held(self) -> list[torch.Tensor]:
         """Return the weights of the model, sharing memory."""
-        return [local_shard(weight.detach()) for _, weight in self._engine.weights()]
+        # The local part first: of one that stays on the CPU, while the mesh is of GPUs, torch detaches no other.
+        return [local_shard(weight).detach() for _, weight in self._weights()]
 
     def copy(self) -> list[torch.Tensor]:
         """Return copies on the CPU, pinned where there is a GPU."""
@@ -66,13 +72,27 @@ class DeviceStates:
     """Moves a worker between its states. Starts ready for training.
 
     Args:
-        keep_reference: keep the present weights on the CPU, for `use_reference_model`.
+        keep_reference: keep the present weights on the CPU, for `use_reference_model`; of a policy with adapters those
+            of the adapters, and none where its reference is the model without them.
+        adapter_reference: reference of a policy with adapters.
     """
 
-    def __init__(self, engine: Engine, device_side: DeviceSide, *, rank: int, keep_reference: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        device_side: DeviceSide,
+        *,
+        rank: int,
+        keep_reference: bool,
+        adapter_reference: Literal["base", "start"] = "base",
+    ) -> None:
         self._engine, self._device_side, self._rank = engine, device_side, rank
-        self.shards = Shards(engine, device_side)
-        self.reference = self.shards.copy() if keep_reference else None
+        self.shards = Shards(engine.weights, device_side)
+        has_adapters = bool(engine.adapter_infos())
+        self._is_reference_base = has_adapters and adapter_reference == "base"
+        self._replaced = Shards(engine.adapters, device_side) if has_adapters else self.shards
+        """The tensors that hold other values while the reference is in place."""
+        self.reference = self._replaced.copy() if keep_reference and not self._is_reference_base else None
         """Parts of the reference weights, on the CPU; None where none are kept."""
         self._memory: dict[str, int] = {}
         self._aside: list[torch.Tensor] = []
@@ -151,22 +171,30 @@ class DeviceStates:
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """(collective) Put the reference weights in place; the policy's come back on exit, also after an error."""
-        if self.reference is None:
-            raise RuntimeError("no reference weights are kept; set loss_fn.reference_policy_kl_penalty above 0")
+        """(collective) Put the reference weights in place; the policy's come back on exit, also after an error. Where
+        the reference is the model without adapters, they are switched off and nothing is copied."""
         if self._is_reference_in_use:
             raise RuntimeError("use_reference_model does not nest")
+        with self._engine.without_adapter() if self._is_reference_base else self._reference_in_place():
+            self._is_reference_in_use = True
+            try:
+                yield
+            finally:
+                self._is_reference_in_use = False
+
+    @contextmanager
+    def _reference_in_place(self) -> Iterator[None]:
+        if self.reference is None:
+            raise RuntimeError("no reference weights are kept; set loss_fn.reference_policy_kl_penalty above 0")
         if self._aside:
-            self.shards.copy_into(self._aside)
+            self._replaced.copy_into(self._aside)
         else:
-            self._aside = self.shards.copy()
-        self.shards.write(self.reference)
-        self._is_reference_in_use = True
+            self._aside = self._replaced.copy()
+        self._replaced.write(self.reference)
         try:
             yield
         finally:
-            self.shards.write(self._aside)
-            self._is_reference_in_use = False
+            self._replaced.write(self._aside)
 
     # Memory.
 

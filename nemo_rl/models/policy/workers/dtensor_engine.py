@@ -6,8 +6,11 @@ A part of the worker, made in a process whose default process group exists. Inva
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import ParallelGroups
+from nemo_rl.models.adapter_folder import base_identity
+from nemo_rl.models.checkpoint_folder import AdapterBase, AdapterPart
 from nemo_rl.models.dtensor import checkpoint
 from nemo_rl.models.dtensor.optim import LearningRate, LossScaler, build_optimizer
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight, parallelize
 from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
-from nemo_rl.models.dtensor.weights import fill_shards, make_room, open_source
+from nemo_rl.models.dtensor.weights import fill_adapters, fill_shards, gather_small, make_room, open_source
 from nemo_rl.models.hf_modules import HFRouters, HFSites
 from nemo_rl.models.loading import build_meta_model, decoder_sizes, named_weights
+from nemo_rl.models.lora import adapter_places, initial_adapter, named_adapters, without_adapters
 from nemo_rl.models.policy.hooks import HookPoints, TokenPositions
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
@@ -71,8 +77,9 @@ def hook_points_of(
 
 
 def _gradients(model: PolicyModel, scaler: LossScaler) -> Iterator[tuple[str, torch.Tensor]]:
-    """(collective) Yield the gradients: FSDP's mean has undone the factor of the train step; the loss scale is left."""
-    for name, weight in named_weights(model.hf):
+    """(collective) Yield the gradients of what is trained: FSDP's mean has undone the factor of the train step; the
+    loss scale is left."""
+    for name, weight in chain(named_weights(model.hf), named_adapters(model.hf)):
         if weight.grad is not None:
             gradient = full_weight(weight.grad)
             yield name, gradient if scaler.scale == 1.0 else gradient / scaler.scale
@@ -104,12 +111,36 @@ class DTensorEngine(Engine):
         self._groups = ParallelGroups.build(here.layout, rank=here.rank, device=here.device)
         self.context = self._groups.context
         self.flops_shape = TransformerShape.from_config(decoder_sizes(hf.config))
-        self.model = parallelize(hf, groups=self._groups, config=config)
+        self.model = parallelize(hf, groups=self._groups, config=config, source=source)
         make_room(self.model, torch.device("cpu") if config.dtensor_cfg.cpu_offload else here.device)
         fill_shards(self.model.hf, source)
+        self._adapter_infos = checkpoint.adapter_infos_of(self.model)
+        # Modules stay, where FSDP may replace their parameters.
+        self._adapter_places = list(adapter_places(self.model.hf))
+        self._base = self._base_of_adapter() if config.lora.enabled else None
+        self._start_adapter(seed)
         self.optimizer = build_optimizer(config.optimizer, self.model.parameters())
         self.schedule: LearningRate = LearningRate(config.scheduler, self.optimizer, num_steps=num_steps)
         self.scaler = LossScaler(precision=config.precision)
+
+    def _base_of_adapter(self) -> AdapterBase:
+        name = self._config.model_name
+
+        @functools.cache
+        def identity() -> str:
+            return base_identity(open_source(name, self.model.hf))
+
+        return AdapterBase(config=self._config.lora, model_name=name, identity=identity)
+
+    def _start_adapter(self, seed: int) -> None:
+        """(collective) Give the adapters their first values."""
+        if self._base is None:
+            return
+        lora = self._config.lora
+        if lora.adapter is not None:
+            checkpoint.load_adapter(self.model, Path(lora.adapter), self._base)
+        else:
+            fill_adapters(self.model.hf, dict(initial_adapter(self.adapter_infos(), lora, seed=seed)))
 
     def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver = NO_OBSERVER) -> StepRunner:
         step = OptimizerStep(
@@ -118,7 +149,10 @@ class DTensorEngine(Engine):
         return StepRunner(self.model, layout, self._groups, step, routes, observer)
 
     def hook_points(self) -> HookPoints:
-        return hook_points_of(self.model, self._here, self._groups, self.scaler, weights=self.full_weights)
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            return chain(self.full_weights(), self.full_adapter())
+
+        return hook_points_of(self.model, self._here, self._groups, self.scaler, weights=weights)
 
     def routers(self, *, validates: bool) -> Routers:
         routers = HFRouters(self.model.hf)
@@ -153,6 +187,7 @@ class DTensorEngine(Engine):
             model=self.model,
             optimizer=optimizer_tensors(self.optimizer),
             device=self._device,
+            trained=[weight for group in self.optimizer.param_groups for weight in group["params"]],
         )
 
     # Full weights and checkpoints.
@@ -165,6 +200,18 @@ class DTensorEngine(Engine):
             # With CPU offload the shards are on the CPU, but are gathered on the device.
             yield name, full_weight(weight.to(self._device))
 
+    def adapter_infos(self) -> dict[str, TensorInfo]:
+        return self._adapter_infos
+
+    def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, module.A if matrix == "A" else module.B) for name, module, matrix in self._adapter_places)
+
+    def full_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return gather_small(self.adapters(), device=self._device)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        return without_adapters(self.model.hf)
+
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return checkpoint.export(self.model)
 
@@ -175,10 +222,18 @@ class DTensorEngine(Engine):
             "loss_scale_clean_steps": float(self.scaler.clean_steps),
         }
         optimizer = self.optimizer if with_optimizer else None
-        return checkpoint.DTensorSnapshot.of(self.model, optimizer, trainer_state, copies=copies)
+        part: checkpoint.SnapshotPart
+        if self._base is None:
+            part = checkpoint.ModelPart.of(self.model, copies=copies)
+        else:
+            part = AdapterPart.of(self.full_adapter(), self._base, copies=copies)
+        return checkpoint.DTensorSnapshot.of(part, self.model, optimizer, trainer_state, copies=copies)
 
     def load(self, *, weights: Path, optimizer: Path | None) -> None:
-        checkpoint.load_weights(self.model, weights)
+        if self._base is None:
+            checkpoint.load_weights(self.model, weights)
+        else:
+            checkpoint.load_adapter(self.model, weights, self._base)
         if optimizer is not None:
             trainer_state = checkpoint.load_optimizer(self.model, self.optimizer, optimizer)
             self.schedule.load_state_dict(trainer_state)

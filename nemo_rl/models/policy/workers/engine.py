@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -106,6 +107,25 @@ class Engine(ABC):
     @abstractmethod
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(collective) Yield full weights on the device, one at a time, in the order of `weight_infos`."""
+
+    # Adapters; an engine without `policy.lora` has none.
+
+    def adapter_infos(self) -> dict[str, TensorInfo]:
+        """Return name, shape and dtype of every adapter tensor, in the order of `full_adapter`."""
+        return {}
+
+    def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return this rank's part of every adapter tensor."""
+        yield from ()
+
+    def full_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(collective) Yield A and B of every adapter, whole, in float32 on the device, one at a time; B without its
+        scale."""
+        yield from ()
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Let the engine compute as the frozen model inside the block."""
+        raise NotImplementedError("this engine has no adapter; set policy.lora.enabled=true")
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,8 +7,9 @@ A part of the worker, made in a process whose default process group exists. Inva
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,22 @@ import torch
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError, ModelFolderError
-from nemo_rl.models.checkpoint_folder import raise_together
+from nemo_rl.models.adapter_folder import base_identity
+from nemo_rl.models.checkpoint_folder import AdapterBase, AdapterPart, raise_together, read_adapter_together
 from nemo_rl.models.hf_folder import open_weights
 from nemo_rl.models.hf_writing import ModelDescription
-from nemo_rl.models.loading import DTYPES, load_model_config
+from nemo_rl.models.loading import ADAPTER_PART, DTYPES, load_model_config
+from nemo_rl.models.lora import initial_adapter, without_adapters
 from nemo_rl.models.megatron import checkpoint
 from nemo_rl.models.megatron.architecture import Architecture, check_fits
-from nemo_rl.models.megatron.convert import export_weights, load_weights, weight_infos
+from nemo_rl.models.megatron.convert import (
+    adapter_infos,
+    export_adapter,
+    export_weights,
+    fill_adapters,
+    load_weights,
+    weight_infos,
+)
 from nemo_rl.models.megatron.mcore import RouterReplay, TopKRouter, parallel_state
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import (
@@ -45,7 +55,7 @@ from nemo_rl.models.policy.workers.engine import Engine, Snapshot
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape
 
-__all__ = ["MegatronEngine", "attach_replay"]
+__all__ = ["MegatronEngine", "attach_replay", "collect_gradients"]
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -103,6 +113,20 @@ def attach_replay(model: MegatronModel, *, validates: bool) -> RouteReplayer:
     return replayer
 
 
+def collect_gradients(ddp: Any) -> None:
+    """Let the gradients of trained weights go into the buffers of megatron-core again.
+
+    A weight whose data moves to another device gets a new accumulator of gradients from torch, without the hook by
+    which megatron-core collects them: the next step would find gradients of zero, and nobody would say so.
+    """
+    ddp.grad_accs = []
+    for weight in ddp.module.parameters():
+        if weight.requires_grad and weight in ddp.param_to_bucket_group:
+            accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+            accumulator.register_hook(ddp._make_backward_post_hook(weight))
+            ddp.grad_accs.append(accumulator)
+
+
 class MegatronEngine(Engine):
     """megatron-core's schedules over all parallel axes.
 
@@ -115,6 +139,11 @@ class MegatronEngine(Engine):
         """(collective) Make the engine of this rank."""
         self._config, self._here = config, here
         self._is_closed = False
+        if here.device.type == "cpu" and torch.cuda.is_available():
+            raise ConfigError(
+                "policy.megatron_cfg.enabled: megatron-core allocates on a GPU wherever it sees one, so that a worker "
+                "on the CPU cannot run beside it; hide the GPUs (CUDA_VISIBLE_DEVICES=), or set cluster.gpus_per_node"
+            )
         self._hf_config = load_model_config(config.model_name)
         check_fits(Architecture.of(self._hf_config), config)
         source = open_weights(Path(config.model_name), self._hf_config)
@@ -126,6 +155,8 @@ class MegatronEngine(Engine):
             self.flops_shape = TransformerShape.from_config(self._hf_config.to_dict())
             self.model = build_model(self._hf_config, config, device=here.device)
             load_weights(self.model, source)
+            if config.lora.enabled:
+                self._start_adapters(seed)
             self.optimizer = PolicyOptimizer(self.model, config, num_steps=num_steps)
             self.schedule: PolicyOptimizer = self.optimizer
         except BaseException:
@@ -136,7 +167,10 @@ class MegatronEngine(Engine):
         return PipelineRunner(self.model, layout, self._here, self.optimizer, routes, observer)
 
     def hook_points(self) -> HookPoints:
-        return hook_points_of(self.model, self._here, weights=self.full_weights)
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            return chain(self.full_weights(), self.full_adapter())
+
+        return hook_points_of(self.model, self._here, weights=weights)
 
     def routers(self, *, validates: bool) -> Routers:
         replayer = attach_replay(self.model, validates=validates)
@@ -157,14 +191,19 @@ class MegatronEngine(Engine):
     # Places of tensors.
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.model.module.named_parameters()
+        for name, weight in self.model.module.named_parameters():
+            if f".{ADAPTER_PART}." not in name:
+                yield name, weight
         yield from self.model.module.named_buffers()
 
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
     def drop_gradients(self) -> None:
-        self.optimizer.zero_grad()
+        buffers = (*self.model.ddp.buffers, *self.model.ddp.expert_parallel_buffers)
+        # To write zeros into a buffer that was freed is an illegal access on a GPU.
+        if all(buffer.grad_data.untyped_storage().size() for buffer in buffers):
+            self.optimizer.zero_grad()
 
     def placement(self, state: WorkerState) -> Placement:
         return placement_of(state, cpu_offload=False)
@@ -177,14 +216,21 @@ class MegatronEngine(Engine):
             move(move_params=True, move_grads=False)
             move = buffer.reload_from_cpu if placement.has_gradients else buffer.offload_to_cpu
             move(move_params=False, move_grads=True)
-        if not self.model.ddp.ddp_config.use_distributed_optimizer:
-            for _, weight in self.weights():
-                weight.data = weight.data.to(target)
+        has_moved = False
+        for weight in self._outside_buffers():
+            has_moved |= weight.device != target
+            weight.data = weight.data.to(target)
+        if has_moved:
+            collect_gradients(self.model.ddp)
         self.optimizer.move_state(self._here.device if placement.optimizer else torch.device("cpu"))
 
     def check_placement(self, state: WorkerState) -> None:
         if self.model.ddp.ddp_config.use_distributed_optimizer:
-            # The weights are views of a buffer that is freed in place: their device does not change.
+            # Trained weights are views of a buffer that is freed in place: their device does not change.
+            expected = self._here.device.type if self.placement(state).weights else "cpu"
+            for name, weight in self.model.module.named_parameters():
+                found = weight.device.type
+                assert weight.requires_grad or found == expected, f"{name} is on {found}, expected {expected}"
             return
         is_offloaded = self._config.megatron_cfg.optimizer.optimizer_cpu_offload
         check_placement(
@@ -202,6 +248,20 @@ class MegatronEngine(Engine):
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return export_weights(self.model)
 
+    def adapter_infos(self) -> dict[str, TensorInfo]:
+        return adapter_infos(self.model)
+
+    def full_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return export_adapter(self.model)
+
+    def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in self.model.module.named_parameters():
+            if f".{ADAPTER_PART}." in name:
+                yield name, weight
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        return without_adapters(self.model.module)
+
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(collective) Yield full weights on the CPU, one at a time, as copies."""
         for name, weight in export_weights(self.model):
@@ -212,15 +272,13 @@ class MegatronEngine(Engine):
         if with_optimizer:
             state = self.optimizer.state_dict()
             optimizer = checkpoint.OptimizerSnapshot.of(self.model, self.optimizer, state, copies=copies)
-        infos, weights = self.weight_infos(), export_weights(self.model)
-        return checkpoint.MegatronSnapshot(
-            model=ModelDescription(config=self._hf_config, infos=infos),
-            weights=checkpoint.equal_share(infos, weights) if copies else weights,
-            optimizer=optimizer,
-        )
+        return checkpoint.MegatronSnapshot(part=self._part(copies=copies), optimizer=optimizer)
 
     def load(self, *, weights: Path, optimizer: Path | None) -> None:
-        self._load_weights(weights)
+        if self.model.adapters:
+            fill_adapters(self.model, read_adapter_together(weights, self.adapter_infos(), self._base))
+        else:
+            self._load_weights(weights)
         self.optimizer.take_weights()
         if optimizer is not None:
             self.optimizer.load_state_dict(checkpoint.load_optimizer(self.model, self.optimizer, optimizer))
@@ -232,6 +290,43 @@ class MegatronEngine(Engine):
             destroy_parallel()
 
     # Private parts.
+
+    def _outside_buffers(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that no buffer of megatron-core moves."""
+        in_buffers = self.model.ddp.ddp_config.use_distributed_optimizer
+        for weight in self.model.module.parameters():
+            if not (in_buffers and weight.requires_grad):
+                yield weight
+        yield from self.model.module.buffers()
+
+    def _start_adapters(self, seed: int) -> None:
+        """(collective) Set the adapters to their start."""
+        lora = self._config.lora
+        if lora.adapter is None:
+            start = dict(initial_adapter(self.adapter_infos(), lora, seed=seed))
+        else:
+            start = read_adapter_together(Path(lora.adapter), self.adapter_infos(), self._base)
+        fill_adapters(self.model, start)
+
+    def _part(self, *, copies: bool) -> checkpoint.GatheredPart | checkpoint.SharedPart | AdapterPart:
+        """(collective) Return what is trained, for a checkpoint."""
+        if self.model.adapters:
+            return AdapterPart.of(self.full_adapter(), self._base, copies=copies)
+        infos, weights = self.weight_infos(), export_weights(self.model)
+        model = ModelDescription(config=self._hf_config, infos=infos)
+        if copies:
+            return checkpoint.SharedPart(model=model, share=checkpoint.equal_share(infos, weights))
+        return checkpoint.GatheredPart(model=model, weights=weights)
+
+    @cached_property
+    def _base(self) -> AdapterBase:
+        folder, hf_config = self._config.model_name, self._hf_config
+
+        @cache
+        def identity() -> str:
+            return base_identity(open_weights(Path(folder), hf_config))
+
+        return AdapterBase(config=self._config.lora, model_name=folder, identity=identity)
 
     def _load_weights(self, folder: Path) -> None:
         problem = None

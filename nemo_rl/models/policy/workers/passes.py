@@ -117,7 +117,12 @@ class Passes:
             rank=self._here.rank,
             metrics=metrics,
             microbatch_losses=tuple(part["loss"].value for part in metrics if "loss" in part),
-            total_flops=transformer_flops(self._engine.flops_shape, lengths, with_backward=not eval_mode),
+            total_flops=transformer_flops(
+                self._engine.flops_shape,
+                lengths,
+                with_backward=not eval_mode,
+                trains_weights=not self._config.lora.enabled,
+            ),
             theoretical_tflops=theoretical_tflops(device_name(self._here.device), dtype=self._config.precision),
             learning_rate=learning_rate,
             num_tokens=sum(lengths),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,6 +185,10 @@ class PolicyWorker:
         """Return name, shape and dtype of every weight in HF naming, in export order."""
         return self.engine.weight_infos()
 
+    def prepare_adapter_info(self) -> dict[str, TensorInfo]:
+        """Return name, shape and dtype of every tensor of the adapter, in the order in which it is sent."""
+        return self.engine.adapter_infos()
+
     def refit_free_bytes(self, *, on_device: bool) -> int:
         """Return memory that a buffer may take a part of."""
         return self.refit.free_bytes(on_device=on_device)
@@ -209,10 +213,15 @@ class PolicyWorker:
         """Free the buffer; say what was sent since `begin_refit`. Idempotent."""
         return self.refit.end()
 
-    def score_probe(self, probe: Probe) -> ScoredProbe:
-        """(collective) Return how this policy scores the fixed rows of a receipt."""
+    def score_probe(self, probe: Probe, *, of_base: bool = False) -> ScoredProbe:
+        """(collective) Return how this policy scores the fixed rows of a receipt.
+
+        Args:
+            of_base: without its adapter.
+        """
         started, batch, logprobs = time.monotonic(), probe.batch(), tuple[float, ...]()
-        scored_NT = self.passes.score(batch)
+        with self.engine.without_adapter() if of_base else nullcontext():
+            scored_NT = self.passes.score(batch)
         if self.layout.is_writer(self.rank):
             logprobs = probe.spread(scored_NT[batch.tensor("token_mask")].tolist())
         return ScoredProbe(logprobs=logprobs, seconds=time.monotonic() - started)
@@ -235,8 +244,11 @@ class PolicyWorker:
         yield from self.engine.export_weights()
 
     def weights_digest(self) -> WeightsDigest | None:
-        """(collective) Return the digest of the exported weights at rank 0, None elsewhere."""
+        """(collective) Return the digest of the trained weights at rank 0, None elsewhere: of the adapter where one is
+        trained, else of all exported ones."""
         weights = self.export_weights()
+        if self.engine.adapter_infos():
+            weights = ((name, weight.to("cpu")) for name, weight in self.engine.full_adapter())
         if self.rank == 0:
             return digest_weights(weights)
         for _ in weights:

@@ -7,10 +7,14 @@ stay in the memory of each rank that has a buffer, on the CPU, in the engines' d
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from nemo_rl.config.lora import LoraConfig
+from nemo_rl.models.lora import folded, merged
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine
@@ -29,6 +33,7 @@ class RefitSource:
 
     Args:
         takes_fingerprints: rank 0 takes those of what it sends, for the receipt.
+        lora: None: the engine trains its weights.
     """
 
     def __init__(
@@ -39,9 +44,12 @@ class RefitSource:
         *,
         rank: int,
         takes_fingerprints: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         self._engine, self._device_states, self._device_side, self._rank = engine, device_states, device_side, rank
         self._takes_fingerprints = takes_fingerprints and rank == 0
+        self._lora = lora
+        self._loss = MergeLoss()
         self._fingerprints = Fingerprints()
         self._filler: BucketFiller | None = None
         self._buffer: torch.Tensor | None = None
@@ -61,7 +69,8 @@ class RefitSource:
             on_device: the buffer is on the worker's device, else on the CPU, where only rank 0 needs one.
         """
         self._device_states.require("begin_refit", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
-        self._fingerprints = Fingerprints()
+        # What an adapter sends stays as it is until `end`: copies, but for A of float32 engines, which no step changes.
+        self._fingerprints, self._loss = Fingerprints(defers=plan.kind == "adapter"), MergeLoss()
         self._buffer = None
         if on_device:
             with self._device_side.plain_segments():
@@ -72,8 +81,18 @@ class RefitSource:
         self._num_buckets, self._num_bytes = self._filler.num_missing, 0
         return self._num_buckets
 
+    def _stream_of(self, plan: RefitPlan) -> Iterator[tuple[str, torch.Tensor]]:
+        """(collective) Yield what the plan names: weights as they are or with the adapter merged, or A and s B."""
+        engine, lora = self._engine, self._lora
+        if lora is None or (lora.is_native and plan.kind == "weights"):
+            return engine.full_weights()
+        if lora.is_native:
+            return folded(engine.full_adapter(), lora.scale)
+        adapter = dict(engine.full_adapter())
+        return self._loss.passing(plan, engine.full_weights(), adapter, lora.scale)
+
     def _filler_of(self, plan: RefitPlan) -> BucketFiller:
-        weights = self._engine.full_weights()
+        weights = self._stream_of(plan)
         if self._takes_fingerprints:
             # Taken before the buckets are filled, so that the receipt proves these as well.
             weights = self._fingerprints.passing(in_dtypes(plan, weights))
@@ -106,7 +125,7 @@ class RefitSource:
             torch.cuda.ipc_collect()
         self._device_side.release_cache()
         taken, self._fingerprints = self._fingerprints, Fingerprints()
-        return Sent(num_bytes=self._num_bytes, fingerprints=taken.result())
+        return Sent(num_bytes=self._num_bytes, fingerprints=taken.result(), merge_loss=self._loss.share())
 
     def open_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Open the store of the refit group; return its port."""
@@ -147,3 +166,41 @@ class RefitSource:
         size = self._filler.fill(self._buffer)
         self._num_bytes += size
         return size
+
+
+class MergeLoss:
+    """The share of an adapter that the engines' dtype loses when it is merged into the weights.
+
+    Of an adapted weight W and its change D it is |q(W + D) - q(W) - D| / |D|, where q rounds to the engines' dtype.
+    """
+
+    def __init__(self) -> None:
+        self._lost: list[torch.Tensor] = []
+        self._whole: list[torch.Tensor] = []
+
+    def passing(
+        self,
+        plan: RefitPlan,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        adapter: Mapping[str, torch.Tensor],
+        scale: float,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights with the adapter merged, each measured on its way."""
+        dtypes = {slot.name: getattr(torch, slot.dtype) for slot in plan.slots}
+        for name, weight in weights:
+            _, result = next(merged([(name, weight)], adapter, scale))
+            if result is not weight:
+                dtype = dtypes.get(name, result.dtype)
+                base = weight.to(result.dtype)
+                change = result - base
+                served = result.to(dtype).to(result.dtype) - base.to(dtype).to(result.dtype)
+                self._lost.append((served - change).double().square().sum())
+                self._whole.append(change.double().square().sum())
+            yield name, result
+
+    def share(self) -> float | None:
+        """Return the share of all adapted weights together; None where none was merged, or the adapter is zero."""
+        if not self._whole:
+            return None
+        lost, whole = (float(torch.stack(parts).sum()) for parts in (self._lost, self._whole))
+        return (lost / whole) ** 0.5 if whole else None
