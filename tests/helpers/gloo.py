@@ -45,7 +45,8 @@ def run_ranks(
     argument, one for each job that the same ranks make later; rank 0 has bound them.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = mp.get_context("spawn") if gpu_per_rank else _forking()
+    # Where there is a GPU the server of forks has asked for it when it imported, and none of its forks may use it.
+    context = mp.get_context("spawn") if gpu_per_rank or torch.cuda.is_available() else _forking()
     queue = context.Queue()
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(1 + further_jobs)]
     port, *later = [listener.getsockname()[1] for listener in listeners]

@@ -132,8 +132,8 @@ policy.dtensor_cfg.tensor_parallel_size I 2  # megatron-core trains
 policy.dtensor_cfg.context_parallel_size I 2  # megatron-core trains
 policy.dtensor_cfg.custom_parallel_plan I {a: colwise}  # megatron-core trains
 policy.dtensor_cfg.automodel_kwargs.force_hf I true
-policy.dtensor_cfg.lora_cfg.enabled N true
-policy.dtensor_cfg.lora_cfg.dim I 8
+policy.dtensor_cfg.lora_cfg.enabled M true
+policy.dtensor_cfg.lora_cfg.dim M 8
 policy.dtensor_cfg.expert_parallel_size N 8
 policy.dtensor_cfg.dp_replicate_size N 2
 policy.dtensor_cfg.defer_fsdp_grad_sync I true
@@ -179,8 +179,8 @@ policy.megatron_cfg.gradient_accumulation_fusion I true
 policy.megatron_cfg.layernorm_epsilon N 0.1
 policy.megatron_cfg.mtp_num_layers N 1
 policy.megatron_cfg.mtp_loss_scaling_factor I 0.1
-policy.megatron_cfg.peft.enabled N true
-policy.megatron_cfg.peft.dim I 8
+policy.megatron_cfg.peft.enabled M true
+policy.megatron_cfg.peft.dim M 8
 policy.megatron_cfg.optimizer.optimizer S adam
 policy.megatron_cfg.optimizer.lr S 0.00001
 policy.megatron_cfg.optimizer.min_lr S 0.000001

@@ -540,5 +540,38 @@ ACCEPTED_CONVERSATIONS: list[tuple[str, ...]] = [
 ]
 """Conversations that no rule refuses."""
 
-ACCEPTED = [*ACCEPTED_LOSSES, *ACCEPTED_ASYNC, *ACCEPTED_CONVERSATIONS]
-MORE_REFUSED: Refused = REFUSED_ASYNC | REFUSED_CLUSTERS | REFUSED_CONVERSATIONS | REFUSED_LOSSES | REFUSED_REWARDS
+ADAPTERS = ("policy.lora.enabled=true",)
+MERGED = (*ADAPTERS, "policy.lora.serve=merged")
+FINISH = f"{IN_FLIGHT}=finish"
+
+REFUSED_ADAPTERS: Refused = {
+    "rule_lora_keys_need_lora": [(("policy.lora.rank=8",), "policy.lora.rank: 8 would be ignored")],
+    "rule_lora_reference_needs_an_adapter": [
+        ((*ADAPTERS, "policy.lora.reference=start"), "policy.lora.reference: 'start' needs an adapter to start from")
+    ],
+    "rule_finish_needs_adapters": [
+        ((*ASYNC, FINISH), "policy.generation.in_flight: 'finish' lets rows of two versions run side by side"),
+        ((*ASYNC, FINISH, *MERGED), "policy.generation.in_flight: 'finish' lets rows of two versions"),
+    ],
+    "rule_vllm_rows_keep_their_adapter": [
+        ((*ASYNC, *ADAPTERS, *VLLM), "policy.generation.in_flight: 'recompute' changes the adapter of running rows"),
+        ((*ASYNC, *ADAPTERS, *VLLM, f"{IN_FLIGHT}=keep"), "policy.generation.in_flight: 'keep' changes the adapter"),
+    ],
+    "rule_adapters_are_sent_whole": [
+        ((*ADAPTERS, "policy.generation.refit_delta.enabled=true"), "policy.generation.refit_delta.enabled: true, but"),
+    ],
+}
+"""Refusals by the rules about how adapters reach engines."""
+ACCEPTED_ADAPTERS: list[tuple[str, ...]] = [
+    (*ASYNC, *ADAPTERS, FINISH),
+    (*ASYNC, *ADAPTERS, FINISH, *VLLM),
+    (*ASYNC, *ADAPTERS),
+    (*ASYNC, *MERGED, *VLLM),
+    (*ADAPTERS, *VLLM),
+    (*MERGED, "policy.generation.refit_delta.enabled=true"),
+]
+
+ACCEPTED = [*ACCEPTED_ADAPTERS, *ACCEPTED_LOSSES, *ACCEPTED_ASYNC, *ACCEPTED_CONVERSATIONS]
+MORE_REFUSED: Refused = (
+    REFUSED_ADAPTERS | REFUSED_ASYNC | REFUSED_CLUSTERS | REFUSED_CONVERSATIONS | REFUSED_LOSSES | REFUSED_REWARDS
+)

@@ -13,9 +13,8 @@ import pytest
 from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.config.load import load_config
 from nemo_rl.diagnostics.compare.comparison import RecordingComparison
-from nemo_rl.diagnostics.compare.folders import compare_folders
+from nemo_rl.diagnostics.compare.folders import compare_folders, propose_limits
 from nemo_rl.diagnostics.compare.measurement import Metric
-from nemo_rl.diagnostics.compare.noise import propose_limits
 from nemo_rl.diagnostics.runner.layout_text import LayoutText
 from nemo_rl.diagnostics.runner.prompts import PromptSpec
 from nemo_rl.diagnostics.runner.run import RECORDS, ProbeSpec, run_ab, run_probe

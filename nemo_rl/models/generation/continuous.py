@@ -6,7 +6,8 @@ no rest.
       |- _take_turn       the thread that finds nobody decoding decodes a turn for all
       |    |- _plan       groups whose stream was closed leave, waiting ones join where places are free
       |    `- _decode     a token of every live row; groups whose rows have all ended go to their streams
-      `- freeze, thaw     around a refit: rows stand still at a token boundary, and go on with other weights
+      |- freeze, thaw     around a refit: rows stand still at a token boundary, and go on with other weights
+      `- switch           rows that join from here on have another adapter; with `finish` running ones keep theirs
 
 Used by the engines, which bring a `TurnBatch`. Invariants: a turn is decoded by one thread; weights change between
 turns alone, while no row without a name is being decoded, so that such rows have one version; every named group that
@@ -20,10 +21,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from threading import Condition
 
-from nemo_rl.errors import ConfigError, WorkerError, name_some
+from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import (
     EngineLoad,
     GenerationOutput,
@@ -31,15 +33,20 @@ from nemo_rl.models.generation.interfaces import (
     GroupSamples,
 )
 from nemo_rl.models.generation.rows import RowRequest
-from nemo_rl.models.generation.schedule import EventKind, ScheduleEntry
+from nemo_rl.models.generation.schedule import BatchEvents, ScheduleEntry, Script
 from nemo_rl.models.generation.turn_batch import (
     NAMED,
     ContinuousSpec,
+    LoadCount,
     RowGroup,
     StreamCall,
+    TurnAttempt,
     TurnBatch,
     TurnPlan,
     TurnRow,
+    in_order,
+    joined_output,
+    standstill_text,
 )
 
 __all__ = ["ContinuousDecoding"]
@@ -60,6 +67,7 @@ class ContinuousDecoding:
         self._is_busy = self._is_closing = self._is_frozen = self._is_ending = False
         """A turn is being decoded; a refit waits; rows stand still; `end` waits."""
         self._recomputes = False
+        self._attempts: list[TurnAttempt] = []
         self._held = version()
         self._streams: list[StreamCall] = []
         self._feeds: dict[str, StreamCall] = {}
@@ -72,33 +80,21 @@ class ContinuousDecoding:
         self._gone: list[RowGroup] = []
         """Groups whose stream was closed when rows of theirs had joined."""
         self._keys, self._lanes = count(), count(NAMED + 1)
-        self._turns = self._num_entries = 0
-        self._entries: list[ScheduleEntry] = []
-        """Entries that no samples have carried yet."""
-        self._script = deque(entry for entry in spec.script if entry.engine == spec.number)
+        self._turns, self._events = 0, BatchEvents(engine=spec.number)
+        """Turns decoded; events, of which the new ones go with the next samples of named groups."""
+        self._script = Script(spec.script, engine=spec.number)
         self._progress = time.monotonic()
-        self._busy_s, self._thrown_tokens = 0.0, 0
-        """Seconds of turns, and tokens of rows that left, since the last `take_load`."""
-        self._group_seconds: list[float] = []
+        self._load = LoadCount()
 
     def take_load(self) -> EngineLoad:
         """Return what was done since the last call."""
         with self._changed:
-            found = EngineLoad(
-                busy_s=self._busy_s, thrown_tokens=self._thrown_tokens, group_seconds=tuple(self._group_seconds)
-            )
-            self._busy_s, self._thrown_tokens, self._group_seconds = 0.0, 0, []
-        return found
+            return self._load.take()
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Sample all rows, in the order of the request."""
         found = list(self.stream(request))
-        if not found:
-            return GenerationOutput.empty(weight_version=self._version())
-        groups, size = [group for samples in found for group in samples.groups], request.group_size
-        order = sorted(range(len(groups)), key=groups.__getitem__)
-        output = _joined([samples.output for samples in found])
-        return output.select([place * size + row for place in order for row in range(size)])
+        return in_order(found, request) if found else GenerationOutput.empty(weight_version=self._version())
 
     def stream(self, request: GenerationRequest) -> Iterator[GroupSamples]:
         """Yield whole groups as they end.
@@ -191,6 +187,51 @@ class ContinuousDecoding:
     def is_frozen(self) -> bool:
         return self._is_frozen
 
+    def switch(self, use: Callable[[], None]) -> None:
+        """Change the adapter of rows that join from here on, between two turns; while rows stand still `thaw` does the
+        rest.
+
+        Args:
+            use: lets the engine have another version.
+        """
+        if self._spec.in_flight != "finish":
+            with self.at_rest():
+                use()
+            return
+
+        def attempt(_: set[int]) -> bool:
+            if not self._is_frozen and not self._may_swap:
+                return False
+            use()
+            if not self._is_frozen:
+                self._swap(self._version())
+            return True
+
+        self.between_turns(attempt, waits_for="the turn of a new adapter")
+
+    def between_turns(self, attempt: Callable[[set[int]], bool], *, waits_for: str) -> None:
+        """Try something between two turns, again and again while rows go on, until it succeeds or raises.
+
+        Args:
+            attempt: is given the versions of the adapter that rows have, or are to have, to their end.
+            waits_for: text for the error at the deadline.
+        """
+        pending = TurnAttempt(run=attempt)
+        with self._changed:
+            self._attempts.append(pending)
+            self._progressed()
+        while not self._take_turn(until=lambda: pending.is_over, waits_for=waits_for):
+            pass
+        if pending.failure is not None:
+            raise pending.failure
+
+    def _try_attempts(self) -> None:
+        begun = {stream.adapter for stream in self._streams if stream.open and stream.adapter is not None}
+        for attempt in [*self._attempts]:
+            if attempt.ends(begun | {group.spans[key][-1][1] for key, group in self._live.items()}):
+                self._attempts.remove(attempt)
+                self._progressed()
+
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """Let rows stand still inside the block, and go on behind it where they have gone on before."""
@@ -226,12 +267,8 @@ class ContinuousDecoding:
             self._fail(error)
 
     def _checked_rows(self, request: GenerationRequest) -> list[RowRequest]:
-        rows, size = self._batch.rows_of(request), request.group_size
-        if request.names and size > self._spec.places:
-            raise ConfigError(
-                f"policy.generation.max_batch_size: expected room for the {size} rows of a group, got "
-                f"{self._spec.places}; raise it, or lower grpo.num_generations_per_prompt"
-            )
+        rows = self._batch.rows_of(request)
+        self._spec.check_group(request)
         return rows
 
     def _line_up(
@@ -285,10 +322,10 @@ class ContinuousDecoding:
                 return None
             entries = tuple[ScheduleEntry, ...]()
             if any(group.name for group, _ in found):
-                entries, self._entries = tuple(self._entries), []
+                entries = self._events.take()
         return GroupSamples(
             groups=tuple(group.number for group, _ in found),
-            output=_joined([output for _, output in found]),
+            output=joined_output([output for _, output in found]),
             schedule=entries,
             seconds=tuple(group.seconds for group, _ in found),
         )
@@ -322,21 +359,11 @@ class ContinuousDecoding:
         if left <= 0:
             raise WorkerError(
                 f"generation engine {self._spec.number} has waited {self._spec.deadline_s:.0f} s for {waits_for} "
-                f"without a token: {self._state()}",
+                "without a token: "
+                + standstill_text(self._script, self._live, is_busy=self._is_busy, is_frozen=self._is_frozen),
                 stage=STAGE,
             )
         self._changed.wait(left)
-
-    def _state(self) -> str:
-        """Return what stands still, in words."""
-        if self._is_busy:
-            return "a turn has not ended"
-        if self._is_frozen:
-            return "rows stand still for a refit that has not ended"
-        if self._script:
-            entry = self._script[0]
-            return f"the script's next event is {entry.kind} {name_some(entry.groups)} at turn {entry.turn}"
-        return f"{len(self._live)} rows are running"
 
     def _progressed(self) -> None:
         self._progress = time.monotonic()
@@ -346,7 +373,8 @@ class ContinuousDecoding:
         """Return the next turn; None where no row can go on. Groups whose stream was closed leave here."""
         self._drop(self._gone)
         self._gone = []
-        # Here, and not in the waiting thread alone, which may find the lock taken again after every turn.
+        # Both here, and not in the waiting thread alone, which may find the lock taken again after every turn.
+        self._try_attempts()
         if self._is_closing and self._try_to_freeze():
             return None
         if not self._live and not self._is_frozen:
@@ -381,41 +409,33 @@ class ContinuousDecoding:
         return self._joined(groups)
 
     def _scripted(self) -> list[TurnRow] | None:
-        while self._script and self._script[0].turn <= self._turns:
-            entry = self._script[0]
-            if entry.turn < self._turns or entry.number != self._num_entries:
-                raise self._lost_script(entry)
+        while self._script and self._script.next.turn <= self._turns:
+            entry = self._script.next
+            if entry.turn < self._turns or entry.number != self._events.count:
+                raise self._script.lost(turn=self._turns, number=self._events.count, num_live=self._num_live[True])
             if entry.kind == "swap":
                 return None
             if entry.kind == "leave":
-                self._script.popleft()
+                self._script.take()
                 self._drop({group.name: group for group in self._live.values() if group.name in entry.groups}.values())
                 continue
             waiting = {group.name: group for group in self._lines[True]}
             if any(name not in waiting for name in entry.groups):
                 return None
-            self._script.popleft()
+            self._script.take()
             groups_in_order = [waiting[name] for name in entry.groups]
             for group in groups_in_order:
                 self._lines[True].remove(group)
             return self._joined(groups_in_order)
         if self._script and not self._num_live[True]:
-            raise self._lost_script(self._script[0])
+            raise self._script.lost(turn=self._turns, number=self._events.count, num_live=0)
         return []
-
-    def _lost_script(self, entry: ScheduleEntry) -> WorkerError:
-        return WorkerError(
-            f"generation engine {self._spec.number} cannot follow its script: at turn {self._turns}, after "
-            f"{self._num_entries} events, with {self._num_live[True]} rows running, event {entry.number} is to "
-            f"happen at turn {entry.turn}. Weights, prompts and seeds must be those of the run that wrote it",
-            stage=STAGE,
-        )
 
     def _joined(self, groups: Sequence[RowGroup]) -> list[TurnRow]:
         """Let whole groups join."""
         if not groups:
             return []
-        self._record("join", groups=tuple(group.name for group in groups))
+        self._events.add("join", turn=self._turns, groups=tuple(group.name for group in groups))
         return [self._join_row(group) for group in groups for _ in group.keys]
 
     def _others_joining(self) -> list[TurnRow]:
@@ -439,10 +459,13 @@ class ContinuousDecoding:
         if not group.spans:
             group.joined = time.monotonic()
         group.live.add(row.key)
-        group.spans[row.key] = [(0, self._held)]
+        adapter = row.row.adapter
+        if adapter is None and self._spec.in_flight == "finish":
+            adapter = group.stream.adapter_of(group, held=self._held)
+        group.spans[row.key] = [(0, self._held if adapter is None else adapter)]
         self._live[row.key] = group
         self._num_live[bool(group.name)] += 1
-        return row
+        return row if adapter is None else replace(row, adapter=adapter)
 
     def _decode(self, turn: TurnPlan) -> None:
         """Decode a turn; an error fails every stream."""
@@ -456,7 +479,7 @@ class ContinuousDecoding:
             with self._changed:
                 self._turns += turn.with_named
                 groups = self._settle(keys)
-            outputs = [(group, self._output(group)) for group in groups]
+            outputs = [(group, group.with_spans(self._batch.take(group.request, group.keys))) for group in groups]
             with self._changed:
                 for group, output in outputs:
                     # Not one that was aborted meanwhile.
@@ -465,7 +488,7 @@ class ContinuousDecoding:
                         group.stream.ended.append((group, output))
                         group.seconds = time.monotonic() - group.joined
                         if group.name:
-                            self._group_seconds.append(group.seconds)
+                            self._load.group_seconds.append(group.seconds)
                 self._gone = [group for group in self._gone if group not in groups]
         except BaseException as error:
             with self._changed:
@@ -476,7 +499,7 @@ class ContinuousDecoding:
         else:
             with self._changed:
                 self._is_busy = False
-                self._busy_s += time.monotonic() - began
+                self._load.busy_s += time.monotonic() - began
                 self._progressed()
 
     def _settle(self, keys: Collection[int]) -> list[RowGroup]:
@@ -490,10 +513,6 @@ class ContinuousDecoding:
                 found[id(group)] = group
         return list(found.values())
 
-    def _output(self, group: RowGroup) -> GenerationOutput:
-        output = self._batch.take(group.request, group.keys)
-        return output.with_spans(tuple(tuple(group.spans[key]) for key in group.keys))
-
     def _try_to_freeze(self) -> bool:
         """Freeze where nothing is left that must happen before, and return whether rows stand still."""
         if self._is_frozen or self._is_busy:
@@ -502,26 +521,23 @@ class ContinuousDecoding:
             return False
         if self._spec.in_flight == "drain" and self._num_live[True]:
             return False
-        if self._script:
-            entry = self._script[0]
-            if entry.kind != "swap" or entry.turn != self._turns or entry.number != self._num_entries:
-                return False
+        if not self._may_swap:
+            return False
         self._is_frozen = True
         self._progressed()
         return True
 
+    @property
+    def _may_swap(self) -> bool:
+        return self._script.allows_swap(turn=self._turns, number=self._events.count)
+
     def _swap(self, version: int) -> None:
         """Stamp the tokens that follow with another version."""
-        if self._script:
-            entry = self._script.popleft()
-            if entry.version != version:
-                raise WorkerError(
-                    f"generation engine {self._spec.number} follows a script whose event {entry.number} brings weights "
-                    f"of version {entry.version}, got {version}; refits must come as in the run that wrote it",
-                    stage=STAGE,
-                )
+        self._script.take_swap(version)
         self._held = version
-        self._record("swap", version=version)
+        self._events.add("swap", turn=self._turns, version=version)
+        if self._spec.in_flight == "finish":
+            return
         lengths = self._batch.lengths()
         for key, group in self._live.items():
             spans, start = group.spans[key], lengths.get(key, 0)
@@ -530,18 +546,6 @@ class ContinuousDecoding:
             spans.append((start, version))
         self._recomputes = self._spec.in_flight == "recompute" and bool(self._live)
 
-    def _record(self, kind: EventKind, *, groups: tuple[str, ...] = (), version: int | None = None) -> None:
-        entry = ScheduleEntry(
-            engine=self._spec.number,
-            number=self._num_entries,
-            turn=self._turns,
-            kind=kind,
-            groups=groups,
-            version=version,
-        )
-        self._num_entries += 1
-        self._entries.append(entry)
-
     def _close(self, stream: StreamCall) -> None:
         """Take the rows of a stream out that nobody wants; with a script those stay that the script keeps."""
         with self._changed:
@@ -549,7 +553,7 @@ class ContinuousDecoding:
                 return
             stream.is_closed, stream.ended = True, []
             self._streams.remove(stream)
-            kept = {name for entry in self._script for name in entry.groups}
+            kept = self._script.names
             for group in [*stream.open]:
                 if group.name not in kept and not (self._script and group.name and group.live):
                     self._take_out(group)
@@ -561,9 +565,9 @@ class ContinuousDecoding:
             return
         names = tuple(group.name for group in groups if group.name)
         if names:
-            self._record("leave", groups=names)
+            self._events.add("leave", turn=self._turns, groups=names)
         lengths = self._batch.lengths()
-        self._thrown_tokens += sum(lengths.get(key, 0) for group in groups for key in group.live)
+        self._load.thrown_tokens += sum(lengths.get(key, 0) for group in groups for key in group.live)
         self._batch.drop([key for group in groups for key in group.keys])
         for group in groups:
             self._num_live[bool(group.name)] -= len(group.live)
@@ -583,8 +587,3 @@ class ContinuousDecoding:
         self._live, self._num_live, self._gone = {}, {True: 0, False: 0}, []
         self._lines = {True: deque(), False: deque()}
         self._progressed()
-
-
-def _joined(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
-    output = GenerationOutput.joined(outputs)
-    return output.with_spans(output.row_spans)

@@ -19,6 +19,7 @@ from nemo_rl.routes.places import RecordedRoutes
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
 __all__ = [
+    "BASE",
     "EngineLoad",
     "EngineSpec",
     "GenerationInterface",
@@ -30,6 +31,10 @@ __all__ = [
     "TracedEngine",
     "traced_row",
 ]
+
+
+BASE = -1
+"""Version of no adapter: the frozen model alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +56,9 @@ class EngineSpec:
     """True: several `stream` calls may be active at once, whose rows join and leave one batch between tokens."""
     script: tuple[ScheduleEntry, ...] = ()
     """Schedule of a continuous engine that is to be followed, event by event; empty: groups join as there is room."""
+    adapter_slots: int = 2
+    """Versions of an adapter that are held at once, with `policy.lora`: those of rows that may still be sampled, and
+    the one that a refit brings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +104,9 @@ class GenerationRequest:
     """Name of each prompt's group, `ordinal.attempt`, for the schedule of a continuous engine. Empty: the rows are in
     no schedule, have places of their own, and one version each, such as those of validation and receipts."""
 
+    adapters: tuple[int, ...] = ()
+    """Version of the adapter of each prompt's rows, or `BASE`; empty: the one in use. For engines that serve them."""
+
     @property
     def group_size(self) -> int:
         return len(self.seeds) // len(self.prompt_ids) if self.prompt_ids else 0
@@ -110,6 +121,7 @@ class GenerationRequest:
             forced=None if self.forced is None else tuple(self.forced[row] for row in rows),
             limits=tuple(self.limits[group] for group in groups) if self.limits else (),
             names=tuple(self.names[group] for group in groups) if self.names else (),
+            adapters=tuple(self.adapters[group] for group in groups) if self.adapters else (),
         )
 
 
@@ -339,6 +351,21 @@ class GenerationInterface(ABC):
         Raises:
             ValueError: a name is missing, unknown or of another shape; the old weights and version stay in use.
         """
+
+    def update_adapter(self, adapter: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
+        """Hold an adapter, A and s B of every adapted layer, beside the frozen weights; rows that begin have it.
+
+        Raises:
+            NotImplementedError: the engine serves no adapters.
+            ValueError: a name is missing, unknown or of another shape; the adapter that is in use stays in use.
+        """
+        raise self._no_adapters()
+
+    def _no_adapters(self) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(self).__name__} serves no adapters beside its weights; set policy.lora.serve=merged, or use "
+            "another engine"
+        )
 
     @abstractmethod
     def prepare_for_generation(self) -> None:

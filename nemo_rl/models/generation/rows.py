@@ -25,6 +25,8 @@ class RowRequest:
     """Number of the row in its request; named in errors."""
     group: str = ""
     """Name of its group, where the request has names."""
+    adapter: int | None = None
+    """Version of its adapter, or `BASE`; None: the one in use."""
     forced: tuple[int, ...] | None = None
     """The response, as long as `max_new_tokens`; None: it is drawn."""
 
@@ -46,6 +48,8 @@ def rows_of(request: GenerationRequest, *, max_total_length: int) -> list[RowReq
         raise ValueError(f"expected a name for each of {num_prompts} prompts, got {len(request.names)}")
     if request.limits and len(request.limits) != num_prompts:
         raise ValueError(f"expected a limit for each of {num_prompts} prompts, got {len(request.limits)}")
+    if request.adapters and len(request.adapters) != num_prompts:
+        raise ValueError(f"expected an adapter for each of {num_prompts} prompts, got {len(request.adapters)}")
     rows: list[RowRequest] = []
     for p, prompt in enumerate(request.prompt_ids):
         limit = min((request.sampling.max_new_tokens, *request.limits[p : p + 1]))
@@ -56,9 +60,10 @@ def rows_of(request: GenerationRequest, *, max_total_length: int) -> list[RowReq
                 f"{max_total_length} less one response token), got {len(prompt)}"
             )
         name = request.names[p] if request.names else ""
+        adapter = request.adapters[p] if request.adapters else None
         seeds = request.seeds[p * request.group_size : (p + 1) * request.group_size]
         rows += [
-            RowRequest(prompt=tuple(prompt), seed=seed, max_new_tokens=room, number=number, group=name)
+            RowRequest(prompt=tuple(prompt), seed=seed, max_new_tokens=room, number=number, group=name, adapter=adapter)
             for number, seed in enumerate(seeds, start=len(rows))
         ]
     return rows if request.forced is None else _forced(rows, request.forced)

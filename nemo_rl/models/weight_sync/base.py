@@ -1,7 +1,9 @@
 """`WeightSync`: what every transport of a refit has in common, seen from the driver.
 
-The trainer calls `sync` after each optimizer update. Invariant: when `sync` returns, every engine samples from exactly
-this version; an engine that reports another one stops the run. Engines that were lost are replaced here.
+The trainer calls `sync` after each optimizer update. Invariant: when `sync` returns, every row that begins is sampled
+from exactly this version; an engine that reports another one stops the run. Engines that were lost are replaced here.
+Where engines serve adapters, frozen weights go once to each, and an adapter goes beside the one in use, which is left
+only when all engines have got the next one and hold what was sent.
 """
 
 from __future__ import annotations
@@ -9,18 +11,18 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import WorkerError, WorkerLost
-from nemo_rl.models.generation.interfaces import EngineLoad, GenerationInterface
+from nemo_rl.models.generation.interfaces import BASE, EngineLoad, GenerationInterface
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, bucket_bytes
+from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, WeightSlot, bucket_bytes
 from nemo_rl.models.weight_sync.delta_buckets import DeltaSchedule
 from nemo_rl.models.weight_sync.receipt import Receipt, ReceiptSpec, RefitReport, Sent
 from nemo_rl.models.weight_sync.receipt.check import Receipts
@@ -35,6 +37,8 @@ _T = TypeVar("_T")
 STAGE = "refit"
 MOST_REFITS = 3
 """Refits to one version that may lose all engines; the last one ends the run."""
+MOST_MERGE_LOSS = 0.1
+"""Share of an adapter above which its loss in the engines' dtype is worth a warning."""
 MIB = 2**20
 
 
@@ -58,6 +62,11 @@ class RefitParties:
     """True where an engine gets its weights while the others go on sampling, if the transport can do so."""
     receipt: ReceiptSpec | None = None
     """Settings of the proof of each refit, or None without one."""
+    sends_adapters: bool = False
+    """True where engines hold the frozen weights, and a refit brings an adapter."""
+    rows_finish: bool = False
+    """True where running rows go on with the adapter that they began with, so that no engine stands still for another
+    one."""
 
     def run_policy(self, request: Request[_T], *, ranks: Sequence[int] | None = None) -> list[_T]:
         return self.submit_policy(request, ranks=ranks).result()
@@ -84,6 +93,8 @@ class WeightSync(ABC):
 
     buffer_is_on_device = False
     """True where buckets are on the workers' devices, else they are on the CPU."""
+    sends_to_all = False
+    """True where a bucket goes to all engines or to none."""
 
     def __init__(self, parties: RefitParties) -> None:
         self._parties = parties
@@ -91,6 +102,9 @@ class WeightSync(ABC):
         self._report: RefitReport | None = None
         self._deltas = None if parties.delta_full_every is None else DeltaSchedule(parties.delta_full_every)
         self._receipts = None if parties.receipt is None else Receipts(parties, parties.receipt)
+        self._with_base: Mapping[int, int] = {}
+        """Number -> incarnation of the engines that have the frozen weights."""
+        self._warns_of_loss = True
 
     @property
     def version(self) -> int:
@@ -119,9 +133,10 @@ class WeightSync(ABC):
             WorkerError: an engine could not load the weights, or holds another version.
             RefitMismatch: an engine does not sample from them.
         """
+        sync = self._sync_adapter if self._parties.sends_adapters else self._sync
         for attempt in range(1, MOST_REFITS + 1):
             try:
-                self._sync(version)
+                sync(version)
                 return
             except WorkerLost as error:
                 if len(self._parties.engines) or not self._parties.one_by_one or attempt == MOST_REFITS:
@@ -136,39 +151,120 @@ class WeightSync(ABC):
             parties.run_engines(ask(GenerationInterface.finish_generation))
         replaced = parties.engines.restart_failed()
         parties.run_policy(ask(PolicyWorker.offload_before_refit))
+        self._prepare()
         plan = self._with_delta(self._negotiate(), version, before=before)
         all_sent = partial(self._open_receipt, has_new_engines=bool(replaced))
         if is_rolling:
             held = self._roll(plan, all_sent, version)
         else:
-            self._move(plan, all_sent)
+            self._move(plan, all_sent, parties.engines.numbers)
             held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
         ended = parties.submit_policy(ask(PolicyWorker.end_refit))
         if self.buffer_is_on_device:
             # Engines may need this memory when they wake up.
             ended.result()
-        wrong = {engine: got for engine, got in held.items() if got != version}
-        if wrong:
-            raise WorkerError(f"expected weight version {version} in every engine, got {wrong}", stage=STAGE)
-        receipt = self._close_receipt(version, ended)
-        sent = ended.result()[0].num_bytes
-        parties.run_policy(ask(PolicyWorker.offload_after_refit))
-        self._version = version
-        if replaced and parties.on_new_engines is not None:
-            parties.on_new_engines(parties.engines)
-        seconds = time.monotonic() - started - (0.0 if receipt is None else receipt.seconds)
-        self._report = RefitReport(
-            version=version, ms=1e3 * seconds, bytes_dense=plan.num_bytes, bytes_sent=sent, receipt=receipt
+        _check_versions(held, version)
+        receipt, sent = self._close_receipt(version, ended), ended.result()[0]
+        report = RefitReport(
+            version=version,
+            ms=0.0,
+            bytes_dense=plan.num_bytes,
+            bytes_sent=sent.num_bytes,
+            receipt=receipt,
+            merge_loss=sent.merge_loss,
         )
+        self._end(report, started, has_new_engines=bool(replaced))
+
+    def _end(self, report: RefitReport, started: float, *, has_new_engines: bool) -> None:
+        """Keep the report of a refit that succeeded, and its time."""
+        parties = self._parties
+        parties.run_policy(ask(PolicyWorker.offload_after_refit))
+        self._version = report.version
+        if has_new_engines and parties.on_new_engines is not None:
+            parties.on_new_engines(parties.engines)
+        seconds = time.monotonic() - started - (0.0 if report.receipt is None else report.receipt.seconds)
+        self._report = replace(report, ms=1e3 * seconds)
         logger.info(
-            "refit to version %d: %.1f of %.1f MiB in %d buckets by %s, %.2f s",
-            version,
-            sent / MIB,
-            plan.num_bytes / MIB,
-            len(plan.buckets()),
+            "refit to version %d: %.1f of %.1f MiB by %s, %.2f s",
+            report.version,
+            report.bytes_sent / MIB,
+            report.bytes_dense / MIB,
             type(self).__name__,
             seconds,
         )
+        if self._warns_of_loss and (report.merge_loss or 0.0) > MOST_MERGE_LOSS:
+            self._warns_of_loss = False
+            logger.warning(
+                "policy.lora.serve=merged: the engines' dtype loses %.0f %% of the adapter's change of the weights, so "
+                "that rows are sampled from other weights than are trained; set policy.lora.serve=native, or "
+                "policy.generation.precision=float32",
+                100 * (report.merge_loss or 0.0),
+            )
+
+    def _sync_adapter(self, version: int) -> None:
+        """Bring an adapter beside what the engines sample with; all of them change over when every one has got it."""
+        started, parties = time.monotonic(), self._parties
+        self._version, self._last_version = -1, version
+        replaced = parties.engines.restart_failed()
+        if not parties.one_by_one:
+            # Frees what the engines keep between rollouts; others stand still for the change alone, if at all.
+            parties.run_engines(ask(GenerationInterface.finish_generation))
+        parties.run_policy(ask(PolicyWorker.offload_before_refit))
+        self._prepare()
+        base_bytes = self._send_base()
+        plan = self._negotiate_adapter()
+        self._move(plan, partial(self._open_receipt, has_new_engines=bool(replaced)), parties.engines.numbers)
+        _check_versions(parties.run_engines(ask(RefitTarget.finish_refit, version=version)), version)
+        ended = parties.submit_policy(ask(PolicyWorker.end_refit))
+        if self.buffer_is_on_device:
+            ended.result()
+        use = partial(self._use_adapter, version)
+        if self._receipts is not None:
+            receipt: Receipt | None = self._receipts.close_adapter(version, ended, use)
+        else:
+            receipt = use()
+        held = parties.run_engines(ask(RefitTarget.adapter_versions))
+        report = RefitReport(
+            version=version,
+            ms=0.0,
+            bytes_dense=base_bytes + plan.num_bytes,
+            bytes_sent=base_bytes + ended.result()[0].num_bytes,
+            receipt=receipt,
+            num_adapters=max(map(len, held.values())),
+        )
+        self._end(report, started, has_new_engines=bool(replaced))
+
+    def _send_base(self) -> int:
+        """Bring the frozen weights to engines that have not got them, and return their bytes."""
+        parties = self._parties
+        incarnations = parties.engines.incarnations
+        without = [number for number, own in incarnations.items() if self._with_base.get(number) != own]
+        if not without:
+            return 0
+        to = list(incarnations) if self.sends_to_all else without
+        parties.run_engines(dict.fromkeys(to, ask(GenerationInterface.finish_generation)))
+        plan = self._negotiate()
+        self._move(plan, _nothing, to)
+        parties.run_engines(dict.fromkeys(to, ask(RefitTarget.finish_refit, version=BASE)))
+        sent = parties.run_policy(ask(PolicyWorker.end_refit))[0]
+        if self._receipts is not None:
+            self._receipts.sent_base(sent)
+        self._with_base = incarnations
+        return sent.num_bytes
+
+    def _use_adapter(self, version: int) -> None:
+        """Let all engines change over, and be ready to generate."""
+        parties = self._parties
+        if not parties.rows_finish:
+            parties.run_engines(ask(GenerationInterface.finish_generation))
+        _check_versions(parties.run_engines(ask(RefitTarget.use_adapter, version=version)), version)
+        parties.run_engines(ask(GenerationInterface.prepare_for_generation))
+
+    def _negotiate_adapter(self) -> RefitPlan:
+        parties = self._parties
+        infos = parties.run_policy(ask(PolicyWorker.prepare_adapter_info), ranks=[0])[0]
+        offered = {name: info.shape for name, info in infos.items()}
+        return self._plan_of(parties.run_engines(ask(RefitTarget.match_adapter, offered=offered)), kind="adapter")
 
     @property
     def _is_rolling(self) -> bool:
@@ -183,12 +279,16 @@ class WeightSync(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} sends to all engines at once")
 
+    def _prepare(self) -> None:  # noqa: B027 - most transports need nothing
+        """Get ready to move: called before every negotiation of a refit."""
+
     @abstractmethod
-    def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
-        """Bring every bucket into every engine.
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int]) -> None:
+        """Bring every bucket into engines.
 
         Args:
             all_sent: to be called once, when the policy has nothing left to send; engines may still be loading.
+            to: numbers of the engines; all of them where `sends_to_all`.
         """
 
     def _open_receipt(self, *, has_new_engines: bool) -> None:
@@ -215,10 +315,16 @@ class WeightSync(ABC):
 
     def _negotiate(self) -> RefitPlan:
         """Return the plan: names of the policy, dtypes of the engines, and portions that both can hold."""
-        parties, on_device = self._parties, self.buffer_is_on_device
+        parties = self._parties
         infos = parties.run_policy(ask(PolicyWorker.prepare_refit_info), ranks=[0])[0]
         offered = {name: info.shape for name, info in infos.items()}
-        answers = list(parties.run_engines(ask(RefitTarget.match_refit, offered=offered)).values())
+        return self._plan_of(parties.run_engines(ask(RefitTarget.match_refit, offered=offered)), kind="weights")
+
+    def _plan_of(
+        self, matched: Mapping[int, tuple[WeightSlot, ...]], *, kind: Literal["weights", "adapter"]
+    ) -> RefitPlan:
+        parties, on_device = self._parties, self.buffer_is_on_device
+        answers = list(matched.values())
         if len(set(answers)) > 1:
             raise WorkerError("the engines hold weights of different dtypes; start them from one config", stage=STAGE)
         free = [
@@ -226,4 +332,14 @@ class WeightSync(ABC):
             *parties.run_engines(ask(RefitTarget.refit_free_bytes, on_device=on_device)).values(),
         ]
         size = bucket_bytes(answers[0], free=min(free), ratio=parties.buffer_ratio, most=parties.max_bucket_bytes)
-        return RefitPlan(slots=answers[0], bucket_bytes=size)
+        return RefitPlan(slots=answers[0], bucket_bytes=size, kind=kind)
+
+
+def _check_versions(held: Mapping[int, int], version: int) -> None:
+    wrong = {engine: got for engine, got in held.items() if got != version}
+    if wrong:
+        raise WorkerError(f"expected weight version {version} in every engine, got {wrong}", stage=STAGE)
+
+
+def _nothing() -> None:
+    """Open no receipt."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from math import prod
+from typing import Literal
 
 import torch
 
@@ -29,6 +31,7 @@ __all__ = [
     "flat_bytes",
     "free_bytes",
     "in_dtypes",
+    "match_adapter",
     "match_slots",
 ]
 
@@ -37,6 +40,11 @@ MIN_BUCKET_BYTES = 1 << 20
 help."""
 MAX_BUCKET_BYTES = 256 << 20
 """A larger bucket is slower on a CPU, because its pages are touched for the first time, and no faster on a GPU."""
+
+
+@cache
+def _item_bytes(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +59,7 @@ class WeightSlot:
 
     @property
     def element_bytes(self) -> int:
-        return int(getattr(torch, self.dtype).itemsize)
+        return _item_bytes(self.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -94,6 +102,8 @@ class RefitPlan:
     """Bytes of weights in a bucket."""
     delta: DeltaRefit | None = None
     """Delta that is sent, or None where buckets hold the bytes of the weights as they are."""
+    kind: Literal["weights", "adapter"] = "weights"
+    """`adapter`: A and s B of low-rank adapters alone, which an engine receives beside those that are in use."""
 
     @property
     def num_bytes(self) -> int:
@@ -107,20 +117,26 @@ class RefitPlan:
             return self.bucket_bytes
         return self.bucket_bytes + HEADER_BYTES * max(map(len, self.buckets()), default=0)
 
-    def buckets(self) -> list[list[BucketPiece]]:
+    def buckets(self) -> Sequence[Sequence[BucketPiece]]:
         """Return the pieces of each bucket; a weight without elements has none."""
-        buckets: list[list[BucketPiece]] = []
-        room = 0
-        for index, slot in enumerate(self.slots):
-            start = 0
-            while start < slot.num_bytes:
-                if room == 0:
-                    buckets.append([])
-                    room = self.bucket_bytes
-                size = min(room, slot.num_bytes - start)
-                buckets[-1].append(BucketPiece(slot=index, start=start, size=size, offset=self.bucket_bytes - room))
-                start, room = start + size, room - size
-        return buckets
+        return _cut(self.slots, self.bucket_bytes)
+
+
+@lru_cache(maxsize=8)
+def _cut(slots: tuple[WeightSlot, ...], bucket_bytes: int) -> Sequence[Sequence[BucketPiece]]:
+    """Kept from one refit to the next: of the many small tensors of an adapter it takes as long as their copies."""
+    buckets: list[list[BucketPiece]] = []
+    room = 0
+    for index, slot in enumerate(slots):
+        start, num_bytes = 0, slot.num_bytes
+        while start < num_bytes:
+            if room == 0:
+                buckets.append([])
+                room = bucket_bytes
+            size = min(room, num_bytes - start)
+            buckets[-1].append(BucketPiece(slot=index, start=start, size=size, offset=bucket_bytes - room))
+            start, room = start + size, room - size
+    return buckets
 
 
 def free_bytes(device: torch.device) -> int:
@@ -162,6 +178,33 @@ def match_slots(
         for name, target in zip(offered, targets, strict=True)
     )
     return slots, targets
+
+
+def match_adapter(
+    offered: Mapping[str, tuple[int, ...]], known: Mapping[str, torch.Tensor | WeightSlot]
+) -> tuple[WeightSlot, ...]:
+    """Return the tensors of an adapter as slots in the engine's dtypes.
+
+    Args:
+        offered: name and shape of each, in the order in which they will come.
+        known: the engine's own, of the shapes and dtypes that it takes.
+
+    Raises:
+        ValueError: a name is unknown or missing, or has another shape.
+    """
+    problems = [f"{name}: unknown" for name in offered if name not in known]
+    problems += [
+        f"{name}: expected shape {tuple(known[name].shape)}, got {tuple(shape)}"
+        for name, shape in offered.items()
+        if name in known and tuple(known[name].shape) != tuple(shape)
+    ]
+    problems += [f"{name}: missing" for name in known if name not in offered]
+    if problems:
+        raise ValueError(f"the policy's adapter does not fit this engine: {name_some(problems)}")
+    return tuple(
+        WeightSlot(name=name, dtype=str(known[name].dtype).removeprefix("torch."), shape=tuple(shape))
+        for name, shape in offered.items()
+    )
 
 
 def in_dtypes(plan: RefitPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

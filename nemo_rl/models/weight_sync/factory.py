@@ -9,7 +9,7 @@ that caused it is raised.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from nemo_rl.config.generation import RefitTransport
@@ -42,16 +42,16 @@ class PayloadWeightSync(WeightSync):
     """Refit through the object store: buckets are objects of the run: Ray's store keeps them once per node, in one
     process they are handed over."""
 
-    def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int]) -> None:
         parties = self._parties
         num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=False))[0]
-        parties.run_engines(ask(RefitTarget.begin_refit, plan=plan))
+        parties.run_engines(dict.fromkeys(to, ask(RefitTarget.begin_refit, plan=plan)))
         for number in range(1, num_buckets + 1):
             call = Call(request=ask(PolicyWorker.next_bucket), stage=STAGE, timeout_s=parties.timeout_s)
             bucket = parties.policy.run_for_payload(call)
             if number == num_buckets:
                 all_sent()
-            parties.run_engines(ask(RefitTarget.load_bucket, bucket=bucket.placeholder()))
+            parties.run_engines(dict.fromkeys(to, ask(RefitTarget.load_bucket, bucket=bucket.placeholder())))
 
     @property
     def _is_rolling(self) -> bool:
@@ -89,11 +89,11 @@ class IpcWeightSync(WeightSync):
 
     buffer_is_on_device = True
 
-    def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int]) -> None:
         parties = self._parties
         num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=True))[0]
         by_device = {handle.device_id: handle for handle in parties.run_policy(ask(PolicyWorker.share_refit_buffer))}
-        devices = parties.run_engines(ask(RefitTarget.report_device_id))
+        devices = parties.run_engines(dict.fromkeys(to, ask(RefitTarget.report_device_id)))
         alone = [f"engine {engine} on {device}" for engine, device in devices.items() if device not in by_device]
         if alone:
             raise WorkerError(
@@ -110,7 +110,7 @@ class IpcWeightSync(WeightSync):
             parties.run_policy(ask(PolicyWorker.fill_bucket))
             if number == num_buckets:
                 all_sent()
-            parties.run_engines(ask(RefitTarget.load_bucket))
+            parties.run_engines(dict.fromkeys(to, ask(RefitTarget.load_bucket)))
 
 
 LOST = "lost the other members"
@@ -130,15 +130,17 @@ class BroadcastWeightSync(WeightSync):
         self._address = address
         self._members: Mapping[int, int] = {}
 
-    def _negotiate(self) -> RefitPlan:
+    sends_to_all = True
+
+    def _prepare(self) -> None:
         members = self._parties.engines.incarnations
         if members != self._members:
             self.buffer_is_on_device = self._join() == "nccl"
             self._members = members
-        return super()._negotiate()
 
-    def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int]) -> None:
         parties = self._parties
+        assert set(to) >= set(parties.engines.numbers), "every member of the group takes part"
         parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=self.buffer_is_on_device))
         parties.run_engines(ask(RefitTarget.begin_refit, plan=plan))
         _both(

@@ -2,7 +2,9 @@
 
 Calls of one refit, in order: `report_device_id` and `refit_free_bytes` (once, to choose a transport), `match_refit`,
 `delta_base` (only with `policy.generation.refit_delta`), `begin_refit`, then `load_bucket` for each bucket or
-`receive_weights` for all of them, `finish_refit`, `answer_receipt`. Invariant of `RefitReceiver`: names and shapes are
+`receive_weights` for all of them, `finish_refit`, `answer_receipt`. Of a refit of an adapter: `match_adapter`,
+`begin_refit`, the buckets, `finish_refit`, `adapter_fingerprints`, `use_adapter`, `answer_receipt`; rows go on with the
+version in use up to `use_adapter`. Invariant of `RefitReceiver`: names and shapes are
 compared before the first byte is written; from then until the last bucket the engine holds no version, so that
 half-loaded weights are never sampled from.
 """
@@ -10,7 +12,7 @@ half-loaded weights are never sampled from.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -41,6 +43,8 @@ class RefitReceiver:
     ) -> None:
         self._model, self._device, self._take = model, device, take
         self._targets: list[torch.Tensor] = []
+        self._staged: dict[str, torch.Tensor] = {}
+        """Tensors of an adapter, which nothing reads."""
         self._sink: Sink | None = None
         self._held = HeldWeights()
         self._num_buckets = 0
@@ -66,9 +70,22 @@ class RefitReceiver:
 
     def begin(self, plan: RefitPlan, handle: IpcHandle | None = None) -> None:
         """Get ready for the first bucket; with a handle buckets come through the policy's own GPU memory."""
-        self._sink = self._sink_of(plan)
+        self._staged = {}
+        self._sink = self._adapter_sink(plan) if plan.kind == "adapter" else self._sink_of(plan)
         self._num_buckets, self._buffer_bytes = self._sink.num_missing, plan.buffer_bytes
         self._shared = handle.open(self._device) if handle is not None else None
+
+    def _adapter_sink(self, plan: RefitPlan) -> Sink:
+        self._staged = {
+            slot.name: torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device=self._device)
+            for slot in plan.slots
+        }
+        return BucketSink(plan, list(self._staged.values()))
+
+    def take_adapter(self) -> dict[str, torch.Tensor] | None:
+        """Return the adapter that has come, after `finish`; None where weights have come."""
+        staged, self._staged = self._staged, {}
+        return staged or None
 
     def _sink_of(self, plan: RefitPlan) -> Sink:
         take = self._take
@@ -165,9 +182,36 @@ class RefitTarget(ABC):
         """Return version of the weights that a delta can build on; -1: none. None: `load_bucket` knows no deltas."""
         return None
 
+    def match_adapter(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
+        """Return the tensors of the policy's adapter in this engine's dtypes.
+
+        Raises:
+            NotImplementedError: the engine serves no adapters.
+            ValueError: a name is unknown or missing, or has another shape.
+        """
+        raise self._without_adapters()
+
+    def use_adapter(self, version: int) -> int:
+        """Let rows that begin from here on have an adapter that a refit has brought; return the version in use."""
+        raise self._without_adapters()
+
+    def adapter_fingerprints(self, version: int) -> Mapping[str, str]:
+        """Name -> fingerprint of each tensor of an adapter, from the memory that serves this version."""
+        raise self._without_adapters()
+
+    def adapter_versions(self) -> tuple[int, ...]:
+        """Return versions of the adapter that are held."""
+        return ()
+
+    def _without_adapters(self) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(self).__name__} receives no adapters beside its weights; set policy.lora.serve=merged, or use "
+            "another engine"
+        )
+
     @abstractmethod
     def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
-        """Begin a refit; this engine holds no version until `finish_refit`."""
+        """Begin a refit; this engine holds no version until `finish_refit`, but for one of an adapter."""
 
     @abstractmethod
     def load_bucket(self, bucket: np.ndarray | None = None) -> None:
@@ -183,7 +227,8 @@ class RefitTarget(ABC):
 
     @abstractmethod
     def finish_refit(self, *, version: int) -> int:
-        """End the refit, when all weights have come, and return the version now in use."""
+        """End the refit, when all weights have come, and return the version now in use; of an adapter the version that
+        is held from here on, and that `use_adapter` puts to use."""
 
     @abstractmethod
     def fingerprints(self) -> Mapping[str, str]:
@@ -215,6 +260,16 @@ class RefitTarget(ABC):
             logprobs=tuple(output.logprobs.tolist()),
             cached_tokens=() if output.cached_tokens is None else tuple(output.cached_tokens.tolist()),
         )
+
+    def score_versions(self, probe: Probe, *, versions: Sequence[int]) -> dict[int, tuple[float, ...]]:
+        """Return version of the adapter, or `BASE`, -> log-probabilities of the probe under it; rows of all versions
+        are decoded in one batch, side by side."""
+        assert isinstance(self, GenerationInterface), "an engine generates"
+        output = self.generate(probe.mixed(versions))
+        rows = output.logprobs.split(output.lengths.tolist())
+        return {
+            version: tuple(torch.cat(rows[place :: len(versions)]).tolist()) for place, version in enumerate(versions)
+        }
 
 
 class ModuleRefitTarget(RefitTarget):
@@ -249,7 +304,8 @@ class ModuleRefitTarget(RefitTarget):
         return self._refit().delta_base
 
     def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
-        self.hold_version(-1)
+        if plan.kind == "weights":
+            self.hold_version(-1)
         self._refit().begin(plan, handle)
 
     def load_bucket(self, bucket: np.ndarray | None = None) -> None:
@@ -263,8 +319,16 @@ class ModuleRefitTarget(RefitTarget):
 
     def finish_refit(self, *, version: int) -> int:
         self._refit().finish()
-        self.hold_version(version)
+        adapter = self._refit().take_adapter()
+        if adapter is None:
+            self.hold_version(version)
+        else:
+            self.hold_adapter(adapter.items(), version=version)
         return version
+
+    def hold_adapter(self, adapter: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """Keep an adapter that has come beside those in use."""
+        raise self._without_adapters()
 
     def fingerprints(self) -> Mapping[str, str]:
         return fingerprints(self.refit_module.state_dict(keep_vars=True).items())

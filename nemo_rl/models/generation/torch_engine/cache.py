@@ -15,6 +15,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from nemo_rl.models.generation.interfaces import BASE
+
 if TYPE_CHECKING:
     from nemo_rl.models.generation.torch_engine.decode import BatchRow
 
@@ -31,19 +33,33 @@ class PrefillPass:
     """int64, 0 where padding lies."""
     slot_B: torch.Tensor
     """int64: which of the sequences a row has."""
+    adapters: tuple[int, ...] = ()
+    """Version of the adapter of each sequence; empty where there are none."""
 
     @classmethod
-    def of(cls, sequences: Sequence[tuple[int, ...]], device: torch.device) -> PrefillPass:
-        """Return the pass over the sequences of rows."""
-        slots: dict[tuple[int, ...], int] = {}
-        slot_B = torch.tensor([slots.setdefault(sequence, len(slots)) for sequence in sequences], device=device)
-        width = max(map(len, slots))
+    def of(
+        cls, sequences: Sequence[tuple[int, ...]], device: torch.device, *, adapters: Sequence[int] = ()
+    ) -> PrefillPass:
+        """Return the pass over the sequences of rows.
+
+        Args:
+            adapters: version of the adapter of each row, where there are adapters: rows of two versions share nothing.
+        """
+        slots: dict[tuple[tuple[int, ...], int], int] = {}
+        owners = zip(sequences, adapters or [BASE] * len(sequences), strict=True)
+        slot_B = torch.tensor([slots.setdefault(owner, len(slots)) for owner in owners], device=device)
+        width = max(len(sequence) for sequence, _ in slots)
         ids_PW = torch.zeros(len(slots), width, dtype=torch.int64)
         mask_PW = torch.zeros(len(slots), width, dtype=torch.int64)
-        for row, sequence in enumerate(slots):
+        for row, (sequence, _) in enumerate(slots):
             ids_PW[row, width - len(sequence) :] = torch.tensor(sequence)
             mask_PW[row, width - len(sequence) :] = 1
-        return cls(ids_PW=ids_PW.to(device), mask_PW=mask_PW.to(device), slot_B=slot_B)
+        return cls(
+            ids_PW=ids_PW.to(device),
+            mask_PW=mask_PW.to(device),
+            slot_B=slot_B,
+            adapters=tuple(adapter for _, adapter in slots) if adapters else (),
+        )
 
 
 class LiveCache:

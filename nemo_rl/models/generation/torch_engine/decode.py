@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.generation.rows import RowRequest
+from nemo_rl.models.generation.torch_engine.adapters import AdapterSlots
 from nemo_rl.models.generation.torch_engine.cache import LiveCache, PrefillPass, RowStore
 from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.logprobs import filter_logits
@@ -214,6 +215,8 @@ class BatchRow:
     """Number that no other row of the batch has or had."""
     request: RowRequest
     settings: RowSettings
+    adapter: int | None = None
+    """Version of the adapter that it has to its end; None: the one in use, also where that changes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,15 +238,20 @@ class DecodedRows:
 
 
 def decode_rows(
-    model: PreTrainedModel, rows: Sequence[RowRequest], settings: RowSettings, *, observer: DecodeObserver
+    model: PreTrainedModel,
+    rows: Sequence[RowRequest],
+    settings: RowSettings,
+    *,
+    observer: DecodeObserver,
+    adapters: AdapterSlots | None = None,
 ) -> DecodedRows:
     """Sample every row, or decode what is forced, until a stop token, a stop string or its own token limit.
 
     Raises:
         NonFiniteError: logits are NaN or inf; nothing is drawn from them.
     """
-    batch = DecodeBatch(model, observer=observer)
-    batch.join([BatchRow(key=key, request=row, settings=settings) for key, row in enumerate(rows)])
+    batch = DecodeBatch(model, observer=observer, adapters=adapters)
+    batch.join([BatchRow(key=key, request=row, settings=settings, adapter=row.adapter) for key, row in enumerate(rows)])
     while batch.num_live:
         batch.turn()
     return batch.take(range(len(rows)))
@@ -254,10 +262,17 @@ class DecodeBatch:
 
     Args:
         observer: is told of every forward pass, of rows that all join before the first turn.
+        adapters: of the model, whose versions rows have; None where it serves none.
     """
 
-    def __init__(self, model: PreTrainedModel, *, observer: DecodeObserver = NO_OBSERVER) -> None:
-        self._model, self._observer = model, observer
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        observer: DecodeObserver = NO_OBSERVER,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
+        self._model, self._observer, self._adapters = model, observer, adapters
         self._rows: dict[int, BatchRow] = {}
         """Rows by key: live ones, and ended ones that were not taken."""
         self._kinds: list[RowSettings] = []
@@ -397,6 +412,17 @@ class DecodeBatch:
     def _live_keys(self) -> list[int]:
         return [self._store.keys[place] for place in self._place_B.tolist()]
 
+    def _live_rows(self) -> list[BatchRow]:
+        return [] if self._adapters is None else [self._rows[key] for key in self._live_keys()]
+
+    def _versions(self, rows: Sequence[BatchRow]) -> list[int]:
+        """Return the version of the adapter of each row; none where the model serves none."""
+        adapters = self._adapters
+        return [] if adapters is None else [adapters.versions.resolved(row.adapter) for row in rows]
+
+    def _serving(self, versions: Sequence[int]) -> AbstractContextManager[None]:
+        return nullcontext() if self._adapters is None else self._adapters.serving(versions)
+
     def _sequences(self) -> list[tuple[int, ...]]:
         """Return prompt and tokens so far of each live row."""
         lengths, tokens = self.live_lengths(), self._store.token_NS[self._place_B].tolist()
@@ -414,11 +440,13 @@ class DecodeBatch:
         """
         running = self.num_live if again else 0
         sequences = [*(self._sequences() if again else ()), *(row.request.prompt for row in new)]
-        passed = PrefillPass.of(sequences, self._model.device)
+        versions = self._versions([*(self._live_rows() if again else ()), *new])
+        passed = PrefillPass.of(sequences, self._model.device, adapters=versions)
         self._observer.prompts(passed.ids_PW, passed.mask_PW, passed.slot_B)
         if self._recorder is None:
-            return LiveCache.prefill(self._model, passed)
-        with self._recorder.listening():
+            with self._serving(passed.adapters):
+                return LiveCache.prefill(self._model, passed)
+        with self._serving(passed.adapters), self._recorder.listening():
             cache = LiveCache.prefill(self._model, passed)
             routes_PWLK = self._recorder.take().unflatten(0, tuple(passed.mask_PW.shape))
         if running:
@@ -437,10 +465,12 @@ class DecodeBatch:
             return
         self._unread_B = None
         self._observer.turn(token_B, self._place_B)
+        versions = self._versions(self._live_rows())
         if self._recorder is None:
-            live.advance(self._model, token_B)
+            with self._serving(versions):
+                live.advance(self._model, token_B)
             return
-        with self._recorder.listening():
+        with self._serving(versions), self._recorder.listening():
             live.advance(self._model, token_B)
             self._keep_last_routes(self._recorder.take())
 

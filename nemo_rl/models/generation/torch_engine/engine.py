@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import NonFiniteError, name_some
+from nemo_rl.models.adapter_folder import served_adapter
 from nemo_rl.models.generation.continuous import ContinuousDecoding
 from nemo_rl.models.generation.interfaces import (
     EngineLoad,
@@ -27,6 +28,7 @@ from nemo_rl.models.generation.interfaces import (
     RecordedRoutes,
 )
 from nemo_rl.models.generation.rows import RowRequest, rows_of
+from nemo_rl.models.generation.torch_engine.adapters import AdapterSlots
 from nemo_rl.models.generation.torch_engine.decode import (
     BatchRow,
     DecodeBatch,
@@ -66,6 +68,7 @@ class TorchEngine(GenerationInterface):
         weight_version: int = -1,
         number: int = 0,
         tracing: EngineTracing = NO_TRACING,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """Args:
         model: used as it is; it must not be trained while this engine generates.
@@ -75,7 +78,9 @@ class TorchEngine(GenerationInterface):
         weight_version: -1 when the weights are to be replaced before use, another number to use them at once.
         number: of this engine among those of a run; named in errors.
         tracing: of this model.
+        adapters: of this model, whose versions are then those of the engine; None: it serves none.
         """
+        self._adapters = adapters
         self._number, self._tracing = number, tracing
         self._model: PreTrainedModel | None = model.eval()
         self._tokenizer = tokenizer
@@ -88,7 +93,7 @@ class TorchEngine(GenerationInterface):
         self._continuous: ContinuousDecoding | None = None
 
     @classmethod
-    def from_config(
+    def from_config(  # noqa: PLR0913 - the parts of an engine's spec
         cls,
         config: PolicyConfig,
         *,
@@ -97,19 +102,22 @@ class TorchEngine(GenerationInterface):
         number: int = 0,
         num_engines: int = 1,
         trace: TraceSpec | None = None,
+        adapter_slots: int = 2,
     ) -> TorchEngine:
         """The engine of `policy.model_name` in `policy.generation.precision`.
 
         Args:
             num_engines: of the run.
             trace: the hub that is shown what is watched of the decoding; None: none.
+            adapter_slots: versions of an adapter that are held at once, with `policy.lora`; an engine that uses the
+                weights of the folder begins with `policy.lora.adapter`.
 
         Raises:
             ModelFolderError: model or tokenizer folder is missing or incomplete.
         """
         model = load_causal_lm(config.model_name, dtype=DTYPES[config.generation.precision or config.precision])
         model.to(device)  # type: ignore[arg-type]
-        return cls(
+        engine = cls(
             model,
             tokenizer=load_tokenizer(config.tokenizer.name or config.model_name),
             max_total_length=config.max_total_sequence_length,
@@ -120,7 +128,12 @@ class TorchEngine(GenerationInterface):
             tracing=NO_TRACING
             if trace is None
             else DecodeTracing(trace, model, number=number, num_engines=num_engines),
+            adapters=AdapterSlots(model, config.lora, most=adapter_slots) if config.lora.is_native else None,
         )
+        if config.lora.is_native and config.lora.adapter is not None and weight_version >= 0:
+            known = {name: slot.shape for name, slot in engine.adapter_slots.known.items()}
+            engine.update_adapter(served_adapter(config.lora, known).items(), version=weight_version)
+        return engine
 
     def decode_continuously(self, spec: ContinuousSpec, *, with_routes: bool = False) -> None:
         """Switch to continuous mode: rows of several `stream` calls share a batch; `spec.places` holds instead of
@@ -156,16 +169,21 @@ class TorchEngine(GenerationInterface):
                     [rows[i] for i in batch],
                     settings,
                     observer=observed.batch([rows[i].number for i in batch]),
+                    adapters=self._adapters,
                 )
                 for batch in batches
             ]
         return _output(parts, order=order, settings=settings, version=self._weight_version)
 
     def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
+        if self._adapters is not None:
+            self._adapters.versions.check_request(request.adapters)
+        elif request.adapters:
+            raise self._no_adapters()
         return rows_of(request, max_total_length=self._max_total_length)
 
     def new_batch(self) -> DecodeBatch:
-        return DecodeBatch(self._loaded_model())
+        return DecodeBatch(self._loaded_model(), adapters=self._adapters)
 
     def output_of(self, parts: Sequence[DecodedRows], settings: RowSettings) -> GenerationOutput:
         order = range(sum(len(rows.lengths) for rows in parts))
@@ -257,6 +275,54 @@ class TorchEngine(GenerationInterface):
         self._weight_version = version
         return version
 
+    def update_adapter(self, adapter: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
+        # Copies: the caller may go on to train.
+        self.hold_adapter(((name, tensor.clone()) for name, tensor in adapter), version=version)
+        return self.use_adapter(version)
+
+    def hold_adapter(self, adapter: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """Hold a version of the adapter, which rows have from `use_adapter` on. Waits while rows have all slots.
+
+        Raises:
+            ValueError: a name is missing, unknown or of another shape.
+        """
+        slots = self.adapter_slots
+        if self._continuous is None:
+            slots.add(version, adapter)
+            return
+        found = dict(adapter)
+
+        def attempt(live: set[int]) -> bool:
+            if not slots.versions.has_room(version, live):
+                return False
+            slots.add(version, found.items(), live=live)
+            return True
+
+        self._continuous.between_turns(attempt, waits_for=f"a slot for version {version} of the adapter")
+
+    def use_adapter(self, version: int) -> int:
+        """Let rows that begin from here on have a version that is held; return the version in use."""
+        if self._continuous is None:
+            self._use_adapter(version)
+        else:
+            self._continuous.switch(lambda: self._use_adapter(version))
+        return self._weight_version
+
+    def _use_adapter(self, version: int) -> None:
+        self.adapter_slots.versions.use(version)
+        self._weight_version = version
+
+    @property
+    def adapter_slots(self) -> AdapterSlots:
+        """Return the versions of the adapter.
+
+        Raises:
+            NotImplementedError: the engine serves none.
+        """
+        if self._adapters is None:
+            raise self._no_adapters()
+        return self._adapters
+
     def prepare_for_generation(self) -> None:
         """Check that the engine is there; its weights stay where they are. Rows that stand still go on."""
         self._loaded_model()
@@ -280,6 +346,7 @@ class TorchEngine(GenerationInterface):
         self._tracing = NO_TRACING
         self._model = None
         self._recorder = None
+        self._adapters = None
 
     def _loaded_model(self) -> PreTrainedModel:
         if self._model is None:
@@ -335,7 +402,12 @@ class TurnBatches:
         for place, joining in groupby(rows, key=self._place):
             batch = self._batches.setdefault(place, self._engine.new_batch())
             found = [
-                BatchRow(key=each.key, request=each.row, settings=self._engine.settings_of(each.request))
+                BatchRow(
+                    key=each.key,
+                    request=each.row,
+                    settings=self._engine.settings_of(each.request),
+                    adapter=each.adapter,
+                )
                 for each in joining
             ]
             self._batch_of.update(dict.fromkeys((row.key for row in found), batch))

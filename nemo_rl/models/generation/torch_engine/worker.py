@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from nemo_rl.models.generation.interfaces import EngineSpec, TracedEngine
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.generation.turn_batch import ContinuousSpec
+from nemo_rl.models.weight_sync.buckets import WeightSlot, match_adapter
 from nemo_rl.models.weight_sync.target import ModuleRefitTarget
 
 __all__ = ["EngineWorker", "build_engine_worker"]
@@ -20,6 +21,21 @@ class EngineWorker(ModuleRefitTarget, TracedEngine, TorchEngine):
     @property
     def refit_module(self) -> torch.nn.Module:
         return self._loaded_model()
+
+    def match_adapter(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
+        return match_adapter(offered, self.adapter_slots.known)
+
+    def hold_adapter(self, adapter: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        TorchEngine.hold_adapter(self, adapter, version=version)
+
+    def use_adapter(self, version: int) -> int:
+        return TorchEngine.use_adapter(self, version)
+
+    def adapter_fingerprints(self, version: int) -> Mapping[str, str]:
+        return self.adapter_slots.fingerprints(version)
+
+    def adapter_versions(self) -> tuple[int, ...]:
+        return self.adapter_slots.versions.held
 
     def hold_version(self, version: int) -> None:
         if self._continuous is not None:
@@ -51,6 +67,7 @@ def build_engine_worker(spec: EngineSpec) -> EngineWorker:
         num_engines=spec.num_engines,
         weight_version=spec.weight_version,
         trace=spec.trace,
+        adapter_slots=spec.adapter_slots,
     )
     assert isinstance(engine, EngineWorker)
     if spec.continuous:

@@ -17,6 +17,7 @@ from vllm.v1.metrics.reader import Counter
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError, NonFiniteError, ResourceError, WorkerError, boundary, name_some, shorten
+from nemo_rl.models.adapter_folder import served_adapter
 from nemo_rl.models.generation.continuous import ContinuousDecoding
 from nemo_rl.models.generation.interfaces import (
     EngineLoad,
@@ -29,12 +30,12 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.rows import RowRequest, rows_of
 from nemo_rl.models.generation.turn_batch import ContinuousSpec, TurnRow
+from nemo_rl.models.generation.vllm.adapters import VllmAdapters
 from nemo_rl.models.generation.vllm.decoding import join_routes
-from nemo_rl.models.generation.vllm.extension import pack
+from nemo_rl.models.generation.vllm.extension import VllmWeights, expected_weights, pack
 from nemo_rl.models.generation.vllm.start import EngineArguments, engine_arguments
-from nemo_rl.models.generation.vllm.weights import VllmWeights, expected_weights
 from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes, match_slots
+from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes, match_adapter, match_slots
 from nemo_rl.models.weight_sync.target import RefitReceiver, RefitTarget
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec, device_id
 from nemo_rl.routes.shape import RouteShape
@@ -97,13 +98,25 @@ class VllmEngine(GenerationInterface):
         self._expected = expected_weights(config.model_name, precision=generation.precision or config.precision)
         self.route_shape = _route_shape(self._expected) if config.router_replay.enabled else None
         arguments = engine_arguments(
-            config, use_gpu=spec.use_gpu, loads_folder=weight_version >= 0, continuous=spec.continuous
+            config,
+            use_gpu=spec.use_gpu,
+            loads_folder=weight_version >= 0,
+            continuous=spec.continuous,
+            adapter_slots=spec.adapter_slots,
         )
         sizes = generation.vllm_cfg
         self._is_alone = sizes.tensor_parallel_size * sizes.pipeline_parallel_size == 1
         self._is_continuous = spec.continuous
         self._llm: vllm.LLM | None = _start(arguments, config)
         self._weights = VllmWeights(self._expected, self._hand)
+        self._adapters: VllmAdapters | None = None
+        if config.lora.is_native:
+            self._adapters = VllmAdapters(self._expected, config.lora, self._rpc, most=spec.adapter_slots)
+            self._adapters.prepare()
+            if config.lora.adapter is not None and weight_version >= 0:
+                known = {name: slot.shape for name, slot in self._adapters.known.items()}
+                self._adapters.add(weight_version, served_adapter(config.lora, known).items())
+                self._adapters.versions.use(weight_version)
         self._broken: str | None = None if weight_version >= 0 else "no weights were received yet"
         self._num_loads = 0
         places = sizes.max_num_seqs or generation.max_batch_size
@@ -140,6 +153,10 @@ class VllmEngine(GenerationInterface):
             raise WorkerError(
                 f"generation engine {self._number} has no complete weights to sample from: {self._broken}", stage=STAGE
             )
+        if self._adapters is not None:
+            self._adapters.versions.check_request(request.adapters)
+        elif request.adapters:
+            raise self._no_adapters()
         if request.with_routes and self.route_shape is None:
             raise ConfigError("policy.router_replay.enabled: false, so vLLM was started without routes; set it to true")
         if request.forced is not None and not request.sampling.is_plain:
@@ -149,6 +166,50 @@ class VllmEngine(GenerationInterface):
     def salt_of(self, row: RowRequest) -> str:
         # Also the number of loads: weights that are loaded again may be others.
         return f"{self._weight_version}.{self._num_loads}"
+
+    def adapter_of(self, row: TurnRow) -> int | None:
+        """Return the version of the adapter that a row gets, or `BASE`; None where there are no adapters."""
+        return None if self._adapters is None else self._adapters.versions.resolved(row.adapter)
+
+    def update_adapter(self, adapter: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
+        self.hold_adapter(adapter, version=version)
+        return self.use_adapter(version)
+
+    def hold_adapter(self, adapter: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """Hold a version of the adapter, which rows have from `use_adapter` on. Waits while rows have all slots."""
+        slots, found = self.adapter_slots, dict(adapter)
+
+        def attempt(live: set[int]) -> bool:
+            if not slots.versions.has_room(version, live):
+                return False
+            slots.add(version, found.items(), live=live)
+            return True
+
+        self._decoding.between_turns(attempt, waits_for=f"a slot for version {version} of the adapter")
+
+    def use_adapter(self, version: int) -> int:
+        """Let rows that begin from here on have a version that is held; return the version in use."""
+
+        def use() -> None:
+            self.adapter_slots.versions.use(version)
+            self._weight_version = version
+
+        if self._is_continuous:
+            self._decoding.switch(use)
+        else:
+            use()
+        return self._weight_version
+
+    @property
+    def adapter_slots(self) -> VllmAdapters:
+        """Return the versions of the adapter.
+
+        Raises:
+            NotImplementedError: the engine serves none.
+        """
+        if self._adapters is None:
+            raise self._no_adapters()
+        return self._adapters
 
     def named(self) -> str:
         return f"generation engine {self._number}, weight version {self._weight_version}"
@@ -239,6 +300,10 @@ class VllmEngine(GenerationInterface):
         found: list[object] = self._engine().collective_rpc(method, args=tuple(payload))
         return found
 
+    def _rpc(self, method: str, *arguments: object) -> list[object]:
+        found: list[object] = self._engine().collective_rpc(method, args=arguments)
+        return found
+
     def _engine(self) -> vllm.LLM:
         if self._llm is None:
             raise RuntimeError(SHUT_DOWN)
@@ -268,9 +333,15 @@ class VllmTurns:
         engine = self._llm().llm_engine
         replays = engine.vllm_config.use_v2_model_runner
         for each in rows:
-            prompt = {"prompt_token_ids": list(each.row.prompt), "cache_salt": self._engine.salt_of(each.row)}
+            adapter = self._engine.adapter_of(each)
+            salt = self._engine.salt_of(each.row)
+            if adapter is not None:
+                salt = f"{salt}.{self._engine.adapter_slots.salt_of(adapter)}"
+            prompt = {"prompt_token_ids": list(each.row.prompt), "cache_salt": salt}
             params = row_params(each.request.sampling, each.row, replays=replays)
-            self._running[each.key] = engine.add_request(str(each.key), prompt, params), each.row
+            lora = None if adapter is None else self._engine.adapter_slots.request_of(adapter)
+            name = engine.add_request(str(each.key), prompt, params, lora_request=lora)
+            self._running[each.key] = name, each.row
 
     def turn(self, *, with_named: bool) -> Collection[int]:
         """Run one step; a row whose prompt is read in chunks, or that waits for room in the cache, gets no token."""
@@ -402,8 +473,21 @@ class VllmWorker(RefitTarget, VllmEngine):
         self._receiver.forget_base()
         return super().update_weights(weights, version=version)
 
+    def match_adapter(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
+        return match_adapter(offered, self.adapter_slots.known)
+
+    def use_adapter(self, version: int) -> int:
+        return VllmEngine.use_adapter(self, version)
+
+    def adapter_fingerprints(self, version: int) -> Mapping[str, str]:
+        return self.adapter_slots.fingerprints(version)
+
+    def adapter_versions(self) -> tuple[int, ...]:
+        return self.adapter_slots.versions.held
+
     def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
-        self.begin_weights()
+        if plan.kind == "weights":
+            self.begin_weights()
         self._receiver.begin(plan, handle)
 
     def load_bucket(self, bucket: np.ndarray | None = None) -> None:
@@ -417,7 +501,11 @@ class VllmWorker(RefitTarget, VllmEngine):
 
     def finish_refit(self, *, version: int) -> int:
         self._receiver.finish()
-        self.finish_weights(version)
+        adapter = self._receiver.take_adapter()
+        if adapter is None:
+            self.finish_weights(version)
+        else:
+            self.hold_adapter(adapter.items(), version=version)
         return version
 
     def fingerprints(self) -> Mapping[str, str]:

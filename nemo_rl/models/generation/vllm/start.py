@@ -19,6 +19,8 @@ import torch
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface
+from nemo_rl.models.generation.vllm.adapters import GUARD_SLOTS, RANKS, served_layers
+from nemo_rl.models.loading import load_model_config, model_without_weights
 
 __all__ = [
     "KEYS",
@@ -73,6 +75,9 @@ KEYS: Mapping[str, str] = {
     "tokenizer": "policy.tokenizer.name",
     "dtype": "policy.generation.precision",
     "enable_return_routed_experts": "policy.router_replay.enabled",
+    "enable_lora": "policy.lora.enabled",
+    "max_lora_rank": "policy.lora.rank",
+    "lora_target_modules": "policy.lora.targets",
 }
 """Arguments that have keys of ours."""
 OWN: Mapping[str, str] = {
@@ -85,6 +90,8 @@ OWN: Mapping[str, str] = {
     "quantization": "new weights come in full precision",
     "runner": "rollouts are generation",
     "distributed_executor_backend": "each engine has a process of its own, on one machine",
+    "max_loras": "a slot is kept for each version of an adapter that rows may have, and one stays empty",
+    "max_cpu_loras": "adapters are kept where they serve",
     "data_parallel_size": "policy.generation.num_replicas says how many engines there are",
 }
 """Arguments that are decided here, and why."""
@@ -94,13 +101,14 @@ GIB = 2**30
 
 
 def engine_arguments(
-    config: PolicyConfig, *, use_gpu: bool, loads_folder: bool, continuous: bool = False
+    config: PolicyConfig, *, use_gpu: bool, loads_folder: bool, continuous: bool = False, adapter_slots: int = 2
 ) -> EngineArguments:
     """Return the arguments of `vllm.LLM`.
 
     Args:
         loads_folder: whether the weights of the folder are used; else a refit brings the first ones.
         continuous: whether weights change while rows run.
+        adapter_slots: versions of an adapter that are held at once, with `policy.lora`.
     """
     generation = config.generation
     given = generation.vllm_cfg
@@ -130,6 +138,7 @@ def engine_arguments(
         found["kv_cache_memory_bytes"] = int(given.kv_cache_gib * GIB)
         found["block_size"] = given.block_size or CPU_BLOCK
         found["enforce_eager"] = given.enforce_eager is not False
+    found |= _adapter_arguments(config, adapter_slots, use_gpu=use_gpu)
     found |= generation.vllm_kwargs
     if continuous:
         # Rows of groups, and as many of validation and receipts, which must not wait for them.
@@ -137,6 +146,22 @@ def engine_arguments(
         # A step that was scheduled ahead would give a token of old weights after new ones have come.
         found["async_scheduling"] = False
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _adapter_arguments(config: PolicyConfig, slots: int, *, use_gpu: bool) -> EngineArguments:
+    if not config.lora.is_native:
+        return {}
+    most = slots + GUARD_SLOTS
+    model = model_without_weights(load_model_config(config.model_name), config.model_name)
+    ends = sorted({layer.name.rpartition(".")[2] for layer in served_layers(model, config.lora, use_gpu=use_gpu)})
+    return {
+        "enable_lora": True,
+        "max_loras": most,
+        "max_cpu_loras": most,
+        "max_lora_rank": min(rank for rank in RANKS if rank >= config.lora.rank),
+        # What vLLM wraps besides is slower, and experts on CPUs it cannot wrap.
+        "lora_target_modules": ends,
+    }
 
 
 KWARGS = "policy.generation.vllm_kwargs"
@@ -150,7 +175,12 @@ def check_vllm(config: PolicyConfig) -> list[str]:
     folder = _folder()
     if folder is None:
         return ["policy.generation.backend=vllm needs vLLM: make vllm"]
-    return [*_argument_problems(config, known_arguments(folder)), *_sampling_problems(config), *_size_problems(config)]
+    return [
+        *_argument_problems(config, known_arguments(folder)),
+        *_sampling_problems(config),
+        *_size_problems(config),
+        *_adapter_problems(config),
+    ]
 
 
 def known_arguments(folder: Path) -> frozenset[str]:
@@ -212,11 +242,32 @@ def _size_problems(config: PolicyConfig) -> list[str]:
     return lines
 
 
+def _adapter_problems(config: PolicyConfig) -> list[str]:
+    lora, sizes, lines = config.lora, config.generation.vllm_cfg, list[str]()
+    if not lora.is_native:
+        return []
+    if lora.rank > max(RANKS):
+        lines.append(
+            f"policy.lora.rank: vLLM serves ranks up to {max(RANKS)}, got {lora.rank}; lower it, or set "
+            "policy.lora.serve=merged"
+        )
+    if sizes.tensor_parallel_size * sizes.pipeline_parallel_size > 1:
+        lines.append(
+            "policy.lora.serve: native, but vLLM of several processes cuts adapters into parts, which no receipt can "
+            "prove; set policy.lora.serve=merged, or policy.generation.vllm_cfg.tensor_parallel_size and "
+            "pipeline_parallel_size to 1"
+        )
+    return lines
+
+
 def check_vllm_spec(spec: EngineSpec) -> None:
     """Raises:
     ConfigError: vLLM cannot decode so, whatever the model is.
     """
     sizes, key = spec.policy.generation.vllm_cfg, "policy.generation.backend: vLLM"
+    problems = _adapter_problems(spec.policy)
+    if problems:
+        raise ConfigError("; ".join(problems))
     if spec.script:
         raise ConfigError(
             f"{key} has no batches that can be made again, so that it cannot follow a schedule; use torch"

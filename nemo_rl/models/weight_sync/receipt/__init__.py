@@ -14,7 +14,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -78,6 +78,17 @@ class Probe:
             seeds=tuple(range(len(self.prompts))),
             sampling=SamplingParams(temperature=1.0, max_new_tokens=max(map(len, self.responses)), stop_token_ids=()),
             forced=self.responses,
+        )
+
+    def mixed(self, versions: Sequence[int]) -> GenerationRequest:
+        """Return the request for every row under each of these versions of an adapter, side by side."""
+        count = len(versions)
+        return replace(
+            self.request(),
+            prompt_ids=tuple(prompt for prompt in self.prompts for _ in versions),
+            seeds=tuple(range(len(self.prompts) * count)),
+            forced=tuple(response for response in self.responses for _ in versions),
+            adapters=tuple(versions) * len(self.prompts),
         )
 
     def spread(self, scored: Sequence[float]) -> tuple[float, ...]:
@@ -208,6 +219,8 @@ class Sent:
     fingerprints: Mapping[str, str]
     """Name of a weight in Hugging Face naming -> fingerprint in the engines' dtype; rank 0 has them where receipts
     are taken."""
+    merge_loss: float | None = None
+    """Share of the adapter that rounding to the engines' dtype has lost; None where none was merged into weights."""
 
     @property
     def digest(self) -> str:
@@ -334,11 +347,16 @@ class RefitReport:
     ms: float
     """Milliseconds from the first call to the last answer of the engines, without those of the receipt."""
     bytes_dense: int
-    """Bytes of all weights in the engines' dtypes."""
+    """Bytes of all weights in the engines' dtypes; where engines serve adapters those of the adapter, and of the frozen
+    weights where these were sent."""
     bytes_sent: int
     """Bytes that policy rank 0 put into buckets; each engine gets them."""
     receipt: Receipt | None = None
     """Receipt of the refit, or None where none was taken."""
+    num_adapters: int | None = None
+    """Most versions of an adapter that an engine holds; None where engines serve none."""
+    merge_loss: float | None = None
+    """Share of the adapter that merging has lost, as `Sent` has it."""
 
     def text(self) -> str:
         """Return a few words for the terminal.
@@ -358,5 +376,7 @@ class RefitReport:
             "refit/ms": self.ms,
             "refit/bytes_dense": float(self.bytes_dense),
             "refit/bytes_sent": float(self.bytes_sent),
+            **({} if self.num_adapters is None else {"refit/num_adapters": float(self.num_adapters)}),
+            **({} if self.merge_loss is None else {"refit/lora_merge_loss": self.merge_loss}),
             **{f"refit/{name}": value for name, value in proved.items()},
         }

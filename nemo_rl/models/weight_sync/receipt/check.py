@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Protocol, TypeVar
 
 from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import RefitMismatch, WorkerError, name_some
+from nemo_rl.models.generation.interfaces import BASE
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.receipt import (
     Answer,
@@ -188,8 +190,112 @@ class Receipts:
         """Log-probabilities of the policy when the probe was scored last."""
         self._scored: Pending[list[ScoredProbe]] = Pending.done([])
         self._probe: Probe | None = None
+        self._base: Mapping[str, str] = {}
+        """Fingerprints of frozen weights, where refits bring adapters."""
+        self._base_scored: Pending[list[ScoredProbe]] = Pending.done([])
+        self._base_scores: Sequence[float] | None = None
+        """Log-probabilities of the policy without its adapter, which stay the same."""
+        self._scored_version: int | None = None
         self.tolerance: Tolerance | None = None
         """Tolerance of the run, or None before the first refit that was proved."""
+
+    def sent_base(self, sent: Sent) -> None:
+        """Remember the frozen weights as they were sent.
+
+        Raises:
+            RefitMismatch: they are not those of the time before.
+        """
+        base = sent.fingerprints
+        changed = [name for name, print_ in self._base.items() if base.get(name) != print_]
+        if changed:
+            raise RefitMismatch(
+                f"{len(changed)} frozen weights of the policy have changed since they were sent first: "
+                f"{name_some(changed)}; nothing but the adapter may be trained. {NEXT}",
+                stage=STAGE,
+            )
+        self._base = base
+
+    def close_adapter(self, version: int, ended: Pending[list[Sent]], use: Callable[[], None]) -> Receipt:
+        """Close the receipt of a refit of an adapter when all engines have got it beside the one in use.
+
+        Args:
+            ended: what the policy says that it has sent.
+            use: lets all engines change over, and be ready to generate; called when they hold what was sent.
+
+        Raises:
+            RefitMismatch: an engine holds something else, and goes on with the version before, or samples otherwise.
+        """
+        started = time.monotonic()
+        held = self._parties.run_engines(ask(RefitTarget.adapter_fingerprints, version=version))
+        first = ended.result()[0]
+        if not first.fingerprints:
+            raise WorkerError("the policy has no fingerprints of the adapter; expected those of a refit", stage=STAGE)
+        self._check_content(
+            version,
+            first.fingerprints,
+            {engine: Answer(fingerprints=prints, version=version) for engine, prints in held.items()},
+        )
+        checking_s = time.monotonic() - started
+        use()
+        started = time.monotonic()
+        apart, moved, cached, scoring_s = None, None, 0, 0.0
+        if self._probe is not None:
+            answers = self._parties.run_engines(ask(RefitTarget.answer_receipt, probe=self._probe))
+            self._check_base(version, answers)
+            ranks = self._scored.result()
+            logprobs = next(rank.logprobs for rank in ranks if rank.logprobs)
+            scoring_s = max(rank.seconds for rank in ranks)
+            apart = self._check_behaviour(version, logprobs, answers)
+            self._check_mix(version, logprobs)
+            moved = None if self._scored_before is None else self._gap(logprobs, self._scored_before)
+            self._scored_before, self._scored_version = logprobs, version
+            cached = min(sum(answer.cached_tokens) for answer in answers.values())
+        self._before, seconds = first.fingerprints, checking_s + time.monotonic() - started
+        self._turns.done(seconds + scoring_s, has_probe=self._probe is not None)
+        return Receipt(
+            version=version,
+            num_engines=len(held),
+            num_tensors=len(first.fingerprints),
+            seconds=seconds,
+            gap=None if apart is None else apart.of_policy,
+            replica_gap=None if apart is None else apart.of_replicas,
+            moved=moved,
+            tolerance=self.tolerance,
+            cached_tokens=cached,
+            weights=Sent(num_bytes=0, fingerprints={**self._base, **first.fingerprints}).digest,
+        )
+
+    def _check_base(self, version: int, answers: Mapping[int, Answer]) -> None:
+        """Check that the frozen weights of the engines are those that were sent."""
+        found = {engine: content_problems(self._base, {}, answer) for engine, answer in answers.items()}
+        self._raise(
+            version,
+            {engine: f"frozen weights have changed: {text}" for engine, text in found.items() if text is not None},
+            len(answers),
+        )
+
+    def _check_mix(self, version: int, current: Sequence[float]) -> None:
+        """Check a batch whose rows have no adapter, the one before and this one, side by side."""
+        assert self._probe is not None and self.tolerance is not None, "the behaviour of this version was checked"
+        if self._base_scores is None:
+            self._base_scores = next(rank.logprobs for rank in self._base_scored.result() if rank.logprobs)
+        expected = {BASE: self._base_scores, version: current}
+        held = self._parties.run_engines(ask(RefitTarget.adapter_versions))
+        before = self._scored_version
+        if before is not None and self._scored_before is not None and all(before in own for own in held.values()):
+            expected = {BASE: self._base_scores, before: self._scored_before, version: current}
+        answers = self._parties.run_engines(
+            ask(RefitTarget.score_versions, probe=self._probe, versions=tuple(expected))
+        )
+        names = {BASE: "no adapter", version: "this adapter"}
+        problems = {
+            engine: f"in a batch of rows with several adapters, rows with {names.get(own, 'the adapter before')} have "
+            f"log-probabilities {apart:.3g} from the policy's, more than {self.tolerance.of_policy:.3g}"
+            for engine, scores in answers.items()
+            for own, logprobs in scores.items()
+            if not (apart := self._gap(logprobs, expected[own])) <= self.tolerance.of_policy
+        }
+        self._raise(version, problems, len(answers))
 
     def open(self, *, has_new_engines: bool) -> None:
         """Open a receipt when the weights are sent, while the policy still has them ready: it scores without being
@@ -203,6 +309,9 @@ class Receipts:
             request = ask(PolicyWorker.score_probe, probe=self._probe)
             call = Call(request=request, stage=STAGE, timeout_s=self._parties.timeout_s)
             self._scored = self._parties.policy.submit(call)
+            if self._base and self._base_scores is None:
+                request = ask(PolicyWorker.score_probe, probe=self._probe, of_base=True)
+                self._base_scored = self._parties.policy.submit(replace(call, request=request))
 
     def close(self, version: int, ended: Pending[list[Sent]]) -> Receipt:
         """Close the receipt when all engines have loaded: they are ready to generate, and say what they hold and

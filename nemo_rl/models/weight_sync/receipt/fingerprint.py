@@ -8,7 +8,7 @@ factors. `WeightsDigest` is for weights that may differ a little.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,6 +24,8 @@ ROWS_ON_DEVICE = 2048
 NUM_FACTORS = 65_537
 """Number of row factors: a prime, so that no size of a weight divides it."""
 WORD_BYTES = 8
+TOGETHER_BYTES = 1 << 20
+"""Bytes of weights that are hashed together: they and their products stay in a cache of the processor."""
 HALF = 32
 SEED = 20_251_124
 """Seed of the tables of factors: they must be the same wherever a fingerprint is taken."""
@@ -34,17 +36,26 @@ SEED = 20_251_124
 
 
 class Fingerprints:
-    """Fingerprints of weights that come one by one; a GPU is waited for once, at the end."""
+    """Fingerprints of weights that come one by one; a GPU is waited for once, at the end.
 
-    def __init__(self) -> None:
+    Args:
+        defers: weights are kept, and must not change, until `result`, which hashes those of one shape together: for the
+            many small tensors of an adapter the number of calls counts and not the bytes.
+    """
+
+    def __init__(self, *, defers: bool = False) -> None:
         self._heads: dict[str, str] = {}
         self._hashes: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, torch.Tensor] | None = {} if defers else None
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Add a weight, which may change or go from here on."""
+        """Add a weight, which may change or go from here on unless `defers` is set."""
         shape = "x".join(map(str, weight.shape)) or "scalar"
         self._heads[name] = f"{str(weight.dtype).removeprefix('torch.')} {shape}"
-        self._hashes[name] = _hash(weight)
+        if self._kept is None:
+            self._hashes[name] = _hash(weight)
+        else:
+            self._kept[name] = weight
 
     def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same weights, added on their way."""
@@ -54,13 +65,13 @@ class Fingerprints:
 
     def result(self) -> dict[str, str]:
         """Name -> fingerprint, in the order in which they came."""
+        if self._kept:
+            self._hashes |= _hashes(self._kept)
+            self._kept = {}
         if not self._hashes:
             return {}
-        numbers = torch.stack(list(self._hashes.values())).tolist()
-        return {
-            name: f"{self._heads[name]} {number % 2**64:016x}"
-            for name, number in zip(self._hashes, numbers, strict=True)
-        }
+        numbers = dict(zip(self._hashes, torch.stack(list(self._hashes.values())).tolist(), strict=True))
+        return {name: f"{head} {numbers[name] % 2**64:016x}" for name, head in self._heads.items()}
 
 
 def fingerprints(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
@@ -70,7 +81,7 @@ def fingerprints(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
         >>> fingerprints([("a", torch.zeros(2, 3, dtype=torch.bfloat16))])
         {'a': 'bfloat16 2x3 0000000000000000'}
     """
-    found, first, same = Fingerprints(), dict[int, str](), dict[str, str]()
+    found, first, same = Fingerprints(defers=True), dict[int, str](), dict[str, str]()
     kept = list(weights)
     for name, weight in kept:
         same[name] = first.setdefault(id(weight), name)
@@ -99,6 +110,40 @@ def _hash(weight: torch.Tensor) -> torch.Tensor:
         of_words, of_halves = factors.words[: rest.numel()], factors.halves[: rest.numel()]
         sums = _sums(rest, of_words, of_halves, torch.empty_like(rest))
         total += sums * factors.rows[whole % NUM_FACTORS]
+    return total
+
+
+def _hashes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the hash of each weight; small ones of one dtype, shape and device are hashed together."""
+    groups, found = dict[tuple[object, ...], list[str]](), dict[str, torch.Tensor]()
+    for name, weight in weights.items():
+        groups.setdefault((weight.dtype, weight.shape, weight.device), []).append(name)
+    for names in groups.values():
+        size = weights[names[0]].nbytes
+        if len(names) == 1 or not 0 < size <= TOGETHER_BYTES or size % WORD_BYTES:
+            found |= {name: _hash(weights[name]) for name in names}
+            continue
+        at_once = max(1, TOGETHER_BYTES // size)
+        for start in range(0, len(names), at_once):
+            some = names[start : start + at_once]
+            stacked = torch.stack([weights[name].detach() for name in some]).view(len(some), -1)
+            found |= dict(zip(some, _hash_rows(stacked.view(torch.uint8).view(torch.int64)).unbind(), strict=True))
+    return found
+
+
+def _hash_rows(words: torch.Tensor) -> torch.Tensor:
+    """Return the hash of each row `[weights, words]`, as `_hash` has it."""
+    factors, count = _factors(words.device), words.shape[1]
+    whole = count // BLOCK
+    total = torch.zeros(len(words), dtype=torch.int64, device=words.device)
+    if whole:
+        table = words[:, : whole * BLOCK].unflatten(1, (whole, BLOCK))
+        sums = _sums(table, factors.words, factors.halves, torch.empty_like(table))
+        total += (sums * factors.rows[:whole]).sum(-1)
+    rest = words[:, whole * BLOCK :]
+    if rest.shape[1]:
+        of_words, of_halves = factors.words[: rest.shape[1]], factors.halves[: rest.shape[1]]
+        total += _sums(rest, of_words, of_halves, torch.empty_like(rest)) * factors.rows[whole]
     return total
 
 
