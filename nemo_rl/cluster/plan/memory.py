@@ -16,12 +16,14 @@ from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, PlanSetting
 from nemo_rl.cluster.plan.weights import GatheredBytes, RestMemory, gathered_weights, local_weights, rest_memory
 from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
 from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.models.lora import adapted_layers, adapter_infos
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, WeightSlot, bucket_bytes
 
 __all__ = [
     "PROCESS_BYTES",
     "EngineMemory",
     "RankMemory",
+    "adapter_slots",
     "delta_bytes",
     "engine_memory",
     "engine_peak",
@@ -68,16 +70,36 @@ def engine_memory(setting: PlanSetting, batches: Batches, *, engines: int | None
     return EngineMemory(
         is_known=ENGINE_CAPABILITIES.get(generation.backend, EngineCapabilities()).has_planned_memory,
         rows=rows,
-        weights=setting.model.num_parameters * size,
+        weights=setting.model.num_parameters * size + _versions_alive(setting) * sum(_slot_bytes(setting)),
         cache=cache,
         working=max(decode, prefill),
     )
+
+
+def _versions_alive(setting: PlanSetting) -> int:
+    """Return the number of adapters that an engine holds at most: those that rows may have begun with, the one that
+    comes, and the one that is being received."""
+    return setting.config.grpo.async_.max_staleness + 2 if setting.config.grpo.async_.takes_stale_rows else 2
+
+
+def _slot_bytes(setting: PlanSetting) -> list[int]:
+    return [slot.num_bytes for slot in adapter_slots(setting)]
 
 
 def plan_slots(setting: PlanSetting) -> list[WeightSlot]:
     """Return all weights as a refit sends them."""
     dtype = setting.policy.generation.precision or setting.policy.precision
     return [WeightSlot(name=name, dtype=dtype, shape=shape) for name, shape in setting.model.full_weights.items()]
+
+
+def adapter_slots(setting: PlanSetting) -> list[WeightSlot]:
+    """Return A and B of every adapter as a refit sends them to engines that serve adapters; none for others."""
+    lora = setting.policy.lora
+    if not lora.is_native:
+        return []
+    dtype = setting.policy.generation.precision or setting.policy.precision
+    infos = adapter_infos(adapted_layers(setting.model.hf, lora), lora)
+    return [WeightSlot(name=name, dtype=dtype, shape=info.shape) for name, info in infos.items()]
 
 
 def delta_bytes(setting: PlanSetting, *, ranks: int, engines: int) -> int:
@@ -217,7 +239,7 @@ def host_bytes(
     """
     size, count = setting.engine_element_bytes, setting.model.num_parameters
     found = {"processes": (len(ranks) + engines + others) * PROCESS_BYTES}
-    if setting.config.loss_fn.reference_policy_kl_penalty > 0:
+    if setting.config.loss_fn.reference_policy_kl_penalty > 0 and not setting.policy.lora.enabled:
         # The reference's weights, and the policy's while those are in place.
         found["reference weights"] = 2 * sum(rank.weights for rank in ranks)
     if setting.config.checkpointing.enabled and setting.config.checkpointing.async_save:
@@ -240,6 +262,9 @@ def _copied_bytes(setting: PlanSetting, rank: RankMemory) -> int:
     """Return the most bytes that a rank holds of a checkpoint that is written beside the training: replicas are copied
     once."""
     state = rank.optimizer + rank.optimizer_on_host if setting.config.checkpointing.save_optimizer else 0
+    if setting.policy.lora.enabled:
+        # The adapter, which is as large as the gradients of its weights in float32.
+        return rank.gradients + state
     if not setting.is_megatron:
         return rank.weights + state
     # An equal part of the Hugging Face folder; megatron-core's format has the weights once more.

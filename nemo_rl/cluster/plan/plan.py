@@ -18,9 +18,16 @@ from dataclasses import asdict, dataclass
 
 from nemo_rl.algorithms.cpu_needs import num_non_colocated_engines
 from nemo_rl.cluster.plan.activations import layer_bytes, scores_bytes
-from nemo_rl.cluster.plan.balance import Balance, balance_of
-from nemo_rl.cluster.plan.batches import Batches, passes_of, plan_batches
-from nemo_rl.cluster.plan.memory import EngineMemory, RankMemory, engine_memory, engine_peak, host_bytes, rank_memory
+from nemo_rl.cluster.plan.batches import Balance, Batches, balance_of, passes_of, plan_batches
+from nemo_rl.cluster.plan.memory import (
+    EngineMemory,
+    RankMemory,
+    adapter_slots,
+    engine_memory,
+    engine_peak,
+    host_bytes,
+    rank_memory,
+)
 from nemo_rl.cluster.plan.placement import PlannedNode, Port, plan_nodes, plan_ports
 from nemo_rl.cluster.plan.plane import PLANNED_IDS, PlaneMemory, plan_plane
 from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, GPU, PlanSetting
@@ -66,10 +73,10 @@ def stage_bounds(setting: PlanSetting, batches: Batches, engine: EngineMemory, p
     found.append(StageBound(stage="data plane", arithmetic_s=0.0, memory_s=0.0, network_s=crossing))
     is_far = setting.config.refit_transport == "broadcast" and setting.config.cluster.num_nodes > 1
     rate = setting.gpu.network_rate if is_far else setting.gpu.link_rate
-    sent = engine.weights / (rate if setting.layout.world_size > 1 else setting.gpu.memory_rate)
-    found.append(
-        StageBound(stage="refit", arithmetic_s=0.0, memory_s=engine.weights / setting.gpu.memory_rate, network_s=sent)
-    )
+    # Engines that serve adapters have the base from the first refit on.
+    size = sum(slot.num_bytes for slot in adapter_slots(setting)) or engine.weights
+    sent = size / (rate if setting.layout.world_size > 1 else setting.gpu.memory_rate)
+    found.append(StageBound(stage="refit", arithmetic_s=0.0, memory_s=size / setting.gpu.memory_rate, network_s=sent))
     return found
 
 
@@ -127,17 +134,20 @@ def _rollout(setting: PlanSetting, gpu: GPU, batches: Batches, engine: EngineMem
 def _pass(setting: PlanSetting, gpu: GPU, batches: Batches, part: WorkerPass) -> StageBound:
     layout, shape = setting.layout, setting.model.flops_shape
     is_training = part is WorkerPass.TRAIN
-    flops = transformer_flops(shape, [batches.row_tokens], with_backward=is_training) * batches.rows
+    trains_weights = not setting.policy.lora.enabled
+    row = transformer_flops(shape, [batches.row_tokens], with_backward=is_training, trains_weights=trains_weights)
+    flops = row * batches.rows
     steps = batches.global_batches if is_training else 1
     microbatches = batches.train_microbatches * steps if is_training else batches.logprob_microbatches
-    shared = sum(weight.in_use for weight in local_weights(setting) if not (setting.is_megatron and weight.is_expert))
+    held = [weight for weight in local_weights(setting) if not (setting.is_megatron and weight.is_expert)]
+    shared, trained = sum(weight.in_use for weight in held), sum(weight.in_use for weight in held if weight.is_trained)
     if setting.is_megatron:
         # Gradients go to the ranks with the same weights and come back as sums, or as weights.
-        sent = 2 * steps * shared * setting.element_bytes if is_training else 0
+        sent = 2 * steps * trained * setting.element_bytes if is_training else 0
     else:
         # All weights come before each pass of a microbatch, the gradients go after the last one.
         passes = 2 if is_training else 1
-        sent = microbatches * passes * shared * setting.element_bytes + is_training * steps * shared * FLOAT32_BYTES
+        sent = microbatches * passes * shared * setting.element_bytes + is_training * steps * trained * FLOAT32_BYTES
     used = shape.matmul_flops_per_token / 2 / (layout.tp * layout.pp) * setting.element_bytes
     return StageBound(
         stage=str(part),

@@ -7,7 +7,7 @@ from itertools import groupby
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from nemo_rl.cluster.plan.balance import Balance
+from nemo_rl.cluster.plan.batches import Balance
 from nemo_rl.cluster.plan.memory import RankMemory
 from nemo_rl.cluster.plan.plan import RunPlan
 from nemo_rl.utils.console import bytes_text

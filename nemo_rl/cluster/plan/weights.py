@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Model, PlanSetting
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.dtensor.tensor_parallel import split_dims
 from nemo_rl.models.dtensor.tensor_plans import plan_of
+from nemo_rl.models.lora import adapted_layers, adapter_infos
 from nemo_rl.models.megatron.convert_table import Weight, weights_of
 
 __all__ = [
@@ -84,7 +85,10 @@ NOTHING_GATHERED = GatheredBytes(root=0, layer=0, layer_gradients=0)
 
 def local_weights(setting: PlanSetting, *, stage: int = 0) -> list[LocalWeight]:
     """Return the parts of all weights that a rank of a pipeline stage has."""
-    return list(_of_megatron(setting, stage) if setting.is_megatron else _of_dtensor(setting))
+    if not setting.policy.lora.enabled:
+        return list(_of_megatron(setting, stage) if setting.is_megatron else _of_dtensor(setting))
+    base = _of_megatron(setting, stage) if setting.is_megatron else _of_dtensor(setting)
+    return [*(replace(weight, is_trained=False) for weight in base), *_adapters(setting, stage)]
 
 
 def rest_memory(setting: PlanSetting, weights: list[LocalWeight], *, num_microbatches: int) -> RestMemory:
@@ -111,13 +115,16 @@ def gathered_weights(setting: PlanSetting, weights: list[LocalWeight]) -> Gather
     """Return the gathered weights of a rank; nothing where no weight is shared between passes."""
     if setting.is_megatron:
         return NOTHING_GATHERED
-    units: dict[int, int] = {}
+    units, trained = dict[int, int](), dict[int, int]()
     for weight in weights:
         units[weight.unit] = units.get(weight.unit, 0) + weight.in_use
-    layer = max((count for unit, count in units.items() if unit != ROOT), default=0)
+        trained[weight.unit] = trained.get(weight.unit, 0) + weight.in_use * weight.is_trained
+    layer, gradients = (
+        max((count for unit, count in counts.items() if unit != ROOT), default=0) for counts in (units, trained)
+    )
     size = setting.element_bytes
     return GatheredBytes(
-        root=units.get(ROOT, 0) * size, layer=layer * size, layer_gradients=layer * (size + FLOAT32_BYTES)
+        root=units.get(ROOT, 0) * size, layer=layer * size, layer_gradients=gradients * (size + FLOAT32_BYTES)
     )
 
 
@@ -126,12 +133,8 @@ def gathered_weights(setting: PlanSetting, weights: list[LocalWeight]) -> Gather
 
 def _of_dtensor(setting: PlanSetting) -> Iterator[LocalWeight]:
     """Split over the tensor axis, then shared by FSDP along the first dimension, each part padded to the largest."""
-    model, layout, sizes = setting.model.hf, setting.layout, setting.policy.dtensor_cfg
-    split: Mapping[str, int | None] = {}
-    if layout.tp > 1:
-        custom = sizes.custom_parallel_plan
-        plan = plan_of(model, custom=custom, tp=layout.tp, sequence_parallel=layout.sequence_parallel)
-        split = _splits(setting.model, tuple(plan.items()))
+    layout = setting.layout
+    split = _dtensor_splits(setting)
     units = {name: unit for prefix, unit in setting.model.units.items() for name in _under(setting, prefix)}
     for name, whole in setting.model.full_weights.items():
         shape, dim = list(whole), split.get(name)
@@ -149,6 +152,16 @@ def _of_dtensor(setting: PlanSetting) -> Iterator[LocalWeight]:
             bytes_at_rest=FLOAT32_BYTES,
             is_expert=".experts." in name,
         )
+
+
+def _dtensor_splits(setting: PlanSetting) -> Mapping[str, int | None]:
+    """Return the dimension along which the tensor axis splits each weight; nothing without such an axis."""
+    layout, sizes = setting.layout, setting.policy.dtensor_cfg
+    if layout.tp == 1:
+        return {}
+    custom = sizes.custom_parallel_plan
+    plan = plan_of(setting.model.hf, custom=custom, tp=layout.tp, sequence_parallel=layout.sequence_parallel)
+    return _splits(setting.model, tuple(plan.items()))
 
 
 def _check_divides(name: str, size: int, ranks: int) -> None:
@@ -200,6 +213,51 @@ def _elements(setting: PlanSetting, weight: Weight) -> int:
     ranks = sizes.expert_tensor if weight.num_experts else sizes.tensor
     elements = math.prod(weight.shape) // (ranks if weight.split.dim is not None else 1)
     return elements // sizes.expert if weight.num_experts else elements
+
+
+# ---- adapters
+
+
+def _adapters(setting: PlanSetting, stage: int) -> Iterator[LocalWeight]:
+    """Yield A and B of the layers that this rank holds, split as these are: B along the outputs of a layer that is
+    split along them, A along the inputs of one that is split along those."""
+    model, lora, layout = setting.model, setting.policy.lora, setting.layout
+    layers = adapted_layers(model.hf, lora)
+    infos = adapter_infos(layers, lora)
+    units = {
+        layer.name: unit for prefix, unit in model.units.items() for layer in layers if layer.name.startswith(prefix)
+    }
+    if setting.is_megatron:
+        held = setting.layers_of(stage)
+        units = {name: unit for name, unit in units.items() if unit in held}
+    splits = _megatron_splits(setting) if setting.is_megatron else _dtensor_splits(setting)
+    shards = 1 if setting.is_megatron else layout.dp * layout.cp
+    for name, info in infos.items():
+        layer, matrix = name.removesuffix(".weight").rsplit(".", 1)
+        if setting.is_megatron and layer not in units:
+            continue
+        shape, dim = list(info.shape), splits.get(f"{layer}.weight", splits.get(layer))
+        # Experts are split whole, along their own dimension.
+        split = None if dim is None else (dim if len(shape) == 3 or (dim == 0) == (matrix == "lora_B") else None)
+        if split is not None:
+            shape[split] = shape[split] // layout.tp
+        rows, rest = shape[0], math.prod(shape[1:])
+        at_rest = math.ceil(rows / shards) * rest
+        yield LocalWeight(
+            name=name,
+            unit=units.get(layer, ROOT),
+            at_rest=at_rest,
+            read=0,
+            in_use=rows * rest,
+            bytes_at_rest=setting.element_bytes if setting.is_megatron else FLOAT32_BYTES,
+        )
+
+
+def _megatron_splits(setting: PlanSetting) -> Mapping[str, int | None]:
+    """Return the dimension along which the tensor axis splits each weight, by its Hugging Face name."""
+    if setting.layout.tp == 1:
+        return {}
+    return {part.name: weight.split.dim for weight in weights_of(setting.model.architecture) for part in weight.parts}
 
 
 # ---- both

@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nemo_rl.cluster.recipe_import.adapters import ADAPTERS
 from nemo_rl.cluster.recipe_import.keys import MANDATORY, MANY, Fate, Given, KeyOutcome, KeyRule, Table, read_recipe
 from nemo_rl.cluster.recipe_import.sections import convert_sections
 from nemo_rl.cluster.recipe_import.table import ALGORITHM, POLICY, RUN
@@ -33,8 +34,8 @@ from nemo_rl.errors import ConfigError
 
 __all__ = ["TABLE", "Imported", "as_record", "import_recipe", "report_lines", "rule_of", "to_recipe"]
 
-TABLE: Table = {**ALGORITHM, **POLICY, **RUN, **TURNS}
-"""Every key of a NeMo-RL GRPO recipe, and those of turns and tools of verl and TRL."""
+TABLE: Table = {**ALGORITHM, **POLICY, **RUN, **TURNS, **ADAPTERS}
+"""Every key of a NeMo-RL GRPO recipe, and those of turns, tools and adapters of verl, TRL and prime-rl."""
 MAX_ROUNDS = 20
 """Most rounds of leaving keys out: one that is left out may reveal another."""
 DECIDE = "model_name"

@@ -6,6 +6,7 @@ the exemplar recipe that all others inherit from is missing, its values of Augus
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +16,7 @@ from typing import Any
 from nemo_rl.config.compose import Layer, compose
 from nemo_rl.config.interpolate import resolve_interpolations
 from nemo_rl.config.schema_walk import lookup
+from nemo_rl.errors import ConfigError, boundary
 
 __all__ = [
     "EXEMPLAR",
@@ -137,6 +139,7 @@ def lacks(key: str, why: str, *, must_decide: bool = False) -> KeyOutcome:
     return KeyOutcome(key=key, fate=Fate.NOT_SUPPORTED, why=why, must_decide=must_decide)
 
 
+TOML = ".toml"
 EXEMPLAR_NAME = "grpo_math_1B.yaml"
 MANDATORY = "???"
 MB_TOKENS = "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"
@@ -231,6 +234,10 @@ def read_recipe(path: Path) -> Given:
     Raises:
         ConfigError: the file is missing, is no YAML mapping, or inherits from itself.
     """
+    if path.suffix == TOML:
+        # prime-rl's: one file, which inherits nothing.
+        with boundary(ConfigError, str(path)):
+            return Given(file=path, tree=tomllib.loads(path.read_text(encoding="utf-8")))
     recipe = compose(path, needs_parents=False)
     assumed = []
     if any(Path(parent).name == EXEMPLAR_NAME for parent in recipe.missing):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from nemo_rl.cluster.recipe_import.adapters import convert_adapters
 from nemo_rl.cluster.recipe_import.keys import Fate, Given, KeyOutcome, becomes, lacks
 from nemo_rl.cluster.recipe_import.prompts import convert_environments, convert_prompts
 from nemo_rl.cluster.recipe_import.turns import convert_turns
@@ -383,7 +384,7 @@ def _without_a_key(given: Given) -> Iterator[KeyOutcome]:
 
 CONVERSIONS: tuple[Callable[[Given], Iterator[KeyOutcome]], ...] = (
     *(_without_a_key, _lengths, convert_prompts, convert_environments, _validation, _estimator, _loss),
-    *(_clip, _tokenizer, _caps, _engines, _placement, _async, _store, convert_turns),
+    *(_clip, _tokenizer, _caps, _engines, _placement, _async, _store, convert_turns, convert_adapters),
 )
 
 

@@ -160,7 +160,6 @@ ENGINE = "an engine setting without a key here; policy.generation.vllm_kwargs ta
 SPEED = "a matter of speed that has no switch here"
 MTP = "heads for several tokens (MTP) are not here"
 FP8 = "training and decoding in fp8 are not here"
-LORA = "adapters (LoRA) are not here"
 
 _MAIN: Table = {
     **{
@@ -232,9 +231,6 @@ _DTENSOR: Table = {
         for name in ("force_hf", "use_liger_kernel", "use_sdpa_patching", "backend", "backend.*")
     },
     "policy.dtensor_cfg.automodel_kwargs.*": not_supported("the model is Hugging Face's own", off=(None,)),
-    "policy.dtensor_cfg.lora_cfg.enabled": refused(LORA),
-    "policy.dtensor_cfg.lora_cfg.*": no_effect("belongs to lora_cfg.enabled"),
-    "policy.dtensor_cfg.lora_cfg": refused(LORA, off=(None, {})),
     "policy.dtensor_cfg.env_vars": same(),
     "policy.dtensor_cfg.env_vars.*": same(),
     "policy.dtensor_cfg.expert_parallel_size": not_supported(
@@ -293,9 +289,6 @@ _MEGATRON: Table = {
     ),
     "policy.megatron_cfg.mtp_num_layers": refused(MTP, off=(None, 0)),
     "policy.megatron_cfg.mtp_*": no_effect("belongs to mtp_num_layers"),
-    "policy.megatron_cfg.peft.enabled": refused(LORA),
-    "policy.megatron_cfg.peft.*": no_effect("belongs to peft.enabled"),
-    "policy.megatron_cfg.peft": refused(LORA, off=(None, {})),
     "policy.megatron_cfg.fp8_cfg.enabled": not_supported(FP8),
     "policy.megatron_cfg.fp8_cfg.*": no_effect("belongs to fp8_cfg.enabled"),
     "policy.megatron_cfg.fp8_cfg": not_supported(FP8, off=(None, {})),
@@ -478,7 +471,6 @@ _CHECKPOINTING: Table = {
         "weights are saved as Hugging Face safetensors", off=(None, "safetensors")
     ),
     "checkpointing.save_consolidated": no_effect("weights are always one Hugging Face folder"),
-    "checkpointing.is_peft": refused("adapters (LoRA) are not here"),
     "checkpointing.peft_config": no_effect("belongs to is_peft"),
     "checkpointing.peft_config.*": no_effect("belongs to is_peft"),
     "checkpointing.pretrained_checkpoint": refused("policy.model_name is a Hugging Face folder", off=(None, {})),

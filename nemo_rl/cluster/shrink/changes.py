@@ -117,6 +117,7 @@ def _said(sizes: ParallelSizes, workers: int) -> str:
 
 REWARD = "nemo_rl.cluster.shrink.reward:odd_share"
 PROMPT_TOKENS, NEW_TOKENS = 40, 16
+SMALL_RANK = 4
 GROUP, ROWS = 4, 16
 """Samples of a prompt, and about as many rows in a step."""
 VALIDATION_ROWS = 8
@@ -203,7 +204,7 @@ def changes_of(
         num_layers: of that model.
     """
     changes = Changes(config)
-    _model(changes, model)
+    _model(changes, config, model)
     _layout(changes, config, layout, num_layers)
     _batches(changes, config, layout)
     _lengths(changes, config, layout)
@@ -214,8 +215,16 @@ def changes_of(
     return changes
 
 
-def _model(changes: Changes, model: Path) -> None:
+def _model(changes: Changes, config: MasterConfig, model: Path) -> None:
     changes.set("policy.model_name", str(model), "a small random model of its family")
+    lora = config.policy.lora
+    if lora.enabled and lora.rank > SMALL_RANK:
+        changes.set("policy.lora.rank", SMALL_RANK, "narrow layers")
+        ratio = SMALL_RANK / lora.rank
+        changes.set("policy.lora.alpha", lora.alpha * (ratio**0.5 if lora.rslora else ratio), "the same scale")
+    if lora.adapter is not None:
+        changes.set("policy.lora.adapter", None, "it is of the real model")
+        changes.set("policy.lora.reference", "base", "no adapter to start from")
     for name in ("tokenizer.name", "tokenizer.chat_template", "generation.stop_token_ids"):
         changes.set(f"policy.{name}", None, "the tokenizer of the small model")
     changes.set("policy.precision", "float32", "one process must give the same numbers")

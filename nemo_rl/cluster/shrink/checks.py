@@ -7,9 +7,11 @@ must hold them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.cluster.shrink.changes import ShrinkChange
@@ -18,7 +20,9 @@ from nemo_rl.diagnostics.step_replay.chain import checkpoints_of
 from nemo_rl.diagnostics.step_replay.replay import replay_step
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
-from nemo_rl.models.loading import load_causal_lm, named_weights
+from nemo_rl.models.adapter_folder import is_adapter_folder, read_adapter
+from nemo_rl.models.loading import build_meta_model, load_causal_lm, named_weights
+from nemo_rl.models.lora import adapted_layers, adapter_infos
 from nemo_rl.models.weights_digest import digest_weights
 from nemo_rl.utils.trackers import read_metrics
 
@@ -210,9 +214,17 @@ def _checkpoint(config: MasterConfig, *, steps: int) -> ShrinkCheck:
     kept = None if outcome is None else outcome.weights
     if kept is None:
         return ShrinkCheck(name=name, holds=None, text="the last step kept no digest of its weights")
-    saved = digest_weights(named_weights(load_causal_lm(found[0].weights)))
+    saved = digest_weights(_trained_weights(config, found[0].weights))
     apart = kept.distance(saved)
     text = f"holds the weights of step {steps}"
     if apart:
         text = f"its weights are {apart:.2g} of their norm from those of step {steps}"
     return ShrinkCheck(name=name, holds=apart == 0, text=text)
+
+
+def _trained_weights(config: MasterConfig, folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return what a checkpoint holds of the weights that were trained."""
+    if not is_adapter_folder(folder):
+        return named_weights(load_causal_lm(folder))
+    lora, model = config.policy.lora, build_meta_model(config.policy.model_name)
+    return read_adapter(folder, adapter_infos(adapted_layers(model, lora), lora), lora, base=None).items()

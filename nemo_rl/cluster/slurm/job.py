@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, other_cpus
-from nemo_rl.algorithms.worker_forks import forked_modules
+from nemo_rl.algorithms.processes import forked_modules
 from nemo_rl.cluster.slurm.settings import HEAD_FILE, TOKEN_FILE
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig

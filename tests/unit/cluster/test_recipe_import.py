@@ -12,58 +12,21 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from nemo_rl.cli.main import app
-from nemo_rl.cluster.recipe_import.convert import Imported, import_recipe, report_lines, rule_of, to_recipe
+from nemo_rl.cluster.recipe_import.convert import import_recipe, report_lines, rule_of, to_recipe
 from nemo_rl.cluster.recipe_import.keys import Fate
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema_walk import place_of
 from nemo_rl.config.yaml_text import parse_yaml, text_problem, yaml_line
 from nemo_rl.data.messages import prompt_messages
 from nemo_rl.errors import ConfigError
+from tests.helpers.foreign_recipe import SMALL, fates_of, loaded, merged, write
 from tests.helpers.nemo_rl_keys import FATES, KEYS, nested
-
-SMALL: dict[str, Any] = {
-    "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4},
-    "policy": {
-        "model_name": "models/x",
-        "train_global_batch_size": 32,
-        "max_total_sequence_length": 512,
-        "generation": {"backend": "vllm", "max_new_tokens": 512},
-    },
-    "data": {"max_input_seq_length": 512, "train": {"data_path": "data/x.jsonl", "input_key": "q"}, "validation": None},
-    "cluster": {"gpus_per_node": 1, "num_nodes": 1},
-    "checkpointing": {"metric_name": "train:reward"},
-}
-
-
-def write(folder: Path, tree: dict[str, Any], name: str = "recipe.yaml") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / name
-    path.write_text(yaml_line(tree), encoding="utf-8")
-    return path
 
 
 def texts(folder: Path, **files: str) -> None:
     (folder / "prompts").mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / "prompts" / f"{name}.txt").write_text(text, encoding="utf-8")
-
-
-def merged(changes: dict[str, Any], base: dict[str, Any] | None = None) -> dict[str, Any]:
-    result = dict(SMALL if base is None else base)
-    for name, value in changes.items():
-        below = result.get(name)
-        result[name] = merged(value, below) if isinstance(value, dict) and isinstance(below, dict) else value
-    return result
-
-
-def loaded(folder: Path, imported: Imported) -> Any:
-    path = folder / "ours.yaml"
-    path.write_text(to_recipe(imported), encoding="utf-8")
-    return load_config(path)
-
-
-def fates_of(imported: Imported, key: str) -> set[Fate]:
-    return {outcome.fate for outcome in imported.outcomes if outcome.key == key}
 
 
 def test_no_key_falls_through() -> None:
@@ -321,7 +284,7 @@ def test_prompt_files_that_cannot_be_filled_are_left_to_somebody(file: str | Non
         ({"data": {"train": {"subset": "hard"}}}, "data.train.subset"),
         ({"data": {"train": [{"data_path": "a.jsonl"}, {"data_path": "b.jsonl"}]}}, "data.train"),
         ({"data": {"validation": {"data_path": "v.jsonl", "env_name": "code"}}}, "data.validation.env_name"),
-        ({"policy": {"dtensor_cfg": {"enabled": True, "lora_cfg": {"enabled": True, "dim": 8}}}}, "lora_cfg.enabled"),
+        ({"use_peft": True, "use_dora": True}, "use_dora"),
         ({"policy": {"generation": {"min_p": 0.05}}}, "policy.generation.min_p"),
         ({"policy": {"generation": {"vllm_kwargs": {"hf_overrides": {"a": 1}}}}}, "vllm_kwargs.hf_overrides"),
         ({"policy": {"reward_model_cfg": {"enabled": True}}}, "policy.reward_model_cfg.enabled"),
@@ -512,89 +475,3 @@ def test_the_name_of_a_file_stays_in_its_comment(name: str, tmp_path: Path) -> N
 def test_what_is_written_reads_the_same(values: dict[str, Any]) -> None:
     if all(text_problem(text) is None for pair in values.items() for text in pair if isinstance(text, str)):
         assert parse_yaml(yaml_line(values)) == values
-
-
-VERL: dict[str, Any] = {
-    "enable": True,
-    "max_assistant_turns": 8,
-    "max_user_turns": 4,
-    "max_parallel_calls": 2,
-    "max_tool_response_length": 1000,
-    "tool_response_truncate_side": "middle",
-    "format": "gpt-oss",
-    "tool_config_path": "tools.yaml",
-    "tokenization_sanity_check_mode": "strict",
-}
-
-
-def multi_turn(**section: Any) -> dict[str, Any]:
-    return merged({"actor_rollout_ref": {"rollout": {"multi_turn": section}}})
-
-
-def test_turns_and_tools_of_verl_keep_what_they_mean(tmp_path: Path) -> None:
-    imported = import_recipe(write(tmp_path, multi_turn(**VERL)))
-    [problem] = imported.problems
-    assert "multi_turn.tool_config_path: not supported: list functions in env.tools.use" in problem
-    section = imported.tree["experience"]["conversation"]
-    assert section == {"enabled": True, "max_turns": 5}  # a last turn follows the fourth reply
-    fates = {key.rpartition(".")[2]: fates_of(imported, key) for key in (o.key for o in imported.outcomes)}
-    assert fates["tokenization_sanity_check_mode"] == {Fate.IGNORED}
-    assert fates["tool_response_truncate_side"] == {Fate.SAME}
-    [ours] = [o for o in imported.outcomes if o.key.endswith("max_tool_response_length") and o.fate is Fate.IGNORED]
-    assert "env.tools.use names no tool" in ours.why
-
-
-def test_turns_of_verl_without_tools_or_switched_off(tmp_path: Path) -> None:
-    plain = {"enable": True, "max_assistant_turns": None, "format": "hermes", "max_parallel_calls": 1}
-    imported = import_recipe(write(tmp_path, multi_turn(**plain)))
-    assert imported.problems == () and fates_of(imported, "actor_rollout_ref.rollout.multi_turn.format") == {
-        Fate.IGNORED
-    }
-    assert loaded(tmp_path, imported).experience.conversation.max_turns == 1000
-    imported = import_recipe(write(tmp_path, multi_turn(enable=False, max_assistant_turns=3)))
-    assert imported.problems == () and not loaded(tmp_path, imported).experience.conversation.enabled
-
-
-@pytest.mark.parametrize(
-    ("section", "why"),
-    [
-        ({**VERL, "format": "xml"}, "'xml' is not here"),
-        ({"enable": True, "interaction_config_path": "a.yaml"}, "env.name=module:Class"),
-        ({"enable": True, "completion_callback": "a.b"}, "env.name=module:Class"),
-    ],
-)
-def test_turns_of_verl_that_are_not_here_are_left_to_somebody(
-    section: dict[str, Any], why: str, tmp_path: Path
-) -> None:
-    imported = import_recipe(write(tmp_path, multi_turn(**section)))
-    assert any(why in problem for problem in imported.problems)
-
-
-def test_turns_and_tools_of_trl_keep_what_they_mean(tmp_path: Path) -> None:
-    theirs = {"max_tool_calling_iterations": 3, "max_completion_length": 256}
-    imported = import_recipe(write(tmp_path, merged(theirs)))
-    assert imported.tree["experience"]["conversation"] == {"enabled": True, "max_turns": 4}
-    assert imported.tree["policy"]["generation"]["max_new_tokens"] == 256
-    imported = import_recipe(write(tmp_path, merged({"tools": ["a.b"], "environment_factory": "c.d"})))
-    assert {problem.partition(":")[0] for problem in imported.problems} == {"tools", "environment_factory"}
-    imported = import_recipe(write(tmp_path, merged({"max_completion_length": 64})))
-    assert imported.tree["policy"]["generation"]["max_new_tokens"] == 64 and "experience" not in imported.tree
-
-
-def test_turns_of_nemo_rl_need_an_environment_that_has_them(tmp_path: Path) -> None:
-    turns = {"grpo": {"max_rollout_turns": 6}}
-    imported = import_recipe(write(tmp_path, merged(turns)))
-    assert imported.problems == () and fates_of(imported, "grpo.max_rollout_turns") == {Fate.IGNORED}
-    imported = import_recipe(write(tmp_path, merged({**turns, "data": {"train": {"env_name": "my_game"}}})))
-    assert any("turns of env.my_game" in problem for problem in imported.problems)
-    assert imported.tree["experience"]["conversation"] == {"enabled": True, "max_turns": 6}
-
-
-def test_the_sliding_puzzle_of_nemo_rl_is_here_as_well(tmp_path: Path) -> None:
-    game = {"num_workers": 2, "cfg": {"game_config": {"size": 3, "shuffle_moves": 5}, "max_moves": 9}}
-    theirs = {"grpo": {"max_rollout_turns": 20}, "env": {"sliding_puzzle_game": game}, "data": {"train": None}}
-    imported = import_recipe(write(tmp_path, merged(theirs)))
-    config = loaded(tmp_path, imported)
-    assert imported.problems == () and config.env.name == "sliding_puzzle" and config.env.num_workers == 2
-    assert config.data.train.dataset_name == "sliding_puzzle" and config.data.train.options == {"side": 3, "moves": 5}
-    assert config.experience.conversation.max_turns == 9

@@ -338,6 +338,27 @@ def test_a_plan_says_what_each_rank_reads_of_the_model_folder(overrides: tuple[s
     assert said in plan.reading()
 
 
+LORA = ("policy.lora.enabled=true", "policy.lora.rank=16", "loss_fn.reference_policy_kl_penalty=0.01")
+
+
+@pytest.mark.parametrize("worker", [(), MEGATRON])
+def test_adapters_leave_gradients_and_optimizer_of_a_hundredth_and_no_reference(worker: tuple[str, ...]) -> None:
+    without = (*worker, "~policy.optimizer", "~policy.scheduler") if worker else ()
+    whole = planned(MATH, *without, LORA[-1], gpu="H100-80G")
+    adapted = planned(MATH, *without, *LORA, gpu="H100-80G")
+    [before], [after] = whole.ranks[:1], adapted.ranks[:1]
+    # 2 (in + out) r elements for each layer of 2 x 16 of a 1.5B model: 1.2 % of its weights.
+    assert 0.005 < after.gradients / before.gradients < 0.03 and after.optimizer / before.optimizer < 0.03
+    assert 1.0 < after.weights / before.weights < 1.03
+    assert "reference weights" in whole.hosts[0] and "reference weights" not in adapted.hosts[0]
+    refit = {bound.stage: bound.seconds for bound in adapted.bounds}["refit"]
+    assert refit < 0.1 * {bound.stage: bound.seconds for bound in whole.bounds}["refit"]
+    train, logprobs = ({b.stage: b.arithmetic_s for b in plan.bounds}["train"] for plan in (adapted, whole))
+    assert train == pytest.approx(logprobs * 2 / 3)
+    merged = planned(MATH, *without, *LORA, "policy.lora.serve=merged", gpu="H100-80G")
+    assert {b.stage: b.seconds for b in merged.bounds}["refit"] == {b.stage: b.seconds for b in whole.bounds}["refit"]
+
+
 def test_json_has_its_version_and_whole_numbers() -> None:
     result = CliRunner().invoke(app, ["plan", str(DEMO), "--json"])
     assert result.exit_code == 0, result.output
