@@ -79,6 +79,7 @@ def engine_spec(
         weight_version=weight_version,
         continuous=config.has_continuous_engines,
         script=script,
+        adapter_slots=2 + (config.grpo.async_.max_staleness if config.grpo.samples_ahead else 0),
     )
 
 

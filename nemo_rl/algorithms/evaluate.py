@@ -13,7 +13,7 @@ from functools import partial
 from nemo_rl.algorithms.cpu_needs import num_non_colocated_engines
 from nemo_rl.algorithms.engines import EngineStarts, engine_scheduler, engine_spec, local_engines
 from nemo_rl.algorithms.preflight.checks import run_checks
-from nemo_rl.algorithms.process_environment import run_environment
+from nemo_rl.algorithms.processes import run_environment
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.datasets import load_held_out
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids

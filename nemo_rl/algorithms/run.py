@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from nemo_rl.algorithms.grpo_sync import RunSummary
+from nemo_rl.algorithms.processes import worker_forks
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, CURVE_FILE
 from nemo_rl.algorithms.setup import open_trainer
-from nemo_rl.algorithms.worker_forks import worker_forks
 from nemo_rl.config.r3_trace_env import r3_trace_enabled, trace_folder
 from nemo_rl.config.schema import LoggerConfig, MasterConfig
 from nemo_rl.distributed.fork_server import ForkServer

@@ -52,7 +52,7 @@ from nemo_rl.algorithms.observers import (
 )
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.preflight.inputs import too_few_prompts
-from nemo_rl.algorithms.process_environment import run_environment
+from nemo_rl.algorithms.processes import run_environment
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, open_run_folders, truncate_rollouts
 from nemo_rl.algorithms.schedule_file import RunSchedule, ScheduleFile
 from nemo_rl.algorithms.scheduled_batches import ScheduledBatches
@@ -286,6 +286,8 @@ def _weight_sync(
         on_new_engines=rollout.use_engines,
         one_by_one=config.grpo.samples_ahead,
         receipt=receipt,
+        sends_adapters=config.policy.lora.is_native,
+        rows_finish=generation.in_flight == "finish",
     )
     return build_weight_sync(config.refit_transport, parties, address=groups.address)
 

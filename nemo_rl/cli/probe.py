@@ -276,9 +276,8 @@ def _show_comparison(
         UserError: a file cannot be read or written.
     """
     # torch takes seconds to import, and other commands need none.
-    from nemo_rl.diagnostics.compare.folders import compare_folders  # noqa: PLC0415
+    from nemo_rl.diagnostics.compare.folders import compare_folders, propose_limits  # noqa: PLC0415
     from nemo_rl.diagnostics.compare.limits import DEFAULT, read_limits  # noqa: PLC0415
-    from nemo_rl.diagnostics.compare.noise import propose_limits  # noqa: PLC0415
     from nemo_rl.diagnostics.compare.page import write_page  # noqa: PLC0415
 
     chosen = DEFAULT if options.limits is None else read_limits(options.limits)

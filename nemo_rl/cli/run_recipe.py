@@ -16,8 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_rl.algorithms.process_environment import environment_lines
+from nemo_rl.algorithms.processes import environment_lines, worker_forks
 from nemo_rl.config.load import load_config
+from nemo_rl.config.lora import adapter_warnings
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import NemoRLError, UserError
@@ -84,6 +85,8 @@ def run_recipe(
     running: MasterConfig | None = None
     try:
         config = load_config(recipe, overrides)
+        for line in adapter_warnings(config):
+            errors.print(f"warning: {line}", style="yellow", soft_wrap=True)
         if print_config:
             console.print(to_yaml(config))
             for line in environment_lines(config):
@@ -103,8 +106,6 @@ def run_recipe(
 def _train(config: MasterConfig, console: Console) -> int:
     """Import torch and Ray only here, so that configs can be checked without them."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads_per_worker))
-    from nemo_rl.algorithms.worker_forks import worker_forks  # noqa: PLC0415
-
     # The workers' imports begin before this process's own.
     with worker_forks(config) as forks:
         from nemo_rl.algorithms.run import run  # noqa: PLC0415

@@ -51,6 +51,7 @@ from nemo_rl.experience.rollout_worker import WEIGHT_VERSION
 from nemo_rl.experience.rollouts import sampling_params
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.experience.turn_sampler import SamplesTurns, TurnRequest, TurnSample, TurnSampler
+from nemo_rl.models.adapter_folder import policy_at
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.generation.turn_batch import DEADLINE_S, ContinuousSpec
 
@@ -499,7 +500,7 @@ class _ConversationReplay:
     def _sampler(self, folder: Path, num_engines: int) -> TurnSampler:
         policy = self._settings.config.policy
         named = policy.tokenizer.model_copy(update={"name": policy.tokenizer.name or policy.model_name})
-        of_version = policy.model_copy(update={"model_name": str(folder), "tokenizer": named})
+        of_version = policy_at(policy, folder).model_copy(update={"tokenizer": named})
         groups = []
         for number in range(num_engines):
             device = "cuda" if self._settings.uses_gpu else "cpu"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from nemo_rl.algorithms.processes import worker_forks
 from nemo_rl.algorithms.run_folder import CONFIG_FILE
 from nemo_rl.algorithms.schedule_file import RunSchedule, read_schedule
 from nemo_rl.algorithms.scheduled_batches import ScheduledBatches
 from nemo_rl.algorithms.setup import FollowedSchedule, open_trainer
-from nemo_rl.algorithms.worker_forks import worker_forks
 from nemo_rl.config.load import load_config
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem
 from nemo_rl.diagnostics.verdict import Verdict

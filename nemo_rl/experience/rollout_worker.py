@@ -49,7 +49,6 @@ from nemo_rl.experience.payload import VERSION_SPANS, SampleStats, build_columns
 from nemo_rl.experience.rollouts import ResponseScorer, RolloutSpec, check_versions, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.scheduler import EngineScheduler
-from nemo_rl.experience.token_record import TokenTexts, row_texts, token_record
 from nemo_rl.experience.token_row import routes_of_rows
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
@@ -62,7 +61,7 @@ from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum, merge_metrics
 from nemo_rl.utils.r3_trace import trace_rollout_payload
-from nemo_rl.utils.rollout_file import write_rollouts
+from nemo_rl.utils.rollout_file import TokenTexts, row_texts, token_record, write_rollouts
 
 __all__ = [
     "REWARD_LOG",

@@ -56,8 +56,8 @@ def run(capfd, monkeypatch) -> Run:
 @pytest.fixture
 def without_forks(monkeypatch) -> None:
     """For runs over Ray that are refused: what their workers would import takes seconds."""
-    for place in ("worker_forks", "run"):
-        monkeypatch.setattr(f"nemo_rl.algorithms.{place}.worker_forks", lambda _: nullcontext())
+    for place in ("algorithms.run", "cli.run_recipe"):
+        monkeypatch.setattr(f"nemo_rl.{place}.worker_forks", lambda _: nullcontext())
 
 
 def jsonl(path: Path, prompts: list[str]) -> Path:

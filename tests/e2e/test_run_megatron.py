@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
+from nemo_rl.models.adapter_folder import is_adapter_folder
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -33,6 +34,7 @@ PIPELINE = {
     "policy.megatron_cfg.pipeline_model_parallel_size": "2",
     "data_plane.impl": "transfer_queue",
 }
+ADAPTERS = {"policy.lora.enabled": "true", "policy.lora.rank": "4", "policy.lora.alpha": "8"}
 SAVES = {"checkpointing.enabled": "true", "checkpointing.save_period": "2", "checkpointing.keep_top_k": "null"}
 
 
@@ -47,19 +49,22 @@ def learned(step: dict[str, float]) -> dict[str, float]:
     return {name: step[name] for name in names if name in step}
 
 
+@pytest.mark.parametrize("lora", [{}, ADAPTERS], ids=["weights", "adapters"])
 def test_a_pipeline_gives_the_numbers_of_one_process_which_continues_from_its_checkpoint(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, lora: dict[str, str]
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     model = write_tiny_folder(tmp_path_factory.mktemp("model"))
-    alone = train(write_recipe(tmp_path_factory.mktemp("alone"), model), LOCAL)
+    alone = train(write_recipe(tmp_path_factory.mktemp("alone"), model), {**LOCAL, **lora})
     folder = tmp_path_factory.mktemp("pipeline")
     checkpoints = {**SAVES, "checkpointing.checkpoint_dir": str(folder / "checkpoints")}
-    together = train(write_recipe(folder, model), {**PIPELINE, **checkpoints, "grpo.max_num_steps": "2"})
+    together = train(write_recipe(folder, model), {**PIPELINE, **lora, **checkpoints, "grpo.max_num_steps": "2"})
     resumed = train(
         write_recipe(tmp_path_factory.mktemp("resumed"), model),
-        {**LOCAL, **checkpoints, "checkpointing.resume": "true"},
+        {**LOCAL, **lora, **checkpoints, "checkpointing.resume": "true"},
     )
+    written = folder / "checkpoints" / "step_2" / "policy" / "weights"
+    assert is_adapter_folder(written) == bool(lora) != (written / "model.safetensors").exists()
     for ours, theirs in zip([*together, *resumed], alone, strict=True):
         assert learned(ours) == pytest.approx(learned(theirs), rel=1e-4, abs=1e-6)
     # The last stage has the recorded sets.

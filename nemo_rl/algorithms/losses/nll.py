@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.losses.metrics import total
 from nemo_rl.algorithms.losses.normalization import token_weights, weighed
+from nemo_rl.algorithms.losses.policy_loss import total
 from nemo_rl.models.logprobs import negative_log_likelihood
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.utils.metrics import Reduction, Sum

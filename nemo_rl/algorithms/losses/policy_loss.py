@@ -1,12 +1,12 @@
 """`PolicyLoss`: a policy loss by name, with its mean, off-policy correction, KL penalty, entropy bonus and metrics.
 
     batch columns, log-probabilities
-      |- PolicyInputs          what is trained, log r, A                     (masks.py, term.py)
-      |- term                  a value for every token                       (clipped_pg.py, gspo.py, ...)
+      |- PolicyInputs          what is trained, log r, A                     (terms.py)
+      |- term                  a value for every token                       (terms.py)
       |- off_policy_weights    times w, bounded or masked                    (off_policy.py)
-      |- kl_term, entropy      plus beta KL, minus c H                       (kl.py)
+      |- kl_term, entropy      plus beta KL, minus c H
       |- normalize             over the counts of the whole global batch     (normalization.py)
-      `- policy_metrics        mismatch, ratios, shares                      (metrics.py)
+      `- policy_metrics        mismatch, ratios, shares
 
 The driver builds one and sends it to the workers, which call it per microbatch. Invariant: a loss divides by the
 counts of the whole global batch (`LossScale`) and gets whole rows, so the sum over microbatches and ranks does not
@@ -23,22 +23,14 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.losses.kl import KlTerm, kl_term
-from nemo_rl.algorithms.losses.metrics import (
-    extremes,
-    metrics_by_staleness,
-    mismatch_metrics,
-    policy_metrics,
-    total,
-    weighted_mean,
-)
 from nemo_rl.algorithms.losses.normalization import normalize, token_weights, weighed
 from nemo_rl.algorithms.losses.off_policy import LOG_BOUND, Correction, off_policy_weights
-from nemo_rl.algorithms.losses.term import PolicyInputs, PolicyTerm, TermOutput
-from nemo_rl.config.loss import LOSS_PROPERTIES
+from nemo_rl.algorithms.losses.terms import PolicyInputs, PolicyTerm, TermOutput
+from nemo_rl.config.loss import LOSS_PROPERTIES, LossConfig
 from nemo_rl.config.parts import LOSSES
-from nemo_rl.config.schema import LossConfig, MasterConfig
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.models.logprobs import js, k3
 from nemo_rl.models.policy.interfaces import (
     ENTROPY,
     STALENESS,
@@ -47,9 +39,20 @@ from nemo_rl.models.policy.interfaces import (
     LossOutput,
     LossScale,
 )
-from nemo_rl.utils.metrics import Reduction, Sum
+from nemo_rl.utils.metrics import Max, Mean, Min, Reduction, Sum
 
-__all__ = ["PolicyLoss", "build_loss"]
+__all__ = [
+    "KlTerm",
+    "PolicyLoss",
+    "build_loss",
+    "extremes",
+    "kl_term",
+    "metrics_by_staleness",
+    "mismatch_metrics",
+    "policy_metrics",
+    "total",
+    "weighted_mean",
+]
 
 GENERATION, REFERENCE = "generation_logprobs", "reference_policy_logprobs"
 
@@ -241,3 +244,141 @@ def build_loss(config: MasterConfig) -> LossFunction:
         return PolicyLoss(config=config.loss_fn, prev_field=prev_field, by_staleness=by_staleness)
     own: LossFunction = LOSSES.load(name, key="loss_fn.name")(config=config.loss_fn, prev_field=prev_field)
     return own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KlTerm:
+    """The KL to the reference policy at each token, with the gradient that is asked for.
+
+    With x = log(pi_ref / pi): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (Schulman 2020). Over samples of pi the means
+    of k1 and k3 are KL(pi, pi_ref); what an estimator pulls at is another matter (arXiv 2506.09477, arXiv 2512.21852):
+
+        gradient             of log pi          in expectation
+        k1                   1                  0: no regularisation at all
+        k2                   -x                 that of KL(pi, pi_ref)
+        k3                   1 - exp(x)         that of KL(pi_ref, pi)
+        straight_through     -x                 that of KL(pi, pi_ref), whatever the value
+        u k1, u k3           u (1 - x), -u x    that of KL(pi, pi_ref), with u = pi / sg(pi), or pi / pi_gen off policy
+    """
+
+    values: torch.Tensor
+    is_clamped: torch.Tensor
+    """bool: a clamp has cut the gradient off."""
+
+
+def kl_term(log_ratio: torch.Tensor, log_importance: torch.Tensor, config: LossConfig) -> KlTerm:
+    """Return the KL of a token to the reference policy that `reference_policy_kl_type` and
+    `reference_policy_kl_gradient` name; tokens that a clamp changes have no gradient.
+
+    Args:
+        log_ratio: x.
+        log_importance: log u with its gradient: log pi - sg(log pi), or log(pi / pi_gen).
+    """
+    x = log_ratio.clamp(-config.kl_input_clamp_value, config.kl_input_clamp_value)
+    estimate = {"k1": _k1, "k2": _k2, "k3": k3}[config.reference_policy_kl_type](x)
+    is_clamped = (log_ratio.abs() > config.kl_input_clamp_value) | (estimate > config.kl_output_clamp_value)
+    values = estimate.clamp(max=config.kl_output_clamp_value)
+    way = config.reference_policy_kl_gradient
+    if way == "straight_through":
+        pull = torch.where(is_clamped, 0.0, _k2(x))
+        # The bracket is exactly zero: the value is that of the estimator.
+        values = values.detach() + (pull - pull.detach())
+    if way == "importance_weighted" or config.use_on_policy_kl_approximation:
+        importance = log_importance.clamp(-LOG_BOUND, LOG_BOUND).exp()
+        is_constant = is_clamped if way == "importance_weighted" else torch.ones_like(is_clamped)
+        values = values * torch.where(is_constant, importance.detach(), importance)
+    return KlTerm(values=values, is_clamped=is_clamped)
+
+
+def _k1(x: torch.Tensor) -> torch.Tensor:
+    return -x
+
+
+def _k2(x: torch.Tensor) -> torch.Tensor:
+    return x.square() / 2
+
+
+def policy_metrics(
+    *, logprobs_NT: torch.Tensor, log_ratio_NT: torch.Tensor, weight_NT: torch.Tensor
+) -> dict[str, Reduction]:
+    """Return weighted means over the trained tokens, without regard to gradients.
+
+    Args:
+        logprobs_NT: log pi.
+        log_ratio_NT: log(pi / pi_old).
+    """
+    mask_NT = weight_NT > 0
+    with torch.no_grad():
+        ratio_M = log_ratio_NT[mask_NT].exp()
+        return {
+            # From samples of pi_old.
+            "policy_kl": weighted_mean(k3(log_ratio_NT), weight_NT),
+            "probs_ratio": weighted_mean(log_ratio_NT.exp(), weight_NT),
+            **extremes("probs_ratio", ratio_M),
+            "approx_entropy": weighted_mean(-logprobs_NT, weight_NT),
+            "valid_tokens": Sum(total(weight_NT)),
+            "valid_sequences": Sum(total(weight_NT.amax(1))),
+        }
+
+
+def mismatch_metrics(gen_log_ratio_NT: torch.Tensor, weight_NT: torch.Tensor) -> dict[str, Reduction]:
+    """Return how far trainer and sampler are apart on what was sampled.
+
+    Args:
+        gen_log_ratio_NT: log(pi_old / pi_gen); log(pi / pi_gen) of the first update where pi_gen stands for pi_old.
+    """
+    with torch.no_grad():
+        return {
+            # From samples of pi_gen.
+            "gen_kl_error": weighted_mean(k3(gen_log_ratio_NT), weight_NT),
+            "js_divergence_error": weighted_mean(js(gen_log_ratio_NT), weight_NT),
+            # Its mean is 1 where both are one distribution, or cover the same tokens.
+            "gen_probs_ratio": weighted_mean(gen_log_ratio_NT.exp(), weight_NT),
+            "token_mult_prob_error": weighted_mean(gen_log_ratio_NT.abs().exp(), weight_NT),
+        }
+
+
+def metrics_by_staleness(
+    staleness_N: torch.Tensor,
+    *,
+    gen_log_ratio_NT: torch.Tensor,
+    is_clipped_NT: torch.Tensor,
+    weight_NT: torch.Tensor,
+) -> dict[str, Reduction]:
+    """Return, for the rows of each staleness s, under `staleness_s/`: the mean of w = pi_old / pi_gen and of w^2, from
+    which the effective sample size follows, the share of clipped tokens, and the tokens.
+
+    Args:
+        staleness_N: integers.
+        gen_log_ratio_NT: log w, as in `mismatch_metrics`.
+    """
+    found: dict[str, Reduction] = {}
+    with torch.no_grad():
+        for staleness in sorted(set(staleness_N.tolist())):
+            weight_of = weight_NT * (staleness_N == staleness)[:, None]
+            name = f"staleness_{int(staleness)}"
+            found |= {
+                f"{name}/importance_ratio": weighted_mean(gen_log_ratio_NT.exp(), weight_of),
+                f"{name}/importance_ratio_squared": weighted_mean((2 * gen_log_ratio_NT).exp(), weight_of),
+                f"{name}/clip_fraction": weighted_mean(is_clipped_NT.float(), weight_of),
+                f"{name}/tokens": Sum(total(weight_of)),
+            }
+    return found
+
+
+def weighted_mean(values_NT: torch.Tensor, weight_NT: torch.Tensor) -> Mean:
+    mask_NT = weight_NT > 0
+    weighed_M = values_NT.detach()[mask_NT] * weight_NT[mask_NT]
+    return Mean(total=total(weighed_M), weight=total(weight_NT))
+
+
+def total(values: torch.Tensor) -> float:
+    return values.sum(dtype=torch.float64).item()
+
+
+def extremes(name: str, values_M: torch.Tensor) -> dict[str, Reduction]:
+    """Smallest and largest."""
+    # A microbatch without valid tokens has no extremes; infinities would spoil the merge.
+    if not values_M.numel():
+        return {}
+    return {f"{name}_min": Min(values_M.min().item()), f"{name}_max": Max(values_M.max().item())}

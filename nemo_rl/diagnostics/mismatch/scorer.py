@@ -18,8 +18,9 @@ from nemo_rl.diagnostics.mismatch.setting import Cut, ScoreSetting
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.diagnostics.mismatch.versions import Versions
 from nemo_rl.distributed.local_job import quiet_libraries
+from nemo_rl.models.adapter_folder import load_model_at
 from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.loading import DTYPES, load_causal_lm
+from nemo_rl.models.loading import DTYPES
 from nemo_rl.models.logprobs import filter_logits, token_logprobs
 from nemo_rl.models.support import KeptSets, SupportRecorder, decode_support
 from nemo_rl.routes.shape import MISSING, RouteShape
@@ -261,7 +262,7 @@ class Scorer:
             while len(self._models) >= MODELS_HELD:
                 self._models.pop(next(iter(self._models)))
             with quiet_libraries():
-                model = load_causal_lm(self._folders[version], dtype=DTYPES[precision])
+                model = load_model_at(self._folders[version], dtype=DTYPES[precision])
             model.to(self._device)  # type: ignore[arg-type]
             found = model, HFRouters(model) if self.replays else None
         # The last one used is the last to go.

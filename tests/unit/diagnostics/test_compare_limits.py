@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.diagnostics.compare import noise
-from nemo_rl.diagnostics.compare.folders import compare_folders
+from nemo_rl.diagnostics.compare import folders
+from nemo_rl.diagnostics.compare.folders import compare_folders, propose_limits
 from nemo_rl.diagnostics.compare.limits import DEFAULT, ToleranceRules, coarsest, limits_text, read_limits
 from nemo_rl.diagnostics.compare.measurement import ULP_BUCKETS, Metric, measure, ulp_counts
-from nemo_rl.diagnostics.compare.noise import propose_limits
 from nemo_rl.diagnostics.compare.site import ComparedSite
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError, UserError
@@ -160,8 +159,8 @@ def test_what_is_no_noise_proposes_nothing(tmp_path: Path) -> None:
 def test_many_layers_fit_a_file_of_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = {"sites": "moe.topk_weights", "layers": "999", "direction": "forward"}
     rule = {**longest, "metric": "differing_fraction", "max": 1.2e-10}
-    assert len(limits_of(tmp_path / "long", limits_text([rule] * noise.MAX_RULES)).rules) == noise.MAX_RULES
-    monkeypatch.setattr(noise, "MAX_RULES", 3)
+    assert len(limits_of(tmp_path / "long", limits_text([rule] * folders.MAX_RULES)).rules) == folders.MAX_RULES
+    monkeypatch.setattr(folders, "MAX_RULES", 3)
     truth, other = one_site(torch.ones(2)), one_site(torch.ones(2) * 1.0001)
     for each in (truth, other):
         own = next(iter(each.values.values()))

@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from nemo_rl.experience.token_record import TokenTexts, row_texts, token_record
+from nemo_rl.utils.rollout_file import TokenTexts, row_texts, token_record
 
 
 class Bytes:

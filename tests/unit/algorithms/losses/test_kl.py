@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_rl.algorithms.losses.kl import kl_term
+from nemo_rl.algorithms.losses.policy_loss import kl_term
 from nemo_rl.config.loss import LossConfig
 
 POLICY, REFERENCE, SAMPLER = (0.7, 0.3), (0.5, 0.5), (0.4, 0.6)

@@ -1,4 +1,5 @@
-"""Which runs have a fork server, and what it imports: nothing that imports Ray, nothing of the user's own."""
+"""Which runs have a fork server and what it imports: nothing that imports Ray, nothing of the user's own; and variables
+of processes: the recipe wins over what a run sets by itself, and each says where it is from."""
 
 from __future__ import annotations
 
@@ -8,15 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms import worker_forks
+from nemo_rl.algorithms import processes
 from nemo_rl.config.load import load_config
+from nemo_rl.config.schema import MasterConfig
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ("configs/grpo_sort_cpu.yaml", "configs/recipes/grpo_sort_moe_r3_megatron_cpu.yaml")
 
 
 def modules(recipe: str, *overrides: str) -> tuple[str, ...]:
-    return worker_forks.forked_modules(load_config(ROOT / recipe, overrides))
+    return processes.forked_modules(load_config(ROOT / recipe, overrides))
+
+
+def recipe(*overrides: str) -> MasterConfig:
+    return load_config(ROOT / RECIPES[0], list(overrides))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +37,7 @@ def test_other_runs_have_none(overrides: tuple[str, ...]) -> None:
     config = load_config(
         ROOT / RECIPES[0], [*overrides, "data_plane.impl=noop"] if "local" in overrides[0] else overrides
     )
-    with worker_forks.worker_forks(config) as forks:
+    with processes.worker_forks(config) as forks:
         assert forks is None
 
 
@@ -60,5 +66,32 @@ def test_none_of_them_imports_ray() -> None:
 
 
 def test_it_can_be_opened_before_torch_is_imported() -> None:
-    code = "import sys, nemo_rl.algorithms.worker_forks; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    code = "import sys, nemo_rl.algorithms.processes; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
+
+
+def test_variables_of_the_recipe_win_and_numbers_are_texts() -> None:
+    given = recipe("cluster.env_vars={HF_HUB_OFFLINE: 0, NCCL_IB_HCA: mlx5}", "cluster.threads_per_worker=3")
+    found = processes.run_environment(given)
+    assert (found["HF_HUB_OFFLINE"], found["NCCL_IB_HCA"], found["OMP_NUM_THREADS"]) == ("0", "mlx5", "3")
+    assert found["TQ_NUM_THREADS"] == "1"
+
+
+def test_each_variable_is_listed_once_with_what_set_it_last() -> None:
+    given = recipe("cluster.env_vars={HF_HUB_OFFLINE: 0}", "policy.dtensor_cfg.env_vars={A: b}")
+    lines = [line for line in processes.environment_lines(given) if "HF_HUB_OFFLINE" in line]
+    assert lines == ["  all processes: HF_HUB_OFFLINE=0 (cluster.env_vars)"]
+    assert "  policy workers: A=b (policy.dtensor_cfg.env_vars)" in processes.environment_lines(given)
+
+
+def test_one_process_has_its_own_environment() -> None:
+    local = ("cluster.launcher=local", "cluster.cpu_workers_per_node=1", "policy.generation.num_replicas=1")
+    assert processes.environment_lines(recipe(*local, "data_plane.impl=noop")) == ["environment: that of this process"]
+
+
+def test_memory_of_freed_tensors_is_kept_on_cpus_and_returned_beside_gpus() -> None:
+    on_cpus = processes.run_environment(recipe())
+    on_gpus = processes.run_environment(recipe("cluster.gpus_per_node=2", "cluster.cpu_workers_per_node=null"))
+    assert set(on_cpus) - set(on_gpus) == {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"}
+    changed = processes.run_environment(recipe("cluster.env_vars={MALLOC_TRIM_THRESHOLD_: 0}"))
+    assert changed["MALLOC_TRIM_THRESHOLD_"] == "0"

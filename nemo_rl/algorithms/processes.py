@@ -1,19 +1,24 @@
-"""Imports of a run's workers, done once for all of them. Imports neither torch nor Ray itself."""
+"""The processes of a run: their environment variables, and imports that are done once for all workers.
+
+Imports neither torch nor Ray itself.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from nemo_rl.config.parts import ENGINES, TRAINING_ENGINES
+from nemo_rl.config.r3_trace_env import trace_environment
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data_plane.store_kinds import kind_named
+from nemo_rl.data_plane.store_kinds import kind_named, transport_environment
 from nemo_rl.distributed.environment import worker_environment
 from nemo_rl.distributed.fork_server import ForkServer
 
-__all__ = ["forked_modules", "worker_forks"]
+__all__ = ["environment_lines", "forked_modules", "run_environment", "worker_forks"]
 
 LAUNCH = "nemo_rl.models.policy.workers.launch"
 """Modules that every policy worker imports, whichever engine it has."""
@@ -54,3 +59,37 @@ def _modeling(model_name: str) -> tuple[str, ...]:
         return ()
     is_name = isinstance(model_type, str) and model_type.isidentifier()
     return (f"transformers.models.{model_type}.modeling_{model_type}",) if is_name else ()
+
+
+def run_environment(config: MasterConfig) -> dict[str, str]:
+    """Return the variables of every process of a run under Ray; what a worker has besides is in its section."""
+    return {name: value for _, given in _common(config) for name, value in given.items()}
+
+
+def environment_lines(config: MasterConfig) -> list[str]:
+    """Return one line per variable and kind of process, with what set it last, for people."""
+    if config.cluster.launcher == "local":
+        return ["environment: that of this process"]
+    policy = config.policy
+    kinds: dict[str, list[tuple[str, Mapping[str, str]]]] = {
+        "all processes": _common(config),
+        "policy workers": [(f"{policy.parallel_section}.env_vars", policy.worker_env_vars)],
+        "engines": [("policy.generation.env_vars", policy.generation.env_vars)],
+    }
+    lines = ["environment, besides what Ray was started with; a later line wins over an earlier one"]
+    for kind, sources in kinds.items():
+        values = {name: (value, source) for source, given in sources for name, value in given.items()}
+        lines += [f"  {kind}: {name}={value} ({source})" for name, (value, source) in sorted(values.items())]
+    return lines
+
+
+def _common(config: MasterConfig) -> list[tuple[str, Mapping[str, str]]]:
+    """Return variables by what sets them; a later one wins."""
+    cluster = config.cluster
+    usual = worker_environment(cluster.threads_per_worker, uses_gpu=cluster.gpus_per_node > 0)
+    return [
+        ("cluster.threads_per_worker and defaults", usual),
+        ("data_plane", transport_environment(config.active_data_plane)),
+        ("route trace", trace_environment()),
+        ("cluster.env_vars", config.cluster.env_vars),
+    ]
