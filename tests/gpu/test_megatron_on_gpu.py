@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig
+from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -23,6 +24,7 @@ from nemo_rl.models.megatron.mcore import USING_PYTORCH_OPTIMIZER
 from nemo_rl.models.megatron.transformer_config import has_transformer_engine
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from tests.helpers.gloo import run_ranks
 from tests.helpers.hf_reference import hf_logprobs
 from tests.helpers.megatron_models import FAMILIES, hf_model
 from tests.helpers.model_families import FAMILY_SIZES, write_with_tokenizer
@@ -45,6 +47,7 @@ ADAM = MegatronOptimizerConfig(
     weight_decay=0.0,
     use_distributed_optimizer=False,
 )
+NO_ADAPTER, ADAPTER = LoraConfig(), LoraConfig(enabled=True, rank=4, alpha=8.0)
 
 
 def _worker(
@@ -53,12 +56,13 @@ def _worker(
     device: str = DEVICE,
     precision: str = "float32",
     optimizer: MegatronOptimizerConfig = ADAM,
+    lora: LoraConfig = NO_ADAPTER,
     **megatron: object,
 ) -> PolicyWorker:
     section = MegatronConfig(enabled=True, optimizer=optimizer, **megatron)
     nothing = DTensorConfig(enabled=False)
     return compose_worker(
-        tiny_policy(folder, dtensor_cfg=nothing, megatron_cfg=section, precision=precision),
+        tiny_policy(folder, dtensor_cfg=nothing, megatron_cfg=section, precision=precision, lora=lora),
         rank=0,
         world_size=1,
         num_steps=10,
@@ -108,10 +112,16 @@ def _three_steps(worker: PolicyWorker, *, packed: bool) -> _Outcome:
         losses=[result.loss[0] for result in results],
         norms=[result.grad_norm[0] for result in results],
         logprobs=worker.get_logprobs(batch, plan=plan),
-        weights=dict(worker.export_weights()),
+        weights=_trained(worker),
     )
     worker.shutdown()
     return outcome
+
+
+def _trained(worker: PolicyWorker) -> dict[str, torch.Tensor]:
+    """Return the adapter, or the weights of a model without one, on the CPU."""
+    adapter = {name: weight.cpu() for name, weight in worker.engine.full_adapter()}
+    return adapter or dict(worker.export_weights())
 
 
 def _compare(found: _Outcome, expected: _Outcome) -> None:
@@ -126,12 +136,49 @@ def _compare(found: _Outcome, expected: _Outcome) -> None:
         assert float(gap.max()) <= 6e-3 and float(gap.mean()) <= 2e-5, name
 
 
+def _on_cpu(rank: int, root: Path) -> dict[tuple[str, bool], dict[str, object]]:
+    """Three steps of every family, in a process that sees no GPU: megatron-core allocates on one where it does."""
+    assert rank == 0 and not torch.cuda.is_available()
+    found = {}
+    for family in FAMILIES:
+        folder = _write(root, family)
+        for packed in (False, True):
+            outcome = _three_steps(_worker(folder, device="cpu"), packed=packed)
+            found[family, packed] = {
+                "losses": outcome.losses,
+                "norms": outcome.norms,
+                "logprobs": outcome.logprobs.numpy(),
+                "weights": {name: weight.numpy() for name, weight in outcome.weights.items()},
+            }
+    return found
+
+
+@pytest.fixture(scope="module")
+def cpu_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.fixture(scope="module")
+def on_cpu(cpu_root: Path) -> dict[tuple[str, bool], dict[str, object]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        [found] = run_ranks(1, _on_cpu, cpu_root, timeout_s=120.0)
+    return found  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_three_steps_of_adamw_equal_those_on_the_cpu(tmp_path: Path, family: str, packed: bool) -> None:
-    folder = _write(tmp_path, family)
-    found = _three_steps(_worker(folder), packed=packed)
-    expected = _three_steps(_worker(folder, device="cpu"), packed=packed)
+def test_three_steps_of_adamw_equal_those_on_the_cpu(
+    on_cpu: dict[tuple[str, bool], dict[str, object]], cpu_root: Path, family: str, packed: bool
+) -> None:
+    found = _three_steps(_worker(cpu_root / family), packed=packed)
+    given = on_cpu[family, packed]
+    expected = _Outcome(
+        losses=given["losses"],  # type: ignore[arg-type]
+        norms=given["norms"],  # type: ignore[arg-type]
+        logprobs=torch.from_numpy(given["logprobs"]),
+        weights={name: torch.from_numpy(weight) for name, weight in given["weights"].items()},  # type: ignore[attr-defined]
+    )
     print(f"\n{family}: Transformer Engine {has_transformer_engine()}, losses {found.losses} and {expected.losses}")
     _compare(found, expected)
 
@@ -167,12 +214,23 @@ def test_logprobs_of_policy_and_reference_equal_the_cpu_reference(folder: Path) 
     worker.shutdown()
 
 
-def test_the_distributed_optimizer_trains_the_same(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["dense", "mixture"])
+def test_adapters_have_the_numbers_of_the_other_worker(kind: str, folder: Path, mixture: Path) -> None:
+    model = folder if kind == "dense" else mixture
+    found = _three_steps(_worker(model, lora=ADAPTER), packed=True)
+    kwargs = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.0}
+    policy = tiny_policy(model, lora=ADAPTER, optimizer=OptimizerConfig(kwargs=kwargs))
+    other = compose_worker(policy, rank=0, world_size=1, num_steps=10, collective_timeout_s=60.0, seed=0, device=DEVICE)
+    _compare(found, _three_steps(other, packed=True))
+
+
+@pytest.mark.parametrize("lora", [NO_ADAPTER, ADAPTER], ids=["weights", "adapters"])
+def test_the_distributed_optimizer_trains_the_same(folder: Path, lora: LoraConfig) -> None:
     if USING_PYTORCH_OPTIMIZER:
         pytest.skip("neither Transformer Engine nor apex is installed")
     sharded = ADAM.model_copy(update={"use_distributed_optimizer": True})
-    found = _three_steps(_worker(folder, optimizer=sharded), packed=True)
-    _compare(found, _three_steps(_worker(folder), packed=True))
+    found = _three_steps(_worker(folder, optimizer=sharded, lora=lora), packed=True)
+    _compare(found, _three_steps(_worker(folder, lora=lora), packed=True))
 
 
 # States and memory.
@@ -196,9 +254,10 @@ ON_GPU = {DEVICE}
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["dense", "mixture"])
+@pytest.mark.parametrize("kind", ["dense", "mixture", "adapters"])
 def test_each_state_holds_its_tensors_where_it_promises(kind: str, precision: str, folder: Path, mixture: Path) -> None:
-    worker = _worker(folder if kind == "dense" else mixture, precision=precision)
+    lora = ADAPTER if kind == "adapters" else NO_ADAPTER
+    worker = _worker(folder if kind == "dense" else mixture, precision=precision, lora=lora)
     worker.train(tiny_batch(8), LOSS)
     assert _devices(worker) == (ON_GPU, ON_GPU, ON_GPU) and _gradient_bytes(worker) > 0
     worker.prepare_for_lp_inference()
@@ -216,11 +275,12 @@ def test_each_state_holds_its_tensors_where_it_promises(kind: str, precision: st
     worker.shutdown()
 
 
-def test_a_whole_cycle_frees_the_device_and_continues(mixture: Path, tmp_path: Path) -> None:
-    worker, batch = _worker(mixture), tiny_batch(8)
+@pytest.mark.parametrize("lora", [NO_ADAPTER, ADAPTER], ids=["weights", "adapters"])
+def test_a_whole_cycle_frees_the_device_and_continues(mixture: Path, tmp_path: Path, lora: LoraConfig) -> None:
+    worker, batch = _worker(mixture, lora=lora), tiny_batch(8)
     worker.train(batch, LOSS)
     worker.offload_before_refit()
-    exported = {name: weight.clone() for name, weight in worker.export_weights()}
+    exported = {name: weight.clone() for name, weight in _trained(worker).items()}
     before = torch.cuda.memory_allocated()
     worker.offload_after_refit()
     left = torch.cuda.memory_allocated()
@@ -230,11 +290,11 @@ def test_a_whole_cycle_frees_the_device_and_continues(mixture: Path, tmp_path: P
     worker.prepare_for_lp_inference()
     worker.get_reference_policy_logprobs(batch)
     worker.prepare_for_training()
-    assert all(torch.equal(exported[name], weight) for name, weight in worker.export_weights())
+    assert all(torch.equal(exported[name], weight) for name, weight in _trained(worker).items())
     trained = worker.train(batch, LOSS)
     worker.load_checkpoint(weights=tmp_path / "w", optimizer=tmp_path / "o")
     assert worker.report_device_id().startswith("GPU-")
-    assert all(torch.equal(exported[name], weight) for name, weight in worker.export_weights())
+    assert all(torch.equal(exported[name], weight) for name, weight in _trained(worker).items())
     again = worker.train(batch, LOSS)
     assert (again.loss, again.grad_norm) == (pytest.approx(trained.loss), pytest.approx(trained.grad_norm, rel=1e-4))
     worker.shutdown()
