@@ -178,15 +178,20 @@ LEARN_guess-async := grpo_guess_async_cpu
 LEARN_calculator := grpo_calculator_cpu
 LEARN_sort-async := grpo_sort_async_cpu
 LEARN_sort-async-vllm := grpo_sort_async_vllm_cpu
+LEARN_sort-lora := grpo_sort_lora_cpu
+LEARN_sort-lora-vllm := grpo_sort_lora_vllm_cpu
+LEARN_sort-moe-lora := grpo_sort_moe_lora_r3_cpu
 LEARN_NEEDS_sort-moe := $(MOE_STARTER)/config.json
+LEARN_NEEDS_sort-lora-vllm := $(VENV)/.vllm
+LEARN_NEEDS_sort-moe-lora := $(MOE_STARTER)/config.json
 LEARN_NEEDS_sort-async-vllm := $(VENV)/.vllm
 LEARN_NEEDS_chain-sum := $(VENV)/.dev $(CHAIN_SUM_STARTER)/config.json
 LEARN_NEEDS_guess := $(GUESS_STARTER)/config.json
 LEARN_NEEDS_guess-async := $(GUESS_STARTER)/config.json
 LEARN_NEEDS_calculator := $(CALCULATOR_STARTER)/config.json
 .SECONDEXPANSION:
-learn-%: $(VENV)/.base $(STARTER)/config.json $$(LEARN_NEEDS_$$*) ## learning runs of recipes: sort-tp2, sort-megatron, sort-moe, sort-async, sort-async-vllm, algorithms, chain-sum, guess, guess-async, calculator
-	$(if $(LEARN_$*),,$(error learn-$*: expected one of learn-sort, -sort-tp2, -sort-megatron, -sort-moe, -sort-async, -sort-async-vllm, -algorithms, -chain-sum, -guess, -guess-async, -calculator))
+learn-%: $(VENV)/.base $(STARTER)/config.json $$(LEARN_NEEDS_$$*) ## learning runs of recipes: sort-tp2, sort-megatron, sort-moe, sort-async, sort-async-vllm, sort-lora, sort-lora-vllm, sort-moe-lora, algorithms, chain-sum, guess, guess-async, calculator
+	$(if $(LEARN_$*),,$(error learn-$*: expected one of learn-sort, -sort-tp2, -sort-megatron, -sort-moe, -sort-async, -sort-async-vllm, -sort-lora, -sort-lora-vllm, -sort-moe-lora, -algorithms, -chain-sum, -guess, -guess-async, -calculator))
 	for recipe in $(LEARN_$*); do \
 	  $(BIN)/python examples/run_grpo.py --config configs/recipes/$$recipe.yaml $(RUN_ARGS); \
 	done
@@ -230,13 +235,14 @@ BENCH_driver := driver_step
 BENCH_async := async_vs_sync
 BENCH_async-learning := async_learning
 BENCH_conversations := conversations
+BENCH_lora := lora_refit
 BENCH_NEEDS_step := $(STARTER)/config.json
 BENCH_NEEDS_async-learning := $(STARTER)/config.json
 BENCH_NEEDS_data-plane := $(VENV)/.system
 BENCH_NEEDS_generation := $(VENV)/.vllm $(STARTER)/config.json
 BENCH_ARGS_packing := --seed 0
-bench-%: $(VENV)/.base $$(BENCH_NEEDS_$$*) ## benchmarks, into results/bench_*.json: step, data-plane, packing, router-replay, generation, tracer, driver, async, async-learning, conversations
-	$(if $(BENCH_$*),,$(error bench-$*: expected one of bench-step, -data-plane, -packing, -router-replay, -generation, -tracer, -driver, -async, -async-learning, -conversations))
+bench-%: $(VENV)/.base $$(BENCH_NEEDS_$$*) ## benchmarks, into results/bench_*.json: step, data-plane, packing, router-replay, generation, tracer, driver, async, async-learning, conversations, lora
+	$(if $(BENCH_$*),,$(error bench-$*: expected one of bench-step, -data-plane, -packing, -router-replay, -generation, -tracer, -driver, -async, -async-learning, -conversations, -lora))
 	$(BIN)/python benchmarks/$(BENCH_$*).py $(BENCH_ARGS_$*) --json results/bench_$(BENCH_$*).json $(ARGS)
 
 step-trace: $(VENV)/.dev $(STARTER)/config.json ## one step of the demo in one process: functions, lines, files and frames that it enters
