@@ -41,6 +41,9 @@ OUTSIDE = {
     "schedule.jsonl",
     # Values of settings, and words of the data plane that are strings in the code.
     *("sort", "noop", "math", "reasoning_gym", "transfer_queue", "train", "val", "reward", "answer"),
+    # Adapters: values of settings, names of layers, a key and a file of their folders, recipes.
+    *("native", "merged", "base", "start", "finish", "q_proj", "experts.gate_up_proj", "experts.down_proj"),
+    *("target_parameters", "nemo_rl_base.json", "policy/weights", "grpo_sort_lora_cpu", "grpo_sort_lora_vllm_cpu"),
     # The package, an extra of pyproject.toml, torch's launcher.
     *("nemo_rl", "envs", "torchrun"),
     # Slurm's commands, the script of a job, its defaults.
