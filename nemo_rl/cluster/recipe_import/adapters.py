@@ -49,14 +49,14 @@ class _Dialect:
 
     section: str
     """Dotted path of its keys; empty for keys at the top."""
-    switch: str | None
-    """Key that switches adapters on; None: the section does so by being there, or `rank` by being above 0."""
-    rank: str
-    alpha: str
-    dropout: str
-    targets: str
     defaults: tuple[int, float, float]
     """Rank, alpha and dropout."""
+    switch: str | None = None
+    """Key that switches adapters on; None: the section does so by being there, or `rank` by being above 0."""
+    rank: str = "rank"
+    alpha: str = "alpha"
+    dropout: str = "dropout"
+    targets: str = "target_modules"
     rslora: str = ""
     excluded: str = ""
     adapter: str = ""
@@ -79,9 +79,6 @@ _DTENSOR = _Dialect(
     section="policy.dtensor_cfg.lora_cfg",
     switch="enabled",
     rank="dim",
-    alpha="alpha",
-    dropout="dropout",
-    targets="target_modules",
     excluded="exclude_modules",
     defaults=(8, 32.0, 0.0),
 )
@@ -89,20 +86,15 @@ _MEGATRON = _Dialect(
     section="policy.megatron_cfg.peft",
     switch="enabled",
     rank="dim",
-    alpha="alpha",
-    dropout="dropout",
-    targets="target_modules",
     excluded="exclude_modules",
     defaults=(32, 32.0, 0.0),
 )
 _VERL_MODEL = "actor_rollout_ref.model"
 _VERL = _Dialect(
     section=_VERL_MODEL,
-    switch=None,
     rank="lora_rank",
     alpha="lora_alpha",
     dropout="lora_dropout",
-    targets="target_modules",
     excluded="exclude_modules",
     adapter="lora_adapter_path",
     # Its section is there in every recipe: the rank decides.
@@ -110,11 +102,6 @@ _VERL = _Dialect(
 )
 _VERL_MEGATRON = _Dialect(
     section=f"{_VERL_MODEL}.lora",
-    switch=None,
-    rank="rank",
-    alpha="alpha",
-    dropout="dropout",
-    targets="target_modules",
     excluded="exclude_modules",
     adapter="adapter_path",
     merges="merge",
@@ -134,11 +121,6 @@ _TRL = _Dialect(
 _PRIME, _PRIME_TRAINER = (
     _Dialect(
         section=section,
-        switch=None,
-        rank="rank",
-        alpha="alpha",
-        dropout="dropout",
-        targets="target_modules",
         defaults=(16, 32.0, 0.0),
     )
     for section in ("model.lora", "trainer.model.lora")
