@@ -307,6 +307,21 @@ def verify(
     raise typer.Exit(report.verdict.value)
 
 
+@app.command(short_help="a vector saved with torch, as one to project on")
+def vector(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="tensor [h] or [layers, h] of torch.save")],
+    out: Annotated[Path, typer.Option("--out", metavar="NAME.safetensors", help="in diagnostics.tracer.artifacts")],
+    normalize: Annotated[bool, typer.Option("--normalize", help="give each vector length 1")] = False,
+) -> None:
+    """Convert a vector of another tracer into one that project(NAME) takes. Nothing in the file is run."""
+    from nemo_rl.models.policy.trace_parts import convert_vector  # noqa: PLC0415  (torch takes seconds)
+
+    shape = convert_vector(source, out, normalize=normalize)
+    make_console().print(
+        printable(f"{out}: {' x '.join(map(str, shape))}{', of length 1' if normalize else ''}", limit=SHOWN)
+    )
+
+
 app.command(short_help="what a recording holds")(ls)
 app.command(short_help="look on at a running job")(watch)
 app.command(short_help="recordings on the page again")(serve)

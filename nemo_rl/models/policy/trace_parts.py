@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nemo_rl.errors import UserError
 from nemo_rl.tracer.reducer import (
@@ -37,8 +37,10 @@ from nemo_rl.tracer.reducer import (
     TopK,
     mix,
 )
+from nemo_rl.utils.exits import machine_problem
+from nemo_rl.utils.files import replace_file
 
-__all__ = ["TENSOR", "ReducedValues", "Vectors", "part_of"]
+__all__ = ["TENSOR", "ReducedValues", "Vectors", "convert_vector", "part_of"]
 
 NOTHING = np.array([0, 0, 0, np.inf, -np.inf, -np.inf, 0, 0, 0, 0], dtype=np.float64)
 """`stats` of no value."""
@@ -273,12 +275,42 @@ class Vectors:
             raise UserError(f"vector {name!r}: expected one file, got {' and '.join(map(str, paths))}; remove one")
         path = paths[0] if paths else self._folder / f"{name}{VECTOR_FILES[0]}"
         found = _of_safetensors(path) if path.suffix == VECTOR_FILES[0] else _of_torch(path)
-        if not found.is_floating_point() or found.dim() not in (1, 2):
-            shape = list(found.shape)
-            raise UserError(
-                f"{path}: expected floating-point numbers of shape [h] or [L, h], got {found.dtype} {shape}"
-            )
-        return found.float()
+        return _checked(path, found)
+
+
+def convert_vector(source: Path, out: Path, *, normalize: bool) -> tuple[int, ...]:
+    """Write a vector that was saved with torch, or as safetensors, as an artifact of the tracer; return its shape.
+
+    Args:
+        out: a file that ends in `.safetensors`, whose name without the ending is that of the vector.
+        normalize: give the vector, or the vector of each layer, length 1.
+
+    Raises:
+        UserError: the source is no vector, is not finite, or has length 0 where it shall be normalised.
+    """
+    if out.suffix != VECTOR_FILES[0] or VECTOR.fullmatch(out.stem) is None:
+        raise UserError(f"{out}: expected NAME{VECTOR_FILES[0]}, with a name of letters, digits, '_' and '-'")
+    found = _checked(source, _of_safetensors(source) if source.suffix == VECTOR_FILES[0] else _of_torch(source))
+    if not bool(found.isfinite().all()):
+        raise UserError(f"{source}: expected finite numbers, got NaN or infinity")
+    if normalize:
+        length = found.double().norm(dim=-1, keepdim=True)
+        if not bool((length > 0).all()):
+            raise UserError(f"{source}: a vector of length 0 cannot be normalised; leave --normalize out")
+        found = (found.double() / length).float()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(out, lambda temporary: save_file({TENSOR: found.contiguous()}, temporary))
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {machine_problem(error) or error}") from error
+    return tuple(found.shape)
+
+
+def _checked(path: Path, found: torch.Tensor) -> torch.Tensor:
+    if not found.is_floating_point() or found.dim() not in (1, 2):
+        shape = list(found.shape)
+        raise UserError(f"{path}: expected floating-point numbers of shape [h] or [L, h], got {found.dtype} {shape}")
+    return found.float()
 
 
 def _of_safetensors(path: Path) -> torch.Tensor:

@@ -4,7 +4,8 @@
     frames of these      by layer, numbers row by row             -> update {update_type, layer_id, args, result}
 
 The numbers are `[B, S, n]`: rows of the step, tokens of a row one after the other, null beyond its end and for what is
-not finite; several sites of one flag come together, feature behind feature. Invariant: a viewer here is a controller
+not finite; several sites of one flag come together, feature behind feature. `InputTokens` has two numbers per token,
+its id and its position in the row, as layer 0, and is never compressed. Invariant: a viewer here is a controller
 like any other: it has its token, its bounds and its one place.
 """
 
@@ -21,7 +22,7 @@ from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
 
 from nemo_rl.errors import UserError, shorten
-from nemo_rl.records.sites import Direction
+from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.frame import Frame, FrameTable, decode
 from nemo_rl.tracer.hub.history import Kept
 from nemo_rl.tracer.hub.hub import Hub
@@ -53,6 +54,13 @@ METHODS: Mapping[str, str] = {
 """Expressions that are known, as texts, and what `Tiles` calls them."""
 
 
+CLASS_NAME = "Compressor"
+"""End of a compressor's name as the public page sends it: `TileCompressor`."""
+INPUT_TOKENS = Classical(switch="", flag="InputTokens", update_type=8, sites=SiteKind.TOKENS.value)
+"""Tokens and their positions; no switch of a recipe, since every frame has them in its table."""
+FLAGS: Mapping[str, Classical] = {**BY_FLAG, INPUT_TOKENS.flag: INPUT_TOKENS}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LegacyRequest:
     """The watches that a message asks for."""
@@ -68,9 +76,9 @@ class LegacyRequest:
         if not isinstance(flags, Mapping) or not isinstance(compressors, Mapping):
             raise BadMessage("expected 'visualization_flags' and 'compressor_config' as objects")
         for name in (*flags, *compressors):
-            if name not in BY_FLAG:
-                raise BadMessage(f"expected flags among {', '.join(BY_FLAG)}, got {shorten(name)!r}")
-        found = {BY_FLAG[name]: _reducer(name, compressors.get(name)) for name, value in flags.items() if _is_on(value)}
+            if name not in FLAGS:
+                raise BadMessage(f"expected flags among {', '.join(FLAGS)}, got {shorten(name)!r}")
+        found = {FLAGS[name]: _reducer(name, compressors.get(name)) for name, value in flags.items() if _is_on(value)}
         return cls(reducers={each: reducer for each, reducer in found.items() if reducer is not None})
 
     @property
@@ -91,6 +99,9 @@ def _reducer(flag: str, config: object) -> Reducer | None:
     kind, options = config.get("compressor_type", "Empty"), config.get("compressor_configs") or {}
     if not isinstance(options, Mapping):
         raise BadMessage(f"{flag}: expected compressor_configs as an object")
+    if FLAGS[flag] is INPUT_TOKENS:
+        return Full()
+    kind = kind.removesuffix(CLASS_NAME) if isinstance(kind, str) else kind
     try:
         if kind == "Tile":
             return _tiles(flag, options)
@@ -102,7 +113,10 @@ def _reducer(flag: str, config: object) -> Reducer | None:
         raise BadMessage(f"{flag}: {error}", ErrorCode.BAD_WATCH) from error
     if kind == "Empty":
         return None
-    raise BadMessage(f"{flag}: expected the compressor Tile, NoOp, Empty or Projection, got {shorten(str(kind))!r}")
+    raise BadMessage(
+        f"{flag}: expected the compressor Tile, NoOp, Empty or Projection, or its class such as TileCompressor, got "
+        f"{shorten(str(kind))!r}"
+    )
 
 
 def _tiles(flag: str, options: Mapping[str, Any]) -> Tiles:
@@ -174,7 +188,7 @@ class LegacyViewer(Viewer):
         flag = self._flag(kept)
         if flag is None or kept.table is None:
             return
-        numbers = await asyncio.to_thread(_numbers, kept)
+        numbers = await asyncio.to_thread(_numbers, kept, with_positions=flag is INPUT_TOKENS)
         at, kind = (kept.where.step, kept.where.update, kept.where.site.layer, flag), kept.where.site.kind.value
         if self._last_of != at:
             self._last, self._last_of = {}, at
@@ -192,7 +206,8 @@ class LegacyViewer(Viewer):
             text = f"{flag.flag}: {together.size} numbers are more than {MAX_NUMBERS}; choose a smaller compressor"
             await self._send(dump({"type": "error", "text": text}))
             return
-        await self._send(await asyncio.to_thread(_update, flag, kept.where.site.layer or 0, together))
+        layer = kept.where.site.layer
+        await self._send(await asyncio.to_thread(_update, flag, 0 if layer is None else layer + 1, together))
         self.num_sent += 1
 
     def _start(self) -> Mapping[str, object]:
@@ -246,8 +261,8 @@ def _kinds(flag: Classical) -> list[str]:
     return [kind.strip() for kind in flag.sites.split(",")]
 
 
-def _numbers(kept: Kept) -> np.ndarray:
-    """Return `[B, S, n]` float64, NaN where a row has no token."""
+def _numbers(kept: Kept, *, with_positions: bool) -> np.ndarray:
+    """Return `[B, S, n]` float64, NaN where a row has no token; with positions as the last of n."""
     assert kept.table is not None, "has one"
     frame, table = decode(kept.message), decode(kept.table.message)
     assert isinstance(frame, Frame) and isinstance(table, FrameTable), "as the hub has made them"
@@ -256,12 +271,15 @@ def _numbers(kept: Kept) -> np.ndarray:
     # Rows follow each other, so that a token's place is how far it is behind the first of its row.
     place_R = np.arange(len(row_R)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     payload = frame.payload.reshape(len(row_R), -1)
+    if with_positions:
+        payload = np.concatenate([payload, table.tokens[1][:, None].astype(payload.dtype)], axis=1)
     numbers = np.full((len(lengths), int(lengths.max(initial=0)), payload.shape[1]), np.nan)
     numbers[row_R, place_R] = payload
     return numbers
 
 
 def _update(flag: Classical, layer: int, numbers: np.ndarray) -> str:
+    """Return the message; layers count from 1, and 0 stands before them."""
     flat = numbers.reshape(-1)
     finite = np.isfinite(flat)
     result = [value if good else None for value, good in zip(flat.tolist(), finite.tolist(), strict=True)]
@@ -269,7 +287,7 @@ def _update(flag: Classical, layer: int, numbers: np.ndarray) -> str:
         {
             "type": "update",
             "update_type": flag.update_type,
-            "layer_id": layer + 1,
+            "layer_id": layer,
             "args": list(numbers.shape),
             "result": result,
         }

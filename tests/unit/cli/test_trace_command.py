@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
 from nemo_rl.cli.main import app, main
+from nemo_rl.errors import UserError
+from nemo_rl.models.policy.trace_parts import Vectors, convert_vector
 from tests.helpers.route_traces import RouteRun
 
 
@@ -96,3 +100,33 @@ def test_a_job_of_several_processes_passes(tmp_path: Path, capsys) -> None:
     code, shown = run(capsys, tmp_path, "--json", "--require-forward-verify", "--require-cp-identity")
     assert code == 0, shown
     assert json.loads(shown)["num_processes"] == 9
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_torch_vector_becomes_one_to_project_on(tmp_path: Path, normalize: bool) -> None:
+    given = torch.tensor([[3.0, 4.0], [0.0, 2.0]], dtype=torch.bfloat16)
+    torch.save(given, tmp_path / "theirs.pt")
+    out = tmp_path / "vectors" / "ours.safetensors"
+    arguments = ["trace", "vector", str(tmp_path / "theirs.pt"), "--out", str(out)]
+    done = CliRunner().invoke(app, [*arguments, *(["--normalize"] if normalize else [])])
+    assert done.exit_code == 0 and "2 x 2" in done.output
+    wanted = torch.tensor([[0.6, 0.8], [0.0, 1.0]]) if normalize else given.float()
+    for layer in (0, 1):
+        assert torch.equal(Vectors(out.parent).of_layer("ours", layer, size=2), wanted[layer])
+
+
+def test_a_vector_that_is_none_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "v.safetensors"
+    for value, normalize, message in (
+        (torch.zeros(2, 2, 2), False, "expected floating-point numbers of shape"),
+        (torch.tensor([1.0, float("nan")]), False, "expected finite numbers"),
+        (torch.zeros(4), True, "cannot be normalised"),
+        (Path("code"), False, "loadable without running code"),
+    ):
+        torch.save(value, tmp_path / "v.pt")
+        with pytest.raises(UserError, match=message):
+            convert_vector(tmp_path / "v.pt", out, normalize=normalize)
+    torch.save(torch.ones(2), tmp_path / "v.pt")
+    with pytest.raises(UserError, match=r"expected NAME.safetensors"):
+        convert_vector(tmp_path / "v.pt", tmp_path / "v.bin", normalize=False)
+    assert not out.exists()

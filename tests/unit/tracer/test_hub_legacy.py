@@ -109,6 +109,54 @@ def test_compressors_are_reducers(kind, configs, watch):
     go()
 
 
+def page_message(**compressors):
+    """What the public page sends: class names of compressors, flags as texts, methods of both sides."""
+    tile = {"tiles": 96, "method": "data.mean(dim=-1)", "tiles_one_rank": 96, "method_one_rank": "data.mean(dim=-1)"}
+    options = {"TileCompressor": tile, "ProjectionCompressor": {"vector_path": "truth"}}
+    return {
+        "type": "run_training_step",
+        "visualization_flags": {flag: "true" for flag in compressors},
+        "compressor_config": {
+            flag: {"compressor_type": name, "compressor_configs": options.get(name, {})}
+            for flag, name in compressors.items()
+        },
+    }
+
+
+@in_hub
+async def test_messages_as_the_public_page_sends_them_are_understood(hub):
+    message = page_message(
+        QKV_mat_mul="TileCompressor",
+        MLP2_mat_mul="NoOpCompressor",
+        MLP1_mat_mul="EmptyCompressor",
+        HiddenStates="ProjectionCompressor",
+        InputTokens="NoOpCompressor",
+    )
+    async with legacy(hub) as page:
+        await page.socket.send(json.dumps(message))
+        await page.wait_for("start")
+        assert hub.hub.plan.texts == (
+            "attn.q, attn.k, attn.v & forward | tiles(96, mean) | train",
+            "mlp.out & forward | full | train",
+            "layer.out & forward | project(truth) | train",
+            "tokens & forward | full | train",
+        )
+        publish(hub, "tokens", "full", [[7], [8], [9]], layer=None)
+        update = await page.wait_for("update")
+        assert (update["update_type"], update["layer_id"], update["args"]) == (8, 0, [2, 2, 2])
+        rows, positions, ids = TABLE.tokens.tolist()
+        assert (rows, positions, ids) == ([0, 1, 1], [4, 0, 1], [7, 8, 9])
+        assert update["result"] == [7.0, 4.0, None, None, 8.0, 0.0, 9.0, 1.0], "ids beside positions, row by row"
+
+
+@in_hub
+async def test_tokens_are_never_compressed(hub):
+    async with legacy(hub) as page:
+        await page.socket.send(json.dumps(page_message(InputTokens="TileCompressor")))
+        await page.wait_for("start")
+        assert hub.hub.plan.texts == ("tokens & forward | full | train",)
+
+
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
@@ -123,6 +171,8 @@ def test_compressors_are_reducers(kind, configs, watch):
         (request(kind="Projection", vector_path="../secret"), "name of a vector"),
         (request(kind="Projection"), "name of a vector"),
         (request(kind="Pickle"), "Tile, NoOp, Empty or Projection"),
+        (request(kind="PickleCompressor"), "Tile, NoOp, Empty or Projection"),
+        (request(kind=["TileCompressor"]), "Tile, NoOp, Empty or Projection"),
         (request(flag="HiddenStates") | {"compressor_config": {"Nonsense": {}}}, "Nonsense"),
         ({"visualization_flags": {"Nonsense": True}}, "Nonsense"),
         ({"visualization_flags": []}, "visualization_flags"),
