@@ -20,7 +20,15 @@ from nemo_rl.config.diagnostics import DiagnosticsConfig
 from nemo_rl.config.evaluation import EvaluationConfig
 from nemo_rl.config.generation import RefitTransport
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, TOKEN_ESTIMATORS, TRACKERS
+from nemo_rl.config.parts import (
+    ADVANTAGE_ESTIMATORS,
+    DATASETS,
+    ENGINE_CAPABILITIES,
+    ENVIRONMENTS,
+    TOKEN_ESTIMATORS,
+    TRACKERS,
+    EngineCapabilities,
+)
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.rewards import RewardScalingConfig, RewardShapingConfig
 
@@ -147,9 +155,9 @@ class DatasetConfig(Section):
     """One source of prompts."""
 
     dataset_name: Annotated[str, DATASETS] = "jsonl"
-    """`sort_digits`, `guess`, `calculator_sums`, `sliding_puzzle` and `reasoning_gym` are generated; `jsonl` and
-    `huggingface` read local files; `owner/name` is a dataset of the Hugging Face hub; or `module:function` of your own,
-    see docs/extending.md."""
+    """`sort_digits`, `guess`, `calculator_sums`, `sliding_puzzle`, `shapes` (pictures) and `reasoning_gym` are
+    generated; `jsonl` and `huggingface` read local files; `owner/name` is a dataset of the Hugging Face hub; or
+    `module:function` of your own, see docs/extending.md."""
     data_path: FilePath | None = None
     """File (`jsonl`) or folder (`huggingface`, as written by `datasets.save_to_disk`, or JSON/parquet files)."""
     split: Text | None = None
@@ -160,6 +168,9 @@ class DatasetConfig(Section):
     """Name of the prompt's column in a file."""
     output_key: Text = "output"
     """Name of the answer's column in a file."""
+    image_key: Text | None = None
+    """Name of the column with the images of a prompt in a file: a path (from the file's folder on), bytes, or a list of
+    either, before the text of the prompt. Null: prompts have no images."""
     size: Annotated[int, Field(gt=0, le=10_000_000)] | None = None
     """Number of generated prompts; for files, only this many are kept, from the start."""
     seed: int = 0
@@ -180,7 +191,29 @@ class DatasetConfig(Section):
     """Give prompts through the tokenizer's chat template, where it has one; false gives the plain texts, as to a base
     model."""
 
+    @property
+    def has_images(self) -> bool:
+        """Return whether prompts may have images."""
+        return self.image_key is not None or self.dataset_name in DATASETS_WITH_IMAGES
 
+
+class ExtraColumn(Section):
+    """A column of the rollout's rows besides the fields of the library; see docs/data_plane.md."""
+
+    dtype: Literal["float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "uint8", "bool", "object"]
+    """Dtype of its values; `object` holds a JSON-like value per row."""
+    dims: tuple[PositiveInt | Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
+    """Dims of one row. A name as the first one: rows differ in it, `T` is the row's tokens; a later name is settled by
+    the first row; a number is fixed. None: one number per row."""
+    source: Literal["prompt", "environment"] = "prompt"
+    """`prompt`: the column of this name in the row of the dataset; `environment`: what an environment of your own
+    returns in `EnvReport.columns`, or with turns in `Reply.columns`."""
+    read_by: tuple[Literal["prev_logprobs", "reference_logprobs", "train", "log"], ...] = ()
+    """Passes that fetch it; `log` writes it into the readable rollouts."""
+
+
+DATASETS_WITH_IMAGES = ("shapes",)
+"""Generated datasets whose prompts have images."""
 MAIN_SET = "validation"
 """Name of the set that `data.validation` describes."""
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -208,10 +241,21 @@ class DataConfig(Section):
     shuffle: bool = True
     """Draw training prompts in a new order each epoch, from `grpo.seed`; false keeps the dataset's order."""
 
+    extra_columns: dict[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")], ExtraColumn] = Field(
+        default_factory=dict
+    )
+    """Columns by name that the rollout writes besides its own, such as features of a prompt or facts of a row that a
+    loss of your own reads."""
+
     @property
     def held_out(self) -> dict[str, DatasetConfig]:
         """Return every validation set by name, the main one first; none where `validation` is null."""
         return {} if self.validation is None else {MAIN_SET: self.validation, **self.validation_sets}
+
+    @property
+    def has_images(self) -> bool:
+        """Return whether prompts of some set may have images."""
+        return any(source.has_images for source in (self.train, *self.held_out.values()))
 
     @staticmethod
     def held_out_key(name: str) -> str:
@@ -449,6 +493,20 @@ class MasterConfig(Section):
     def checkpoint_dir(self) -> Path:
         """Return `checkpointing.checkpoint_dir`, with null decided."""
         return self.checkpointing.checkpoint_dir or self.logger.log_dir / "checkpoints"
+
+    @property
+    def sleep_level(self) -> int:
+        """Return the level at which engines sleep while the policy trains: `policy.generation.sleep_level`, with null
+        decided."""
+        generation = self.policy.generation
+        if generation.sleep_level is not None:
+            return generation.sleep_level
+        takes_turns = self.cluster.launcher == "ray" and self.cluster.gpus_per_node > 0 and generation.colocated.enabled
+        can_sleep = ENGINE_CAPABILITIES.get(generation.backend, EngineCapabilities()).can_sleep
+        if not takes_turns or not can_sleep or self.grpo.samples_ahead:
+            return 0
+        keeps_weights = generation.refit_delta.enabled and generation.backend == "torch"
+        return 1 if keeps_weights or self.policy.lora.is_native else 2
 
     @property
     def refit_transport(self) -> RefitTransport:

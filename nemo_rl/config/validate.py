@@ -12,6 +12,7 @@ from nemo_rl.config import (
     conversation,
     data_plane,
     diagnostics,
+    distillation,
     dtensor,
     evaluation,
     generation,
@@ -21,6 +22,7 @@ from nemo_rl.config import (
     policy,
     rewards,
     router_replay,
+    vision,
 )
 from nemo_rl.config.base import Section
 from nemo_rl.config.parts import (
@@ -80,7 +82,7 @@ def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
     if is_on_hub:
         ignored += ["data_path", "seed", "options"]
     elif name in GENERATED_DATASETS:
-        ignored += ["data_path", "split", "input_key", "output_key"]
+        ignored += ["data_path", "split", "input_key", "output_key", "image_key"]
         if dataset.size is None:
             lines.append(f"{prefix}.size: must be set: {name} is generated")
     else:
@@ -107,6 +109,41 @@ def _template_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
     if "{input}" in dataset.prompt_template:
         return []
     return [f"{prefix}.prompt_template: expected a text with {{input}}, got {dataset.prompt_template!r}"]
+
+
+def rule_images_need_single_turns_and_dtensor(config: MasterConfig) -> list[str]:
+    if not config.data.has_images:
+        return []
+    key = "data.train.image_key" if config.data.train.image_key is not None else "data.train.dataset_name"
+    lines = []
+    if config.experience.conversation.enabled:
+        lines.append(f"{key}: prompts have images, and conversations are of text alone; leave one of them out")
+    if config.policy.megatron_cfg.enabled:
+        lines.append(
+            f"{key}: prompts have images, and the Megatron worker has models of text alone; set "
+            "policy.dtensor_cfg.enabled=true and policy.megatron_cfg.enabled=false"
+        )
+    return lines
+
+
+def rule_extra_columns_can_be_written(config: MasterConfig) -> list[str]:
+    lines = []
+    for name, column in config.data.extra_columns.items():
+        key, is_object = f"data.extra_columns.{name}", column.dtype == "object"
+        if is_object and column.dims:
+            lines.append(f"{key}.dims: a column of objects has none, got {list(column.dims)}")
+        if is_object and set(column.read_by) - {"log"}:
+            lines.append(
+                f"{key}.read_by: passes read tensors; of objects expected log alone, got {list(column.read_by)}"
+            )
+        if "T" in column.dims[1:]:
+            lines.append(f"{key}.dims: T can only be the first dim, got {list(column.dims)}")
+        if column.source == "environment" and ENVIRONMENTS.is_builtin(config.env.name):
+            lines.append(
+                f"{key}.source: the environment {config.env.name!r} returns no columns; name your own in env.name "
+                "(module:Class), whose EnvReport has them, or set source to prompt"
+            )
+    return lines
 
 
 def rule_options_need_a_plugin(config: MasterConfig) -> list[str]:
@@ -323,6 +360,7 @@ _SECTIONS = (
         conversation,
         data_plane,
         diagnostics,
+        distillation,
         dtensor,
         evaluation,
         generation,
@@ -333,6 +371,7 @@ _SECTIONS = (
         rewards,
     ),
     router_replay,
+    vision,
 )
 """Modules of `nemo_rl.config` whose rules stand beside their section."""
 

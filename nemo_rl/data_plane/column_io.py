@@ -7,6 +7,7 @@ only: it is cut before a put and made at a read. The rollout worker writes the c
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +129,11 @@ LENGTHS = "@lengths"
 """Suffix of a jagged column's name, for the column of its row lengths."""
 
 
-def write_column_file(path: Path, columns: Mapping[str, torch.Tensor]) -> int:
+OBJECTS = "@objects"
+"""Suffix of a column of objects, whose rows are kept as one JSON list."""
+
+
+def write_column_file(path: Path, columns: Mapping[str, Column]) -> int:
     """Replace `path` at once; return its bytes.
 
     Raises:
@@ -136,6 +141,9 @@ def write_column_file(path: Path, columns: Mapping[str, torch.Tensor]) -> int:
     """
     flat: dict[str, torch.Tensor] = {}
     for name, column in columns.items():
+        if not isinstance(column, torch.Tensor):
+            flat[name + OBJECTS] = torch.frombuffer(bytearray(json.dumps(column).encode()), dtype=torch.uint8)
+            continue
         flat[name] = (values_of(column) if column.is_nested else column).contiguous()
         if column.is_nested:
             flat[name + LENGTHS] = lengths_of(column)
@@ -144,8 +152,8 @@ def write_column_file(path: Path, columns: Mapping[str, torch.Tensor]) -> int:
     return len(content)
 
 
-def read_column_file(path: Path) -> dict[str, torch.Tensor]:
-    """Return the columns, jagged where they were.
+def read_column_file(path: Path) -> dict[str, Column]:
+    """Return the columns, jagged where they were; those of objects as lists.
 
     Raises:
         OSError: the file is missing or cannot be read.
@@ -155,9 +163,12 @@ def read_column_file(path: Path) -> dict[str, torch.Tensor]:
         flat = load(read_plain(path))
     except SafetensorError as error:
         raise SchemaMismatch(f"{path}: expected columns in a safetensors file: {error}") from error
-    columns: dict[str, torch.Tensor] = {}
+    columns: dict[str, Column] = {}
     for name, values in flat.items():
         if name.endswith(LENGTHS):
+            continue
+        if name.endswith(OBJECTS):
+            columns[name.removesuffix(OBJECTS)] = json.loads(values.numpy().tobytes())
             continue
         lengths = flat.get(name + LENGTHS)
         if lengths is not None and int(lengths.sum()) != len(values):

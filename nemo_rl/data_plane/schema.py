@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import SchemaMismatch, name_some
@@ -36,6 +36,7 @@ Dim: TypeAlias = str | int
 PadValue: TypeAlias = float | Literal["token"]
 
 EXTRAS = "extras"
+"""Family of extra columns, behind which those say who reads them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +131,26 @@ _ROWS = (
         produced_by=WorkerPass.REFERENCE_LOGPROBS,
         read_by=(*RowPass, WorkerPass.TRAIN),
         condition="reference_kl",
+    ),
+    FieldSpec(
+        name="topk_ids",
+        dtypes=("int32",),
+        dims=("T", "top_k"),
+        family="topk",
+        produced_by=WorkerPass.TOPK_LOGITS,
+        read_by=(WorkerPass.TRAIN,),
+        condition="distillation",
+        may_be_absent=True,
+    ),
+    FieldSpec(
+        name="topk_logprobs",
+        dtypes=("float32",),
+        dims=("T", "top_k"),
+        family="topk",
+        produced_by=WorkerPass.TOPK_LOGITS,
+        read_by=(WorkerPass.TRAIN,),
+        condition="distillation",
+        may_be_absent=True,
     ),
     FieldSpec(
         name="advantages",
@@ -317,9 +338,17 @@ def writes_that_end_claims(stage: str) -> tuple[str, ...]:
 
 
 def extra_field(
-    name: str, *, dtypes: Sequence[str] = (), dims: Sequence[Dim] = (), is_object: bool = False, pad: PadValue = 0.0
+    name: str,
+    *,
+    dtypes: Sequence[str] = (),
+    dims: Sequence[Dim] = (),
+    is_object: bool = False,
+    pad: PadValue = 0.0,
+    read_by: Sequence[str] = (),
 ) -> FieldSpec:
     """Return a column that a partition declares besides the table (image features, environment columns).
+
+    Columns with the same readers are one family, so that a pass that reads one of them moves no others.
 
     Example:
         >>> extra_field("turn_lengths", dtypes=["int32"], dims=("turns",)).is_ragged
@@ -331,8 +360,9 @@ def extra_field(
         dims=tuple(dims),
         is_object=is_object,
         pad=pad,
-        family=EXTRAS,
+        family="+".join((EXTRAS, *sorted(read_by))),
         produced_by="rollout",
+        read_by=tuple(read_by),
     )
 
 
@@ -366,7 +396,7 @@ def _check_extra(spec: FieldSpec) -> None:
     where = f"extra field {spec.name!r}"
     if spec.name in FIELDS:
         raise SchemaMismatch(f"{where}: the name belongs to the table of fields; choose another one")
-    if spec.family != EXTRAS:
+    if spec.family.split("+")[0] != EXTRAS:
         raise SchemaMismatch(
             f"{where}: expected family 'extras', got {spec.family!r}; declare it with extra_field(...)"
         )
@@ -387,6 +417,7 @@ def spec_to_record(spec: FieldSpec) -> dict[str, object]:
         "is_object": spec.is_object,
         "pad": spec.pad,
         "family": spec.family,
+        "read_by": [*spec.read_by] if spec.name not in FIELDS else [],
     }
 
 
@@ -396,10 +427,17 @@ def spec_from_record(record: Mapping[str, object]) -> FieldSpec:
     known = FIELDS.get(name)
     if known is not None:
         return known
-    dtypes, dims, pad = record["dtypes"], record["dims"], record["pad"]
-    assert isinstance(dtypes, list | tuple) and isinstance(dims, list | tuple), f"malformed field record: {record}"
-    assert isinstance(pad, int | float) or pad == "token", f"malformed field record: {record}"
-    return extra_field(name, dtypes=dtypes, dims=dims, is_object=bool(record["is_object"]), pad=pad)
+    dtypes, dims, pad, read_by = record["dtypes"], record["dims"], record["pad"], record.get("read_by", ())
+    is_well_formed = all(isinstance(part, list | tuple) for part in (dtypes, dims, read_by))
+    assert is_well_formed and (isinstance(pad, int | float) or pad == "token"), f"malformed field record: {record}"
+    return extra_field(
+        name,
+        dtypes=cast("Sequence[str]", dtypes),
+        dims=cast("Sequence[Dim]", dims),
+        is_object=bool(record["is_object"]),
+        pad=cast(PadValue, pad),
+        read_by=cast("Sequence[str]", read_by),
+    )
 
 
 def docs_table() -> str:

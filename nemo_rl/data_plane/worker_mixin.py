@@ -24,10 +24,11 @@ from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.column_io import write_columns
+from nemo_rl.data_plane.extra_columns import extra_names, is_listed, rows_as_list
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.row_map import RowFunction, RowMapResult
-from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
+from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, FieldSpec
 from nemo_rl.distributed.abort import RootCause, StepWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, check_plans, replica_group_of
@@ -126,6 +127,12 @@ class ShardWorker(Protocol[_LossT, _ResultT]):
     def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
         """(collective) Return `[N, T]` float32."""
 
+    @abstractmethod
+    def _topk_logprobs(
+        self, meta: KVBatchMeta, batch: BatchedDataDict, *, k: int, vocab_size: int | None
+    ) -> Mapping[str, torch.Tensor]:
+        """(collective) Return the columns of `WorkerPass.TOPK_LOGITS`, dense `[N, T, k]`."""
+
 
 class _Store:
     """This process's client, and what it has read in this step."""
@@ -189,11 +196,17 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         self.rank = rank
         self._replica, self._watch, self._pad_values = replica, watch, pad_values
         self._store: _Store | _NoStore = _NoStore(rank)
+        self._extras: tuple[FieldSpec, ...] = ()
         self.fetch_group: dist.ProcessGroup | None = None
         """Over which the leader broadcasts; None when this rank reads for itself."""
 
     def setup_data_plane(
-        self, address: DataPlaneAddress | None, *, fetch_policy: FetchPolicy = "auto", cache_bytes: int = 0
+        self,
+        address: DataPlaneAddress | None,
+        *,
+        fetch_policy: FetchPolicy = "auto",
+        cache_bytes: int = 0,
+        extras: tuple[FieldSpec, ...] = (),
     ) -> None:
         """Attach this process's client, unless this rank neither reads nor writes.
 
@@ -202,10 +215,12 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             fetch_policy: `auto` lets the leader read and broadcast where there is a replica group, `independent` lets
                 every rank read for itself, `leader_broadcast` insists on a group.
             cache_bytes: most bytes of fetched columns that are kept within a step; 0 keeps none.
+            extras: columns of the rows besides the table of fields; a pass fetches those that name it.
 
         Raises:
             ConfigError: an unknown fetch policy, or `leader_broadcast` without a replica group.
         """
+        self._extras = extras
         self.fetch_group = _fetch_group(fetch_policy, self._replica)
         is_reader = self.fetch_group is None or self.rank == self._replica.leader
         self._store = _NoStore(self.rank)
@@ -255,15 +270,25 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         """(collective) Write `prev_logprobs` of this rank's shard, with `with_squares` `squared_probs` as well, and
         returns the meta that knows them."""
         with self._stage(WorkerPass.PREV_LOGPROBS):
-            batch = self._fetch(meta, self._prev_logprobs_fields)
+            batch = self._fetch(meta, (*self._prev_logprobs_fields, *self._extra_names(WorkerPass.PREV_LOGPROBS)))
             return self._write_back(meta, self._prev_logprobs(meta, batch, with_squares=with_squares))
 
     def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
         """(collective) Write `reference_policy_logprobs` of this rank's shard."""
         with self._stage(WorkerPass.REFERENCE_LOGPROBS):
-            batch = self._fetch(meta, LP_SEED_FIELDS)
+            batch = self._fetch(meta, (*LP_SEED_FIELDS, *self._extra_names(WorkerPass.REFERENCE_LOGPROBS)))
             column = WorkerPass.REFERENCE_LOGPROBS.column
             return self._write_back(meta, {column: self._reference_logprobs(meta, batch)})
+
+    def get_topk_logits_presharded(self, meta: KVBatchMeta, *, k: int, vocab_size: int | None = None) -> KVBatchMeta:
+        """(collective) Write `topk_ids` and `topk_logprobs` of this rank's shard.
+
+        Args:
+            vocab_size: tokens from this id on have no probability; None: all count.
+        """
+        with self._stage(WorkerPass.TOPK_LOGITS):
+            batch = self._fetch(meta, (*LP_SEED_FIELDS, *self._extra_names(WorkerPass.TOPK_LOGITS)))
+            return self._write_back(meta, self._topk_logprobs(meta, batch, k=k, vocab_size=vocab_size))
 
     def map_rows(self, meta: KVBatchMeta, work: RowFunction, *, stage: RowPass) -> RowMapResult:
         """(on every rank) Do the work on the rank that writes the shard's results; the others wait for nothing."""
@@ -294,21 +319,30 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
 
     def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> BatchedDataDict:
         """(collective) Check the plan, and return the columns that this rank's pipeline stage reads, dense, padded to
-        the plan's width, plus `keys`."""
+        the plan's width, plus `keys`; extra columns without a token axis are lists of tensors."""
         check_plans(meta.pack, rank=self.rank, replica=self._replica.ranks)
         width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
         if self.fetch_group is None:
             names = [name for name in fields if self._replica.needs is None or name in self._replica.needs]
-            batch = BatchedDataDict(self.reads.padded(meta, names, pad_values=self._pad_values, width=width))
+            lists = [spec.name for spec in self._extras if is_listed(spec) and spec.name in names]
+            dense = [name for name in names if name not in lists]
+            batch = BatchedDataDict(self.reads.padded(meta, dense, pad_values=self._pad_values, width=width))
+            listed = self.reads.ragged(meta, lists) if lists else {}
         else:
             columns = self._broadcast(meta, fields, self.fetch_group)
+            lists = [spec.name for spec in self._extras if is_listed(spec) and spec.name in columns]
+            listed = {name: columns.pop(name) for name in lists}
             batch = BatchedDataDict(materialize(columns, pad_values=self._pad_values, pad_to=width))
+        batch.update({name: rows_as_list(column) for name, column in listed.items()})
         if "input_ids" in fields and "input_ids" not in batch:
             # A stage in the middle of a pipeline sees shapes only.
             batch["input_ids"] = torch.zeros(len(meta.keys), width, dtype=torch.int32)
             batch["input_lengths"] = torch.tensor(meta.sequence_lengths, dtype=torch.int32)
         batch["keys"] = list(meta.keys)
         return batch
+
+    def _extra_names(self, stage: WorkerPass) -> tuple[str, ...]:
+        return extra_names(self._extras, stage.value)
 
     def _broadcast(self, meta: KVBatchMeta, fields: Sequence[str], group: dist.ProcessGroup) -> Fields:
         """(collective over the replica group) What the leader reads and this rank needs, without padding."""

@@ -80,6 +80,9 @@ class Reply:
     """Parts of the reward by name, for curves alone; summed over turns."""
     stop: tuple[str, ...] | None = None
     """Strings that end the next turn; None: those of the recipe."""
+    columns: Mapping[str, object] = field(default_factory=dict)
+    """Values of `data.extra_columns` whose source is the environment: numbers, nested lists of them, or JSON-like for a
+    column of objects. A later turn's value of the same name takes the place of an earlier one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

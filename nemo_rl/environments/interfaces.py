@@ -40,6 +40,9 @@ class EnvReport:
     no parts."""
     num_timeouts: int = 0
     """Rows whose scoring passed `env.timeout_s` and got reward 0."""
+    columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    """Values of `data.extra_columns` whose source is the environment: one per row, a tensor, an array, nested lists of
+    numbers, or JSON-like for a column of objects."""
     printed: tuple[str, ...] = ()
     """Lines for the person at the terminal: what the reward printed, cut to a few."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, cast
@@ -113,14 +114,37 @@ def plain_reply(reply: object) -> dict[str, object]:
     parts = given.get("components") or {}
     if not isinstance(parts, Mapping):
         raise MalformedReply(f"components: expected numbers by name, got {repr(parts)[:200]}")
-    stop = given.get("stop")
+    stop, columns = given.get("stop"), given.get("columns") or {}
     return {
         "messages": messages,
         "done": bool(given.get("done", False)),
         "reward": _number(given.get("reward", 0.0), "reward"),
         "components": {str(name): _number(part, f"components {str(name)[:60]!r}") for name, part in parts.items()},
         "stop": None if stop is None else [_text(item, "stop") for item in _items(stop, "stop")],
+        **({"columns": _columns(columns)} if columns else {}),
     }
+
+
+def _columns(columns: object) -> dict[str, object]:
+    if not isinstance(columns, Mapping):
+        raise MalformedReply(f"columns: expected values by name, got {repr(columns)[:200]}")
+    try:
+        text = json.dumps({str(name): value for name, value in columns.items()}, default=_plain_value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MalformedReply(f"columns: expected numbers, lists of them, or JSON: {error}") from error
+    if len(text) > TEXT_LIMIT:
+        raise MalformedReply(f"columns: expected at most {TEXT_LIMIT} characters as JSON, got {len(text)}")
+    return cast("dict[str, object]", json.loads(text))
+
+
+def _plain_value(value: Any) -> object:
+    """Return an array or a number of another library as lists and numbers."""
+    for read in (list, operator.index, float):
+        try:
+            return read(value)
+        except (TypeError, ValueError):
+            continue
+    raise TypeError(f"got {type(value).__name__}")
 
 
 def read_reply(given: Mapping[str, Any] | str) -> Reply:
@@ -146,6 +170,7 @@ def read_reply(given: Mapping[str, Any] | str) -> Reply:
         reward=cast("float", plain["reward"]),
         components=cast("dict[str, float]", plain["components"]),
         stop=None if stop is None else tuple(stop),
+        columns=cast("dict[str, object]", plain.get("columns", {})),
     )
 
 

@@ -91,6 +91,8 @@ class TurnRecord:
     """Strings that end the next turn, as in `Reply`."""
     reward: float = 0.0
     components: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, object] = field(default_factory=dict)
+    """Values of extra columns that the environment gave with it."""
     engine: int = 0
     """Number of the engine that sampled it."""
     cached_tokens: int | None = None
@@ -143,6 +145,11 @@ class ConversationRecord:
             for name, part in turn.components.items():
                 total[name] = total.get(name, 0.0) + part
         return total
+
+    @property
+    def columns(self) -> Mapping[str, object]:
+        """Return the values of extra columns that the environment gave, the last one of each name."""
+        return {name: value for turn in self.turns for name, value in turn.columns.items()}
 
     def with_outcome(self, reward: float) -> ConversationRecord:
         """Return the record with the reward that its last turn was given."""
@@ -284,6 +291,7 @@ class SaidTurn:
             stop=self.reply.stop,
             reward=self.reply.reward,
             components=self.reply.components,
+            columns=self.reply.columns,
             engine=sample.engine,
             cached_tokens=sample.cached_tokens,
             waited_s=sample.waited_s,

@@ -33,6 +33,7 @@ from nemo_rl.experience.conversations import ConversationLoop
 from nemo_rl.experience.rollouts import ResponseSampler, ResponseScorer, RolloutSpec, SamplesPrompts, sampling_params
 from nemo_rl.experience.turn_sampler import TurnSampler
 from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
+from nemo_rl.models.vision_processor import PromptPictures, encoder_of
 
 __all__ = ["RolloutEnvironment", "RolloutSampling"]
 
@@ -173,6 +174,8 @@ class RolloutSampling:
         log_file: Path,
     ) -> None:
         self._spec, self._tokenizer, self._generation = spec, tokenizer, generation
+        self.pictures = PromptPictures(encoder_of(spec.policy, spec.data, tokenizer))
+        """Images of prompts."""
         self.environment = RolloutEnvironment(spec, log_file=log_file)
         self.now = spec.now or datetime.now()
         """The clock of the chat template."""
@@ -195,7 +198,8 @@ class RolloutSampling:
             return ConversationSampler(self.conversations)
         scorer = self.environment.scorer
         assert scorer is not None, "single turns are scored"
-        return ResponseSampler(self._generation, ResponseScorer(scorer, self._tokenizer, sampling=sampling))
+        scorer_of_texts = ResponseScorer(scorer, self._tokenizer, sampling=sampling)
+        return ResponseSampler(self._generation, scorer_of_texts, pictures=self.pictures)
 
     def shutdown(self) -> None:
         """End conversations, tools and environment. Idempotent."""

@@ -14,12 +14,23 @@ import numpy as np
 import torch
 
 from nemo_rl.config.conversation import Ending
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.schema import DataConfig, ExtraColumn
+from nemo_rl.data.datasets import Prompt
+from nemo_rl.data_plane.extra_columns import extra_names, extra_specs, extra_values, rows_as_list
+from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.schema import FieldSpec, extra_field
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.errors import WorkerError
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.errors import ConfigError, WorkerError
+from nemo_rl.experience.conversation_attempt import ConversationRecord
 from nemo_rl.experience.token_row import TokenRow
 from nemo_rl.jagged import nest
 from nemo_rl.models.generation.interfaces import GenerationOutput
+from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.support import SUPPORT
+from nemo_rl.models.vision import PromptImages, vision_columns
+from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum
 from nemo_rl.utils.rollout_file import rounded
 
 __all__ = [
@@ -28,10 +39,18 @@ __all__ = [
     "VERSION_SPANS",
     "ConversationStats",
     "SampleStats",
+    "add_extras",
+    "add_images",
     "build_columns",
+    "columns_of_conversations",
     "columns_of_rows",
+    "component_columns",
+    "group_metrics",
+    "image_specs",
+    "logged_extras",
     "mean_of_scored",
     "row_record",
+    "run_extras",
     "version_span_column",
 ]
 
@@ -301,6 +320,124 @@ def _dense(  # noqa: PLR0913 - the parts of rows
     )
 
 
+IMAGE_PASSES = tuple(each.value for each in WorkerPass)
+"""Passes that read the images of rows: every one of the model."""
+
+
+def run_extras(data: DataConfig, policy: PolicyConfig) -> tuple[FieldSpec, ...]:
+    """Return the columns that the rollout of a run writes besides those of the table of fields.
+
+    Raises:
+        ConfigError: a column has the name of another one.
+    """
+    return (*extra_specs(data.extra_columns), *image_specs(data, policy))
+
+
+def image_specs(data: DataConfig, policy: PolicyConfig) -> tuple[FieldSpec, ...]:
+    """Return the columns with the images of prompts; empty where prompts have none."""
+    if not data.has_images:
+        return ()
+    columns = vision_columns(load_model_config(policy.model_name))
+    if taken := [column.name for column in columns if column.name in data.extra_columns]:
+        raise ConfigError([f"data.extra_columns.{name}: a column of images has this name" for name in taken])
+    return tuple(
+        extra_field(
+            column.name, dtypes=(column.dtype,), dims=(f"{column.name}_rows", *column.dims), read_by=IMAGE_PASSES
+        )
+        for column in columns
+    )
+
+
+def add_images(
+    columns: BatchedDataDict, specs: Sequence[FieldSpec], images: Sequence[PromptImages | None], *, group_size: int
+) -> None:
+    """Add the images of prompts to the columns of a rollout.
+
+    Args:
+        specs: of `image_specs`.
+        images: one per prompt, None for one without; empty where no prompt has any.
+        group_size: rows of each prompt, which have the same images.
+    """
+    rows = len(columns.tensor("input_lengths"))
+    of_row = [image for image in images for _ in range(group_size)] if images else [None] * rows
+    for spec in specs:
+        sizes = [size for size in spec.dims[1:] if isinstance(size, int)]
+        nothing = torch.zeros(0, *sizes, dtype=vars(torch)[spec.dtypes[0]])
+        parts = [nothing if image is None else image.tensors[spec.name] for image in of_row]
+        columns[spec.name] = nest(torch.cat(parts), torch.tensor([len(part) for part in parts], dtype=torch.int64))
+
+
+def add_extras(
+    columns: BatchedDataDict,
+    specs: Sequence[FieldSpec],
+    prompts: Sequence[Prompt],
+    *,
+    declared: Mapping[str, ExtraColumn],
+    given: Mapping[str, Sequence[object]],
+) -> None:
+    """Add the declared extra columns to those of the rollout.
+
+    Args:
+        prompts: one per row.
+        given: values of the environment by the names of columns, one per row; None has a row that was left out.
+
+    Raises:
+        ConfigError: a prompt or the environment lacks a column, or a value does not fit its declaration.
+    """
+    lengths = columns.tensor("input_lengths").tolist()
+    for spec in specs:
+        key = f"data.extra_columns.{spec.name}"
+        if declared[spec.name].source == "prompt":
+            values = [_of_prompt(prompt, spec, key) for prompt in prompts]
+        else:
+            if len(given.get(spec.name, ())) != len(prompts):
+                raise ConfigError(
+                    f"{key}: expected {len(prompts)} values from the environment (EnvReport.columns), got "
+                    f"{len(given[spec.name]) if spec.name in given else 'none'}"
+                )
+            values = list(given[spec.name])
+        columns[spec.name] = extra_values(spec, values, lengths=lengths, where=key)
+
+
+def columns_of_conversations(
+    rows: Sequence[ConversationRecord], specs: Sequence[FieldSpec]
+) -> dict[str, Sequence[object]]:
+    """Return the values that environments gave with their replies, by the names of columns.
+
+    Args:
+        rows: the conversation of each row; one that has no outcome has zeros.
+    """
+
+    def value(record: ConversationRecord, spec: FieldSpec) -> object:
+        if spec.name in record.columns or record.is_scored or spec.is_object:
+            return record.columns.get(spec.name)
+        sizes = [size if isinstance(size, int) else 0 for size in spec.dims]
+        return torch.zeros(sizes, dtype=vars(torch)[spec.dtypes[0]])
+
+    return {spec.name: [value(record, spec) for record in rows] for spec in specs}
+
+
+def logged_extras(client: DataPlaneClient, meta: KVBatchMeta, specs: Sequence[FieldSpec]) -> list[dict[str, object]]:
+    """Return the extra columns of each row that readable rollouts hold; tensors as nested lists."""
+    names = extra_names(specs, "log")
+    if not names:
+        return [{} for _ in meta.keys]
+    found = client.get_data(meta, names)
+    columns = {name: rows_as_list(found.get(name)) for name in names}
+    rows = [{name: column[row] for name, column in columns.items()} for row in range(len(meta.keys))]
+    return [
+        {"extras": {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in row.items()}}
+        for row in rows
+    ]
+
+
+def _of_prompt(prompt: Prompt, spec: FieldSpec, key: str) -> object:
+    if spec.name not in prompt.metadata and not spec.is_object:
+        known = ", ".join(map(str, prompt.metadata)) or "no other columns"
+        raise ConfigError(f"{key}: {prompt.place or f'prompt {prompt.index}'}: no such column; the row has {known}")
+    return prompt.metadata.get(spec.name)
+
+
 def version_span_column(output: GenerationOutput) -> torch.Tensor:
     """Return jagged `[N, (spans), 2]` int32: the first token of the response that a version drew, and the version."""
     spans = [torch.tensor(row, dtype=torch.int32) for row in output.row_spans]
@@ -325,3 +462,22 @@ def row_record(
         "truncated": bool(truncated),
         "finish_reason": ending or ("length" if truncated else "stop"),
     }
+
+
+def group_metrics(output: GenerationOutput, size: int) -> list[dict[str, Reduction]]:
+    """Return what is logged of each group; sums are exact, so they do not depend on which groups ended together."""
+    lengths = output.lengths.reshape(-1, size)
+    logprobs = output.logprobs.split(lengths.sum(1).tolist())
+    return [
+        {
+            "response_tokens": Sum(float(lengths_G.sum())),
+            "max_response_tokens": Max(float(lengths_G.max())),
+            "mean_generation_logprob": Mean(math.fsum(part.tolist()), float(lengths_G.sum())),
+        }
+        for lengths_G, part in zip(lengths, logprobs, strict=True)
+    ]
+
+
+def component_columns(components: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
+    """Return parts of rewards as columns of `SampleStats`."""
+    return {name: np.asarray(part, dtype=np.float32) for name, part in components.items()}

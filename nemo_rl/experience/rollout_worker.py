@@ -11,18 +11,20 @@ What crosses between the two sides: numbers of prompts, metas and per-row scalar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from nemo_rl.data.datasets import PromptSet, build_prompt_sets
+from nemo_rl.data.datasets import Prompt, PromptSet, build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.chunks.ragged import object_rows
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.column_io import kv_first_write, read_column_file, read_columns, write_column_file
+from nemo_rl.data_plane.extra_columns import extra_specs
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta, Tags
 from nemo_rl.data_plane.keys import group_uid, key_of, keys_of_groups
@@ -45,7 +47,20 @@ from nemo_rl.experience.conversation_setup import RolloutSampling
 from nemo_rl.experience.conversations import GroupTask
 from nemo_rl.experience.evaluation.evaluator import EvaluationSettings, EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
-from nemo_rl.experience.payload import VERSION_SPANS, SampleStats, build_columns, columns_of_rows, version_span_column
+from nemo_rl.experience.payload import (
+    VERSION_SPANS,
+    SampleStats,
+    add_extras,
+    add_images,
+    build_columns,
+    columns_of_conversations,
+    columns_of_rows,
+    component_columns,
+    group_metrics,
+    image_specs,
+    logged_extras,
+    version_span_column,
+)
 from nemo_rl.experience.rollouts import ResponseScorer, RolloutSpec, check_versions, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.scheduler import EngineScheduler
@@ -59,7 +74,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.utils.exits import machine_problem
-from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum, merge_metrics
+from nemo_rl.utils.metrics import Max, Reduction, Sum, merge_metrics
 from nemo_rl.utils.r3_trace import trace_rollout_payload
 from nemo_rl.utils.rollout_file import TokenTexts, row_texts, token_record, write_rollouts
 
@@ -175,9 +190,14 @@ class RolloutWorker:
             generation=generation,
             log_file=spec.logger.log_dir / REWARD_LOG,
         )
+        self._pictures, self._image_specs = self._parts.pictures, image_specs(spec.data, spec.policy)
         try:
             self._train, self._held_out = build_prompt_sets(
-                spec.data, self._tokenizer, now=spec.now, tools=self._parts.environment.schemas
+                spec.data,
+                self._tokenizer,
+                now=spec.now,
+                tools=self._parts.environment.schemas,
+                pictures=self._pictures.encoder,
             )
             self._answers = AnswerCheck(self._parts.environment.scorer, self._sets)
             if not self._answers.look():
@@ -277,6 +297,8 @@ class RolloutWorker:
             with_routes=replay.records_at_rollout,
             with_support=self._spec.policy.generation.record_support,
             names=tuple(group.name for group in groups) if self._spec.grpo.samples_ahead else (),
+            keys=tuple(keys_of_groups([group.uid for group in groups], size)) if self._spec.names_rows else (),
+            images=self._pictures.of([self._train.prompts[group.prompt] for group in groups]),
         )
         for part, samples in enumerate(self._stream(request, engine)):
             check_versions(samples.output, version)
@@ -348,7 +370,11 @@ class RolloutWorker:
             pad_token_id=int(self._tokenizer.pad_token_id),
             with_versions=self._spec.grpo.samples_ahead,
         )
-        opening = self._train.prompts[group.prompt].messages
+        prompt = self._train.prompts[group.prompt]
+        specs = extra_specs(self._spec.data.extra_columns)
+        records = [scored.records[sample] for sample, _, _ in scored.rows]
+        self._add_extras(columns, [prompt] * len(rows), columns_of_conversations(records, specs))
+        opening = prompt.messages
         columns[CONVERSATION] = log_column(
             [
                 ConversationLog.of(scored.records[sample], prompt=group.prompt, opening=() if sample else opening)
@@ -400,6 +426,8 @@ class RolloutWorker:
             group_size=size,
             pad_token_id=int(self._tokenizer.pad_token_id),
         )
+        self._add_extras(columns, [prompt for prompt in prompts for _ in range(size)], report.columns)
+        add_images(columns, self._image_specs, self._pictures.of(prompts), group_size=size)
         recorded = () if output.routes is None else (output.routes,)
         route_metrics = self._add_routes(columns, recorded, keys=keys, partition_id=partition_id, is_first=is_first)
         rewards = np.asarray(report.rewards, dtype=np.float32)
@@ -415,13 +443,13 @@ class RolloutWorker:
             rewards=rewards,
             truncated=output.truncated.numpy(),
             response_lengths=output.lengths.numpy().astype(np.int32),
-            components=_columns(report.components),
+            components=component_columns(report.components),
         )
         written = RolloutResult(meta=meta, sample_stats=sample_stats)
         shared = {"reward_timeouts": Sum(float(report.num_timeouts)), **output.metrics, **route_metrics}
         results = [
             replace(written.select(range(first, first + size)), metrics=metrics)
-            for first, metrics in zip(range(0, len(keys), size), _group_metrics(output, size), strict=True)
+            for first, metrics in zip(range(0, len(keys), size), group_metrics(output, size), strict=True)
         ]
         # What was measured of all these groups together goes with the first one.
         results[0] = replace(results[0], metrics={**results[0].metrics, **shared}, printed=report.printed)
@@ -436,6 +464,14 @@ class RolloutWorker:
             {WEIGHT_VERSION: min(versions), "first_version": versions[0], "last_version": versions[-1]}
             for versions in of_row
         ]
+
+    def _add_extras(
+        self, columns: BatchedDataDict, prompts: Sequence[Prompt], given: Mapping[str, Sequence[object]]
+    ) -> None:
+        """Add the columns of `data.extra_columns`; `prompts` has one entry per row."""
+        declared = self._spec.data.extra_columns
+        if declared:
+            add_extras(columns, extra_specs(declared), prompts, declared=declared, given=given)
 
     def _add_routes(
         self,
@@ -490,6 +526,7 @@ class RolloutWorker:
         with self.client.stage("log"):
             batch = read_columns(self.client, meta, LOGGED_FIELDS, pad_values={"input_ids": 0})
             logs = self._logs_of(meta)
+            extras = logged_extras(self.client, meta, extra_specs(self._spec.data.extra_columns))
             prevs = None if scored is None else read_columns(self.client, scored, (prev,)).tensor(prev)
         ids, mask = batch.tensor("input_ids"), batch.tensor("token_mask").bool()
         row_of = {} if scored is None else {key: row for row, key in enumerate(scored.keys)}
@@ -504,14 +541,18 @@ class RolloutWorker:
                 generation_logprobs=batch.tensor("generation_logprobs")[row, :length],
                 prev_logprobs=prevs[row_of[key], :length] if prevs is not None and key in row_of else None,
             )
-            lines.append({**texts, **records[row], **({} if log is None else turn_lines(log)), **columns})
+            more = {} if log is None else turn_lines(log)
+            lines.append({**texts, **records[row], **more, **extras[row], **columns})
         write_rollouts(path, lines)
 
     def keep_columns(self, meta: KVBatchMeta, *, fields: Sequence[str], path: Path) -> int:
         """Writes columns of the rows to a file, as they are stored; returns its bytes."""
         with self.client.stage("keep"):
             found = self.client.get_data(meta, fields)
-        columns = {name: found.get(name) for name in fields}
+        columns = {
+            name: column if isinstance(column := found.get(name), torch.Tensor) else object_rows(column)
+            for name in fields
+        }
         try:
             return write_column_file(path, columns)
         except OSError as error:
@@ -556,21 +597,3 @@ class RolloutWorker:
         client, self._client = self._client, None
         if client is not None:
             client.close()
-
-
-def _group_metrics(output: GenerationOutput, size: int) -> list[dict[str, Reduction]]:
-    """Return what is logged of each group; sums are exact, so they do not depend on which groups ended together."""
-    lengths = output.lengths.reshape(-1, size)
-    logprobs = output.logprobs.split(lengths.sum(1).tolist())
-    return [
-        {
-            "response_tokens": Sum(float(lengths_G.sum())),
-            "max_response_tokens": Max(float(lengths_G.max())),
-            "mean_generation_logprob": Mean(math.fsum(part.tolist()), float(lengths_G.sum())),
-        }
-        for lengths_G, part in zip(lengths, logprobs, strict=True)
-    ]
-
-
-def _columns(components: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    return {name: np.asarray(part, dtype=np.float32) for name, part in components.items()}

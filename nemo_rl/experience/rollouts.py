@@ -28,6 +28,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     SamplingParams,
 )
+from nemo_rl.models.vision_processor import PromptPictures
 
 __all__ = [
     "MeasuredSamples",
@@ -55,6 +56,8 @@ class RolloutSpec:
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
     start_timeout_s: float
     """Deadline for the start of the processes that score."""
+    names_rows: bool = False
+    """True where the engines are told the keys of their rows, for a recording of their tensors."""
     now: datetime | None = None
     """The time that the chat template sees: that of the run's first start. None: the clock's."""
 
@@ -69,6 +72,7 @@ class RolloutSpec:
             env=config.env,
             experience=config.experience,
             logger=config.logger,
+            names_rows=config.diagnostics.record.has_generation,
             start_timeout_s=config.cluster.worker_start_timeout_s,
             now=now,
         )
@@ -129,17 +133,23 @@ class ResponseSampler:
 
     Args:
         generation: engines, shared with the weight sync.
+        pictures: images of the prompts.
     """
 
-    def __init__(self, generation: GenerationInterface, scorer: ResponseScorer) -> None:
+    def __init__(
+        self, generation: GenerationInterface, scorer: ResponseScorer, *, pictures: PromptPictures | None = None
+    ) -> None:
         self._generation, self._scorer = generation, scorer
+        self._pictures = PromptPictures(None) if pictures is None else pictures
 
     def sample(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingParams, *, version: int | None
     ) -> MeasuredSamples:
         """See `SamplesPrompts`."""
         ids = tuple(prompt.ids for prompt in prompts)
-        output = self._generation.generate(GenerationRequest(prompt_ids=ids, seeds=tuple(seeds), sampling=sampling))
+        images = self._pictures.of(prompts)
+        request = GenerationRequest(prompt_ids=ids, seeds=tuple(seeds), sampling=sampling, images=images)
+        output = self._generation.generate(request)
         check_versions(output, version)
         scored = self._scorer.score(prompts, output)
         lengths = output.lengths.tolist()

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ import torch
 from nemo_rl.algorithms.kept_steps.record import StepSnapshot, read_record
 from nemo_rl.algorithms.run_folder import STEPS
 from nemo_rl.data_plane.column_io import read_column_file
+from nemo_rl.distributed.batched_data_dict import Column
 from nemo_rl.errors import CheckpointError, SchemaMismatch
 from nemo_rl.utils.files import read_plain
 from nemo_rl.utils.manifest import Manifest
@@ -69,7 +71,7 @@ class SnapshotFolder:
         return read_record(text, where=str(self.path / STEP_FILE))
 
     def columns(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the columns of the rollout and of the update; empty where they were not written.
+        """Return the tensor columns of the rollout and of the update; empty where they were not written.
 
         Raises:
             CheckpointError: a file is torn.
@@ -81,7 +83,11 @@ class SnapshotFolder:
             )
         except (OSError, ValueError, RuntimeError, SchemaMismatch) as error:
             raise CheckpointError(f"kept step {self.path}: {error}") from error
-        return rollout, update
+        return _tensors(rollout), _tensors(update)
+
+
+def _tensors(columns: Mapping[str, Column]) -> dict[str, torch.Tensor]:
+    return {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
 
 
 class StepsFolder:

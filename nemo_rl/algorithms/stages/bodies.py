@@ -6,6 +6,7 @@ runs them.
       |                      lengths -> rows of each rank and microbatch    (select_train_rows, plan_train)
       |- prev_logprobs       workers write log-probs of the policy          (PrevLogprobs, plan_logprobs)
       |- reference_logprobs  workers write those of the reference           (ReferenceLogprobs)
+      |- topk_logits         workers of a teacher write its top-k         (TeacherTopK, plan_rows)
       |- measure_rows        workers sum over tokens of each row            (MeasureRows)
       |- token_advantages    workers write one for each token                (TokenAdvantages)
       |- advantages          row scalars -> data plane                      (Advantages, write_columns)
@@ -23,7 +24,7 @@ from dataclasses import replace
 
 import torch
 
-from nemo_rl.algorithms.grpo import plan_logprobs, plan_train, score_rows, select_train_rows
+from nemo_rl.algorithms.grpo import plan_logprobs, plan_rows, plan_train, score_rows, select_train_rows
 from nemo_rl.algorithms.scored_rows import TOO_FAR, ScoredRows
 from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, fetched_fields
 from nemo_rl.algorithms.stages.stage import Stage, StageTools, UpdateStage
@@ -36,12 +37,13 @@ from nemo_rl.data_plane.client.meter import columns_bytes
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.row_map import RowResults
-from nemo_rl.distributed.calls import Pending
+from nemo_rl.distributed.calls import Pending, ask
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.experience.payload import row_record
 from nemo_rl.models.policy.interfaces import SQUARED_PROBS, STALENESS
 from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.utils.r3_trace import trace_retired
 from nemo_rl.utils.rollout_file import rollout_path, rounded
 
@@ -106,6 +108,25 @@ class ReferenceLogprobs(UpdateStage):
         step, plan = _with_logprob_plan(step, self._tools)
         written = self._tools.policy.submit_reference_policy_logprobs_from_meta(step.update.meta, plan)
         return written.then(step.with_chosen_meta)
+
+
+class TeacherTopK(UpdateStage):
+    """The teacher's workers write its most likely tokens with their log-probabilities, and rest until the next step."""
+
+    def _submit(self, step: StepState) -> Pending[StepState]:
+        teacher, meta = self._tools.teacher, step.update.meta
+        assert teacher is not None, "the stage is there because the loss distils"
+        plan = plan_rows(meta.sequence_lengths or (), teacher.settings, layout=teacher.policy.layout)
+        written = teacher.policy.submit_topk_logits_from_meta(
+            meta, plan, k=teacher.top_k, vocab_size=teacher.vocab_size
+        )
+
+        def rest(found: KVBatchMeta) -> StepState:
+            teacher.policy.run(ask(TQWorker.rest), self.name)
+            self.driver_bytes = teacher.policy.driver_bytes
+            return step.with_chosen_meta(found)
+
+        return written.then(rest)
 
 
 class Advantages(UpdateStage):
@@ -254,6 +275,7 @@ BODIES: Mapping[str, type[Stage]] = {
     "score": Score,
     WorkerPass.PREV_LOGPROBS: PrevLogprobs,
     WorkerPass.REFERENCE_LOGPROBS: ReferenceLogprobs,
+    WorkerPass.TOPK_LOGITS: TeacherTopK,
     RowPass.MEASURE: MeasureRows,
     RowPass.ADVANTAGES: TokenAdvantages,
     "advantages": Advantages,

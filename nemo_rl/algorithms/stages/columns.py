@@ -7,29 +7,34 @@ that no earlier stage writes is an error.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemo_rl.algorithms.token_statistics import KlInReward, TokenStatistics
 from nemo_rl.algorithms.token_work import TokenEstimator, token_estimator
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
+from nemo_rl.data_plane.extra_columns import extra_names
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import (
     DP_TRAIN_FIELDS,
     FIELDS,
     LP_SEED_FIELDS,
     ROUTE_FIELDS,
+    FieldSpec,
     reads_of,
     route_fields,
     writes_of,
 )
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import ConfigError
+from nemo_rl.experience.payload import run_extras
 from nemo_rl.models.policy.interfaces import (
     ADVANTAGES,
     COMPUTED_FIELDS,
     SQUARED_PROBS,
     STALENESS,
     TOKEN_ADVANTAGES,
+    TOPK_IDS,
+    TOPK_LOGPROBS,
     LossFunction,
 )
 from nemo_rl.models.support import SUPPORT
@@ -43,6 +48,7 @@ __all__ = [
     "StageColumns",
     "check_stages",
     "declare_partition",
+    "extras_of",
     "fetched_fields",
     "stage_columns",
     "written_fields",
@@ -65,6 +71,8 @@ class StageColumns:
     name: str
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    extras: tuple[FieldSpec, ...] = ()
+    """Columns among `writes` that the table of fields does not know."""
 
 
 def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageColumns, ...]:
@@ -91,6 +99,9 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
     if config.loss_fn.reference_policy_kl_penalty > 0:
         names.append(WorkerPass.REFERENCE_LOGPROBS.value)
         conditions += ("reference_kl",)
+    if config.loss_fn.distillation.enabled:
+        names.append(WorkerPass.TOPK_LOGITS.value)
+        conditions += ("distillation",)
     stages = [
         StageColumns(
             name=name, reads=reads_of(name, conditions=conditions), writes=writes_of(name, conditions=conditions)
@@ -103,11 +114,15 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
     if routes and not replay.records_at_rollout:
         stages = [_with_routes(stage, routes, recorder=replay.source) for stage in stages]
     stages.append(
-        StageColumns(name=WorkerPass.TRAIN.value, reads=(*_train_fields(loss_fn, estimator), *support, *routes))
+        StageColumns(name=WorkerPass.TRAIN.value, reads=(*_train_fields(config, loss_fn, estimator), *support, *routes))
     )
     # Readable rollouts say why a column is not there.
     written = written_fields(stages)
-    stages.append(StageColumns(name="log", reads=tuple(name for name in reads_of("log") if name in written)))
+    extras = run_extras(config.data, config.policy)
+    if extras:
+        stages = [_with_extras(stage, extras) for stage in stages]
+    logged = (*(name for name in reads_of("log") if name in written), *extra_names(extras, "log"))
+    stages.append(StageColumns(name="log", reads=logged))
     check_stages(stages)
     return tuple(stages)
 
@@ -142,6 +157,11 @@ def written_fields(stages: Sequence[StageColumns]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for stage in stages for name in stage.writes))
 
 
+def extras_of(stages: Sequence[StageColumns]) -> tuple[FieldSpec, ...]:
+    """Return the columns of the step that the table of fields does not know."""
+    return tuple(spec for stage in stages for spec in stage.extras)
+
+
 def declare_partition(
     client: DataPlaneClient,
     stages: Sequence[StageColumns],
@@ -158,13 +178,21 @@ def declare_partition(
     is_async = config.samples_ahead
     # Rows of a step that is being cleared, and of groups that are sampled again, may still be there.
     ahead = 1 + config.async_.steps_ahead if is_async else 0
+    extras = {spec.name: spec for spec in extras_of(stages)}
     client.register_partition(
         PARTITION,
-        written_fields(stages),
+        [extras.get(name, name) for name in written_fields(stages)],
         config.rows_alive * (steps_in_flight + ahead) * rows_per_conversation,
         (TRAIN_TASK,) if is_async else (),
         grpo_group_size=config.num_generations_per_prompt,
     )
+
+
+def _with_extras(stage: StageColumns, extras: Sequence[FieldSpec]) -> StageColumns:
+    """Return the stage with the extra columns that it writes or reads."""
+    if stage.name == ROLLOUT:
+        return replace(stage, writes=(*stage.writes, *(spec.name for spec in extras)), extras=tuple(extras))
+    return replace(stage, reads=tuple(dict.fromkeys((*stage.reads, *extra_names(extras, stage.name)))))
 
 
 def _with_routes(stage: StageColumns, routes: Sequence[str], *, recorder: str) -> StageColumns:
@@ -196,12 +224,16 @@ def _in_table_order(names: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in FIELDS if name in names)
 
 
-def _train_fields(loss_fn: LossFunction, estimator: TokenEstimator | None) -> tuple[str, ...]:
-    """Seed columns and what the loss reads, in the order of the table."""
-    needed = {*LP_SEED_FIELDS, *loss_fn.input_fields} - set(COMPUTED_FIELDS)
-    unknown = needed - {*DP_TRAIN_FIELDS, STALENESS}
+def _train_fields(config: MasterConfig, loss_fn: LossFunction, estimator: TokenEstimator | None) -> tuple[str, ...]:
+    """Seed columns and what the loss reads, in the order of the table; extra columns come by their declaration."""
+    extras = {name for name, column in config.data.extra_columns.items() if WorkerPass.TRAIN.value in column.read_by}
+    needed = {*LP_SEED_FIELDS, *loss_fn.input_fields} - set(COMPUTED_FIELDS) - extras
+    unknown = needed - {*DP_TRAIN_FIELDS, STALENESS, TOPK_IDS, TOPK_LOGPROBS}
     if unknown:
-        raise ConfigError(f"the loss reads {sorted(unknown)}, which are no training columns of the FieldSpec table")
+        raise ConfigError(
+            f"the loss reads {', '.join(sorted(unknown))}: expected training columns of the FieldSpec table, or names "
+            "of data.extra_columns with 'train' in read_by"
+        )
     if estimator is not None and ADVANTAGES in needed:
         # Workers give it to the loss under the other name.
         needed = needed - {ADVANTAGES} | {TOKEN_ADVANTAGES}

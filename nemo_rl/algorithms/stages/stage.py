@@ -25,7 +25,20 @@ from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.tq_policy import TQPolicy
 
-__all__ = ["Stage", "StageTools", "UpdateStage"]
+__all__ = ["Stage", "StageTools", "Teacher", "UpdateStage"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Teacher:
+    """The model whose distributions the policy learns."""
+
+    policy: TQPolicy
+    """Its workers."""
+    settings: PolicyConfig
+    """Its model and layout, as `teacher_policy` makes them."""
+    top_k: int
+    vocab_size: int
+    """Tokens that the policy has logits for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +56,8 @@ class StageTools:
     """Measurements of the rows' tokens that the driver needs, or None."""
     token_estimator: TokenEstimator | None = None
     """Estimator of advantages per token, or None when the driver computes one per row."""
+    teacher: Teacher | None = None
+    """The teacher, or None without distillation."""
     cost: tuple[float, float] = DEFAULT_COST
     """(a, b) of the cost a s + b s^2 of a row of s tokens, by which rows are shared among the ranks."""
 

@@ -190,6 +190,7 @@ def _row(row: RolloutRow, *, is_said: bool) -> Markup:
     is_left_out = row.sample_mask == 0
     facts: list[tuple[str, object]] = [("reward", f"{row.reward:.4g}")]
     facts += [(_plain(name), "none" if part is None else f"{part:.4g}") for name, part in row.components.items()]
+    facts += [(_plain(name), printable(value, limit=SAID_SHOWN)) for name, value in row.extras.items()]
     facts += [("advantage", signed(row.advantage)), ("ended by", _plain(row.finish_reason))]
     facts += [("tokens", row.response_tokens), ("weights", row.weight_version)]
     about = [printable(fact, limit=SAID_SHOWN) for fact in row.of_conversation()]

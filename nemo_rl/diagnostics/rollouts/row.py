@@ -87,6 +87,8 @@ class RolloutRow:
     reward: float
     components: Mapping[str, float | None] = field(default_factory=dict)
     """Parts of the reward; None for one that was not scored."""
+    extras: Mapping[str, str] = field(default_factory=dict)
+    """Extra columns of the run, as JSON."""
     advantage: float | None = None
     finish_reason: str
     """`stop` or `length`, of a conversation its ending; `?` where the file does not say."""
@@ -152,6 +154,7 @@ class RolloutRow:
             response=str(record["response"]),
             reward=float(record["reward"]),
             components={str(name): _number(part) for name, part in components.items()},
+            extras={str(name): json.dumps(value) for name, value in dict(record.get("extras") or {}).items()},
             advantage=_number(record.get("advantage")),
             finish_reason=str(record.get("finish_reason", by_truncation)),
             response_tokens=None if record.get("response_tokens") is None else int(record["response_tokens"]),

@@ -56,6 +56,7 @@ def _row_lines(row: RolloutRow, width: int) -> Iterator[Text]:
     facts = [
         f"reward {row.reward:.4g}",
         *(f"{_plain(name)} {'none' if part is None else f'{part:.4g}'}" for name, part in row.components.items()),
+        *(f"{_plain(name)} {printable(value, limit=SAID_SHOWN)}" for name, value in row.extras.items()),
         f"advantage {signed(row.advantage)}",
         _plain(row.finish_reason),
         *([f"{row.response_tokens} tokens"] if row.response_tokens is not None else []),

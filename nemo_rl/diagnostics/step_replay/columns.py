@@ -11,7 +11,8 @@ import torch
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE_FILE, SnapshotFolder
 from nemo_rl.algorithms.kept_steps.record import StepSnapshot
 from nemo_rl.data_plane.chunks.ragged import materialize
-from nemo_rl.data_plane.schema import ROUTE_FIELDS
+from nemo_rl.data_plane.extra_columns import is_listed, rows_as_list
+from nemo_rl.data_plane.schema import ROUTE_FIELDS, FieldSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import CheckpointError
 from nemo_rl.jagged import nest, offsets_of
@@ -36,9 +37,11 @@ class SnapshotColumns:
     update: dict[str, torch.Tensor]
     places: dict[int, int]
     """Row -> its place in the columns of the update."""
+    lists: tuple[str, ...] = ()
+    """Columns of which a batch holds one tensor per row."""
 
     @classmethod
-    def read(cls, folder: SnapshotFolder, step: StepSnapshot) -> SnapshotColumns:
+    def read(cls, folder: SnapshotFolder, step: StepSnapshot, *, extras: Sequence[FieldSpec] = ()) -> SnapshotColumns:
         """
         Raises:
             CheckpointError: a file is torn, or holds columns of other rows than the step's.
@@ -67,6 +70,7 @@ class SnapshotColumns:
             rollout=rollout,
             update=update,
             places={row: place for place, row in enumerate(step.trained or ())},
+            lists=tuple(spec.name for spec in extras if is_listed(spec)),
         )
 
     def has(self, name: str, rows: Sequence[int]) -> bool:
@@ -91,7 +95,9 @@ class SnapshotColumns:
     def batch(self, fields: Sequence[str], rows: Sequence[int], *, width: int, pad_token_id: int) -> BatchedDataDict:
         """Return the columns of these rows, dense, as a worker gets them from the data plane."""
         columns = {name: self.rows(name, rows) for name in fields}
+        listed = {name: rows_as_list(columns.pop(name)) for name in self.lists if name in columns}
         batch = materialize(columns, pad_values={"input_ids": float(pad_token_id)}, pad_to=width)
+        batch.update(listed)
         batch["keys"] = [self.keys[row] for row in rows]
         return batch
 

@@ -15,6 +15,7 @@ import torch
 
 from nemo_rl.algorithms.kept_steps.record import StepError
 from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.data_plane.extra_columns import extra_names
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem
@@ -26,6 +27,7 @@ from nemo_rl.distributed.collectives import RankSpec, init_process_group
 from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NonFiniteError
+from nemo_rl.experience.payload import run_extras
 from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
@@ -185,6 +187,7 @@ class ReplayRank:
     def __init__(self, worker: PolicyWorker, job: RankJob) -> None:
         self.worker, self._job = worker, job
         self._at = job.settings.layout.coordinates(worker.rank)
+        self._extras = run_extras(job.settings.config.data, job.settings.config.policy)
         tokenizer = job.settings.policy.tokenizer
         named = load_tokenizer(tokenizer.name or job.settings.policy.model_name, chat_template=tokenizer.chat_template)
         self._pad_token_id = int(named.pad_token_id)
@@ -201,7 +204,7 @@ class ReplayRank:
         found = RankStep(number=work.step.number, error=work.error)
         if work.error is not None or not work.trained:
             return found
-        columns = SnapshotColumns.read(work.folder, work.step)
+        columns = SnapshotColumns.read(work.folder, work.step, extras=self._extras)
         fresh: dict[str, torch.Tensor] = {}
         stage = WorkerPass.PREV_LOGPROBS
         if self._job.record is not None and work is self._job.steps[-1]:
@@ -226,6 +229,7 @@ class ReplayRank:
         self.worker.device_states.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
         fields = _prev_fields(columns, rows) if stage is WorkerPass.PREV_LOGPROBS else LP_SEED_FIELDS
+        fields = (*fields, *extra_names(self._extras, stage.value))
         batch = self._seed_batch(work, columns, fields, rows, width=plan.pad_to)
         if stage is WorkerPass.REFERENCE_LOGPROBS:
             return rows, self.worker.get_reference_policy_logprobs(batch, plan=plan)
@@ -261,7 +265,8 @@ class ReplayRank:
         assert work.logprob_plan is not None, "there are rows"
         self.worker.device_states.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
-        batch = self._seed_batch(work, columns, _prev_fields(columns, rows), rows, width=plan.pad_to)
+        fields = (*_prev_fields(columns, rows), *extra_names(self._extras, WorkerPass.PREV_LOGPROBS.value))
+        batch = self._seed_batch(work, columns, fields, rows, width=plan.pad_to)
         recorded = self.worker.record_routes(batch, plan=plan)
         self._add_routes(batch, columns, rows)
         found.routes = _compared_routes(recorded.routes_NTLK, batch)
