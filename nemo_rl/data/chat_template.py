@@ -42,6 +42,8 @@ class Form:
 
     in_parts: frozenset[Role] = frozenset()
     """Roles whose content is given as `[{"type": "text", "text": ...}]`."""
+    num_pictures: int = 0
+    """Parts of type image before the text of the last message, which is then given in parts."""
     arguments_as_text: bool = False
     """True where the arguments of a call are given as a JSON text."""
     controls: tuple[int, ...] = ()
@@ -91,6 +93,24 @@ class ChatTemplate:
         """
         form = self.form(shape_of(messages), generation_prompt=generation_prompt)
         return self.encode_part(messages, form, generation_prompt=generation_prompt)
+
+    def encode_with(self, messages: Sequence[Message], *, num_pictures: int) -> tuple[int, ...]:
+        """Return the ids of a conversation with pictures before the text of its last message.
+
+        Raises:
+            DatasetError: a text contains a control token, or is lost in the template.
+            ModelFolderError: the template cannot render these messages.
+        """
+        form = replace(self._form_of(shape_of(messages)), num_pictures=num_pictures)
+        rendered = self.render(messages, form)
+        for message in messages:
+            _check_kept(message, rendered)
+        ids = self.tokens.rendered(rendered)
+        neutral = self.tokens.rendered(self.render(placeholders(shape_of(messages)), form))
+        if self.tokens.controls_in(ids) != self.tokens.controls_in(neutral):
+            longest = max((message.content for message in messages), key=len)
+            raise DatasetError(f"prompt {longest[:80]!r}: contains a control token beside pictures; remove it")
+        return tuple(ids)
 
     def encode_part(
         self,
@@ -293,7 +313,9 @@ def _as_dicts(messages: Sequence[Message], form: Form, thoughts: Mapping[int, st
     made, answered = 0, 0
     for place, message in enumerate(messages):
         text = message.content
-        content = [{"type": "text", "text": text}] if message.role in form.in_parts else text
+        content: object = [{"type": "text", "text": text}] if message.role in form.in_parts else text
+        if form.num_pictures and place == len(messages) - 1:
+            content = [*({"type": "image"} for _ in range(form.num_pictures)), {"type": "text", "text": text}]
         as_dict: dict[str, object] = {"role": message.role, "content": content}
         if message.calls:
             answered = made

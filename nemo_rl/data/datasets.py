@@ -23,6 +23,7 @@ from nemo_rl.config.parts import DATASETS
 from nemo_rl.config.schema import DataConfig, DatasetConfig
 from nemo_rl.data.conversation import Message
 from nemo_rl.data.messages import PromptEncoder, prompt_messages
+from nemo_rl.data.pictures import EncodesPictures, Picture, pictures_of
 from nemo_rl.errors import NAMES_SHOWN, DatasetError, boundary, shorten
 
 __all__ = [
@@ -56,6 +57,8 @@ class RawPrompt:
     """The other columns of its row, or what the source's own reward needs."""
     place: str = ""
     """The place of the row, such as `train.jsonl:7`; empty for a generated one."""
+    images: object = None
+    """Pictures as `pictures_of` takes them; None: the prompt has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +83,15 @@ class Prompt:
     """Number of its row, and where that stands."""
     messages: tuple[Message, ...] = ()
     """The conversation that it opens, of which `ids` are the tokens."""
+    pictures: tuple[Picture, ...] = ()
+    """Its images, which stand before the text; `ids` have a token for every feature of them."""
+    unexpanded: tuple[int, ...] = ()
+    """The tokens with one place for each picture; empty without pictures."""
+
+    @property
+    def identity(self) -> str:
+        """Return what tells prompts apart: equal texts with other pictures are other prompts."""
+        return "\0".join((self.text, *(picture.digest for picture in self.pictures)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +158,7 @@ def build_prompt_sets(
     now: datetime | None = None,
     max_rows: int | None = None,
     tools: Sequence[Mapping[str, object]] = (),
+    pictures: EncodesPictures | None = None,
 ) -> tuple[PromptSet, Mapping[str, PromptSet]]:
     """Return the training prompts, and the held-out ones by the name of their set; a held-out text is not trained on.
 
@@ -153,13 +166,14 @@ def build_prompt_sets(
         now: the time that a chat template sees; None: that of the clock.
         max_rows: of each source; None reads all.
         tools: schemas that the chat template prints in every prompt, in the form of OpenAI.
+        pictures: of the model, where prompts have images.
 
     Raises:
         DatasetError: a source is missing, malformed or empty, or has rows that cannot be used.
     """
-    held_out = load_held_out(cfg, tokenizer, now=now, max_rows=max_rows, tools=tools)
-    texts = frozenset(prompt.text for prompts in held_out.values() for prompt in prompts.prompts)
-    encoder = _encoder(cfg.train, tokenizer, now, tools)
+    held_out = load_held_out(cfg, tokenizer, now=now, max_rows=max_rows, tools=tools, pictures=pictures)
+    texts = frozenset(prompt.identity for prompts in held_out.values() for prompt in prompts.prompts)
+    encoder = _encoder(cfg.train, tokenizer, now, tools, pictures)
     train = load_prompts(cfg.train, encoder, limits=cfg, where="data.train", exclude=texts, max_rows=max_rows)
     return train, held_out
 
@@ -171,11 +185,16 @@ def load_held_out(
     now: datetime | None = None,
     max_rows: int | None = None,
     tools: Sequence[Mapping[str, object]] = (),
+    pictures: EncodesPictures | None = None,
 ) -> Mapping[str, PromptSet]:
     """Return the validation sets by name, the main one first; arguments and errors as of `build_prompt_sets`."""
     return {
         name: load_prompts(
-            source, _encoder(source, tokenizer, now, tools), limits=cfg, where=cfg.held_out_key(name), max_rows=max_rows
+            source,
+            _encoder(source, tokenizer, now, tools, pictures),
+            limits=cfg,
+            where=cfg.held_out_key(name),
+            max_rows=max_rows,
         )
         for name, source in cfg.held_out.items()
     }
@@ -186,8 +205,9 @@ def _encoder(
     tokenizer: PreTrainedTokenizerBase,
     now: datetime | None,
     tools: Sequence[Mapping[str, object]],
+    pictures: EncodesPictures | None,
 ) -> PromptEncoder:
-    return PromptEncoder(tokenizer, now=now, with_template=cfg.apply_chat_template, tools=tools)
+    return PromptEncoder(tokenizer, now=now, with_template=cfg.apply_chat_template, tools=tools, pictures=pictures)
 
 
 def load_prompts(
@@ -265,27 +285,37 @@ class _PromptReader:
             what = f"expected a text, got {shorten(repr(text))}"
             self.problems.add("without a prompt", f"{raw.place or place}: {self._cfg.input_key!r}: {what}")
             return
-        if text in self._exclude:
-            self.num_overlap += 1
-            return
         try:
-            prompt = self._prompt(raw, text, place)
+            pictures = self._pictures(raw)
+            if "\0".join((text, *(picture.digest for picture in pictures))) in self._exclude:
+                self.num_overlap += 1
+                return
+            prompt = self._prompt(raw, text, place, pictures)
         except _Unusable as error:
             self.problems.add(error.kind, f"{self._where}: prompt {number}{error.text}" + _at(raw.place))
             return
         if prompt is not None:
             self.prompts.append(prompt)
-            row = json.dumps([text, prompt.answer, prompt.metadata], sort_keys=True)
+            row = json.dumps([prompt.identity, prompt.answer, prompt.metadata], sort_keys=True)
             self.digest.update(row.encode() + b"\n")
 
-    def _prompt(self, raw: RawPrompt, text: str, place: str) -> Prompt | None:
+    def _pictures(self, raw: RawPrompt) -> tuple[Picture, ...]:
+        folder = self._cfg.data_path.parent if self._cfg.data_path is not None else None
+        if self._cfg.data_path is not None and self._cfg.data_path.is_dir():
+            folder = self._cfg.data_path
+        try:
+            return pictures_of(raw.images, folder=folder)
+        except DatasetError as error:
+            raise _Unusable("with a picture that cannot be used", f": {error}") from error
+
+    def _prompt(self, raw: RawPrompt, text: str, place: str, pictures: tuple[Picture, ...]) -> Prompt | None:
         """Return the encoded prompt, or None for one that is too long and may be skipped."""
         answer, metadata = _checked_value(raw.answer, self._cfg.output_key), {}
         for name, value in raw.metadata.items():
             metadata[name] = _checked_value(value, name)
         limit = self._limits.max_input_seq_length
         messages = self._messages(text)
-        ids = self._ids(text, messages, limit)
+        unexpanded, ids = self._ids(text, messages, limit, pictures)
         if ids is None or len(ids) > limit:
             size = f"{len(text)} characters" if ids is None else f"{len(ids)} tokens"
             if self._limits.overlong_prompts == "error":
@@ -309,18 +339,26 @@ class _PromptReader:
             category=_category(metadata, self._cfg),
             place=place,
             messages=messages,
+            pictures=pictures,
+            unexpanded=unexpanded,
         )
 
     def _messages(self, text: str) -> tuple[Message, ...]:
         cfg = self._cfg
         return tuple(prompt_messages(text, system_prompt=cfg.system_prompt, prompt_template=cfg.prompt_template))
 
-    def _ids(self, text: str, messages: Sequence[Message], limit: int) -> tuple[int, ...] | None:
-        """Return the tokens of a prompt; None for a text that is too long whatever its tokens are."""
+    def _ids(
+        self, text: str, messages: Sequence[Message], limit: int, pictures: Sequence[Picture]
+    ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """Return the tokens of a prompt with one place per picture, and those with its features; None for a text that
+        is too long whatever its tokens are."""
         if len(text) > limit * CHARACTERS_PER_TOKEN:
-            return None
+            return (), None
         try:
-            return self._encoder.encode(messages)
+            if not pictures:
+                return (), self._encoder.encode(messages)
+            unexpanded = self._encoder.encode_with(messages, num_pictures=len(pictures))
+            return unexpanded, self._encoder.expand(unexpanded, pictures)
         except DatasetError as error:
             raise _Unusable("that the chat template or the tokenizer does not keep", f": {error}") from error
 

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat_template import ChatTemplate, placeholders
 from nemo_rl.data.conversation import Message
+from nemo_rl.data.pictures import EncodesPictures, Picture
 from nemo_rl.data.text_tokens import TextTokens
-from nemo_rl.errors import ModelFolderError, boundary
+from nemo_rl.errors import DatasetError, ModelFolderError, boundary
 
 __all__ = ["Message", "PromptEncoder", "encode_prompt", "prompt_messages"]
 
@@ -48,6 +49,7 @@ class PromptEncoder:
             of a base model) does. Before them stands what the tokenizer puts there by itself (a first token); what it
             puts after a text (an end) is left out, since the response continues the prompt.
         tools: schemas of tools that the template prints, in the form of OpenAI.
+        pictures: of the model, for prompts with images.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class PromptEncoder:
         now: datetime | None = None,
         with_template: bool = True,
         tools: Sequence[Mapping[str, object]] = (),
+        pictures: EncodesPictures | None = None,
     ) -> None:
-        self._tokenizer, self._tools = tokenizer, tuple(tools)
+        self._tokenizer, self._tools, self._pictures = tokenizer, tuple(tools), pictures
         self._chat: ChatTemplate | None = None
         if with_template and tokenizer.chat_template is not None:
             self._chat = ChatTemplate(tokenizer, now=now or datetime.now(), tools=self._tools)
@@ -78,6 +81,38 @@ class PromptEncoder:
                 return self._chat.encode(messages)
             text, prefix = "\n".join(message.content for message in messages), self._plain.prefix
             return (*prefix, *self._plain.foreign(text, is_first=not prefix))
+
+    def encode_with(self, messages: Sequence[Message], *, num_pictures: int) -> tuple[int, ...]:
+        """Return the token ids with one place for each picture, all before the text of the last message.
+
+        Raises:
+            DatasetError: a text holds a control token, or the template has another number of places.
+            ModelFolderError: as `encode`.
+        """
+        encoder = self._needs_pictures()
+        with boundary(ModelFolderError, f"tokenizer {self._tokenizer.name_or_path!r}: a prompt cannot be encoded"):
+            if self._chat is not None:
+                ids = self._chat.encode_with(messages, num_pictures=num_pictures)
+            else:
+                text = "\n".join(message.content for message in messages)
+                places = self._plain.rendered(encoder.image_text * num_pictures)
+                ids = (*self._plain.prefix, *places, *self._plain.foreign(text, is_first=False))
+        if encoder.count(ids) != num_pictures:
+            raise DatasetError(
+                f"a prompt has {num_pictures} pictures, and its tokens {encoder.count(ids)} places for them; the chat "
+                "template must print one for each part of type image (policy.tokenizer.chat_template replaces it), or "
+                "set apply_chat_template=false"
+            )
+        return ids
+
+    def expand(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[int, ...]:
+        """Return the ids with a token for every feature of the pictures."""
+        return self._needs_pictures().expand(ids, [picture.decode() for picture in pictures])[0]
+
+    def _needs_pictures(self) -> EncodesPictures:
+        if self._pictures is None:
+            raise DatasetError("a prompt has pictures, and the model (policy.model_name) takes none")
+        return self._pictures
 
     def prints_the_date(self) -> bool:
         """Return whether the prompts that were encoded would be others on another day."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from nemo_rl.config.schema import DatasetConfig
-from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, sort_digits, turn_tasks
+from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, shapes, sort_digits, turn_tasks
 from nemo_rl.data.datasets import RawPrompt
 from nemo_rl.errors import DatasetError, shorten
 
@@ -23,6 +23,7 @@ __all__ = [
     "huggingface_prompts",
     "jsonl_prompts",
     "reasoning_gym_prompts",
+    "shapes_prompts",
     "sliding_puzzle_prompts",
     "sort_digits_prompts",
 ]
@@ -48,6 +49,14 @@ def calculator_sums_prompts(cfg: DatasetConfig, where: str, exclude: Collection[
 
 def sliding_puzzle_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
     return _turn_prompts(turn_tasks.puzzle_problems, cfg, where, exclude)
+
+
+def shapes_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    options = {name: value for name, value in cfg.options.items() if name != "task"}
+    task = cfg.options.get("task", "count")
+    numbers = _integer_options(cfg.model_copy(update={"options": options}), where)
+    for problem in shapes.shape_problems(cfg.size or 0, seed=cfg.seed, task=str(task), exclude=exclude, **numbers):
+        yield RawPrompt(text=problem.prompt, answer=problem.answer, metadata={}, images=problem.picture)
 
 
 def _turn_prompts(
@@ -140,11 +149,18 @@ def _json_object(line: str, *, place: str) -> Mapping[str, object]:
 
 
 def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) -> RawPrompt:
-    missing = [key for key in (cfg.input_key, cfg.output_key) if key not in row]
+    missing = [key for key in (cfg.input_key, cfg.output_key, cfg.image_key) if key is not None and key not in row]
     if missing:
         raise DatasetError(
-            f"{place}: no {' and no '.join(map(repr, missing))}, got {shorten(str(sorted(row)))}; set input_key and "
-            "output_key"
+            f"{place}: no {' and no '.join(map(repr, missing))}, got {shorten(str(sorted(row)))}; set input_key, "
+            "output_key and image_key"
         )
-    others = {name: value for name, value in row.items() if name not in (cfg.input_key, cfg.output_key)}
-    return RawPrompt(text=cast("str", row[cfg.input_key]), answer=row[cfg.output_key], metadata=others, place=place)
+    keys = (cfg.input_key, cfg.output_key, cfg.image_key)
+    others = {name: value for name, value in row.items() if name not in keys}
+    return RawPrompt(
+        text=cast("str", row[cfg.input_key]),
+        answer=row[cfg.output_key],
+        metadata=others,
+        place=place,
+        images=None if cfg.image_key is None else row[cfg.image_key],
+    )

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.hooks import Order, TapList, TokenPositions, at_input, at_output
+from nemo_rl.models.vision import family_of, is_in_tower
 from nemo_rl.records.record import DimSplit
 from nemo_rl.records.sites import SiteKind
 
@@ -163,8 +164,11 @@ class HFSites(TapList):
         self.add(SiteKind.EMBED, None, at_output(model.get_input_embeddings()), tokens=between)
         head = model.get_output_embeddings()
         self.add(SiteKind.LOGITS, None, at_output(head), tokens=TokenPositions.KEPT, split=split_of(head, 0))
+        vision = family_of(model.config)
         for name, part in model.named_modules():
-            if match := DECODER_LAYER.search(name):
+            # A vision tower has layers of its own, whose rows are patches.
+            match = None if vision is not None and is_in_tower(name, vision) else DECODER_LAYER.search(name)
+            if match:
                 self._layer(int(match[1]), part)
 
     def _layer(self, number: int, layer: torch.nn.Module) -> None:

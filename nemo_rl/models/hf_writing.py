@@ -20,7 +20,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from nemo_rl.errors import ModelFolderError, boundary
 from nemo_rl.models.hf_files import (
@@ -35,6 +38,7 @@ from nemo_rl.models.hf_files import (
 from nemo_rl.models.loading import CONFIG_FILE, load_model_config, model_without_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.shards import Box
+from nemo_rl.models.vision import family_of
 
 __all__ = ["ModelDescription", "ModelShare", "cast_folder", "kept_in_float32", "write_folder", "write_shares"]
 
@@ -224,7 +228,9 @@ def _write_descriptions(folder: Path, model: ModelDescription, files: Sequence[W
         (folder / INDEX_FILE).write_text(index_text(files))
     written = copy.deepcopy(model.config)
     written.dtype = vars(torch)[next(iter(model.infos.values())).dtype]
-    written.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model.config.model_type]]
+    is_plain = family_of(model.config) is None
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if is_plain else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    written.architectures = [names[model.config.model_type]]
     written.save_pretrained(str(folder))
     if model.generation_config is not None:
         model.generation_config.save_pretrained(str(folder))

@@ -14,11 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from nemo_rl.data.tokenizer import GENERATION_CONFIG
 from nemo_rl.errors import ModelFolderError, boundary, shorten
+from nemo_rl.models.vision import family_of
 
 __all__ = [
     "ADAPTER_PART",
@@ -34,6 +42,7 @@ __all__ = [
     "is_experts",
     "load_causal_lm",
     "load_model_config",
+    "model_class",
     "model_without_weights",
     "named_weights",
 ]
@@ -174,8 +183,13 @@ def model_without_weights(config: PretrainedConfig, folder: str | Path) -> PreTr
     """
     what = f"model folder {str(folder)!r}: {CONFIG_FILE} of {config.model_type!r} describes no causal language model"
     with boundary(ModelFolderError, what), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: PreTrainedModel = model_class(config).from_config(config, trust_remote_code=False)
     return model
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that builds a model: with its vision tower where images are understood."""
+    return AutoModelForCausalLM if family_of(config) is None else AutoModelForImageTextToText
 
 
 def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -187,7 +201,7 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32) ->
     path = check_model_folder(folder)
     config = load_model_config(path)
     with boundary(ModelFolderError, f"model folder {str(path)!r}: cannot be loaded"):
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = model_class(config).from_pretrained(
             str(path),
             config=config,
             dtype=dtype,
@@ -274,7 +288,7 @@ def build_meta_model(folder: str | Path) -> PreTrainedModel:
     config = load_model_config(folder)
     what = f"model folder {str(folder)!r}: {CONFIG_FILE} of {config.model_type!r} describes no causal language model"
     with boundary(ModelFolderError, what), _parameters_on_meta():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        model: PreTrainedModel = model_class(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
         if (Path(folder) / GENERATION_CONFIG).is_file():
             model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     fit_experts(model, torch.float32)

@@ -23,6 +23,7 @@ from nemo_rl.errors import ConfigError, name_some
 from nemo_rl.models.expert_adapters import Product, adapt_experts, experts_problem
 from nemo_rl.models.loading import ADAPTER_PART
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.vision import family_of, is_in_tower
 
 __all__ = [
     "A_SUFFIX",
@@ -79,7 +80,13 @@ def adapted_layers(model: PreTrainedModel, config: LoraConfig) -> list[AdaptedLa
     Raises:
         ConfigError: a target matches no layer, or one that cannot have an adapter.
     """
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    vision = family_of(model.config)
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        # Adapters leave a vision tower as it is: its features are the same for all rows and versions.
+        if isinstance(module, torch.nn.Linear) and (vision is None or not is_in_tower(name, vision))
+    }
     head = model.get_output_embeddings()
     if config.targets == ALL_LINEAR:
         chosen = {

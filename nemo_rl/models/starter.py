@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import (
@@ -46,11 +46,13 @@ __all__ = [
     "StarterConfig",
     "StarterReport",
     "StarterTask",
+    "check_starter_place",
     "make_starter",
     "prompt_ids",
     "sampled_accuracy",
     "starter_tokenizer",
     "taught_rows",
+    "write_starter",
 ]
 
 VALIDATION_SEED, VALIDATION_SIZE = 777, 256
@@ -271,17 +273,43 @@ def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> S
     Raises:
         ModelFolderError: what is there is neither an empty folder nor a starter alone, or it cannot be written.
     """
-    folder = Path(os.path.abspath(folder))
-    _check_place(folder)
+    folder = check_starter_place(folder)
     tokenizer = starter_tokenizer(task, seed=config.seed)
     torch.manual_seed(config.seed)
     model = _build_model(tokenizer, num_experts=config.num_experts)
     report = _warm_start(model, tokenizer, task, config)
+    write_starter(folder, model, tokenizer)
+    return report
+
+
+def check_starter_place(folder: Path) -> Path:
+    """Return the whole path of a folder that a starter can be written to, and make the folders above it.
+
+    Raises:
+        ModelFolderError: what is there is neither an empty folder nor a starter alone, or it cannot be written.
+    """
+    folder = Path(os.path.abspath(folder))
+    _check_place(folder)
+    return folder
+
+
+def write_starter(folder: Path, *parts: SavedPart) -> None:
+    """Write a model with what belongs to it as a starter, in place of one that is there.
+
+    Raises:
+        ModelFolderError: as `check_starter_place`.
+    """
     try:
-        _write(folder, model, tokenizer)
+        _write(folder, parts)
     except OSError as error:
         raise ModelFolderError(f"{folder}: cannot be written: {error}; choose another folder") from error
-    return report
+
+
+class SavedPart(Protocol):
+    """A model, a tokenizer or an image processor of transformers."""
+
+    def save_pretrained(self, save_directory: str) -> object:
+        """Write its files into a folder."""
 
 
 def starter_tokenizer(task: StarterTask, *, seed: int) -> PreTrainedTokenizerBase:
@@ -337,13 +365,13 @@ def _files_of_starter(folder: Path) -> frozenset[str]:
         return frozenset()
 
 
-def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _write(folder: Path, saved: Sequence[SavedPart]) -> None:
     # A new name beside the folder: it holds no files yet and is on the same file system.
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
         part = Path(beside) / "new"
         part.mkdir()
-        model.save_pretrained(str(part))
-        tokenizer.save_pretrained(str(part))
+        for each in saved:
+            each.save_pretrained(str(part))
         files = sorted(path.name for path in part.iterdir())
         (part / STARTER_FILE).write_text(f"{json.dumps({'files': files}, indent=1)}\n", encoding="utf-8")
         give_usual_modes(part)

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nemo_rl.config.policy import ParallelSizes
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import ModelFolderError, UserError, boundary
+from nemo_rl.models.loading import model_class
+from nemo_rl.models.vision import family_of
 
 __all__ = ["SmallModel", "language_config", "small_model_config", "write_small_model"]
 
@@ -78,6 +80,8 @@ NUMBERED_LAYERS = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids")
 """Lists of the numbers of layers of one kind."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SMALL_TOKENS: Mapping[str, int] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+VISION_TOKENS = (3, 4, 5, 6)
+"""Ids of the small tokenizer that stand for an image, and for its neighbours."""
 LEFT_OUT = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map", *TOKENS)
 """Keys that are not taken from the real config; tokens are those of the small tokenizer."""
 MODEL_SIZES = frozenset({"hidden_size", "num_hidden_layers", "d_model", "num_layers"})
@@ -101,6 +105,10 @@ def small_model_config(
     Raises:
         UserError: it describes no plain decoder.
     """
+    vision = family_of(real)
+    if vision is not None:
+        text = small_model_config(real.get_text_config(), sizes, real_sizes=real_sizes, vocab_size=vocab_size)
+        return vision.small(text, tokens=VISION_TOKENS, deviation=INIT)
     given = {name: value for name, value in real.to_dict().items() if name not in LEFT_OUT}
     given_tokens = {name: real.to_dict().get(name) for name in TOKENS}
     layers_name, heads_name = (_own_name(real, name) for name in ("num_hidden_layers", "num_attention_heads"))
@@ -138,9 +146,12 @@ def small_model_config(
 
 
 def write_small_model(
-    folder: Path, real: PretrainedConfig, sizes: ParallelSizes, *, real_sizes: ParallelSizes
+    folder: Path, real: PretrainedConfig, sizes: ParallelSizes, *, real_sizes: ParallelSizes, seed: int = SEED
 ) -> SmallModel:
     """Return random weights and a tokenizer as a Hugging Face folder.
+
+    Args:
+        seed: of the weights; the tokenizer is always the same.
 
     Raises:
         ModelFolderError: transformers cannot build it.
@@ -151,22 +162,23 @@ def write_small_model(
     with boundary(ModelFolderError, f"a small {real.model_type!r} cannot be built"):
         config = small_model_config(real, sizes, real_sizes=real_sizes, vocab_size=vocab_size)
         _set_tokens(config, real, tokenizer)
-        num_parameters = _write_weights(folder, config)
+        num_parameters = _write_weights(folder, config, seed=seed)
     tokenizer.save_pretrained(str(folder))
-    return SmallModel(folder=folder, num_parameters=num_parameters, num_layers=config.num_hidden_layers)
+    layers = config.get_text_config().num_hidden_layers
+    return SmallModel(folder=folder, num_parameters=num_parameters, num_layers=layers)
 
 
-def _write_weights(folder: Path, config: PretrainedConfig) -> int:
+def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int) -> int:
     with torch.device("meta"):
-        count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+        count = sum(weight.numel() for weight in model_class(config).from_config(config).parameters())
     if count > MAX_PARAMETERS:
         raise UserError(
             f"a small {config.model_type!r} still has {count} parameters: its sizes have names of their own"
         )
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        torch.manual_seed(seed)
+        model = model_class(config).from_config(config, trust_remote_code=False)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 1:
@@ -179,6 +191,7 @@ def _write_weights(folder: Path, config: PretrainedConfig) -> int:
 
 
 def _set_tokens(config: PretrainedConfig, real: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    config, real = config.get_text_config(), real.get_text_config()
     config.eos_token_id = tokenizer.eos_token_id
     # A padding token's embedding gets no gradient; without one in the family there is none here.
     config.pad_token_id = None if real.to_dict().get("pad_token_id") is None else tokenizer.pad_token_id

@@ -15,6 +15,7 @@ from nemo_rl.models.dtensor.rope import rope_problem
 from nemo_rl.models.dtensor.tensor_parallel import check_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.lora import adapted_layers
+from nemo_rl.models.vision import family_of
 
 __all__ = ["attention_problem", "check_model_fits"]
 
@@ -29,6 +30,11 @@ def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:
         ConfigError: the model cannot run as configured.
     """
     sizes, problem = config.dtensor_cfg, attention_problem(model)
+    if config.vision.freeze_tower and family_of(model.config) is None:
+        raise ConfigError(
+            f"policy.vision.freeze_tower: true, and {model.config.model_type!r} has no vision tower that is known "
+            "here; set it to false"
+        )
     positions = rope_problem(model.config)
     if positions is not None:
         raise ConfigError(

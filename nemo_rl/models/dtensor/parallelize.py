@@ -7,8 +7,9 @@ context rank, K kept positions, M selected tokens, m of them predicted on this r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import nullcontext
+from typing import TypeAlias
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -26,10 +27,16 @@ from nemo_rl.models.hf_folder import WeightSource
 from nemo_rl.models.loading import DTYPES, fit_experts
 from nemo_rl.models.logprobs import Sampling, VocabShard
 from nemo_rl.models.lora import adapted_layers, attach_adapters
-from nemo_rl.models.policy.microbatch import ForwardInputs, selected_logprobs, top_k_logits
+from nemo_rl.models.policy.microbatch import ForwardInputs, selected_logprobs, selected_top_k, top_k_logits
+from nemo_rl.models.top_k import TopTokens
 from nemo_rl.models.varlen_attention import ATTENTION_NAME
+from nemo_rl.models.vision import family_of, freeze_tower, row_tensors
 
 __all__ = ["PolicyModel", "full_weight", "parallelize"]
+
+
+Wanted: TypeAlias = int | TopTokens | None
+"""Request for the most likely tokens: of raw logits at every position, or of the distributions of selected tokens."""
 
 
 class PolicyModel(torch.nn.Module):
@@ -42,31 +49,46 @@ class PolicyModel(torch.nn.Module):
         super().__init__()
         self.hf = hf
         self.shard = shard
-        self._takes_segments = hf.config._attn_implementation == ATTENTION_NAME
+        self.vision = family_of(hf.config)
+        self._takes_segments = hf.config.get_text_config()._attn_implementation == ATTENTION_NAME
         start = long_rope_start(hf.config)
         self._frequencies = RowFrequencies(hf, start=start) if start is not None else None
 
     def forward(
-        self, inputs: ForwardInputs, *, sampling: Sampling, top_k: int | None = None, computed: Sequence[str] = ()
+        self, inputs: ForwardInputs, *, sampling: Sampling, top_k: Wanted = None, computed: Sequence[str] = ()
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return what `selected_logprobs` gives, the same on every tensor and context rank (collective over both).
 
-        With `top_k` values and ids `[n, S, k]` of the largest logits at every position instead.
+        With `TopTokens` what `selected_top_k` gives; with a number values and ids of `top_k_logits` instead.
         """
         # No mask: padding is on the right of its sequence, so causal attention never reaches it, and sequences are
         # distinguished by their segments.
         with self._frequencies.of(inputs) if self._frequencies is not None else nullcontext():
             logits_nKV = self.hf(
-                input_ids=inputs.input_ids,
+                **self._tokens(inputs),
                 attention_mask=None,
                 position_ids=inputs.position_ids,
                 use_cache=False,
-                logits_to_keep=inputs.keep_K if top_k is None else 0,
+                logits_to_keep=0 if isinstance(top_k, int) else inputs.keep_K,
                 **({"segments": inputs.segments} if self._takes_segments else {}),
             ).logits
         if top_k is not None:
-            return top_k_logits(logits_nKV, inputs.segments, k=top_k, shard=self.shard)
+            return self._top_k(logits_nKV, inputs, top_k, temperature=sampling.temperature)
         return selected_logprobs(logits_nKV, inputs, sampling=sampling, shard=self.shard, computed=computed)
+
+    def _tokens(self, inputs: ForwardInputs) -> dict[str, torch.Tensor]:
+        """Return the tokens as the model takes them: their ids, or embeddings where images stand between them."""
+        if self.vision is None or inputs.feature_ns is None:
+            return {"input_ids": inputs.input_ids}
+        rows = list(row_tensors(inputs.extras))
+        return {"inputs_embeds": self.vision.embed(self.hf, inputs.input_ids, inputs.feature_ns, rows)}
+
+    def _top_k(
+        self, logits_nKV: torch.Tensor, inputs: ForwardInputs, top_k: int | TopTokens, *, temperature: float
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(top_k, TopTokens):
+            return selected_top_k(logits_nKV, inputs, top_k, temperature=temperature, shard=self.shard)
+        return top_k_logits(logits_nKV, inputs.segments, k=top_k, shard=self.shard)
 
 
 def parallelize(
@@ -86,12 +108,15 @@ def parallelize(
     """
     sizes = config.dtensor_cfg
     check_model_fits(hf, config)
+    if config.vision.freeze_tower:
+        freeze_tower(hf)
     if config.lora.enabled:
         attach_adapters(hf, adapted_layers(hf, config.lora), config.lora)
         hold_as_stored(hf, source, DTYPES[config.precision])
     fit_experts(hf, DTYPES[config.precision])
     if attention_problem(hf) is None:
-        hf.set_attn_implementation(ATTENTION_NAME)
+        # A vision tower keeps its own, which looks both ways.
+        hf.set_attn_implementation(ATTENTION_NAME if family_of(hf.config) is None else {"text_config": ATTENTION_NAME})
     if sizes.activation_checkpointing:
         # The old name warns where the new one exists.
         is_new = hasattr(hf, "activation_checkpointing_enable")
@@ -105,7 +130,9 @@ def parallelize(
     options: dict[str, object] = {"mesh": groups.fsdp_mesh, "mp_policy": policy, "reshard_after_forward": True}
     if sizes.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    layer_names = set(hf._no_split_modules or ())
+    layer_names: Set[str] = set(hf._no_split_modules or ())
+    if model.vision is not None:
+        layer_names = model.vision.layers(layer_names)
     for module in list(hf.modules()):
         if type(module).__name__ in layer_names:
             fully_shard(module, **options)  # type: ignore[call-overload]

@@ -119,11 +119,11 @@ def _own_plan(model: PreTrainedModel, kind: str) -> dict[str, str]:
 
 
 def _check_heads(model: PreTrainedModel, tp: int) -> None:
-    config = model.config
+    config = model.config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = config.to_dict().get(name)
         if isinstance(count, int) and count % tp:
             raise ConfigError(
-                f"policy.dtensor_cfg.tensor_parallel_size: {name}={count} of {config.model_type!r} does not divide by "
-                f"{tp}; use a divisor of {count}"
+                f"policy.dtensor_cfg.tensor_parallel_size: {name}={count} of {model.config.model_type!r} does not "
+                f"divide by {tp}; use a divisor of {count}"
             )

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.errors import NonFiniteError
+from nemo_rl.models.dtensor.images import place_images
 from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
@@ -28,14 +29,18 @@ from nemo_rl.models.policy.steps import (
     bad_rows,
     computed_fields,
     keep_found,
+    keep_top_k,
     logprob_result,
     loss_columns,
     raise_together,
+    row_names,
     stored_fields,
     sum_over_shards,
+    top_k_result,
     trained_tokens,
 )
 from nemo_rl.models.shards import local_shard
+from nemo_rl.models.top_k import TopTokens
 from nemo_rl.torch_private import norms_of, scale_
 from nemo_rl.utils.metrics import Reduction
 
@@ -84,6 +89,22 @@ class StepRunner:
                 bad += bad_rows(micro, found[0])
         self._raise_together("log-probabilities", batch, bad)
         return result_cNT
+
+    def top_k(
+        self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], select_NT: torch.Tensor, wanted: TopTokens
+    ) -> torch.Tensor:
+        self._model.eval()
+        result_cNTk = top_k_result(select_NT, wanted)
+        bad: list[int] = []
+        with torch.no_grad():
+            for rows in microbatches:
+                micro = self._build(batch, rows, select_NT, fields=())
+                with self._routes.pass_of(micro), self._observer.pass_of(micro):
+                    found_cM = self._model(micro.inputs, sampling=self._layout.sampling, top_k=wanted)
+                if micro.rows:
+                    bad += keep_top_k(result_cNTk, micro, found_cM)
+        self._raise_together("top-k log-probabilities", batch, bad)
+        return result_cNTk
 
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], *, k: int
@@ -185,7 +206,7 @@ class StepRunner:
         layout: BatchForm | None = None,
     ) -> Microbatch:
         layout = layout or self._layout
-        return build_microbatch(
+        micro = build_microbatch(
             batch,
             rows,
             select_NT=select_NT,
@@ -193,6 +214,9 @@ class StepRunner:
             is_packed=layout.is_packed,
             shape=layout.shape,
         )
+        if self._model.vision is None:
+            return micro
+        return place_images(micro, batch, self._model.vision, names=row_names(batch, rows))
 
     def _raise_together(self, what: str, batch: BatchedDataDict, rows: Sequence[int]) -> None:
         device = next(self._model.parameters()).device

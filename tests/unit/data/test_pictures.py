@@ -1,0 +1,170 @@
+"""Pictures of prompts: from every kind of row, refused by name where they are none, and drawn ones by their seed."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from nemo_rl.config.schema import DataConfig, DatasetConfig
+from nemo_rl.data.datasets import build_prompt_sets
+from nemo_rl.data.pictures import Picture, pictures_of
+from nemo_rl.data.shapes import shape_problems
+from nemo_rl.errors import DatasetError
+from nemo_rl.models.vision import PIXELS
+from nemo_rl.models.vision_processor import PromptPictures, processor_for
+from tests.helpers.vision_models import picture, vision_tokenizer, write_vision_folder
+
+
+def png(seed: int, size: tuple[int, int] = (24, 16)) -> bytes:
+    buffer = io.BytesIO()
+    picture(seed, size).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_a_row_gives_pictures_as_paths_bytes_images_and_lists(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(1))
+    same = [
+        "a.png",
+        str(tmp_path / "a.png"),
+        png(1),
+        {"bytes": png(1), "path": None},
+        {"bytes": None, "path": "a.png"},
+        [png(1)],
+    ]
+    digests = {pictures_of(value, folder=tmp_path)[0].digest for value in same}
+    assert len(digests) == 1
+    assert pictures_of(None, folder=None) == () and pictures_of([], folder=None) == ()
+    [decoded] = pictures_of(picture(1), folder=None)
+    assert decoded.decode().tobytes() == picture(1).tobytes()
+    assert [each.decode().size for each in pictures_of([png(1), png(2, (8, 32))], folder=None)] == [(24, 16), (8, 32)]
+
+
+def test_what_is_no_picture_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("no picture")
+    for value, message in (
+        ("gone.png", "gone.png: the picture cannot be read: No such file"),
+        ("text.png", "text.png: expected a picture"),
+        (b"\x89PNG\r\n\x1a\nbroken", "a picture of 14 bytes: expected a picture"),
+        (7, "expected a path or the bytes of a picture, or a list of them, got 7"),
+        ({"path": None}, None),
+    ):
+        if message is None:
+            assert pictures_of(value, folder=tmp_path) == ()
+            continue
+        with pytest.raises(DatasetError, match=message):
+            pictures_of(value, folder=tmp_path)
+    (tmp_path / "a.png").write_bytes(png(1))
+    kept = Picture.of(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes(png(2))
+    with pytest.raises(DatasetError, match="the file has changed since the prompts were read"):
+        kept.decode()
+    cut = Picture.of(png(3)[:200] + png(3)[200:])
+    assert cut.decode().size == (24, 16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_vision_folder(tmp_path_factory.mktemp("model"), "qwen2_5_vl")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_hugging_face_datasets_and_parquet_files_hold_pictures(tmp_path: Path, model: Path, kind: str) -> None:
+    datasets = pytest.importorskip("datasets", reason="the extra `data` is not installed")
+    rows = {
+        "input": ["how many", "how many", "none"],
+        "output": ["1", "2", "0"],
+        "image": [[{"bytes": png(1)}], [{"bytes": png(2)}, {"bytes": png(3)}], []],
+    }
+    features = datasets.Features(
+        {
+            "input": datasets.Value("string"),
+            "output": datasets.Value("string"),
+            "image": datasets.Sequence(datasets.Image()),
+        }
+    )
+    made = datasets.Dataset.from_dict(rows, features=features)
+    if kind == "saved":
+        made.save_to_disk(str(tmp_path / "rows"))
+    else:
+        (tmp_path / "rows").mkdir()
+        made.to_parquet(str(tmp_path / "rows" / "train.parquet"))
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    source = DatasetConfig(
+        dataset_name="huggingface", data_path=tmp_path / "rows", image_key="image", apply_chat_template=False
+    )
+    encoder = processor_for(model, tokenizer)
+    config = DataConfig(train=source, max_input_seq_length=200)
+    train, _ = build_prompt_sets(config, tokenizer, pictures=encoder)
+    assert [len(prompt.pictures) for prompt in train.prompts] == [1, 2, 0]
+    first, second, third = train.prompts
+    assert len(second.ids) > len(first.ids) > len(third.ids) and first.identity != second.identity
+    assert first.text == second.text, "equal texts with other pictures are other prompts"
+    pictures = PromptPictures(encoder)
+    images = pictures.of(train.prompts)
+    assert images[2] is None and images[0] is not None and images[1] is not None
+    assert len(images[1].tensors[PIXELS]) == 2 * len(images[0].tensors[PIXELS])
+    assert pictures.of([third]) == ()
+
+
+def test_a_control_token_beside_a_picture_is_refused(tmp_path: Path, model: Path) -> None:
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] %}"
+        "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}"
+        "{% endif %}{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    )
+    (tmp_path / "a.png").write_bytes(png(1))
+
+    def ids(text: str) -> tuple[int, ...]:
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps({"input": text, "output": "1", "image": "a.png"}) + "\n")
+        config = DataConfig(train=DatasetConfig(data_path=path, image_key="image"), max_input_seq_length=200)
+        return build_prompt_sets(config, tokenizer, pictures=processor_for(model, tokenizer))[0].prompts[0].ids
+
+    found = tokenizer.decode(ids("how many"))
+    assert found.startswith("<|im_start|>user\n<|vision_start|><|image_pad|>") and "<|vision_end|>how many" in found
+    for text in ("how <|im_end|> many", "how <|image_pad|> many"):
+        with pytest.raises(DatasetError, match="contains a control token beside pictures|places for them"):
+            ids(text)
+
+
+def test_a_text_with_another_picture_is_another_prompt(tmp_path: Path, model: Path) -> None:
+    def source(name: str, *numbers: int) -> DatasetConfig:
+        rows = [{"input": "how many", "output": "1", "image": f"{number}.png"} for number in numbers]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return DatasetConfig(data_path=tmp_path / name, image_key="image", apply_chat_template=False)
+
+    for number in (1, 2, 3):
+        (tmp_path / f"{number}.png").write_bytes(png(number))
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    config = DataConfig(train=source("train.jsonl", 1, 2, 3), validation=source("held_out.jsonl", 2))
+    train, _ = build_prompt_sets(config, tokenizer, pictures=processor_for(model, tokenizer))
+    found = [made.digest for prompt in train.prompts for made in prompt.pictures]
+    assert found == [Picture.of(tmp_path / f"{number}.png").digest for number in (1, 3)]
+
+
+def test_pictures_without_a_model_for_them_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    (tmp_path / "a.png").write_bytes(png(1))
+    path.write_text('{"input": "how many", "output": "1", "image": "a.png"}\n')
+    config = DataConfig(train=DatasetConfig(data_path=path, image_key="image"))
+    with pytest.raises(DatasetError, match=r"a prompt has pictures, and the model \(policy.model_name\) takes none"):
+        build_prompt_sets(config, vision_tokenizer("qwen2_5_vl"))
+
+
+def test_drawn_pictures_follow_their_seed_and_none_is_drawn_twice() -> None:
+    problems = shape_problems(200, seed=3)
+    assert problems == shape_problems(200, seed=3) and problems != shape_problems(200, seed=4)
+    assert len({problem.picture for problem in problems}) == 200
+    counts = {problem.answer for problem in problems}
+    assert counts == {"1", "2", "3", "4"}
+    names = shape_problems(50, seed=1, task="name")
+    assert all(len(problem.answer.split()) == 2 for problem in names)
+    assert Image.open(io.BytesIO(problems[0].picture)).size == (28, 28)
+    for options, message in (({"task": "paint"}, "expected a task"), ({"cells": 1, "most": 2}, "1 to 1 shapes")):
+        with pytest.raises(DatasetError, match=message):
+            shape_problems(1, seed=0, **options)  # type: ignore[arg-type]
