@@ -33,6 +33,7 @@ from nemo_rl.distributed.packing import (
     plan_padded,
     replan_microbatches,
     replan_rows,
+    round_up,
 )
 from nemo_rl.errors import ConfigError, NonFiniteError
 from nemo_rl.experience.payload import SampleStats
@@ -44,6 +45,7 @@ __all__ = [
     "outcome_advantages",
     "overlong_penalty",
     "plan_logprobs",
+    "plan_rows",
     "plan_train",
     "rewards_of",
     "rows_of_zero_variance_groups",
@@ -323,6 +325,49 @@ def plan_train(
         return plan_fixed(lengths, rows_per_microbatch=policy.train_micro_batch_size, dp_world=dp_world, **options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def plan_rows(lengths: Sequence[int], policy: PolicyConfig, *, layout: ParallelLayout) -> PackPlan:
+    """Log-probability microbatches of workers that train nothing, whatever rows the policy's ranks have.
+
+    The longest rows first, each to the rank with the fewest tokens; a rank with fewer microbatches than another one
+    ends with empty ones.
+    """
+    loads, mine = [0] * layout.dp, [list[int]() for _ in range(layout.dp)]
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        rank = loads.index(min(loads))
+        loads[rank] += lengths[row]
+        mine[rank].append(row)
+    ranks = [_filled(rows, lengths, policy, layout=layout) for rows in mine]
+    count = max(map(len, ranks))
+    multiple = layout.round_up_multiple(policy.make_sequence_length_divisible_by)
+    return PackPlan(
+        microbatches=tuple((*found, *[()] * (count - len(found))) for found in ranks),
+        steps=(count,),
+        pad_to=round_up(max(lengths, default=0), multiple),
+        packed=policy.sequence_packing.enabled,
+    )
+
+
+def _filled(
+    rows: Sequence[int], lengths: Sequence[int], policy: PolicyConfig, *, layout: ParallelLayout
+) -> list[tuple[int, ...]]:
+    """Return microbatches of rows, given the longest first: each is filled up to the cap, in this order."""
+    section = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
+    found: list[list[int]] = []
+    used = 0
+    for row in rows:
+        size = round_up(lengths[row], layout.length_multiple)
+        if found and section.enabled:
+            used = used + size if policy.sequence_packing.enabled else (len(found[-1]) + 1) * lengths[found[-1][0]]
+            is_full = used > section.logprob_mb_tokens
+        else:
+            is_full = bool(found) and len(found[-1]) >= (policy.logprob_batch_size or policy.train_micro_batch_size)
+        if not found or is_full:
+            found.append([])
+            used = size
+        found[-1].append(row)
+    return [tuple(part) for part in found]
 
 
 def plan_logprobs(

@@ -41,7 +41,7 @@ ENGINE_SPEED = re.compile(r"rollout/engine_(\d+)/tokens_per_s")
 ENDINGS = "rollout/ending"
 """Beginning of the names of metrics about endings of conversations."""
 
-LOSS_PARTS = {"actor_loss", "kl_penalty", "entropy_bonus"}
+LOSS_PARTS = {"actor_loss", "kl_penalty", "entropy_bonus", "distillation_loss"}
 """Summed within an optimizer step; reported, like the loss, as the mean over the optimizer steps of a GRPO step."""
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import Options, Section
+from nemo_rl.config.distillation import DistillationConfig
 from nemo_rl.config.parts import LOSSES
 from nemo_rl.config.rule import SET_FOR_A_PASS, would_be_ignored
 
@@ -133,11 +134,17 @@ class LossConfig(Section):
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus: this times the mean entropy of the tokens' distributions is subtracted from the
     loss; 0 does not compute it."""
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
 
     @property
     def adds_kl(self) -> bool:
         """Return whether the loss has a KL term."""
         return self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
+
+    @property
+    def has_policy_term(self) -> bool:
+        """Return whether the loss has a policy-gradient term, which distillation may replace."""
+        return not (self.distillation.enabled and self.distillation.mode == "alone")
 
     @property
     def normalization(self) -> Normalization:
@@ -283,6 +290,27 @@ def rule_forced_ratio_needs_one_update(config: MasterConfig) -> list[str]:
         lines.append(
             f"{_SAMPLED}: true would be ignored, because {_FORCED_RATIO} takes the policy's own; set it to false"
         )
+    return lines
+
+
+# ---- distillation
+
+
+def rule_distillation_needs_a_loss_that_has_it(config: MasterConfig) -> list[str]:
+    loss = config.loss_fn
+    if not loss.distillation.enabled:
+        return []
+    if not LOSSES.is_builtin(loss.name):
+        return [f"loss_fn.distillation.enabled: it is a term of the built-in losses, got {_NAME} {loss.name!r}"]
+    if loss.distillation.mode == "added":
+        return []
+    switch = "loss_fn.distillation.mode"
+    names = {"name", "use_importance_sampling_correction", *(key for of in LOSS_PROPERTIES.values() for key in of.keys)}
+    names -= {"force_on_policy_ratio"}
+    because = f"{switch} is 'alone': the loss has no policy-gradient term"
+    lines = would_be_ignored(loss, "loss_fn", sorted(names), switch=switch, because=because)
+    if loss.use_kl_in_reward:
+        lines.append(f"loss_fn.use_kl_in_reward: true would be ignored, because {switch} is 'alone'; set it to false")
     return lines
 
 

@@ -20,7 +20,9 @@ __all__ = [
     "Extra",
     "Sampling",
     "VocabShard",
+    "chunks_of",
     "filter_logits",
+    "gathered",
     "js",
     "k3",
     "logprobs_with_entropy",
@@ -213,7 +215,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         norm_M = torch.zeros_like(picked_M)
         entropy_M = torch.zeros_like(picked_M) if extra == "entropy" else None
         log_squares_M = torch.zeros_like(picked_M) if extra == "squared_probs" else None
-        for rows in _chunks(logits_MV):
+        for rows in chunks_of(logits_MV):
             scores, first = _scores(logits_MV, targets_M, rows, distribution)
             column, is_here = _columns(targets_M[rows], first, scores.shape[-1])
             picked_M[rows] = torch.where(is_here, scores.gather(-1, column[:, None]).squeeze(-1), 0.0)
@@ -225,7 +227,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 entropy_M[rows] = -_weighed(logprobs, logprobs).sum(-1)
         if shard is not None and not distribution.needs_all and len(targets_M):
             if log_squares_M is not None:
-                log_squares_M = _gathered(log_squares_M, shard).logsumexp(0)
+                log_squares_M = gathered(log_squares_M, shard).logsumexp(0)
             picked_M, norm_M, entropy_M = _merge(picked_M, norm_M, entropy_M, shard)
         ctx.save_for_backward(logits_MV, targets_M, norm_M, entropy_M)  # type: ignore[arg-type]
         ctx.distribution = distribution  # type: ignore[attr-defined]
@@ -244,7 +246,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature, shard = distribution.sampling.temperature, distribution.shard
         own = logits_MV.shape[-1]
         grad_MV = torch.empty_like(logits_MV)
-        for rows in _chunks(logits_MV):
+        for rows in chunks_of(logits_MV):
             scale = grad_M[rows, None] / temperature
             scores, first = _scores(logits_MV, targets_M, rows, distribution)
             logprobs = scores.sub_(norm_M[rows, None])
@@ -273,7 +275,7 @@ def _merge(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return numbers of the whole vocabulary from those of each rank's columns (collective)."""
     mine = torch.stack([picked_M, norm_M] if entropy_M is None else [picked_M, norm_M, entropy_M])
-    everywhere = _gathered(mine, shard)
+    everywhere = gathered(mine, shard)
     norm = everywhere[:, 1].logsumexp(0)
     if entropy_M is not None:
         # A rank has H_r of its own columns alone, which have the share s_r: H = sum s_r (H_r - log s_r). Without a
@@ -283,7 +285,7 @@ def _merge(
     return everywhere[:, 0].sum(0), norm, entropy_M
 
 
-def _gathered(mine: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+def gathered(mine: torch.Tensor, shard: VocabShard) -> torch.Tensor:
     """Return `[ranks, ...]` (collective)."""
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(shard.group))]
     dist.all_gather(parts, mine, group=shard.group)
@@ -296,7 +298,8 @@ def _columns(targets_M: torch.Tensor, first: int, width: int) -> tuple[torch.Ten
     return torch.where(is_here, targets_M - first, 0), is_here
 
 
-def _chunks(logits_MV: torch.Tensor) -> list[slice]:
+def chunks_of(logits_MV: torch.Tensor) -> list[slice]:
+    """Return the rows of each chunk of logits."""
     count, vocab = logits_MV.shape
     step = max(1, CHUNK_ELEMENTS // vocab)
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]

@@ -5,6 +5,7 @@
       |- term                  a value for every token                       (terms.py)
       |- off_policy_weights    times w, bounded or masked                    (off_policy.py)
       |- kl_term, entropy      plus beta KL, minus c H
+      |- distillation_term     plus c KL to a teacher, or in place of the term (distillation.py)
       |- normalize             over the counts of the whole global batch     (normalization.py)
       `- policy_metrics        mismatch, ratios, shares
 
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_rl.algorithms.losses.distillation import distillation_term
 from nemo_rl.algorithms.losses.normalization import normalize, token_weights, weighed
 from nemo_rl.algorithms.losses.off_policy import LOG_BOUND, Correction, off_policy_weights
 from nemo_rl.algorithms.losses.terms import PolicyInputs, PolicyTerm, TermOutput
@@ -32,8 +34,12 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.logprobs import js, k3
 from nemo_rl.models.policy.interfaces import (
+    ADVANTAGES,
     ENTROPY,
+    POLICY_TOPK,
     STALENESS,
+    TOPK_IDS,
+    TOPK_LOGPROBS,
     UNFILTERED_LOGPROBS,
     LossFunction,
     LossOutput,
@@ -42,6 +48,7 @@ from nemo_rl.models.policy.interfaces import (
 from nemo_rl.utils.metrics import Max, Mean, Min, Reduction, Sum
 
 __all__ = [
+    "DistillationLoss",
     "KlTerm",
     "PolicyLoss",
     "build_loss",
@@ -211,6 +218,40 @@ class PolicyLoss:
         return kl_term(log_ratio_NT, log_importance_NT, self.config)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistillationLoss(PolicyLoss):
+    """The policy loss with the distillation term, or with it in place of the policy-gradient term.
+
+    Example:
+        >>> DistillationLoss(config=LossConfig(reference_policy_kl_penalty=0.0)).input_fields[-3:]
+        ('topk_ids', 'topk_logprobs', 'policy_topk_logprobs')
+    """
+
+    @property
+    def input_fields(self) -> tuple[str, ...]:
+        return (*super().input_fields, TOPK_IDS, TOPK_LOGPROBS, POLICY_TOPK)
+
+    def __call__(
+        self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
+    ) -> LossOutput:
+        config, section = self.config, self.config.distillation
+        if not config.has_policy_term:
+            # The gradient of the policy is that of its advantages: 0, with all that is measured.
+            batch = {**batch, ADVANTAGES: torch.zeros_like(batch[ADVANTAGES])}
+        output, weight_NT = super().__call__(token_logprobs, batch, scale=scale), token_weights(batch)
+        found = distillation_term(batch[POLICY_TOPK], batch[TOPK_LOGPROBS], weight_NT > 0, section)
+        distilled = section.coefficient * normalize(found.values_NT, weight_NT, scale=scale, config=config)
+        loss, metrics = output.loss + distilled, dict(output.metrics)
+        if not config.has_policy_term:
+            del metrics["actor_loss"]
+        for name, values_NT in found.measured.items():
+            metrics[f"distillation/{name}"] = weighted_mean(values_NT, weight_NT)
+        metrics |= {"distillation_loss": Sum(distilled.item()), "loss": Sum(loss.item())}
+        assert output.token_losses is not None, "the policy loss says what each token adds"
+        token_losses_NT = output.token_losses + section.coefficient * weighed(found.values_NT, weight_NT)
+        return LossOutput(loss=loss, metrics=metrics, token_losses=token_losses_NT)
+
+
 def _share_metrics(tokens: _LossColumns, found: TermOutput, correction: Correction | None) -> dict[str, Reduction]:
     """Return what bounds did: clipped, masked, truncated, clamped; and the weights of the correction."""
     weight_NT = tokens.weight_NT
@@ -241,7 +282,8 @@ def build_loss(config: MasterConfig) -> LossFunction:
     if LOSSES.is_builtin(name):
         async_ = config.grpo.async_
         by_staleness = config.grpo.samples_ahead and async_.max_staleness > 0
-        return PolicyLoss(config=config.loss_fn, prev_field=prev_field, by_staleness=by_staleness)
+        made = DistillationLoss if config.loss_fn.distillation.enabled else PolicyLoss
+        return made(config=config.loss_fn, prev_field=prev_field, by_staleness=by_staleness)
     own: LossFunction = LOSSES.load(name, key="loss_fn.name")(config=config.loss_fn, prev_field=prev_field)
     return own
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nemo_rl.algorithms.preflight import inputs, machine
-from nemo_rl.algorithms.preflight.inputs import Subject
+from nemo_rl.algorithms.preflight.inputs import Subject, with_teacher_folder
 from nemo_rl.algorithms.run_folder import CONFIG_FILE
 from nemo_rl.config.base import AUTO
 from nemo_rl.config.load import load_config
@@ -32,6 +32,7 @@ CHECKS: Mapping[str, Check] = {
     "model": inputs.check_model,
     "optimizer": inputs.check_optimizer,
     "tokenizer": inputs.check_tokenizer,
+    "teacher": inputs.check_teacher,
     "prompts": inputs.check_prompts,
     "reward": inputs.check_reward,
     "gold answers": inputs.check_answers,
@@ -47,7 +48,7 @@ CHECKS: Mapping[str, Check] = {
     "memory": machine.check_memory,
     "disk": machine.check_disk,
 }
-NEED_MODEL = ("model", "tokenizer", "prompts", "turns", "gold answers", "identity", "memory", "disk")
+NEED_MODEL = ("model", "tokenizer", "teacher", "prompts", "turns", "gold answers", "identity", "memory", "disk")
 """Checks that would only repeat that a model's name on the hub leads nowhere."""
 ALONGSIDE = ("reward",)
 """Checks that wait for a process of their own, and run alongside the others."""
@@ -72,6 +73,7 @@ def run_checks(config: MasterConfig, names: Iterable[str], *, is_alone: bool = F
     wanted = {name: CHECKS[name] for name in names}
     try:
         config = config.model_copy(update={"policy": local_folders(config.policy)})
+        config = with_teacher_folder(config)
     except UserError as error:
         errors.append(error)
         wanted = {name: check for name, check in wanted.items() if name not in NEED_MODEL}

@@ -18,6 +18,7 @@ from nemo_rl.algorithms.advantage_estimator import UsesRows
 from nemo_rl.algorithms.identity import first_start, model_digest, same_or_refused
 from nemo_rl.algorithms.preflight import model_check
 from nemo_rl.algorithms.token_work import TokenEstimator
+from nemo_rl.config.distillation import teacher_policy
 from nemo_rl.config.parts import (
     ADVANTAGE_ESTIMATORS,
     ENGINE_CAPABILITIES,
@@ -40,8 +41,10 @@ from nemo_rl.experience.conversation_setup import RolloutEnvironment
 from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.models.dtensor.optim import LearningRate, build_optimizer
 from nemo_rl.models.hf_folder import open_weights
-from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.hub import model_folder
+from nemo_rl.models.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits
+from nemo_rl.models.vision_processor import encoder_of
 from nemo_rl.records.selector import Selector
 from nemo_rl.tracer.watch import SiteWatch
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
@@ -58,16 +61,21 @@ __all__ = [
     "check_prompts",
     "check_records",
     "check_reward",
+    "check_teacher",
     "check_tokenizer",
     "check_trackers_are_installed",
     "check_turns",
     "nearest_folder",
     "too_few_prompts",
     "turn_lines",
+    "with_teacher_folder",
 ]
 
 MAX_ROWS = 20_000
 """Rows of each source that are looked at when no run follows, which reads all of them: seconds of templates."""
+
+
+TEACHER = "loss_fn.distillation.teacher.model_name"
 
 
 class Subject:
@@ -111,7 +119,14 @@ class Subject:
         """Prompts by the dotted paths of their sections, of large sources the first ones."""
         data = self.config.data
         now = first_start(self.resume_from)
-        train, held_out = build_prompt_sets(data, self.tokenizer, now=now, max_rows=MAX_ROWS, tools=self.schemas)
+        train, held_out = build_prompt_sets(
+            data,
+            self.tokenizer,
+            now=now,
+            max_rows=MAX_ROWS,
+            tools=self.schemas,
+            pictures=encoder_of(self.config.policy, data, self.tokenizer),
+        )
         return {"data.train": train, **{data.held_out_key(name): found for name, found in held_out.items()}}
 
     @cached_property
@@ -385,3 +400,52 @@ def check_records(subject: Subject) -> list[str]:
         except UserError as error:
             problems.append(f"diagnostics.tracer.selectors[{number}]: {error}")
     return problems
+
+
+def with_teacher_folder(config: MasterConfig) -> MasterConfig:
+    """Return the config with the folder of the teacher in place of its name on the hub.
+
+    Raises:
+        ModelFolderError: it is neither in the cache, nor can the hub be reached or has it.
+    """
+    distillation = config.loss_fn.distillation
+    if not distillation.enabled or distillation.teacher.model_name is None:
+        return config
+    folder = model_folder(distillation.teacher.model_name, where=TEACHER)
+    teacher = distillation.teacher.model_copy(update={"model_name": folder})
+    loss = config.loss_fn.model_copy(update={"distillation": distillation.model_copy(update={"teacher": teacher})})
+    return config.model_copy(update={"loss_fn": loss})
+
+
+def check_teacher(subject: Subject) -> list[str]:
+    """Its model runs in its layout with its own numbers, has the policy's tokens, and enough of them."""
+    config = subject.config
+    if not config.loss_fn.distillation.enabled:
+        return []
+    teacher = teacher_policy(config)
+    check_policy_fits(teacher)
+    sizes = [decoder_sizes(load_model_config(each.model_name))["vocab_size"] for each in (config.policy, teacher)]
+    lines, top_k = [], config.loss_fn.distillation.top_k
+    if top_k > min(sizes):
+        lines.append(
+            f"loss_fn.distillation.top_k: there are logits for {sizes[0]} (policy) and {sizes[1]} tokens; expected "
+            f"at most {min(sizes)}, got {top_k}"
+        )
+    tokenizer = load_tokenizer(teacher.model_name)
+    if problem := _first_difference(subject.tokenizer, tokenizer):
+        lines.append(
+            f"{TEACHER}: its tokenizer has other tokens than the policy's, and a distribution over others cannot be "
+            f"learned: {problem}; set a teacher of the same family"
+        )
+    return [*lines, *(f"{TEACHER}: {line}" for line in model_check.check_model(teacher))]
+
+
+def _first_difference(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str | None:
+    """Return the first token that the two do not share, or None where they are the same."""
+    mine, theirs = own.get_vocab(), other.get_vocab()
+    for token, number in sorted(mine.items(), key=lambda item: item[1]):
+        if theirs.get(token) != number:
+            found = theirs.get(token)
+            return f"{token!r} is token {number} of the policy and {'missing' if found is None else found} there"
+    more = next((token for token in theirs if token not in mine), None)
+    return None if more is None else f"{more!r} is token {theirs[more]} of the teacher alone"

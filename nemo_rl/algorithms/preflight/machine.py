@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.algorithms.cpu_needs import logical_cpus, num_non_colocated_engines, too_few_cpus
+from nemo_rl.algorithms.cpu_needs import logical_cpus, num_engine_bundles, too_few_cpus
 from nemo_rl.algorithms.preflight.inputs import Subject, nearest_folder
 from nemo_rl.algorithms.run_folder import run_folders, used_folder_problems
 from nemo_rl.config.policy import PolicyConfig
@@ -47,7 +47,7 @@ def check_gpus(subject: Subject) -> list[str]:
     cluster = subject.config.cluster
     if cluster.gpus_per_node == 0 or cluster.address is not None:
         return []
-    have, asked = torch.cuda.device_count(), cluster.gpus_per_node + num_non_colocated_engines(subject.config)
+    have, asked = torch.cuda.device_count(), cluster.gpus_per_node + num_engine_bundles(subject.config)
     if have >= asked:
         return []
     return [

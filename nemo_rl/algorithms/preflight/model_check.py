@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 import nemo_rl.models
 from nemo_rl.algorithms.grpo import plan_train
@@ -47,12 +47,13 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingPara
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.hf_modules import HFSites
 from nemo_rl.models.hf_writing import ModelDescription, write_folder
-from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
+from nemo_rl.models.loading import load_causal_lm, load_model_config, model_class, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import Capture, HookObserver
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.tiny_model import WINDOW, language_config, write_small_model
+from nemo_rl.models.vision import SMALL_FEATURES, PromptImages, family_of
 from nemo_rl.records.sites import Direction, SiteKind, execution_order
 from nemo_rl.utils.memory import package_versions
 
@@ -62,6 +63,8 @@ LENGTHS = (3 * WINDOW - 3, 2 * WINDOW + 1, WINDOW - 5, 2 * WINDOW + 9)
 """Tokens of the rows: beyond windows and chunks, and within."""
 PROMPTS = (5, 11, 3, 20)
 """Tokens of each row that the engine is given as its prompt."""
+IMAGES = (1, 2, 0, 3)
+"""Images in the prompt of each row, of models that take any."""
 TOKENS_OF_A_PASS = 128
 LIMIT = 1e-3
 """Largest difference of a log-probability, and largest difference of gradients relative to their norm. Rounding of
@@ -225,17 +228,37 @@ def _tiny(config: PolicyConfig, *, packed: bool, **split: Any) -> PolicyConfig:
 # ---- rows
 
 
-def _rows(vocab_size: int) -> list[list[int]]:
-    """The same tokens everywhere; none is a special one."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CheckedRow:
+    """A row that is computed in every way."""
+
+    ids: list[int]
+    images: Mapping[str, torch.Tensor]
+    """Tensors of its images; empty where the model takes none."""
+
+
+def _rows(config: PretrainedConfig) -> list[_CheckedRow]:
+    """The same tokens everywhere; none is a special one but placeholders of images, which some rows have."""
     generator = torch.Generator().manual_seed(SEED)
-    return [torch.randint(8, vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
+    size, family = int(config.get_text_config().vocab_size), family_of(config)
+    found = []
+    for length, count in zip(LENGTHS, IMAGES, strict=True):
+        ids = torch.randint(8, size, (length,), generator=generator).tolist()
+        if family is None:
+            found.append(_CheckedRow(ids=ids, images={}))
+            continue
+        for number in range(count):
+            first = 1 + number * (SMALL_FEATURES + 1)
+            ids[first : first + SMALL_FEATURES] = [family.image_token] * SMALL_FEATURES
+        found.append(_CheckedRow(ids=ids, images=family.noise(count, generator)))
+    return found
 
 
-def _batch(rows: Sequence[Sequence[int]]) -> BatchedDataDict:
-    lengths = torch.tensor([len(row) for row in rows])
+def _batch(rows: Sequence[_CheckedRow]) -> BatchedDataDict:
+    lengths = torch.tensor([len(row.ids) for row in rows])
     ids_NT = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
     for number, row in enumerate(rows):
-        ids_NT[number, : len(row)] = torch.tensor(row)
+        ids_NT[number, : len(row.ids)] = torch.tensor(row.ids)
     column_T = torch.arange(ids_NT.shape[1])
     return BatchedDataDict(
         {
@@ -243,12 +266,9 @@ def _batch(rows: Sequence[Sequence[int]]) -> BatchedDataDict:
             "input_lengths": lengths,
             "token_mask": (column_T < lengths[:, None]) & (column_T > 0),
             "sample_mask": torch.ones(len(rows)),
+            **{name: [row.images[name] for row in rows] for name in rows[0].images},
         }
     )
-
-
-def _vocab_size(folder: Path) -> int:
-    return int(load_model_config(folder).get_text_config().vocab_size)
 
 
 # ---- ways to compute
@@ -256,9 +276,10 @@ def _vocab_size(folder: Path) -> int:
 
 def _reference(folder: Path) -> Found:
     """Plain Hugging Face: eager attention, float64, every row by itself."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    config = load_model_config(folder)
+    model: PreTrainedModel = model_class(config).from_pretrained(
         str(folder),
-        config=load_model_config(folder),
+        config=config,
         dtype=torch.float64,
         attn_implementation="eager",
         experts_implementation="eager",
@@ -272,11 +293,12 @@ def _reference(folder: Path) -> Found:
         for hook_point in sites.hook_points
         if hook_point.kind in WATCHED
     ]
-    logprobs = []
-    for row in _rows(_vocab_size(folder)):
-        ids = torch.tensor([row])
-        logits = model(input_ids=ids, use_cache=False).logits[0]
-        taken = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    logprobs, family = [], family_of(config)
+    for row in _rows(config):
+        ids = torch.tensor(row.ids)
+        given = {"input_ids": ids[None]} if family is None else family.hugging_face_inputs(ids, row.images)
+        logits = model(**given, use_cache=False).logits[0]
+        taken = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         logprobs.append(torch.nn.functional.pad(taken, (1, 0)))
     for remove in detach:
         remove()
@@ -384,7 +406,7 @@ def _on_rank(spec: RankSpec, folder: Path, policy: PolicyConfig) -> _RankFound:
 
 
 def _passes(worker: PolicyWorker, policy: PolicyConfig) -> Found:
-    batch = _batch(_rows(_vocab_size(Path(policy.model_name))))
+    batch = _batch(_rows(load_model_config(policy.model_name)))
     batch["keys"] = [str(number) for number in range(batch.size)]
     layout = ParallelLayout.of_policy(policy, world_size=worker.world_size)
     plan = plan_train(list(LENGTHS), [len(LENGTHS)], policy, layout=layout).for_rank(0)
@@ -413,7 +435,7 @@ def _joined(ranks: Sequence[_RankFound]) -> Found:
 
 def _in_engine(folder: Path, policy: PolicyConfig) -> Found:
     """The embedded engine, which decodes the rest of each row after its prompt."""
-    rows = _rows(_vocab_size(folder))
+    rows = _rows(load_model_config(folder))
     engine = TorchEngine(
         load_causal_lm(folder),
         tokenizer=None,
@@ -423,10 +445,11 @@ def _in_engine(folder: Path, policy: PolicyConfig) -> Found:
     )
     output = engine.generate(
         GenerationRequest(
-            prompt_ids=tuple(tuple(row[:prompt]) for row, prompt in zip(rows, PROMPTS, strict=True)),
+            prompt_ids=tuple(tuple(row.ids[:prompt]) for row, prompt in zip(rows, PROMPTS, strict=True)),
             seeds=tuple(range(len(rows))),
             sampling=SamplingParams(temperature=1.0, max_new_tokens=max(LENGTHS), stop_token_ids=()),
-            forced=tuple(tuple(row[prompt:]) for row, prompt in zip(rows, PROMPTS, strict=True)),
+            forced=tuple(tuple(row.ids[prompt:]) for row, prompt in zip(rows, PROMPTS, strict=True)),
+            images=tuple(PromptImages.of(row.images) if row.images else None for row in rows),
         )
     )
     logprobs = torch.full((sum(LENGTHS),), torch.nan)
@@ -449,7 +472,9 @@ def _saved(folder: Path, policy: PolicyConfig) -> Found:
     infos = {name: TensorInfo(shape=tuple(weight.shape), dtype="float32") for name, weight in weights.items()}
     target = folder.parent / "saved"
     write_folder(target, ModelDescription(config=model.config, infos=infos), weights.items())
-    again, report = AutoModelForCausalLM.from_pretrained(str(target), output_loading_info=True, local_files_only=True)
+    again, report = model_class(model.config).from_pretrained(
+        str(target), output_loading_info=True, local_files_only=True
+    )
     wrong = sorted([*report["missing_keys"], *report["unexpected_keys"]])
     if wrong:
         raise UserError(f"transformers does not know {len(wrong)} weights by the names in our files, first {wrong[0]}")

@@ -24,7 +24,13 @@ from nemo_rl.models.megatron.mcore import finalize_model_grads, get_forward_back
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
-from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch, selected_logprobs, top_k_logits
+from nemo_rl.models.policy.microbatch import (
+    Microbatch,
+    build_microbatch,
+    selected_logprobs,
+    selected_top_k,
+    top_k_logits,
+)
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
@@ -35,13 +41,16 @@ from nemo_rl.models.policy.steps import (
     bad_rows,
     computed_fields,
     keep_found,
+    keep_top_k,
     logprob_result,
     loss_columns,
     raise_together,
     stored_fields,
     sum_over_shards,
+    top_k_result,
     trained_tokens,
 )
+from nemo_rl.models.top_k import TopTokens
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = ["PipelineRunner"]
@@ -99,6 +108,23 @@ class PipelineRunner:
         self._run(self._build(batch, microbatches, select_NT), len(microbatches), keep, is_training=False)
         self._raise_together("log-probabilities", batch, bad)
         return result_cNT
+
+    def top_k(
+        self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor, wanted: TopTokens
+    ) -> torch.Tensor:
+        result_cNTk = top_k_result(select_NT, wanted)
+        bad: list[int] = []
+
+        def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
+            temperature = self._layout.sampling.temperature
+            found_cM = selected_top_k(logits, micro.inputs, wanted, temperature=temperature, shard=self._shard)
+            if micro.rows:
+                bad.extend(keep_top_k(result_cNTk, micro, found_cM))
+            return found_cM.sum()
+
+        self._run(self._build(batch, microbatches, select_NT), len(microbatches), keep, is_training=False)
+        self._raise_together("top-k log-probabilities", batch, bad)
+        return result_cNTk
 
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Microbatches, *, k: int

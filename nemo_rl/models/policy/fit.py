@@ -17,6 +17,7 @@ from nemo_rl.models.loading import load_model_config, model_without_weights
 from nemo_rl.models.lora import adapted_layers
 from nemo_rl.models.megatron import architecture
 from nemo_rl.models.megatron.convert_table import check_adapters_fit
+from nemo_rl.models.vision import family_of
 from nemo_rl.routes.shape import MAX_EXPERTS
 
 __all__ = ["check_planned_model_fits", "check_policy_fits"]
@@ -39,6 +40,11 @@ def check_planned_model_fits(given: PretrainedConfig, config: PolicyConfig) -> N
     model = model_without_weights(given, config.model_name)
     with boundary(ModelFolderError, f"model folder {config.model_name!r}: config.json"):
         if config.megatron_cfg.enabled:
+            if family_of(given) is not None:
+                raise ConfigError(
+                    f"policy.model_name: {given.model_type!r} has a vision tower, and the Megatron worker trains "
+                    "models of text alone; set policy.megatron_cfg.enabled=false and policy.dtensor_cfg.enabled=true"
+                )
             shape = architecture.Architecture.of(given)
             architecture.check_fits(shape, config)
             if config.lora.enabled:

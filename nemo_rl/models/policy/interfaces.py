@@ -14,9 +14,12 @@ __all__ = [
     "ADVANTAGES",
     "COMPUTED_FIELDS",
     "ENTROPY",
+    "POLICY_TOPK",
     "SQUARED_PROBS",
     "STALENESS",
     "TOKEN_ADVANTAGES",
+    "TOPK_IDS",
+    "TOPK_LOGPROBS",
     "UNFILTERED_LOGPROBS",
     "LossFunction",
     "LossOutput",
@@ -41,7 +44,14 @@ of the distribution that each token was drawn from; 0 outside the responses."""
 STALENESS = "staleness"
 """Column that the driver writes for a loss that names it in `input_fields`: `[N]` int32, updates between the weights
 that drew a row's oldest token and the weights that the step updates."""
-COMPUTED_FIELDS = (ENTROPY, UNFILTERED_LOGPROBS)
+TOPK_IDS, TOPK_LOGPROBS = "topk_ids", "topk_logprobs"
+"""Columns that the pass `topk_logits` writes: `[N, T, K]`, the most likely tokens of the distribution that each token
+was drawn from, largest first, and their log-probabilities under the whole vocabulary, with temperature; 0 outside the
+responses."""
+POLICY_TOPK = "policy_topk_logprobs"
+"""Name of a computed column, like `ENTROPY`: `[N, T, K + 1]` float32 with gradient, the trained policy's own
+log-probabilities of the tokens `topk_ids`, and last of all other tokens together (-inf where there are none)."""
+COMPUTED_FIELDS = (ENTROPY, UNFILTERED_LOGPROBS, POLICY_TOPK)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,9 +18,11 @@ from nemo_rl.distributed.calls import Call, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_groups import WorkerGroup
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.top_k import TopTokens
 from nemo_rl.models.weights_digest import WeightsDigest
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
@@ -108,7 +110,7 @@ class Policy:
     def get_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
         """Return `[N, T]` float32 in the order of `batch`."""
         shards = self._shards(batch, plan)
-        return self._merged([ask(PolicyWorker.get_logprobs, batch=s.batch, plan=s.plan) for s in shards], batch, plan)
+        return self._merged([ask(PolicyWorker.get_logprobs, batch=s.batch, plan=s.plan) for s in shards], plan)
 
     def get_reference_policy_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
         """Return `[N, T]` float32 under the reference weights."""
@@ -116,7 +118,18 @@ class Policy:
             ask(PolicyWorker.get_reference_policy_logprobs, batch=shard.batch, plan=shard.plan)
             for shard in self._shards(batch, plan)
         ]
-        return self._merged(requests, batch, plan)
+        return self._merged(requests, plan)
+
+    def get_topk_logits(self, batch: BatchedDataDict, *, plan: PackPlan, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids `[N, T, k]` int32 and log-probabilities `[N, T, k]` float32 of the k most likely tokens in the
+        place of each token of `get_logprobs`, in the order of `batch`."""
+        shards, wanted = self._shards(batch, plan), TopTokens(k=k)
+        found = self.run(
+            [ask(PolicyWorker.get_topk_logprobs, batch=s.batch, wanted=wanted, plan=s.plan) for s in shards],
+            WorkerPass.TOPK_LOGITS.value,
+        )
+        ids, logprobs = zip(*self._layout.one_per_shard(found), strict=True)
+        return _in_order_of_batch(ids, plan), _in_order_of_batch(logprobs, plan)
 
     def prepare_for_lp_inference(self) -> None:
         self.run(ask(PolicyWorker.prepare_for_lp_inference), "logprob prep")
@@ -163,14 +176,8 @@ class Policy:
         """End the workers. Idempotent."""
         self._workers.shutdown()
 
-    def _merged(
-        self, requests: Sequence[Request[torch.Tensor]], batch: BatchedDataDict, plan: PackPlan
-    ) -> torch.Tensor:
-        parts = self._layout.one_per_shard(self.run(requests, "logprobs"))
-        order = [row for rank in range(plan.num_ranks) for row in plan.rows_of_rank(rank)]
-        merged = torch.zeros(batch.size, max(part.shape[1] for part in parts))
-        merged[torch.tensor(order)] = torch.cat(parts)
-        return merged
+    def _merged(self, requests: Sequence[Request[torch.Tensor]], plan: PackPlan) -> torch.Tensor:
+        return _in_order_of_batch(self._layout.one_per_shard(self.run(requests, "logprobs")), plan)
 
     def _shards(self, batch: BatchedDataDict, plan: PackPlan) -> list[_Shard]:
         """Return rows and plan of each rank; ranks of a replica group get the same."""
@@ -181,6 +188,14 @@ class Policy:
 
     def _call(self, request: Request[_T] | Sequence[Request[_T]], stage: str) -> Call[_T]:
         return Call(request=request, stage=stage, timeout_s=self._timeout_s)
+
+
+def _in_order_of_batch(parts: Sequence[torch.Tensor], plan: PackPlan) -> torch.Tensor:
+    """Return the rows of all shards, `[n, t, ...]` each, in the order of the batch."""
+    order = [row for rank in range(plan.num_ranks) for row in plan.rows_of_rank(rank)]
+    merged = parts[0].new_zeros(len(order), *parts[0].shape[1:])
+    merged[torch.tensor(order)] = torch.cat(list(parts))
+    return merged
 
 
 def summarize(results: Sequence[TrainResult], *, layout: ParallelLayout | None = None) -> TrainSummary:

@@ -7,20 +7,22 @@ microbatch, T width of the batch, t longest row of the microbatch, S width of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.differentiable import gather_along, reduce_from
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, round_up
 from nemo_rl.models.logprobs import Sampling, VocabShard, logprobs_with_entropy, logprobs_with_squares, token_logprobs
-from nemo_rl.models.policy.interfaces import ENTROPY, SQUARED_PROBS, UNFILTERED_LOGPROBS
+from nemo_rl.models.policy.interfaces import ENTROPY, POLICY_TOPK, SQUARED_PROBS, TOPK_IDS, UNFILTERED_LOGPROBS
 from nemo_rl.models.support import SUPPORT, KeptSets, decode_support
+from nemo_rl.models.top_k import TopTokens, logprobs_at, top_k_logprobs
 from nemo_rl.models.varlen_attention import Segments
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "build_microbatch",
     "fixed_plan",
     "selected_logprobs",
+    "selected_top_k",
     "steps_of",
     "top_k_logits",
 ]
@@ -43,7 +46,7 @@ class ForwardInputs:
     input_ids: torch.Tensor
     """`[n, s]` int64: this rank's positions of the pass."""
     position_ids: torch.Tensor
-    """`[1, s]` int64, restarting with every sequence."""
+    """`[1, s]` int64, restarting with every sequence; `[3, n, s]` with images and M-RoPE."""
     row_ns: torch.Tensor
     """`[n, s]` int64: row within the microbatch of the token at each position; -1 where none lies."""
     column_ns: torch.Tensor
@@ -68,6 +71,13 @@ class ForwardInputs:
     """`[m]` the tokens."""
     kept: KeptSets | None = None
     """The sets that they were sampled from, where the batch has them."""
+    extras: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    """Extra columns without a token axis, such as those of images: one tensor per row of the microbatch."""
+    feature_ns: torch.Tensor | None = None
+    """`[n, s]` int64: which feature of the rows' images stands at a position, -1 where a token does; None without
+    columns of images."""
+    topk_mK: torch.Tensor | None = None
+    """Tokens at each position whose log-probabilities the loss compares, where the batch has them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +124,7 @@ class Microbatch:
     ids_nt: torch.Tensor
     """`[n, t]` int64 tokens, of padding anything."""
     columns: dict[str, torch.Tensor]
-    """`[n, t]` and `[n]`, cut to the longest row."""
+    """`[n, t, ...]` and `[n]`, cut to the longest row."""
     width: int
     """t, at least 1."""
     inputs: ForwardInputs
@@ -123,7 +133,7 @@ class Microbatch:
 
     def to_rows(self, values_M: torch.Tensor) -> torch.Tensor:
         """Return selected values at their places in `[n, t]`, 0 elsewhere; differentiable."""
-        zeros_nt = values_M.new_zeros(len(self.rows), self.width)
+        zeros_nt = values_M.new_zeros(len(self.rows), self.width, *values_M.shape[1:])
         return zeros_nt.index_put((self.out_row_M, self.out_column_M), values_M)
 
 
@@ -177,7 +187,7 @@ def build_microbatch(
 ) -> Microbatch:
     """Args:
     select_NT: `[N, T]` bool, tokens whose log-probability is wanted; position 0 never is.
-    fields: columns that the loss reads.
+    fields: columns that the loss reads; of those that differ in a dim without tokens, padded with 0.
     is_packed: lay the rows end to end in one row instead of padding them.
     """
     device = select_NT.device
@@ -185,8 +195,14 @@ def build_microbatch(
     lengths = tuple(int(n) for n in batch.tensor("input_lengths")[index].tolist())
     width = max((1, *lengths))
     ids_nt = batch.tensor("input_ids")[index, :width].long()
+    extras = _extra_rows(batch, rows, device)
     columns = {}
     for name in fields:
+        if name in extras:
+            columns[name] = (
+                pad_sequence(list(extras[name]), batch_first=True) if rows else torch.empty(0, device=device)
+            )
+            continue
         column = batch.tensor(name)
         columns[name] = column[index, :width] if column.dim() > 1 else column[index]
     is_real_nt = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
@@ -196,12 +212,10 @@ def build_microbatch(
     row_M, column_M = select_nt.nonzero(as_tuple=True)
     places = PassPlaces.of(lengths, is_packed=is_packed, shape=shape, device=device)
     inputs = _on_this_rank(places, lengths, ids_nt, (row_M, column_M), shape)
-    if SUPPORT in batch:
-        mine_m = inputs.selected_m
-        is_response_nt = batch.tensor("token_mask")[index, :width].bool()
-        support_nS = batch.tensor(SUPPORT)[index]
-        scored = row_M[mine_m], column_M[mine_m]
-        inputs = replace(inputs, kept=decode_support(support_nS, ids_nt, is_response_nt, *scored))
+    if SUPPORT in batch or TOPK_IDS in columns:
+        inputs = _with_sets(inputs, batch, index, (ids_nt, row_M, column_M), columns.get(TOPK_IDS))
+    if extras:
+        inputs = replace(inputs, extras=extras)
     return Microbatch(
         rows=tuple(rows),
         lengths=lengths,
@@ -212,6 +226,39 @@ def build_microbatch(
         out_row_M=row_M,
         out_column_M=column_M,
     )
+
+
+def _extra_rows(
+    batch: BatchedDataDict, rows: Sequence[int], device: torch.device
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Return the rows' tensors of each column that the batch holds as a list of tensors."""
+    return {
+        name: tuple(row.to(device) for row in (column[at] for at in rows) if isinstance(row, torch.Tensor))
+        for name, column in batch.items()
+        if isinstance(column, list) and column and isinstance(column[0], torch.Tensor)
+    }
+
+
+def _with_sets(
+    inputs: ForwardInputs,
+    batch: BatchedDataDict,
+    rows: torch.Tensor,
+    scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    topk_ntK: torch.Tensor | None,
+) -> ForwardInputs:
+    """Return the inputs with the sets of tokens that belong to each scored token, as far as the batch has them.
+
+    Args:
+        rows: of the batch in this microbatch.
+        scored: tokens `[n, t]`, row within the microbatch of each scored one, and its position in the row.
+    """
+    ids_nt, row_M, column_M = scored
+    places = row_M[inputs.selected_m], column_M[inputs.selected_m]
+    kept = None
+    if SUPPORT in batch:
+        is_response_nt = batch.tensor("token_mask")[rows, : ids_nt.shape[1]].bool()
+        kept = decode_support(batch.tensor(SUPPORT)[rows], ids_nt, is_response_nt, *places)
+    return replace(inputs, kept=kept, topk_mK=None if topk_ntK is None else topk_ntK[places])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,7 +389,8 @@ def selected_logprobs(
     Args:
         logits_nKV: at `inputs.keep_K`.
         shard: this rank's part of the vocabulary where the head is split.
-        computed: `SQUARED_PROBS`, or some of `COMPUTED_FIELDS` in their order: a line more for each.
+        computed: `SQUARED_PROBS`, or some of `COMPUTED_FIELDS` in their order: a line more for each, and K + 1 lines
+            for `POLICY_TOPK`.
     """
     logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
     if ENTROPY in computed:
@@ -353,12 +401,43 @@ def selected_logprobs(
         logprobs_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
         # Not a view: FSDP warns when its module returns one, since an in-place op on it would drop the hook.
         found_cm = torch.stack([logprobs_m])
+    if computed:
+        found_cm = torch.cat([found_cm, *_whole_distributions(logits_mV, inputs, sampling, shard, computed)])
+    return _on_every_context_rank(found_cm, inputs)
+
+
+def _whole_distributions(
+    logits_mV: torch.Tensor,
+    inputs: ForwardInputs,
+    sampling: Sampling,
+    shard: VocabShard | None,
+    computed: Sequence[str],
+) -> Iterator[torch.Tensor]:
+    """(collective) Yield lines `[c, m]` of the computed columns that no filter of top-k or top-p touches."""
     if UNFILTERED_LOGPROBS in computed:
-        unfiltered_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling.unfiltered, shard=shard)
-        found_cm = torch.cat([found_cm, unfiltered_m[None]])
+        yield token_logprobs(logits_mV, inputs.target_m, sampling=sampling.unfiltered, shard=shard)[None]
+    if POLICY_TOPK in computed:
+        assert inputs.topk_mK is not None, f"the batch has no column {TOPK_IDS}"
+        yield logprobs_at(logits_mV, inputs.topk_mK, temperature=sampling.temperature, shard=shard)
+
+
+def selected_top_k(
+    logits_nKV: torch.Tensor, inputs: ForwardInputs, wanted: TopTokens, *, temperature: float, shard: VocabShard | None
+) -> torch.Tensor:
+    """Return `[2 k, M]` float32: the k most likely tokens' log-probabilities, then their ids, at each selected token;
+    the same on every tensor and context rank (collective over both), without gradient.
+
+    Ids are exact in float32: vocabularies are smaller than 2^24.
+    """
+    logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
+    logprobs_mk, ids_mk = top_k_logprobs(logits_mV, wanted, temperature=temperature, shard=shard)
+    return _on_every_context_rank(torch.cat([logprobs_mk.T, ids_mk.T.float()]), inputs)
+
+
+def _on_every_context_rank(found_cm: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
+    """(collective) Return `[c, M]`: every context rank gets the tokens of all, so that a loss sees whole rows."""
     if inputs.segments.group is None:
         return found_cm
-    # Every context rank gets the tokens of all, so that a loss sees whole rows.
     places = torch.arange(len(found_cm), device=found_cm.device)[:, None], inputs.selected_m[None]
     zeros_cM = found_cm.new_zeros(len(found_cm), inputs.num_selected)
     return reduce_from(zeros_cM.index_put(places, found_cm), inputs.segments.group)

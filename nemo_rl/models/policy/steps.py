@@ -17,8 +17,9 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.logprobs import Sampling
-from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, UNFILTERED_LOGPROBS, LossFunction, LossScale
+from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, POLICY_TOPK, UNFILTERED_LOGPROBS, LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
+from nemo_rl.models.top_k import TopTokens
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "check_same_plan",
     "computed_fields",
     "keep_found",
+    "keep_top_k",
     "logprob_result",
     "loss_columns",
     "loss_scales",
@@ -38,6 +40,7 @@ __all__ = [
     "row_names",
     "stored_fields",
     "sum_over_shards",
+    "top_k_result",
     "trained_tokens",
 ]
 
@@ -107,6 +110,16 @@ class Runner(Protocol):
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
         """
 
+    def top_k(
+        self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor, wanted: TopTokens
+    ) -> torch.Tensor:
+        """Return `[2, N, T, k]` float32: the most likely tokens' log-probabilities, and their ids, of the
+        distribution that each selected token was drawn from; 0 elsewhere.
+
+        Raises:
+            NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
+        """
+
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Microbatches, *, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,8 +166,20 @@ def logprob_result(select_NT: torch.Tensor, computed: Sequence[str]) -> torch.Te
     return torch.zeros(1 + len(computed), *select_NT.shape, dtype=torch.float32, device=select_NT.device)
 
 
+def top_k_result(select_NT: torch.Tensor, wanted: TopTokens) -> torch.Tensor:
+    """Return zeros for what a pass of `Runner.top_k` finds."""
+    return torch.zeros(2, *select_NT.shape, wanted.k, dtype=torch.float32, device=select_NT.device)
+
+
+def keep_top_k(result_cNTk: torch.Tensor, micro: Microbatch, found_cM: torch.Tensor) -> list[int]:
+    """Put what `selected_top_k` has found of a microbatch into the result, and return rows with NaN or inf."""
+    found = [micro.to_rows(part_kM.T) for part_kM in found_cM.chunk(2)]
+    keep_found(result_cNTk, micro, found)
+    return bad_rows(micro, found[0].flatten(1))
+
+
 def keep_found(result_cNT: torch.Tensor, micro: Microbatch, found: Sequence[torch.Tensor]) -> None:
-    """Put what a microbatch has found, `[n, t]` each, into the result."""
+    """Put what a microbatch has found, `[n, t, ...]` each, into the result."""
     index = torch.tensor(micro.rows, dtype=torch.int64, device=result_cNT.device)
     for result_NT, part_nt in zip(result_cNT, found, strict=False):
         result_NT[index, : micro.width] = part_nt
@@ -164,8 +189,10 @@ def loss_columns(micro: Microbatch, found: Sequence[torch.Tensor], computed: Seq
     """Return the columns that the loss reads besides log-probabilities.
 
     Args:
-        found: log-probabilities `[n, t]`, then the columns `computed`.
+        found: log-probabilities `[n, t]`, then the columns `computed`; of `POLICY_TOPK`, the last, K + 1 parts.
     """
+    if POLICY_TOPK in computed:
+        found = [*found[: len(computed)], torch.stack(list(found[len(computed) :]), dim=-1)]
     return {**micro.columns, **dict(zip(computed, found[1:], strict=True))}
 
 

@@ -15,6 +15,7 @@ from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.row_map import RowFunction, RowMapResult, RowResults
+from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.calls import Pending, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
@@ -36,6 +37,7 @@ class TQPolicy(Policy):
         address: of the owner's data plane client.
         timeout_s: deadline of one stage.
         layout: of the workers; None means that every rank has a data-parallel shard for itself.
+        extras: columns of the rows besides the table of fields.
 
     Raises:
         ConfigError: `data_plane.fetch_policy` does not fit the layout.
@@ -48,6 +50,7 @@ class TQPolicy(Policy):
         address: DataPlaneAddress,
         timeout_s: float,
         layout: ParallelLayout | None = None,
+        extras: tuple[FieldSpec, ...] = (),
     ) -> None:
         super().__init__(workers, timeout_s=timeout_s, layout=layout)
         self.driver_bytes = 0
@@ -58,6 +61,7 @@ class TQPolicy(Policy):
             address=address,
             fetch_policy=plane.fetch_policy,
             cache_bytes=plane.worker_cache_bytes,
+            extras=extras,
         )
         self.run(request, "data plane setup")
 
@@ -83,6 +87,25 @@ class TQPolicy(Policy):
         metas = self._metas(meta, plan)
         requests = [ask(TQWorker.get_reference_policy_logprobs_presharded, meta=part) for part in metas]
         return self._written(requests, WorkerPass.REFERENCE_LOGPROBS, meta, metas)
+
+    def get_topk_logits_from_meta(
+        self, meta: KVBatchMeta, plan: PackPlan, *, k: int, vocab_size: int | None = None
+    ) -> KVBatchMeta:
+        """Let the workers write `topk_ids` and `topk_logprobs` of every row: the k most likely tokens of the
+        distribution that each token was drawn from; with router replay on the routes of the rows.
+
+        Args:
+            vocab_size: tokens from this id on have no probability; None: all count.
+        """
+        return self.submit_topk_logits_from_meta(meta, plan, k=k, vocab_size=vocab_size).result()
+
+    def submit_topk_logits_from_meta(
+        self, meta: KVBatchMeta, plan: PackPlan, *, k: int, vocab_size: int | None = None
+    ) -> Pending[KVBatchMeta]:
+        """Submit `get_topk_logits_from_meta` without waiting."""
+        metas, passes = self._metas(meta, plan), TQWorker.get_topk_logits_presharded
+        requests = [ask(passes, meta=part, k=k, vocab_size=vocab_size) for part in metas]
+        return self._written(requests, WorkerPass.TOPK_LOGITS, meta, metas)
 
     def train_from_meta(
         self, meta: KVBatchMeta, plan: PackPlan, loss_fn: LossFunction, *, fields: Sequence[str]

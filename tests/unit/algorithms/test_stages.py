@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss, build_loss
 from nemo_rl.algorithms.stages.bodies import BODIES
 from nemo_rl.algorithms.stages.columns import (
     PARTITION,
@@ -38,6 +38,15 @@ def reads_of_log(settings: MasterConfig, prev_field: str = "prev_logprobs") -> t
     return stage_columns(settings, loss)[-1].reads
 
 
+def test_a_teacher_writes_its_columns_before_the_policy_reads_them():
+    section = {"enabled": True, "teacher": {"model_name": "teacher"}}
+    taught = config(loss_fn={"reference_policy_kl_penalty": 0, "distillation": section})
+    stages = {stage.name: stage for stage in stage_columns(taught, build_loss(taught))}
+    assert list(stages) == ["rollout", "score", "prev_logprobs", "topk_logits", "advantages", "train", "log"]
+    assert stages["topk_logits"].writes == ("topk_ids", "topk_logprobs")
+    assert {"topk_ids", "topk_logprobs"} <= set(stages["train"].reads)
+
+
 def test_a_stage_runs_only_when_the_config_needs_it():
     full = config(loss_fn={"reference_policy_kl_penalty": 0.1})
     assert names(full) == ["rollout", "score", "prev_logprobs", "reference_logprobs", "advantages", "train", "log"]
@@ -46,7 +55,8 @@ def test_a_stage_runs_only_when_the_config_needs_it():
     assert set(reads_of_log(full)) - set(reads_of_log(lean, "generation_logprobs")) == {"prev_logprobs"}
     measured = config(loss_fn={"reference_policy_kl_penalty": 0.1}, grpo={"seq_logprob_error_threshold": 2.0})
     assert names(measured) == [*names(full)[:4], "measure_rows", *names(full)[4:]]
-    assert {"rollout", *BODIES} == {*names(measured), "token_advantages"}, "each but the source's has a body"
+    named = {*names(measured), "token_advantages", "topk_logits"}
+    assert {"rollout", *BODIES} == named, "each but the source's has a body"
 
 
 def test_a_loss_that_reads_a_column_nobody_writes_is_refused_at_build():

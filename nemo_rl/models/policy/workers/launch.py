@@ -7,7 +7,7 @@ while a rank starts ends the start on all ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,8 @@ class WorkerSpec:
     """Hub to which passes show what is watched; None: none."""
     start_timeout_s: float = START_TIMEOUT_S
     """Seconds that the ranks wait for one another before the first collective."""
+    joins_process: bool = False
+    """True for a second model in the process of another worker, which has made the process group of one rank."""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -61,9 +63,10 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
     device = torch.device("cuda", spec.rank.local_rank) if spec.use_gpu else torch.device("cpu")
     if spec.use_gpu:
         torch.cuda.set_device(device)
-    init_process_group(
-        spec.rank, device=device, timeout_s=spec.collective_timeout_s, start_timeout_s=spec.start_timeout_s
-    )
+    if not spec.joins_process:
+        init_process_group(
+            spec.rank, device=device, timeout_s=spec.collective_timeout_s, start_timeout_s=spec.start_timeout_s
+        )
     watch, start = _abort_watch(spec)
     with start:
         parts = compose_parts(
@@ -73,7 +76,7 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
             collective_timeout_s=spec.collective_timeout_s,
             seed=spec.seed,
             keep_reference=spec.keep_reference,
-            owns_group=True,
+            owns_group=not spec.joins_process,
             record=spec.record,
             trace=spec.trace,
         )
@@ -85,6 +88,8 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
 def _abort_watch(spec: WorkerSpec) -> tuple[StepWatch, AbstractContextManager[None]]:
     """Keep the watch, and what is around the start of the worker."""
     rank = spec.rank
+    if spec.joins_process:
+        return NoWatch(), nullcontext()
     if rank.world_size == 1:
         return NoWatch(), _group_ends_with_an_error()
     watch = AbortWatch(job_store(), rank=rank.rank, world_size=rank.world_size, timeout_s=spec.collective_timeout_s)

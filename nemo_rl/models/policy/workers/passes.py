@@ -26,6 +26,7 @@ from nemo_rl.models.policy.workers.base import WorkerState, device_name
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.support import SUPPORT
+from nemo_rl.models.top_k import TopTokens
 from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
 
 __all__ = ["Passes", "RankRoutes"]
@@ -169,6 +170,39 @@ class Passes:
         with self._replay.replaying(phase, batch, plan, shape, routes) as pass_routes:
             return self._logprobs(batch, plan, pass_routes, phase, computed=(SQUARED_PROBS,))
 
+    def get_topk_logprobs(
+        self,
+        batch: BatchedDataDict,
+        wanted: TopTokens,
+        *,
+        plan: PackPlan | None = None,
+        routes: RouteSlices | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(collective) Return the most likely tokens of the distribution that each token of `get_logprobs` was drawn
+        from, before a filter of top-k or top-p: ids `[N, T, k]` int32 and log-probabilities `[N, T, k]` float32, on
+        the CPU.
+
+        Args:
+            routes: as in `train`.
+
+        Raises:
+            FieldNotProduced: router replay is on, and there are no routes.
+        """
+        self._device_states.require("get_topk_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        plan = plan or self._inference_plan(batch, None)
+        microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
+        check_same_plan([len(microbatches)], device=self._here.device)
+        layout, stage = self.batch_layout(plan), WorkerPass.TOPK_LOGITS
+        with (
+            self._replay.replaying(stage, batch, plan, layout.shape, routes) as pass_routes,
+            self._hook_observers.phase(stage, batch) as observer,
+        ):
+            # Sampling masks belong to a filter, which a comparison of whole distributions leaves out.
+            batch = _without(_without(batch, SUPPORT), ROUTES).to(self._here.device)
+            runner = self._engine.runner(layout, pass_routes, observer)
+            logprobs_NTk, ids_NTk = runner.top_k(batch, microbatches, _scored_tokens(batch), wanted).cpu()
+        return ids_NTk.int(), logprobs_NTk
+
     def score(self, batch: BatchedDataDict) -> torch.Tensor:
         """(collective) Return `[N, T]` as `get_logprobs`, under the model's own distribution; nobody looks on.
 
@@ -212,10 +246,7 @@ class Passes:
         if not layout.sampling.has_filter:
             batch = _without(batch, SUPPORT)
         batch = _without(batch, ROUTES).to(self._here.device)
-        if TOKEN_MASK in batch:
-            select_NT = batch.tensor(TOKEN_MASK).bool()
-        else:
-            select_NT = torch.ones_like(batch.tensor("input_ids"), dtype=torch.bool)
+        select_NT = _scored_tokens(batch)
         hook_observers = self._hook_observers if phase is not None else NO_HOOK_OBSERVERS
         with hook_observers.phase(phase or WorkerPass.PREV_LOGPROBS, batch) as observer:
             runner = self._engine.runner(layout, routes, observer)
@@ -284,6 +315,13 @@ class Passes:
     def _inference_plan(self, batch: BatchedDataDict, mbs: int | None) -> PackPlan:
         rows = mbs or self._config.logprob_batch_size or self._config.train_micro_batch_size
         return self._fixed_plan(batch, max(1, batch.size), rows)
+
+
+def _scored_tokens(batch: BatchedDataDict) -> torch.Tensor:
+    """Return `[N, T]` bool: the tokens of `token_mask` where the batch has that column, else all."""
+    if TOKEN_MASK in batch:
+        return batch.tensor(TOKEN_MASK).bool()
+    return torch.ones_like(batch.tensor("input_ids"), dtype=torch.bool)
 
 
 def _without(batch: BatchedDataDict, name: str) -> BatchedDataDict:

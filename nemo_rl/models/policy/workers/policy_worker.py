@@ -43,6 +43,7 @@ from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.passes import Passes, RankRoutes
 from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.policy.workers.saving import Saving
+from nemo_rl.models.top_k import TopTokens
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.receipt import Probe, ScoredProbe, Sent
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec
@@ -129,6 +130,18 @@ class PolicyWorker:
     def record_routes(self, batch: BatchedDataDict, *, plan: PackPlan | None = None) -> RankRoutes:
         """(collective) Return log-probabilities, and the routes that the routers chose for themselves."""
         return self.passes.record_routes(batch, plan=plan)
+
+    def get_topk_logprobs(
+        self,
+        batch: BatchedDataDict,
+        wanted: TopTokens,
+        *,
+        plan: PackPlan | None = None,
+        routes: RouteSlices | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(collective) Return ids `[N, T, k]` int32 and log-probabilities `[N, T, k]` float32 of the most likely tokens
+        in the place of each token; all 0 before the last pipeline stage. See `Passes.get_topk_logprobs`."""
+        return self.passes.get_topk_logprobs(batch, wanted, plan=plan, routes=routes)
 
     def get_topk_logits(
         self, batch: BatchedDataDict, *, k: int, mbs: int | None = None

@@ -22,7 +22,7 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.jagged import lengths_of, values_of
 from nemo_rl.models.logprobs import k3
-from nemo_rl.models.policy.interfaces import SQUARED_PROBS, LossFunction, TrainResult
+from nemo_rl.models.policy.interfaces import SQUARED_PROBS, TOPK_IDS, TOPK_LOGPROBS, LossFunction, TrainResult
 from nemo_rl.models.policy.routes.slices import RouteSlices, ShardRoutes
 from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
 from nemo_rl.models.policy.steps import RankInfo
@@ -30,6 +30,7 @@ from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.passes import Passes, RankRoutes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
 from nemo_rl.models.support import SUPPORT
+from nemo_rl.models.top_k import TopTokens
 from nemo_rl.routes.columns import decode_routes, encode_routes
 from nemo_rl.utils.metrics import Max, Mean, Reduction, merge_metrics
 from nemo_rl.utils.r3_trace import trace_rollout_payload, trace_tq_fetch_payload
@@ -282,6 +283,12 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
         """Return the metrics of this rank since the last call; empty without router replay."""
         return self._routes.metrics()
 
+    def rest(self) -> None:
+        """Free the device and forget fetched rows, until a pass of a later step; on a CPU everything stays where it
+        is."""
+        self.end_step()
+        self.device_states.enter(WorkerState.OFFLOADED)
+
     def shutdown(self) -> None:
         """End the client and leave the process group. Idempotent."""
         self.close_data_plane()
@@ -313,6 +320,14 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
     def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
         self.device_states.enter(WorkerState.LOGPROBS)
         return self.passes.get_reference_policy_logprobs(batch, plan=meta.pack)
+
+    def _topk_logprobs(
+        self, meta: KVBatchMeta, batch: BatchedDataDict, *, k: int, vocab_size: int | None
+    ) -> Mapping[str, torch.Tensor]:
+        self.device_states.enter(WorkerState.LOGPROBS)
+        routes, wanted = self._extra_inputs(WorkerPass.TOPK_LOGITS, meta, batch), TopTokens(k=k, vocab_size=vocab_size)
+        ids_NTk, logprobs_NTk = self.passes.get_topk_logprobs(batch, wanted, plan=meta.pack, routes=routes)
+        return {TOPK_IDS: ids_NTk, TOPK_LOGPROBS: logprobs_NTk}
 
     def _extra_inputs(self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict) -> RouteSlices | None:
         """(collective over the replica group) Return what a pass takes besides the columns of its batch."""

@@ -14,7 +14,13 @@ from nemo_rl.algorithms.stages.columns import stage_columns
 from nemo_rl.config.load import load_config
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.schema_walk import iter_fields, section_class
-from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS
+from nemo_rl.models.policy.interfaces import (
+    ENTROPY,
+    POLICY_TOPK,
+    TOPK_IDS,
+    TOPK_LOGPROBS,
+    UNFILTERED_LOGPROBS,
+)
 from nemo_rl.utils.metrics import values
 from tests.helpers.hf_reference import global_scale
 from tests.helpers.loss_reference import loss_batch, loss_config
@@ -31,6 +37,9 @@ TIS = (
     "loss_fn.truncated_importance_sampling_ratio=1.3",
 )
 VESPO = ("loss_fn.name=vespo",)
+TAUGHT = "loss_fn.distillation"
+TEACHER = (f"{TAUGHT}.enabled=true", f"{TAUGHT}.teacher.model_name=teacher", "grpo.drop_zero_advantage_groups=false")
+MIXED = (*TEACHER, f"{TAUGHT}.kl=mixed")
 
 CHANGES: list[tuple[str, Sequence[str], Sequence[str], str]] = [
     ("name", (), ("loss_fn.name=cispo",), "gradient"),
@@ -69,6 +78,12 @@ CHANGES: list[tuple[str, Sequence[str], Sequence[str], str]] = [
     ("kl_input_clamp_value", KL, ("loss_fn.kl_input_clamp_value=0.2",), "kl_clamped_tokens"),
     ("kl_output_clamp_value", KL, ("loss_fn.kl_output_clamp_value=0.01",), "kl_clamped_tokens"),
     ("entropy_coefficient", (), ("loss_fn.entropy_coefficient=0.1",), "entropy_bonus"),
+    ("distillation.enabled", (), TEACHER, "gradient"),
+    ("distillation.mode", TEACHER, (f"{TAUGHT}.mode=added",), "gradient"),
+    ("distillation.coefficient", TEACHER, (f"{TAUGHT}.coefficient=2",), "gradient"),
+    ("distillation.kl", TEACHER, (f"{TAUGHT}.kl=forward",), "gradient"),
+    ("distillation.mixed_weight", MIXED, (f"{TAUGHT}.mixed_weight=0.9",), "gradient"),
+    ("distillation.tail", TEACHER, (f"{TAUGHT}.tail=renormalize",), "gradient"),
 ]  # fmt: skip
 """Key, what it needs, the change, and what must differ."""
 
@@ -79,7 +94,10 @@ def behaviour(folder: Path, overrides: Sequence[str]) -> dict[str, object]:
     loss_fn = build_loss(load_config(write_recipe(folder, Path("model")), (*COMMON, *no_kl, *overrides)))
     batch = loss_batch()
     now, entropy = batch.tensor("now").clone().requires_grad_(), batch.tensor("now").abs()
-    computed = {ENTROPY: entropy, UNFILTERED_LOGPROBS: now}
+    events = torch.stack([now, 0.5 * now, now - now.detach(), 2 * now], -1).log_softmax(-1)
+    taught = torch.tensor([0.6, 0.2, 0.1]).log().expand(*now.shape, 3)
+    computed = {ENTROPY: entropy, UNFILTERED_LOGPROBS: now, POLICY_TOPK: events}
+    computed |= {TOPK_LOGPROBS: taught, TOPK_IDS: torch.zeros(taught.shape, dtype=torch.int32)}
     columns = {name: {**batch, **computed}[name] for name in loss_fn.input_fields}
     output = loss_fn(now, columns, scale=global_scale(batch))
     output.loss.backward()
@@ -100,8 +118,9 @@ def test_the_key_changes_what_it_names(
 
 def test_the_table_has_every_key() -> None:
     keys = {path for path, field in iter_fields(LossConfig) if section_class(field.annotation) is None}
-    # `options` are those of a loss of one's own: tests/e2e runs one.
-    assert keys - {"options"} == {change[0] for change in CHANGES}
+    # `options` are those of a loss of one's own: tests/e2e runs one, and distillations with a teacher's passes.
+    of_the_pass = {key for key in keys if key.startswith("distillation.teacher.")} | {"distillation.top_k"}
+    assert keys - {"options"} - of_the_pass == {change[0] for change in CHANGES}
 
 
 def test_a_class_that_derives_from_the_built_in_loss_has_its_term_and_may_name_another() -> None:

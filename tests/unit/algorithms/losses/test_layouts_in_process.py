@@ -14,7 +14,7 @@ from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.loss import CORRECTIONS, LOSS_PROPERTIES, LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, plan_fixed, plan_packs, plan_padded
-from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, ENTROPY, UNFILTERED_LOGPROBS, LossFunction
+from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS, LossFunction
 from nemo_rl.models.policy.microbatch import PassShape, build_microbatch, steps_of
 from nemo_rl.models.policy.steps import loss_columns, stored_fields, trained_tokens
 from nemo_rl.utils.metrics import Reduction, merge_metrics, values
@@ -96,7 +96,7 @@ def laid_out(batch: BatchedDataDict, layout: Layout) -> tuple[BatchedDataDict, t
 
 def run(batch: BatchedDataDict, loss_fn: LossFunction, layout: Layout) -> Found:
     laid, order = laid_out(batch, layout)
-    source = torch.stack([batch.tensor(name) for name in ("now", *COMPUTED_FIELDS)])
+    source = torch.stack([batch.tensor(name) for name in ("now", ENTROPY, UNFILTERED_LOGPROBS)])
     gradient, total, metrics = torch.zeros_like(source), 0.0, list[dict[str, Reduction]]()
     plan, scale = layout.plan(laid.tensor("input_lengths").tolist()), global_scale(batch)
     for dp in range(layout.dp):
@@ -123,7 +123,7 @@ def run(batch: BatchedDataDict, loss_fn: LossFunction, layout: Layout) -> Found:
                     is_own_M = torch.zeros(every_cM.shape[1], dtype=torch.bool)
                     is_own_M[micro.inputs.selected_m] = True
                     found = [micro.to_rows(part) for part in torch.where(is_own_M, every_cM, every_cM.detach())]
-                    output = loss_fn(found[0], loss_columns(micro, found, COMPUTED_FIELDS), scale=scale)
+                    output = loss_fn(found[0], loss_columns(micro, found, (ENTROPY, UNFILTERED_LOGPROBS)), scale=scale)
                     output.loss.backward()
                     gradient += leaf.grad
                     losses.append(output.loss.item())
