@@ -16,16 +16,22 @@ number of a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from nemo_rl.algorithms.run_folder import PROFILES
+from nemo_rl.algorithms.losses.policy_loss import build_loss
+from nemo_rl.algorithms.run_folder import PROFILES, RECORDS
+from nemo_rl.algorithms.stages.columns import ROLLOUT, stage_columns
 from nemo_rl.algorithms.stages.stage import Stage
 from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.config.diagnostics import RecordConfig
 from nemo_rl.config.policy import ProfileConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
-from nemo_rl.distributed.calls import ask
+from nemo_rl.distributed.calls import Request, ask
+from nemo_rl.distributed.worker_fleet import WorkerFleet
+from nemo_rl.models.generation.interfaces import RecordedEngine
+from nemo_rl.models.policy.recording import RecordSpec, recorded_model
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.utils.panel import Panel
@@ -41,6 +47,7 @@ __all__ = [
     "StepObservers",
     "StepProfile",
     "TensorRecording",
+    "record_spec",
 ]
 
 
@@ -125,19 +132,75 @@ class StageDisplay(StepObserver):
         self._panel.stage(stage)
 
 
-class TensorRecording(StepObserver):
-    """Has the policy workers write their tensors in the steps that the recipe names (`diagnostics.record.steps`)."""
+def record_spec(config: MasterConfig) -> RecordSpec | None:
+    """Return the recording of the policy workers, or None where none of their passes is recorded."""
+    section = config.diagnostics.record
+    if not section.steps:
+        return None
+    passes = {stage.name for stage in stage_columns(config, build_loss(config))}
+    if not passes & set(section.phases):
+        return None
+    return RecordSpec(
+        # Workers have directories of their own.
+        folder=(config.logger.log_dir / RECORDS / "step_{step}").absolute(),
+        sites=section.sites,
+        phases=tuple(phase for phase in section.phases if phase in passes),
+        model=recorded_model(config.policy),
+        weights=f"run {config.logger.log_dir}",
+        must_succeed=False,
+    )
 
-    def __init__(self, policy: TQPolicy, steps: Collection[int]) -> None:
-        self._policy, self._steps = policy, frozenset(steps)
+
+RECORDING = "recording"
+"""Stage of calls that begin and end recordings, in errors."""
+
+
+class TensorRecording(StepObserver):
+    """Has the policy workers, and the engines, write their tensors in the steps that the recipe names.
+
+    Args:
+        policy: None where no pass of the workers is recorded.
+        engines: None where decoding is not recorded.
+    """
+
+    def __init__(
+        self, config: RecordConfig, *, policy: TQPolicy | None, engines: WorkerFleet | None, timeout_s: float
+    ) -> None:
+        self._steps = frozenset(config.steps)
+        self._policy, self._engines, self._timeout_s = policy, engines, timeout_s
+        self._decodes = False
+
+    @classmethod
+    def of(cls, config: MasterConfig, *, policy: TQPolicy, engines: WorkerFleet) -> TensorRecording:
+        """Return what the recipe records."""
+        section = config.diagnostics.record
+        return cls(
+            section,
+            policy=policy if record_spec(config) is not None else None,
+            engines=engines if section.has_generation else None,
+            timeout_s=config.cluster.stage_timeout_s,
+        )
 
     def begin(self, number: int) -> None:
-        if number in self._steps:
-            self._policy.run(ask(PolicyWorker.begin_recording, step=number), "recording")
+        if number not in self._steps:
+            return
+        if self._engines is not None:
+            self._decodes = True
+            self._ask_engines(self._engines, ask(RecordedEngine.begin_recording, step=number))
+        if self._policy is not None:
+            self._policy.run(ask(PolicyWorker.begin_recording, step=number), RECORDING)
+
+    def after_stage(self, stage: str, step: StepState) -> None:
+        if stage == ROLLOUT and self._engines is not None and self._decodes:
+            self._decodes = False
+            self._ask_engines(self._engines, ask(RecordedEngine.end_recording))
 
     def end(self, step: StepState, *, last_checkpoint: int) -> None:
-        if step.number in self._steps:
-            self._policy.run(ask(PolicyWorker.end_recording), "recording")
+        if step.number in self._steps and self._policy is not None:
+            self._policy.run(ask(PolicyWorker.end_recording), RECORDING)
+
+    def _ask_engines(self, engines: WorkerFleet, request: Request[None]) -> None:
+        engines.run(request, stage=RECORDING, timeout_s=self._timeout_s)
 
 
 class StepProfile(StepObserver):

@@ -29,7 +29,7 @@ __all__ = ["app"]
 
 LAYOUT_HELP = (
     "tp=N cp=N pp=N ep=N etp=N dp=N sp packed recompute worker=dtensor|megatron precision=... mbs=N "
-    "weights=DIR|random:SEED; what is not named is 1 or off"
+    "weights=DIR|random:SEED, or engine=torch|vllm tp=N prompt=N; what is not named is 1 or off"
 )
 EVERYTHING = "*"
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import FilePath, Section, Text
+from nemo_rl.config.parts import ENGINE_CAPABILITIES
 from nemo_rl.config.rule import would_be_ignored
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class TracerSwitches(Section):
     """Residual stream out of each layer."""
 
 
-Phase = Literal["prev_logprobs", "reference_logprobs", "train"]
+Phase = Literal["prev_logprobs", "reference_logprobs", "train", "generation"]
 
 
 class KeepStepsConfig(Section):
@@ -95,7 +96,13 @@ class RecordConfig(Section):
     sites: Text = "layer.out, moe.topk_ids, logprob, loss"
     """The recorded tensors; a selector such as `attn.* & layer in 0..3; logits`, see docs/debugging.md."""
     phases: Annotated[list[Phase], Field(min_length=1)] = ["prev_logprobs", "reference_logprobs", "train"]
-    """Passes of the workers that are recorded."""
+    """Passes of the workers that are recorded; `generation` records the engines while they decode, into
+    `records/step_N/generation`."""
+
+    @property
+    def has_generation(self) -> bool:
+        """Return whether the engines are recorded."""
+        return bool(self.steps) and "generation" in self.phases
 
 
 class DiagnosticsConfig(Section):
@@ -123,6 +130,28 @@ def rule_record_keys_need_steps(config: MasterConfig) -> list[str]:
         return []
     switch = f"{prefix}.steps"
     return would_be_ignored(section, prefix, ("sites", "phases"), switch=switch, because=f"{switch} names no step")
+
+
+def rule_generation_can_be_recorded(config: MasterConfig) -> list[str]:
+    if not config.diagnostics.record.has_generation:
+        return []
+    key, generation, lines = "diagnostics.record.phases: generation", config.policy.generation, list[str]()
+    capabilities = ENGINE_CAPABILITIES.get(generation.backend)
+    if capabilities is None or not capabilities.records_decoding:
+        return [f"{key}: the engine {generation.backend!r} cannot be recorded; leave generation out"]
+    if config.has_continuous_engines:
+        lines.append(f"{key}: rows join and leave the batch of an engine that samples ahead; leave it out")
+    if config.experience.conversation.enabled:
+        lines.append(f"{key}: a row of a conversation is read again in every turn; leave it out")
+    sizes = generation.vllm_cfg
+    if generation.backend == "vllm" and sizes.pipeline_parallel_size > 1:
+        lines.append(f"{key}: a later pipeline stage of vLLM has no tokens; set vllm_cfg.pipeline_parallel_size to 1")
+    if generation.backend == "vllm" and sizes.enforce_eager is not True and config.cluster.gpus_per_node > 0:
+        lines.append(
+            f"{key}: a compiled vLLM passes its modules by, so that hooks see nothing; set "
+            "policy.generation.vllm_cfg.enforce_eager=true"
+        )
+    return lines
 
 
 def rule_tracer_keys_need_their_switch(config: MasterConfig) -> list[str]:

@@ -59,7 +59,7 @@ class _Work:
     environment: dict[str, str]
 
 
-def run_job(world_size: int, target: Target, *args: object, timeout_s: float) -> list[object]:
+def run_job(world_size: int, target: Target, *args: object, timeout_s: float, is_apart: bool = False) -> list[object]:
     """`target(spec, *args)` on every rank; results in rank order.
 
     A single rank runs in this process. Several are processes; rank 0 has bound the port of `spec` already, and the
@@ -69,17 +69,21 @@ def run_job(world_size: int, target: Target, *args: object, timeout_s: float) ->
         target: a function of a module; arguments and result can be pickled.
         timeout_s: of several ranks, from the start of the first one to the end of the last one. A single one waits for
             nobody, and has no deadline.
+        is_apart: a single rank is a process, too, has the deadline, and may start processes of its own.
 
     Raises:
         NemoRLError: what the first failing rank raised, when it is one of ours.
         ChildFailed: any other end.
     """
-    if world_size == 1:
+    if world_size == 1 and not is_apart:
         with quiet_libraries():
             return [target(RankSpec(rank=0, world_size=1), *args)]
     deadline = time.monotonic() + timeout_s
     with socket.create_server((LOOPBACK, 0)) as listener:
-        ranks = [_start(rank, world_size, listener, target, args) for rank in range(world_size)]
+        ranks = [
+            _start(rank, listener, _Work(target=target, args=args, environment=dict(os.environ)), world_size, is_apart)
+            for rank in range(world_size)
+        ]
     try:
         return _collect(ranks, deadline)
     finally:
@@ -87,7 +91,7 @@ def run_job(world_size: int, target: Target, *args: object, timeout_s: float) ->
             _end(rank)
 
 
-def _start(rank: int, world_size: int, listener: socket.socket, target: Target, args: Sequence[object]) -> _Rank:
+def _start(rank: int, listener: socket.socket, work: _Work, world_size: int, has_children: bool) -> _Rank:
     context = mp.get_context("forkserver")
     # Heard when the server starts, which is with the first rank of this process.
     context.set_forkserver_preload([*IMPORTED])
@@ -95,12 +99,11 @@ def _start(rank: int, world_size: int, listener: socket.socket, target: Target, 
     watched, alive = context.Pipe(duplex=False)
     port = listener.getsockname()[1]
     spec = RankSpec(rank=rank, local_rank=rank, world_size=world_size, master_addr=LOOPBACK, master_port=port)
-    work = _Work(target=target, args=args, environment=dict(os.environ))
     process = context.Process(
         target=_main,
         args=(spec, listener if rank == 0 else None, theirs, watched, work),
         name=f"rank {rank}",
-        daemon=True,
+        daemon=not has_children,
     )
     process.start()
     for end in (theirs, watched):

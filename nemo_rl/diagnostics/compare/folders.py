@@ -29,8 +29,8 @@ from nemo_rl.diagnostics.compare.comparison import (
 from nemo_rl.diagnostics.compare.limits import DEFAULT, ToleranceRules, limits_text
 from nemo_rl.diagnostics.compare.measurement import Metric
 from nemo_rl.diagnostics.compare.merge import SampleMap, match_samples, merge
-from nemo_rl.diagnostics.compare.side import Side, SideFinding, gravest, token_texts
-from nemo_rl.diagnostics.compare.site import ComparedSite
+from nemo_rl.diagnostics.compare.side import GENERATION, Side, SideFinding, gravest, token_texts
+from nemo_rl.diagnostics.compare.site import PHASES, ComparedSite
 from nemo_rl.diagnostics.compare.site_result import SiteResult, compare_site
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError, name_some
@@ -70,12 +70,21 @@ def common_sites(a: Side, b: Side) -> SiteCoverage:
     return coverage
 
 
-def check_rows(a: Side, b: Side, results: Sequence[SiteResult]) -> None:
-    """Rows of one side only, as one finding of the side that lacks them."""
+def check_rows(a: Side, b: Side, results: Sequence[SiteResult], notes: list[str]) -> None:
+    """Note rows of one side only, as one finding of the side that lacks them; what an engine never feeds or scores is
+    a remark."""
     for side, other in ((a, b), (b, a)):
         lacking = [(result, result.num_only_b if side is a else result.num_only_a) for result in results]
         lacking = [(result, count) for result, count in lacking if count]
-        if lacking:
+        if lacking and side.is_engine and not other.is_engine:
+            # It feeds no last token, reads a prompt once for all its rows, and has logits of what it samples alone.
+            most = max(count for _, count in lacking)
+            notes.append(f"{side.name} decoded: it has no rows for up to {most} tokens of a site that {other.name} has")
+        elif lacking and other.is_engine and not side.is_engine:
+            notes.append(
+                f"{other.name} decoded: {side.name} has no rows for {lacking[0][1]} tokens, which it did not score"
+            )
+        elif lacking:
             text = f"{sum(count for _, count in lacking)} rows of {other.name} are missing, at {len(lacking)} sites"
             side.found(Verdict.INCOMPLETE, f"{text}, first {lacking[0][1]} rows at {lacking[0][0].site.label}")
 
@@ -101,7 +110,11 @@ def _check_promised(side: Side) -> None:
             missing.append(f"{kind.value}{'' if layer is None else f'[{layer}]'} {direction.value}")
     if missing:
         side.found(Verdict.INCOMPLETE, f"{len(missing)} sites of its manifest are missing: {name_some(missing)}")
-    silent = [phase for phase in manifest.phases if all(site.phase != phase for site in side.sites)]
+    silent = [
+        phase
+        for phase in manifest.phases
+        if all(phase not in (site.phase, side.renamed.get(site.phase)) for site in side.sites)
+    ]
     if silent:
         side.found(Verdict.INCOMPLETE, f"nothing was recorded in {name_some(silent)}")
 
@@ -111,7 +124,7 @@ def _excuse(site: ComparedSite, side: Side) -> str | None:
     manifest = side.folder.manifest
     if site.is_recomputed:
         return f"where {side.name} recomputed nothing"
-    if manifest.phases and site.phase not in manifest.phases:
+    if manifest.phases and side.renamed.get(site.phase, site.phase) not in manifest.phases:
         return f"where {side.name} has no such pass"
     if not _takes(str(manifest.selector), site):
         return f"where {side.name} was not asked for it"
@@ -161,10 +174,20 @@ def compare_folders(a: Path, b: Path, *, limits: ToleranceRules = DEFAULT) -> Re
     sides = (Side(folders[0], name="A"), Side(folders[1], name="B"))
     for side in sides:
         side.read_samples()
+    _pair_passes(*sides)
     refused = _refusals(*sides)
     if refused:
         return _judge(sides, [], refused, [])
     return _compare(*sides, limits)
+
+
+def _pair_passes(a: Side, b: Side) -> None:
+    """Let an engine's decoding be compared with the first pass of a worker."""
+    for engine, worker in ((a, b), (b, a)):
+        if engine.is_engine and not worker.is_engine:
+            passes = [phase for phase in PHASES if phase in worker.folder.manifest.phases]
+            if passes:
+                worker.rename_phase(passes[0], to=GENERATION)
 
 
 def _open(path: Path, name: str) -> RecordFolder | SideFinding:
@@ -205,7 +228,7 @@ def _compare(a: Side, b: Side, limits: ToleranceRules) -> RecordingComparison:
         coverage.notes.append(f"no key is on both sides: samples were matched by their tokens; {unmatched}")
     results = [result for site in coverage.common if (result := _one_site(site, (a, b), samples, limits)) is not None]
     _verify_others((a, b), coverage.common)
-    check_rows(a, b, results)
+    check_rows(a, b, results, coverage.notes)
     if not any(result.num_rows or result.failures for result in results):
         refused.append(SideFinding(verdict=Verdict.VACUOUS, text="A and B have no row of any site in common"))
     return _judge((a, b), results, refused, coverage.notes)

@@ -7,7 +7,7 @@ that a folder holds raises; it becomes a finding, and what is left is compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,8 +19,10 @@ from nemo_rl.records.reader import CorruptRecord, RecordFolder, TensorRecord
 from nemo_rl.records.record import TokenTable
 from nemo_rl.records.writer import bytes_of, digest_of
 
-__all__ = ["POSITIONS", "Side", "SideFinding", "SideTokens", "gravest", "token_texts"]
+__all__ = ["GENERATION", "POSITIONS", "Side", "SideFinding", "SideTokens", "gravest", "token_texts"]
 
+GENERATION = "generation"
+"""The pass of an engine; its counterpart is the first pass of a worker over the same rows."""
 _GRAVITY = (Verdict.CORRUPT, Verdict.UNSUPPORTED, Verdict.VACUOUS, Verdict.MISMATCH, Verdict.INCOMPLETE)
 """Verdicts, gravest first. Damaged bytes prove nothing; a difference beyond its limit is one, whatever else is
 missing."""
@@ -62,6 +64,10 @@ class Side:
 
     def __init__(self, folder: RecordFolder, *, name: str) -> None:
         self.folder, self.name = folder, name
+        self.is_engine = tuple(folder.manifest.phases) == (GENERATION,)
+        """True for what a generation engine computed while it decoded."""
+        self.renamed: dict[str, str] = {}
+        """Name of a pass in the comparison -> its own."""
         self.findings = [
             SideFinding(
                 verdict=Verdict.CORRUPT if problem.is_corrupt else Verdict.INCOMPLETE, text=f"{name}: {problem.text}"
@@ -73,6 +79,13 @@ class Side:
         self.has_all_ranks = not folder.problems
         self.sites: Mapping[ComparedSite, list[TensorRecord]] = self._sites()
         self._tokens: dict[tuple[int, str | None], SideTokens | None] = {}
+
+    def rename_phase(self, phase: str, *, to: str) -> None:
+        """Give the sites of one pass the name of another one, which the other side has."""
+        self.renamed[to] = phase
+        self.sites = {
+            replace(site, phase=to) if site.phase == phase else site: found for site, found in self.sites.items()
+        }
 
     def found(self, verdict: Verdict, text: str) -> None:
         """Note something wrong with this side."""

@@ -17,9 +17,16 @@ __all__ = ["LayoutText", "smallest_world"]
 
 SIZES = ("tp", "cp", "pp", "ep", "etp", "dp")
 SWITCHES = ("sp", "packed", "recompute")
-WORDS = ("worker", "precision", "weights")
-CHOICES = {"worker": ("dtensor", "megatron"), "precision": ("float32", "bfloat16", "float16")}
-KNOWN = f"{'=N, '.join(SIZES)}=N, {', '.join(SWITCHES)}, worker=dtensor|megatron, precision=..., mbs=N, weights=DIR"
+WORDS = ("worker", "precision", "weights", "engine")
+CHOICES = {
+    "worker": ("dtensor", "megatron"),
+    "engine": ("torch", "vllm"),
+    "precision": ("float32", "bfloat16", "float16"),
+}
+KNOWN = (
+    f"{'=N, '.join(SIZES)}=N, {', '.join(SWITCHES)}, worker=dtensor|megatron, engine=torch|vllm, prompt=N, "
+    "precision=..., mbs=N, weights=DIR"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +49,10 @@ class LayoutText:
     precision: str | None = None
     mbs: int | None = None
     """Rows per microbatch; None puts all rows of a rank in one."""
+    engine: str | None = None
+    """A generation engine in place of a worker; `tp` is then its tensor parallel size."""
+    prompt: int | None = None
+    """Tokens of a row that the engine reads at once, the others being decoded one by one; None: half of the row."""
     weights: str | None = None
     """Folder of the model or of a checkpoint; None: that of the recipe."""
 
@@ -61,7 +72,7 @@ class LayoutText:
                 raise UserError(f"layout {text!r}: {name} is given twice")
             if name in SWITCHES and (not has_value or value in ("1", "true", "0", "false")):
                 given[name] = not has_value or value in ("1", "true")
-            elif name in (*SIZES, "mbs") and value.isdecimal() and 0 < int(value) < 1 << 20:
+            elif name in (*SIZES, "mbs", "prompt") and value.isdecimal() and 0 < int(value) < 1 << 20:
                 given[name] = int(value)
             elif name in WORDS and value:
                 given[name] = value
@@ -70,6 +81,8 @@ class LayoutText:
         for name, known in CHOICES.items():
             if given.get(name, known[0]) not in known:
                 raise UserError(f"layout {text!r}: {name}: expected {' or '.join(known)}, got {given[name]!r}")
+        if "prompt" in given and "engine" not in given:
+            raise UserError(f"layout {text!r}: prompt is for an engine; name one (engine=vllm), or leave it out")
         return cls(**given)  # type: ignore[arg-type]
 
     @property

@@ -7,6 +7,7 @@ weights, and says where they first differ. Ranks are processes of this machine, 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.diagnostics.runner.engine_side import engine_policy, probe_engine
 from nemo_rl.diagnostics.runner.layout_text import LayoutText, smallest_world
 from nemo_rl.diagnostics.runner.prompts import PromptSpec, RunnerRows, make_rows
 from nemo_rl.diagnostics.runner.rank import STEP, RankResult, RankWork, probe_rank
@@ -30,14 +31,14 @@ from nemo_rl.distributed.local_job import quiet_libraries, run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import UserError
 from nemo_rl.models.hub import local_folders
-from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.loading import load_model_config, model_class
 from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.models.policy.recording import RecordSpec, model_identity, recorded_model
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.records.reader import read_folder
 from nemo_rl.records.selector import Selector
 from nemo_rl.tracer.process import HubSpec, open_job
-from nemo_rl.tracer.watch import WatchPlan
+from nemo_rl.tracer.watch import GENERATION, WatchPlan
 from nemo_rl.utils.files import write_text
 
 __all__ = ["RECORDS", "RESULT", "ABRuns", "ProbeResult", "ProbeSpec", "run_ab", "run_probe"]
@@ -94,7 +95,7 @@ class ProbeResult:
             {
                 "key": key,
                 "token_ids": list(ids),
-                "logprobs": list(logprobs),
+                "logprobs": [None if math.isnan(logprob) else logprob for logprob in logprobs],
                 **(
                     {"top_k": [[list(pair) for pair in at] for at in self.found.top_k[number]]}
                     if self.found.top_k
@@ -120,7 +121,7 @@ class ProbeResult:
         for number, (key, ids, logprobs) in enumerate(
             zip(self.rows.keys, self.rows.ids, self.found.logprobs, strict=True)
         ):
-            scored = logprobs[1:]
+            scored = [logprob for logprob in logprobs[1:] if not math.isnan(logprob)]
             total = sum(scored)
             lines.append(
                 f"{key}: {len(ids)} tokens, log-probabilities of {len(scored)}: mean {total / len(scored):.6f}, "
@@ -161,6 +162,8 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
         raise UserError("routes are recorded or replayed, not both: give one file")
     with _weights(local_folders(spec.config.policy), spec) as (weighted, weights):
         rows, texts = _rows(weighted, spec)
+        if spec.layout is not None and spec.layout.engine is not None:
+            return _engine_result(weighted, spec, rows, texts, weights=weights)
         policy, world_size = _placed(weighted, spec, rows)
         check_policy_fits(policy)
         work = _work(policy, spec, rows, world_size, weights=weights)
@@ -184,6 +187,39 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
         is_first_rank=rank.rank == 0,
     )
     if spec.out is not None and rank.rank == 0:
+        _write(spec.out / RESULT, result)
+    return result
+
+
+def _engine_result(
+    policy: PolicyConfig, spec: ProbeSpec, rows: RunnerRows, texts: tuple[tuple[str, ...], ...], *, weights: str
+) -> ProbeResult:
+    """Run the rows through a generation engine.
+
+    Raises:
+        UserError: something is asked for that an engine does not do.
+    """
+    assert spec.layout is not None and spec.layout.engine is not None, "the layout names an engine"
+    asked = {"--backward": spec.has_backward, "--top-k": spec.top_k, "--watch": spec.watches}
+    asked |= {"routes": spec.routes_from or spec.routes_to}
+    if given := [name for name, value in asked.items() if value]:
+        raise UserError(f"engine={spec.layout.engine}: an engine has no {', '.join(given)}; leave that out")
+    placed = engine_policy(policy, spec.layout, longest=max(map(len, rows.ids)))
+    work = _work(placed, spec, rows, 1, weights=weights)
+    if work.record is not None:
+        model = replace(work.record.model, engine=spec.layout.engine, precision=placed.generation.precision or "")
+        work = replace(work, record=replace(work.record, phases=(GENERATION,), model=model))
+    found = run_job(1, probe_engine, work, spec.layout.prompt, timeout_s=spec.timeout_s, is_apart=True)[0]
+    words = [spec.layout.engine, f"tp={spec.layout.tp}", str(placed.generation.precision)]
+    result = ProbeResult(
+        rows=rows,
+        texts=texts,
+        found=found,  # type: ignore[arg-type]
+        layout=" ".join(words),
+        world_size=spec.layout.tp,
+        unobserved=_unobserved(work),
+    )
+    if spec.out is not None:
         _write(spec.out / RESULT, result)
     return result
 
@@ -289,7 +325,8 @@ def _weights(policy: PolicyConfig, spec: ProbeSpec) -> Iterator[tuple[PolicyConf
         raise UserError(f"weights: expected {RANDOM}SEED, got {named!r}")
     with tempfile.TemporaryDirectory(prefix="nemo_rl_probe_") as folder_name:
         torch.manual_seed(int(seed))
-        model = AutoModelForCausalLM.from_config(load_model_config(policy.model_name), trust_remote_code=False)
+        config = load_model_config(policy.model_name)
+        model = model_class(config).from_config(config, trust_remote_code=False)
         model.save_pretrained(folder_name)
         yield policy.model_copy(update={"model_name": folder_name}), named
 

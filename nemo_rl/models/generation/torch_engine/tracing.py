@@ -30,7 +30,15 @@ from nemo_rl.tracer.link import BufferedSender
 from nemo_rl.tracer.protocol import RankGroup
 from nemo_rl.tracer.watch import GENERATION
 
-__all__ = ["NO_SITES", "NO_TRACING", "DecodeTracing", "EngineTracing", "ObservedRequest", "RequestSites"]
+__all__ = [
+    "NO_SITES",
+    "NO_TRACING",
+    "DecodeTracing",
+    "EngineTracing",
+    "ObservedRequest",
+    "RequestSites",
+    "both_requests",
+]
 
 
 class ObservedRequest:
@@ -46,6 +54,37 @@ class ObservedRequest:
 
 
 NO_SITES = ObservedRequest()
+
+
+class _TwoObservers(DecodeObserver):
+    """Tells two observers of one batch."""
+
+    def __init__(self, first: DecodeObserver, second: DecodeObserver) -> None:
+        self._both = first, second
+
+    def prompts(self, ids_PW: torch.Tensor, mask_PW: torch.Tensor, row_slot_N: torch.Tensor) -> None:
+        for each in self._both:
+            each.prompts(ids_PW, mask_PW, row_slot_N)
+
+    def turn(self, token_B: torch.Tensor, live_B: torch.Tensor) -> None:
+        for each in self._both:
+            each.turn(token_B, live_B)
+
+
+class _TwoRequests(ObservedRequest):
+    def __init__(self, first: ObservedRequest, second: ObservedRequest) -> None:
+        self._both = first, second
+
+    def batch(self, rows: Sequence[int]) -> DecodeObserver:
+        first, second = self._both
+        return _TwoObservers(first.batch(rows), second.batch(rows))
+
+
+def both_requests(first: ObservedRequest, second: ObservedRequest) -> ObservedRequest:
+    """Return an observer of a request that tells both of these."""
+    if NO_SITES in (first, second):
+        return second if first is NO_SITES else first
+    return _TwoRequests(first, second)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
