@@ -16,6 +16,7 @@ from nemo_rl.cluster.known_models import planned_model_config
 from nemo_rl.cluster.plan.plan import RunPlan, make_plan
 from nemo_rl.cluster.plan.report import refusal
 from nemo_rl.cluster.plan.setting import GPU, GPUS, Model, PlanSetting, gpu_named
+from nemo_rl.config.distillation import teacher_config
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, ResourceError
@@ -176,11 +177,19 @@ def plan_recipe(request: PlanRequest) -> tuple[RunPlan, ResourceError | None]:
     gpu = _gpu(request, config)
     model = Model(planned_model_config(config.policy.model_name, given=request.model_config))
 
-    def replan(further: tuple[str, ...]) -> RunPlan:
-        changed = load_config(request.recipe, (*overrides, *further))
-        return make_plan(PlanSetting(config=changed, model=model, gpu=gpu))
+    taught_by = config.loss_fn.distillation.teacher.model_name
+    teacher = None if taught_by is None else Model(planned_model_config(taught_by, given=None))
 
-    plan = make_plan(PlanSetting(config=config, model=model, gpu=gpu))
+    def setting_of(config: MasterConfig) -> PlanSetting:
+        if teacher is None:
+            return PlanSetting(config=config, model=model, gpu=gpu)
+        taught = PlanSetting(config=teacher_config(config), model=teacher, gpu=gpu)
+        return PlanSetting(config=config, model=model, gpu=gpu, teacher=taught)
+
+    def replan(further: tuple[str, ...]) -> RunPlan:
+        return make_plan(setting_of(load_config(request.recipe, (*overrides, *further))))
+
+    plan = make_plan(setting_of(config))
     if plan.fits:
         return plan, None
     found = cheapest_change(plan, replan)

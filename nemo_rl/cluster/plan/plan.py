@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from nemo_rl.algorithms.cpu_needs import num_non_colocated_engines
+from nemo_rl.algorithms.cpu_needs import num_engine_bundles
 from nemo_rl.cluster.plan.activations import layer_bytes, scores_bytes
 from nemo_rl.cluster.plan.batches import Balance, Batches, balance_of, passes_of, plan_batches
 from nemo_rl.cluster.plan.memory import (
@@ -26,7 +26,9 @@ from nemo_rl.cluster.plan.memory import (
     engine_memory,
     engine_peak,
     host_bytes,
+    plan_slots,
     rank_memory,
+    teacher_bytes,
 )
 from nemo_rl.cluster.plan.placement import PlannedNode, Port, plan_nodes, plan_ports
 from nemo_rl.cluster.plan.plane import PLANNED_IDS, PlaneMemory, plan_plane
@@ -68,13 +70,15 @@ def stage_bounds(setting: PlanSetting, batches: Batches, engine: EngineMemory, p
     if setting.gpu is None:
         return []
     found = [_rollout(setting, setting.gpu, batches, engine, engines=setting.policy.generation.num_replicas)]
+    if setting.teacher is not None:
+        found.append(_pass(setting.teacher, setting.gpu, batches, WorkerPass.TOPK_LOGITS))
     found += [_pass(setting, setting.gpu, batches, part) for part in passes_of(setting)]
     crossing = plane.step_bytes / setting.gpu.network_rate if setting.config.cluster.num_nodes > 1 else 0.0
     found.append(StageBound(stage="data plane", arithmetic_s=0.0, memory_s=0.0, network_s=crossing))
     is_far = setting.config.refit_transport == "broadcast" and setting.config.cluster.num_nodes > 1
     rate = setting.gpu.network_rate if is_far else setting.gpu.link_rate
     # Engines that serve adapters have the base from the first refit on.
-    size = sum(slot.num_bytes for slot in adapter_slots(setting)) or engine.weights
+    size = sum(slot.num_bytes for slot in adapter_slots(setting) or plan_slots(setting))
     sent = size / (rate if setting.layout.world_size > 1 else setting.gpu.memory_rate)
     found.append(StageBound(stage="refit", arithmetic_s=0.0, memory_s=size / setting.gpu.memory_rate, network_s=sent))
     return found
@@ -111,12 +115,12 @@ def _rollout(setting: PlanSetting, gpu: GPU, batches: Batches, engine: EngineMem
     shape, is_continuous = setting.model.flops_shape, setting.config.grpo.async_.takes_stale_rows
     turns = min(batches.response_tokens, batches.row_tokens)
     rows = batches.rows / min(engines, setting.groups_alive) if is_continuous else math.ceil(batches.rows / engines)
-    per_token = engine.cache / (engine.rows * batches.row_tokens)
+    per_token = engine.token_bytes
     start = max(0, batches.row_tokens - turns)
     cache = rows * per_token * (turns * start + turns * (turns - 1) / 2)
     precision = setting.policy.generation.precision or setting.policy.precision
     # Experts that no token of a batch chose are not read: only those that one token uses are sure to be.
-    used = shape.matmul_flops_per_token / 2 * setting.engine_element_bytes
+    used = shape.matmul_flops_per_token / 2 * setting.engine_element_bytes / engine.ranks
     fills = rows / engine.rows
     weights = (fills if is_continuous else math.ceil(fills)) * turns * used
     flops = transformer_flops(shape, [batches.row_tokens], with_backward=False) * rows
@@ -125,7 +129,7 @@ def _rollout(setting: PlanSetting, gpu: GPU, batches: Batches, engine: EngineMem
     flops -= prompts * (rows - rows / setting.config.grpo.num_generations_per_prompt)
     return StageBound(
         stage="rollout",
-        arithmetic_s=flops / (gpu.tflops(precision) * TERA),
+        arithmetic_s=flops / (gpu.tflops(precision) * TERA * engine.ranks),
         memory_s=(weights + cache) / gpu.memory_rate,
         network_s=0.0,
     )
@@ -252,6 +256,12 @@ class RunPlan:
                 "engines and trainer are equally far from their bounds, and engines are always full; the account of a "
                 "run says which side really waits"
             )
+        if not self.engine.frees_cache and self.setting.gpu is not None:
+            count = self.engine.rows_in_cache(self.batches.row_tokens)
+            lines.append(
+                f"an engine decodes up to {self.engine.rows} rows together; its cache holds {count} at full length, "
+                "and others wait"
+            )
         if not self.engine.is_known:
             lines.append("what this engine needs is not known here: it is counted as the embedded one")
         return [line for line in lines if line]
@@ -300,13 +310,16 @@ def make_plan(setting: PlanSetting) -> RunPlan:
         rank_memory(setting, batches, stage=stage, with_engine=stage in with_engine)
         for stage in range(setting.layout.pp)
     )
+    teacher = [] if setting.teacher is None else teacher_bytes(setting.teacher, batches)
     hosts = tuple(
         host_bytes(
             setting,
             [ranks[device.pp] for device in node.devices],
             engine=engine,
-            engines=len(node.engines),
+            engines=node.engine_ranks,
             others=len(node.others),
+            # On CPUs all of a teacher is on the first node; on GPUs this is an upper bound there.
+            teacher=teacher if node.number == 0 else (),
         )
         | ({"data plane": plane.held} if node.number == 0 else {})
         for node in nodes
@@ -326,6 +339,7 @@ def make_plan(setting: PlanSetting) -> RunPlan:
         problems=(
             *_device_problems(setting, ranks),
             *_engine_problems(setting, engine),
+            *_cache_problems(setting, engine, batches),
             *_host_problems(setting, hosts),
             *_plane_problems(plane),
         ),
@@ -347,12 +361,23 @@ def _device_problems(setting: PlanSetting, ranks: tuple[RankMemory, ...]) -> lis
 
 def _engine_problems(setting: PlanSetting, engine: EngineMemory) -> list[str]:
     """Return the problems of non-colocated engines with GPUs of their own."""
-    if setting.gpu is None or not num_non_colocated_engines(setting.config):
+    if setting.gpu is None or not num_engine_bundles(setting.config):
         return []
     needed, room = engine_peak(setting, engine), int(setting.gpu.memory_bytes * USABLE)
     if needed <= room:
         return []
     return [f"an engine's GPU needs {bytes_text(needed)}, {setting.gpu.name} has {bytes_text(room)} to use"]
+
+
+def _cache_problems(setting: PlanSetting, engine: EngineMemory, batches: Batches) -> list[str]:
+    """Return the problem of a cache that holds no row at full length."""
+    if engine.rows_in_cache(batches.row_tokens):
+        return []
+    key = "kv_cache_gib" if setting.gpu is None else "gpu_memory_utilization"
+    return [
+        f"policy.generation.vllm_cfg.{key} leaves {bytes_text(engine.cache)} for keys and values, and a row of "
+        f"{batches.row_tokens:,} tokens takes {bytes_text(engine.token_bytes * batches.row_tokens)}"
+    ]
 
 
 def _host_problems(setting: PlanSetting, hosts: tuple[dict[str, int], ...]) -> list[str]:

@@ -14,11 +14,12 @@ import torch
 
 from nemo_rl.algorithms.cpu_needs import num_clients
 from nemo_rl.algorithms.losses.policy_loss import build_loss
-from nemo_rl.algorithms.stages.columns import StageColumns, stage_columns, written_fields
+from nemo_rl.algorithms.stages.columns import StageColumns, extras_of, stage_columns, written_fields
 from nemo_rl.cluster.plan.batches import Batches
 from nemo_rl.cluster.plan.setting import PlanSetting
 from nemo_rl.data_plane.schema import FIELDS, ROUTE_FIELDS, FieldSpec
 from nemo_rl.data_plane.store_kinds import kind_named
+from nemo_rl.models.policy.interfaces import TOPK_IDS, TOPK_LOGPROBS
 from nemo_rl.models.support import BEFORE_STEPS, SUPPORT
 from nemo_rl.routes.shape import RouteShape, bits_per_id, route_dtype
 
@@ -34,6 +35,8 @@ LARGER_DISTANCES = ((1 << 7) - BEFORE_STEPS, (1 << 14) - BEFORE_STEPS, (1 << 21)
 CHUNK_HEADER_BYTES, COLUMN_BYTES, LENGTH_BYTES = 36, 12, 4
 """Bytes of a chunk's header, of each column in it besides its name, and of a row's length (`nemo_rl.data_plane.codec`).
 """
+OBJECT_BYTES = 256
+"""Planned for one JSON-like value of an extra column; the true size is only known when it is there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +80,7 @@ def plan_plane(setting: PlanSetting, batches: Batches) -> PlaneMemory:
         segments = owners * plane.mooncake.segment_bytes
         if room is None or segments < room:
             room, key = segments, "data_plane.mooncake.segment_bytes"
+    specs = _specs(setting)
     sizes, alive = row_bytes(setting, batches.row_tokens), _rows_alive(setting, batches)
     # Rows that wait have what the rollout knows; what workers compute is of the rows that are trained.
     drawn = {name for stage in _stages(setting) if stage.name in ROLLOUT_STAGES for name in stage.writes}
@@ -87,8 +91,9 @@ def plan_plane(setting: PlanSetting, batches: Batches) -> PlaneMemory:
         clients=clients,
         rows=alive,
         columns=columns,
-        headers=_header_bytes(columns, rows=alive, chunk_bytes=plane.chunk_bytes),
-        step_bytes=sum(trained.values()) + _header_bytes(trained, rows=batches.rows, chunk_bytes=plane.chunk_bytes),
+        headers=_header_bytes(columns, specs, rows=alive, chunk_bytes=plane.chunk_bytes),
+        step_bytes=sum(trained.values())
+        + _header_bytes(trained, specs, rows=batches.rows, chunk_bytes=plane.chunk_bytes),
         reserved=kind.reserved_bytes(plane, clients),
         room=room,
         limited_by=key if room is not None else "",
@@ -103,22 +108,27 @@ def _rows_alive(setting: PlanSetting, batches: Batches) -> int:
 
 def row_bytes(setting: PlanSetting, tokens: int) -> dict[str, int]:
     """Return the bytes of a row of so many tokens, by column."""
-    return {name: _column_bytes(setting, FIELDS[name], tokens) for name in written_fields(_stages(setting))}
+    specs = _specs(setting)
+    return {name: _column_bytes(setting, specs[name], tokens) for name in written_fields(_stages(setting))}
+
+
+def _specs(setting: PlanSetting) -> Mapping[str, FieldSpec]:
+    return {**FIELDS, **{spec.name: spec for spec in extras_of(_stages(setting))}}
 
 
 def _stages(setting: PlanSetting) -> tuple[StageColumns, ...]:
     return stage_columns(setting.config, build_loss(setting.config))
 
 
-def _header_bytes(columns: Mapping[str, int], *, rows: int, chunk_bytes: int) -> int:
+def _header_bytes(columns: Mapping[str, int], specs: Mapping[str, FieldSpec], *, rows: int, chunk_bytes: int) -> int:
     """Return the bytes of the headers of all chunks: kinds, columns, and the lengths of rows that differ."""
     families: dict[str, list[FieldSpec]] = {}
     for name in columns:
-        families.setdefault(FIELDS[name].family, []).append(FIELDS[name])
+        families.setdefault(specs[name].family, []).append(specs[name])
     total = 0
     for members in families.values():
         chunks = math.ceil(sum(columns[spec.name] for spec in members) / chunk_bytes)
-        described = sum(len(spec.name) + len(spec.dtypes[0]) + COLUMN_BYTES for spec in members)
+        described = sum(len(spec.name) + len(spec.dtypes[0] if spec.dtypes else "") + COLUMN_BYTES for spec in members)
         tables = len({spec.dims[0] for spec in members if spec.is_ragged})
         total += chunks * (CHUNK_HEADER_BYTES + described) + rows * LENGTH_BYTES * tables
     return total
@@ -127,6 +137,13 @@ def _header_bytes(columns: Mapping[str, int], *, rows: int, chunk_bytes: int) ->
 def _column_bytes(setting: PlanSetting, spec: FieldSpec, tokens: int) -> int:
     if spec.name == SUPPORT:
         return min(setting.policy.longest_response, tokens) * _set_bytes(setting)
+    if spec.name not in FIELDS:
+        if spec.is_object:
+            return OBJECT_BYTES
+        sizes = (size if isinstance(size, int) else tokens if at == 0 else 1 for at, size in enumerate(spec.dims))
+        return _itemsize(spec.dtypes[0]) * math.prod(sizes)
+    if spec.name in (TOPK_IDS, TOPK_LOGPROBS):
+        return tokens * setting.config.loss_fn.distillation.top_k * _itemsize(spec.dtypes[0])
     if spec.name not in ROUTE_FIELDS:
         size = _itemsize(spec.dtypes[0])
         return size * (tokens if spec.is_token_aligned else 1)

@@ -140,6 +140,9 @@ def _rank_rows(rank: RankMemory) -> dict[str, int]:
         "engine: weights": engine.weights if engine is not None else 0,
         "engine: keys and values": engine.cache if engine is not None else 0,
         "engine: while it decodes": engine.working if engine is not None else 0,
+        "engine: while the policy trains": engine.while_training if engine is not None else 0,
+        "engine: a layer that is being loaded": engine.loading if engine is not None else 0,
+        **({"teacher: weights and the most of its pass": rank.teacher} if rank.teacher else {}),
         "refit: bucket and a whole weight": rank.refit,
         "CUDA and NCCL": rank.fixed,
     }

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.cluster.known_models import sizes_of
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ConfigError, ModelFolderError, boundary
-from nemo_rl.models.loading import DTYPES, named_weights
+from nemo_rl.models.loading import DTYPES, model_class, named_weights
 from nemo_rl.models.megatron.architecture import Architecture, check_fits, layers_of_stages
+from nemo_rl.models.vision import family_of
 from nemo_rl.utils.flops import TransformerShape, theoretical_tflops
 
 __all__ = ["FLOAT32_BYTES", "GPU", "GPUS", "Model", "PlanSetting", "gpu_named"]
@@ -88,6 +89,7 @@ class Model:
 
     def __init__(self, config: PretrainedConfig) -> None:
         self.config: PretrainedConfig = config.get_text_config()
+        self._whole = self.config if family_of(config) is None else config
         given = sizes_of(self.config)
         self.flops_shape = TransformerShape.from_config(given)
         self.top_k = int(given.get("num_experts_per_tok") or 1)
@@ -99,7 +101,7 @@ class Model:
         what = f"--model-config: {self.config.model_type!r} describes no causal language model"
         with boundary(ModelFolderError, what), torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
+            model: PreTrainedModel = model_class(self._whole).from_config(self._whole, trust_remote_code=False)
         return model
 
     @cached_property
@@ -142,6 +144,8 @@ class PlanSetting:
     model: Model
     gpu: GPU | None
     """The GPU of the workers, or None where they run on CPUs."""
+    teacher: PlanSetting | None = None
+    """The recipe as a teacher's workers see it, with its model; None without distillation."""
 
     @property
     def policy(self) -> PolicyConfig:

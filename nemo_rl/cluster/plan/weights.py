@@ -17,6 +17,7 @@ from nemo_rl.models.dtensor.tensor_parallel import split_dims
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.lora import adapted_layers, adapter_infos
 from nemo_rl.models.megatron.convert_table import Weight, weights_of
+from nemo_rl.models.vision import family_of, is_in_tower
 
 __all__ = [
     "NOTHING_GATHERED",
@@ -85,9 +86,12 @@ NOTHING_GATHERED = GatheredBytes(root=0, layer=0, layer_gradients=0)
 
 def local_weights(setting: PlanSetting, *, stage: int = 0) -> list[LocalWeight]:
     """Return the parts of all weights that a rank of a pipeline stage has."""
+    base = list(_of_megatron(setting, stage) if setting.is_megatron else _of_dtensor(setting))
+    family = family_of(setting.model.hf.config) if setting.policy.vision.freeze_tower else None
+    if family is not None:
+        return [replace(weight, is_trained=not is_in_tower(weight.name, family)) for weight in base]
     if not setting.policy.lora.enabled:
-        return list(_of_megatron(setting, stage) if setting.is_megatron else _of_dtensor(setting))
-    base = _of_megatron(setting, stage) if setting.is_megatron else _of_dtensor(setting)
+        return base
     return [*(replace(weight, is_trained=False) for weight in base), *_adapters(setting, stage)]
 
 

@@ -204,14 +204,11 @@ def _engines(given: Given) -> Iterator[KeyOutcome]:
     sizes = {axis: _number(given.get(f"{prefix}.vllm_cfg.{axis}_parallel_size")) for axis in ("tensor", "pipeline")}
     for axis, size in sizes.items():
         key = f"{prefix}.vllm_cfg.{axis}_parallel_size"
-        if size > 1 and backend == "vllm" and not gpus_per_node:
+        if size > 1 and backend == "vllm":
             yield becomes(key, key, size, "")
         elif size > 1:
-            yield lacks(key, f"{size} there, 1 here: an engine holds the whole model on one GPU")
-    experts = _number(given.get(f"{prefix}.vllm_cfg.expert_parallel_size"))
-    if experts > 1:
-        why = f"{experts} there, 1 here: an engine holds all experts on one GPU"
-        yield lacks(f"{prefix}.vllm_cfg.expert_parallel_size", why)
+            yield lacks(key, f"{size} there, 1 here: the embedded engine holds the whole model on one GPU")
+    yield from _expert_parallel(given, prefix, tensor=sizes["tensor"], is_vllm=backend == "vllm")
     if gpus > 1:
         replicas = max(1, gpus // max(1, math.prod(size or 1 for size in sizes.values())))
         yield becomes("", f"{prefix}.num_replicas", replicas, "as many engines as there")
@@ -231,6 +228,19 @@ def _precision(given: Given, prefix: str) -> Iterator[KeyOutcome]:
         yield becomes(key, f"{prefix}.precision", precision, "")
     elif precision not in (None, "auto", *FULL_PRECISIONS):
         yield lacks(key, f"{precision!r}: engines compute in {' or '.join(FULL_PRECISIONS)}")
+
+
+def _expert_parallel(given: Given, prefix: str, *, tensor: int, is_vllm: bool) -> Iterator[KeyOutcome]:
+    """Experts are divided among the tensor ranks here; there also among ranks that attend to rows of their own."""
+    key = f"{prefix}.vllm_cfg.expert_parallel_size"
+    experts = _number(given.get(key))
+    if experts <= 1:
+        return
+    if not is_vllm or tensor <= 1:
+        yield lacks(key, f"{experts} there, 1 here: experts are divided among vLLM's tensor ranks alone")
+        return
+    why = "" if experts == tensor else f"among {tensor} tensor ranks, not among {experts} with data-parallel attention"
+    yield becomes(key, f"{prefix}.vllm_cfg.enable_expert_parallel", True, why)
 
 
 def _vllm(given: Given) -> Iterator[KeyOutcome]:

@@ -22,10 +22,12 @@ ATTEMPTS = "a failed group is sampled again, up to 5 times if the infrastructure
 WHOLE_STEPS = "a step has all its groups: another prompt replaces one that fails for good"
 WAITS = "cluster.stage_timeout_s bounds every wait, and policy.generation.engine_timeout_s those for an engine"
 ONE_TRAINER = "a debugging switch of another trainer"
-DISTILLATION = "distillation is not here"
+DISTILLATION = (
+    "write it as loss_fn.distillation: a teacher with the policy's tokenizer, top_k, kl, and mode alone or added"
+)
 OTHER_ALGORITHMS: Mapping[str, str] = {
     **{"sft": "supervised fine-tuning", "dpo": "DPO", "rm": "reward-model training", "ppo": "PPO"},
-    **{"distillation": "distillation", "teacher": "distillation", "value": "PPO", "eval": "evaluation"},
+    **{"value": "PPO", "eval": "evaluation"},
 }
 """Sections of NeMo-RL's other recipes."""
 OWN_LOSS = "write it as a loss of your own (loss_fn.name=module:Class)"
@@ -117,6 +119,11 @@ _REST: Table = {
     "on_policy_distillation": refused(DISTILLATION, off=(None, {})),
     "on_policy_distillation.enabled": refused(DISTILLATION),
     "on_policy_distillation.*": no_effect("belongs to on_policy_distillation.enabled"),
+    **{
+        section: refused(DISTILLATION, off=(None, {}))
+        for word in ("distillation", "teacher")
+        for section in (word, f"{word}.*")
+    },
     **{
         section: refused(f"this is a recipe of {name}, and GRPO alone is here", off=(None, {}))
         for word, name in OTHER_ALGORITHMS.items()
@@ -364,7 +371,7 @@ _GENERATION: Table = {
         "log-probabilities are those of the sampling distribution", off=(None, "processed_logprobs")
     ),
     **{
-        f"policy.generation.vllm_cfg.{axis}_parallel_size": with_others("1, where an engine uses one GPU")
+        f"policy.generation.vllm_cfg.{axis}_parallel_size": with_others("the same, with backend vllm")
         for axis in ("tensor", "pipeline", "expert")
     },
     "policy.generation.vllm_cfg.async_engine": no_effect("grpo.async.enabled decides whether rows come and go"),

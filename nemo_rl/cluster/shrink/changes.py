@@ -20,7 +20,7 @@ from nemo_rl.config.schema_walk import lookup
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.errors import UserError
 
-__all__ = ["Changes", "ShrinkChange", "SmallLayout", "changes_of", "small_layout"]
+__all__ = ["TEACHER", "Changes", "ShrinkChange", "SmallLayout", "changes_of", "small_layout", "teacher_sizes"]
 
 KEPT = 2
 """Ranks along an axis that has several: the fewest that exchange anything."""
@@ -118,6 +118,8 @@ def _said(sizes: ParallelSizes, workers: int) -> str:
 REWARD = "nemo_rl.cluster.shrink.reward:odd_share"
 PROMPT_TOKENS, NEW_TOKENS = 40, 16
 SMALL_RANK = 4
+TEACHER, SMALL_TOP_K = "teacher", 16
+"""Folder of a teacher beside that of the small model; most tokens of its distributions."""
 GROUP, ROWS = 4, 16
 """Samples of a prompt, and about as many rows in a step."""
 VALIDATION_ROWS = 8
@@ -206,6 +208,8 @@ def changes_of(
     changes = Changes(config)
     _model(changes, config, model)
     _layout(changes, config, layout, num_layers)
+    if config.loss_fn.distillation.enabled:
+        _teacher(changes, config, model.parent / TEACHER)
     _batches(changes, config, layout)
     _lengths(changes, config, layout)
     _prompts(changes, config)
@@ -257,6 +261,29 @@ def _layout(changes: Changes, config: MasterConfig, layout: SmallLayout, num_lay
         changes.set(f"{section}.expert_tensor_parallel_size", sizes.expert_tensor, two)
     changes.set(f"{section}.sequence_parallel", sizes.sequence_parallel, two)
     _megatron(changes, config, layout, num_layers)
+
+
+def _teacher(changes: Changes, config: MasterConfig, model: Path) -> None:
+    section, sizes = "loss_fn.distillation", teacher_sizes(config)
+    changes.set(f"{section}.teacher.model_name", str(model), "a small random model of the policy's family")
+    changes.set(f"{section}.teacher.precision", None, "that of the policy")
+    changes.set(f"{section}.teacher.num_workers", _fewest(sizes), "two ranks along each axis")
+    for name in ("tensor", "context", "pipeline", "expert"):
+        changes.set(f"{section}.teacher.{name}_parallel_size", getattr(sizes, name), "two ranks along each axis")
+    changes.cap(f"{section}.top_k", SMALL_TOP_K, "the vocabulary of the small model")
+
+
+def teacher_sizes(config: MasterConfig) -> ParallelSizes:
+    """Return the sizes of the axes of a teacher here."""
+    given = config.loss_fn.distillation.teacher
+    return ParallelSizes(
+        tensor=min(given.tensor_parallel_size, KEPT),
+        pipeline=min(given.pipeline_parallel_size, KEPT),
+        context=min(given.context_parallel_size, KEPT),
+        expert=min(given.expert_parallel_size, KEPT),
+        expert_tensor=min(given.tensor_parallel_size, KEPT),
+        sequence_parallel=given.sequence_parallel,
+    )
 
 
 def _megatron(changes: Changes, config: MasterConfig, layout: SmallLayout, num_layers: int) -> None:

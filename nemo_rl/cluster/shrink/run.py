@@ -26,7 +26,7 @@ from rich.console import Console
 
 from nemo_rl.algorithms.run import run
 from nemo_rl.cluster.known_models import planned_model_config
-from nemo_rl.cluster.shrink.changes import Changes, changes_of, small_layout
+from nemo_rl.cluster.shrink.changes import TEACHER, Changes, changes_of, small_layout, teacher_sizes
 from nemo_rl.cluster.shrink.checks import ShrinkReport, checks_of, stages_of
 from nemo_rl.config.compose import COMMAND_LINE, apply_overrides, compose
 from nemo_rl.config.load import load_config
@@ -92,6 +92,8 @@ def _write(path: Path, head: Sequence[str], tree: Mapping[str, Any]) -> None:
 WORKERS_PER_CPU, MAX_WORKERS = 4, 8
 """Processes of the policy that a core bears in a run of so few numbers, and the most of them anywhere."""
 MODEL = "model"
+TEACHER_SEED = 1
+"""Seed of a teacher's weights: other ones than the model's, from which it would learn nothing."""
 PROMPTS_READ = 4
 
 
@@ -126,6 +128,9 @@ def shrink(request: ShrinkRequest, *, console: Console) -> ShrinkReport:
     most = min(MAX_WORKERS, WORKERS_PER_CPU * request.cpus)
     layout = small_layout(config.policy.parallel_sizes, config.cluster.num_workers, max_workers=most)
     model = write_small_model(request.out / MODEL, real, layout.sizes, real_sizes=layout.real)
+    if config.loss_fn.distillation.enabled:
+        sizes = teacher_sizes(config)
+        write_small_model(request.out / TEACHER, real, sizes, real_sizes=sizes, seed=TEACHER_SEED)
     changes = changes_of(
         config, layout, steps=request.steps, out=request.out, model=model.folder, num_layers=model.num_layers
     )

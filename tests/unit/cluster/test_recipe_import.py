@@ -405,20 +405,27 @@ def test_gpus_of_engines_are_taken_out_of_those_of_the_workers(
     assert (config.cluster.num_workers, config.policy.generation.num_replicas) == (workers, engines)
 
 
-@pytest.mark.parametrize(("gpus", "size"), [(0, 2), (8, 1)])
-def test_vllm_stays_vllm_with_its_settings(gpus: int, size: int, tmp_path: Path) -> None:
-    cfg = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.4, "enforce_eager": True, "max_model_len": 512}
+@pytest.mark.parametrize(("gpus", "experts"), [(0, 1), (8, 2)])
+def test_vllm_stays_vllm_with_its_settings(gpus: int, experts: int, tmp_path: Path) -> None:
+    cfg = {
+        "tensor_parallel_size": 2,
+        "expert_parallel_size": experts,
+        "gpu_memory_utilization": 0.4,
+        "enforce_eager": True,
+        "max_model_len": 512,
+    }
     kwargs = {"enable_prefix_caching": False, "compilation_config": {"level": 0}, "speculative_config": {"x": 1}}
     generation = {"backend": "vllm", "vllm_cfg": cfg, "vllm_kwargs": kwargs}
     changes = {"policy": {"generation": generation}, "cluster": {"gpus_per_node": gpus}}
     imported = import_recipe(write(tmp_path, merged(changes)))
     ours = loaded(tmp_path, imported).policy.generation
-    assert ours.backend == "vllm" and ours.vllm_cfg.tensor_parallel_size == size
+    assert ours.backend == "vllm" and ours.vllm_cfg.tensor_parallel_size == 2
+    assert ours.vllm_cfg.enable_expert_parallel == (experts > 1) and ours.num_replicas == (4 if gpus else 1)
     assert (ours.vllm_cfg.gpu_memory_utilization, ours.vllm_cfg.enforce_eager) == (0.4, True)
     assert not ours.vllm_cfg.enable_prefix_caching and ours.vllm_kwargs == {"compilation_config": {"level": 0}}
     named = {outcome.key for outcome in imported.of(Fate.NOT_SUPPORTED)}
     assert "policy.generation.vllm_kwargs.speculative_config" in named
-    assert ("policy.generation.vllm_cfg.tensor_parallel_size" in named) == (gpus > 0)
+    assert "policy.generation.vllm_cfg.tensor_parallel_size" not in named
 
 
 @pytest.mark.parametrize("key", ["policy.model_name", "grpo.seed"])

@@ -29,6 +29,7 @@ from nemo_rl.errors import ConfigError, ModelFolderError, ResourceError
 from nemo_rl.models.support import SUPPORT, SupportRecorder
 from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import RouteShape
+from tests.helpers.vision_models import write_vision_folder
 from tests.repo.walk_docs import ROOT, blocks_of
 
 DEMO, MATH = ROOT / "configs" / "grpo_sort_cpu.yaml", ROOT / "configs" / "recipes" / "grpo_math_1b.yaml"
@@ -111,6 +112,16 @@ def test_settings_of_two_and_of_eight_nodes_are_accepted() -> None:
 @pytest.mark.parametrize("name", ["qwen2.5_1.5b_1gpu", "llama3.1_8b_2n8g", "qwen3_30b_a3b_8n8g_r3"])
 def test_a_recipe_for_gpus_fits_them(name: str) -> None:
     planned(ROOT / "configs" / "recipes" / f"grpo_{name}.yaml", gpu="H100-80G")
+
+
+def test_a_frozen_tower_has_no_gradients_and_no_state_of_the_optimizer(tmp_path: Path) -> None:
+    recipe, folder = ROOT / "configs" / "grpo_sort_cpu.yaml", write_vision_folder(tmp_path / "model", "qwen2_5_vl")
+    trained, frozen = (
+        planned(recipe, f"policy.model_name={folder}", f"policy.vision.freeze_tower={flag}").ranks[0]
+        for flag in ("false", "true")
+    )
+    assert trained.weights == frozen.weights and trained.gradients == trained.weights
+    assert frozen.gradients < trained.gradients and frozen.optimizer == 2 * frozen.gradients
 
 
 def test_engines_apart_have_gpus_and_nodes_of_their_own() -> None:
@@ -382,3 +393,55 @@ def test_the_examples_of_the_page_run() -> None:
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
         assert result.output.rstrip().endswith("fits")
+
+
+VLLM = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.tensor_parallel_size=2")
+
+
+def test_ranks_of_an_engine_share_its_weights_and_leave_the_gpu_to_the_policy_while_it_trains() -> None:
+    given = (
+        *LLAMA_8B,
+        *VLLM,
+        "policy.generation.num_replicas=8",
+        "policy.generation.vllm_cfg.gpu_memory_utilization=0.8",
+    )
+    plan = planned(MATH, *given, gpu="H100-80G", nodes=2)
+    [rank] = plan.ranks
+    engine = rank.engine
+    assert engine is not None and engine.is_known and engine.sleep_level == 2 and engine.ranks == 2
+    assert engine.weights == pytest.approx(8_030_261_248 * 2 / 2, rel=0.01)
+    taken = engine.weights + engine.cache + engine.working
+    assert taken == pytest.approx(0.8 * gpu_named("H100-80G").memory_bytes, rel=0.02)
+    stages = rank.stages()
+    assert stages["rollout"] == rank.fixed + taken
+    assert stages["train"] == rank.fixed + rank.weights + rank.optimizer + rank.summed_gradients + rank.train.peak
+    assert stages["refit"] == rank.fixed + rank.weights + rank.refit + engine.weights + engine.loading
+    assert [node.engines for node in plan.nodes] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [node.engine_ranks for node in plan.nodes] == [8, 8]
+    assert [device.engine for device in plan.nodes[1].devices] == [4, 4, 5, 5, 6, 6, 7, 7]
+
+
+def test_an_engine_that_does_not_sleep_keeps_its_share_of_the_gpu() -> None:
+    given = (
+        *LLAMA_8B,
+        *VLLM,
+        "policy.generation.num_replicas=8",
+        "policy.generation.vllm_cfg.gpu_memory_utilization=0.8",
+    )
+    text = refused(MATH, *given, "policy.generation.sleep_level=0", gpu="H100-80G", nodes=2)
+    assert "train: a GPU needs" in text
+    kept = planned(MATH, *given, "policy.generation.sleep_level=1", gpu="H100-80G", nodes=2)
+    assert kept.hosts[0]["weights of sleeping engines"] == 8 * kept.engine.weights
+
+
+def test_a_cache_that_holds_no_row_is_refused() -> None:
+    text = refused(
+        MATH,
+        *LLAMA_8B,
+        *VLLM,
+        "policy.generation.num_replicas=8",
+        "policy.generation.vllm_cfg.gpu_memory_utilization=0.12",
+        gpu="H100-80G",
+        nodes=2,
+    )
+    assert "policy.generation.vllm_cfg.gpu_memory_utilization leaves" in text
