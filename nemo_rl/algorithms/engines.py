@@ -6,13 +6,16 @@ Called by `setup` for a run and by `evaluate` for a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
 from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS
+from nemo_rl.algorithms.run_folder import RECORDS
 from nemo_rl.config.parts import ENGINES
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.distributed.layout import engine_places
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup
@@ -21,13 +24,16 @@ from nemo_rl.experience.rollout_worker import RolloutSpec, RolloutWorker
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.schedule import ScheduleEntry
+from nemo_rl.models.policy.recording import RecordSpec, recorded_model
 from nemo_rl.models.policy.tracing import TraceSpec
+from nemo_rl.tracer.watch import GENERATION
 
 __all__ = [
     "STREAMS_PER_WORKER",
     "EngineStarts",
     "LogPlace",
     "RolloutStarts",
+    "engine_bundles",
     "engine_scheduler",
     "engine_spec",
     "gpu_share",
@@ -37,8 +43,8 @@ __all__ = [
 
 STREAMS_PER_WORKER = 64
 """Streams that a continuous engine or its rollout worker serves at a time; each has a thread."""
-GPU_SHARE = 0.5
-"""GPU share of a policy worker, and of the engine that takes turns with it on the same GPU."""
+GPU_SHARES = (1.0, 0.5, 0.33)
+"""GPU share of a policy worker, and of each other process that takes turns with it on the same GPU: by their number."""
 
 
 class LogPlace(TypedDict):
@@ -54,10 +60,18 @@ def log_place(config: MasterConfig) -> LogPlace:
 
 
 def gpu_share(config: MasterConfig) -> float:
-    """Return the share of a GPU for a policy worker or an engine; 0 on CPUs."""
+    """Return the share of a GPU for each of the processes that are on one with a policy worker: that worker, an engine,
+    unless it is not colocated, and a teacher's worker; 0 on CPUs."""
     if config.cluster.gpus_per_node == 0:
         return 0.0
-    return GPU_SHARE if config.policy.generation.colocated.enabled else 1.0
+    others = int(config.policy.generation.colocated.enabled) + int(config.loss_fn.distillation.enabled)
+    return GPU_SHARES[others]
+
+
+def _engine_share(config: MasterConfig) -> float:
+    """Return the share of a GPU for a rank of an engine: a whole one where engines have GPUs of their own."""
+    has_its_own = config.cluster.gpus_per_node > 0 and not config.policy.generation.colocated.enabled
+    return 1.0 if has_its_own else gpu_share(config)
 
 
 def engine_spec(
@@ -76,10 +90,28 @@ def engine_spec(
         number=number,
         num_engines=config.policy.generation.num_replicas,
         trace=trace,
+        record=_record_spec(config),
         weight_version=weight_version,
         continuous=config.has_continuous_engines,
         script=script,
+        sleep_level=config.sleep_level,
         adapter_slots=2 + (config.grpo.async_.max_staleness if config.grpo.samples_ahead else 0),
+    )
+
+
+def _record_spec(config: MasterConfig) -> RecordSpec | None:
+    """Return the recording of the engines, beside that of the workers."""
+    section, generation = config.diagnostics.record, config.policy.generation
+    if not section.has_generation:
+        return None
+    model = recorded_model(config.policy)
+    return RecordSpec(
+        folder=(config.logger.log_dir / RECORDS / "step_{step}" / GENERATION).absolute(),
+        sites=section.sites,
+        phases=(GENERATION,),
+        model=replace(model, engine=generation.backend, precision=generation.precision or config.policy.precision),
+        weights=f"run {config.logger.log_dir}",
+        must_succeed=False,
     )
 
 
@@ -99,6 +131,22 @@ def local_engines(config: MasterConfig, spec_of: Callable[[int], EngineSpec]) ->
     return WorkerFleet([LocalWorkerGroup(lambda: _builder(config)(spec=spec_of(0)))])
 
 
+def engine_bundles(config: MasterConfig, cluster: RayVirtualCluster) -> dict[int, range]:
+    """Return number of each engine -> the bundles of its ranks; empty on CPUs, where Ray places engines that are not
+    apart."""
+    generation = config.policy.generation
+    numbers, colocated = range(generation.num_replicas), generation.colocated
+    if not cluster.uses_gpu:
+        return {} if colocated.enabled else {number: cluster.engine_bundles[number : number + 1] for number in numbers}
+    places = engine_places(
+        generation.num_replicas,
+        ranks=generation.ranks_per_engine,
+        gpus_per_node=config.cluster.gpus_per_node if colocated.enabled else colocated.gpus_per_node,
+    )
+    of_kind = cluster.policy_bundles if colocated.enabled else cluster.engine_bundles
+    return {number: of_kind[place.start : place.stop] for number, place in zip(numbers, places, strict=True)}
+
+
 class EngineStarts:
     """Starts engines under Ray, each a group of its own.
 
@@ -107,15 +155,9 @@ class EngineStarts:
     """
 
     def __init__(self, config: MasterConfig, spec_of: Callable[[int], EngineSpec], cluster: RayVirtualCluster) -> None:
-        generation, is_shared = config.policy.generation, config.policy.generation.colocated.enabled
-        self._config, self._spec_of, self._log = config, spec_of, log_place(config)
-        self._placement = RayPlacement(
-            num_gpus=gpu_share(config),
-            placement_group=cluster.placement_group if cluster.uses_gpu or not is_shared else None,
-            bundles=cluster.policy_bundles if is_shared else cluster.engine_bundles,
-            environment=generation.env_vars,
-        )
-        self._members = [self._processes_of(number) for number in range(generation.num_replicas)]
+        self._config, self._spec_of, self._log, self._cluster = config, spec_of, log_place(config), cluster
+        self._bundles = engine_bundles(config, cluster)
+        self._members = [self._processes_of(number) for number in range(config.policy.generation.num_replicas)]
 
     def fleet(self, *, timeout_s: float) -> WorkerFleet:
         """The processes of all engines; `begin_all` builds the engines in them.
@@ -130,14 +172,30 @@ class EngineStarts:
         for number, group in enumerate(self._members):
             self._begin(number, group)
 
+    def finish_all(self, *, timeout_s: float) -> None:
+        """Wait until every engine is built."""
+        for group in self._members:
+            group.finish_start(timeout_s=timeout_s)
+
     def _processes_of(self, number: int) -> RayWorkerGroup:
         streams = STREAMS_PER_WORKER if self._config.has_continuous_engines else 0
+        bundles = self._bundles.get(number, ())
+        # Ranks in several bundles are actors of their own, which the engine's process starts without a GPU of its own.
+        placement = RayPlacement(
+            num_gpus=0.0 if len(bundles) > 1 else _engine_share(self._config),
+            placement_group=self._cluster.placement_group if bundles else None,
+            bundles=bundles[:1],
+            environment=self._config.policy.generation.env_vars,
+        )
         return RayWorkerGroup(
-            "generation", world_size=1, placement=self._placement, first=number, num_streams=streams, **self._log
+            "generation", world_size=1, placement=placement, first=number, num_streams=streams, **self._log
         )
 
     def _begin(self, number: int, group: RayWorkerGroup) -> None:
-        group.begin_start(_builder(self._config), [{"spec": self._spec_of(number)}])
+        spec, bundles = self._spec_of(number), self._bundles.get(number, ())
+        if len(bundles) > 1:
+            spec = replace(spec, bundles=tuple(bundles), gpu_share=_engine_share(self._config))
+        group.begin_start(_builder(self._config), [{"spec": spec}])
 
     def _replacement(self, number: int, *, timeout_s: float) -> RayWorkerGroup:
         """An engine in place of one that was lost; its weights come with the refit that asked for it."""

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from functools import partial
 
-from nemo_rl.algorithms.cpu_needs import num_non_colocated_engines
+from nemo_rl.algorithms.cpu_needs import num_engine_bundles
 from nemo_rl.algorithms.engines import EngineStarts, engine_scheduler, engine_spec, local_engines
 from nemo_rl.algorithms.preflight.checks import run_checks
 from nemo_rl.algorithms.processes import run_environment
@@ -70,7 +70,9 @@ def open_evaluator(
             log_file=config.logger.log_dir / REWARD_LOG,
         )
         stack.callback(parts.shutdown)
-        sets = load_held_out(config.data, tokenizer, now=now, tools=parts.environment.schemas)
+        sets = load_held_out(
+            config.data, tokenizer, now=now, tools=parts.environment.schemas, pictures=parts.pictures.encoder
+        )
         answers = AnswerCheck(
             parts.environment.scorer, {config.data.held_out_key(name): found for name, found in sets.items()}
         )
@@ -116,9 +118,9 @@ def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> 
     return RayVirtualCluster(
         cluster,
         ClusterNeeds(
-            other_cpus=0 if uses_gpu or num_non_colocated_engines(config) else generation.num_replicas,
+            other_cpus=0 if uses_gpu or num_engine_bundles(config) else generation.num_replicas,
             engines=EngineNodes(
-                num_engines=num_non_colocated_engines(config),
+                num_bundles=num_engine_bundles(config),
                 num_nodes=generation.colocated.num_nodes,
                 gpus_per_node=generation.colocated.gpus_per_node,
             ),

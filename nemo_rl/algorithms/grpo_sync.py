@@ -5,6 +5,7 @@
       |- validate        held-out prompts -> mean reward                   (RolloutHandle.validate)
       `- step            once per step                                     (GRPOTrainer.step)
            |- source     a step whose rows are in the data plane           (BatchSource.next)
+           |- sleep      engines free their memory for the policy          (WeightSync.sleep_engines)
            |- open_step  these rows are cleared at its end, also after an error     (open_step)
            |    |- stages  score, logprobs, advantages, train, log; see stages/bodies.py   (Stage.submit)
            |    |- observers  follow every stage: kept steps, live tracer, panel    (StepObservers.after_stage)
@@ -74,6 +75,8 @@ class TrainerParts:
     stages: tuple[Stage, ...]
     client: DataPlaneClient
     policy: TQPolicy
+    teacher: TQPolicy | None = None
+    """The workers of a teacher; None without distillation."""
     weight_sync: WeightSync
     rollout: RolloutHandle
     checkpoints: CheckpointManager | None
@@ -163,6 +166,8 @@ class GRPOTrainer:
         """
         parts, observers, started = self._parts, self._parts.observers, time.monotonic()
         step = self._next_batch(self._step + 1)
+        if parts.weight_sync.engines_sleep:
+            parts.weight_sync.sleep_engines()
         with open_step(parts.client, step.partition, step.keys):
             try:
                 for stage in parts.stages:
@@ -263,6 +268,8 @@ class GRPOTrainer:
         stage_seconds = {**step.stage_seconds, **self._timer.seconds()}
         snapshots = [self._parts.client.snapshot(reset=True), *self._parts.rollout.data_plane_snapshots()]
         snapshots += self._parts.policy.data_plane_snapshots()
+        if self._parts.teacher is not None:
+            snapshots += self._parts.teacher.data_plane_snapshots()
         stats = self.data_plane_stats()
         if stats["live_rows"] != self._parts.source.num_waiting_rows:
             check_empty(self._parts.client, _mapping(stats["partitions"]), lost_of=self._parts.source.lost_rows)
@@ -386,7 +393,9 @@ class GRPOTrainer:
             "first_val_reward": self._first_val_reward,
             **self._parts.run_state,
         }
-        self._saver.save(self._step, state=state, also=self._parts.source.save_into, waits=waits)
+        with self._parts.weight_sync.engines_aside():
+            # Workers gather their weights on the devices.
+            self._saver.save(self._step, state=state, also=self._parts.source.save_into, waits=waits)
 
     def _best_checkpoint(self) -> Path | None:
         best = None if self._parts.checkpoints is None else self._parts.checkpoints.best()

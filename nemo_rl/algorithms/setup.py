@@ -10,7 +10,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from nemo_rl.algorithms.batches import BatchSource, DynamicBatches, RolloutParts
 from nemo_rl.algorithms.cpu_needs import (
     cpus_per_bundle,
     num_clients,
-    num_non_colocated_engines,
+    num_engine_bundles,
     other_cpus,
 )
 from nemo_rl.algorithms.engines import (
@@ -49,19 +49,22 @@ from nemo_rl.algorithms.observers import (
     StepObservers,
     StepProfile,
     TensorRecording,
+    record_spec,
 )
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.preflight.inputs import too_few_prompts
 from nemo_rl.algorithms.processes import run_environment
-from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, open_run_folders, truncate_rollouts
+from nemo_rl.algorithms.run_folder import CONFIG_FILE, open_run_folders, truncate_rollouts
 from nemo_rl.algorithms.schedule_file import RunSchedule, ScheduleFile
 from nemo_rl.algorithms.scheduled_batches import ScheduledBatches
 from nemo_rl.algorithms.stages.bodies import build_stages
-from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
-from nemo_rl.algorithms.stages.stage import Stage, StageTools
+from nemo_rl.algorithms.stages.columns import StageColumns, extras_of, fetched_fields, stage_columns
+from nemo_rl.algorithms.stages.stage import Stage, StageTools, Teacher
 from nemo_rl.algorithms.step_tracing import LiveTracing, TracedEngines, TracedRun, open_tracing
+from nemo_rl.algorithms.teacher import local_teacher, rank_specs, ray_teacher, teacher_of, worker_spec
 from nemo_rl.algorithms.token_statistics import TokenStatistics
 from nemo_rl.algorithms.token_work import token_estimator
+from nemo_rl.config.distillation import num_teacher_workers
 from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
@@ -82,7 +85,6 @@ from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.experience.rollout_worker import RolloutInfo, RolloutSpec, RolloutWorker
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.loading import decoder_sizes, load_model_config
-from nemo_rl.models.policy.recording import RecordSpec, recorded_model
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
@@ -109,6 +111,8 @@ class _RunProcesses:
     policy: WorkerGroup
     engines: WorkerFleet
     rollout: WorkerFleet
+    teacher: WorkerGroup | None = None
+    """The workers of a teacher; None without distillation."""
     address: str = "127.0.0.1"
     """Address of policy rank 0, as the other processes reach it."""
 
@@ -206,16 +210,18 @@ def open_parts(
             start,
             _Specs.of(config, traced, began, schedule=None if follows is None else follows.schedule),
         )
-        timeout_s = config.cluster.stage_timeout_s
         rollout = RolloutHandle(
-            groups.rollout, timeout_s=timeout_s, report=panel.note, waits=not config.grpo.samples_ahead
+            groups.rollout,
+            timeout_s=config.cluster.stage_timeout_s,
+            report=panel.note,
+            waits=not config.grpo.samples_ahead,
         )
         rollout.setup_data_plane(client.address)
         info = rollout.describe()
         identity = identity_of(config, info, resume_from)
         if info.prints_the_date:
             panel.note(date_line(began, resume_from))
-        policy = TQPolicy(groups.policy, address=client.address, timeout_s=timeout_s, layout=layout)
+        policy, teacher = _policies(config, groups, client, columns)
         tools = StageTools(
             grpo=config.grpo,
             settings=config.policy,
@@ -226,18 +232,12 @@ def open_parts(
             loss_fn=loss_fn,
             measures=TokenStatistics.of(config),
             token_estimator=token_estimator(config),
+            teacher=teacher,
             cost=sequence_cost(TransformerShape.from_config(decoder_sizes(model_config))),
             weighs_by_row=config.loss_fn.normalization == "sequence",
         )
         weight_sync = _weight_sync(config, groups, rollout, receipt=receipt_spec(config.policy, model_config.to_dict()))
-        batch_parts = RolloutParts(
-            config=config.grpo,
-            client=client,
-            rollout=rollout,
-            sampler=_sampler(config, info),
-            weight_version=lambda: weight_sync.version,
-            rows_per_conversation=config.rows_per_conversation,
-        )
+        batch_parts = _rollout_parts(config, client, rollout, info, weight_sync)
         source = _source(config, batch_parts, panel, resume_from, follows, weight_sync.restart_engines)
         stages = build_stages(columns, tools)
         recorders = _recorders(tools, columns, config, resume_from, identity)
@@ -249,6 +249,7 @@ def open_parts(
             stages=stages,
             client=client,
             policy=policy,
+            teacher=None if teacher is None else teacher.policy,
             weight_sync=weight_sync,
             rollout=rollout,
             checkpoints=checkpoints,
@@ -257,17 +258,49 @@ def open_parts(
             resume_from=resume_from,
             run_state=identity_state(began, identity, dtype=model_dtype(config.policy.model_name)),
             observers=StepObservers(
-                *_observers(config, policy, stages, panel), *recorders, *tracing, *_account(config, weight_sync)
+                *_observers(config, policy, groups.engines, stages, panel),
+                *recorders,
+                *tracing,
+                *_account(config, weight_sync),
             ),
         )
 
 
-def _observers(config: MasterConfig, policy: TQPolicy, stages: Sequence[Stage], panel: Panel) -> list[StepObserver]:
+def _policies(
+    config: MasterConfig, groups: _RunProcesses, client: DataPlaneClient, columns: Sequence[StageColumns]
+) -> tuple[TQPolicy, Teacher | None]:
+    """Return the policy, and the teacher of a distillation, whose workers have started."""
+    policy = TQPolicy(
+        groups.policy,
+        address=client.address,
+        timeout_s=config.cluster.stage_timeout_s,
+        layout=ParallelLayout.of_policy(config.policy, world_size=config.cluster.num_workers),
+        extras=extras_of(columns),
+    )
+    return policy, teacher_of(config, groups.teacher, address=client.address)
+
+
+def _rollout_parts(
+    config: MasterConfig, client: DataPlaneClient, rollout: RolloutHandle, info: RolloutInfo, weight_sync: WeightSync
+) -> RolloutParts:
+    return RolloutParts(
+        config=config.grpo,
+        client=client,
+        rollout=rollout,
+        sampler=_sampler(config, info),
+        weight_version=lambda: weight_sync.version,
+        rows_per_conversation=config.rows_per_conversation,
+    )
+
+
+def _observers(
+    config: MasterConfig, policy: TQPolicy, engines: WorkerFleet, stages: Sequence[Stage], panel: Panel
+) -> list[StepObserver]:
     """Return the observers of every run, besides the step recorder and the tracer."""
     return [
         StageDisplay(panel),
         RouteTracePlan(stages),
-        TensorRecording(policy, config.diagnostics.record.steps),
+        TensorRecording.of(config, policy=policy, engines=engines),
         StepProfile(policy, config.policy.profile, log_dir=config.logger.log_dir),
         MismatchWarning(config, note=panel.note),
     ]
@@ -288,6 +321,7 @@ def _weight_sync(
         receipt=receipt,
         sends_adapters=config.policy.lora.is_native,
         rows_finish=generation.in_flight == "finish",
+        sleep_level=config.sleep_level,
     )
     return build_weight_sync(config.refit_transport, parties, address=groups.address)
 
@@ -374,11 +408,14 @@ def _recorders(
 def _what_starts(config: MasterConfig) -> str:
     plan = memory_plan(config.active_data_plane, num_processes=num_clients(config))
     if config.cluster.launcher == "local":
-        return "; ".join(filter(None, ("starting policy, engine and rollout worker in this process", plan)))
+        parts = "policy, teacher, engine" if num_teacher_workers(config) else "policy, engine"
+        return "; ".join(filter(None, (f"starting {parts} and rollout worker in this process", plan)))
+    count = num_teacher_workers(config)
+    teacher = f"{count} teacher worker{'s' if count > 1 else ''}, " if count else ""
     ray = "starting Ray" if config.cluster.address is None else f"joining Ray at {config.cluster.address}"
     what = (
-        f"{ray}, {config.cluster.num_workers} policy workers, {config.policy.generation.num_replicas} engines, "
-        f"1 rollout worker, data plane {config.active_data_plane.impl}"
+        f"{ray}, {config.cluster.num_workers} policy workers, {teacher}"
+        f"{config.policy.generation.num_replicas} engines, 1 rollout worker, data plane {config.active_data_plane.impl}"
     )
     return "; ".join(filter(None, (what, plan)))
 
@@ -406,7 +443,7 @@ def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> 
             other_cpus=other_cpus(config),
             cpus_per_bundle=cpus_per_bundle(config),
             engines=EngineNodes(
-                num_engines=num_non_colocated_engines(config),
+                num_bundles=num_engine_bundles(config),
                 num_nodes=colocated.num_nodes,
                 gpus_per_node=colocated.gpus_per_node,
             ),
@@ -431,7 +468,7 @@ def _start(
     # The workers build while the storage actors of the data plane start.
     client = build_data_plane_client(plane, run_id=run_id, role="owner", log_dir=config.logger.log_dir, start=start)
     stack.callback(client.close)
-    for group in (*groups.rollout.members, *groups.engines.members, groups.policy):
+    for group in (*groups.rollout.members, *groups.engines.members, groups.policy, groups.teacher):
         if isinstance(group, RayWorkerGroup):
             with start.waiting_for(f"the {group.name} workers"):
                 group.finish_start(timeout_s=start.timeout_s)
@@ -442,12 +479,13 @@ def _local_groups(config: MasterConfig, specs: _Specs, stack: ExitStack) -> _Run
     spec = specs.worker(RankSpec(rank=0, world_size=1))
     policy = LocalWorkerGroup(lambda: build_policy_worker(spec))
     stack.callback(policy.shutdown)
+    teacher = local_teacher(config, stack)
     engines = local_engines(config, specs.engine)
     stack.callback(engines.shutdown)
     replicas = engine_scheduler(config, engines)
     rollout = WorkerFleet([LocalWorkerGroup(lambda: RolloutWorker(specs.rollout, generation=replicas))])
     stack.callback(rollout.shutdown)
-    return _RunProcesses(policy=policy, engines=engines, rollout=rollout)
+    return _RunProcesses(policy=policy, engines=engines, rollout=rollout, teacher=teacher)
 
 
 def _ray_groups(
@@ -478,49 +516,24 @@ def _ray_groups(
     stack.callback(rollout.shutdown)
     with start.waiting_for("the first policy worker"):
         address, port = policy.rendezvous(reserve_port, timeout_s=start.timeout_s)
-    ranks = _rank_specs(cluster.num_workers, address, port)
+    ranks = rank_specs(cluster.num_workers, address, port)
+    if config.sleep_level:
+        # They look at free memory when they start, and sleep when the policy comes.
+        starts.begin_all()
+        with start.waiting_for("the generation workers"):
+            starts.finish_all(timeout_s=start.timeout_s)
     policy.begin_start(build_policy_worker, [{"spec": specs.worker(rank)} for rank in ranks])
-    starts.begin_all()
+    teacher = ray_teacher(config, cluster, stack, start)
+    if not config.sleep_level:
+        starts.begin_all()
     starting.begin_all()
-    return _RunProcesses(policy=policy, engines=engines, rollout=rollout, address=address)
-
-
-def _rank_specs(world_size: int, address: str, port: int) -> list[RankSpec]:
-    return [
-        RankSpec(rank=rank, world_size=world_size, master_addr=address, master_port=port) for rank in range(world_size)
-    ]
+    return _RunProcesses(policy=policy, engines=engines, rollout=rollout, teacher=teacher, address=address)
 
 
 def _worker_spec(config: MasterConfig, trace: TraceSpec | None, rank: RankSpec) -> WorkerSpec:
-    return WorkerSpec(
-        policy=config.policy,
-        rank=rank,
-        num_steps=config.grpo.max_num_steps,
-        keep_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-        seed=config.grpo.seed,
-        record=_record_spec(config),
-        trace=trace,
-        use_gpu=config.cluster.gpus_per_node > 0,
-        threads=config.cluster.threads_per_worker,
-        collective_timeout_s=config.cluster.collective_timeout_s,
-        start_timeout_s=config.cluster.worker_start_timeout_s,
-    )
-
-
-def _record_spec(config: MasterConfig) -> RecordSpec | None:
-    section = config.diagnostics.record
-    if not section.steps:
-        return None
-    passes = {stage.name for stage in stage_columns(config, build_loss(config))}
-    return RecordSpec(
-        # Workers have directories of their own.
-        folder=(config.logger.log_dir / RECORDS / "step_{step}").absolute(),
-        sites=section.sites,
-        phases=tuple(phase for phase in section.phases if phase in passes),
-        model=recorded_model(config.policy),
-        weights=f"run {config.logger.log_dir}",
-        must_succeed=False,
-    )
+    spec = worker_spec(config, rank)
+    keeps_reference = config.loss_fn.reference_policy_kl_penalty > 0
+    return replace(spec, keep_reference=keeps_reference, record=record_spec(config), trace=trace)
 
 
 def _sampler(config: MasterConfig, info: RolloutInfo) -> PromptSampler:

@@ -122,7 +122,7 @@ _SAMPLED = "grpo.use_generation_logprobs_as_prev"
 
 def rule_stale_rows_need_a_correction(config: MasterConfig) -> list[str]:
     loss, section = config.loss_fn, config.grpo.async_
-    if not section.takes_stale_rows or loss.use_importance_sampling_correction:
+    if not section.takes_stale_rows or loss.use_importance_sampling_correction or not loss.has_policy_term:
         return []
     # What a loss of the user's own does with pi_old is not known here.
     is_sampled = config.grpo.use_generation_logprobs_as_prev

@@ -64,8 +64,11 @@ def locate_paths(recipe: Recipe) -> dict[tuple[str, ...], str]:
     """
     problems: dict[tuple[str, ...], str] = {}
     for path, value in list(recipe.leaves()):
-        name, layer = ".".join(path), recipe.layer_of(path)
-        if layer is None or not isinstance(value, str) or not value:
+        name = ".".join(path)
+        if not isinstance(value, str) or not value:
+            continue
+        layer = recipe.layer_of(path)
+        if layer is None:
             continue
         # A name on the command line is of the working directory.
         file = layer.name if Path(layer.name).is_file() else ""

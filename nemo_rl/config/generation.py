@@ -28,11 +28,15 @@ class VllmConfig(Section):
     `policy.generation.vllm_kwargs`."""
 
     tensor_parallel_size: PositiveInt = 1
-    """Processes of one engine that share every weight matrix."""
+    """Ranks of one engine that share every weight matrix: GPUs of one node, or processes on CPUs."""
     pipeline_parallel_size: PositiveInt = 1
-    """Processes of one engine that have a part of the layers each; routes of experts need 1."""
+    """Stages of one engine that have a part of the layers each, of `tensor_parallel_size` ranks; they may stand on
+    several nodes. Routes of experts, and rows that go on while weights change, need 1."""
+    enable_expert_parallel: bool = False
+    """Tensor ranks divide the experts among themselves, not the matrices of each expert; on GPUs alone."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the GPU's memory for weights and cache together, which the engine also keeps while the policy trains."""
+    """Share of the GPU's memory for weights and cache together; with `policy.generation.sleep_level` 0 the engine also
+    keeps it while the policy trains."""
     kv_cache_gib: PositiveFloat = 1.0
     """Cache of keys and values of an engine on CPUs, in GiB; on a GPU `gpu_memory_utilization` decides."""
     max_model_len: PositiveInt | None = None
@@ -48,6 +52,11 @@ class VllmConfig(Section):
     """Most tokens of one forward pass; longer prompts run in chunks. Null: vLLM's choice."""
     max_num_seqs: PositiveInt | None = None
     """Rows decoded together; null uses `policy.generation.max_batch_size`."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks of one engine, each on a GPU of its own where there are GPUs."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class ReceiptConfig(Section):
@@ -65,6 +74,8 @@ class ReceiptConfig(Section):
     the first refit, with the same weights on both sides."""
 
 
+ALL_DROPPED = 2
+"""Level of sleep from which no weights are left."""
 Probability = Annotated[float, Field(gt=0, le=1)]
 RefitTransport = Literal["payload", "ipc", "broadcast"]
 InFlight = Literal["drain", "recompute", "keep", "finish"]
@@ -79,7 +90,8 @@ class ColocatedConfig(Section):
     num_nodes: NonNegativeInt = 0
     """Nodes with engines alone, besides `cluster.num_nodes`; 0: on the policy's nodes. Only with `enabled: false`."""
     gpus_per_node: NonNegativeInt = 0
-    """GPUs of each node with engines, one engine each, besides those of policy workers. Only with `enabled: false`."""
+    """GPUs of each node with engines, one for each rank of an engine, besides those of policy workers. Only with
+    `enabled: false`."""
 
 
 class RefitDeltaConfig(Section):
@@ -153,8 +165,17 @@ class GenerationConfig(Section):
     non-colocated engines; else `payload`."""
     refit_buffer_ratio: Probability = 0.3
     """Most of the free memory (of the GPU with `ipc`, else RAM) that one bucket of weights takes in a refit."""
+    sleep_level: Literal[0, 1, 2] | None = None
+    """Memory that engines free while the policy trains. 0: none; 1: caches are dropped, and weights go to the CPU's
+    memory; 2: both are dropped, and the next refit brings weights; null: 2 where engines and policy share GPUs by
+    turns (1 where a refit does not bring all weights), else 0."""
     refit_delta: RefitDeltaConfig = Field(default_factory=RefitDeltaConfig)
     receipt: ReceiptConfig = Field(default_factory=ReceiptConfig)
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """Return the number of GPUs of one engine where there are GPUs, and of its processes where there are none."""
+        return self.vllm_cfg.num_ranks if self.backend == "vllm" else 1
 
 
 def rule_receipt_keys_need_receipts(config: MasterConfig) -> list[str]:
@@ -209,27 +230,42 @@ def rule_engine_keys_fit_the_engine(config: MasterConfig) -> list[str]:
     return lines
 
 
-def rule_engine_needs_one_gpu(config: MasterConfig) -> list[str]:
-    sizes, gpus = config.policy.generation.vllm_cfg, config.cluster.gpus_per_node
-    return [
-        f"policy.generation.vllm_cfg.{name}: {size} with cluster.gpus_per_node {gpus}: an engine uses one GPU; "
-        "set it to 1, and policy.generation.num_replicas to the number of engines"
-        for name, size in (
-            ("tensor_parallel_size", sizes.tensor_parallel_size),
-            ("pipeline_parallel_size", sizes.pipeline_parallel_size),
-        )
-        if size > 1 and gpus > 0
-    ]
-
-
-def rule_colocated_engines_fit_the_workers(config: MasterConfig) -> list[str]:
-    cluster, replicas = config.cluster, config.policy.generation.num_replicas
-    is_shared = cluster.launcher == "ray" and cluster.gpus_per_node > 0 and config.policy.generation.colocated.enabled
-    if is_shared and replicas > cluster.num_workers:
+def rule_engines_fit_their_gpus(config: MasterConfig) -> list[str]:
+    """Engines of several ranks take whole neighbouring GPUs of one node, or all GPUs of several."""
+    generation, cluster = config.policy.generation, config.cluster
+    if cluster.launcher != "ray" or cluster.gpus_per_node == 0:
+        return []
+    apart = not generation.colocated.enabled
+    per_node = generation.colocated.gpus_per_node if apart else cluster.gpus_per_node
+    nodes = (generation.colocated.num_nodes if apart else 0) or cluster.num_nodes
+    ranks, sizes, prefix = generation.ranks_per_engine, generation.vllm_cfg, "policy.generation.vllm_cfg"
+    if apart and not per_node:
+        # Another rule has said so.
+        return []
+    if ranks > per_node and (ranks % per_node or per_node % sizes.tensor_parallel_size):
         return [
-            f"policy.generation.num_replicas: an engine shares a GPU with a policy worker; expected at most "
-            f"{cluster.num_workers}, got {replicas}; lower it, or set policy.generation.colocated.enabled=false"
+            f"{prefix}.tensor_parallel_size: {sizes.tensor_parallel_size} with pipeline_parallel_size "
+            f"{sizes.pipeline_parallel_size}: an engine over several nodes takes all {per_node} GPUs of each, and the "
+            "tensor ranks of a stage stand on one node; choose sizes that divide so"
         ]
+    fit = nodes * (per_node // ranks) if ranks <= per_node else nodes * per_node // ranks
+    if generation.num_replicas > fit:
+        what = "apart" if apart else "with policy workers"
+        return [
+            f"policy.generation.num_replicas: {nodes} nodes with {per_node} GPUs {what} hold {fit} engines of {ranks} "
+            f"GPUs, got {generation.num_replicas}; lower it" + ("" if apart else f", or set {_APART}.enabled=false")
+        ]
+    return []
+
+
+def rule_expert_parallel_fits_the_ranks(config: MasterConfig) -> list[str]:
+    sizes, key = config.policy.generation.vllm_cfg, "policy.generation.vllm_cfg.enable_expert_parallel"
+    if not sizes.enable_expert_parallel:
+        return []
+    if config.cluster.gpus_per_node == 0:
+        return [f"{key}: true, but vLLM's kernels for CPUs crash on divided experts; set it to false"]
+    if sizes.tensor_parallel_size == 1:
+        return [f"{key}: true would be ignored, tensor_parallel_size is 1 and its ranks divide the experts"]
     return []
 
 
@@ -242,6 +278,28 @@ def rule_refit_transport_fits_the_processes(config: MasterConfig) -> list[str]:
         return [f"{key} shares GPU memory, but cluster.gpus_per_node is 0; set it to payload, broadcast or auto"]
     if transport == "ipc" and not config.policy.generation.colocated.enabled:
         return [f"{key} needs engines on the workers' GPUs, but {_APART}.enabled is false; set it to broadcast or auto"]
+    return []
+
+
+def rule_sleep_level_fits_the_run(config: MasterConfig) -> list[str]:
+    generation, key = config.policy.generation, "policy.generation.sleep_level"
+    level = generation.sleep_level
+    if not level:
+        return []
+    if config.grpo.samples_ahead:
+        return [f"{key}: {level}, but engines sample while the policy trains (grpo.async.enabled); set it to 0"]
+    if not generation.colocated.enabled:
+        return [f"{key}: {level}, but engines that are not colocated leave the policy no memory by it; set it to 0"]
+    if level == ALL_DROPPED and config.policy.lora.is_native:
+        return [
+            f"{key}: {level} drops the frozen weights, which a refit with policy.lora.serve 'native' does not bring "
+            "again; set it to 1"
+        ]
+    if level == ALL_DROPPED and generation.refit_delta.enabled and generation.backend == "torch":
+        return [
+            f"{key}: {level} drops the weights that a delta changes (policy.generation.refit_delta.enabled); set it "
+            "to 1"
+        ]
     return []
 
 
@@ -289,12 +347,13 @@ def rule_non_colocated_engines_need_their_own_gpus(config: MasterConfig) -> list
 def _engines_per_node(config: MasterConfig) -> list[str]:
     colocated, replicas = config.policy.generation.colocated, config.policy.generation.num_replicas
     nodes, key = colocated.num_nodes or config.cluster.num_nodes, "policy.generation.num_replicas"
-    if colocated.gpus_per_node and replicas != nodes * colocated.gpus_per_node:
+    gpus, ranks = nodes * colocated.gpus_per_node, config.policy.generation.ranks_per_engine
+    if gpus and replicas * ranks != gpus:
         return [
-            f"{key}: expected {nodes * colocated.gpus_per_node}, one for each of the {colocated.gpus_per_node} GPUs on "
-            f"{nodes} nodes, got {replicas}"
+            f"{key}: expected {gpus // ranks}, with {ranks} of the {colocated.gpus_per_node} GPUs on each of {nodes} "
+            f"nodes for each engine, got {replicas}"
         ]
-    if replicas % nodes:
+    if not gpus and replicas % nodes:
         return [f"{key}: expected a multiple of the {nodes} nodes that engines stand on, got {replicas}"]
     return []
 

@@ -187,8 +187,12 @@ class EngineCapabilities:
     """True where the engine changes its process (threads, random numbers), so that no trainer may share it."""
     shows_decoding: bool = False
     """True where the engine is a `TracedEngine`."""
+    records_decoding: bool = False
+    """True where the engine is a `RecordedEngine`."""
     takes_full_weights: bool = False
     """True where a refit hands the engine full weights, so that for deltas its process keeps the last ones."""
+    can_sleep: bool = False
+    """True where the engine frees memory in `sleep`."""
     has_planned_memory: bool = False
     """True where `nemo-rl plan` knows the needs of the engine."""
     check: str | None = None
@@ -196,11 +200,20 @@ class EngineCapabilities:
 
 
 ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
-    "torch": EngineCapabilities(keys=("batch_invariant",), shows_decoding=True, has_planned_memory=True),
+    "torch": EngineCapabilities(
+        keys=("batch_invariant",),
+        shows_decoding=True,
+        records_decoding=True,
+        can_sleep=True,
+        has_planned_memory=True,
+    ),
     "vllm": EngineCapabilities(
         keys=("vllm_cfg", "vllm_kwargs"),
         needs_own_process=True,
+        records_decoding=True,
         takes_full_weights=True,
+        can_sleep=True,
+        has_planned_memory=True,
         check="nemo_rl.models.generation.vllm.start:check_vllm",
     ),
 }
@@ -259,6 +272,7 @@ DATASETS = PluginKind(
         "guess": "nemo_rl.data.sources:guess_prompts",
         "calculator_sums": "nemo_rl.data.sources:calculator_sums_prompts",
         "sliding_puzzle": "nemo_rl.data.sources:sliding_puzzle_prompts",
+        "shapes": "nemo_rl.data.sources:shapes_prompts",
         "reasoning_gym": "nemo_rl.data.sources:reasoning_gym_prompts",
         "jsonl": "nemo_rl.data.sources:jsonl_prompts",
         "huggingface": "nemo_rl.data.sources:huggingface_prompts",
@@ -270,6 +284,7 @@ GENERATED_DATASETS: Mapping[str, tuple[str, ...] | None] = {
     "guess": ("numbers", "games"),
     "calculator_sums": ("min_digits", "max_digits", "smallest"),
     "sliding_puzzle": ("side", "moves"),
+    "shapes": ("cells", "most", "task"),
     "reasoning_gym": None,
 }
 """Options of the datasets that are drawn by a seed and a size; None: those of the task."""

@@ -21,6 +21,7 @@ from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
+from nemo_rl.config.vision import VisionConfig
 
 if TYPE_CHECKING:
     from nemo_rl.config.schema import MasterConfig
@@ -157,6 +158,7 @@ class PolicyConfig(Section):
     dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
+    vision: VisionConfig = Field(default_factory=VisionConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)

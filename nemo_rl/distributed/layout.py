@@ -16,7 +16,7 @@ from typing import TypeVar
 from nemo_rl.config.policy import ParallelSizes, PolicyConfig
 from nemo_rl.errors import ConfigError
 
-__all__ = ["Coordinates", "ParallelLayout"]
+__all__ = ["Coordinates", "ParallelLayout", "engine_places"]
 
 _T = TypeVar("_T")
 
@@ -166,3 +166,19 @@ class ParallelLayout:
     def round_up_multiple(self, configured: int) -> int:
         """Return the least multiple that suits both this layout and `policy.make_sequence_length_divisible_by`."""
         return math.lcm(self.length_multiple, configured)
+
+
+def engine_places(num_engines: int, *, ranks: int, gpus_per_node: int) -> list[range]:
+    """Return the GPUs of each engine, counted over all nodes: neighbours on one node, or all of several nodes.
+
+    Args:
+        ranks: GPUs of an engine.
+
+    Example:
+        >>> engine_places(3, ranks=3, gpus_per_node=8)
+        [range(0, 3), range(3, 6), range(8, 11)]
+    """
+    on_a_node = max(1, gpus_per_node // ranks)
+    stride = max(ranks, gpus_per_node)
+    starts = (number // on_a_node * stride + number % on_a_node * ranks for number in range(num_engines))
+    return [range(start, start + ranks) for start in starts]

@@ -140,11 +140,12 @@ POLL_S = 0.1
 class EngineNodes:
     """Engines with bundles of their own, which share neither GPU nor bundle with a policy worker."""
 
-    num_engines: int
+    num_bundles: int
+    """Bundles of all engines: one for each rank of an engine on GPUs, one for each engine on CPUs."""
     num_nodes: int
     """Nodes that hold engines alone; with 0 the engines run on the nodes of the policy, beside its workers."""
     gpus_per_node: int = 0
-    """GPUs of each of these nodes, one for an engine."""
+    """GPUs of each of these nodes, one in a bundle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,12 +156,13 @@ class ClusterNeeds:
     """Logical CPUs of the actors outside the bundles (rollout, storage; on CPU also generation)."""
     cpus_per_bundle: int = 1
     """Logical CPUs of a bundle: 1 for the policy worker, 1 more for an engine that shares its GPU."""
-    engines: EngineNodes = EngineNodes(num_engines=0, num_nodes=0)
+    engines: EngineNodes = EngineNodes(num_bundles=0, num_nodes=0)
     """Engines that do not share the policy's bundles."""
 
 
 class RayVirtualCluster:
-    """Ray for one run, with a placement group of one bundle per policy worker, and per engine that is not colocated.
+    """Ray for one run, with a placement group of one bundle per policy worker, and further ones for engines that are
+    not colocated.
 
     Policy rank r is on node r // (workers per node), in bundle r; the engines' bundles follow.
 
@@ -212,7 +214,7 @@ class RayVirtualCluster:
     @property
     def engine_bundles(self) -> range:
         """The bundles of engines on nodes of their own; empty without such engines."""
-        return range(self.num_workers, self.num_workers + self._engines.num_engines)
+        return range(self.num_workers, self.num_workers + self._engines.num_bundles)
 
     @property
     def address(self) -> str:
@@ -295,16 +297,16 @@ class RayVirtualCluster:
         return max(self._cpus_needed(), os.cpu_count() or 1)
 
     def _cpus_needed(self) -> int:
-        return self.num_workers * self._cpus_per_bundle + self._engines.num_engines + self._other_cpus
+        return self.num_workers * self._cpus_per_bundle + self._engines.num_bundles + self._other_cpus
 
     def _gpus_needed(self) -> int:
-        return self.num_workers + self._engines.num_engines if self.uses_gpu else 0
+        return self.num_workers + self._engines.num_bundles if self.uses_gpu else 0
 
     def _shares(self) -> list[NodeShare]:
         """Return the needs of the policy's nodes, and of those that hold engines alone."""
         config, engines = self._config, self._engines
         workers = self.num_workers // config.num_nodes
-        beside = 0 if engines.num_nodes else -(-engines.num_engines // config.num_nodes)
+        beside = 0 if engines.num_nodes else -(-engines.num_bundles // config.num_nodes)
         gpus_beside = 0 if engines.num_nodes else engines.gpus_per_node
         policy = NodeShare(
             num_nodes=config.num_nodes,
@@ -318,7 +320,7 @@ class RayVirtualCluster:
             policy,
             NodeShare(
                 num_nodes=engines.num_nodes,
-                num_cpus=engines.num_engines // engines.num_nodes,
+                num_cpus=engines.num_bundles // engines.num_nodes,
                 num_gpus=engines.gpus_per_node,
                 what="policy.generation.colocated.num_nodes",
             ),
@@ -368,7 +370,7 @@ class RayVirtualCluster:
         device = {"GPU": 1.0} if self.uses_gpu else {}
         policy_nodes = self._nodes[0]
         of_workers = _in_turn(policy_nodes, self.num_workers)
-        of_engines = _in_turn(self._nodes[-1], self._engines.num_engines)
+        of_engines = _in_turn(self._nodes[-1], self._engines.num_bundles)
         return [
             *({"CPU": float(self._cpus_per_bundle), **device, **self._pinned(node)} for node in of_workers),
             *({"CPU": 1.0, **device, **self._pinned(node)} for node in of_engines),

@@ -289,8 +289,10 @@ class RayWorkerGroup(WorkerGroup):
         ]
 
     def finish_start(self, *, timeout_s: float) -> None:
-        """Waits until every worker is built."""
+        """Waits until every worker is built. Idempotent."""
         starting, self._starting = self._starting, []
+        if not starting:
+            return
         replies = self._collect(
             starting,
             list(range(self.world_size)),

@@ -18,10 +18,11 @@ class WorkerPass(StrEnum):
     task: str
     """The task that claims rows for it."""
     column: str
-    """The column that the pass writes, one value per token; empty where it writes none."""
+    """The column that the pass writes, one value per token; empty where it writes none, or others."""
 
     PREV_LOGPROBS = "prev_logprobs", "prev_lp", "prev_logprobs"
     REFERENCE_LOGPROBS = "reference_logprobs", "ref_lp", "reference_policy_logprobs"
+    TOPK_LOGITS = "topk_logits", "topk", ""
     TRAIN = "train", "train", ""
 
     def __new__(cls, stage: str, task: str, column: str) -> WorkerPass:

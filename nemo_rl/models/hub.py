@@ -47,6 +47,18 @@ def local_folders(policy: PolicyConfig) -> PolicyConfig:
     return policy.model_copy(update={"model_name": model, "tokenizer": tokenizer})
 
 
+def model_folder(name: str, *, where: str) -> str:
+    """Return the folder of a model by its name on the hub, or the name itself where it is none.
+
+    Args:
+        where: the key that names it, for errors.
+
+    Raises:
+        ModelFolderError: as `local_folders`.
+    """
+    return _folder(name, where=where)
+
+
 def _folder(name: str, *, where: str, needs_weights: bool = True) -> str:
     if not is_hub_name(name):
         return name

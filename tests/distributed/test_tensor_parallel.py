@@ -27,6 +27,7 @@ from nemo_rl.models.logprobs import (
     token_logprobs,
 )
 from nemo_rl.models.support import KeptSets
+from nemo_rl.models.top_k import TopTokens
 from tests.helpers.gloo import COLLECTIVE_TIMEOUT_S, run_ranks
 from tests.helpers.model_families import FAMILY_SIZES, write_family
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
@@ -156,7 +157,7 @@ def _adapters_of_a_custom_plan(rank: int, folder: Path) -> float:
 
 
 def _top_k(rank: int, folder: Path) -> float:
-    """The largest logits are the same in a layout that splits the vocabulary and the sequences."""
+    """The largest logits, and log-probabilities, are the same where a layout splits vocabulary and sequences."""
     batch, values = _rows(), []
     for sizes in (
         DTensorConfig(),
@@ -164,7 +165,8 @@ def _top_k(rank: int, folder: Path) -> float:
         DTensorConfig(context_parallel_size=2),
     ):
         worker = tiny_worker(tiny_policy(folder, dtensor_cfg=sizes), rank=rank, world_size=2)
-        values.append(worker.get_topk_logits(batch, k=3)[0])
+        logits, logprobs = worker.get_topk_logits(batch, k=3)[0], worker.get_topk_logprobs(batch, TopTokens(k=3))[1]
+        values.append(torch.cat([logits, logprobs]))
         worker.shutdown()
     return max(float((value - values[0]).abs().max()) for value in values)
 

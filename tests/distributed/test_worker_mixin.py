@@ -128,6 +128,11 @@ class Constant(TQWorkerMixin[str, int]):
     def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
         raise ValueError("no reference")
 
+    def _topk_logprobs(
+        self, meta: KVBatchMeta, batch: BatchedDataDict, *, k: int, vocab_size: int | None
+    ) -> dict[str, torch.Tensor]:
+        raise ValueError("no vocabulary")
+
 
 @pytest.fixture
 def alone() -> Constant:

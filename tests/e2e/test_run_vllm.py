@@ -58,6 +58,19 @@ def test_two_engines_sample_and_learn(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_an_engine_of_two_ranks_that_sleeps_makes_the_steps_of_one_that_is_awake(tmp_path: Path) -> None:
+    one = {"policy.model_name": str(write_dense(tmp_path / "model")), "policy.generation.num_replicas": "1"}
+    asleep = {"policy.generation.sleep_level": "2", "policy.generation.vllm_cfg.tensor_parallel_size": "2"}
+    saves = {"checkpointing.enabled": "true", "checkpointing.checkpoint_dir": str(tmp_path / "checkpoints")}
+    expected = _run("grpo_sort_vllm_cpu", tmp_path / "awake", one)
+    found = _run("grpo_sort_vllm_cpu", tmp_path / "asleep", one | asleep | saves)
+    for name in ("train/reward", "train/grad_norm", "train/loss"):
+        assert [step[name] for step in found] == pytest.approx([step[name] for step in expected], rel=1e-4)
+    log = (tmp_path / "asleep" / "logs" / "workers" / "generation_0.log").read_text()
+    assert "rank 1: awake -> asleep at level 2" in log and "rank 1: asleep -> weights awake at level 2" in log
+
+
+@pytest.mark.full
 def test_routes_of_vllm_are_replayed(tmp_path: Path) -> None:
     trace, model = tmp_path / "trace", write_moe(tmp_path / "model")
     switches = {"": "1", "_VERIFY_FORWARD": "1", "_DIR": str(trace), "_STEPS": "2"}

@@ -17,7 +17,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -142,8 +141,8 @@ class FaultyWorker(EngineWorker):
         model.lm_head.weight = model.model.embed_tokens.weight
         self._old = {name: weight.detach().clone() for name, weight in self._state().items()}
 
-    def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
-        super().begin_refit(plan, handle=handle)
+    def begin_refit(self, plan: RefitPlan, *, handles: Sequence[IpcHandle] = ()) -> None:
+        super().begin_refit(plan, handles=handles)
         if self.fault == "not delivered":
             self._drop(plan, SQUARE)
 
@@ -205,10 +204,12 @@ class FaultyVllm:
         self._extension = importlib.import_module("nemo_rl.models.generation.vllm.extension")
         self._experts = self._extension.RoutedExperts
         self._finalize = self._extension.RefitExtension._finalize
-        self._hand, self._salt_of = self._worker._weights._hand, self._worker.salt_of
-        self._take, self._begin, self._finish = (
-            getattr(self._worker, name) for name in ("take_weight", "begin_weights", "finish_weights")
-        )
+        # The one rank of the engine is in this process.
+        rank = self._worker._llm.llm_engine.model_executor.driver_worker.worker
+        self._refit = rank.rank_refit
+        self._load, self._salt_of = rank.load, self._worker.salt_of
+        rank.load = self._load_changed
+        self._fault: str | None = None
         self._last: dict[str, torch.Tensor] = {}
         self._old: dict[str, torch.Tensor] = {}
 
@@ -234,18 +235,21 @@ class FaultyVllm:
             extension.ParallelLMHead = importlib.import_module(
                 "vllm.model_executor.layers.vocab_parallel_embedding"
             ).ParallelLMHead
-        worker._weights._hand = partial(self._hand_changed, fault)
+        self._fault = fault
         is_skipped = fault == "version without weights"
-        worker.begin_weights = (lambda: None) if is_skipped else self._begin
-        worker._receiver._take = (lambda name, weight: None) if is_skipped else self._take
-        worker.finish_weights = self._only_version if is_skipped else self._finish
+        for name in ("_take", "finish"):
+            self._refit.__dict__.pop(name, None)
+        self._refit.weights.__dict__.pop("begin", None)
+        if is_skipped:
+            self._refit._take = lambda name, weight: None
+            self._refit.weights.begin = lambda: None
+            self._refit.finish = lambda: None
+        self._refit._receiver._take = self._refit._take
 
-    def _hand_changed(self, fault: str | None, method: str, named: Named) -> Sequence[object]:
-        changed = self._changed(fault, list(named))
-        return self._hand(method, changed) if changed or not named else ()
-
-    def _only_version(self, version: int) -> None:
-        self._worker._weight_version = version
+    def _load_changed(self, named: Named) -> None:
+        changed = self._changed(self._fault, list(named))
+        if changed:
+            self._load(changed)
 
     def _changed(self, fault: str | None, named: Named) -> Named:
         for name, weight in named:

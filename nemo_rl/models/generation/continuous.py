@@ -257,6 +257,12 @@ class ContinuousDecoding:
             if not self._is_frozen:
                 raise WorkerError("rows are running: call finish_generation before new weights come", stage=STAGE)
 
+    def check_idle(self) -> None:
+        """Raise WorkerError while rows run or stand still."""
+        with self._changed:
+            if self._live:
+                raise WorkerError(f"{len(self._live)} rows are running, so that the engine cannot sleep", stage=STAGE)
+
     def end(self, error: BaseException) -> None:
         """Fail every stream, when the turn that is being decoded has ended."""
         with self._changed:

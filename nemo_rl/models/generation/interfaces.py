@@ -14,7 +14,9 @@ import torch
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.models.generation.schedule import ScheduleEntry
+from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.tracing import TraceSpec
+from nemo_rl.models.vision import PromptImages
 from nemo_rl.routes.places import RecordedRoutes
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
@@ -26,8 +28,11 @@ __all__ = [
     "GenerationOutput",
     "GenerationRequest",
     "GroupSamples",
+    "RankMemoryChange",
+    "RecordedEngine",
     "RecordedRoutes",
     "SamplingParams",
+    "SleepReport",
     "TracedEngine",
     "traced_row",
 ]
@@ -50,6 +55,8 @@ class EngineSpec:
     """Replicas of the run."""
     trace: TraceSpec | None = None
     """The tracer's hub; None: none."""
+    record: RecordSpec | None = None
+    """The recording of the engine's tensors; None: none."""
     weight_version: int = -1
     """Version of the weights of `policy.model_name`; -1: a refit brings others before anything is sampled."""
     continuous: bool = False
@@ -59,6 +66,13 @@ class EngineSpec:
     adapter_slots: int = 2
     """Versions of an adapter that are held at once, with `policy.lora`: those of rows that may still be sampled, and
     the one that a refit brings."""
+    bundles: tuple[int, ...] = ()
+    """Bundles of Ray's placement group in which the ranks of an engine over several GPUs run; empty: the engine's own
+    process, and children of it, are all."""
+    gpu_share: float = 1.0
+    """Share of a GPU that Ray gives to each rank in these bundles."""
+    sleep_level: int = 0
+    """Level at which the engine sleeps while the policy trains; above 0 it starts asleep, unless it has weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +120,10 @@ class GenerationRequest:
 
     adapters: tuple[int, ...] = ()
     """Version of the adapter of each prompt's rows, or `BASE`; empty: the one in use. For engines that serve them."""
+    images: tuple[PromptImages | None, ...] = ()
+    """Images of each prompt, whose placeholders stand in its ids; empty: no prompt has any."""
+    keys: tuple[str, ...] = ()
+    """Key of each row, for a recording of the engine's tensors; empty: the request is not recorded."""
 
     @property
     def group_size(self) -> int:
@@ -122,6 +140,8 @@ class GenerationRequest:
             limits=tuple(self.limits[group] for group in groups) if self.limits else (),
             names=tuple(self.names[group] for group in groups) if self.names else (),
             adapters=tuple(self.adapters[group] for group in groups) if self.adapters else (),
+            images=tuple(self.images[group] for group in groups) if self.images else (),
+            keys=tuple(self.keys[row] for row in rows) if self.keys else (),
         )
 
 
@@ -285,6 +305,38 @@ class EngineLoad:
     """Time of each named group that ended: from the join of its rows to the end of the last one."""
 
 
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemoryChange:
+    """The memory of one rank of an engine before and after it fell asleep or woke up, in bytes."""
+
+    device: str
+    before: int
+    after: int
+    note: str = ""
+    """Remark on memory that has stayed where it was; empty where there is none."""
+
+    def __str__(self) -> str:
+        moved = f"{self.before / MIB:.1f} MiB -> {self.after / MIB:.1f} MiB on {self.device}"
+        return f"{moved} ({self.note})" if self.note else moved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SleepReport:
+    """The memory that an engine has freed."""
+
+    level: int
+    ranks: tuple[RankMemoryChange, ...]
+    """Changes of each rank; empty where the engine slept already."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """Return the bytes of all ranks."""
+        return sum(change.before - change.after for change in self.ranks)
+
+
 class GenerationInterface(ABC):
     """A generation backend, possibly of several replicas."""
 
@@ -375,6 +427,20 @@ class GenerationInterface(ABC):
     def finish_generation(self) -> None:
         """Frees caches between rollouts; idempotent."""
 
+    def sleep(self, level: int) -> SleepReport:
+        """Free memory while nobody samples, until `prepare_for_generation`; a refit may come before. Idempotent.
+
+        Args:
+            level: 1: weights go to the CPU's memory, caches are dropped; 2: both are dropped, and a refit must bring
+                weights.
+
+        Raises:
+            NotImplementedError: the engine cannot sleep. WorkerError: rows are running.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot sleep; set policy.generation.sleep_level=0, or use another engine"
+        )
+
     @property
     @abstractmethod
     def weight_version(self) -> int:
@@ -400,6 +466,18 @@ class TracedEngine(ABC):
     @abstractmethod
     def end_tracing(self) -> None:
         """Stop showing the step. Idempotent."""
+
+
+class RecordedEngine(ABC):
+    """An engine whose tensors can be recorded while it decodes (`EngineSpec.record`)."""
+
+    @abstractmethod
+    def begin_recording(self, step: int) -> None:
+        """Record the requests that follow and have keys, until `end_recording`."""
+
+    @abstractmethod
+    def end_recording(self) -> None:
+        """End the records of the step. Idempotent."""
 
 
 def traced_row(engine: int, row: int) -> str:

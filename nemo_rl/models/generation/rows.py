@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nemo_rl.models.generation.interfaces import GenerationRequest
+import torch
 
-__all__ = ["RowRequest", "rows_of"]
+from nemo_rl.models.generation.interfaces import GenerationRequest
+from nemo_rl.models.vision import PromptImages, VisionFamily
+
+__all__ = ["RowRequest", "check_images", "rows_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +30,8 @@ class RowRequest:
     """Name of its group, where the request has names."""
     adapter: int | None = None
     """Version of its adapter, or `BASE`; None: the one in use."""
+    images: PromptImages | None = None
+    """The images of its prompt."""
     forced: tuple[int, ...] | None = None
     """The response, as long as `max_new_tokens`; None: it is drawn."""
 
@@ -50,6 +55,8 @@ def rows_of(request: GenerationRequest, *, max_total_length: int) -> list[RowReq
         raise ValueError(f"expected a limit for each of {num_prompts} prompts, got {len(request.limits)}")
     if request.adapters and len(request.adapters) != num_prompts:
         raise ValueError(f"expected an adapter for each of {num_prompts} prompts, got {len(request.adapters)}")
+    if request.images and len(request.images) != num_prompts:
+        raise ValueError(f"expected images or None for each of {num_prompts} prompts, got {len(request.images)}")
     rows: list[RowRequest] = []
     for p, prompt in enumerate(request.prompt_ids):
         limit = min((request.sampling.max_new_tokens, *request.limits[p : p + 1]))
@@ -63,10 +70,37 @@ def rows_of(request: GenerationRequest, *, max_total_length: int) -> list[RowReq
         adapter = request.adapters[p] if request.adapters else None
         seeds = request.seeds[p * request.group_size : (p + 1) * request.group_size]
         rows += [
-            RowRequest(prompt=tuple(prompt), seed=seed, max_new_tokens=room, number=number, group=name, adapter=adapter)
+            RowRequest(
+                prompt=tuple(prompt),
+                seed=seed,
+                max_new_tokens=room,
+                number=number,
+                group=name,
+                adapter=adapter,
+                images=request.images[p] if request.images else None,
+            )
             for number, seed in enumerate(seeds, start=len(rows))
         ]
     return rows if request.forced is None else _forced(rows, request.forced)
+
+
+def check_images(request: GenerationRequest, family: VisionFamily | None) -> None:
+    """Compare placeholders and images of each prompt.
+
+    Args:
+        family: of the model; None: it takes no images.
+
+    Raises:
+        ValueError: they do not fit, or the model takes no images.
+    """
+    for number, (prompt, images) in enumerate(zip(request.prompt_ids, request.images, strict=False)):
+        if images is None:
+            continue
+        if family is None:
+            raise ValueError(f"prompt {number} has images, and the model of this engine takes none")
+        problem = family.row_problem(torch.tensor(prompt), images.tensors)
+        if problem is not None:
+            raise ValueError(f"prompt {number}: {problem}")
 
 
 def _forced(rows: Sequence[RowRequest], responses: Sequence[tuple[int, ...]]) -> list[RowRequest]:

@@ -316,8 +316,8 @@ class SleepEngine(RefitTarget, GenerationInterface):
     def match_refit(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
         return tuple(WeightSlot(name=name, dtype="float32", shape=shape) for name, shape in offered.items())
 
-    def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
-        del handle
+    def begin_refit(self, plan: RefitPlan, *, handles: Sequence[IpcHandle] = ()) -> None:
+        del handles
         self._version, self._num_missing, self._buffer_bytes = -1, len(plan.buckets()), plan.buffer_bytes
 
     def load_bucket(self, bucket: np.ndarray | None = None) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
@@ -39,6 +40,8 @@ MOST_REFITS = 3
 """Refits to one version that may lose all engines; the last one ends the run."""
 MOST_MERGE_LOSS = 0.1
 """Share of an adapter above which its loss in the engines' dtype is worth a warning."""
+KEEPS_WEIGHTS = 1
+"""Level of sleep at which engines wake up with the weights that they had."""
 MIB = 2**20
 
 
@@ -64,6 +67,8 @@ class RefitParties:
     """Settings of the proof of each refit, or None without one."""
     sends_adapters: bool = False
     """True where engines hold the frozen weights, and a refit brings an adapter."""
+    sleep_level: int = 0
+    """Level at which engines sleep while the policy trains; 0: they keep their memory."""
     rows_finish: bool = False
     """True where running rows go on with the adapter that they began with, so that no engine stands still for another
     one."""
@@ -98,6 +103,8 @@ class WeightSync(ABC):
 
     def __init__(self, parties: RefitParties) -> None:
         self._parties = parties
+        self.engines_sleep = parties.sleep_level > 0
+        """True where engines free their memory while the policy trains."""
         self._version = self._last_version = -1
         self._report: RefitReport | None = None
         self._deltas = None if parties.delta_full_every is None else DeltaSchedule(parties.delta_full_every)
@@ -119,6 +126,25 @@ class WeightSync(ABC):
     def take_loads(self) -> dict[int, EngineLoad]:
         """Return what each engine has done since the last call, by its number."""
         return self._parties.run_engines(ask(GenerationInterface.take_load))
+
+    def sleep_engines(self) -> None:
+        """Let the engines free their memory for the policy, until the next refit; nothing may be sampling."""
+        self._sleep(self._parties.sleep_level)
+
+    @contextmanager
+    def engines_aside(self) -> Iterator[None]:
+        """Let the engines free their memory inside the block, and have the same weights behind it."""
+        if self._parties.sleep_level:
+            self._sleep(KEEPS_WEIGHTS)
+        yield
+        if self._parties.sleep_level:
+            self._parties.run_engines(ask(GenerationInterface.prepare_for_generation))
+
+    def _sleep(self, level: int) -> None:
+        reports = self._parties.run_engines(ask(GenerationInterface.sleep, level=level))
+        for engine, report in reports.items():
+            for rank, change in enumerate(report.ranks):
+                logger.info("engine %d, rank %d sleeps at level %d: %s", engine, rank, report.level, change)
 
     def restart_engines(self) -> None:
         """Start engines in place of lost ones, and bring the weights of the last refit to all."""
@@ -149,7 +175,7 @@ class WeightSync(ABC):
         is_rolling = self._is_rolling
         if not is_rolling:
             parties.run_engines(ask(GenerationInterface.finish_generation))
-        replaced = parties.engines.restart_failed()
+        replaced = self._restart_failed()
         parties.run_policy(ask(PolicyWorker.offload_before_refit))
         self._prepare()
         plan = self._with_delta(self._negotiate(), version, before=before)
@@ -160,9 +186,7 @@ class WeightSync(ABC):
             self._move(plan, all_sent, parties.engines.numbers)
             held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
         ended = parties.submit_policy(ask(PolicyWorker.end_refit))
-        if self.buffer_is_on_device:
-            # Engines may need this memory when they wake up.
-            ended.result()
+        self._make_room(ended)
         _check_versions(held, version)
         receipt, sent = self._close_receipt(version, ended), ended.result()[0]
         report = RefitReport(
@@ -175,10 +199,26 @@ class WeightSync(ABC):
         )
         self._end(report, started, has_new_engines=bool(replaced))
 
+    def _restart_failed(self) -> tuple[int, ...]:
+        """Start engines in place of lost ones; where they take turns with the policy, it makes room for them first."""
+        parties = self._parties
+        if parties.sleep_level and len(parties.engines) < parties.engines.size:
+            parties.run_policy(ask(PolicyWorker.offload_after_refit))
+        return parties.engines.restart_failed()
+
+    def _make_room(self, ended: Pending[list[Sent]]) -> None:
+        """Wait where engines need the policy's memory for what they take when they are woken."""
+        if self.buffer_is_on_device or self._parties.sleep_level:
+            ended.result()
+        if self._parties.sleep_level:
+            # It has scored the rows of a receipt, which it was asked to before.
+            self._parties.run_policy(ask(PolicyWorker.offload_after_refit))
+
     def _end(self, report: RefitReport, started: float, *, has_new_engines: bool) -> None:
         """Keep the report of a refit that succeeded, and its time."""
         parties = self._parties
-        parties.run_policy(ask(PolicyWorker.offload_after_refit))
+        if not parties.sleep_level:
+            parties.run_policy(ask(PolicyWorker.offload_after_refit))
         self._version = report.version
         if has_new_engines and parties.on_new_engines is not None:
             parties.on_new_engines(parties.engines)
@@ -205,7 +245,7 @@ class WeightSync(ABC):
         """Bring an adapter beside what the engines sample with; all of them change over when every one has got it."""
         started, parties = time.monotonic(), self._parties
         self._version, self._last_version = -1, version
-        replaced = parties.engines.restart_failed()
+        replaced = self._restart_failed()
         if not parties.one_by_one:
             # Frees what the engines keep between rollouts; others stand still for the change alone, if at all.
             parties.run_engines(ask(GenerationInterface.finish_generation))
@@ -216,8 +256,7 @@ class WeightSync(ABC):
         self._move(plan, partial(self._open_receipt, has_new_engines=bool(replaced)), parties.engines.numbers)
         _check_versions(parties.run_engines(ask(RefitTarget.finish_refit, version=version)), version)
         ended = parties.submit_policy(ask(PolicyWorker.end_refit))
-        if self.buffer_is_on_device:
-            ended.result()
+        self._make_room(ended)
         use = partial(self._use_adapter, version)
         if self._receipts is not None:
             receipt: Receipt | None = self._receipts.close_adapter(version, ended, use)

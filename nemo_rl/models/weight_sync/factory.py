@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, chain
 
 from nemo_rl.config.generation import RefitTransport
 from nemo_rl.config.policy import PolicyConfig
@@ -31,6 +32,7 @@ __all__ = [
     "PayloadWeightSync",
     "build_weight_sync",
     "choose_backend",
+    "group_ranks",
     "receipt_spec",
 ]
 
@@ -84,8 +86,8 @@ class PayloadWeightSync(WeightSync):
 
 
 class IpcWeightSync(WeightSync):
-    """Refit through GPU memory: buckets stay on the GPU, and each engine reads those of the policy worker on its own
-    GPU by a CUDA-IPC handle."""
+    """Refit through GPU memory: buckets stay on the GPU, and each rank of an engine reads those of the policy worker on
+    its own GPU by a CUDA-IPC handle."""
 
     buffer_is_on_device = True
 
@@ -93,8 +95,13 @@ class IpcWeightSync(WeightSync):
         parties = self._parties
         num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=True))[0]
         by_device = {handle.device_id: handle for handle in parties.run_policy(ask(PolicyWorker.share_refit_buffer))}
-        devices = parties.run_engines(dict.fromkeys(to, ask(RefitTarget.report_device_id)))
-        alone = [f"engine {engine} on {device}" for engine, device in devices.items() if device not in by_device]
+        devices = parties.run_engines(dict.fromkeys(to, ask(RefitTarget.report_device_ids)))
+        alone = [
+            f"engine {engine}, rank {rank}, on {device}"
+            for engine, ranks in devices.items()
+            for rank, device in enumerate(ranks)
+            if device not in by_device
+        ]
         if alone:
             raise WorkerError(
                 f"no policy worker shares a GPU with {', '.join(alone)}; set policy.generation.refit_transport=payload",
@@ -102,8 +109,8 @@ class IpcWeightSync(WeightSync):
             )
         parties.run_engines(
             {
-                engine: ask(RefitTarget.begin_refit, plan=plan, handle=by_device[device])
-                for engine, device in devices.items()
+                engine: ask(RefitTarget.begin_refit, plan=plan, handles=tuple(by_device[device] for device in ranks))
+                for engine, ranks in devices.items()
             }
         )
         for number in range(1, num_buckets + 1):
@@ -152,9 +159,10 @@ class BroadcastWeightSync(WeightSync):
     def _join(self) -> str:
         parties = self._parties
         sender = parties.run_policy(ask(PolicyWorker.report_device_id), ranks=[0])
-        devices = parties.run_engines(ask(RefitTarget.report_device_id))
-        backend = choose_backend([*sender, *devices.values()])
-        world_size = 1 + len(devices)
+        devices = parties.run_engines(ask(RefitTarget.report_device_ids))
+        backend = choose_backend([*sender, *chain.from_iterable(devices.values())])
+        first_ranks = group_ranks(devices)
+        world_size = 1 + sum(map(len, devices.values()))
         opening = ask(
             PolicyWorker.open_refit_store, address=self._address, world_size=world_size, timeout_s=parties.timeout_s
         )
@@ -171,13 +179,24 @@ class BroadcastWeightSync(WeightSync):
             )
 
         engines = {
-            engine: ask(RefitTarget.join_refit_group, spec=member(1 + place)) for place, engine in enumerate(devices)
+            engine: ask(RefitTarget.join_refit_group, spec=member(first)) for engine, first in first_ranks.items()
         }
         _both(
             lambda: parties.run_policy(ask(PolicyWorker.join_refit_group, spec=member(0)), ranks=[0]),
             lambda: parties.run_engines(engines),
         )
         return backend
+
+
+def group_ranks(devices: Mapping[int, Sequence[str]]) -> dict[int, int]:
+    """Return engine -> number in the refit group of its first rank; the policy's is 0, and all ranks of an engine
+    follow each other.
+
+    Args:
+        devices: of the ranks of each engine.
+    """
+    sizes = [len(ranks) for ranks in devices.values()]
+    return dict(zip(devices, accumulate(sizes, initial=1), strict=False))
 
 
 def choose_backend(devices: Sequence[str]) -> str:

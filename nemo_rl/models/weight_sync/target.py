@@ -166,6 +166,10 @@ class RefitTarget(ABC):
     def report_device_id(self) -> str:
         """Return the GPU's UUID, or host and `cpu`."""
 
+    def report_device_ids(self) -> tuple[str, ...]:
+        """Return the device of each rank of this engine; every rank receives a refit by itself."""
+        return (self.report_device_id(),)
+
     @abstractmethod
     def refit_free_bytes(self, *, on_device: bool) -> int:
         """Return memory that a buffer may take a part of: of the engine's device, or of this machine."""
@@ -210,8 +214,13 @@ class RefitTarget(ABC):
         )
 
     @abstractmethod
-    def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
-        """Begin a refit; this engine holds no version until `finish_refit`, but for one of an adapter."""
+    def begin_refit(self, plan: RefitPlan, *, handles: Sequence[IpcHandle] = ()) -> None:
+        """Begin a refit; this engine holds no version until `finish_refit`, but for one of an adapter.
+
+        Args:
+            handles: to the policy's buffers on the devices of `report_device_ids`, in that order; empty where buckets
+                come by another way.
+        """
 
     @abstractmethod
     def load_bucket(self, bucket: np.ndarray | None = None) -> None:
@@ -219,7 +228,8 @@ class RefitTarget(ABC):
 
     @abstractmethod
     def join_refit_group(self, spec: RefitGroupSpec) -> None:
-        """(collective over the refit group) Join the group of the refit."""
+        """(collective over the refit group) Join the group of the refit; an engine of several ranks takes as many
+        numbers of the group, from `spec.rank` on."""
 
     @abstractmethod
     def receive_weights(self) -> None:
@@ -303,10 +313,10 @@ class ModuleRefitTarget(RefitTarget):
     def delta_base(self) -> int | None:
         return self._refit().delta_base
 
-    def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
+    def begin_refit(self, plan: RefitPlan, *, handles: Sequence[IpcHandle] = ()) -> None:
         if plan.kind == "weights":
             self.hold_version(-1)
-        self._refit().begin(plan, handle)
+        self._refit().begin(plan, handles[0] if handles else None)
 
     def load_bucket(self, bucket: np.ndarray | None = None) -> None:
         self._refit().load(bucket)

@@ -45,9 +45,9 @@ class Counting(EngineWorker):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self.kinds: list[str] = []
 
-    def begin_refit(self, plan, *, handle=None):  # type: ignore[no-untyped-def]
+    def begin_refit(self, plan, *, handles=()):  # type: ignore[no-untyped-def]
         self.kinds.append(plan.kind)
-        super().begin_refit(plan, handle=handle)
+        super().begin_refit(plan, handles=handles)
 
 
 class Side:

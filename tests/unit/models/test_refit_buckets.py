@@ -16,6 +16,7 @@ from nemo_rl.models.weight_sync.buckets import (
     bucket_bytes,
     match_slots,
 )
+from nemo_rl.models.weight_sync.factory import group_ranks
 from tests.helpers.tiny_model import tiny_model
 
 
@@ -123,3 +124,7 @@ def test_a_bucket_takes_its_part_of_the_free_memory_and_never_more_than_all_weig
     assert bucket_bytes(slots, free=1 << 40, ratio=0.3) == 100 << 20
     assert bucket_bytes(slots, free=1 << 40, ratio=0.3, most=7) == 7
     assert bucket_bytes(slots, free=0, ratio=0.3) == 1 << 20
+
+
+def test_ranks_of_engines_follow_each_other_in_the_group_of_a_refit() -> None:
+    assert group_ranks({0: ("a", "b"), 2: ("c",), 3: ("d", "e")}) == {0: 1, 2: 3, 3: 4}

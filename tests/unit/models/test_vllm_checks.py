@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.vllm.decoding import join_routes
 from nemo_rl.models.generation.vllm.start import KEYS, OWN, check_vllm, engine_arguments, known_arguments
 from nemo_rl.routes.places import place_routes
@@ -57,7 +58,11 @@ def test_what_we_set_and_what_we_keep_are_arguments_of_this_vllm() -> None:
     found = importlib.util.find_spec("vllm")
     assert found is not None and found.origin is not None
     known = known_arguments(Path(found.origin).parent)
-    assert known >= {*KEYS, *OWN, *engine_arguments(vllm_policy(Path("m")), use_gpu=True, loads_folder=True)}
+    assert known >= {
+        *KEYS,
+        *OWN,
+        *engine_arguments(EngineSpec(policy=vllm_policy(Path("m")), use_gpu=True, weight_version=0)),
+    }
 
 
 def test_every_key_reaches_the_engine() -> None:
@@ -71,23 +76,26 @@ def test_every_key_reaches_the_engine() -> None:
         "enable_prefix_caching": False,
         "max_num_batched_tokens": 128,
         "max_num_seqs": 5,
+        "enable_expert_parallel": True,
     }
     policy = vllm_policy(
         Path("m"),
         generation={"vllm_cfg": {**keys, "kv_cache_gib": 0.5}, "vllm_kwargs": {"cpu_offload_gb": 1}},
         router_replay={"enabled": True},
     )
-    on_gpu = engine_arguments(policy, use_gpu=True, loads_folder=False)
+    on_gpu = engine_arguments(EngineSpec(policy=policy, use_gpu=True, bundles=(0, 1), sleep_level=1))
     assert {name: on_gpu[name] for name in keys} == keys and "kv_cache_memory_bytes" not in on_gpu
+    assert on_gpu["distributed_executor_backend"] == "ray" and on_gpu["enable_sleep_mode"] is True
     assert on_gpu["cpu_offload_gb"] == 1 and on_gpu["enable_return_routed_experts"] and on_gpu["load_format"] == "dummy"
-    on_cpu = engine_arguments(policy, use_gpu=False, loads_folder=True)
+    on_cpu = engine_arguments(EngineSpec(policy=policy, weight_version=0, sleep_level=1))
     assert on_cpu["kv_cache_memory_bytes"] == 2**29 and "gpu_memory_utilization" not in on_cpu
+    assert "distributed_executor_backend" not in on_cpu and "enable_sleep_mode" not in on_cpu
     assert on_cpu["load_format"] == "auto" and on_cpu["dtype"] == "float32"
 
 
 def test_what_is_left_out_follows_the_policy_and_the_machine() -> None:
     policy = vllm_policy(Path("m"))
-    on_cpu, on_gpu = (engine_arguments(policy, use_gpu=use_gpu, loads_folder=False) for use_gpu in (False, True))
+    on_cpu, on_gpu = (engine_arguments(EngineSpec(policy=policy, use_gpu=use_gpu)) for use_gpu in (False, True))
     assert on_cpu["enforce_eager"] is True and on_gpu["enforce_eager"] is False
     assert on_cpu["block_size"] == 32 and "block_size" not in on_gpu
     assert on_cpu["max_model_len"] == 64 and on_cpu["max_num_seqs"] == 64

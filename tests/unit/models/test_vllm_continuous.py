@@ -200,6 +200,21 @@ def test_tokens_before_and_after_a_swap_score_as_their_own_versions(engine: Engi
     assert {version for output in found.values() for row in output.row_spans for _, version in row} == {0, 1, 2}
 
 
+@pytest.mark.full
+def test_rows_of_an_engine_with_two_ranks_stand_still_for_new_weights_as_well(tmp_path: Path) -> None:
+    sizes = {"kv_cache_gib": 0.05, "tensor_parallel_size": 2}
+    policy = vllm_policy(
+        write_dense(tmp_path / "model"),
+        generation={"max_batch_size": PLACES, "vllm_cfg": sizes},
+        max_total_sequence_length=128,
+    )
+    with vllm_process(policy, build=ContinuousVllm) as child:
+        found, schedule = _swapped(child, "recompute")
+    gap, mixed = _check_all(found)
+    assert gap < 1e-5 and mixed >= 9
+    assert [entry.version for entry in schedule if entry.kind == "swap"][-2:] == [1, 2]
+
+
 def test_old_caches_under_new_weights_score_as_neither_version(engine: EngineProcess) -> None:
     gap, mixed = _check_all(_swapped(engine, "keep")[0])
     assert mixed >= 9 and gap > 1e-2
@@ -253,11 +268,11 @@ def test_a_prompt_that_was_cached_before_a_swap_is_computed_anew_without_a_reset
 def test_what_vllm_cannot_do_in_continuous_mode_is_refused(tmp_path: Path) -> None:
     moe = vllm_policy(write_moe(tmp_path / "moe"), router_replay={"enabled": True})
     entry = ScheduleEntry(engine=0, number=0, turn=0, kind="swap", version=1)
-    two = vllm_policy(moe.model_name, generation={"vllm_cfg": {"kv_cache_gib": 0.05, "tensor_parallel_size": 2}})
+    two = vllm_policy(moe.model_name, generation={"vllm_cfg": {"kv_cache_gib": 0.05, "pipeline_parallel_size": 2}})
     cases = {
         "forgets the routes of running rows": EngineSpec(policy=moe, continuous=True),
         "cannot follow a schedule": EngineSpec(policy=moe, script=(entry,)),
-        "rows cannot stand still": EngineSpec(policy=two, continuous=True),
+        "rows cannot stand still between two tokens": EngineSpec(policy=two, continuous=True),
     }
     for said, spec in cases.items():
         with pytest.raises(ConfigError, match=said):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationReq
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.weight_sync.buckets import BucketFiller, DeltaRefit, RefitPlan
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
+from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
 from tests.helpers.engine_process import NO_VLLM, EngineProcess, has_vllm, vllm_policy, vllm_process
 from tests.helpers.model_families import (
     biased_model,
@@ -271,15 +273,27 @@ def test_refits_reach_biases_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_two_processes_of_one_engine_share_every_matrix(tmp_path: Path) -> None:
-    policy = vllm_policy(
-        write_moe(tmp_path / "moe"), generation={"vllm_cfg": {"kv_cache_gib": 0.05, "tensor_parallel_size": 2}}
-    )
-    with vllm_process(policy) as child:
-        for seed in (0, 1, 0):
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_ranks_of_one_engine_receive_every_refit_and_a_lost_one_is_the_loss_of_the_engine(
+    axis: str, tmp_path: Path
+) -> None:
+    sizes = {"kv_cache_gib": 0.05, f"{axis}_parallel_size": 2}
+    with vllm_process(vllm_policy(write_moe(tmp_path / "moe"), generation={"vllm_cfg": sizes})) as child:
+        assert len(child("report_device_ids")) == 2
+        held = HeldWeights()
+        for version, seed in enumerate((0, 1, 0)):
             model = moe_model(seed=seed)
-            _refit(child, model, bucket_bytes=50_000)
-            child("finish_refit", version=seed)
+            delta = DeltaRefit(base=version - 1, version=version)
+            _refit(child, model, bucket_bytes=50_000, delta=delta, held=held)
+            child("finish_refit", version=version)
+            assert child("delta_base") == version
+            _check_without_routes(child, model)
+        expected = fingerprints((name, weight.float()) for name, weight in _weights(model))
+        assert child("fingerprints") == expected
+        below = [each for child_of_ours in psutil.Process().children() for each in child_of_ours.children()]
+        victim = next(each for each in below if each.memory_info().rss > 200 << 20)
+        victim.kill()
+        with pytest.raises(RuntimeError, match="WorkerLost: .* a rank of generation engine 0 has died"):
             _check_without_routes(child, model)
 
 

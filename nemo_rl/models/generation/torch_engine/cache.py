@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from nemo_rl.models.generation.interfaces import BASE
+from nemo_rl.models.vision import PromptImages, family_of
 
 if TYPE_CHECKING:
     from nemo_rl.models.generation.torch_engine.decode import BatchRow
@@ -35,30 +36,40 @@ class PrefillPass:
     """int64: which of the sequences a row has."""
     adapters: tuple[int, ...] = ()
     """Version of the adapter of each sequence; empty where there are none."""
+    images: tuple[PromptImages | None, ...] = ()
+    """Images of each sequence; empty where no sequence has any."""
 
     @classmethod
     def of(
-        cls, sequences: Sequence[tuple[int, ...]], device: torch.device, *, adapters: Sequence[int] = ()
+        cls,
+        sequences: Sequence[tuple[int, ...]],
+        device: torch.device,
+        *,
+        adapters: Sequence[int] = (),
+        images: Sequence[PromptImages | None] = (),
     ) -> PrefillPass:
         """Return the pass over the sequences of rows.
 
         Args:
             adapters: version of the adapter of each row, where there are adapters: rows of two versions share nothing.
+            images: of each row.
         """
-        slots: dict[tuple[tuple[int, ...], int], int] = {}
-        owners = zip(sequences, adapters or [BASE] * len(sequences), strict=True)
+        slots: dict[tuple[tuple[int, ...], int, PromptImages | None], int] = {}
+        count = len(sequences)
+        owners = zip(sequences, adapters or [BASE] * count, images or [None] * count, strict=True)
         slot_B = torch.tensor([slots.setdefault(owner, len(slots)) for owner in owners], device=device)
-        width = max(len(sequence) for sequence, _ in slots)
+        width = max(len(sequence) for sequence, _, _ in slots)
         ids_PW = torch.zeros(len(slots), width, dtype=torch.int64)
         mask_PW = torch.zeros(len(slots), width, dtype=torch.int64)
-        for row, (sequence, _) in enumerate(slots):
+        for row, (sequence, _, _) in enumerate(slots):
             ids_PW[row, width - len(sequence) :] = torch.tensor(sequence)
             mask_PW[row, width - len(sequence) :] = 1
         return cls(
             ids_PW=ids_PW.to(device),
             mask_PW=mask_PW.to(device),
             slot_B=slot_B,
-            adapters=tuple(adapter for _, adapter in slots) if adapters else (),
+            adapters=tuple(adapter for _, adapter, _ in slots) if adapters else (),
+            images=tuple(found for *_, found in slots) if any(found is not None for *_, found in slots) else (),
         )
 
 
@@ -78,8 +89,11 @@ class LiveCache:
         """Run every distinct sequence once and copy its cache to the rows that share it."""
         position_PW = (passed.mask_PW.cumsum(1) - 1).clamp(min=0)
         cache = DynamicCache(config=model.config)
+        tokens = {"input_ids": passed.ids_PW}
+        if passed.images:
+            tokens, position_PW = _with_images(model, passed, position_PW)
         output = model(
-            input_ids=passed.ids_PW,
+            **tokens,
             attention_mask=passed.mask_PW,
             position_ids=position_PW,
             past_key_values=cache,
@@ -90,7 +104,8 @@ class LiveCache:
         return cls(
             cache=cache,
             mask_BS=passed.mask_PW[passed.slot_B],
-            position_B=position_PW[passed.slot_B, -1],
+            # What follows an image goes on after the largest of its positions, on every axis.
+            position_B=(position_PW.amax((0, 2)) if position_PW.dim() > 2 else position_PW[:, -1])[passed.slot_B],
             logits_BV=output.logits[passed.slot_B, -1],
         )
 
@@ -127,6 +142,28 @@ class LiveCache:
             use_cache=True,
         )
         self.logits_BV = output.logits[:, -1]
+
+
+def _with_images(
+    model: PreTrainedModel, passed: PrefillPass, position_PW: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return embeddings with the features of images, and positions: `[3, P, W]` with M-RoPE."""
+    family = family_of(model.config)
+    assert family is not None, "the request is checked before"
+    rows = [
+        {name: tensor.to(passed.ids_PW.device) for name, tensor in tensors.items()}
+        for tensors in (family.empty_row() if images is None else images.tensors for images in passed.images)
+    ]
+    feature_PW = torch.full_like(passed.ids_PW, -1)
+    position_3PW, has_axes, first = position_PW.repeat(3, 1, 1), False, 0
+    for slot, (row, length) in enumerate(zip(rows, passed.mask_PW.sum(1).tolist(), strict=True)):
+        places = family.places(passed.ids_PW[slot, -length:], row)
+        feature_PW[slot, -length:] = torch.where(places.feature_L >= 0, places.feature_L + first, -1)
+        first += sum(family.features_of(row))
+        if places.position_3L is not None:
+            position_3PW[:, slot, -length:], has_axes = places.position_3L, True
+    embeds = family.embed(model, passed.ids_PW, feature_PW, rows)
+    return {"inputs_embeds": embeds}, position_3PW if has_axes else position_PW
 
 
 def _to_width(value: torch.Tensor, width: int, *, dim: int) -> torch.Tensor:

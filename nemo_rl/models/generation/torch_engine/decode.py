@@ -413,7 +413,7 @@ class DecodeBatch:
         return [self._store.keys[place] for place in self._place_B.tolist()]
 
     def _live_rows(self) -> list[BatchRow]:
-        return [] if self._adapters is None else [self._rows[key] for key in self._live_keys()]
+        return [self._rows[key] for key in self._live_keys()]
 
     def _versions(self, rows: Sequence[BatchRow]) -> list[int]:
         """Return the version of the adapter of each row; none where the model serves none."""
@@ -440,8 +440,9 @@ class DecodeBatch:
         """
         running = self.num_live if again else 0
         sequences = [*(self._sequences() if again else ()), *(row.request.prompt for row in new)]
-        versions = self._versions([*(self._live_rows() if again else ()), *new])
-        passed = PrefillPass.of(sequences, self._model.device, adapters=versions)
+        rows = [*(self._live_rows() if again else ()), *new]
+        images = [row.request.images for row in rows]
+        passed = PrefillPass.of(sequences, self._model.device, adapters=self._versions(rows), images=images)
         self._observer.prompts(passed.ids_PW, passed.mask_PW, passed.slot_B)
         if self._recorder is None:
             with self._serving(passed.adapters):
@@ -465,7 +466,7 @@ class DecodeBatch:
             return
         self._unread_B = None
         self._observer.turn(token_B, self._place_B)
-        versions = self._versions(self._live_rows())
+        versions = [] if self._adapters is None else self._versions(self._live_rows())
         if self._recorder is None:
             with self._serving(versions):
                 live.advance(self._model, token_B)

@@ -26,8 +26,10 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GroupSamples,
     RecordedRoutes,
+    SleepReport,
 )
-from nemo_rl.models.generation.rows import RowRequest, rows_of
+from nemo_rl.models.generation.rows import RowRequest, check_images, rows_of
+from nemo_rl.models.generation.states import EngineStates, ModuleMemory
 from nemo_rl.models.generation.torch_engine.adapters import AdapterSlots
 from nemo_rl.models.generation.torch_engine.decode import (
     BatchRow,
@@ -38,10 +40,19 @@ from nemo_rl.models.generation.torch_engine.decode import (
     StopStrings,
     decode_rows,
 )
-from nemo_rl.models.generation.torch_engine.tracing import NO_TRACING, DecodeTracing, EngineTracing
+from nemo_rl.models.generation.torch_engine.recording import DecodeRecording
+from nemo_rl.models.generation.torch_engine.tracing import (
+    NO_TRACING,
+    DecodeTracing,
+    EngineTracing,
+    ObservedRequest,
+    both_requests,
+)
 from nemo_rl.models.generation.turn_batch import NAMED, ContinuousSpec, TurnRow
 from nemo_rl.models.loading import DTYPES, load_causal_lm, named_weights
+from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.tracing import TraceSpec
+from nemo_rl.models.vision import family_of
 from nemo_rl.routes.shape import RouteShape
 
 __all__ = ["TorchEngine"]
@@ -68,6 +79,7 @@ class TorchEngine(GenerationInterface):
         weight_version: int = -1,
         number: int = 0,
         tracing: EngineTracing = NO_TRACING,
+        recording: DecodeRecording | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
         """Args:
@@ -78,10 +90,11 @@ class TorchEngine(GenerationInterface):
         weight_version: -1 when the weights are to be replaced before use, another number to use them at once.
         number: of this engine among those of a run; named in errors.
         tracing: of this model.
+        recording: of this model; None: nothing can be recorded.
         adapters: of this model, whose versions are then those of the engine; None: it serves none.
         """
         self._adapters = adapters
-        self._number, self._tracing = number, tracing
+        self._number, self._tracing, self._recording = number, tracing, recording
         self._model: PreTrainedModel | None = model.eval()
         self._tokenizer = tokenizer
         self._max_total_length = max_total_length
@@ -91,6 +104,7 @@ class TorchEngine(GenerationInterface):
         self._recorder: RouteRecorder | None = None
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self._continuous: ContinuousDecoding | None = None
+        self._states = EngineStates(ModuleMemory(model), number=number)
 
     @classmethod
     def from_config(  # noqa: PLR0913 - the parts of an engine's spec
@@ -102,6 +116,7 @@ class TorchEngine(GenerationInterface):
         number: int = 0,
         num_engines: int = 1,
         trace: TraceSpec | None = None,
+        record: RecordSpec | None = None,
         adapter_slots: int = 2,
     ) -> TorchEngine:
         """The engine of `policy.model_name` in `policy.generation.precision`.
@@ -109,6 +124,7 @@ class TorchEngine(GenerationInterface):
         Args:
             num_engines: of the run.
             trace: the hub that is shown what is watched of the decoding; None: none.
+            record: the recording of its tensors; None: none.
             adapter_slots: versions of an adapter that are held at once, with `policy.lora`; an engine that uses the
                 weights of the folder begins with `policy.lora.adapter`.
 
@@ -128,6 +144,9 @@ class TorchEngine(GenerationInterface):
             tracing=NO_TRACING
             if trace is None
             else DecodeTracing(trace, model, number=number, num_engines=num_engines),
+            recording=None
+            if record is None
+            else DecodeRecording(record, model, number=number, num_engines=num_engines),
             adapters=AdapterSlots(model, config.lora, most=adapter_slots) if config.lora.is_native else None,
         )
         if config.lora.is_native and config.lora.adapter is not None and weight_version >= 0:
@@ -162,7 +181,7 @@ class TorchEngine(GenerationInterface):
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt))
         size = 1 if self.batch_invariant else self._max_batch_size
         batches = [order[start : start + size] for start in range(0, len(order), size)]
-        with self.named_errors(), self._tracing.request(len(rows)) as observed:
+        with self.named_errors(), self._observed(request, len(rows)) as observed:
             parts = [
                 decode_rows(
                     self._loaded_model(),
@@ -173,13 +192,30 @@ class TorchEngine(GenerationInterface):
                 )
                 for batch in batches
             ]
-        return _output(parts, order=order, settings=settings, version=self._weight_version)
+        output = _output(parts, order=order, settings=settings, version=self._weight_version)
+        if self._recording is not None:
+            self._recording.output(request, output)
+        return output
+
+    @contextmanager
+    def _observed(self, request: GenerationRequest, num_rows: int) -> Iterator[ObservedRequest]:
+        """Surround a request with what is shown and what is recorded of it."""
+        with self._tracing.request(num_rows) as shown:
+            if self._recording is None:
+                yield shown
+                return
+            with self._recording.request(request.keys) as recorded:
+                yield both_requests(shown, recorded)
 
     def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
+        if self._model is not None and not self._states.is_awake:
+            raise self._states.not_awake()
         if self._adapters is not None:
             self._adapters.versions.check_request(request.adapters)
         elif request.adapters:
             raise self._no_adapters()
+        if request.images:
+            check_images(request, family_of(self._loaded_model().config))
         return rows_of(request, max_total_length=self._max_total_length)
 
     def new_batch(self) -> DecodeBatch:
@@ -250,6 +286,7 @@ class TorchEngine(GenerationInterface):
 
     def _replace_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
         model = self._loaded_model()
+        self._states.wake_weights()
         own = dict(named_weights(model))
         aliases = {name: weight for name, weight in model.state_dict(keep_vars=True).items() if name not in own}
         canonical = {id(weight): name for name, weight in own.items()}
@@ -272,6 +309,8 @@ class TorchEngine(GenerationInterface):
         with torch.no_grad():
             for name, weight in staged.items():
                 own[name].copy_(weight)
+        self._states.has_weights = True
+        self._states.wake()
         self._weight_version = version
         return version
 
@@ -324,8 +363,9 @@ class TorchEngine(GenerationInterface):
         return self._adapters
 
     def prepare_for_generation(self) -> None:
-        """Check that the engine is there; its weights stay where they are. Rows that stand still go on."""
+        """Wake up; rows that stand still go on."""
         self._loaded_model()
+        self._states.wake()
         if self._continuous is not None:
             self._continuous.thaw()
 
@@ -336,6 +376,16 @@ class TorchEngine(GenerationInterface):
             self._continuous.freeze()
         if self._model is not None and self._model.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def sleep(self, level: int) -> SleepReport:
+        self._loaded_model()
+        self.finish_generation()
+        if self._continuous is not None:
+            self._continuous.check_idle()
+        report = self._states.sleep(level)
+        if not self._states.has_weights:
+            self._weight_version = -1
+        return report
 
     def shutdown(self) -> None:
         if self._continuous is not None:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from nemo_rl.models.generation.interfaces import EngineSpec, TracedEngine
+from nemo_rl.errors import UserError
+from nemo_rl.models.generation.interfaces import EngineSpec, RecordedEngine, SleepReport, TracedEngine
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.generation.turn_batch import ContinuousSpec
 from nemo_rl.models.weight_sync.buckets import WeightSlot, match_adapter
@@ -15,7 +16,7 @@ from nemo_rl.models.weight_sync.target import ModuleRefitTarget
 __all__ = ["EngineWorker", "build_engine_worker"]
 
 
-class EngineWorker(ModuleRefitTarget, TracedEngine, TorchEngine):
+class EngineWorker(ModuleRefitTarget, TracedEngine, RecordedEngine, TorchEngine):
     """A `TorchEngine` that `WeightSync` brings new weights to, and whose decoding the live tracer shows."""
 
     @property
@@ -37,10 +38,23 @@ class EngineWorker(ModuleRefitTarget, TracedEngine, TorchEngine):
     def adapter_versions(self) -> tuple[int, ...]:
         return self.adapter_slots.versions.held
 
+    def match_refit(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
+        # What is free is asked for after this.
+        self._states.wake_weights()
+        return super().match_refit(offered)
+
     def hold_version(self, version: int) -> None:
         if self._continuous is not None:
             self._continuous.check_rest()
         self._weight_version = version
+        self._states.has_weights = self._states.has_weights or version >= 0
+
+    def sleep(self, level: int) -> SleepReport:
+        report = super().sleep(level)
+        if not self._states.has_weights:
+            # A delta would build on weights that are gone.
+            self._refit().forget_base()
+        return report
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
         self._refit().forget_base()
@@ -51,6 +65,15 @@ class EngineWorker(ModuleRefitTarget, TracedEngine, TorchEngine):
 
     def end_tracing(self) -> None:
         self._tracing.end()
+
+    def begin_recording(self, step: int) -> None:
+        if self._recording is None:
+            raise UserError(f"step {step}: this engine was started without anything to record; see diagnostics.record")
+        self._recording.begin(step)
+
+    def end_recording(self) -> None:
+        if self._recording is not None:
+            self._recording.end()
 
     def shutdown(self) -> None:
         self.leave_refit()
@@ -67,6 +90,7 @@ def build_engine_worker(spec: EngineSpec) -> EngineWorker:
         num_engines=spec.num_engines,
         weight_version=spec.weight_version,
         trace=spec.trace,
+        record=spec.record,
         adapter_slots=spec.adapter_slots,
     )
     assert isinstance(engine, EngineWorker)
@@ -75,4 +99,6 @@ def build_engine_worker(spec: EngineSpec) -> EngineWorker:
             ContinuousSpec.of(spec, places=spec.policy.generation.max_batch_size),
             with_routes=spec.policy.router_replay.enabled,
         )
+    if spec.sleep_level and spec.weight_version < 0:
+        engine.sleep(spec.sleep_level)
     return engine

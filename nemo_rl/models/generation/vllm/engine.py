@@ -6,8 +6,10 @@ and the last one nothing is sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +18,15 @@ from transformers import PreTrainedModel
 from vllm.v1.metrics.reader import Counter
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.errors import ConfigError, NonFiniteError, ResourceError, WorkerError, boundary, name_some, shorten
+from nemo_rl.errors import (
+    ConfigError,
+    ResourceError,
+    UserError,
+    WorkerError,
+    WorkerLost,
+    boundary,
+    shorten,
+)
 from nemo_rl.models.adapter_folder import served_adapter
 from nemo_rl.models.generation.continuous import ContinuousDecoding
 from nemo_rl.models.generation.interfaces import (
@@ -26,65 +36,38 @@ from nemo_rl.models.generation.interfaces import (
     GenerationOutput,
     GenerationRequest,
     GroupSamples,
-    SamplingParams,
+    RankMemoryChange,
+    RecordedEngine,
+    SleepReport,
 )
-from nemo_rl.models.generation.rows import RowRequest, rows_of
+from nemo_rl.models.generation.recording import WorkersRecording
+from nemo_rl.models.generation.rows import RowRequest, check_images, rows_of
+from nemo_rl.models.generation.states import EngineStates
 from nemo_rl.models.generation.turn_batch import ContinuousSpec, TurnRow
 from nemo_rl.models.generation.vllm.adapters import VllmAdapters
-from nemo_rl.models.generation.vllm.decoding import join_routes
-from nemo_rl.models.generation.vllm.extension import VllmWeights, expected_weights, pack
+from nemo_rl.models.generation.vllm.extension import expected_weights, one_answer, same_on_all_ranks
+from nemo_rl.models.generation.vllm.images import use_tensors
 from nemo_rl.models.generation.vllm.start import EngineArguments, engine_arguments
+from nemo_rl.models.generation.vllm.turns import FORCED, VllmTurns
 from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes, match_adapter, match_slots
-from nemo_rl.models.weight_sync.target import RefitReceiver, RefitTarget
-from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec, device_id
+from nemo_rl.models.vision import family_of
+from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, match_adapter, match_slots
+from nemo_rl.models.weight_sync.target import RefitTarget
+from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec
 from nemo_rl.routes.shape import RouteShape
 
-__all__ = ["FORCED", "VllmEngine", "VllmWorker", "row_params"]
+__all__ = ["VllmEngine", "VllmWorker"]
 
-ALL_TOKENS = 0
-"""vLLM's top-k that leaves nothing out."""
-FORCED = "nemo_rl_forced"
-"""Extra argument of a request with the tokens of its response, for `force_rows`."""
-SEEDS = 2**63
-"""Seeds of a torch generator; vLLM takes -1 for none."""
 STAGE = "generation"
-STOPPED, CUT = "stop", "length"
-"""Ends of a row: at a stop token or string, or at its limit."""
 SHUT_DOWN = "this engine was shut down; build a new one"
 
 
-def row_params(sampling: SamplingParams, row: RowRequest, *, replays: bool) -> vllm.SamplingParams:
-    """Stop are those of the request alone, whatever the model's own files say.
-
-    Args:
-        replays: whether vLLM replays given responses by itself, as its second model runner does.
-    """
-    given = None if row.forced is None else list(row.forced)
-    return vllm.SamplingParams(
-        trace_decode_token_ids=given if replays else None,
-        extra_args=None if given is None or replays else {FORCED: given},
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=ALL_TOKENS if sampling.top_k is None else sampling.top_k,
-        seed=row.seed % SEEDS,
-        max_tokens=row.max_new_tokens,
-        stop_token_ids=list(sampling.stop_token_ids),
-        stop=list(sampling.stop_strings),
-        include_stop_str_in_output=True,
-        detokenize=bool(sampling.stop_strings),
-        skip_special_tokens=False,
-        ignore_eos=True,
-        # 0: only the log-probability of the sampled token.
-        logprobs=0,
-        flat_logprobs=True,
-        # `step` returns a row when it has ended.
-        output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-    )
-
-
 class VllmEngine(GenerationInterface):
-    """A vLLM engine of one model.
+    """A vLLM engine of one model, over one rank or several.
+
+    vLLM's scheduler runs in this process, and with one rank the model does, too. The ranks of an engine with several
+    are processes of their own: children of this one, or actors in the bundles of `EngineSpec.bundles`. Calls to them
+    follow each other, and the engine is lost when one of them is.
 
     Raises:
         ConfigError: vLLM cannot serve this model, or not with these settings.
@@ -97,18 +80,19 @@ class VllmEngine(GenerationInterface):
         self._max_total_length = config.max_total_sequence_length
         self._expected = expected_weights(config.model_name, precision=generation.precision or config.precision)
         self.route_shape = _route_shape(self._expected) if config.router_replay.enabled else None
-        arguments = engine_arguments(
-            config,
-            use_gpu=spec.use_gpu,
-            loads_folder=weight_version >= 0,
-            continuous=spec.continuous,
-            adapter_slots=spec.adapter_slots,
-        )
+        self.vision = family_of(self._expected.config)
+        if self.vision is not None:
+            use_tensors(self.vision.kind)
         sizes = generation.vllm_cfg
-        self._is_alone = sizes.tensor_parallel_size * sizes.pipeline_parallel_size == 1
+        self._is_alone, self._lock = sizes.num_ranks == 1, threading.RLock()
         self._is_continuous = spec.continuous
-        self._llm: vllm.LLM | None = _start(arguments, config)
-        self._weights = VllmWeights(self._expected, self._hand)
+        self._llm: vllm.LLM | None = _start(engine_arguments(spec), config)
+        self._rpc("prepare_refit", str(config.model_name), generation.precision or config.precision)
+        self._recording: WorkersRecording | None = None
+        if spec.record is not None:
+            self._recording = WorkersRecording(
+                spec.record, self._rpc, number=spec.number, num_engines=spec.num_engines, num_ranks=sizes.num_ranks
+            )
         self._adapters: VllmAdapters | None = None
         if config.lora.is_native:
             self._adapters = VllmAdapters(self._expected, config.lora, self._rpc, most=spec.adapter_slots)
@@ -119,10 +103,14 @@ class VllmEngine(GenerationInterface):
                 self._adapters.versions.use(weight_version)
         self._broken: str | None = None if weight_version >= 0 else "no weights were received yet"
         self._num_loads = 0
+        self._states = EngineStates(self, number=self._number)
         places = sizes.max_num_seqs or generation.max_batch_size
         self._decoding = ContinuousDecoding(
-            VllmTurns(self, self._engine), ContinuousSpec.of(spec, places=places), version=lambda: self._weight_version
+            VllmTurns(self, self.running), ContinuousSpec.of(spec, places=places), version=lambda: self._weight_version
         )
+        if spec.sleep_level and weight_version < 0:
+            # The policy takes the device first, and a refit brings the first weights.
+            self.sleep(spec.sleep_level)
 
     @property
     def weight_version(self) -> int:
@@ -137,7 +125,10 @@ class VllmEngine(GenerationInterface):
             ValueError: seeds do not divide by prompts, or a prompt is empty or leaves no room for a token.
             WorkerError: the weights are not whole.
         """
-        return self._decoding.generate(request)
+        output = self._decoding.generate(request)
+        if self._recording is not None:
+            self._recording.output(request, output)
+        return output
 
     def stream(self, request: GenerationRequest) -> Iterator[GroupSamples]:
         """Yield groups as their rows end.
@@ -145,10 +136,15 @@ class VllmEngine(GenerationInterface):
         Raises:
             ConfigError, NonFiniteError, ValueError, WorkerError: as `generate`.
         """
-        yield from self._decoding.stream(request)
+        for samples in self._decoding.stream(request):
+            if self._recording is not None:
+                self._recording.output(request.of_groups(samples.groups), samples.output)
+            yield samples
 
     def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
         self._engine()
+        if self._broken is None and not self._states.is_awake:
+            raise self._states.not_awake()
         if self._broken is not None and not self._decoding.is_frozen:
             raise WorkerError(
                 f"generation engine {self._number} has no complete weights to sample from: {self._broken}", stage=STAGE
@@ -161,7 +157,22 @@ class VllmEngine(GenerationInterface):
             raise ConfigError("policy.router_replay.enabled: false, so vLLM was started without routes; set it to true")
         if request.forced is not None and not request.sampling.is_plain:
             raise ValueError("vLLM decodes forced responses at temperature 1 without top-p and top-k alone")
+        check_images(request, self.vision)
         return rows_of(request, max_total_length=self._max_total_length)
+
+    def begin_recording(self, step: int) -> None:
+        if self._recording is None:
+            raise UserError(f"step {step}: this engine was started without anything to record; see diagnostics.record")
+        self._recording.begin(step)
+
+    def end_recording(self) -> None:
+        if self._recording is not None:
+            self._recording.end()
+
+    def key_of(self, row: TurnRow) -> str | None:
+        """Return the key of a row that is recorded; None for another one."""
+        is_on = self._recording is not None and self._recording.is_on
+        return row.request.keys[row.row.number] if is_on and row.request.keys else None
 
     def salt_of(self, row: RowRequest) -> str:
         # Also the number of loads: weights that are loaded again may be others.
@@ -239,36 +250,40 @@ class VllmEngine(GenerationInterface):
         slots, targets = match_slots({name: tuple(weight.shape) for name, weight in given.items()}, state)
         with self._decoding.at_rest() if self._is_continuous else nullcontext():
             self.begin_weights()
+            self._on_ranks("begin_weights")
             for slot, target in zip(slots, targets, strict=True):
-                self.take_weight(slot.name, given[slot.name].detach().to(target.dtype, copy=True))
-            self.finish_weights(version)
+                with self._breaks(f"vLLM could not load {slot.name!r}"):
+                    self._on_ranks("take_weight", slot.name, given[slot.name].detach().to("cpu", target.dtype))
+            with self._breaks(f"vLLM could not load version {version}"):
+                self._on_ranks("finish_weights")
+            self.hold_weights(version)
         return version
 
     def begin_weights(self) -> None:
-        """Begin new weights; nothing can be sampled until `finish_weights`."""
+        """Hold no weights until `hold_weights`; nothing can be sampled before."""
         if self._is_continuous:
             self._decoding.check_rest()
+        self._states.wake_weights()
         self._weight_version, self._broken = -1, "a weight update was interrupted"
-        self._weights.begin()
 
-    def take_weight(self, name: str, weight: torch.Tensor) -> None:
-        """Take one of the new weights, under its Hugging Face name, in the engine's dtype."""
+    @contextmanager
+    def _breaks(self, what: str) -> Iterator[None]:
+        """Remember what an error in the block has left undone."""
         try:
-            self._weights.take(name, weight)
+            yield
         except Exception as error:
-            self._broken = f"vLLM could not load {name!r}: {type(error).__name__}: {shorten(str(error))}"
+            self._broken = f"{what}: {type(error).__name__}: {shorten(str(error))}"
             raise
 
-    def finish_weights(self, version: int) -> None:
-        """Finish new weights, when all have come: vLLM computes with them, and with nothing that it knows of the old
-        ones."""
-        try:
-            self._weights.finish()
-        except Exception as error:
-            self._broken = f"vLLM could not load version {version}: {type(error).__name__}: {shorten(str(error))}"
-            raise
+    def hold_weights(self, version: int) -> None:
+        """Hold new weights that vLLM has loaded: it computes with nothing that it knows of the old ones."""
         self._weight_version, self._broken = version, None
+        self._states.has_weights = True
         self._num_loads += 1
+        if self.vision is not None:
+            # The ranks have forgotten the features of images, and vLLM's scheduler must know.
+            with self.running() as llm:
+                llm.llm_engine.reset_encoder_cache()
 
     def counters(self) -> dict[str, float]:
         """Return vLLM's own counts since its start, such as `vllm:num_preemptions`; it counts with
@@ -276,15 +291,40 @@ class VllmEngine(GenerationInterface):
         return {each.name: each.value for each in self._engine().get_metrics() if isinstance(each, Counter)}
 
     def prepare_for_generation(self) -> None:
-        """Let rows that stand still go on; weights and cache stay where they are."""
+        """Wake up, and let rows that stand still go on."""
         self._engine()
+        self._states.wake()
         if self._is_continuous:
             self._decoding.thaw()
 
     def finish_generation(self) -> None:
-        """Let rows stand still until `prepare_for_generation`, in continuous mode alone; memory stays reserved."""
+        """Let rows stand still until `prepare_for_generation`, in continuous mode alone; memory stays, until
+        `sleep`."""
         if self._llm is not None and self._is_continuous:
             self._decoding.freeze()
+
+    def sleep(self, level: int) -> SleepReport:
+        self.finish_generation()
+        self._decoding.check_idle()
+        report = self._states.sleep(level)
+        if not self._states.has_weights:
+            self._weight_version, self._broken = -1, "its weights were dropped when it fell asleep"
+        return report
+
+    def free_memory(self, level: int) -> list[RankMemoryChange]:
+        """Free the memory of all ranks, when nothing is cached of any prompt."""
+        with self.running() as llm:
+            if not llm.reset_prefix_cache():
+                raise WorkerError("vLLM did not let go of the cache of prompts before it sleeps", stage=STAGE)
+        return self._rpc("free_memory", level)
+
+    def wake_weights(self) -> list[RankMemoryChange]:
+        """Take memory for weights in all ranks."""
+        return self._rpc("wake", "weights")
+
+    def wake_caches(self) -> list[RankMemoryChange]:
+        """Take memory for caches in all ranks."""
+        return self._rpc("wake", "kv_cache")
 
     def shutdown(self) -> None:
         if self._llm is not None:
@@ -293,118 +333,42 @@ class VllmEngine(GenerationInterface):
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
 
-    def _hand(self, method: str, named: Sequence[tuple[str, torch.Tensor]]) -> Sequence[object]:
-        payload: list[object] = []
-        if named:
-            payload = [list(named) if self._is_alone else pack(list(named))]
-        found: list[object] = self._engine().collective_rpc(method, args=tuple(payload))
-        return found
+    def _on_ranks(self, method: str, *arguments: object, **named: object) -> list[Any]:
+        """Call a method of `RankRefit` in every rank, and return the answers in the order of the ranks."""
+        return self._rpc("on_refit", method, arguments, named)
 
-    def _rpc(self, method: str, *arguments: object) -> list[object]:
-        found: list[object] = self._engine().collective_rpc(method, args=arguments)
-        return found
+    def _rpc(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of `RefitExtension` in every rank."""
+        with self.running() as llm:
+            found: list[Any] = llm.collective_rpc(method, args=arguments)
+            return found
+
+    @contextmanager
+    def running(self) -> Iterator[vllm.LLM]:
+        """Give vLLM, to one thread at a time where ranks are other processes.
+
+        Raises:
+            WorkerLost: a rank has died, with which the engine is lost. RuntimeError: it was shut down.
+        """
+        with nullcontext() if self._is_alone else self._lock:
+            llm = self._engine()
+            try:
+                yield llm
+            except Exception as error:
+                if self._has_lost_ranks:
+                    raise WorkerLost(
+                        f"a rank of generation engine {self._number} has died: {shorten(str(error))}", stage=STAGE
+                    ) from error
+                raise
+
+    @property
+    def _has_lost_ranks(self) -> bool:
+        return not self._is_alone and bool(self._engine().llm_engine.model_executor.is_failed)
 
     def _engine(self) -> vllm.LLM:
         if self._llm is None:
             raise RuntimeError(SHUT_DOWN)
         return self._llm
-
-
-class VllmTurns:
-    """The rows of one vLLM engine, a step of vLLM at a time.
-
-    Invariant: what vLLM has cached of a prompt is found by rows of the same weights alone, since a salt of the weights
-    is part of every block's name; so nothing is reset at a refit, but where running rows are computed anew.
-
-    Args:
-        llm: returns vLLM.
-    """
-
-    def __init__(self, engine: VllmEngine, llm: Callable[[], vllm.LLM]) -> None:
-        self._engine, self._llm = engine, llm
-        self._running: dict[int, tuple[str, RowRequest]] = {}
-        """Key -> vLLM's own name, and the row."""
-        self._ended: dict[int, vllm.RequestOutput] = {}
-
-    def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
-        return self._engine.rows_of(request)
-
-    def join(self, rows: Sequence[TurnRow]) -> None:
-        engine = self._llm().llm_engine
-        replays = engine.vllm_config.use_v2_model_runner
-        for each in rows:
-            adapter = self._engine.adapter_of(each)
-            salt = self._engine.salt_of(each.row)
-            if adapter is not None:
-                salt = f"{salt}.{self._engine.adapter_slots.salt_of(adapter)}"
-            prompt = {"prompt_token_ids": list(each.row.prompt), "cache_salt": salt}
-            params = row_params(each.request.sampling, each.row, replays=replays)
-            lora = None if adapter is None else self._engine.adapter_slots.request_of(adapter)
-            name = engine.add_request(str(each.key), prompt, params, lora_request=lora)
-            self._running[each.key] = name, each.row
-
-    def turn(self, *, with_named: bool) -> Collection[int]:
-        """Run one step; a row whose prompt is read in chunks, or that waits for room in the cache, gets no token."""
-        ended = []
-        for output in self._llm().llm_engine.step():
-            key = int(output.request_id)
-            _, row = self._running.pop(key)
-            reason = output.outputs[0].finish_reason
-            if reason not in (STOPPED, CUT):
-                raise WorkerError(f"vLLM ended row {row.number} by {reason!r}", stage=STAGE)
-            self._ended[key] = output
-            ended.append(key)
-        return ended
-
-    def recompute(self) -> None:
-        if not self._llm().reset_prefix_cache(reset_running_requests=True):
-            raise WorkerError("vLLM did not let go of the caches of running rows", stage=STAGE)
-
-    def lengths(self) -> Mapping[int, int]:
-        states = self._llm().llm_engine.output_processor.request_states
-        return {
-            key: states[name].detokenizer.num_output_tokens()
-            for key, (name, _) in self._running.items()
-            if name in states
-        }
-
-    def take(self, request: GenerationRequest, keys: Sequence[int]) -> GenerationOutput:
-        found = [self._ended.pop(key) for key in keys]
-        outputs = [each.outputs[0] for each in found]
-        logprobs = [_logprobs(output) for output in outputs]
-        self._check_finite(logprobs)
-        shape = self._engine.route_shape if request.with_routes else None
-        return GenerationOutput(
-            token_ids=torch.tensor([token for output in outputs for token in output.token_ids], dtype=torch.int32),
-            logprobs=torch.from_numpy(np.concatenate(logprobs)),
-            lengths=torch.tensor([len(output.token_ids) for output in outputs], dtype=torch.int64),
-            truncated=torch.tensor([output.finish_reason == CUT for output in outputs], dtype=torch.bool),
-            weight_version=-1,
-            routes=None if shape is None else join_routes([output.routed_experts for output in outputs], shape),
-            cached_tokens=torch.tensor([each.num_cached_tokens or 0 for each in found], dtype=torch.int64),
-        )
-
-    def drop(self, keys: Collection[int]) -> None:
-        names = [self._running.pop(key)[0] for key in keys if key in self._running]
-        if names:
-            self._llm().llm_engine.abort_request(names, internal=True)
-        for key in keys:
-            self._ended.pop(key, None)
-
-    def _check_finite(self, logprobs: Sequence[np.ndarray]) -> None:
-        bad = [row for row, values in enumerate(logprobs) if not bool(np.isfinite(values).all())]
-        if bad:
-            raise NonFiniteError(
-                f"{self._engine.named()}: NaN or inf in the log-probabilities of row {name_some(bad)} of a group. "
-                "Training has diverged, or the weights were broken from the start: resume from an earlier checkpoint "
-                "with a lower learning rate, or check policy.model_name"
-            )
-
-
-def _logprobs(output: vllm.CompletionOutput) -> np.ndarray:
-    """Return `[tokens]` float32; the sampled token comes first at every position."""
-    flat = output.logprobs
-    return np.asarray(flat.logprobs, dtype=np.float32)[np.asarray(flat.start_indices, dtype=np.int64)]
 
 
 def _route_shape(model: PreTrainedModel) -> RouteShape:
@@ -445,32 +409,33 @@ def _start(arguments: EngineArguments, config: PolicyConfig) -> vllm.LLM:
             ) from error
 
 
-class VllmWorker(RefitTarget, VllmEngine):
+class VllmWorker(RefitTarget, VllmEngine, RecordedEngine):
     """A `VllmEngine` that `WeightSync` brings new weights to.
 
-    Buckets are joined to weights on the engine's device, and each weight goes to vLLM when it is whole. vLLM holds the
-    weights of a layer until all of them are there. For deltas a copy of all weights stays in this process, on the CPU.
+    Every rank receives them by itself: buckets are joined to weights on the rank's device, and each weight goes to
+    vLLM's loaders when it is whole. vLLM holds the weights of a layer until all of them are there. For deltas a copy of
+    all weights stays in the process of each rank, on the CPU.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
-        super().__init__(spec)
-        self._device = torch.device("cuda" if spec.use_gpu else "cpu")
-        self._receiver = RefitReceiver(self._expected, self._device, take=self.take_weight)
-
     def report_device_id(self) -> str:
-        return device_id(self._device)
+        return self.report_device_ids()[0]
+
+    def report_device_ids(self) -> tuple[str, ...]:
+        return tuple(self._on_ranks("device_id"))
 
     def refit_free_bytes(self, *, on_device: bool) -> int:
-        return free_bytes(self._device if on_device else torch.device("cpu"))
+        return min(self._on_ranks("free_bytes", on_device=on_device))
 
     def match_refit(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
-        return self._receiver.match(offered)
+        # What is free is asked for after this.
+        self._states.wake_weights()
+        return match_slots(offered, self._expected.state_dict(keep_vars=True))[0]
 
     def delta_base(self) -> int | None:
-        return self._receiver.delta_base
+        return one_answer(self._on_ranks("delta_base"), what="the version that they hold for deltas")
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
-        self._receiver.forget_base()
+        self._on_ranks("forget_base")
         return super().update_weights(weights, version=version)
 
     def match_adapter(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
@@ -485,32 +450,41 @@ class VllmWorker(RefitTarget, VllmEngine):
     def adapter_versions(self) -> tuple[int, ...]:
         return self.adapter_slots.versions.held
 
-    def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
+    def begin_refit(self, plan: RefitPlan, *, handles: Sequence[IpcHandle] = ()) -> None:
         if plan.kind == "weights":
             self.begin_weights()
-        self._receiver.begin(plan, handle)
+        else:
+            self._states.wake_weights()
+        self._on_ranks("begin", plan, handles)
 
     def load_bucket(self, bucket: np.ndarray | None = None) -> None:
-        self._receiver.load(bucket)
+        with self._loading():
+            self._on_ranks("load", bucket)
 
     def join_refit_group(self, spec: RefitGroupSpec) -> None:
-        self._receiver.join(spec)
+        self._on_ranks("join", spec)
 
     def receive_weights(self) -> None:
-        self._receiver.receive()
+        with self._loading():
+            self._on_ranks("receive")
 
     def finish_refit(self, *, version: int) -> int:
-        self._receiver.finish()
-        adapter = self._receiver.take_adapter()
+        with self._loading():
+            [adapter, *_] = self._on_ranks("finish")
         if adapter is None:
-            self.finish_weights(version)
+            self.hold_weights(version)
         else:
             self.hold_adapter(adapter.items(), version=version)
         return version
 
     def fingerprints(self) -> Mapping[str, str]:
-        return self._weights.fingerprints()
+        return same_on_all_ranks(self._on_ranks("fingerprints"))
 
     def shutdown(self) -> None:
-        self._receiver.close()
+        if self._llm is not None and not self._has_lost_ranks:
+            self._on_ranks("close")
         super().shutdown()
+
+    def _loading(self) -> AbstractContextManager[None]:
+        """Remember an error of the block, unless a refit of an adapter leaves the weights as they are."""
+        return nullcontext() if self._broken is None else self._breaks("vLLM could not load new weights")

@@ -1,44 +1,252 @@
-"""`RefitExtension`: what runs of ours in the workers of vLLM, which mix it into their own class: refit, and seeds; and
-`VllmWeights`, the engine's side, which hands it new weights one by one, by the names of the Hugging Face model.
+"""`RefitExtension`: what runs of ours in each rank of a vLLM engine, which mixes it into the class of its workers; and
+`RankRefit`, which receives new weights there.
 
+Methods of the first are called by name from `VllmEngine`, through vLLM's `collective_rpc`. Every rank receives all
+weights by itself, whole, under the names of the Hugging Face model, and vLLM's loaders take the rank's part of them.
 vLLM reloads layer by layer: a layer keeps what comes for it, and is fused and packed anew when it is whole. So vLLM's
-own tensors cannot be compared with anybody's: `fingerprints` are of what came, and of what vLLM's loaders were given.
-Invariant: between `begin_weights` and `finish_weights` nothing may be generated.
+own tensors cannot be compared with anybody's: fingerprints are of what came, and of what its loaders were given.
+Invariant: between `begin_reload` and `finish_reload` nothing may be generated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
-from safetensors.torch import load, save
 from transformers import PreTrainedModel
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from nemo_rl.errors import name_some
+from nemo_rl.errors import WorkerError, name_some
+from nemo_rl.models.generation.interfaces import RankMemoryChange
+from nemo_rl.models.generation.states import DROPPED
 from nemo_rl.models.generation.vllm.adapters import WorkerAdapters
 from nemo_rl.models.generation.vllm.decoding import draw_by_position, force_rows
+from nemo_rl.models.generation.vllm.sites import VllmRecorder, VllmSites
 from nemo_rl.models.hf_files import FileNames, as_stored
 from nemo_rl.models.loading import DTYPES, load_model_config, model_without_weights
+from nemo_rl.models.weight_sync.buckets import RefitPlan, free_bytes
 from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
+from nemo_rl.models.weight_sync.target import RefitReceiver
+from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec, device_id
 
-__all__ = ["Hand", "RefitExtension", "VllmWeights", "expected_weights", "pack"]
+__all__ = [
+    "RankRefit",
+    "RefitExtension",
+    "VllmWeights",
+    "WeightLoader",
+    "expected_weights",
+    "one_answer",
+    "same_on_all_ranks",
+]
+
+
+def expected_weights(folder: str | Path, *, precision: str) -> PreTrainedModel:
+    """Return the model whose weights are expected: names, shapes and dtypes, without memory for them."""
+    model = model_without_weights(load_model_config(folder), folder)
+    return model.to(DTYPES[precision])  # type: ignore[arg-type]
+
+
+class WeightLoader(Protocol):
+    """The side of `RefitExtension` that changes vLLM's own model."""
+
+    def begin_reload(self) -> None:
+        """Begin new weights, anew after a refit that broke off."""
+
+    def load(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Take some weights, named as the files of the model name them; the tensors are kept and must not change."""
+
+    def finish_reload(self) -> None:
+        """Finish the weights, when all have come."""
+
+    def loaded_fingerprints(self) -> Mapping[str, str]:
+        """Name in files -> fingerprint of what the model's loaders were given since `begin_reload`."""
+
+    def stale_copies(self) -> Sequence[str]:
+        """Return layers whose packed copy has other values than the weight that they keep beside it."""
+
+
+class VllmWeights:
+    """Hands new weights to the loaders of one rank of vLLM."""
+
+    def __init__(self, model: PreTrainedModel, loader: WeightLoader) -> None:
+        self._loader, self._file_names = loader, FileNames(model)
+        names: dict[int, str] = {}
+        state = model.state_dict(keep_vars=True)
+        self._first = {name: names.setdefault(id(weight), name) for name, weight in state.items()}
+        """Name of a weight -> its first name, which vLLM is told: a tied weight has several."""
+        self._fingerprints, self._parts = Fingerprints(), Fingerprints()
+        self._files: dict[str, tuple[str, ...]] = {}
+        """Names in files of each weight that was handed over."""
+        self._taken: set[str] = set()
+
+    def begin(self) -> None:
+        """Begin new weights."""
+        self._taken = set()
+        self._fingerprints, self._parts, self._files = Fingerprints(), Fingerprints(), {}
+        self._loader.begin_reload()
+
+    def take(self, name: str, weight: torch.Tensor) -> None:
+        """Take one of them, in the engine's dtype; it must not change from here on."""
+        self._fingerprints.add(name, weight)
+        first = self._first[name]
+        if first not in self._taken:
+            self._taken.add(first)
+            stored = list(as_stored(first, weight, self._file_names))
+            self._files[first] = tuple(file_name for file_name, _ in stored)
+            for file_name, part in stored:
+                self._parts.add(file_name, part)
+            self._loader.load(stored)
+
+    def finish(self) -> None:
+        """Finish the weights: vLLM computes with them from here on.
+
+        Raises:
+            RuntimeError: some have not come.
+        """
+        missing = set(self._first.values()) - self._taken
+        if missing:
+            raise RuntimeError(f"{len(missing)} weights were not received, first {min(missing)!r}")
+        self._loader.finish_reload()
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return name -> fingerprint of what came last; of what vLLM has loaded in its place, where that is something
+        else."""
+        handed, found, loaded = self._parts.result(), self._fingerprints.result(), self._loader.loaded_fingerprints()
+        for name in found:
+            files = self._files.get(self._first[name], ())
+            wrong = [file for file in files if loaded.get(file) != handed[file]]
+            if wrong:
+                is_whole = len(files) == 1
+                got = loaded.get(wrong[0], "nothing")
+                found[name] = got if is_whole else f"{got} in vLLM as {name_some(wrong)}"
+        for layer in self._loader.stale_copies():
+            name = f"{layer}.weight"
+            # A tied weight came under its first name.
+            found[self._first.get(name, name)] = f"other values in the packed copy of vLLM's {layer}"
+        return found
+
+
+class RankRefit:
+    """The receiving side of a refit in one rank of an engine.
+
+    Args:
+        rank: of this worker among those of the engine.
+        device: of this rank.
+    """
+
+    def __init__(self, model: PreTrainedModel, loader: WeightLoader, *, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self.weights = VllmWeights(model, loader)
+        self._receiver = RefitReceiver(model, device, take=self._take)
+
+    def _take(self, name: str, weight: torch.Tensor) -> None:
+        self.weights.take(name, weight)
+
+    def device_id(self) -> str:
+        return device_id(self._device)
+
+    def free_bytes(self, *, on_device: bool) -> int:
+        """Return memory that a buffer may take a part of: of this rank's device, or of its machine."""
+        return free_bytes(self._device if on_device else torch.device("cpu"))
+
+    def begin_weights(self) -> None:
+        """Begin new weights."""
+        self.weights.begin()
+
+    def take_weight(self, name: str, weight: torch.Tensor) -> None:
+        """Take one of the new weights, which may still change afterwards."""
+        self.weights.take(name, weight.to(self._device, copy=True))
+
+    def finish_weights(self) -> None:
+        """Finish new weights, when all have come."""
+        self.weights.finish()
+
+    def delta_base(self) -> int:
+        """Return version that a delta can build on; -1: none."""
+        return self._receiver.delta_base
+
+    def forget_base(self) -> None:
+        """Forget the base of deltas: the weights were replaced by another way."""
+        self._receiver.forget_base()
+
+    def begin(self, plan: RefitPlan, handles: Sequence[IpcHandle]) -> None:
+        """Get ready for the first bucket; with handles buckets come through the memory of this rank's own GPU."""
+        if plan.kind == "weights":
+            self.weights.begin()
+        self._receiver.begin(plan, handles[self._rank] if handles else None)
+
+    def load(self, bucket: np.ndarray | None) -> None:
+        """Load the next bucket, given as uint8, or read from the shared memory."""
+        self._receiver.load(bucket)
+
+    def join(self, spec: RefitGroupSpec) -> None:
+        """(collective over the refit group) Join it; `spec.rank` is the number of the engine's first rank."""
+        self._receiver.join(replace(spec, rank=spec.rank + self._rank))
+
+    def receive(self) -> None:
+        """(collective over the refit group) Receive all buckets, while the policy sends them."""
+        self._receiver.receive()
+
+    def finish(self) -> dict[str, torch.Tensor] | None:
+        """End the refit, when all buckets have come; return the adapter that has come, or None for weights."""
+        self._receiver.finish()
+        adapter = self._receiver.take_adapter()
+        if adapter is None:
+            self.weights.finish()
+        return adapter
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return name -> fingerprint of each weight as it came to this rank, and as vLLM loaded it."""
+        return self.weights.fingerprints()
+
+    def close(self) -> None:
+        """Leave the refit group. Idempotent."""
+        self._receiver.close()
+
+
+def same_on_all_ranks(of_ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the fingerprints of an engine: those of its ranks where all agree, else which rank holds what."""
+    first, *others = of_ranks
+    found = dict(first)
+    for rank, prints in enumerate(others, start=1):
+        for name in first.keys() | prints.keys():
+            if prints.get(name) != first.get(name):
+                found[name] = f"{prints.get(name, 'nothing')} in rank {rank}, {first.get(name, 'nothing')} in rank 0"
+    return found
+
+
+def one_answer(of_ranks: Sequence[int], *, what: str) -> int:
+    """Return the answer of all ranks of an engine.
+
+    Raises:
+        WorkerError: they differ.
+    """
+    if len(set(of_ranks)) > 1:
+        raise WorkerError(f"the ranks of the engine differ in {what}: {list(of_ranks)}", stage="refit")
+    return of_ranks[0]
 
 
 COLUMNS = 8
 """Columns of a packed weight that are compared, at least, where it has as many."""
 
 
-def pack(named: list[tuple[str, torch.Tensor]]) -> bytes:
-    """Return weights for workers in other processes: messages to them hold no tensors."""
-    # Experts share the memory of their layer, which the format refuses.
-    return save({name: weight.detach().cpu().contiguous().clone() for name, weight in named})
+def _storages(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
+    """Return the memory of these tensors, each piece once, with its size."""
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage, storage.nbytes()
+    return list(found.values())
 
 
 class RefitExtension:
@@ -47,9 +255,56 @@ class RefitExtension:
     model_runner: Any
     vllm_config: Any
     use_v2_model_runner: bool
+    rank: int
+    device: torch.device | None
     is_reloading = False
     loaded = Fingerprints()
     adapters: WorkerAdapters
+    recorder: VllmRecorder | None = None
+    rank_refit: RankRefit
+    put_aside: dict[str, list[tuple[torch.UntypedStorage, int]]]
+    """Memory that was freed on a CPU, with its size, by vLLM's tags."""
+
+    def free_memory(self, level: int) -> RankMemoryChange:
+        """Free caches, and with level 2 weights; with level 1 weights go to the CPU."""
+        if not current_platform.is_cpu():
+            before = self._used_bytes()
+            self.sleep(level)  # type: ignore[attr-defined]
+            return self._changed_from(before)
+        # vLLM's own sleep does nothing here, so the memory of tensors that can be had again is freed under them.
+        before = self._used_bytes()
+        weights = list(self.model_runner.get_model().parameters()) if level >= DROPPED else []
+        self.put_aside = {"kv_cache": _storages(self.model_runner.kv_caches), "weights": _storages(weights)}
+        for parts in self.put_aside.values():
+            for storage, _ in parts:
+                storage.resize_(0)
+        note = "weights stay, they are on the CPU" if level < DROPPED else "packed copies of matrices stay"
+        return self._changed_from(before, note)
+
+    def wake(self, tag: str) -> RankMemoryChange:
+        """Take memory for `weights` or `kv_cache` again."""
+        before = self._used_bytes()
+        if not current_platform.is_cpu():
+            self.wake_up([tag])  # type: ignore[attr-defined]
+            return self._changed_from(before)
+        for storage, size in self.put_aside.pop(tag, []):
+            storage.resize_(size)
+        if tag == "kv_cache":
+            # Attention multiplies what is masked by 0, which must not be NaN.
+            for cache in self.model_runner.kv_caches:
+                cache.zero_()
+        return self._changed_from(before)
+
+    def _used_bytes(self) -> int:
+        """Return the bytes in use on the GPU, by all processes, or those of weights and caches on a CPU."""
+        if not current_platform.is_cpu():
+            free, total = torch.cuda.mem_get_info(self.device)
+            return int(total - free)
+        tensors = [*self.model_runner.get_model().parameters(), *self.model_runner.kv_caches]
+        return sum(size for _, size in _storages(tensors))
+
+    def _changed_from(self, before: int, note: str = "") -> RankMemoryChange:
+        return RankMemoryChange(device=self.rank_refit.device_id(), before=before, after=self._used_bytes(), note=note)
 
     def prepare_rows(self, forced: str) -> None:
         """Prepare the model runner, once, before the first request. vLLM's second model runner draws by seed and
@@ -58,12 +313,29 @@ class RefitExtension:
         Args:
             forced: name of the extra argument of a request that has the tokens of its response.
         """
-        if not self.use_v2_model_runner:
-            draw_by_position(self.model_runner)
-            force_rows(self.model_runner, name=forced)
+        runner = self.model_runner
+        if self.use_v2_model_runner:
+            return
+        if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
+            # vLLM makes them when it warms a model up, which it leaves out on CPUs, and later stages need them.
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+        draw_by_position(runner)
+        force_rows(runner, name=forced)
 
-    def begin_weights(self) -> None:
-        """Begin new weights, anew after a refit that broke off."""
+    def prepare_refit(self, folder: str, precision: str) -> None:
+        """Get ready to receive weights of the model of this folder, in this precision."""
+        # A Hugging Face model that vLLM itself computes with is built in its setting alone.
+        with set_current_vllm_config(self.vllm_config):
+            model, device = expected_weights(folder, precision=precision), self.device or torch.device("cpu")
+        self.rank_refit = RankRefit(model, self, rank=self.rank, device=device)
+
+    def on_refit(self, method: str, arguments: Sequence[object], named: dict[str, object]) -> object:
+        """Call a method of this rank's `RankRefit`."""
+        return getattr(self.rank_refit, method)(*arguments, **named)
+
+    def begin_reload(self) -> None:
         model = self.model_runner.get_model()
         if self.is_reloading:
             self._finalize(model)
@@ -77,15 +349,11 @@ class RefitExtension:
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
 
-    def take_weights(self, named: list[tuple[str, torch.Tensor]] | bytes) -> None:
-        """Take some weights, named as the files of the model name them; the tensors are kept and must not change."""
-        if isinstance(named, bytes):
-            named = list(load(named).items())
+    def load(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(self.loaded.passing(named))
 
-    def finish_weights(self) -> None:
-        """Finish the weights, when all have come."""
+    def finish_reload(self) -> None:
         self._finalize(self.model_runner.get_model())
         self.is_reloading = False
         self.model_runner.reset_encoder_cache()
@@ -103,8 +371,34 @@ class RefitExtension:
         """Return name -> fingerprint of each tensor in the slot of an adapter."""
         return self.adapters.fingerprints(number, rank)
 
+    def recorded_sites(self) -> dict[str, object]:
+        """Return the sites of this worker as `[kind, layer]`, and reasons by the names of those that it has not."""
+        sites = VllmSites.of(self.model_runner)
+        return {
+            "sites": [[point.kind.value, point.layer] for point in sites.hook_points],
+            "unobserved": {kind.value: why for kind, why in sites.unobserved.items()},
+        }
+
+    def begin_recording(self, folder: str, first_rank: int, selector: str) -> None:
+        """Record the requests that name their row (`ROW_KEY`).
+
+        Args:
+            first_rank: number of the engine's first worker among all that write to the folder.
+        """
+        self.end_recording(False)
+        self.recorder = VllmRecorder.of(self.model_runner, Path(folder), first_rank=first_rank, selector=selector)
+
+    def record_logprobs(self, keys: list[str], tokens: list[list[int]], logprobs: list[float]) -> None:
+        """Record log-probabilities of sampled tokens, `tokens` being row, position and id of each."""
+        if self.recorder is not None:
+            self.recorder.logprobs(keys, tokens, logprobs)
+
+    def end_recording(self, is_complete: bool = True) -> str | None:
+        """End the records; return why they are not whole, or None."""
+        recorder, self.recorder = self.recorder, None
+        return None if recorder is None else recorder.close(is_complete=is_complete)
+
     def loaded_fingerprints(self) -> dict[str, str]:
-        """Name in files -> fingerprint of what the model's loaders were given since `begin_weights`."""
         return self.loaded.result()
 
     def stale_copies(self) -> list[str]:
@@ -133,81 +427,3 @@ class RefitExtension:
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
-
-
-Hand = Callable[[str, Sequence[tuple[str, torch.Tensor]]], Sequence[object]]
-"""(method of `RefitExtension`, weights under the names of the model's files) -> what it returns in every worker."""
-
-
-def expected_weights(folder: str | Path, *, precision: str) -> PreTrainedModel:
-    """Return the model whose weights are expected: names, shapes and dtypes, without memory for them."""
-    model = model_without_weights(load_model_config(folder), folder)
-    return model.to(DTYPES[precision])  # type: ignore[arg-type]
-
-
-class VllmWeights:
-    """Hands new weights to one vLLM engine.
-
-    Args:
-        hand: to vLLM's workers.
-    """
-
-    def __init__(self, model: PreTrainedModel, hand: Hand) -> None:
-        self._hand, self._file_names = hand, FileNames(model)
-        names: dict[int, str] = {}
-        state = model.state_dict(keep_vars=True)
-        self._first = {name: names.setdefault(id(weight), name) for name, weight in state.items()}
-        """Name of a weight -> its first name, which vLLM is told: a tied weight has several."""
-        self._fingerprints, self._parts = Fingerprints(), Fingerprints()
-        self._files: dict[str, tuple[str, ...]] = {}
-        """Names in files of each weight that was handed over."""
-        self._taken: set[str] = set()
-
-    def begin(self) -> None:
-        """Begin new weights."""
-        self._taken = set()
-        self._fingerprints, self._parts, self._files = Fingerprints(), Fingerprints(), {}
-        self._hand("begin_weights", ())
-
-    def take(self, name: str, weight: torch.Tensor) -> None:
-        """Take one of them, in the engine's dtype; it must not change from here on."""
-        self._fingerprints.add(name, weight)
-        first = self._first[name]
-        if first not in self._taken:
-            self._taken.add(first)
-            stored = list(as_stored(first, weight, self._file_names))
-            self._files[first] = tuple(file_name for file_name, _ in stored)
-            for file_name, part in stored:
-                self._parts.add(file_name, part)
-            self._hand("take_weights", stored)
-
-    def finish(self) -> None:
-        """Finish the weights: vLLM computes with them from here on.
-
-        Raises:
-            RuntimeError: some have not come.
-        """
-        missing = set(self._first.values()) - self._taken
-        if missing:
-            raise RuntimeError(f"{len(missing)} weights were not received, first {min(missing)!r}")
-        self._hand("finish_weights", ())
-
-    def fingerprints(self) -> Mapping[str, str]:
-        """Name -> fingerprint of what came last; of what vLLM has loaded in its place, where that is something else."""
-        handed, found = self._parts.result(), self._fingerprints.result()
-        for loaded in self._hand("loaded_fingerprints", ()):
-            assert isinstance(loaded, Mapping), "the workers answer by name"
-            for name in found:
-                files = self._files.get(self._first[name], ())
-                wrong = [file for file in files if loaded.get(file) != handed[file]]
-                if wrong:
-                    is_whole = len(files) == 1
-                    got = loaded.get(wrong[0], "nothing")
-                    found[name] = got if is_whole else f"{got} in vLLM as {name_some(wrong)}"
-        for layers in self._hand("stale_copies", ()):
-            assert isinstance(layers, list), "the workers answer with names"
-            for layer in layers:
-                name = f"{layer}.weight"
-                # A tied weight came under its first name.
-                found[self._first.get(name, name)] = f"other values in the packed copy of vLLM's {layer}"
-        return found

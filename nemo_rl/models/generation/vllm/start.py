@@ -20,7 +20,8 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface
 from nemo_rl.models.generation.vllm.adapters import GUARD_SLOTS, RANKS, served_layers
-from nemo_rl.models.loading import load_model_config, model_without_weights
+from nemo_rl.models.loading import CONFIG_FILE, load_model_config, model_without_weights
+from nemo_rl.models.vision import VisionFamily, family_of
 
 __all__ = [
     "KEYS",
@@ -35,6 +36,10 @@ __all__ = [
 ]
 
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+BUNDLES, GPU_SHARE = "VLLM_RAY_BUNDLE_INDICES", "VLLM_RAY_PER_WORKER_GPUS"
+RAY_RANKS = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+"""vLLM's second executor over Ray takes bundles that policy workers have as well, and needs no compiled graphs."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 VARIABLES = {
     # All processes share the cores: bound threads would wait for each other at barriers.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -46,13 +51,16 @@ VARIABLES = {
 }
 
 
-def prepare_process(config: PolicyConfig, *, use_gpu: bool) -> None:
+def prepare_process(spec: EngineSpec) -> None:
     """Set what `policy.generation.env_vars` has not set; before anything imports vLLM."""
-    sizes = config.generation.vllm_cfg
-    # One device needs no further process; for several vLLM starts its own.
-    is_alone = sizes.tensor_parallel_size * sizes.pipeline_parallel_size == 1
-    wanted = {**VARIABLES, IN_PROCESS: "0" if is_alone else "1"}
-    if sizes.enforce_eager is not False and not use_gpu:
+    # The scheduler runs in this process, so that between two of its steps nothing is under way in the ranks.
+    wanted = {**VARIABLES, IN_PROCESS: "0"}
+    if spec.bundles:
+        wanted |= {BUNDLES: ",".join(map(str, spec.bundles)), GPU_SHARE: str(spec.gpu_share), RAY_RANKS: "1"}
+        if os.environ.get(VISIBLE) == "":
+            # Ray hides all GPUs from an actor without one, and vLLM looks at them before its ranks are there.
+            del os.environ[VISIBLE]
+    if spec.policy.generation.vllm_cfg.enforce_eager is not False and not spec.use_gpu:
         # vLLM compiles a few functions of its sampler all the same, which takes half a minute.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
     for name, value in wanted.items():
@@ -62,12 +70,14 @@ def prepare_process(config: PolicyConfig, *, use_gpu: bool) -> None:
 EngineArguments = dict[str, object]
 
 EXTENSION = "nemo_rl.models.generation.vllm.extension.RefitExtension"
+VISION_EXTENSION = "nemo_rl.models.generation.vllm.vision_extension.VisionRefitExtension"
 KEYS: Mapping[str, str] = {
     **{
         name: f"policy.generation.vllm_cfg.{name}"
         for name in (
             *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len"),
             *("enforce_eager", "block_size", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs"),
+            "enable_expert_parallel",
         )
     },
     "kv_cache_memory_bytes": "policy.generation.vllm_cfg.kv_cache_gib",
@@ -78,6 +88,7 @@ KEYS: Mapping[str, str] = {
     "enable_lora": "policy.lora.enabled",
     "max_lora_rank": "policy.lora.rank",
     "lora_target_modules": "policy.lora.targets",
+    "enable_sleep_mode": "policy.generation.sleep_level",
 }
 """Arguments that have keys of ours."""
 OWN: Mapping[str, str] = {
@@ -89,10 +100,14 @@ OWN: Mapping[str, str] = {
     "generation_config": "a request says how it is sampled",
     "quantization": "new weights come in full precision",
     "runner": "rollouts are generation",
-    "distributed_executor_backend": "each engine has a process of its own, on one machine",
+    "distributed_executor_backend": "ranks stand in the bundles of their engine on GPUs, and are children on CPUs",
     "max_loras": "a slot is kept for each version of an adapter that rows may have, and one stays empty",
     "max_cpu_loras": "adapters are kept where they serve",
-    "data_parallel_size": "policy.generation.num_replicas says how many engines there are",
+    **dict.fromkeys(
+        ("data_parallel_size", "data_parallel_size_local", "data_parallel_rank", "data_parallel_backend"),
+        "data-parallel ranks of vLLM take every step together, also those without rows, and engines here are asked one "
+        "by one: policy.generation.num_replicas says how many there are",
+    ),
 }
 """Arguments that are decided here, and why."""
 CPU_BLOCK = 32
@@ -100,16 +115,9 @@ CPU_BLOCK = 32
 GIB = 2**30
 
 
-def engine_arguments(
-    config: PolicyConfig, *, use_gpu: bool, loads_folder: bool, continuous: bool = False, adapter_slots: int = 2
-) -> EngineArguments:
-    """Return the arguments of `vllm.LLM`.
-
-    Args:
-        loads_folder: whether the weights of the folder are used; else a refit brings the first ones.
-        continuous: whether weights change while rows run.
-        adapter_slots: versions of an adapter that are held at once, with `policy.lora`.
-    """
+def engine_arguments(spec: EngineSpec) -> EngineArguments:
+    """Return the arguments of `vllm.LLM`."""
+    config, use_gpu = spec.policy, spec.use_gpu
     generation = config.generation
     given = generation.vllm_cfg
     found: EngineArguments = {
@@ -121,26 +129,36 @@ def engine_arguments(
         "max_num_batched_tokens": given.max_num_batched_tokens,
         "tensor_parallel_size": given.tensor_parallel_size,
         "pipeline_parallel_size": given.pipeline_parallel_size,
+        "enable_expert_parallel": given.enable_expert_parallel or None,
         "enable_prefix_caching": given.enable_prefix_caching,
         "block_size": given.block_size,
         "enforce_eager": bool(given.enforce_eager),
         "enable_return_routed_experts": config.router_replay.enabled,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "load_format": "auto" if loads_folder else "dummy",
+        "load_format": "auto" if spec.weight_version >= 0 else "dummy",
         "worker_extension_cls": EXTENSION,
         # Seeds the process's generators only: every row has a seed of its own.
         "seed": 0,
     }
     if use_gpu:
         found["gpu_memory_utilization"] = given.gpu_memory_utilization
+        # Memory that can be freed comes from an allocator of its own.
+        found["enable_sleep_mode"] = spec.sleep_level > 0
     else:
         found["kv_cache_memory_bytes"] = int(given.kv_cache_gib * GIB)
         found["block_size"] = given.block_size or CPU_BLOCK
         found["enforce_eager"] = given.enforce_eager is not False
-    found |= _adapter_arguments(config, adapter_slots, use_gpu=use_gpu)
+    if spec.bundles:
+        found["distributed_executor_backend"] = "ray"
+    found |= _adapter_arguments(config, spec.adapter_slots, use_gpu=use_gpu)
+    family = _vision_of(config)
+    if family is not None:
+        # Images come as tensors: nothing is made of pictures, neither examples to profile memory with.
+        found |= {"skip_mm_profiling": True, "mm_processor_cache_gb": 0, "model_impl": IMPLEMENTATION[family.kind]}
+        found["worker_extension_cls"] = VISION_EXTENSION
     found |= generation.vllm_kwargs
-    if continuous:
+    if spec.continuous:
         # Rows of groups, and as many of validation and receipts, which must not wait for them.
         found["max_num_seqs"] = 2 * (given.max_num_seqs or generation.max_batch_size)
         # A step that was scheduled ahead would give a token of old weights after new ones have come.
@@ -164,6 +182,8 @@ def _adapter_arguments(config: PolicyConfig, slots: int, *, use_gpu: bool) -> En
     }
 
 
+IMPLEMENTATION: Mapping[str, str] = {"qwen2_5_vl": "transformers", "smolvlm": "vllm"}
+"""Model type -> vLLM's implementation of it: its own Qwen2.5-VL cannot be imported without torchvision."""
 KWARGS = "policy.generation.vllm_kwargs"
 LEAST_TEMPERATURE = 0.01
 """vLLM samples at this one where a smaller one is asked for; 0 is greedy."""
@@ -180,6 +200,7 @@ def check_vllm(config: PolicyConfig) -> list[str]:
         *_sampling_problems(config),
         *_size_problems(config),
         *_adapter_problems(config),
+        *_vision_problems(config),
     ]
 
 
@@ -251,11 +272,35 @@ def _adapter_problems(config: PolicyConfig) -> list[str]:
             f"policy.lora.rank: vLLM serves ranks up to {max(RANKS)}, got {lora.rank}; lower it, or set "
             "policy.lora.serve=merged"
         )
-    if sizes.tensor_parallel_size * sizes.pipeline_parallel_size > 1:
+    if sizes.num_ranks > 1:
         lines.append(
             "policy.lora.serve: native, but vLLM of several processes cuts adapters into parts, which no receipt can "
             "prove; set policy.lora.serve=merged, or policy.generation.vllm_cfg.tensor_parallel_size and "
             "pipeline_parallel_size to 1"
+        )
+    return lines
+
+
+def _vision_of(config: PolicyConfig) -> VisionFamily | None:
+    """Return what is known of a vision-language model; None also where the folder is not there yet."""
+    is_there = (Path(config.model_name) / CONFIG_FILE).is_file()
+    return family_of(load_model_config(config.model_name)) if is_there else None
+
+
+def _vision_problems(config: PolicyConfig) -> list[str]:
+    """Return what keeps vLLM from serving a vision-language model."""
+    family, sizes, lines = _vision_of(config), config.generation.vllm_cfg, list[str]()
+    if family is None:
+        return []
+    if sizes.pipeline_parallel_size > 1:
+        lines.append(
+            f"policy.generation.vllm_cfg.pipeline_parallel_size: a {family.kind!r} with its tower is served by one "
+            "stage; set it to 1, or raise tensor_parallel_size"
+        )
+    if config.lora.is_native:
+        lines.append(
+            f"policy.lora.serve: native, but adapters of a {family.kind!r} have been served by the embedded engine "
+            "alone; set policy.lora.serve=merged, or policy.generation.backend=torch"
         )
     return lines
 
@@ -265,7 +310,7 @@ def check_vllm_spec(spec: EngineSpec) -> None:
     ConfigError: vLLM cannot decode so, whatever the model is.
     """
     sizes, key = spec.policy.generation.vllm_cfg, "policy.generation.backend: vLLM"
-    problems = _adapter_problems(spec.policy)
+    problems = [*_adapter_problems(spec.policy), *_vision_problems(spec.policy)]
     if problems:
         raise ConfigError("; ".join(problems))
     if spec.script:
@@ -274,10 +319,10 @@ def check_vllm_spec(spec: EngineSpec) -> None:
         )
     if not spec.continuous:
         return
-    if sizes.tensor_parallel_size * sizes.pipeline_parallel_size > 1:
+    if sizes.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"{key} of several processes decodes while nobody asks, so that rows cannot stand still for new weights; "
-            "set vllm_cfg.tensor_parallel_size and vllm_cfg.pipeline_parallel_size to 1"
+            f"{key} with a pipeline has a batch under way in each stage, so that rows cannot stand still between two "
+            "tokens for new weights; set vllm_cfg.pipeline_parallel_size to 1 and raise vllm_cfg.tensor_parallel_size"
         )
     if spec.policy.router_replay.enabled and spec.policy.generation.in_flight == "recompute":
         raise ConfigError(
@@ -294,7 +339,7 @@ def build_vllm_worker(spec: EngineSpec) -> GenerationInterface:
     """
     check_vllm_spec(spec)
     torch.set_num_threads(spec.threads)
-    prepare_process(spec.policy, use_gpu=spec.use_gpu)
+    prepare_process(spec)
     from nemo_rl.models.generation.vllm.engine import VllmWorker  # noqa: PLC0415 - takes seconds, reads the variables
 
     return VllmWorker(spec)
