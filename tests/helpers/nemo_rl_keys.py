@@ -249,9 +249,9 @@ policy.generation.vllm_cfg.async_engine I true
 policy.generation.vllm_cfg.precision M float32
 policy.generation.vllm_cfg.kv_cache_dtype N fp8
 policy.generation.vllm_cfg.logprobs_mode N raw_logprobs
-policy.generation.vllm_cfg.tensor_parallel_size N 2
-policy.generation.vllm_cfg.pipeline_parallel_size N 2
-policy.generation.vllm_cfg.expert_parallel_size N 2
+policy.generation.vllm_cfg.tensor_parallel_size M 2
+policy.generation.vllm_cfg.pipeline_parallel_size M 2
+policy.generation.vllm_cfg.expert_parallel_size M 2
 policy.generation.vllm_cfg.gpu_memory_utilization M 0.6
 policy.generation.vllm_cfg.max_model_len M 4096
 policy.generation.vllm_cfg.enforce_eager M true

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
+from nemo_rl.algorithms.losses.policy_loss import DistillationLoss, PolicyLoss
+from nemo_rl.config.distillation import DistillationConfig
 from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
@@ -31,12 +32,14 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.dtensor.parallelize import full_weight
 from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
-from nemo_rl.models.policy.interfaces import ENTROPY
+from nemo_rl.models.policy.interfaces import ENTROPY, POLICY_TOPK
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.top_k import TopTokens
 from tests.helpers.case_selection import FULL
+from tests.helpers.distillation_reference import slow_distillation, with_teacher
 from tests.helpers.hf_reference import global_scale, hf_entropies, hf_logprobs
-from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
+from tests.helpers.tiny_model import VOCAB, tiny_batch, tiny_policy, tiny_worker
 
 LOSS = PolicyLoss(config=LossConfig())
 LOSSES = {
@@ -53,7 +56,14 @@ LOSSES = {
         )
     ),
     "entropy": PolicyLoss(config=LossConfig(entropy_coefficient=0.3)),
+    "distillation": DistillationLoss(
+        config=LossConfig(
+            distillation=DistillationConfig(enabled=True, mode="added", kl="mixed", mixed_weight=0.3, coefficient=0.7)
+        )
+    ),
 }
+TOP_K = 5
+"""Tokens of a teacher's distribution."""
 AUX_COEFFICIENT = 0.1
 ROWS = 8
 STEPS = 3 if os.environ.get(FULL) else 2
@@ -137,13 +147,17 @@ class Outcome:
     """`[n, T, V]` before training, 0 in the padding."""
     squares: np.ndarray | None = None
     """`[n, T]` sums of squared probabilities, of cases whose loss needs whole distributions."""
+    topk: np.ndarray | None = None
+    """`[n, T, TOP_K]` log-probabilities of the most likely tokens, of cases that distil or force routes."""
+    topk_ids: np.ndarray | None = None
+    """Their ids."""
     is_last_stage: bool = True
     """False where log-probabilities and logits are zeros, because the stage has none."""
 
     @property
     def more(self) -> tuple[str, ...]:
         """Names of outputs that only some cases have."""
-        return () if self.squares is None else ("squares",)
+        return tuple(name for name in ("squares", "topk", "topk_ids") if getattr(self, name) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +295,8 @@ def start(rank: int, world_size: int, case: Case, folder: Path, **parts: object)
     batch = layout_batch()
     if case.replay:
         batch["routed_experts"] = forced_routes(load_model_config(str(folder)))
+    if case.loss == "distillation":
+        batch = with_teacher(batch, vocab=VOCAB, k=TOP_K)
     if case.fault == "swap":
         batch["advantages"] = batch.tensor("advantages")[[2, 1, 0, *range(3, ROWS)]]
     return Job(worker=worker, layout=layout, rows=rows, plan=plan.for_rank(dp), shard=batch.select_indices(rows))
@@ -297,7 +313,9 @@ def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
 
 def run_job(job: Job, rank: int, loss_fn: PolicyLoss = LOSS) -> Outcome:
     """(collective) What the worker of a rank does."""
-    squares = None
+    squares = topk = topk_ids = None
+    if POLICY_TOPK in loss_fn.input_fields or "routed_experts" in job.shard:
+        topk_ids, topk = job.worker.get_topk_logprobs(job.all_tokens, TopTokens(k=TOP_K), plan=job.plan)
     if ENTROPY in loss_fn.input_fields:
         logprobs, squares = job.worker.passes.get_logprobs_with_squares(job.all_tokens, plan=job.plan)
     else:
@@ -309,6 +327,8 @@ def run_job(job: Job, rank: int, loss_fn: PolicyLoss = LOSS) -> Outcome:
         num_microbatches=len(job.plan.microbatches[0]),
         logprobs=logprobs.numpy(),
         squares=None if squares is None else squares.numpy(),
+        topk=None if topk is None else topk.numpy(),
+        topk_ids=None if topk_ids is None else topk_ids.numpy(),
         losses=tuple(result.loss[0] for result in results),
         norms=tuple(result.grad_norm[0] for result in results),
         weights=weights if rank == 0 else None,
@@ -358,7 +378,13 @@ def reference(
         logprobs = hf_logprobs(model, batch)
         first = logprobs.detach().numpy() if first is None else first
         columns = {**batch, ENTROPY: hf_entropies(model, batch)} if loss == "entropy" else batch
-        value = LOSSES[loss](logprobs, columns, scale=global_scale(batch)).loss
+        if loss == "distillation":
+            section, valid = LOSSES[loss].config.distillation, global_scale(batch).valid_tokens
+            value = LOSS(logprobs, batch, scale=global_scale(batch)).loss
+            taught = with_teacher(batch, vocab=VOCAB, k=TOP_K)
+            value = value + slow_distillation(model, taught, section, valid_tokens=valid)
+        else:
+            value = LOSSES[loss](logprobs, columns, scale=global_scale(batch)).loss
         (value if added is None else value + added()).backward()
         if step == 0:
             gradients = {name: weight.grad.numpy().copy() for name, weight in model.named_parameters()}
@@ -377,7 +403,17 @@ def reference(
         gradients=gradients,
         logits=logits.numpy(),
         squares=squares_of(logits).numpy(),
+        topk=top_of(logits)[0].numpy(),
+        topk_ids=top_of(logits)[1].numpy(),
     )
+
+
+def top_of(logits_NTV: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return values and indices `[N, T, TOP_K]` for each token, from the logits at the token before; else 0."""
+    values, ids = logits_NTV.log_softmax(-1).topk(TOP_K)
+    is_token_NT = torch.arange(values.shape[1]) < layout_batch().tensor("input_lengths")[:, None]
+    shifted = [torch.nn.functional.pad(part[:, :-1], (0, 0, 1, 0)) for part in (values, ids)]
+    return tuple(torch.where(is_token_NT[..., None], part, 0) for part in shifted)
 
 
 def squares_of(logits_NTV: torch.Tensor) -> torch.Tensor:

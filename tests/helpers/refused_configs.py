@@ -14,6 +14,7 @@ LOCAL = (
     "data_plane.impl=noop",
 )
 GPUS = ("~cluster.cpu_workers_per_node", "cluster.gpus_per_node=2")
+VLLM = ("policy.generation.backend=vllm",)
 APART = "policy.generation.colocated.enabled=false"
 
 REFUSED_CLUSTERS: Refused = {
@@ -25,10 +26,18 @@ REFUSED_CLUSTERS: Refused = {
         ((*LOCAL, "policy.generation.num_replicas=2"), "policy.generation.num_replicas: one process holds one engine"),
         ((*LOCAL, "cluster.address=auto"), "cluster.address: 'auto' would be ignored"),
     ],
-    "rule_colocated_engines_fit_the_workers": [
+    "rule_engines_fit_their_gpus": [
         (
             ("~cluster.cpu_workers_per_node", "cluster.gpus_per_node=1", "policy.generation.num_replicas=2"),
-            "policy.generation.num_replicas: an engine shares a GPU",
+            "policy.generation.num_replicas: 1 nodes with 1 GPUs with policy workers hold 1 engines of 1 GPUs, got 2",
+        ),
+        (
+            (*GPUS, *VLLM, "policy.generation.num_replicas=2", "policy.generation.vllm_cfg.tensor_parallel_size=2"),
+            "policy.generation.num_replicas: 1 nodes with 2 GPUs with policy workers hold 1 engines of 2 GPUs, got 2",
+        ),
+        (
+            (*GPUS, *VLLM, "policy.generation.vllm_cfg.tensor_parallel_size=4"),
+            "policy.generation.vllm_cfg.tensor_parallel_size: 4 with pipeline_parallel_size 1: an engine over several",
         ),
     ],
     "rule_engine_timeout_below_stage_timeout": [
@@ -41,12 +50,25 @@ REFUSED_CLUSTERS: Refused = {
         (("policy.generation.vllm_cfg.block_size=64",), "policy.generation.vllm_cfg.block_size: 64 would be ignored"),
         (("+policy.generation.vllm_kwargs.x=1",), "policy.generation.vllm_kwargs: would be ignored"),
     ],
-    "rule_engine_needs_one_gpu": [
+    "rule_expert_parallel_fits_the_ranks": [
         (
-            (*GPUS, "policy.generation.backend=vllm", f"policy.generation.vllm_cfg.{axis}_parallel_size=2"),
-            f"policy.generation.vllm_cfg.{axis}_parallel_size: 2 with cluster.gpus_per_node 2: an engine uses one GPU",
-        )
-        for axis in ("tensor", "pipeline")
+            (*VLLM, "policy.generation.vllm_cfg.enable_expert_parallel=true"),
+            "policy.generation.vllm_cfg.enable_expert_parallel: true, but vLLM's kernels for CPUs crash",
+        ),
+        (
+            (*GPUS, *VLLM, "policy.generation.vllm_cfg.enable_expert_parallel=true"),
+            "policy.generation.vllm_cfg.enable_expert_parallel: true would be ignored, tensor_parallel_size is 1",
+        ),
+    ],
+    "rule_sleep_level_fits_the_run": [
+        (
+            ("policy.generation.sleep_level=2", "policy.generation.refit_delta.enabled=true"),
+            "policy.generation.sleep_level: 2 drops the weights that a delta changes",
+        ),
+        (
+            ("policy.generation.sleep_level=1", APART),
+            "policy.generation.sleep_level: 1, but engines that are not colocated leave the policy no memory",
+        ),
     ],
     "rule_several_nodes_need_an_address": [
         (("cluster.num_nodes=2",), "cluster.num_nodes: 2 nodes need"),
@@ -86,7 +108,7 @@ REFUSED_CLUSTERS: Refused = {
         ((APART, *GPUS), "policy.generation.colocated.gpus_per_node: expected at least 1"),
         (
             (APART, *GPUS, "policy.generation.colocated.gpus_per_node=3"),
-            "policy.generation.num_replicas: expected 3, one for each",
+            "policy.generation.num_replicas: expected 3, with 1 of the 3 GPUs on each of 1 nodes for each engine",
         ),
         (
             (APART, "cluster.address=auto", "cluster.num_nodes=3", "cluster.cpu_workers_per_node=2"),
@@ -340,238 +362,3 @@ REFUSED_REWARDS: Refused = {
     ],
 }
 """Refusals by the rules about validation, rewards, advantages and sampling."""
-
-ASYNC = ("grpo.async.enabled=true",)
-"""The bypass of the demo corrects for the age of a row."""
-BOUND_ZERO = (*ASYNC, "grpo.async.max_staleness=0")
-IN_FLIGHT = "policy.generation.in_flight"
-VLLM, VLLM_CFG = ("policy.generation.backend=vllm",), "policy.generation.vllm_cfg"
-
-REFUSED_ASYNC: Refused = {
-    "rule_async_keys_need_their_switch": [
-        (("grpo.async.max_staleness=2",), "grpo.async.max_staleness: 2 would be ignored, because grpo.async.enabled"),
-        (("experience.num_workers=2",), "experience.num_workers: 2 would be ignored, because grpo.async.enabled is"),
-        ((f"{IN_FLIGHT}=drain",), f"{IN_FLIGHT}: 'drain' would be ignored, because grpo.async.enabled is false"),
-        ((*BOUND_ZERO, f"{IN_FLIGHT}=keep"), f"{IN_FLIGHT}: 'keep' would be ignored, because grpo.async.max_stale"),
-        ((*BOUND_ZERO, "grpo.async.overdue=drop"), "grpo.async.overdue: 'drop' would be ignored, because grpo.async"),
-        ((*BOUND_ZERO, "experience.num_workers=2"), "experience.num_workers: 2 would be ignored, because grpo.async"),
-    ],
-    "rule_lookahead_within_max_staleness": [
-        (
-            (*ASYNC, "grpo.async.lookahead=3", "grpo.async.max_staleness=2"),
-            "grpo.async.lookahead: 3 steps ahead, but rows sampled so far ahead would be older",
-        ),
-        ((*BOUND_ZERO, "grpo.async.lookahead=1"), "lower it to at most 0, or raise max_staleness"),
-    ],
-    "rule_overdue_needs_a_choice_of_groups": [
-        (
-            (*ASYNC, "grpo.async.selection=in_order", "grpo.async.overdue=drop"),
-            "grpo.async.overdue: 'drop' would be ignored, because grpo.async.selection is 'in_order'",
-        ),
-        (
-            (*ASYNC, "grpo.async.lookahead=0", "grpo.async.overdue=error"),
-            "grpo.async.overdue: 'error' would be ignored, because grpo.async.lookahead is 0",
-        ),
-    ],
-    "rule_stale_rows_need_a_correction": [
-        (
-            (*ASYNC, *OWN_PREV),
-            "loss_fn.use_importance_sampling_correction: false, but rows may be 1 updates old",
-        ),
-        (
-            (*ASYNC, *FORCED, *ONE_UPDATE),
-            "or grpo.use_generation_logprobs_as_prev=true with loss_fn.force_on_policy_ratio=false, or grpo.async.max",
-        ),
-        (
-            (*ASYNC, "loss_fn.name=reinforce", "~loss_fn.ratio_clip_max"),
-            "loss_fn.name: 'reinforce' has no ratio, and rows may be 1 updates old",
-        ),
-        ((*ASYNC, *OWN_PREV, f"{IN_FLIGHT}=keep"), f"{IN_FLIGHT}: 'keep' samples from old caches under new weights"),
-    ],
-    "rule_async_engines_have_their_own_gpus": [
-        ((*ASYNC, *GPUS), "policy.generation.colocated.enabled: true lets an engine and a policy worker take turns"),
-    ],
-    "rule_rollout_workers_need_processes": [
-        ((*ASYNC, *LOCAL, "experience.num_workers=2"), "experience.num_workers: cluster.launcher 'local' runs one"),
-    ],
-    "rule_group_fits_the_engine": [
-        (
-            (*ASYNC, "policy.generation.max_batch_size=4"),
-            "policy.generation.max_batch_size: 4 rows, but a group joins an engine's batch as a whole; expected at "
-            "least grpo.num_generations_per_prompt=8",
-        ),
-    ],
-    "rule_kept_groups_need_a_choice": [
-        (
-            (*ASYNC, "grpo.async.keep_finished=true", "grpo.async.selection=in_order"),
-            "grpo.async.keep_finished: true with grpo.async.selection=in_order: prompts that are sampled again come",
-        ),
-        (
-            (*ASYNC, "grpo.async.keep_finished=true", "grpo.async.lookahead=0"),
-            "grpo.async.keep_finished: would be ignored, because no group waits between two steps",
-        ),
-    ],
-    "rule_vllm_rows_can_stand_still": [
-        ((*ASYNC, *VLLM, f"{VLLM_CFG}.tensor_parallel_size=2"), f"{VLLM_CFG}.tensor_parallel_size: 2 with grpo.async"),
-        (
-            (*ASYNC, *VLLM, "policy.router_replay.enabled=true", "grpo.use_generation_logprobs_as_prev=true"),
-            f"{IN_FLIGHT}: 'recompute' with policy.router_replay.enabled: vLLM forgets the routes",
-        ),
-        (
-            (*ASYNC, *VLLM, "policy.generation.max_batch_size=16", f"{VLLM_CFG}.max_num_batched_tokens=24"),
-            f"{VLLM_CFG}.max_num_batched_tokens: 24 is less than a token of each of 32 rows",
-        ),
-    ],
-    "rule_continuous_engine_shows_no_decoding": [
-        (
-            (*ASYNC, "diagnostics.tracer.enabled=true", f"diagnostics.tracer.selectors=['layer.out | stats | {when}']"),
-            f"diagnostics.tracer.selectors: 'layer.out | stats | {when}' watches the engine decode",
-        )
-        for when in ("generation", "train; generation")
-    ],
-    "rule_async_dynamic_sampling_has_no_rounds": [
-        (
-            ("grpo.use_dynamic_sampling=true", *ASYNC, f"grpo.{name}={value}"),
-            f"grpo.{name}: {value} would be ignored, because an asynchronous run has no rounds",
-        )
-        for name, value in (("batch_multiplier", "2.0"), ("dynamic_sampling_max_gen_batches", "3"))
-    ],
-}
-"""Refusals by the rules about asynchronous runs."""
-
-ACCEPTED_ASYNC: list[tuple[str, ...]] = [
-    ASYNC,
-    BOUND_ZERO,
-    (*BOUND_ZERO, *OWN_PREV),
-    (*BOUND_ZERO, *GPUS),
-    (*BOUND_ZERO, "loss_fn.name=reinforce", "~loss_fn.ratio_clip_max"),
-    (*BOUND_ZERO, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2"),
-    (*ASYNC, "grpo.async.max_staleness=8", "grpo.async.lookahead=8", "grpo.async.overdue=drop"),
-    (*ASYNC, "grpo.async.selection=my_package.orders:Shortest", "experience.num_workers=3"),
-    (*ASYNC, *corrected("tis", None, 2.0), f"{IN_FLIGHT}=keep"),
-    (*ASYNC, *corrected("geo-mask", 0.5, 2.0)),
-    (*ASYNC, *CORRECTED),
-    (*ASYNC, *GPUS, APART, "policy.generation.colocated.gpus_per_node=2"),
-    (*ASYNC, *LOCAL),
-    (*ASYNC, "grpo.use_dynamic_sampling=true"),
-    (*ASYNC, "diagnostics.tracer.enabled=true"),
-    (*ASYNC, "loss_fn.name=my_package.losses:MyLoss", "~loss_fn.ratio_clip_max"),
-]
-"""Asynchronous runs that no rule refuses."""
-
-TURNS = ("experience.conversation.enabled=true",)
-C, TOOL = "experience.conversation", "env.tools.use=[{name: calculator}]"
-PROGRAM = (*TURNS, "env.name=program", "+env.options.command=[python, agent.py]")
-BY_TURN = (*TURNS, "grpo.adv_estimator.name=outcome_plus_turn")
-
-REFUSED_CONVERSATIONS: Refused = {
-    "rule_conversation_keys_need_conversations": [
-        ((f"{C}.max_turns=3",), f"{C}.max_turns: 3 would be ignored, because {C}.enabled is false"),
-        (("env.tools.timeout_s=3",), f"env.tools.timeout_s: 3.0 would be ignored, because {C}.enabled is false"),
-        (("data.history=new_row",), "data.history: 'new_row' would be ignored"),
-    ],
-    "rule_tool_keys_need_tools": [
-        (
-            (*TURNS, "env.tools.format=llama3"),
-            "env.tools.format: 'llama3' would be ignored, because env.tools.use names",
-        ),
-        ((*PROGRAM, "env.tools.num_workers=3"), "env.tools.num_workers: 3 would be ignored"),
-    ],
-    "rule_programs_have_a_command": [
-        ((*TURNS, "env.name=program"), "env.options.command: expected program and arguments"),
-        ((*PROGRAM, "env.options.command=agent.py"), "env.options.command: expected program and arguments"),
-        ((*PROGRAM, "+env.options.shell=true"), "env.options.shell: env.name 'program' takes command only"),
-        ((*PROGRAM, TOOL), "env.tools.use: the program of env.name 'program' brings tools of its own"),
-    ],
-    "rule_environments_with_turns_need_conversations": [
-        ((name,), f"{C}.enabled: env.name {name.partition('=')[2]!r} is an environment with turns")
-        for name in ("env.name=guess", "env.name=program")
-    ],
-    "rule_rewards_of_conversations_have_no_length": [
-        (
-            (*TURNS, "grpo.reward_shaping.enabled=true", "grpo.reward_shaping.max_response_length=9"),
-            "grpo.reward_shaping.overlong_buffer_length: the penalty is on the length of one response",
-        ),
-    ],
-    "rule_rewards_of_turns_stay_as_they_are": [
-        ((*BY_TURN, "grpo.reward_scaling.enabled=true"), "grpo.reward_scaling.enabled: true changes the reward of a c"),
-        (
-            (*BY_TURN, "grpo.reward_shaping={enabled: true, stop_properly_penalty_coef: 0.5}"),
-            "grpo.reward_shaping.enabled: true changes the reward of a conversation",
-        ),
-    ],
-    "rule_conversations_take_no_kl_from_rewards": [
-        ((*TURNS, "loss_fn.use_kl_in_reward=true"), "loss_fn.use_kl_in_reward: true takes the KL of one response"),
-    ],
-    "rule_conversations_are_not_kept_with_checkpoints": [
-        ((*TURNS, *ASYNC, "grpo.async.keep_finished=true"), "grpo.async.keep_finished: true keeps finished groups of"),
-    ],
-    "rule_groups_have_enough_rows": [
-        ((*TURNS, f"{C}.min_scored=99"), f"{C}.min_scored: 99 is more than grpo.num_generations_per_prompt"),
-    ],
-    "rule_scorer_keys_fit_the_environment": [
-        (("env.timeout_s=3",), "env.timeout_s: 3.0 would be ignored"),
-        (("env.score_threshold=1",), "env.score_threshold: 1.0 would be ignored"),
-        (("+env.reward_weights.a=1",), "env.reward_weights: would be ignored"),
-        (("env.reward_batch_size=8",), "env.reward_batch_size: 8 would be ignored"),
-        (("env.name=a:B", "env.score_threshold=0.5"), "env.score_threshold: 0.5 would be ignored"),
-        (("env.memory_mib=512",), "env.memory_mib: 512 would be ignored"),
-        (("env.network=true",), "env.network: True would be ignored"),
-        ((*TURNS, "env.name=guess", "env.on_timeout=error"), "env.on_timeout: 'error' would be ignored"),
-        ((*TURNS, "env.name=guess", "env.score_threshold=1"), "env.score_threshold: 1.0 would be ignored"),
-        ((*TURNS, "env.name=guess", "env.reward_batch_size=8"), "env.reward_batch_size: 8 would be ignored"),
-        ((*PROGRAM, "env.network=true"), "env.network: True would be ignored"),
-        ((*PROGRAM, "env.score_threshold=0.5"), "env.score_threshold: 0.5 would be ignored"),
-        ((*PROGRAM, "env.num_workers=3"), "env.num_workers: 3 would be ignored"),
-    ],
-}
-"""Refusals by the rules about conversations."""
-
-ACCEPTED_CONVERSATIONS: list[tuple[str, ...]] = [
-    TURNS,
-    (*TURNS, TOOL, "env.tools.format=llama3"),
-    (*TURNS, "env.name=guess", "env.memory_mib=512", "env.network=true", "env.num_workers=2"),
-    PROGRAM,
-    (*PROGRAM, "env.tools.format=llama3", "data.history=new_row", "env.memory_mib=512"),
-    (*PROGRAM, "env.reward_function=a:b", "env.score_threshold=0.5", "env.on_timeout=error"),
-    BY_TURN,
-    (*TURNS, "grpo.reward_scaling.enabled=true"),
-    (*TURNS, *ASYNC),
-]
-"""Conversations that no rule refuses."""
-
-ADAPTERS = ("policy.lora.enabled=true",)
-MERGED = (*ADAPTERS, "policy.lora.serve=merged")
-FINISH = f"{IN_FLIGHT}=finish"
-
-REFUSED_ADAPTERS: Refused = {
-    "rule_lora_keys_need_lora": [(("policy.lora.rank=8",), "policy.lora.rank: 8 would be ignored")],
-    "rule_lora_reference_needs_an_adapter": [
-        ((*ADAPTERS, "policy.lora.reference=start"), "policy.lora.reference: 'start' needs an adapter to start from")
-    ],
-    "rule_finish_needs_adapters": [
-        ((*ASYNC, FINISH), "policy.generation.in_flight: 'finish' lets rows of two versions run side by side"),
-        ((*ASYNC, FINISH, *MERGED), "policy.generation.in_flight: 'finish' lets rows of two versions"),
-    ],
-    "rule_vllm_rows_keep_their_adapter": [
-        ((*ASYNC, *ADAPTERS, *VLLM), "policy.generation.in_flight: 'recompute' changes the adapter of running rows"),
-        ((*ASYNC, *ADAPTERS, *VLLM, f"{IN_FLIGHT}=keep"), "policy.generation.in_flight: 'keep' changes the adapter"),
-    ],
-    "rule_adapters_are_sent_whole": [
-        ((*ADAPTERS, "policy.generation.refit_delta.enabled=true"), "policy.generation.refit_delta.enabled: true, but"),
-    ],
-}
-"""Refusals by the rules about how adapters reach engines."""
-ACCEPTED_ADAPTERS: list[tuple[str, ...]] = [
-    (*ASYNC, *ADAPTERS, FINISH),
-    (*ASYNC, *ADAPTERS, FINISH, *VLLM),
-    (*ASYNC, *ADAPTERS),
-    (*ASYNC, *MERGED, *VLLM),
-    (*ADAPTERS, *VLLM),
-    (*MERGED, "policy.generation.refit_delta.enabled=true"),
-]
-
-ACCEPTED = [*ACCEPTED_ADAPTERS, *ACCEPTED_LOSSES, *ACCEPTED_ASYNC, *ACCEPTED_CONVERSATIONS]
-MORE_REFUSED: Refused = (
-    REFUSED_ADAPTERS | REFUSED_ASYNC | REFUSED_CLUSTERS | REFUSED_CONVERSATIONS | REFUSED_LOSSES | REFUSED_REWARDS
-)

@@ -39,6 +39,9 @@ OTHER_LOSSES = [
     Case(family="qwen3", cp=2, loss="gspo"),
     Case(family="qwen3", tp=2, loss="entropy"),
     Case(family="qwen3", cp=2, batching="padded", capacity=60, recompute=True, loss="entropy"),
+    Case(family="qwen3", tp=2, sp=True, capacity=40, loss="distillation"),
+    Case(family="qwen3", cp=2, batching="padded", capacity=60, loss="distillation"),
+    Case(family="qwen3", batching="fixed", capacity=2, loss="distillation"),
 ]
 
 
@@ -154,9 +157,9 @@ def compare(outcomes: list[Outcome], reference: Expected) -> None:
     for outcome in outcomes:
         error = np.abs(outcome.logprobs - expected.logprobs[list(outcome.rows)]).max()
         assert error <= reference.logprobs_bound, f"log-probabilities differ by {error:.1e}"
-        if outcome.squares is not None and expected.squares is not None:
-            error = np.abs(outcome.squares - expected.squares[list(outcome.rows)]).max()
-            assert error <= reference.logprobs_bound, f"sums of squares differ by {error:.1e}"
+        for name in outcome.more:
+            error = np.abs(getattr(outcome, name) - getattr(expected, name)[list(outcome.rows)]).max()
+            assert error <= reference.logprobs_bound, f"{name} differ by {error:.1e}"
         assert outcome.losses == pytest.approx(expected.losses, rel=RELATIVE)
         assert outcome.norms == pytest.approx(expected.norms, rel=RELATIVE)
     weights = outcomes[0].weights

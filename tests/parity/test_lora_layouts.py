@@ -18,10 +18,12 @@ from nemo_rl.models.hf_folder import open_weights
 from nemo_rl.models.loading import build_meta_model, load_causal_lm, load_model_config
 from nemo_rl.models.lora import adapted_layers, adapter_infos, named_adapters
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from tests.helpers.case_selection import cases_of_this_run, pairwise, params
 from tests.helpers.gloo import JOB_S, run_ranks
 from tests.helpers.lora_reference import peft_reference, random_adapter
 from tests.helpers.model_families import config_of, write_family, write_with_tokenizer
 from tests.helpers.parallel_layouts import (
+    AXES,
     LOSS,
     Arrays,
     Case,
@@ -75,6 +77,13 @@ TWO = [
     Case(family="qwen3_moe", lora=EXPERTS, tp=2),
     Case(family="qwen3_moe", lora=EXPERTS, tp=2, sp=True, replay=True),
 ]
+LAYOUTS = {name: AXES[name] for name in ("tp", "cp", "sp", "recompute", "batching")}
+SOME_OF_TWO = pairwise(
+    TWO,
+    {**LAYOUTS, "lora": lambda case: str(case.lora)},
+    kept=[case for case in TWO if case.replay or (case.family == "eager_moe" and case.sp)],
+)
+"""Of `make test`: every kind of adapter in every layout, and experts without grouped kernels once."""
 HALF = [
     Case(family="qwen3", lora=ALL, precision="bfloat16"),
     Case(family="qwen3", lora=ALL, precision="bfloat16", tp=2, sp=True, recompute=True),
@@ -86,7 +95,7 @@ FOUR = [
     Case(family="qwen3_moe", lora=EXPERTS, tp=2, cp=2, sp=True, recompute=True),
 ]
 FROZEN = Case(family="qwen3", lora=ALL, tp=2, sp=True, recompute=True)
-FROZEN_STEPS = 20
+FROZEN_STEPS = 6
 SAVED = {"sharded": Case(family="qwen3", lora=ALL), "split": Case(family="qwen3_moe", lora=EXPERTS, tp=2, sp=True)}
 LOADED_BY_TWO = {
     "sharded again": SAVED["sharded"],
@@ -140,9 +149,9 @@ def frozen_weights(rank: int, case: Case, folder: Path) -> Arrays:
     return found
 
 
-def two_ranks(rank: int, folders: Folders) -> dict[str, object]:
-    found: dict[str, object] = {str(case): run_case(rank, 2, case, folders.model(case.family)) for case in TWO}
-    for case in HALF:
+def two_ranks(rank: int, cases: list[Case], half: list[Case], folders: Folders) -> dict[str, object]:
+    found: dict[str, object] = {str(case): run_case(rank, 2, case, folders.model(case.family)) for case in cases}
+    for case in half:
         found |= {f"{name} {case}": run_case(rank, 2, case, folders.model(name)) for name in STORED}
     found["frozen"] = frozen_weights(rank, FROZEN, folders.model(FROZEN.family))
     for name, case in SAVED.items():
@@ -212,8 +221,9 @@ def reference(folder: Path, config: LoraConfig, *, replay: bool) -> tuple[Outcom
 
 
 @pytest.fixture(scope="module")
-def two(folders: Folders) -> list[dict[str, object]]:
-    return run_ranks(2, two_ranks, folders, timeout_s=JOB_S)  # type: ignore[return-value]
+def two(request: pytest.FixtureRequest, folders: Folders) -> list[dict[str, object]]:
+    cases, half = cases_of_this_run(request, TWO, SOME_OF_TWO), cases_of_this_run(request, HALF, HALF[1:])
+    return run_ranks(2, two_ranks, cases, half, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +256,7 @@ def key(case: Case) -> tuple[tuple[str, object], ...]:
 
 @pytest.mark.slow
 @LONG
-@pytest.mark.parametrize("case", TWO, ids=str)
+@pytest.mark.parametrize("case", params(TWO, SOME_OF_TWO), ids=str)
 def test_two_ranks_equal_peft(case: Case, two: list[dict[str, object]], expected) -> None:
     compare([rank[str(case)] for rank in two], expected(case.family, key(case), case.replay))
 
@@ -260,7 +270,7 @@ def test_four_ranks_equal_peft(case: Case, four: list[dict[str, object]], expect
 
 @pytest.mark.slow
 @LONG
-@pytest.mark.parametrize("case", HALF, ids=str)
+@pytest.mark.parametrize("case", params(HALF, HALF[1:]), ids=str)
 def test_frozen_weights_held_in_half_precision_change_no_bit(case: Case, two: list[dict[str, object]]) -> None:
     for rank in two:
         half, single = (rank[f"{name} {case}"] for name in STORED)

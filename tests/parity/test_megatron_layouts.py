@@ -64,8 +64,8 @@ WHOLE_EXPERTS = {**SEQUENCE, "etp": 1}
 # Four microbatches of two stages.
 PIPELINE = {"pp": 2, "capacity": 40}
 FOUR_PADDED = {"pp": 2, **FIXED}
-# One microbatch, a third of it padding.
 ALL_ROWS = {"batching": "fixed", "capacity": parallel_layouts.ROWS}
+"""One microbatch, a third of it padding."""
 
 
 def cases_of_one() -> list[Case]:
@@ -104,7 +104,8 @@ def cases_of_two() -> list[Case]:
         Experts(ep=2, **WHOLE_EXPERTS, settings={"moe_token_dispatcher_type": "allgather"}),
     ]
     families = [Megatron(family=family, **layout) for family, layout in FAMILY_LAYOUTS]
-    return [*dense, *experts, *families, Dense(batching="uneven"), Experts(ep=2, batching="uneven"), FROZEN, *MOVED]
+    families += [Dense(batching="uneven"), Experts(ep=2, batching="uneven")]
+    return [*dense, *experts, *families, FROZEN, *MOVED, *DISTILLED]
 
 
 FAMILY_LAYOUTS = [
@@ -122,6 +123,7 @@ FAMILY_LAYOUTS = [
     ("glm4_moe", {"cp": 2, **FULL}),
     ("glm4_moe", {"ep": 2, **PADDED}),
 ]
+DISTILLED = [Dense(**layout, loss="distillation") for layout in (PIPELINE, {**SEQUENCE, **PADDED}, {"cp": 2})]
 FROZEN = Experts(ep=2, settings={"freeze_moe_router": True})
 MOVED = [
     Biased(settings=MOVING, **layout)
@@ -138,10 +140,8 @@ HALF = [
     )
 ]
 FAULTS = [
-    # Of the tensor parallel ranks all but the first count as copies in the norm.
-    Dense(tp=2, fault="uninitialized"),
-    # The gradients of experts that every tensor rank has whole are not added up.
-    Experts(**WHOLE_EXPERTS, fault="unmarked"),
+    Dense(tp=2, fault="uninitialized"),  # Of the tensor parallel ranks all but the first count as copies in the norm.
+    Experts(**WHOLE_EXPERTS, fault="unmarked"),  # Gradients of experts that tensor ranks have whole are not added up.
     Dense(cp=2, **FULL, fault="doubled"),
     Dense(**PIPELINE, fault="swap"),
 ]
@@ -194,7 +194,7 @@ TWO = pairwise(
     AXES,
     kept=[
         *(replace(case, fault=None) for case in FAULTS),
-        *(Dense(), Dense(**FOUR_PADDED, **FULL), FROZEN),
+        *(Dense(), Dense(**FOUR_PADDED, **FULL), FROZEN, *DISTILLED),
         *(Biased(settings=settings, **SEQUENCE) for settings in ({}, MOVING)),
     ],
 )

@@ -94,7 +94,16 @@ TWO = [
     Experts(family="glm4_moe", **PIPELINE),
 ]
 FOUR = [Dense(tp=2, **PIPELINE, **FULL), Dense(cp=2, **SEQUENCE), Experts(pp=2, ep=2, etp=1, capacity=40, **SEQUENCE)]
-SOME = pairwise(TWO, AXES, kept=[Dense(family="llama", lora=HEAD, **SEQUENCE, **FIXED)])
+SOME = pairwise(
+    TWO,
+    {name: AXES[name] for name in ("tp", "cp", "pp", "ep", "etp", "sp", "batching", "recompute")},
+    kept=[
+        Dense(family="llama", lora=HEAD, **SEQUENCE, **FIXED),
+        Dense(family=ONE_GROUP, lora=FEW, **SEQUENCE),
+        Experts(family="mixtral", **SEQUENCE, **PADDED),
+        Experts(family="glm4_moe", **PIPELINE),
+    ],
+)
 """Of `make test`."""
 HALF = {"precision": "bfloat16"}
 SAVED = {"tp2": Dense(**SEQUENCE), "shared": Dense(family=ONE_GROUP, tp=2), "ep2": Experts(ep=2, **HALF)}
@@ -114,7 +123,7 @@ FAULTS = [
     Dense(tp=2, fault="uncopied"),
 ]
 FROZEN = Dense(**SEQUENCE, **FULL)
-FROZEN_STEPS = 20
+FROZEN_STEPS = 6
 
 
 def nothing(*_: object, **__: object) -> None:

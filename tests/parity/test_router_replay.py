@@ -231,6 +231,7 @@ def problems(outcomes: Sequence[Outcome], expected: Outcome) -> list[str]:
         for name, got, wanted in (
             ("logits", outcome.logits, expected.logits),
             ("log-probabilities", outcome.logprobs, expected.logprobs),
+            ("top-k log-probabilities", outcome.topk, expected.topk),
         ):
             assert got is not None and wanted is not None
             error = np.abs(got - wanted[list(outcome.rows)]).max() if outcome.is_last_stage else np.abs(got).max()

@@ -39,6 +39,10 @@ OUTSIDE = {
     # Files and folders of a run or a checkout.
     *("metrics.jsonl", "reward.log", "reward_curve.png", "training_info.json", "manifest.json", "latest", "step_N"),
     "schedule.jsonl",
+    # Columns of images, by the names of transformers.
+    *("pixel_values", "image_grid_thw"),
+    # Names in messages of the public page of an older tracer.
+    *("InputTokens", "TileCompressor"),
     # Values of settings, and words of the data plane that are strings in the code.
     *("sort", "noop", "math", "reasoning_gym", "transfer_queue", "train", "val", "reward", "answer"),
     # Adapters: values of settings, names of layers, a key and a file of their folders, recipes.

@@ -64,7 +64,7 @@ def test_full_training_in_place_of_the_adapter_misses_time_bytes_and_memory() ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_off", [False, True])
+@pytest.mark.parametrize("is_off", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_small_run_sends_the_adapter_alone_unless_it_is_switched_off(tmp_path: Path, is_off: bool) -> None:
     path = tmp_path / "report.json"
     ended = main(["--quick", "--json", str(path), *(["--switched-off"] if is_off else [])])

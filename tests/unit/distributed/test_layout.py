@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from nemo_rl.distributed.layout import Coordinates, ParallelLayout
+from nemo_rl.distributed.layout import Coordinates, ParallelLayout, engine_places
 from nemo_rl.errors import ConfigError
 
 LAYOUTS = [
@@ -65,3 +65,11 @@ def test_sequences_divide_into_chunks_and_splits() -> None:
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="6 ranks do not divide by tensor 4"):
         ParallelLayout.of(6, tp=4)
+
+
+def test_engines_take_neighbouring_gpus_of_one_node_or_all_of_several() -> None:
+    assert engine_places(3, ranks=1, gpus_per_node=2) == [range(0, 1), range(1, 2), range(2, 3)]
+    assert engine_places(4, ranks=4, gpus_per_node=8) == [range(0, 4), range(4, 8), range(8, 12), range(12, 16)]
+    # GPUs that are left over on a node stay free: no engine stands on parts of two nodes.
+    assert engine_places(3, ranks=3, gpus_per_node=8) == [range(0, 3), range(3, 6), range(8, 11)]
+    assert engine_places(2, ranks=16, gpus_per_node=8) == [range(0, 16), range(16, 32)]
