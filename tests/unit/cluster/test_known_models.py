@@ -37,6 +37,7 @@ PUBLISHED = {
     "Llama-3.3-70B": 70_553_706_496,
     # Of the folders that `make demo` and `make learn-sort-moe` write.
     "starter_sort": 434_944,
+    "teacher_sort": 434_944,
     "starter_sort_moe": 514_880,
 }
 
@@ -96,6 +97,7 @@ DEVIATIONS: dict[str, dict[str, object]] = {
     "Llama-3.2-3B": {**llama(32.0), **TIED},
     "Llama-3.3-70B": llama(8.0),
     "starter_sort": STARTER,
+    "teacher_sort": STARTER,
     "starter_sort_moe": {**STARTER, "norm_topk_prob": True},
     "Qwen2.5-7B-Instruct": {**QWEN2_CHAT, "vocab_size": 152064},
     "Qwen3-8B-Base": QWEN2,

@@ -50,6 +50,8 @@ def test_the_fetch_lists_follow_from_the_table() -> None:
         "routed_experts",
         "routed_experts_bits",
         "routed_experts_digests",
+        "topk_ids",
+        "topk_logprobs",
     }
 
 
