@@ -206,7 +206,7 @@ LEARN_NEEDS_guess-async := $(GUESS_STARTER)/config.json
 LEARN_NEEDS_calculator := $(CALCULATOR_STARTER)/config.json
 .SECONDEXPANSION:
 learn-%: $(VENV)/.base $(STARTER)/config.json $$(LEARN_NEEDS_$$*) ## learning runs of recipes: sort-tp2, sort-megatron, sort-moe, sort-async, sort-async-vllm, sort-lora, sort-lora-vllm, sort-moe-lora, sort-distill, vlm-shapes, algorithms, chain-sum, guess, guess-async, calculator
-	$(if $(LEARN_$*),,$(error learn-$*: expected one of learn-sort, -sort-tp2, -sort-megatron, -sort-moe, -sort-async, -sort-async-vllm, -sort-lora, -sort-lora-vllm, -sort-moe-lora, -sort-distill, -algorithms, -chain-sum, -guess, -guess-async, -calculator))
+	$(if $(LEARN_$*),,$(error learn-$*: expected one of learn-sort, -sort-tp2, -sort-megatron, -sort-moe, -sort-async, -sort-async-vllm, -sort-lora, -sort-lora-vllm, -sort-moe-lora, -sort-distill, -vlm-shapes, -algorithms, -chain-sum, -guess, -guess-async, -calculator))
 	for recipe in $(LEARN_$*); do \
 	  $(BIN)/python examples/run_grpo.py --config configs/recipes/$$recipe.yaml $(RUN_ARGS); \
 	done

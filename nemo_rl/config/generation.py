@@ -74,8 +74,8 @@ class ReceiptConfig(Section):
     the first refit, with the same weights on both sides."""
 
 
-ALL_DROPPED = 2
-"""Level of sleep from which no weights are left."""
+NO_SLEEP, KEEPS_WEIGHTS, DROPS_WEIGHTS = 0, 1, 2
+"""Levels of sleep: nothing is freed; caches are dropped, and weights kept on the CPU; both are dropped."""
 Probability = Annotated[float, Field(gt=0, le=1)]
 RefitTransport = Literal["payload", "ipc", "broadcast"]
 InFlight = Literal["drain", "recompute", "keep", "finish"]
@@ -290,12 +290,12 @@ def rule_sleep_level_fits_the_run(config: MasterConfig) -> list[str]:
         return [f"{key}: {level}, but engines sample while the policy trains (grpo.async.enabled); set it to 0"]
     if not generation.colocated.enabled:
         return [f"{key}: {level}, but engines that are not colocated leave the policy no memory by it; set it to 0"]
-    if level == ALL_DROPPED and config.policy.lora.is_native:
+    if level == DROPS_WEIGHTS and config.policy.lora.is_native:
         return [
             f"{key}: {level} drops the frozen weights, which a refit with policy.lora.serve 'native' does not bring "
             "again; set it to 1"
         ]
-    if level == ALL_DROPPED and generation.refit_delta.enabled and generation.backend == "torch":
+    if level == DROPS_WEIGHTS and generation.refit_delta.enabled and generation.backend == "torch":
         return [
             f"{key}: {level} drops the weights that a delta changes (policy.generation.refit_delta.enabled); set it "
             "to 1"

@@ -35,7 +35,6 @@ _MARK_LENGTH = 60
 """Most characters of the mark of a cut."""
 _ROLES = ("user", "tool", "system")
 _REPLY_FIELDS = tuple(field.name for field in fields(Reply))
-_MESSAGE_FIELDS = ("role", "content", "name")
 
 
 class MalformedReply(Exception):

@@ -17,7 +17,7 @@ from nemo_rl.errors import ModelFolderError, boundary
 from nemo_rl.models.loading import STARTERS, check_model_folder
 from nemo_rl.utils.hub_reach import ETAG_TIMEOUT_S, why_unreachable
 
-__all__ = ["is_hub_name", "local_folders"]
+__all__ = ["is_hub_name", "local_folders", "model_folder"]
 
 # What a model folder is read for; weights in other formats stay where they are.
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
@@ -39,27 +39,24 @@ def local_folders(policy: PolicyConfig) -> PolicyConfig:
     Raises:
         ModelFolderError: a model is neither in the cache, nor can the hub be reached or has it.
     """
-    model = _folder(policy.model_name, where="policy.model_name")
+    model = model_folder(policy.model_name, where="policy.model_name")
     tokenizer = policy.tokenizer
     if tokenizer.name is not None:
-        named = _folder(tokenizer.name, where="policy.tokenizer.name", needs_weights=False)
+        named = model_folder(tokenizer.name, where="policy.tokenizer.name", needs_weights=False)
         tokenizer = tokenizer.model_copy(update={"name": named})
     return policy.model_copy(update={"model_name": model, "tokenizer": tokenizer})
 
 
-def model_folder(name: str, *, where: str) -> str:
+def model_folder(name: str, *, where: str, needs_weights: bool = True) -> str:
     """Return the folder of a model by its name on the hub, or the name itself where it is none.
 
     Args:
         where: the key that names it, for errors.
+        needs_weights: False where only the tokenizer is read.
 
     Raises:
         ModelFolderError: as `local_folders`.
     """
-    return _folder(name, where=where)
-
-
-def _folder(name: str, *, where: str, needs_weights: bool = True) -> str:
     if not is_hub_name(name):
         return name
     found = _cached(name, needs_weights=needs_weights)

@@ -1,4 +1,4 @@
-"""`VisionProcessor`: text and pictures of a prompt to token ids and tensors, as the model's own processor makes them.
+"""`VisionProcessor`: the pictures of a prompt to placeholders and tensors, as the model's own processor makes them.
 
 Called by the rollout. Pictures are resized and normalized by the image processor of the model's folder, on PIL and
 numpy (`backend="pil"`): the processors of transformers for whole prompts also need torchvision, for videos. Invariant:
@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,11 @@ from nemo_rl.errors import DatasetError, ModelFolderError, boundary
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.vision import GRID, PIXELS, PromptImages, VisionFamily, family_of
 
-__all__ = ["ProcessedPrompt", "PromptPictures", "VisionProcessor", "encoder_of", "processor_for"]
+__all__ = ["PromptPictures", "VisionProcessor", "encoder_of", "processor_for"]
 
 KEPT_PROMPTS = 64
 """Prompts whose tensors are kept: those of a batch, for engines and rows."""
 PROCESSOR_FILE = "preprocessor_config.json"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessedPrompt:
-    """A prompt as the model takes it."""
-
-    ids: tuple[int, ...]
-    images: PromptImages | None
-    """The tensors of its images; None where it has none."""
 
 
 class VisionProcessor(ABC):
@@ -58,28 +48,6 @@ class VisionProcessor(ABC):
     def image_text(self) -> str:
         """Return what stands for an image in a text, where the chat template does not write it."""
         return self._token
-
-    def __call__(self, text: str, images: Sequence[Image.Image]) -> ProcessedPrompt:
-        """Return ids and tensors of a text in which one placeholder stands for each image.
-
-        Raises:
-            DatasetError: the text has another number of placeholders, or a picture cannot be used.
-        """
-        parts = text.split(self._token)
-        if len(parts) - 1 != len(images):
-            raise DatasetError(
-                f"a prompt has {len(images)} images, and its text {len(parts) - 1} placeholders {self._token!r}: the "
-                "chat template must write one for each image, and the text of the prompt none"
-            )
-        if not images:
-            return ProcessedPrompt(ids=self._ids(text), images=None)
-        with boundary(DatasetError, "an image of a prompt cannot be used"):
-            row, expanded = self._process([image.convert("RGB") for image in images])
-        ids = self._ids(parts[0] + "".join(each + part for each, part in zip(expanded, parts[1:], strict=True)))
-        problem = self._family.prompt_problem(torch.tensor(ids), row)
-        if problem is not None:
-            raise DatasetError(f"a prompt with {len(images)} images: {problem}")
-        return ProcessedPrompt(ids=ids, images=PromptImages.of(row))
 
     def count(self, ids: Sequence[int]) -> int:
         """Return the number of places for images among the ids."""

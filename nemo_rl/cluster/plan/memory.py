@@ -16,6 +16,7 @@ from nemo_rl.cluster.plan.activations import PassActivations, pass_activations
 from nemo_rl.cluster.plan.batches import Batches, passes_of
 from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, PlanSetting
 from nemo_rl.cluster.plan.weights import GatheredBytes, RestMemory, gathered_weights, local_weights, rest_memory
+from nemo_rl.config.generation import KEEPS_WEIGHTS
 from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.lora import adapted_layers, adapter_infos
@@ -200,8 +201,6 @@ def refit_bytes(setting: PlanSetting) -> int:
     return bucket + largest * (held + setting.engine_element_bytes)
 
 
-KEPT_ON_HOST = 1
-"""Level of sleep at which an engine's weights go to the node's memory."""
 PROCESS_BYTES = 800 << 20
 """Bytes of Python, torch and transformers in one process, on its node."""
 
@@ -371,7 +370,7 @@ def host_bytes(
     # Policy workers read their parts tensor by tensor; an engine holds the whole model before it moves to its GPU.
     if setting.policy.generation.backend != "vllm":
         found["reading the model at the start"] = count * size * engines
-    if engine.sleep_level == KEPT_ON_HOST:
+    if engine.sleep_level == KEEPS_WEIGHTS:
         found["weights of sleeping engines"] = engines * engine.weights
     return found
 

@@ -29,7 +29,7 @@ from nemo_rl.diagnostics.compare.comparison import (
 from nemo_rl.diagnostics.compare.limits import DEFAULT, ToleranceRules, limits_text
 from nemo_rl.diagnostics.compare.measurement import Metric
 from nemo_rl.diagnostics.compare.merge import SampleMap, match_samples, merge
-from nemo_rl.diagnostics.compare.side import GENERATION, Side, SideFinding, gravest, token_texts
+from nemo_rl.diagnostics.compare.side import Side, SideFinding, gravest, token_texts
 from nemo_rl.diagnostics.compare.site import PHASES, ComparedSite
 from nemo_rl.diagnostics.compare.site_result import SiteResult, compare_site
 from nemo_rl.diagnostics.verdict import Verdict
@@ -37,6 +37,7 @@ from nemo_rl.errors import UserError, name_some
 from nemo_rl.records.reader import CorruptRecord, RecordFolder, UnsupportedRecord, read_folder
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
+from nemo_rl.tracer.watch import GENERATION
 
 __all__ = ["Floor", "Proposal", "SiteCoverage", "common_sites", "compare_folders", "propose_limits"]
 

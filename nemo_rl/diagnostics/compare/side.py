@@ -18,11 +18,10 @@ from nemo_rl.errors import UserError, boundary, shorten
 from nemo_rl.records.reader import CorruptRecord, RecordFolder, TensorRecord
 from nemo_rl.records.record import TokenTable
 from nemo_rl.records.writer import bytes_of, digest_of
+from nemo_rl.tracer.watch import GENERATION
 
-__all__ = ["GENERATION", "POSITIONS", "Side", "SideFinding", "SideTokens", "gravest", "token_texts"]
+__all__ = ["POSITIONS", "Side", "SideFinding", "SideTokens", "gravest", "token_texts"]
 
-GENERATION = "generation"
-"""The pass of an engine; its counterpart is the first pass of a worker over the same rows."""
 _GRAVITY = (Verdict.CORRUPT, Verdict.UNSUPPORTED, Verdict.VACUOUS, Verdict.MISMATCH, Verdict.INCOMPLETE)
 """Verdicts, gravest first. Damaged bytes prove nothing; a difference beyond its limit is one, whatever else is
 missing."""

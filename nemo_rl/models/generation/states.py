@@ -4,7 +4,7 @@
 A part of each built-in engine, as `DeviceStates` is of a policy worker. The levels are vLLM's: at 1 weights go to the
 CPU's memory and caches are dropped; at 2 weights are dropped as well, and a refit brings the next ones. A refit into a
 sleeping engine wakes its weights alone; caches come back with `prepare_for_generation`, when the policy has left the
-device. Invariant: after each change the memory that the state promises is free, or the change raises.
+device. Invariant: an engine that sleeps has no more memory in use than it had awake, or its sleep raises.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from typing import Protocol
 
 import torch
 
+from nemo_rl.config.generation import DROPS_WEIGHTS, NO_SLEEP
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import RankMemoryChange, SleepReport
 from nemo_rl.models.weight_sync.transport import device_id
 
-__all__ = ["DROPPED", "NO_SLEEP", "EngineState", "EngineStates", "ModuleMemory", "SleepingMemory"]
+__all__ = ["EngineState", "EngineStates", "ModuleMemory", "SleepingMemory"]
 
 logger = logging.getLogger(__name__)
 
-MIB = 2**20
 STAGE = "generation"
-NO_SLEEP, OFFLOADED, DROPPED = 0, 1, 2
-"""Levels."""
 
 
 class EngineState(StrEnum):
@@ -83,7 +81,7 @@ class EngineStates:
                 f"({ranks[grown[0]]}); set policy.generation.sleep_level=0",
                 stage=STAGE,
             )
-        self.has_weights = self.has_weights and level < DROPPED
+        self.has_weights = self.has_weights and level < DROPS_WEIGHTS
         self._change(EngineState.ASLEEP, ranks, level=level)
         return SleepReport(level=level, ranks=tuple(ranks))
 
@@ -144,10 +142,10 @@ class ModuleMemory:
 
     def free_memory(self, level: int) -> list[RankMemoryChange]:
         before, is_on_cpu = self._used_bytes(), self._device.type == "cpu"
-        if level < DROPPED and is_on_cpu:
+        if level < DROPS_WEIGHTS and is_on_cpu:
             return [self._change(before, "weights stay, they are on the CPU")]
         for weight in self._model.parameters():
-            self._kept.append(weight.detach().to("cpu", copy=True) if level < DROPPED else None)
+            self._kept.append(weight.detach().to("cpu", copy=True) if level < DROPS_WEIGHTS else None)
             weight.data = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
         if not is_on_cpu:
             torch.cuda.empty_cache()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
 
+from nemo_rl.config.generation import KEEPS_WEIGHTS
 from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import WorkerGroup
@@ -40,8 +41,6 @@ MOST_REFITS = 3
 """Refits to one version that may lose all engines; the last one ends the run."""
 MOST_MERGE_LOSS = 0.1
 """Share of an adapter above which its loss in the engines' dtype is worth a warning."""
-KEEPS_WEIGHTS = 1
-"""Level of sleep at which engines wake up with the weights that they had."""
 MIB = 2**20
 
 

@@ -134,17 +134,18 @@ def test_equal_images_have_equal_digests(root: Path) -> None:
 
 def test_pictures_become_patches_and_as_many_placeholders(root: Path) -> None:
     folder = root / "qwen2_5_vl"
-    processor = processor_for(folder, vision_tokenizer("qwen2_5_vl"))
+    tokenizer = vision_tokenizer("qwen2_5_vl")
+    processor = processor_for(folder, tokenizer)
     assert processor.image_text == "<|vision_start|><|image_pad|><|vision_end|>"
-    found = processor(f"{processor.image_text}two {processor.image_text}red", [picture(0), picture(1, (16, 16))])
-    assert found.images is not None
+    ids = tokenizer(f"{processor.image_text}two {processor.image_text}red")["input_ids"]
+    assert processor.count(ids) == 2
+    found, images = processor.expand(ids, [picture(0), picture(1, (16, 16))])
     # 24 x 16 pixels in patches of 4, of which four make a feature.
-    assert found.images.tensors[GRID].tolist() == [[1, 4, 6], [1, 4, 4]]
-    assert found.images.tensors[PIXELS].shape == (24 + 16, 96)
+    assert images.tensors[GRID].tolist() == [[1, 4, 6], [1, 4, 4]]
+    assert images.tensors[PIXELS].shape == (24 + 16, 96)
     token = load_model_config(folder).image_token_id
-    assert found.ids.count(token) == 6 + 4
-    text = processor("two red", [])
-    assert text.images is None and token not in text.ids
+    assert found.count(token) == 6 + 4
+    assert [each for each in found if each != token] == [each for each in ids if each != token]
 
 
 @pytest.mark.parametrize("splits", [False, True])
@@ -156,20 +157,19 @@ def test_tiles_and_text_are_those_of_hugging_faces_processor(splits: bool, root:
     folder = write_vision_folder(tmp_path / "smolvlm", "smolvlm")
     pixels.save_pretrained(str(folder))
     text, pictures = "<image>two<image>red", [picture(0, (32, 16)), picture(1, (16, 16))]
-    found = processor_for(folder, tokenizer)(text, pictures)
+    ids, images = processor_for(folder, tokenizer).expand(tokenizer(text)["input_ids"], pictures)
     theirs = Idefics3Processor(pixels, vision_tokenizer("smolvlm"), image_seq_len=4)(
         text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt"
     )
-    assert found.images is not None
-    assert list(found.ids) == theirs["input_ids"][0].tolist()
-    torch.testing.assert_close(found.images.tensors[PIXELS], theirs[PIXELS][0].float(), rtol=0, atol=0)
-    assert len(found.images.tensors[PIXELS]) > 2 if splits else 2
+    assert list(ids) == theirs["input_ids"][0].tolist()
+    torch.testing.assert_close(images.tensors[PIXELS], theirs[PIXELS][0].float(), rtol=0, atol=0)
+    assert len(images.tensors[PIXELS]) > 2 if splits else len(images.tensors[PIXELS]) == 2
 
 
-def test_texts_without_a_placeholder_for_each_image_are_refused(root: Path) -> None:
-    processor = processor_for(root / "smolvlm", vision_tokenizer("smolvlm"))
-    with pytest.raises(DatasetError, match="2 images, and its text 1 placeholders '<image>'"):
-        processor("<image>", [picture(0), picture(1)])
+def test_prompts_without_a_place_for_each_picture_are_refused(root: Path) -> None:
+    tokenizer = vision_tokenizer("smolvlm")
+    with pytest.raises(DatasetError, match="expected 2 places for pictures, got 1"):
+        processor_for(root / "smolvlm", tokenizer).expand(tokenizer("<image>")["input_ids"], [picture(0), picture(1)])
 
 
 def place(folder: Path, batch: BatchedDataDict) -> Microbatch:

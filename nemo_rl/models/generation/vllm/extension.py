@@ -25,9 +25,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from nemo_rl.config.generation import DROPS_WEIGHTS
 from nemo_rl.errors import WorkerError, name_some
 from nemo_rl.models.generation.interfaces import RankMemoryChange
-from nemo_rl.models.generation.states import DROPPED
 from nemo_rl.models.generation.vllm.adapters import WorkerAdapters
 from nemo_rl.models.generation.vllm.decoding import draw_by_position, force_rows
 from nemo_rl.models.generation.vllm.sites import VllmRecorder, VllmSites
@@ -273,12 +273,12 @@ class RefitExtension:
             return self._changed_from(before)
         # vLLM's own sleep does nothing here, so the memory of tensors that can be had again is freed under them.
         before = self._used_bytes()
-        weights = list(self.model_runner.get_model().parameters()) if level >= DROPPED else []
+        weights = list(self.model_runner.get_model().parameters()) if level >= DROPS_WEIGHTS else []
         self.put_aside = {"kv_cache": _storages(self.model_runner.kv_caches), "weights": _storages(weights)}
         for parts in self.put_aside.values():
             for storage, _ in parts:
                 storage.resize_(0)
-        note = "weights stay, they are on the CPU" if level < DROPPED else "packed copies of matrices stay"
+        note = "weights stay, they are on the CPU" if level < DROPS_WEIGHTS else "packed copies of matrices stay"
         return self._changed_from(before, note)
 
     def wake(self, tag: str) -> RankMemoryChange:

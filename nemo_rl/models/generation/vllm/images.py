@@ -18,17 +18,12 @@ from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems,
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
 from nemo_rl.models.generation.rows import RowRequest
+from nemo_rl.models.generation.vllm.start import VISION_MODELS
 from nemo_rl.models.vision import GRID, PIXELS, VisionFamily
 
-__all__ = ["MODELS", "image_prompt", "use_tensors"]
+__all__ = ["image_prompt", "use_tensors"]
 
 IMAGE = "image"
-MODELS: Mapping[str, str] = {
-    # vLLM's own Qwen2.5-VL imports an image processor that needs torchvision; this one wraps the Hugging Face model.
-    "qwen2_5_vl": "vllm.model_executor.models.transformers:TransformersMultiModalForCausalLM",
-    "smolvlm": "vllm.model_executor.models.smolvlm:SmolVLMForConditionalGeneration",
-}
-"""Model type -> the class of vLLM that serves it."""
 NO_PICTURES = "images come as tensors, never as pictures"
 
 
@@ -64,8 +59,8 @@ class TensorProcessor(BaseMultiModalProcessor[TensorProcessingInfo]):
 
 def use_tensors(kind: str) -> None:
     """Let vLLM's model of this type take tensors in this process: of vLLM's scheduler, or of a rank."""
-    module, _, name = MODELS[kind].partition(":")
-    served = vars(importlib.import_module(module))[name]
+    module, _, name = VISION_MODELS[kind][1].partition(":")
+    served = vars(importlib.import_module(f"vllm.model_executor.models.{module}"))[name]
     register = MULTIMODAL_REGISTRY.register_processor(
         TensorProcessor, info=TensorProcessingInfo, dummy_inputs=TensorDummyInputs
     )

@@ -155,7 +155,7 @@ def engine_arguments(spec: EngineSpec) -> EngineArguments:
     family = _vision_of(config)
     if family is not None:
         # Images come as tensors: nothing is made of pictures, neither examples to profile memory with.
-        found |= {"skip_mm_profiling": True, "mm_processor_cache_gb": 0, "model_impl": IMPLEMENTATION[family.kind]}
+        found |= {"skip_mm_profiling": True, "mm_processor_cache_gb": 0, "model_impl": VISION_MODELS[family.kind][0]}
         found["worker_extension_cls"] = VISION_EXTENSION
     found |= generation.vllm_kwargs
     if spec.continuous:
@@ -182,8 +182,12 @@ def _adapter_arguments(config: PolicyConfig, slots: int, *, use_gpu: bool) -> En
     }
 
 
-IMPLEMENTATION: Mapping[str, str] = {"qwen2_5_vl": "transformers", "smolvlm": "vllm"}
-"""Model type -> vLLM's implementation of it: its own Qwen2.5-VL cannot be imported without torchvision."""
+VISION_MODELS: Mapping[str, tuple[str, str]] = {
+    # vLLM's own Qwen2.5-VL imports an image processor that needs torchvision; this one wraps the Hugging Face model.
+    "qwen2_5_vl": ("transformers", "transformers:TransformersMultiModalForCausalLM"),
+    "smolvlm": ("vllm", "smolvlm:SmolVLMForConditionalGeneration"),
+}
+"""Model type -> vLLM's `model_impl`, and the class that serves it, in `vllm.model_executor.models`."""
 KWARGS = "policy.generation.vllm_kwargs"
 LEAST_TEMPERATURE = 0.01
 """vLLM samples at this one where a smaller one is asked for; 0 is greedy."""

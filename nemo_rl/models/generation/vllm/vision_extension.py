@@ -7,11 +7,12 @@ tensors.
 from __future__ import annotations
 
 from nemo_rl.models.generation.vllm.extension import RefitExtension
-from nemo_rl.models.generation.vllm.images import MODELS, use_tensors
+from nemo_rl.models.generation.vllm.images import use_tensors
+from nemo_rl.models.generation.vllm.start import VISION_MODELS
 
 __all__ = ["VisionRefitExtension"]
 
-for _kind in MODELS:
+for _kind in VISION_MODELS:
     use_tensors(_kind)
 
 
