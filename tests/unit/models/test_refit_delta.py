@@ -177,6 +177,8 @@ def test_versions_follow_each_other_in_both_kinds_of_engine(sizes: list[int], bo
         assert taken.keys() == weights.keys()
         assert all(torch.equal(taken[name], weight) for name, weight in weights.items())
         assert sender.version == tensors.version == staging.version == version
+        # What the next delta builds on; from another base it could still be right by chance.
+        assert all(torch.equal(sender.weight(slot, device="cpu"), w) for slot, w in enumerate(weights.values()))
 
 
 def test_a_base_is_held_only_while_it_is_whole() -> None:
