@@ -169,10 +169,10 @@ def taught_row(problem: ShapeProblem, encode: VisionProcessor, tokenizer: PreTra
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
     )
-    found = encode(str(text), [Image.open(io.BytesIO(problem.picture))])
-    assert found.images is not None
+    ids = tokenizer.encode(str(text), add_special_tokens=False)
+    prompt, images = encode.expand(ids, [Image.open(io.BytesIO(problem.picture))])
     answer = (*tokenizer.encode(problem.answer, add_special_tokens=False), int(tokenizer.eos_token_id))
-    return TaughtRow(prompt=found.ids, answer=answer, images=found.images)
+    return TaughtRow(prompt=prompt, answer=answer, images=images)
 
 
 def warm_start(
