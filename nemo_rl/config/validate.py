@@ -114,7 +114,10 @@ def _template_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
 def rule_images_need_single_turns_and_dtensor(config: MasterConfig) -> list[str]:
     if not config.data.has_images:
         return []
-    key = "data.train.image_key" if config.data.train.image_key is not None else "data.train.dataset_name"
+    data = config.data
+    sources = {"data.train": data.train, **{data.held_out_key(name): source for name, source in data.held_out.items()}}
+    where, source = next((where, source) for where, source in sources.items() if source.has_images)
+    key = f"{where}.{'dataset_name' if source.image_key is None else 'image_key'}"
     lines = []
     if config.experience.conversation.enabled:
         lines.append(f"{key}: prompts have images, and conversations are of text alone; leave one of them out")
@@ -355,21 +358,19 @@ def rule_env_vars_need_processes(config: MasterConfig) -> list[str]:
 
 
 _SECTIONS = (
-    *(
-        async_grpo,
-        conversation,
-        data_plane,
-        diagnostics,
-        distillation,
-        dtensor,
-        evaluation,
-        generation,
-        lora,
-        loss,
-        megatron,
-        policy,
-        rewards,
-    ),
+    async_grpo,
+    conversation,
+    data_plane,
+    diagnostics,
+    distillation,
+    dtensor,
+    evaluation,
+    generation,
+    lora,
+    loss,
+    megatron,
+    policy,
+    rewards,
     router_replay,
     vision,
 )

@@ -91,7 +91,11 @@ class Prompt:
     @property
     def identity(self) -> str:
         """Return what tells prompts apart: equal texts with other pictures are other prompts."""
-        return "\0".join((self.text, *(picture.digest for picture in self.pictures)))
+        return _identity(self.text, self.pictures)
+
+
+def _identity(text: str, pictures: Sequence[Picture]) -> str:
+    return "\0".join((text, *(picture.digest for picture in pictures)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,7 +291,7 @@ class _PromptReader:
             return
         try:
             pictures = self._pictures(raw)
-            if "\0".join((text, *(picture.digest for picture in pictures))) in self._exclude:
+            if _identity(text, pictures) in self._exclude:
                 self.num_overlap += 1
                 return
             prompt = self._prompt(raw, text, place, pictures)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
@@ -37,21 +36,17 @@ class ShapeProblem:
     """PNG."""
 
 
-def shape_problems(
-    n: int, *, seed: int, cells: int = 2, most: int = 4, task: str = "count", exclude: Collection[str] = frozenset()
-) -> list[ShapeProblem]:
+def shape_problems(n: int, *, seed: int, cells: int = 2, most: int = 4, task: str = "count") -> list[ShapeProblem]:
     """Draw `n` problems.
 
     Args:
         cells: cells along each side of the picture; one holds a shape or nothing.
         most: most shapes of a picture.
         task: `count`: how many shapes there are; `name`: which kind and color the only shape has.
-        exclude: unused: equal questions are asked about other pictures.
 
     Raises:
         DatasetError: shapes do not fit, or the task is unknown.
     """
-    del exclude
     if task not in TASKS:
         raise DatasetError(f"shapes: expected a task of {', '.join(TASKS)}, got {task!r}; correct data.*.options")
     if not 1 <= cells <= 16 or not 1 <= most <= cells * cells:

@@ -52,10 +52,12 @@ def sliding_puzzle_prompts(cfg: DatasetConfig, where: str, exclude: Collection[s
 
 
 def shapes_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    # Equal questions are asked about other pictures.
+    del exclude
     options = {name: value for name, value in cfg.options.items() if name != "task"}
     task = cfg.options.get("task", "count")
     numbers = _integer_options(cfg.model_copy(update={"options": options}), where)
-    for problem in shapes.shape_problems(cfg.size or 0, seed=cfg.seed, task=str(task), exclude=exclude, **numbers):
+    for problem in shapes.shape_problems(cfg.size or 0, seed=cfg.seed, task=str(task), **numbers):
         yield RawPrompt(text=problem.prompt, answer=problem.answer, metadata={}, images=problem.picture)
 
 

@@ -192,6 +192,27 @@ class VisionFamily(ABC):
             feature_L=feature_L, position_3L=self.positions(row, place_F[first].tolist(), length=len(ids_L))
         )
 
+    def places_of_rows(
+        self, rows: Sequence[RowTensors], ids: Sequence[torch.Tensor], at: Sequence[slice], position_nW: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return features and positions of rows that are laid out `[n, W]`: `[n, W]` the number of the feature among
+        those of all rows, -1 at text, and `[3, n, W]`, or None where the model counts tokens.
+
+        Args:
+            ids: of each row, without padding.
+            at: the columns of each row.
+            position_nW: positions where no row lies.
+        """
+        feature_nW, position_3nW = torch.full_like(position_nW, -1), position_nW.repeat(AXES, 1, 1)
+        first, has_axes = 0, False
+        for number, (row, ids_L, columns) in enumerate(zip(rows, ids, at, strict=True)):
+            places = self.places(ids_L, row)
+            feature_nW[number, columns] = torch.where(places.feature_L >= 0, places.feature_L + first, -1)
+            first += sum(self.features_of(row))
+            if places.position_3L is not None:
+                position_3nW[:, number, columns], has_axes = places.position_3L, True
+        return feature_nW, position_3nW if has_axes else None
+
     def embed(
         self, model: PreTrainedModel, ids_ns: torch.Tensor, feature_ns: torch.Tensor, rows: Sequence[RowTensors]
     ) -> torch.Tensor:

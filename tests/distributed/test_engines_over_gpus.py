@@ -31,7 +31,7 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.weight_sync.base import RefitParties
 from nemo_rl.models.weight_sync.factory import BroadcastWeightSync, PayloadWeightSync, receipt_spec
-from tests.helpers.engine_process import NO_VLLM, has_vllm, policy_of, train
+from tests.helpers.engine_process import NO_VLLM, has_vllm, names_left, policy_of, train
 from tests.helpers.logical_gpus import NOTES, build_on_logical_gpus, rank_notes
 from tests.helpers.model_families import write_moe
 from tests.helpers.runs import write_recipe
@@ -144,6 +144,7 @@ def test_the_ranks_of_an_engine_stand_beside_neighbouring_policy_workers_of_one_
         bundles = note["bundles"]
         assert bundles in ([0, 1], [2, 3])
         assert (note["node"], note["gpu"]) == opened.policy_places[bundles[int(str(note["rank"]))]]
+    assert names_left(*(int(str(note["pid"])) for note in notes)) == []
     assert len({node for node, _ in opened.policy_places}) == NODES
 
 

@@ -15,6 +15,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
+
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
@@ -53,8 +55,8 @@ class EngineProcess:
     Errors come back as ours, or as `RuntimeError` with their kind.
     """
 
-    def __init__(self, line: Connection) -> None:
-        self._line = line
+    def __init__(self, line: Connection, pid: int) -> None:
+        self._line, self.pid = line, pid
         self.refusals: list[str] = []
         """Errors of the policies that were tried first, with their kind in front."""
 
@@ -69,6 +71,24 @@ class EngineProcess:
             return found
         error = from_record(found)
         raise error if type(error).__name__ == found["kind"] else RuntimeError(f"{found['kind']}: {found['text']}")
+
+
+def names_left(*pids: int) -> list[str]:
+    """Return the files of shared memory and sockets that would be left if processes and their descendants died now."""
+    below = [
+        process for process in map(psutil.Process, pids) for process in (process, *process.children(recursive=True))
+    ]
+    memory = {
+        line.split(maxsplit=5)[5]
+        for each in below
+        for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines()
+        if "/dev/shm/" in line
+    }
+    sockets = {bound.laddr for each in below for bound in each.net_connections(kind="unix") if bound.laddr}
+    assert memory and sockets, "the ranks of an engine share memory, and have sockets"
+    # Of Ray and of the pipe to this process.
+    others = ("/ray/", "/pymp-")
+    return sorted(name for name in memory | sockets if Path(name).exists() and not any(map(name.count, others)))
 
 
 @contextmanager
@@ -89,7 +109,8 @@ def vllm_process(
     process = context.Process(target=_serve, args=(there, policy, tuple(refused), build), daemon=False)
     process.start()
     there.close()
-    child = EngineProcess(here)
+    assert process.pid is not None
+    child = EngineProcess(here, process.pid)
     try:
         child.refusals = [str(child.answer()) for _ in refused]
         child.answer()

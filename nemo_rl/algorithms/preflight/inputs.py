@@ -423,7 +423,10 @@ def check_teacher(subject: Subject) -> list[str]:
     if not config.loss_fn.distillation.enabled:
         return []
     teacher = teacher_policy(config)
-    check_policy_fits(teacher)
+    try:
+        check_policy_fits(teacher)
+    except ConfigError as error:
+        return [f"{TEACHER}: as a policy of its own: {line}" for line in error.problems]
     sizes = [decoder_sizes(load_model_config(each.model_name))["vocab_size"] for each in (config.policy, teacher)]
     lines, top_k = [], config.loss_fn.distillation.top_k
     if top_k > min(sizes):

@@ -92,7 +92,6 @@ def probe_engine(spec: RankSpec, work: RankWork, prompt: int | None) -> RankResu
     with boundary(UserError, f"engine={name}"):
         engine = build(spec=EngineSpec(policy=work.policy, use_gpu=work.use_gpu, weight_version=0, record=work.record))
     try:
-        # Rows of one length of prompts: half of a row is another number for each.
         cuts = [min(len(ids) - 1, prompt or max(1, len(ids) // 2)) for ids in work.rows.ids]
         responses = tuple(ids[cut:] for ids, cut in zip(work.rows.ids, cuts, strict=True))
         request = GenerationRequest(

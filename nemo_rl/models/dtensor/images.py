@@ -42,20 +42,14 @@ def place_images(
     extras = {column.name: micro.inputs.extras.get(column.name, ()) for column in family.columns}
     inputs = micro.inputs
     width = micro.ids_nt.shape[1]
-    feature_rt = micro.ids_nt.new_full((max(1, len(micro.rows)), width), -1)
-    position_3rt = torch.arange(width, device=feature_rt.device).repeat(3, len(feature_rt), 1)
-    first, has_positions = 0, False
-    for place, (row, length) in enumerate(zip(row_tensors(extras), micro.lengths, strict=True)):
-        ids_L = micro.ids_nt[place, :length]
+    rows, spans = list(row_tensors(extras)), [slice(length) for length in micro.lengths]
+    ids = [row_ids[span] for row_ids, span in zip(micro.ids_nt, spans, strict=True)]
+    for name, row, ids_L in zip(names, rows, ids, strict=True):
         problem = family.row_problem(ids_L, row)
         if problem is not None:
-            raise ValueError(f"images of {names[place]}: {problem}")
-        places = family.places(ids_L, row)
-        count = sum(family.features_of(row))
-        feature_rt[place, :length] = torch.where(places.feature_L >= 0, places.feature_L + first, -1)
-        first += count
-        if places.position_3L is not None:
-            position_3rt[:, place, :length], has_positions = places.position_3L, True
+            raise ValueError(f"images of {name}: {problem}")
+    counted_rt = torch.arange(width, device=micro.ids_nt.device).repeat(max(1, len(rows)), 1)
+    feature_rt, position_3rt = family.places_of_rows(rows, ids, spans, counted_rt)
     is_none_ns = inputs.row_ns < 0
     at = inputs.row_ns.clamp(min=0), inputs.column_ns
     return replace(
@@ -64,6 +58,6 @@ def place_images(
             inputs,
             extras=extras,
             feature_ns=feature_rt[at].masked_fill(is_none_ns, -1),
-            position_ids=position_3rt[:, at[0], at[1]] if has_positions else inputs.position_ids,
+            position_ids=inputs.position_ids if position_3rt is None else position_3rt[:, at[0], at[1]],
         ),
     )

@@ -26,7 +26,7 @@ from nemo_rl.models.loading import named_weights
 from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan
 from nemo_rl.models.weight_sync.receipt import Answer, make_probe
 from tests.helpers.case_selection import num_examples
-from tests.helpers.engine_process import NO_VLLM, EngineProcess, has_vllm, vllm_policy, vllm_process
+from tests.helpers.engine_process import NO_VLLM, EngineProcess, has_vllm, names_left, vllm_policy, vllm_process
 from tests.helpers.model_families import moe_model, write_moe
 from tests.helpers.tiny_model import tiny_policy
 
@@ -176,6 +176,7 @@ def test_many_cycles_of_the_embedded_engine_leave_no_memory_behind(embedded: InP
 @pytest.mark.slow
 def test_two_ranks_that_sleep_sample_and_prove_what_one_does(vllm_ranks: EngineProcess, embedded: InProcess) -> None:
     assert vllm_ranks("weight_version") == -1
+    assert names_left(vllm_ranks.pid) == []
     _refit(vllm_ranks, moe_model(seed=1), version=0)
     first = vllm_ranks("answer_receipt", probe=PROBE)
     expected, digests = _sampled(vllm_ranks), vllm_ranks("fingerprints")

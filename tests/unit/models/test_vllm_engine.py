@@ -19,7 +19,7 @@ from nemo_rl.models.loading import named_weights
 from nemo_rl.models.weight_sync.buckets import BucketFiller, DeltaRefit, RefitPlan
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
-from tests.helpers.engine_process import NO_VLLM, EngineProcess, has_vllm, vllm_policy, vllm_process
+from tests.helpers.engine_process import NO_VLLM, EngineProcess, has_vllm, names_left, vllm_policy, vllm_process
 from tests.helpers.model_families import (
     biased_model,
     dense_model,
@@ -290,8 +290,8 @@ def test_ranks_of_one_engine_receive_every_refit_and_a_lost_one_is_the_loss_of_t
             _check_without_routes(child, model)
         expected = fingerprints((name, weight.float()) for name, weight in _weights(model))
         assert child("fingerprints") == expected
-        below = [each for child_of_ours in psutil.Process().children() for each in child_of_ours.children()]
-        victim = next(each for each in below if each.memory_info().rss > 200 << 20)
+        assert names_left(child.pid) == []
+        victim = next(each for each in psutil.Process(child.pid).children() if each.memory_info().rss > 200 << 20)
         victim.kill()
         with pytest.raises(RuntimeError, match="WorkerLost: .* a rank of generation engine 0 has died"):
             _check_without_routes(child, model)

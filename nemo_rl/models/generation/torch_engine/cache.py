@@ -154,16 +154,11 @@ def _with_images(
         {name: tensor.to(passed.ids_PW.device) for name, tensor in tensors.items()}
         for tensors in (family.empty_row() if images is None else images.tensors for images in passed.images)
     ]
-    feature_PW = torch.full_like(passed.ids_PW, -1)
-    position_3PW, has_axes, first = position_PW.repeat(3, 1, 1), False, 0
-    for slot, (row, length) in enumerate(zip(rows, passed.mask_PW.sum(1).tolist(), strict=True)):
-        places = family.places(passed.ids_PW[slot, -length:], row)
-        feature_PW[slot, -length:] = torch.where(places.feature_L >= 0, places.feature_L + first, -1)
-        first += sum(family.features_of(row))
-        if places.position_3L is not None:
-            position_3PW[:, slot, -length:], has_axes = places.position_3L, True
+    spans = [slice(-length, None) for length in passed.mask_PW.sum(1).tolist()]
+    ids = [slot_ids[span] for slot_ids, span in zip(passed.ids_PW, spans, strict=True)]
+    feature_PW, position_3PW = family.places_of_rows(rows, ids, spans, position_PW)
     embeds = family.embed(model, passed.ids_PW, feature_PW, rows)
-    return {"inputs_embeds": embeds}, position_3PW if has_axes else position_PW
+    return {"inputs_embeds": embeds}, position_PW if position_3PW is None else position_3PW
 
 
 def _to_width(value: torch.Tensor, width: int, *, dim: int) -> torch.Tensor:

@@ -45,7 +45,7 @@ from nemo_rl.models.generation.rows import RowRequest, check_images, rows_of
 from nemo_rl.models.generation.states import EngineStates
 from nemo_rl.models.generation.turn_batch import ContinuousSpec, TurnRow
 from nemo_rl.models.generation.vllm.adapters import VllmAdapters
-from nemo_rl.models.generation.vllm.extension import expected_weights, one_answer, same_on_all_ranks
+from nemo_rl.models.generation.vllm.extension import expected_weights, one_answer, remove_names, same_on_all_ranks
 from nemo_rl.models.generation.vllm.images import use_tensors
 from nemo_rl.models.generation.vllm.start import EngineArguments, engine_arguments
 from nemo_rl.models.generation.vllm.turns import FORCED, VllmTurns
@@ -398,6 +398,8 @@ def _start(arguments: EngineArguments, config: PolicyConfig) -> vllm.LLM:
             # Kernels refuse a model when they first run.
             first = vllm.SamplingParams(temperature=0, max_tokens=2, logprobs=0)
             llm.generate({"prompt_token_ids": [0]}, first, use_tqdm=False)
+            llm.collective_rpc("remove_names")
+            remove_names()
             return llm
         except ValueError as error:
             if "memory" not in str(error).lower():

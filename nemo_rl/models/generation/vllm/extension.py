@@ -10,15 +10,22 @@ Invariant: between `begin_reload` and `finish_reload` nothing may be generated.
 
 from __future__ import annotations
 
+import gc
+import os
+import re
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import psutil
 import torch
 from transformers import PreTrainedModel
+from vllm import envs
 from vllm.config import set_current_vllm_config
+from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -45,6 +52,7 @@ __all__ = [
     "WeightLoader",
     "expected_weights",
     "one_answer",
+    "remove_names",
     "same_on_all_ranks",
 ]
 
@@ -235,6 +243,35 @@ def one_answer(of_ranks: Sequence[int], *, what: str) -> int:
     return of_ranks[0]
 
 
+SHARED_BY_RANKS = re.compile(r"/dev/shm/\S*-cpushm_\d+$")
+"""Memory by which vLLM's ranks on CPUs exchange tensors, among the mappings of a process."""
+MET_BY = "VLLM_DIST_IDENT"
+"""Variable of a rank on CPUs: the name of the file by which the ranks have met, or a port."""
+
+
+def remove_names() -> None:
+    """Remove the names of the shared memory, the sockets and the file of vLLM that this process has open: what they
+    name ends with the processes of the engine, however they end. All of them have opened theirs when they have answered
+    once."""
+    # vLLM hides what it has made at its start from the garbage collector.
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    queues = [each for each in gc.get_objects() if type(each) is ShmRingBuffer and each.is_creator]
+    if is_frozen:
+        gc.freeze()
+    for queue in queues:
+        queue.shared_memory.unlink()
+        queue.is_creator = False
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    names = [found[0] for line in maps if (found := SHARED_BY_RANKS.search(line))]
+    bound = (each.laddr for each in psutil.Process().net_connections(kind="unix"))
+    names += [name for name in bound if os.path.dirname(name) == envs.VLLM_RPC_BASE_PATH]
+    if MET_BY in os.environ:
+        names.append(f"{tempfile.gettempdir()}/{os.environ[MET_BY]}")
+    for name in names:
+        Path(name).unlink(missing_ok=True)
+
+
 COLUMNS = 8
 """Columns of a packed weight that are compared, at least, where it has as many."""
 
@@ -264,6 +301,10 @@ class RefitExtension:
     rank_refit: RankRefit
     put_aside: dict[str, list[tuple[torch.UntypedStorage, int]]]
     """Memory that was freed on a CPU, with its size, by vLLM's tags."""
+
+    def remove_names(self) -> None:
+        """Remove the names of shared memory, as `remove_names` does."""
+        remove_names()
 
     def free_memory(self, level: int) -> RankMemoryChange:
         """Free caches, and with level 2 weights; with level 1 weights go to the CPU."""

@@ -93,23 +93,15 @@ class VllmSites(TapList):
 
     def _attention(self, number: int, attention: Any) -> None:
         sizes = (attention.q_size, attention.kv_size, attention.kv_size)
-        key_heads = DimSplit(index=self._rank, count=self._size)
-        if attention.total_num_kv_heads < self._size:
-            # Ranks share a head of keys and values; the first of them shows it.
-            copies = self._size // attention.total_num_kv_heads
-            key_heads = DimSplit(index=self._rank // copies, count=attention.total_num_kv_heads)
+        # Ranks may share a head of keys and values; the first of them shows it.
+        copies = max(1, self._size // attention.total_num_kv_heads)
+        heads = DimSplit(index=self._rank, count=self._size)
+        key_heads = DimSplit(index=self._rank // copies, count=self._size // copies)
         for place, kind in enumerate((SiteKind.ATTN_Q, SiteKind.ATTN_K, SiteKind.ATTN_V)):
-            is_key = place > 0
-            if is_key and attention.total_num_kv_heads < self._size and self._rank % copies:
-                continue
-            self.add(
-                kind,
-                number,
-                at_output(attention.qkv_proj, _part(sizes, place)),
-                split=key_heads if is_key else DimSplit(index=self._rank, count=self._size),
-            )
-        whole = DimSplit(index=self._rank, count=self._size)
-        self.add(SiteKind.ATTN_CONTEXT, number, at_input(attention.o_proj), split=whole)
+            if kind is SiteKind.ATTN_Q or self._rank % copies == 0:
+                split = heads if kind is SiteKind.ATTN_Q else key_heads
+                self.add(kind, number, at_output(attention.qkv_proj, _part(sizes, place)), split=split)
+        self.add(SiteKind.ATTN_CONTEXT, number, at_input(attention.o_proj), split=heads)
         self.add(SiteKind.ATTN_OUT, number, at_output(attention))
 
     def _mlp(self, number: int, mlp: torch.nn.Module) -> None:

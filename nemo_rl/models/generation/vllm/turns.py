@@ -41,7 +41,7 @@ STOPPED, CUT = "stop", "length"
 def row_params(
     sampling: SamplingParams, row: RowRequest, *, replays: bool, key: str | None = None
 ) -> vllm.SamplingParams:
-    """Stop are those of the request alone, whatever the model's own files say.
+    """Return vLLM's parameters of a row, which stops where the request says, whatever the model's own files say.
 
     Args:
         replays: whether vLLM replays given responses by itself, as its second model runner does.
