@@ -104,3 +104,14 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(
         preflight(config)
     assert "its tokenizer has other tokens than the policy's" in str(refused.value)
     assert f"expected at most {VOCAB}, got {VOCAB + 1}" in str(refused.value)
+
+
+def test_a_teacher_that_cannot_run_in_its_layout_is_named_as_the_teacher(
+    tmp_path: Path, models: tuple[Path, Path]
+) -> None:
+    layout = {"tensor_parallel_size": 3, "num_workers": 3}
+    config = load_recipe(recipe_of(tmp_path, models, **layout), {"cluster.launcher": "ray", "data_plane.impl": "ray"})
+    with pytest.raises(
+        UserError, match=r"^loss_fn\.distillation\.teacher\.model_name: as a policy of its own: .* by 3;"
+    ):
+        preflight(config)

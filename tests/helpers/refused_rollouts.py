@@ -281,6 +281,10 @@ REFUSED_COLUMNS: Refused = {
             (*IMAGES, "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"),
             "data.train.image_key: prompts have images, and the Megatron worker has models of text alone",
         ),
+        (
+            (*TURNS, "data.validation.dataset_name=jsonl", "+data.validation.image_key=image"),
+            "data.validation.image_key: prompts have images, and conversations are of text alone",
+        ),
     ],
     "rule_generation_can_be_recorded": [
         (
