@@ -107,7 +107,8 @@ def groups_of_steps(log_dir: Path) -> dict[int, list[int]]:
 )
 def test_a_bound_of_0_is_the_synchronous_trainer_to_the_last_bit(tmp_path, model, experts, is_moe, changes):
     folder = experts if is_moe else model
-    saved = {**changes, "checkpointing.enabled": "true"}
+    # On a busy machine even a trivial reward has taken ten seconds, which only one of the runs counts.
+    saved = {**changes, "checkpointing.enabled": "true", "env.timeout_s": "60"}
     logs = train(tmp_path / "sync", folder, saved)
     also = train(tmp_path / "async", folder, {**saved, **ASYNC, "grpo.async.max_staleness": "0"})
     ours, theirs = logged_steps(also), logged_steps(logs)
