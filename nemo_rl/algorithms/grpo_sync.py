@@ -54,6 +54,7 @@ from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.deadlines import SaveDeadline
 from nemo_rl.utils.logger import REWARD_METRIC, VAL_REWARD_METRIC, Logger
+from nemo_rl.utils.memory import frozen_startup_objects
 from nemo_rl.utils.metrics import Timer, values
 from nemo_rl.utils.panel import Panel, StepReport
 from nemo_rl.utils.rollout_file import ROLLOUTS
@@ -142,12 +143,8 @@ class GRPOTrainer:
             self.open_run()
             self._parts.panel.begin()
             self._check_time()
-            while not self._is_done() and not self._is_out_of_time:
-                interrupt.raise_if_received()
-                began = time.monotonic()
-                metrics = self._after_step(self.step())
-                self._deadline.step_took(time.monotonic() - began)
-                self._save_if_due(metrics)
+            with frozen_startup_objects():
+                self._steps()
         return RunSummary(
             first_reward=self._first_val_reward,
             last_reward=self._val_reward,
@@ -157,6 +154,14 @@ class GRPOTrainer:
             best_checkpoint=self._best_checkpoint(),
             is_out_of_time=self._is_out_of_time and not self._is_done(),
         )
+
+    def _steps(self) -> None:
+        while not self._is_done() and not self._is_out_of_time:
+            interrupt.raise_if_received()
+            began = time.monotonic()
+            metrics = self._after_step(self.step())
+            self._deadline.step_took(time.monotonic() - began)
+            self._save_if_due(metrics)
 
     def step(self) -> StepState:
         """Run one step, from rollout to optimizer update. No row of it is left in the data plane, also after an error.

@@ -237,6 +237,15 @@ class KVBatchMeta(Counted):
             raise SchemaMismatch(f"drop: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
         return self.subset(i for i in range(len(self.keys)) if i not in gone)
 
+    def tag_values(self, name: str) -> Sequence[TagValue]:
+        """Return one tag of every row; empty without tags.
+
+        Raises:
+            KeyError: a row lacks the tag.
+        """
+        table = self._tag_table()
+        return [] if table is None else table.values_of(name)
+
     def with_tags(self, columns: Mapping[str, Sequence[TagValue] | torch.Tensor | np.ndarray]) -> KVBatchMeta:
         """Add or replace tags, one value per row and name; numbers of torch and numpy become Python's."""
         where = f"partition {self.partition_id!r}"

@@ -147,7 +147,7 @@ class RolloutResult:
     @property
     def weight_versions(self) -> np.ndarray:
         """`[N]` int64, the version of the weights that sampled each row, by its tag."""
-        return np.asarray([tags[WEIGHT_VERSION] for tags in self.meta.tags or ()], dtype=np.int64)
+        return np.asarray(self.meta.tag_values(WEIGHT_VERSION), dtype=np.int64)
 
     def select(self, rows: Sequence[int]) -> RolloutResult:
         """The rows at `rows`, in that order; the metrics stay those of the whole rollout."""

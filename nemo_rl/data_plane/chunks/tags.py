@@ -123,6 +123,17 @@ class TagTable(Sequence[Tags]):
     def __reduce__(self) -> tuple[object, ...]:
         return TagTable.from_plain, (self.plain(), self._size)
 
+    def values_of(self, name: str) -> list[TagValue]:
+        """Return one tag's value per row.
+
+        Raises:
+            KeyError: a row lacks the tag.
+        """
+        values = self._columns[name] if self._size else []
+        if self._has_gaps and _ABSENT in values:
+            raise KeyError(name)
+        return values  # type: ignore[return-value]
+
     def columns(self) -> Iterator[tuple[str, list[bool] | None, list[TagValue]]]:
         """Yield each tag's name, the rows that have it (None: all) and their values."""
         for name, values in self._columns.items():
@@ -189,9 +200,11 @@ def plain_column(name: str, values: object, *, where: str) -> list[TagValue]:
         values = values.tolist()
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise SchemaMismatch(f"{where}: tag {name!r}: expected one value per row, got {values!r}")
-    plain = [_as_number(value) for value in values]
-    for i, value in enumerate(plain):
-        _check(name, value, f"{where}: tag {name!r} of row {i}")
+    plain: list[object] = list(values)
+    if type(name) is not str or not set(map(type, plain)) <= _PRIMITIVES:
+        plain = [_as_number(value) for value in plain]
+        for i, value in enumerate(plain):
+            _check(name, value, f"{where}: tag {name!r} of row {i}")
     return plain  # type: ignore[return-value]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from benchmarks.common import check_figures
 from benchmarks.driver_step import HOLDS, PARTS, DriverSample, figures_of, main
+from nemo_rl.utils.memory import frozen_startup_objects
 
 
 def sample(rows: int, ms: float) -> DriverSample:
@@ -16,12 +18,22 @@ def sample(rows: int, ms: float) -> DriverSample:
 
 
 def test_figures_are_medians_of_the_sums_and_every_bound_can_be_missed() -> None:
-    quick = [sample(2048, 1.0), sample(2048, 2.0), sample(2048, 90.0), sample(16384, 100.0)]
+    quick = [sample(2048, 1.0), sample(2048, 2.0), sample(2048, 90.0), sample(16384, 20.0)]
     figures = figures_of(quick)
-    assert figures == {"driver_ms_2048": 2.0 * len(PARTS), "driver_ms_16384": 100.0 * len(PARTS)}
+    assert figures["driver_ms_2048"] == 2.0 * len(PARTS) and figures["driver_ms_16384"] == 20.0 * len(PARTS)
+    assert figures["driver_p95_vs_median_2048"] > 30 and figures["driver_p95_vs_median_16384"] == 1.0
     assert check_figures(figures, HOLDS) == []
-    slow = check_figures(figures_of([sample(2048, 26.0), sample(16384, 170.0)]), HOLDS)
+    uneven = [sample(2048, 26.0), sample(16384, 40.0), sample(16384, 40.0), sample(16384, 90.0)]
+    slow = check_figures(figures_of(uneven), HOLDS)
     assert [line.split(":")[0] for line in slow] == list(HOLDS)
+
+
+def test_the_objects_of_the_start_are_frozen_in_the_block_alone() -> None:
+    start = [[] for _ in range(1000)]
+    with frozen_startup_objects():
+        assert gc.get_freeze_count() > len(start)
+        assert not any(each is start for each in gc.get_objects())
+    assert any(each is start for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("is_planned", [True, False])
