@@ -21,6 +21,7 @@ NemoRLError
 |   |-- LeaseExpired          a commit or a release under a claim that has ended
 |   |-- DataPlaneTimeout      a deadline passed; names partition, keys, fields, stage, owner and age
 |   |-- CapacityExceeded      the partition or the store is full
+|   |-- PayloadCorrupt        bytes of a row are not those that were put
 |   |-- PayloadLost           the process that held the bytes of these rows is gone; the data plane itself lives
 |   `-- DataPlaneClosed       the client, its ledger or its backend has ended
 `-- WorkerError               a worker failed: rank, stage and text of the root cause
@@ -55,6 +56,7 @@ __all__ = [
     "NemoRLError",
     "NonFiniteError",
     "PartitionNotFound",
+    "PayloadCorrupt",
     "PayloadLost",
     "PreflightError",
     "RecordingError",
@@ -212,6 +214,10 @@ class CapacityExceeded(DataPlaneError):
     """The partition or the payload store has no capacity for these rows."""
 
 
+class PayloadCorrupt(DataPlaneError):
+    """Bytes that were read are not those that were put: flipped, cut, exchanged or of another put."""
+
+
 class PayloadLost(DataPlaneError):
     """The process that held the bytes of these rows is gone; make them again."""
 
@@ -263,6 +269,7 @@ _BY_NAME: Mapping[str, type[NemoRLError]] = {
         KeysNotFound,
         LeaseExpired,
         PartitionNotFound,
+        PayloadCorrupt,
         PayloadLost,
         SchemaMismatch,
         VersionMismatch,

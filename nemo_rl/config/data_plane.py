@@ -60,6 +60,11 @@ class SimpleBackendConfig(Section):
     """Storage actors; each reserves one logical CPU, the controller one more."""
     placement: Literal["driver", "spread"] = "driver"
     """Place the storage units on the driver's node, or in turn on all nodes of the Ray cluster."""
+    chunk_bytes: PositiveInt = 4 << 20
+    """Rows of one put are freed together until they have so many bytes."""
+    block_bytes: PositiveInt = 10 << 10
+    """Target size of what a read moves at least, in bytes: smaller blocks move less that nobody asked for, and each
+    costs time."""
     send_recv_timeout_s: PositiveInt = 60
     """Limit of one transfer to a storage unit, in seconds (TransferQueue's own default is 200)."""
 
@@ -133,6 +138,9 @@ class DataPlaneConfig(Section):
     storage_capacity: StorageCapacityConfig = Field(default_factory=StorageCapacityConfig)
     chunk_bytes: PositiveInt = 128 * 1024
     """Target size of one chunk; a larger row is a chunk of its own."""
+    checksums: bool | None = None
+    """Check at each read that the bytes are those that were put, by a checksum of each column of a chunk in the ledger.
+    Null checks over TransferQueue and Mooncake, whose bytes pass sockets, and not over shared memory and Ray."""
     fetch_policy: FetchPolicy = "auto"
     """The ranks that read the rows that tensor and context parallel ranks share: `leader_broadcast` (one of them, which
     sends them on), `independent` (each for itself), `auto` (the leader, where ranks share rows)."""
@@ -158,6 +166,11 @@ class DataPlaneConfig(Section):
     @property
     def is_queue_on_mooncake(self) -> bool:
         return self.impl == "transfer_queue" and self.backend == "mooncake_cpu"
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether chunks are put with checksums."""
+        return self.impl in ("transfer_queue", "mooncake") if self.checksums is None else self.checksums
 
     def resolved(self, *, has_actors: bool) -> DataPlaneConfig:
         """Return the section with a named `impl`.

@@ -1,4 +1,4 @@
-"""Encodes rows as chunk payloads, and decodes them.
+"""Encodes rows as chunks; `chunks.reader` reads them.
 
 A chunk holds consecutive rows of one put and one family and describes itself, so a payload is never empty and can be
 read by itself:
@@ -8,22 +8,27 @@ read by itself:
 The header names each column, its dtype, its trailing dims and which table of row lengths it uses. Rows are jagged:
 no padding is ever encoded. A chunk travels as parts (header, columns): encoding copies nothing, a store copies each
 byte once, and so does reading. Neither direction has a loop over rows.
+
+For a store that moves whole payloads, a chunk is cut into blocks of consecutive rows, each stored by itself, and the
+ledger keeps its header: a reader of some rows moves their blocks alone.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
+from typing import TypeAlias
 
 import msgpack
 import numpy as np
 import torch
+import xxhash
 
-from nemo_rl.data_plane.chunks.columns import FlatColumn, Lengths, torch_dtype
-from nemo_rl.data_plane.chunks.dense import Bytes, lay_end_to_end, pad_rows
+from nemo_rl.data_plane.chunks.columns import FlatColumn, Lengths
+from nemo_rl.data_plane.chunks.dense import Bytes
 from nemo_rl.data_plane.chunks.ragged import (
     materialize,
     pack_per_token_field,
@@ -31,27 +36,28 @@ from nemo_rl.data_plane.chunks.ragged import (
     to_nested_by_length,
 )
 from nemo_rl.data_plane.interfaces import Parts
-from nemo_rl.data_plane.schema import FieldSpec
+from nemo_rl.data_plane.keys import block_ids
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.jagged import stack_or_nest
 
 __all__ = [
-    "ChunkReader",
+    "ChunkForm",
     "EncodedChunk",
-    "GatheredColumn",
+    "checksum",
     "encode_rows",
-    "gather",
-    "gather_padded",
     "join",
     "materialize",
     "pack_per_token_field",
     "response_from_nested",
+    "split_head",
     "stack_or_nest",
+    "starts_of",
     "to_nested_by_length",
 ]
 
-Run = Sequence[int]
-"""`[chunk, first row, rows]`."""
+ChunkForm: TypeAlias = Mapping[str, bytes]
+"""What the ledger keeps of a chunk for its readers: `checksums` (uint64, of the header, then of each column block by
+block), and of a chunk in blocks its `head` and `cuts` (uint32: first row of each block, and the number of rows)."""
 
 _MAGIC = b"NRL1"
 _PREFIX = struct.Struct("<4sI")
@@ -59,28 +65,95 @@ _PREFIX = struct.Struct("<4sI")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedChunk:
-    """A payload and what the ledger needs to know about it."""
+    """A chunk and what the ledger needs to know about it."""
 
     family: str
     fields: tuple[str, ...]
     first: int
     """First row of the put in this chunk."""
     rows: int
-    parts: Parts
-    """Header, then the columns; views of the columns' own memory."""
-    sizes: tuple[int, ...]
-    """Bytes of each field."""
+    head: memoryview
+    columns: tuple[memoryview, ...]
+    """Views of the columns' own memory."""
     row_sizes: Mapping[str, bytes]
     """uint64 bytes of each row, of the fields whose rows differ in size."""
+    cuts: Sequence[int] = ()
+    """First row of each block, and the number of rows; empty for a chunk that is stored whole."""
+    offsets: Sequence[Sequence[int]] = ()
+    """Of each column, the byte at each cut."""
+    has_checksums: bool = False
+
+    @property
+    def parts(self) -> Parts:
+        """Header, then the columns."""
+        return [self.head, *self.columns]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each field."""
+        return tuple(column.nbytes for column in self.columns)
 
     @property
     def nbytes(self) -> int:
-        return self.parts[0].nbytes + sum(self.sizes)
+        return self.head.nbytes + sum(self.sizes)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are stored by themselves; 0 for a chunk that is stored whole."""
+        return max(len(self.cuts) - 1, 0)
+
+    def payloads(self, chunk_id: str) -> dict[str, Parts]:
+        """Return what goes to the store, by the ids under which it lies there."""
+        return dict(zip(block_ids(chunk_id), self._blocks() if self.cuts else [self.parts], strict=True))
+
+    def form(self) -> ChunkForm:
+        """Return what readers need besides the payloads; empty for a whole chunk without checksums."""
+        form: dict[str, bytes] = {}
+        if self.cuts:
+            form |= {"head": bytes(self.head), "cuts": np.array(self.cuts, dtype=np.uint32).tobytes()}
+        if self.has_checksums:
+            blocks = self._blocks() if self.cuts else [self.columns]
+            sums = [checksum(self.head), *(checksum(part) for block in blocks for part in block)]
+            form["checksums"] = np.array(sums, dtype=np.uint64).tobytes()
+        return form
+
+    def _blocks(self) -> list[Parts]:
+        by_column = [
+            [column[low:high] for low, high in pairwise(at)]
+            for column, at in zip(self.columns, self.offsets, strict=True)
+        ]
+        return list(zip(*by_column, strict=True))
 
 
 def join(parts: Parts) -> memoryview:
     """Return one chunk as one buffer of its own."""
-    return np.concatenate([_as_bytes(part) for part in parts]).data
+    return np.concatenate([np.frombuffer(part, dtype=np.uint8) for part in parts if part.nbytes] or [_NOTHING]).data
+
+
+_NOTHING: Bytes = np.empty(0, dtype=np.uint8)
+
+
+def checksum(content: memoryview) -> int:
+    """Return the 64-bit checksum of some bytes (XXH3, https://xxhash.com)."""
+    return xxhash.xxh3_64_intdigest(content)
+
+
+def split_head(parts: Parts) -> tuple[memoryview, Parts]:
+    """Return the header of a chunk and what lies behind it.
+
+    Raises:
+        SchemaMismatch: it is no chunk.
+    """
+    first = parts[0]
+    size = sum(part.nbytes for part in parts)
+    if first.nbytes < _PREFIX.size:
+        raise SchemaMismatch(f"a payload of {size} bytes is not a chunk")
+    magic, header_bytes = _PREFIX.unpack_from(first, 0)
+    at = _PREFIX.size + header_bytes
+    if magic != _MAGIC or at > first.nbytes:
+        raise SchemaMismatch(f"a payload of {size} bytes that starts with {bytes(magic)!r} is not a chunk")
+    behind = parts[1:] if len(parts) > 1 else [first[at:]]
+    return first[:at], behind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,8 +171,19 @@ class _ColumnBytes:
         return self.column.objects is not None or self.column.lengths is not None
 
 
-def encode_rows(columns: Mapping[str, FlatColumn], *, num_rows: int, chunk_bytes: int) -> list[EncodedChunk]:
-    """Return chunks of about `chunk_bytes` for each family; a larger row is a chunk of its own."""
+def encode_rows(
+    columns: Mapping[str, FlatColumn],
+    *,
+    num_rows: int,
+    chunk_bytes: int,
+    block_bytes: int | None = None,
+    has_checksums: bool = False,
+) -> list[EncodedChunk]:
+    """Return chunks of about `chunk_bytes` for each family; a larger row is a chunk of its own.
+
+    Args:
+        block_bytes: cuts the chunks into blocks of about so many bytes; None leaves them whole.
+    """
     families: dict[str, list[FlatColumn]] = {}
     for column in columns.values():
         families.setdefault(column.spec.family, []).append(column)
@@ -109,16 +193,22 @@ def encode_rows(columns: Mapping[str, FlatColumn], *, num_rows: int, chunk_bytes
         sources = [_as_source(column, num_rows, even) for column in members]
         totals = np.sum([source.starts for source in sources], axis=0)
         for first, stop in _split(totals, chunk_bytes):
-            parts = _encode_chunk(sources, first, stop)
+            cuts: list[int] = []
+            if block_bytes is not None:
+                cuts = [*(low for low, _ in _split(totals[first : stop + 1], block_bytes)), stop - first]
+            head, contents = _encode_chunk(sources, first, stop)
             chunks.append(
                 EncodedChunk(
                     family=family,
                     fields=tuple(column.spec.name for column in members),
                     first=first,
                     rows=stop - first,
-                    parts=parts,
-                    sizes=tuple(part.nbytes for part in parts[1:]),
+                    head=head,
+                    columns=contents,
                     row_sizes=_row_sizes(sources, first, stop),
+                    cuts=cuts,
+                    offsets=[(s.starts[first:][cuts] - s.starts[first]).tolist() for s in sources] if cuts else (),
+                    has_checksums=has_checksums,
                 )
             )
     return chunks
@@ -130,12 +220,12 @@ def _as_source(column: FlatColumn, num_rows: int, even: dict[int, Lengths]) -> _
         packed = [msgpack.packb(value, strict_types=True) for value in column.objects]
         sizes = np.fromiter((len(p) for p in packed), dtype=np.int64, count=num_rows)
         content: Bytes = np.frombuffer(b"".join(packed), dtype=np.uint8)
-        return _ColumnBytes(column=column, content=content, starts=_starts(sizes))
+        return _ColumnBytes(column=column, content=content, starts=starts_of(sizes))
     assert column.values is not None
     content = column.values.reshape(-1).view(torch.uint8).numpy()
     entry = column.values.element_size() * prod(column.trailing)
     if column.lengths is not None:
-        return _ColumnBytes(column=column, content=content, starts=_starts(column.lengths * entry))
+        return _ColumnBytes(column=column, content=content, starts=starts_of(column.lengths * entry))
     if entry not in even:
         even[entry] = np.arange(num_rows + 1, dtype=np.int64) * entry
     return _ColumnBytes(column=column, content=content, starts=even[entry])
@@ -146,7 +236,8 @@ def _row_sizes(sources: Sequence[_ColumnBytes], first: int, stop: int) -> dict[s
     return {name: sizes.astype(np.uint64).tobytes() for name, sizes in tables.items() if (sizes != sizes[0]).any()}
 
 
-def _starts(sizes: Lengths) -> Lengths:
+def starts_of(sizes: Lengths) -> Lengths:
+    """Return `[N + 1]` offsets of rows of these sizes that lie end to end."""
     starts = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=starts[1:])
     return starts
@@ -164,7 +255,8 @@ def _split(starts: Lengths, chunk_bytes: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def _encode_chunk(sources: Sequence[_ColumnBytes], first: int, stop: int) -> list[memoryview]:
+def _encode_chunk(sources: Sequence[_ColumnBytes], first: int, stop: int) -> tuple[memoryview, tuple[memoryview, ...]]:
+    """Return the header and the columns of some rows."""
     tables: list[bytes] = []
     described: list[list[object]] = []
     parts: list[memoryview] = []
@@ -182,151 +274,4 @@ def _encode_chunk(sources: Sequence[_ColumnBytes], first: int, stop: int) -> lis
                 tables.append(packed)
         described.append([column.spec.name, column.dtype, list(column.trailing), table, high - low])
     header = msgpack.packb({"rows": stop - first, "tables": tables, "columns": described})
-    return [memoryview(_PREFIX.pack(_MAGIC, len(header)) + header), *parts]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ColumnIndex:
-    """The place of one column in a chunk."""
-
-    dtype: str
-    trailing: tuple[int, ...]
-    lengths: Lengths | None
-    starts: Lengths
-    """`[rows + 1]` byte offset of each row in the column."""
-    content: Bytes
-
-
-@dataclass(slots=True)
-class ChunkReader:
-    """Reads row ranges out of one chunk.
-
-    Raises:
-        SchemaMismatch: the payload is no chunk, or shorter than its header says.
-    """
-
-    parts: Parts
-    columns: dict[str, _ColumnIndex] = field(init=False)
-    num_bytes_used: int = field(init=False, default=0)
-    """Bytes of the columns asked for so far."""
-
-    def __post_init__(self) -> None:
-        size = sum(part.nbytes for part in self.parts)
-        first = self.parts[0]
-        if first.nbytes < _PREFIX.size:
-            raise SchemaMismatch(f"a payload of {size} bytes is not a chunk")
-        magic, header_bytes = _PREFIX.unpack_from(first, 0)
-        at = _PREFIX.size + header_bytes
-        if magic != _MAGIC or at > first.nbytes:
-            raise SchemaMismatch(f"a payload of {size} bytes that starts with {bytes(magic)!r} is not a chunk")
-        header = msgpack.unpackb(first[_PREFIX.size : at])
-        tables = [np.frombuffer(table, dtype=np.uint32).astype(np.int64) for table in header["tables"]]
-        columns = header["columns"]
-        if len(self.parts) == 1:
-            contents = _split_columns(first[at:], [column[4] for column in columns], size)
-        else:
-            contents = list(self.parts[1:])
-        if len(contents) != len(columns):
-            raise SchemaMismatch(f"a chunk of {len(columns)} columns was read back with {len(contents)}")
-        self.columns = {}
-        known: dict[tuple[int, int], Lengths] = {}  # columns of a family mostly have the same rows
-        for (name, dtype, trailing, table, num_bytes), content in zip(columns, contents, strict=True):
-            lengths = None if table < 0 else tables[table]
-            entry = 1 if dtype == "object" else torch_dtype(dtype).itemsize * prod(trailing)
-            starts = known.get((table, entry))
-            if starts is None:
-                counts = np.ones(header["rows"], dtype=np.int64) if lengths is None else lengths
-                starts = known[table, entry] = _starts(counts * entry)
-            if int(starts[-1]) != num_bytes or content.nbytes != num_bytes:
-                raise SchemaMismatch(
-                    f"column {name!r} of a chunk has {num_bytes} bytes by its header, {int(starts[-1])} by its row "
-                    f"lengths, and {content.nbytes} were read back"
-                )
-            self.columns[name] = _ColumnIndex(
-                dtype=dtype, trailing=tuple(trailing), lengths=lengths, starts=starts, content=_as_bytes(content)
-            )
-
-    def rows(self, name: str, first: int, count: int) -> Bytes:
-        """Return the bytes of `count` rows of a column."""
-        index = self.columns[name]
-        low, high = int(index.starts[first]), int(index.starts[first + count])
-        self.num_bytes_used += high - low
-        return index.content[low:high]
-
-
-def _split_columns(content: memoryview, sizes: Sequence[int], total: int) -> list[memoryview]:
-    if sum(sizes) != content.nbytes:
-        raise SchemaMismatch(f"a chunk of {total - content.nbytes + sum(sizes)} bytes was read back with {total} bytes")
-    starts = [0, *accumulate(sizes)]
-    return [content[low:high] for low, high in pairwise(starts)]
-
-
-def _as_bytes(content: memoryview) -> Bytes:
-    return np.frombuffer(content, dtype=np.uint8) if content.nbytes else _NOTHING
-
-
-_NOTHING: Bytes = np.empty(0, dtype=np.uint8)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GatheredColumn:
-    """Rows of one column in the order they were asked for, in memory of their own."""
-
-    values: torch.Tensor | None
-    lengths: Lengths | None
-    objects: list[object] | None = None
-
-
-def gather(spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Run]) -> GatheredColumn:
-    """Return the rows that `runs` name, copied once; no runs give an empty column."""
-    indexes = [readers[run[0]].columns[spec.name] for run in runs]
-    parts = [readers[chunk].rows(spec.name, first, count) for chunk, first, count in runs]
-    lengths: Lengths | None = None
-    if spec.is_object or spec.is_ragged:
-        tables = [_lengths_in(index, run[1], run[2]) for index, run in zip(indexes, runs, strict=True)]
-        lengths = np.concatenate(tables) if tables else np.zeros(0, dtype=np.int64)
-    content = lay_end_to_end(parts)
-    if spec.is_object:
-        assert lengths is not None
-        starts = _starts(lengths).tolist()
-        view = content.data
-        rows = [msgpack.unpackb(view[a:b]) for a, b in pairwise(starts)]
-        return GatheredColumn(values=None, lengths=None, objects=rows)
-    dtype, trailing = _layout(spec, indexes)
-    count = int(lengths.sum()) if lengths is not None else sum(run[2] for run in runs)
-    if content.size:
-        values = torch.from_numpy(content).view(torch_dtype(dtype)).reshape(count, *trailing)
-    else:
-        values = torch.empty(count, *trailing, dtype=torch_dtype(dtype))
-    return GatheredColumn(values=values, lengths=lengths)
-
-
-def gather_padded(
-    spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Run], pad: float, width: int | None
-) -> torch.Tensor:
-    """Return the rows of a ragged column that `runs` name as a dense tensor `[N, width, ...]`, copied once."""
-    indexes = [readers[run[0]].columns[spec.name] for run in runs]
-    dtype, trailing = _layout(spec, indexes)
-    sources = [
-        (readers[run[0]].rows(spec.name, run[1], run[2]), _lengths_in(index, run[1], run[2]))
-        for index, run in zip(indexes, runs, strict=True)
-    ]
-    return pad_rows(sources, dtype=torch_dtype(dtype), trailing=trailing, pad=pad, width=width)
-
-
-def _layout(spec: FieldSpec, indexes: Sequence[_ColumnIndex]) -> tuple[str, tuple[int, ...]]:
-    """dtype and trailing dims; those of the schema when there are no rows."""
-    if len(indexes) == 1:
-        return indexes[0].dtype, indexes[0].trailing
-    kinds = {(index.dtype, index.trailing) for index in indexes}
-    if len(kinds) > 1:
-        raise SchemaMismatch(f"field {spec.name!r} is stored with several types: {sorted(kinds)}")
-    dims = spec.dims[1:] if spec.is_ragged else spec.dims
-    empty = (spec.dtypes[0], tuple(dim if isinstance(dim, int) else 0 for dim in dims))
-    return next(iter(kinds), empty)
-
-
-def _lengths_in(index: _ColumnIndex, first: int, count: int) -> Lengths:
-    if index.lengths is None:
-        raise SchemaMismatch("a chunk holds a ragged column without row lengths")
-    return index.lengths[first : first + count]
+    return memoryview(_PREFIX.pack(_MAGIC, len(header)) + header), tuple(parts)

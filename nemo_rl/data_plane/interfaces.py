@@ -65,6 +65,12 @@ class PayloadStore(ABC):
         return None
 
     @property
+    def block_bytes(self) -> int | None:
+        """Target size of what one read moves at least, for a store that moves whole payloads: chunks are cut into such
+        blocks, each stored by itself. None stores whole chunks."""
+        return None
+
+    @property
     def address(self) -> str:
         """The address that other processes need to join, besides the run id; empty when the run id is enough."""
         return ""
@@ -75,6 +81,11 @@ class PayloadStore(ABC):
 
         The client then asks the ledger after each get whether its chunks are still live: they are dropped there first.
         """
+        return False
+
+    @property
+    def is_mapped(self) -> bool:
+        """True where `get` returns memory that this process shares with the writer: no byte moves before it is read."""
         return False
 
     @property

@@ -91,6 +91,17 @@ def chunk_id(run_id: str, client: str, number: int) -> str:
     return f"{run_id}/{client}/{number}"
 
 
+def chunk_in_blocks(chunk: str, num_blocks: int) -> str:
+    """Return the id of a chunk whose blocks are stored one by one."""
+    return f"{chunk}*{num_blocks}"
+
+
+def block_ids(chunk: str) -> list[str]:
+    """Return the ids under which a chunk lies in a store: those of its blocks, or its own where it is stored whole."""
+    name, mark, count = chunk.rpartition("*")
+    return [f"{name}#{block}" for block in range(int(count))] if mark else [chunk]
+
+
 def chunk_tag(chunk: str) -> int:
     """64 bits, never 0, that distinguish a chunk's bytes from those of another one where a store reuses places."""
     digest = hashlib.blake2b(chunk.encode(), digest_size=8).digest()

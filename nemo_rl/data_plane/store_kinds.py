@@ -147,7 +147,8 @@ def _start_transfer_queue(config: DataPlaneConfig, *, run_id: str, start: StartU
 
 
 def _join_transfer_queue(address: DataPlaneAddress) -> PayloadStore:
-    return _transfer_queue(address.config).join(run_id=address.run_id, timeout_s=address.start_timeout_s)
+    config, timeout_s = address.config, address.start_timeout_s
+    return _transfer_queue(config).join(run_id=address.run_id, timeout_s=timeout_s, config=config)
 
 
 def _transfer_queue_environment(config: DataPlaneConfig) -> Mapping[str, str]:

@@ -66,7 +66,7 @@ class RayStore(PayloadStore):
         self._ledger_actor = _find_actor(ledger_actor_name(run_id), run_id, "ledger")
         self._run_id, self._holder, self._is_owner = run_id, holder, is_owner
         self._place = node_place()
-        self._joins_chunks = sum(node["Alive"] for node in ray.nodes()) == 1
+        self._is_on_one_node = _is_one_node()
         self._is_closed = False
 
     @classmethod
@@ -111,13 +111,17 @@ class RayStore(PayloadStore):
         return self._chunk_bytes
 
     @property
+    def is_mapped(self) -> bool:
+        return self._is_on_one_node
+
+    @property
     def place(self) -> str:
         return self._place
 
     def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> Handles | None:
         self._check_open()
         payloads = [[np.frombuffer(part, dtype=np.uint8) for part in parts] for parts in chunks.values()]
-        objects = [payloads] if self._joins_chunks else [[payload] for payload in payloads]
+        objects = [payloads] if self._is_on_one_node else [[payload] for payload in payloads]
         if self._holder is None:
             references = [self._put_one(payloads) for payloads in objects]
         else:
@@ -214,6 +218,10 @@ def node_place() -> str:
     return f"{ray.util.get_node_ip_address()}~{context.get_node_id()[:8]}"
 
 
+def _is_one_node() -> bool:
+    return sum(bool(node["Alive"]) for node in ray.nodes()) == 1
+
+
 def owners(chunk_ids: Sequence[str]) -> str:
     """Return the clients that made the chunks, in words."""
     return name_some(dict.fromkeys(owner_of(chunk_id) for chunk_id in chunk_ids))
@@ -276,7 +284,7 @@ class RayNodeStore(PayloadStore):
         """
         self._chunk_bytes, self._run_id = config.ray.chunk_bytes, run_id
         self._store, self._storage_actors = store, list(storage_actors)
-        self._place = node_place()
+        self._place, self._is_on_one_node = node_place(), _is_one_node()
 
     @classmethod
     def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> RayNodeStore:
@@ -315,6 +323,10 @@ class RayNodeStore(PayloadStore):
     @property
     def chunk_bytes(self) -> int | None:
         return self._chunk_bytes
+
+    @property
+    def is_mapped(self) -> bool:
+        return self._is_on_one_node
 
     @property
     def place(self) -> str:

@@ -34,6 +34,7 @@ import numpy as np
 
 from nemo_rl.config.data_plane import SharedMemoryConfig
 from nemo_rl.data_plane.address import Handles
+from nemo_rl.data_plane.chunks.dense import copy_end_to_end
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
 from nemo_rl.data_plane.keys import chunk_tag, owner_of, process_of
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, DataPlaneError, KeysNotFound
@@ -109,12 +110,8 @@ class SegmentFolder:
         num_bytes = sum(part.nbytes for part in parts)
         path = self._live / _file_name(name)
         segment = self._take(path, HEAD_BYTES + num_bytes)
-        content = np.frombuffer(segment.memory, dtype=np.uint8)
-        at = HEAD_BYTES
-        for part in parts:
-            if part.nbytes:
-                content[at : at + part.nbytes] = np.frombuffer(part, dtype=np.uint8)
-                at += part.nbytes
+        content = np.frombuffer(segment.memory, dtype=np.uint8, offset=HEAD_BYTES, count=num_bytes)
+        copy_end_to_end([np.frombuffer(part, dtype=np.uint8) for part in parts if part.nbytes], content)
         segment.set_head(chunk_tag(name), num_bytes)
         self._prune()
 
@@ -356,6 +353,10 @@ class SharedMemoryStore(PayloadStore):
     @property
     def chunk_bytes(self) -> int | None:
         return self._config.chunk_bytes
+
+    @property
+    def is_mapped(self) -> bool:
+        return True
 
     def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> Handles | None:
         self._check_open()

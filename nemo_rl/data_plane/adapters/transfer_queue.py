@@ -21,9 +21,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import ray
-import torch
 import transfer_queue as tq
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from nemo_rl.config.data_plane import CONTROLLER_CPUS, DataPlaneConfig
 from nemo_rl.data_plane.adapters.mooncake_codes import NO_SPACE, NOT_FOUND, TRANSFER_FAILED
@@ -62,7 +61,6 @@ from nemo_rl.errors import (
     ResourceError,
     name_some,
 )
-from nemo_rl.jagged import nest
 from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
 __all__ = ["CONTROLLER", "CONTROLLER_NAMESPACE", "CPU_WAIT_S", "TransferQueueStore"]
@@ -71,7 +69,12 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_Value = bytes | list[bytes | np.ndarray]
+"""A chunk as one value of TransferQueue."""
+
 FIELD = "payload"
+INLINE_BYTES = 64 << 10
+"""Smaller parts are sent inside TransferQueue's message: a frame of its own costs 20 us on each side."""
 UNIT_LACKS_KEY = "TQKeyNotFound"
 """The error text of a storage unit for a row that was cleared; the error arrives as text."""
 CLOSE_TIMEOUT_S = 30.0
@@ -126,8 +129,9 @@ _left_behind: list[Any] = []
 class TransferQueueStore(PayloadStore):
     """Chunks in TransferQueue."""
 
-    def __init__(self, session: _QueueSession, *, is_owner: bool) -> None:
+    def __init__(self, session: _QueueSession, *, is_owner: bool, config: DataPlaneConfig | None = None) -> None:
         self._session, self._is_owner = session, is_owner
+        self._simple = config.simple if config is not None and config.backend == "simple" else None
         self._partition = f"nemo_rl-{session.run_id}"
         self._is_closed = False
 
@@ -175,10 +179,10 @@ class TransferQueueStore(PayloadStore):
                 servers=servers,
                 users=1,
             )
-            return cls(_process.session, is_owner=True)
+            return cls(_process.session, is_owner=True, config=config)
 
     @classmethod
-    def join(cls, *, run_id: str, timeout_s: float) -> TransferQueueStore:
+    def join(cls, *, run_id: str, timeout_s: float, config: DataPlaneConfig | None = None) -> TransferQueueStore:
         """Attach to the controller that the owner of the run started.
 
         Raises:
@@ -191,7 +195,7 @@ class TransferQueueStore(PayloadStore):
                 if known.run_id != run_id:
                     raise DataPlaneClosed(f"this process is attached to run {known.run_id!r}, not to {run_id!r}")
                 known.users += 1
-                return cls(known, is_owner=False)
+                return cls(known, is_owner=False, config=config)
             ours = await_controller(run_id, timeout_s)
             mooncake = StoreAddress.parse(ours["mooncake"]) if ours["mooncake"] else None
             if mooncake is not None:
@@ -207,22 +211,28 @@ class TransferQueueStore(PayloadStore):
                 mooncake=mooncake,
                 users=1,
             )
-            return cls(_process.session, is_owner=False)
+            return cls(_process.session, is_owner=False, config=config)
 
     @property
     def reuses_memory(self) -> bool:
         return True  # numbers rows over all partitions, and gives the number of a cleared one to the next
 
+    @property
+    def chunk_bytes(self) -> int | None:
+        return self._simple.chunk_bytes if self._simple is not None else None
+
+    @property
+    def block_bytes(self) -> int | None:
+        return self._simple.block_bytes if self._simple is not None else None
+
     def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> None:
         keys, deadline = list(chunks), time.monotonic() + timeout_s
         if not keys:
             return
-        sizes = [sum(part.nbytes for part in parts) for parts in chunks.values()]
-        parts = [np.frombuffer(part, dtype=np.uint8) for chunk in chunks.values() for part in chunk if part.nbytes]
-        content = torch.from_numpy(np.concatenate(parts))
+        values = [_as_value(parts) for parts in chunks.values()]
         while True:
             try:
-                self._send(keys, content, sizes, deadline)
+                self._send(keys, values, deadline)
                 self._check_accepted(keys, deadline)
                 return
             except (DataPlaneClosed, DataPlaneTimeout):
@@ -231,8 +241,8 @@ class TransferQueueStore(PayloadStore):
                 self._clear_quietly(keys, deadline)
                 if time.monotonic() + LONGEST_TRIES_S > deadline:
                     raise CapacityExceeded(
-                        f"Mooncake has no space for {sum(sizes)} bytes; raise data_plane.mooncake.segment_bytes, or "
-                        f"clear rows sooner: {error}"
+                        f"Mooncake has no space for {_num_bytes(chunks)} bytes; raise "
+                        f"data_plane.mooncake.segment_bytes, or clear rows sooner: {error}"
                     ) from error
             except DataPlaneError:
                 self._clear_quietly(keys, deadline)
@@ -242,17 +252,15 @@ class TransferQueueStore(PayloadStore):
         keys = list(chunk_ids)
         if not keys:
             return []
-        rows = self._run(
-            "get",
-            lambda: _get_or_none(keys, self._partition),
-            time.monotonic() + timeout_s,
+        session, deadline = self._session, time.monotonic() + timeout_s
+        is_simple = session.mooncake is None
+        values = self._run(
+            "get", lambda: _read_rows(session.client, keys, self._partition, is_simple=is_simple), deadline
         )
         # TransferQueue leaves out unknown keys, and fields that are not ready on every key, without an error.
-        found = 0 if rows is None or FIELD not in rows.keys() else rows.batch_size[0]  # noqa: SIM118
-        if found != len(keys):
-            raise KeysNotFound(f"{len(keys) - found} of {len(keys)} chunks are gone, of {name_some(keys)}")
-        assert rows is not None
-        return [(row.numpy().data,) for row in rows[FIELD].unbind()]
+        if len(values) != len(keys):
+            raise KeysNotFound(f"{len(keys) - len(values)} of {len(keys)} chunks are gone, of {name_some(keys)}")
+        return [_as_parts(value) for value in values]
 
     def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
         keys, deadline = list(chunk_ids), time.monotonic() + timeout_s
@@ -300,7 +308,7 @@ class TransferQueueStore(PayloadStore):
             if self._session.mooncake is not None:
                 # Keys without a field cannot be cleared there: their bytes go first, then each gets a field of a byte.
                 self._remove_objects(keys, deadline)
-                self._send(keys, torch.zeros(len(keys), dtype=torch.uint8), [1] * len(keys), deadline)
+                self._send(keys, [b"0"] * len(keys), deadline)
             self.drop(keys, timeout_s=deadline - time.monotonic())
         except DataPlaneError as error:
             logger.warning("could not clear %d chunks of a failed put: %s", len(keys), error)
@@ -320,12 +328,10 @@ class TransferQueueStore(PayloadStore):
             deadline,
         )
 
-    def _send(self, keys: list[str], content: torch.Tensor, sizes: list[int], deadline: float) -> None:
-        rows = nest(content, torch.tensor(sizes, dtype=torch.int64))
-        payloads = TensorDict({FIELD: rows}, batch_size=[len(keys)])
-        self._run(
-            "put", lambda: tq.async_kv_batch_put(keys=keys, partition_id=self._partition, fields=payloads), deadline
-        )
+    def _send(self, keys: list[str], values: Sequence[_Value], deadline: float) -> None:
+        client = self._session.client
+        rows = _Rows(values) if self._session.mooncake is None else _rows_of_store(values)
+        self._run("put", lambda: _write_rows(client, keys, self._partition, rows), deadline)
 
     def _run(self, what: str, start: Callable[[], Coroutine[Any, Any, _T]], deadline: float) -> _T:
         """Make one TransferQueue call on its own loop; past the deadline the connection counts as broken."""
@@ -353,14 +359,64 @@ class TransferQueueStore(PayloadStore):
             raise kind(f"TransferQueue failed in {what} ({name_some(dead) or 'all actors live'}): {error}") from error
 
 
-async def _get_or_none(keys: list[str], partition: str) -> TensorDict | None:
-    try:
-        rows: TensorDict = await tq.async_kv_batch_get(keys=keys, partition_id=partition, select_fields=[FIELD])
-    except ValueError as error:
-        # Raised when no key at all is known; any other count comes back short.
-        logger.debug("TransferQueue knows none of %d keys: %s", len(keys), error)
-        return None
-    return rows
+def _as_value(parts: Parts) -> _Value:
+    """Return a chunk as TransferQueue sends it with the fewest copies: small parts inside its message, large ones as
+    frames of their own, which nobody copies on the way into the socket and out of it."""
+    if sum(part.nbytes for part in parts) < INLINE_BYTES:
+        return b"".join(parts)
+    return [bytes(part) if part.nbytes < INLINE_BYTES else np.frombuffer(part, dtype=np.uint8) for part in parts]
+
+
+def _num_bytes(chunks: Mapping[str, Parts]) -> int:
+    return sum(part.nbytes for parts in chunks.values() for part in parts)
+
+
+def _as_parts(value: Any) -> Parts:
+    return [memoryview(part) for part in (value if isinstance(value, list) else [value])]
+
+
+class _Rows(dict[str, list[Any]]):
+    """One field of many rows, as TransferQueue's simple backend takes it: a TensorDict costs 10 us per value."""
+
+    def __init__(self, values: Sequence[_Value]) -> None:
+        super().__init__({FIELD: list(values)})
+        self.batch_size = (len(values),)
+
+
+def _rows_of_store(values: Sequence[_Value]) -> TensorDict:
+    stack = NonTensorStack(*[NonTensorData(value) for value in values])
+    return TensorDict({FIELD: stack}, batch_size=[len(values)])
+
+
+async def _write_rows(client: Any, keys: list[str], partition: str, rows: _Rows | TensorDict) -> None:
+    """Put as `async_kv_batch_put` does, without its last call, which sets tags: there are none."""
+    meta = await client.async_kv_retrieve_meta(keys=keys, partition_id=partition, create=True)
+    if meta.size != len(keys):
+        raise RuntimeError(f"TransferQueue's controller made {meta.size} of {len(keys)} keys")
+    await client.storage_manager.put_data(rows, meta)
+
+
+async def _read_rows(client: Any, keys: list[str], partition: str, *, is_simple: bool) -> list[Any]:
+    """Get the values of the keys in their order; fewer when some are unknown, or are not there yet."""
+    meta = await client.async_kv_retrieve_meta(keys=keys, partition_id=partition, create=False)
+    if not meta.size or FIELD not in meta.field_names or not meta.is_ready:
+        return []
+    manager = client.storage_manager
+    if not is_simple:
+        rows = await manager.get_data(meta.select_fields([FIELD]))
+        return list(rows[FIELD])
+    # As `get_data` does, without making a column of the values.
+    values: list[Any] = [None] * meta.size
+    groups = manager._group_by_hash(meta.global_indexes)
+
+    async def read(unit: str, group: Any) -> None:
+        ask = partial(manager._get_from_single_storage_unit, group.global_indexes, [FIELD], target_storage_unit=unit)
+        _, found = await manager._request_with_retry("get", unit, f"samples={len(group.global_indexes)}", ask)
+        for position, value in zip(group.batch_positions, found[FIELD], strict=True):
+            values[position] = value
+
+    await asyncio.gather(*(read(unit, group) for unit, group in groups.items()))
+    return values
 
 
 def _wait(future: concurrent.futures.Future[_T], session: _QueueSession, deadline: float) -> _T:

@@ -22,7 +22,16 @@ import torch
 
 from nemo_rl.errors import SchemaMismatch
 
-__all__ = ["WARM_MEMORY", "Bytes", "RowBytes", "WarmMemory", "lay_end_to_end", "pad_rows"]
+__all__ = [
+    "WARM_MEMORY",
+    "Bytes",
+    "RowBytes",
+    "WarmMemory",
+    "copy_end_to_end",
+    "cut_rows",
+    "lay_end_to_end",
+    "pad_rows",
+]
 
 Bytes = npt.NDArray[np.uint8]
 RowBytes = tuple[Bytes, npt.NDArray[np.int64]]
@@ -88,16 +97,23 @@ WARM_MEMORY = WarmMemory(keep_bytes=512 << 20)
 
 def lay_end_to_end(parts: Sequence[Bytes]) -> Bytes:
     """Return a copy of all parts, one after the other."""
-    starts = [0, *accumulate(part.size for part in parts)]
-    content = WARM_MEMORY.empty(starts[-1])
+    content = WARM_MEMORY.empty(sum(part.size for part in parts))
+    copy_end_to_end(parts, content)
+    return content
+
+
+def copy_end_to_end(parts: Sequence[Bytes], content: Bytes) -> None:
+    """Fill `content`, which is as large as all parts together, with the parts one after the other."""
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0))) if content.nbytes >= PARALLEL_BYTES else 1
     if threads == 1:
-        return np.concatenate(parts, out=content) if parts else content
+        if parts:
+            np.concatenate(parts, out=content)
+        return
+    starts = [0, *accumulate(part.size for part in parts)]
     bounds = [content.nbytes * i // threads for i in range(threads + 1)]
     # Numpy holds no lock while it copies. Threads for one copy cost a hundredth of it, and none is left to a fork.
     with ThreadPoolExecutor(threads, thread_name_prefix="copy") as pool:
         list(pool.map(lambda low, high: _copy_range(parts, starts, content, low, high), bounds, bounds[1:]))
-    return content
 
 
 def _copy_range(parts: Sequence[Bytes], starts: Sequence[int], content: Bytes, low: int, high: int) -> None:
@@ -107,6 +123,25 @@ def _copy_range(parts: Sequence[Bytes], starts: Sequence[int], content: Bytes, l
         stop = min(high, starts[index + 1])
         np.copyto(content[low:stop], parts[index][low - starts[index] : stop - starts[index]])
         low, index = stop, index + 1
+
+
+def cut_rows(padded: torch.Tensor, lengths: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Return the first entries of each row laid end to end: dense `[N, width, ...]` -> `[sum(lengths), ...]`.
+
+    Args:
+        padded: on the CPU.
+        lengths: `[N]`, each from 0 to the width.
+    """
+    trailing, dtype = tuple(padded.shape[2:]), padded.dtype
+    entry = dtype.itemsize * prod(trailing)
+    num_bytes = int(lengths.sum()) * entry
+    if not num_bytes:
+        return torch.empty(int(lengths.sum()), *trailing, dtype=dtype)
+    if num_bytes < len(lengths) * ROW_LOOP_BYTES:
+        return padded[torch.arange(padded.shape[1]) < torch.from_numpy(lengths)[:, None]]
+    rows = padded.contiguous().view(len(lengths), -1).view(torch.uint8).numpy()
+    parts = [row[:size] for row, size in zip(rows, (lengths * entry).tolist(), strict=True)]
+    return torch.from_numpy(lay_end_to_end(parts)).view(dtype).view(-1, *trailing)
 
 
 def pad_rows(

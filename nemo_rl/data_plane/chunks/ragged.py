@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import numpy as np
 import torch
 
-from nemo_rl.data_plane.chunks.dense import pad_rows
+from nemo_rl.data_plane.chunks.dense import cut_rows, pad_rows
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, Column
 from nemo_rl.errors import SchemaMismatch
@@ -76,8 +76,7 @@ def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor) -> torch.Te
     width = padded.shape[1]
     if cut.numel() and (int(cut.max()) > width or int(cut.min()) < 0):
         raise SchemaMismatch(f"lengths {int(cut.min())}..{int(cut.max())} do not fit a padded column of width {width}")
-    mask = torch.arange(width) < cut[:, None]
-    return nest(padded.detach().cpu()[mask], cut)
+    return nest(cut_rows(padded.detach().cpu(), cut.numpy()), cut)
 
 
 def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

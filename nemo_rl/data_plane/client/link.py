@@ -21,7 +21,7 @@ from typing import TypeVar
 from nemo_rl.data_plane.address import DataPlaneAddress, Handles
 from nemo_rl.data_plane.batch_meta import Version
 from nemo_rl.data_plane.interfaces import PayloadStore
-from nemo_rl.data_plane.keys import chunk_id, client_label
+from nemo_rl.data_plane.keys import block_ids, chunk_id, client_label
 from nemo_rl.data_plane.ledger.host import LedgerHost
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.data_plane.schema import FieldSpec, spec_from_record
@@ -238,7 +238,7 @@ class ClientLink:
         if not chunk_ids:
             return
         try:
-            self.store.drop(chunk_ids, timeout_s=self.timeout_s)
+            self.store.drop([stored for chunk in chunk_ids for stored in block_ids(chunk)], timeout_s=self.timeout_s)
         except DataPlaneError as error:
             logger.warning("could not free %d chunks of run %s: %s", len(chunk_ids), self.address.run_id, error)
 

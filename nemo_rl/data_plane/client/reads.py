@@ -8,6 +8,7 @@ asks the ledger again.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 import torch
 
+from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.chunks.columns import Lengths
+from nemo_rl.data_plane.chunks.reader import ChecksumError, ChunkReader, Run, blocks_of_runs, gather, gather_padded
 from nemo_rl.data_plane.client.link import (
     FIRST_POLL_S,
     LONGEST_POLL_S,
@@ -28,18 +31,21 @@ from nemo_rl.data_plane.client.link import (
     names_of,
     plain_versions,
 )
-from nemo_rl.data_plane.codec import ChunkReader, Run, gather, gather_padded
+from nemo_rl.data_plane.codec import ChunkForm
 from nemo_rl.data_plane.interfaces import Parts
+from nemo_rl.data_plane.keys import block_ids, owner_of
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.errors import KeysNotFound, PayloadLost, SchemaMismatch
+from nemo_rl.errors import DataPlaneError, KeysNotFound, PayloadCorrupt, PayloadLost, SchemaMismatch, name_some
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 __all__ = ["Located", "Read", "RowReader", "assemble", "assemble_padded"]
 
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -79,27 +85,90 @@ class Read(Generic[_T]):
         return f"read of partition {self.partition_id!r}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """Where the rows of one read lie, as the ledger says."""
+
+    chunk_ids: list[str]
+    forms: list[ChunkForm]
+    runs: dict[str, Sequence[Run]]
+    """Field -> its rows, in their order."""
+    handles: Handles
+    blocks: list[Sequence[int]]
+    """Of each chunk, the blocks that hold its rows; block 0 of a chunk that is stored whole."""
+
+    @classmethod
+    def of_reply(cls, reply: Reply) -> Places:
+        chunk_ids, placements, handles = names_of(reply["chunks"]), reply["placements"], reply.get("handles", {})
+        forms = reply.get("forms", [{}] * len(chunk_ids))
+        assert isinstance(placements, list) and isinstance(forms, list), f"malformed reply: {reply}"
+        assert isinstance(handles, dict), f"malformed reply: {reply}"
+        of_chunk: dict[int, list[Run]] = {}
+        for run in (run for placement in placements for run in placement["runs"]):
+            of_chunk.setdefault(run[0], []).append(run)
+        return cls(
+            chunk_ids=chunk_ids,
+            forms=forms,
+            runs={name: placement["runs"] for placement in placements for name in placement["fields"]},
+            handles=handles,
+            blocks=[
+                blocks_of_runs(of_chunk[number], np.frombuffer(form["cuts"], dtype=np.uint32).tolist())
+                if "cuts" in form
+                else (0,)
+                for number, form in enumerate(forms)
+            ],
+        )
+
+    def stored_ids(self) -> list[str]:
+        """Return the ids of what has to be fetched from the store."""
+        found: list[str] = []
+        for chunk_id, blocks in zip(self.chunk_ids, self.blocks, strict=True):
+            stored = block_ids(chunk_id)
+            found += [stored[block] for block in blocks]
+        return found
+
+    def readers(self, payloads: Sequence[Parts]) -> list[ChunkReader]:
+        """Return a reader of each chunk, over the payloads of `stored_ids`."""
+        left = iter(payloads)
+        return [
+            ChunkReader({block: next(left) for block in blocks}, form, chunk_id)
+            for chunk_id, form, blocks in zip(self.chunk_ids, self.forms, self.blocks, strict=True)
+        ]
+
+    def keys_in(self, chunk_id: str, field_name: str, keys: Sequence[str]) -> list[str]:
+        """Return those of the keys whose rows of a field (empty: of any) lie in a chunk."""
+        number, found = self.chunk_ids.index(chunk_id), dict[str, None]()
+        for name, runs in self.runs.items():
+            at = 0
+            for chunk, _, count in runs:
+                if chunk == number and field_name in ("", name):
+                    found.update(dict.fromkeys(keys[at : at + count]))
+                at += count
+        return list(found)
+
+
 @dataclass(kw_only=True, slots=True)
 class Located:
     """The chunks of one read, and where its rows are in them."""
 
     specs: Sequence[FieldSpec]
     """Fields in the order asked for."""
-    reply: Reply
+    places: Places
     payloads: Sequence[Parts]
     num_rows: int
     readers: list[ChunkReader] = field(init=False)
-    runs: dict[str, Sequence[Run]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.readers = [ChunkReader(payload) for payload in self.payloads]
-        placements = self.reply["placements"]
-        assert isinstance(placements, list), f"malformed reply: {self.reply}"
-        self.runs = {name: placement["runs"] for placement in placements for name in placement["fields"]}
+        self.readers = self.places.readers(self.payloads)
+
+    @property
+    def runs(self) -> dict[str, Sequence[Run]]:
+        """Field -> its rows, in their order."""
+        return self.places.runs
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the store has moved."""
+        """Bytes of the payloads."""
         return sum(part.nbytes for payload in self.payloads for part in payload)
 
     @property
@@ -178,20 +247,18 @@ class RowReader:
         before: list[str] = []
         lost_after, poll_s = 0.0, FIRST_POLL_S
         while True:
-            reply = self._link.ask(call, "locate", args)
-            chunk_ids = names_of(reply["chunks"])
+            places = Places.of_reply(self._link.ask(call, "locate", args))
+            chunk_ids, stored_ids = places.chunk_ids, places.stored_ids()
             try:
                 payloads: list[Parts] = []
-                if chunk_ids:
-                    handles = reply.get("handles", {})
-                    assert isinstance(handles, dict), f"malformed reply: {reply}"
+                if stored_ids:
                     with self._link.clock.measure("store_get"), self._link.errors_of(call):
-                        payloads = self._link.store.get(chunk_ids, timeout_s=call.left(), handles=handles)
+                        payloads = self._link.store.get(stored_ids, timeout_s=call.left(), handles=places.handles)
                 self._check_live(call, chunk_ids)
-                with self._confirmed_errors(chunk_ids), self._link.clock.measure("build"):
-                    located = Located(specs=specs, reply=reply, payloads=payloads, num_rows=len(read.keys))
+                with self._confirmed_errors(stored_ids), self._link.clock.measure("build"):
+                    located = Located(specs=specs, places=places, payloads=payloads, num_rows=len(read.keys))
                     rows = read.build(located)
-                self._link.store.confirm(chunk_ids)
+                self._link.store.confirm(stored_ids)
             except KeysNotFound as error:
                 # Rewritten or cleared since the ledger's answer: its next one says which, or names other chunks. When
                 # it names the same ones, what reaches them may still be on its way from their producer.
@@ -204,10 +271,34 @@ class RowReader:
                 else:
                     time.sleep(poll_s)
                     poll_s = min(poll_s * 2, LONGEST_POLL_S)
+            except ChecksumError as error:
+                raise self._corrupt(call, read, places, error) from error
             else:
-                self._link.count("get_bytes", located.num_bytes)
-                self._link.count("over_read_bytes", located.num_bytes - located.num_bytes_used)
+                used = located.num_bytes_used
+                moved = used if self._link.store.is_mapped else located.num_bytes
+                self._link.count("get_bytes", moved)
+                self._link.count("over_read_bytes", moved - used)
                 return rows
+
+    def _corrupt(self, call: ClientCall, read: Read[_T], places: Places, error: ChecksumError) -> PayloadCorrupt:
+        """Return the error that names rows, field and hop; the chunk is read once more to tell the hop."""
+        number, store = places.chunk_ids.index(error.chunk_id), self._link.store
+        stored, blocks = block_ids(error.chunk_id), places.blocks[number]
+        hop = f"in the store, or on the way to it from {owner_of(error.chunk_id)}"
+        try:
+            found = store.get([stored[block] for block in blocks], timeout_s=call.left(), handles=places.handles)
+            again = ChunkReader(dict(zip(blocks, found, strict=True)), places.forms[number], error.chunk_id)
+            if error.field_name:
+                again.check(error.field_name)
+            hop = f"on the way from the store to {self._link.label}: a second read was right"
+        except (ChecksumError, DataPlaneError) as second:
+            logger.debug("a second read of chunk %s is wrong too: %s", error.chunk_id, second)
+        what = f"field {error.field_name!r}" if error.field_name else f"fields {', '.join(read.fields)}"
+        keys = places.keys_in(error.chunk_id, error.field_name, read.keys)
+        return PayloadCorrupt(
+            f"{call.what}: {what} of rows {name_some(keys)}: the bytes are not those that were put: {error}, in chunk "
+            f"{error.chunk_id}; changed {hop}; test the memory and the network of these machines"
+        )
 
     @contextmanager
     def _confirmed_errors(self, chunk_ids: list[str]) -> Iterator[None]:

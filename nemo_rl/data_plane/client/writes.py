@@ -17,7 +17,8 @@ from nemo_rl.data_plane.chunks.tags import Tags
 from nemo_rl.data_plane.client.leases import LeaseRenewer
 from nemo_rl.data_plane.client.link import ClientCall, ClientLink, Declaration, RoomWait, names_of, versions_of
 from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
-from nemo_rl.data_plane.interfaces import Columns
+from nemo_rl.data_plane.interfaces import Columns, Parts
+from nemo_rl.data_plane.keys import chunk_in_blocks
 from nemo_rl.data_plane.ledger.ledger import Args
 from nemo_rl.errors import CapacityExceeded, DataPlaneError, DataPlaneTimeout
 
@@ -85,8 +86,17 @@ class RowWriter:
         """Store the chunks of the columns, then commit them; return the family versions."""
         chunk_bytes = self._link.store.chunk_bytes or self._link.address.config.chunk_bytes
         with self._link.clock.measure("encode"):
-            chunks = encode_rows(columns, num_rows=len(names_of(put["keys"])), chunk_bytes=chunk_bytes)
-        ids = self._link.new_ids(len(chunks))
+            chunks = encode_rows(
+                columns,
+                num_rows=len(names_of(put["keys"])),
+                chunk_bytes=chunk_bytes,
+                block_bytes=self._link.store.block_bytes,
+                has_checksums=self._link.address.config.has_checksums,
+            )
+        ids = [
+            chunk_in_blocks(name, chunk.num_blocks) if chunk.num_blocks else name
+            for name, chunk in zip(self._link.new_ids(len(chunks)), chunks, strict=True)
+        ]
         column_types = {
             name: [column.dtype, list(column.trailing)] for name, column in columns.items() if column.values is not None
         }
@@ -97,7 +107,9 @@ class RowWriter:
         handles: Handles | None = None
         try:
             if chunks:
-                payloads = {i: chunk.parts for i, chunk in zip(ids, chunks, strict=True)}
+                payloads: dict[str, Parts] = {}
+                for name, chunk in zip(ids, chunks, strict=True):
+                    payloads |= chunk.payloads(name)
                 with self._link.clock.measure("store_put"), self._link.errors_of(call):
                     handles = self._link.store.put(payloads, timeout_s=call.left())
         except DataPlaneError:
@@ -143,7 +155,9 @@ class RowWriter:
 
 
 def _chunk_record(chunk_id: str, chunk: EncodedChunk, column_types: Mapping[str, Sequence[object]]) -> Args:
+    form = chunk.form()
     return {
+        **({"form": form} if form else {}),
         "id": chunk_id,
         "family": chunk.family,
         "fields": list(chunk.fields),

@@ -249,6 +249,7 @@ class Ledger:
             sizes=dict(zip(fields, sizes, strict=True)),
             row_sizes={name: memoryview(table).cast("Q") for name, table in row_sizes.items()},
             version=version,
+            form=_form(record),
         )
         self._chunks[chunk_id] = chunk
         self._capacity.attach(partition, chunk)
@@ -466,6 +467,12 @@ def _check_column_types(
                 )
             settled[name] = column_type
     return settled
+
+
+def _form(record: Args) -> dict[str, bytes]:
+    form = record.get("form", {})
+    assert isinstance(form, dict), f"form: expected a dict, got {form!r}"
+    return form
 
 
 def _text(args: Mapping[str, object], name: str) -> str:

@@ -30,7 +30,7 @@ def locate(
     for family, cells in places.items():
         if family in expected:
             _check_version(partition, keys, family, cells, expected[family])
-    table: dict[str, int] = {}
+    table: dict[Chunk, int] = {}
     placements: list[dict[str, object]] = []
     for family, names in needed.items():
         cells = places[family]
@@ -41,7 +41,14 @@ def locate(
         for name in sorted(names):
             placements.append({"fields": [name], "runs": _runs((column.place_of(k, name) for k in keys), table)})
     column_types = {name: [*partition.column_types[name]] for name in fields if name in partition.column_types}
-    return {"chunks": list(table), "placements": placements, "column_types": column_types}
+    found: dict[str, object] = {
+        "chunks": [chunk.chunk_id for chunk in table],
+        "placements": placements,
+        "column_types": column_types,
+    }
+    if any(chunk.form for chunk in table):
+        found["forms"] = [chunk.form for chunk in table]
+    return found
 
 
 def _whole_rows(column: FamilyColumn, keys: Sequence[str], names: frozenset[str]) -> list[tuple[Chunk, int]] | None:
@@ -87,7 +94,7 @@ def _check_version(
         )
 
 
-def _runs(cells: Iterable[tuple[Chunk, int]], table: dict[str, int]) -> list[list[int]]:
+def _runs(cells: Iterable[tuple[Chunk, int]], table: dict[Chunk, int]) -> list[list[int]]:
     """Return rows as runs `[chunk, first row, rows]`, in order; `table` numbers the chunks."""
     runs: list[list[int]] = []
     run: list[int] = []
@@ -97,7 +104,7 @@ def _runs(cells: Iterable[tuple[Chunk, int]], table: dict[str, int]) -> list[lis
         if chunk is last and index == expected:
             run[2] += 1
         else:
-            run = [table.setdefault(chunk.chunk_id, len(table)), index, 1]
+            run = [table.setdefault(chunk, len(table)), index, 1]
             runs.append(run)
             last = chunk
         expected = index + 1

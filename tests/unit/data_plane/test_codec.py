@@ -8,10 +8,9 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.data_plane.chunks.columns import check_columns
+from nemo_rl.data_plane.chunks.reader import ChunkReader, gather
 from nemo_rl.data_plane.codec import (
-    ChunkReader,
     encode_rows,
-    gather,
     join,
     materialize,
     pack_per_token_field,
@@ -37,7 +36,10 @@ def test_chunks_hold_consecutive_rows_up_to_the_target_and_one_at_least() -> Non
     assert [(c.first, c.rows) for c in chunks] == [(0, 2), (2, 1), (3, 1), (4, 3), (7, 1)]
     assert all(c.nbytes > 0 for c in chunks)
     values = torch.cat(
-        [gather(FIELDS["input_ids"], readers=[ChunkReader(c.parts)], runs=[(0, 0, c.rows)]).values for c in chunks]
+        [
+            gather(FIELDS["input_ids"], readers=[ChunkReader.of_payload(c.parts)], runs=[(0, 0, c.rows)]).values
+            for c in chunks
+        ]
     )
     assert values.tolist() == list(range(sum(lengths)))
 
@@ -60,7 +62,7 @@ def test_families_travel_in_chunks_of_their_own_and_padding_is_never_encoded() -
 
 def test_runs_over_several_chunks_are_gathered_in_their_order() -> None:
     chunks = encoded({"input_ids": ids_column([1, 2, 3, 4])}, 4, chunk_bytes=12)
-    readers = [ChunkReader(c.parts) for c in chunks]
+    readers = [ChunkReader.of_payload(c.parts) for c in chunks]
     assert [(c.first, c.rows) for c in chunks] == [(0, 2), (2, 1), (3, 1)]
     column = gather(FIELDS["input_ids"], readers=readers, runs=[(2, 0, 1), (0, 1, 1), (1, 0, 1)])
     assert column.values.tolist() == [6, 7, 8, 9, 1, 2, 3, 4, 5] and column.lengths.tolist() == [4, 2, 3]
@@ -71,16 +73,16 @@ def test_a_payload_that_is_cut_or_foreign_is_refused() -> None:
     whole = bytes(join(chunk.parts))
     for broken in (b"", b"NRL1", b"XXXX" + whole[4:], whole[:-1], whole + b"x", whole[:20]):
         with pytest.raises((SchemaMismatch, ValueError)):
-            ChunkReader([memoryview(broken)])
-    assert ChunkReader([memoryview(whole)]).columns.keys() == {"input_ids"}
+            ChunkReader.of_payload([memoryview(broken)])
+    assert ChunkReader.of_payload([memoryview(whole)]).columns.keys() == {"input_ids"}
     for parts in (chunk.parts[:1], [*chunk.parts, memoryview(b"x")], [chunk.parts[0], chunk.parts[1][:-1]]):
         with pytest.raises(SchemaMismatch):
-            ChunkReader(parts)
+            ChunkReader.of_payload(parts)
 
 
 def test_bytes_used_are_those_of_the_rows_asked_for() -> None:
     (chunk,) = encoded({"input_ids": ids_column([3, 4, 5])}, 3)
-    reader = ChunkReader(chunk.parts)
+    reader = ChunkReader.of_payload(chunk.parts)
     gather(FIELDS["input_ids"], readers=[reader], runs=[(0, 1, 1)])
     assert reader.num_bytes_used == 16
 
