@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nemo_rl.config.base import START_TIMEOUT_S
-from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
+from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig, TransferQueueConfig
 from nemo_rl.data_plane.adapters import noop
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
@@ -51,6 +51,10 @@ PLANES: dict[str, PlaneKind] = {
     ),
     "ray-node": PlaneKind(DataPlaneConfig(impl="ray", ray=RayStoreConfig(owner="node"), timeout_s=20.0), ("actors",)),
     "transfer_queue": PlaneKind(DataPlaneConfig(impl="transfer_queue", timeout_s=20.0), ("actors",)),
+    "transfer_queue-native": PlaneKind(
+        DataPlaneConfig(impl="transfer_queue", transfer_queue=TransferQueueConfig(layout="native"), timeout_s=20.0),
+        ("actors",),
+    ),
     "mooncake": PlaneKind(mooncake.small_config(segment_bytes=96 << 20), ("threads", "processes")),
     "transfer_queue-mooncake": PlaneKind(mooncake.under_transfer_queue(segment_bytes=96 << 20), ("actors",)),
     "mooncake-ray": PlaneKind(mooncake.small_config(segment_bytes=96 << 20), ("actors",)),

@@ -1,23 +1,19 @@
 """`transfer_queue`: payloads in TransferQueue, backends `simple` and `mooncake_cpu`. The door to `transfer_queue`.
 
-A chunk is one TransferQueue key with one uint8 field. TransferQueue is used for transport only: its cursors, tags and
-key lists are never asked. What this file adds: every call ends by a deadline, a short read is an error, a controller
-of another run is refused, and only the owner's close ends the service.
+A chunk is one TransferQueue key with one uint8 field; with layout `native` each column is a field under the row's own
+key as well (`transfer_queue_rows`). TransferQueue is used for transport: its cursors, tags and key lists decide
+nothing. What this file adds: every call ends by a deadline, a short read is an error, a controller of another run is
+refused unless the run is told to join it (`transfer_queue_guest`), and only the owner's close ends the service.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import logging
 import os
-import re
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import ray
@@ -25,8 +21,7 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
-from nemo_rl.config.data_plane import CONTROLLER_CPUS, DataPlaneConfig
-from nemo_rl.data_plane.adapters.mooncake_codes import NO_SPACE, NOT_FOUND, TRANSFER_FAILED
+from nemo_rl.config.data_plane import CONTROLLER_CPUS, DataPlaneConfig, Layout
 from nemo_rl.data_plane.adapters.mooncake_master import (
     MooncakeServers,
     StoreAddress,
@@ -34,6 +29,13 @@ from nemo_rl.data_plane.adapters.mooncake_master import (
     own_address,
     start_servers,
 )
+from nemo_rl.data_plane.adapters.transfer_queue_guest import (
+    find_queue,
+    leave_clean,
+    mark_owner,
+    remove_dead_runs,
+)
+from nemo_rl.data_plane.adapters.transfer_queue_rows import QueueRows
 from nemo_rl.data_plane.adapters.transfer_queue_service import (
     CONTROLLER,
     CONTROLLER_NAMESPACE,
@@ -41,24 +43,22 @@ from nemo_rl.data_plane.adapters.transfer_queue_service import (
     actor_processes,
     await_controller,
     bounded,
-    dead_actors,
     end_actors,
-    forget_module_state,
+    has_client,
     refuse_other_controller,
     service_config,
     start_actors,
-    stopped_actors,
     wait_for_cpus,
 )
-from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
-from nemo_rl.distributed.liveness import ProcessIdentity
+from nemo_rl.data_plane.adapters.transfer_queue_session import Guest, QueueProcess, QueueSession
+from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, RowStore, StoreHealth
+from nemo_rl.data_plane.keys import queue_partition
 from nemo_rl.errors import (
     CapacityExceeded,
     DataPlaneClosed,
     DataPlaneError,
     DataPlaneTimeout,
     KeysNotFound,
-    PayloadLost,
     ResourceError,
     name_some,
 )
@@ -72,12 +72,6 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 FIELD = "payload"
-UNIT_LACKS_KEY = "TQKeyNotFound"
-"""The error text of a storage unit for a row that was cleared; the error arrives as text."""
-CLOSE_TIMEOUT_S = 30.0
-END_ACTORS_S = 10.0
-PROBE_S = 1.0
-"""A call that takes longer asks Ray whether the actors are alive, so that a death is seen before the deadline."""
 LONGEST_TRIES_S = 4.0
 """TransferQueue tries a put into a full Mooncake segment for 2 s before it says so."""
 CLEAR_S = 5.0
@@ -85,60 +79,44 @@ CLEAR_S = 5.0
 CLEAR_BATCH = 4096
 """Keys per clear: the controller answers all clients from one thread."""
 
+REMOVE_S = 30.0
+"""Seconds for removing a run's partitions from another program's TransferQueue."""
+DEFAULTS = DataPlaneConfig(impl="transfer_queue")
 
-@dataclass(slots=True)
-class _QueueSession:
-    """This process's one connection; TransferQueue keeps it in module globals."""
-
-    run_id: str
-    client: Any
-    namespace: str
-    """Ray namespace of the storage units."""
-    num_units: int
-    is_owner: bool
-    mooncake: StoreAddress | None = None
-    """The run's Mooncake servers, for backend `mooncake_cpu`."""
-    servers: MooncakeServers | None = None
-    """The same for their owner."""
-    users: int = 0
-    processes: Mapping[str, ProcessIdentity] = field(default_factory=dict)
-    """Processes of controller and units, by actor name."""
-    ended: str = ""
-    """The reason for which the session cannot be used any more; empty while it can."""
-
-
-@dataclass(slots=True)
-class _QueueProcess:
-    """This process's client of TransferQueue and the session that it is in."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    session: _QueueSession | None = None
-
-    def usable(self) -> _QueueSession | None:
-        return None if self.session is None or self.session.ended else self.session
-
-
-_process = _QueueProcess()
-_left_behind: list[Any] = []
-"""Clients whose loop did not end; they must never be collected."""
+_process = QueueProcess()
 
 
 class TransferQueueStore(PayloadStore):
     """Chunks in TransferQueue."""
 
-    def __init__(self, session: _QueueSession, *, is_owner: bool) -> None:
-        self._session, self._is_owner = session, is_owner
-        self._partition = f"nemo_rl-{session.run_id}"
+    def __init__(
+        self,
+        session: QueueSession,
+        *,
+        run_id: str,
+        layout: Layout = "chunks",
+        owns: Literal["service", "partitions", "nothing"] = "nothing",
+    ) -> None:
+        """Args:
+        owns: what the close of this store ends.
+        """
+        self._session, self._run_id, self._owns = session, run_id, owns
+        self._partition = queue_partition(run_id)
+        self._rows = QueueRows(session, run_id=run_id) if layout == "native" else None
         self._is_closed = False
 
     @classmethod
     def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> TransferQueueStore:
-        """Start controller and storage units; this process owns them.
+        """Start controller and storage units, which this process owns; or join those of another program, when the
+        config says so.
 
         Raises:
-            ResourceError: too few free CPUs for the actors, or another run owns this Ray cluster's controller.
+            ResourceError: too few free CPUs for the actors, or another run owns this Ray cluster's controller; or
+                there is none to join, or one whose settings do not suit.
             DataPlaneTimeout: the actors did not start in time; what was half made is ended.
         """
+        if config.transfer_queue.connect:
+            return cls._start_as_guest(config, run_id=run_id, timeout_s=start.timeout_s)
         with _process.lock:
             known = _process.usable()
             if known is not None:
@@ -164,7 +142,7 @@ class TransferQueueStore(PayloadStore):
                 if servers is not None:
                     servers.stop()
                 raise
-            _process.session = _QueueSession(
+            _process.session = QueueSession(
                 run_id=run_id,
                 client=tq.get_client(),
                 namespace=namespace,
@@ -175,29 +153,46 @@ class TransferQueueStore(PayloadStore):
                 servers=servers,
                 users=1,
             )
-            return cls(_process.session, is_owner=True)
+            return cls(_process.session, run_id=run_id, layout=config.transfer_queue.layout, owns="service")
 
     @classmethod
-    def join(cls, *, run_id: str, timeout_s: float) -> TransferQueueStore:
-        """Attach to the controller that the owner of the run started.
+    def _start_as_guest(cls, config: DataPlaneConfig, *, run_id: str, timeout_s: float) -> TransferQueueStore:
+        with _process.lock:
+            session = _guest_session(config, timeout_s)
+        store = cls(session, run_id=run_id, layout=config.transfer_queue.layout, owns="partitions")
+        try:
+            deadline = time.monotonic() + timeout_s
+            remove_dead_runs(session, deadline=deadline)
+            mark_owner(session, run_id=run_id, deadline=deadline)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    def join(cls, *, run_id: str, timeout_s: float, config: DataPlaneConfig = DEFAULTS) -> TransferQueueStore:
+        """Attach to the controller that the owner of the run started, or joined.
 
         Raises:
             DataPlaneClosed: another run's controller, or this process is not connected to Ray.
             DataPlaneTimeout: no controller, or one that was never finished, within `timeout_s`.
         """
+        layout = config.transfer_queue.layout
         with _process.lock:
+            if config.transfer_queue.connect:
+                return cls(_guest_session(config, timeout_s), run_id=run_id, layout=layout)
             known = _process.usable()
             if known is not None:
                 if known.run_id != run_id:
                     raise DataPlaneClosed(f"this process is attached to run {known.run_id!r}, not to {run_id!r}")
                 known.users += 1
-                return cls(known, is_owner=False)
+                return cls(known, run_id=run_id, layout=layout)
             ours = await_controller(run_id, timeout_s)
             mooncake = StoreAddress.parse(ours["mooncake"]) if ours["mooncake"] else None
             if mooncake is not None:
                 _bind_to_own_address(mooncake.master)
             bounded(f"TransferQueue did not attach within {timeout_s:.1f} s", tq.init, timeout_s=timeout_s)
-            _process.session = _QueueSession(
+            _process.session = QueueSession(
                 run_id=run_id,
                 client=tq.get_client(),
                 namespace=ours["namespace"],
@@ -207,7 +202,11 @@ class TransferQueueStore(PayloadStore):
                 mooncake=mooncake,
                 users=1,
             )
-            return cls(_process.session, is_owner=False)
+            return cls(_process.session, run_id=run_id, layout=layout)
+
+    @property
+    def rows(self) -> RowStore | None:
+        return self._rows
 
     @property
     def reuses_memory(self) -> bool:
@@ -230,9 +229,12 @@ class TransferQueueStore(PayloadStore):
             except CapacityExceeded as error:
                 self._clear_quietly(keys, deadline)
                 if time.monotonic() + LONGEST_TRIES_S > deadline:
+                    advice = (
+                        "raise data_plane.mooncake.segment_bytes, or" if self._session.servers else "give it more, or"
+                    )
                     raise CapacityExceeded(
-                        f"Mooncake has no space for {sum(sizes)} bytes; raise data_plane.mooncake.segment_bytes, or "
-                        f"clear rows sooner: {error}"
+                        f"TransferQueue's backend has no space for {sum(sizes)} bytes; {advice} clear rows sooner: "
+                        f"{error}"
                     ) from error
             except DataPlaneError:
                 self._clear_quietly(keys, deadline)
@@ -266,7 +268,7 @@ class TransferQueueStore(PayloadStore):
     def health(self) -> StoreHealth:
         if self._is_closed or self._session.ended:
             return StoreHealth(is_alive=False, detail=self._session.ended or "this client is closed")
-        dead = _dead(self._session)
+        dead = self._session.dead()
         return StoreHealth(
             is_alive=not dead, detail=f"dead: {name_some(dead)}" if dead else "controller and units live"
         )
@@ -275,17 +277,12 @@ class TransferQueueStore(PayloadStore):
         with _process.lock:
             if self._is_closed:
                 return
+            if self._owns == "partitions" and not self._session.ended:
+                leave_clean(self._session, run_id=self._run_id, timeout_s=REMOVE_S)
             self._is_closed = True
-            session = self._session
-            session.users -= 1
-            if self._is_owner:
-                session.ended = session.ended or f"its owner has closed TransferQueue of run {session.run_id!r}"
-                _end_service(session)
-            elif session.users == 0 and not session.is_owner:
-                session.ended = session.ended or "the last client of this process is closed"
-                _leave(session)
-            if session.ended and _process.session is session:
-                _process.session = None
+            if self._rows is not None:
+                self._rows.is_closed = True
+            _process.give_up(self._session, is_owner=self._owns == "service")
 
     def _check_accepted(self, keys: list[str], deadline: float) -> None:
         """A put reports success even when the controller refused it; its own record of the keys says so."""
@@ -328,29 +325,35 @@ class TransferQueueStore(PayloadStore):
         )
 
     def _run(self, what: str, start: Callable[[], Coroutine[Any, Any, _T]], deadline: float) -> _T:
-        """Make one TransferQueue call on its own loop; past the deadline the connection counts as broken."""
-        session = self._session
-        if self._is_closed or session.ended:
-            raise DataPlaneClosed(f"TransferQueue cannot be used: {session.ended or 'this client is closed'}")
-        future = asyncio.run_coroutine_threadsafe(start(), session.client._loop)
-        try:
-            return _wait(future, session, deadline)
-        except concurrent.futures.TimeoutError as error:
-            future.cancel()
-            session.ended = f"an earlier {what} did not end in time, so its connection is broken; build a new client"
-            stopped = stopped_actors(session.processes)
-            why = f": somebody has stopped {name_some(stopped)}" if stopped else ""
-            raise DataPlaneTimeout(f"TransferQueue did not finish a {what} in time{why}") from error
-        except concurrent.futures.CancelledError as error:
-            raise DataPlaneClosed(f"TransferQueue was closed during a {what}") from error
-        except DataPlaneError:
-            future.cancel()
-            raise
-        except Exception as error:
-            # The door: whatever the engine raises becomes an error of the data plane, with its cause.
-            dead = _dead(session)
-            kind = DataPlaneClosed if dead else _kind_of(error)
-            raise kind(f"TransferQueue failed in {what} ({name_some(dead) or 'all actors live'}): {error}") from error
+        if self._is_closed and not self._session.ended:
+            raise DataPlaneClosed("TransferQueue cannot be used: this client is closed")
+        return self._session.run(what, start, deadline)
+
+
+def _guest_session(config: DataPlaneConfig, timeout_s: float) -> QueueSession:
+    """Return this process's session in the TransferQueue of another program; called under the lock.
+
+    Raises:
+        ResourceError: there is none, or its settings do not suit.
+    """
+    known = _process.usable()
+    if known is None:
+        found = find_queue(config, timeout_s=timeout_s)
+        if found.master:
+            _bind_to_own_address(found.master)
+        guest = Guest(controller=found.controller, units=found.units, is_client_shared=has_client())
+        bounded(f"TransferQueue did not attach within {timeout_s:.1f} s", tq.init, timeout_s=timeout_s)
+        known = _process.session = QueueSession(
+            run_id="",
+            client=tq.get_client(),
+            namespace="",
+            num_units=0,
+            is_owner=False,
+            mooncake=StoreAddress(master=found.master, holder="") if found.master else None,
+            guest=guest,
+        )
+    known.users += 1
+    return known
 
 
 async def _get_or_none(keys: list[str], partition: str) -> TensorDict | None:
@@ -361,22 +364,6 @@ async def _get_or_none(keys: list[str], partition: str) -> TensorDict | None:
         logger.debug("TransferQueue knows none of %d keys: %s", len(keys), error)
         return None
     return rows
-
-
-def _wait(future: concurrent.futures.Future[_T], session: _QueueSession, deadline: float) -> _T:
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return future.result(timeout=max(min(left, PROBE_S), 0.0))
-        except concurrent.futures.TimeoutError:
-            if future.done():
-                raise
-            dead = _dead(session)
-            if dead:
-                session.ended = f"TransferQueue has lost {name_some(dead)}"
-                raise DataPlaneClosed(f"{session.ended}; its rows are gone") from None
-            if left <= PROBE_S:
-                raise
 
 
 def _start_mooncake(config: DataPlaneConfig, start: StartUp) -> MooncakeServers | None:
@@ -390,70 +377,3 @@ def _start_mooncake(config: DataPlaneConfig, start: StartUp) -> MooncakeServers 
 
 def _bind_to_own_address(master: str) -> None:
     os.environ["MC_TCP_BIND_ADDRESS"] = own_address(master)
-
-
-def _dead(session: _QueueSession) -> list[str]:
-    """Return actors and servers of the service that are gone."""
-    dead = dead_actors(session.namespace, session.num_units, session.processes)
-    if session.mooncake is not None:
-        named = {"Mooncake's master at": session.mooncake.master, "Mooncake's holder at": session.mooncake.holder}
-        dead += [f"{what} {where}" for what, where in named.items() if where and not is_listening(where)]
-    return dead
-
-
-def _kind_of(error: Exception) -> type[DataPlaneError]:
-    """Return the kind of error that an engine's error means while all of its processes live."""
-    if UNIT_LACKS_KEY in str(error):
-        return KeysNotFound  # cleared between the controller's answer and the unit's
-    codes = {int(code) for code in re.findall(r"-\d{3}\b", str(error))}
-    kinds = {NO_SPACE: CapacityExceeded, TRANSFER_FAILED: PayloadLost, NOT_FOUND: KeysNotFound}
-    return next((kind for code, kind in kinds.items() if code in codes), DataPlaneError)
-
-
-def _end_service(session: _QueueSession) -> None:
-    """End client, storage units and controller. A dead controller must not keep the rest from ending."""
-    _cancel_calls(session)
-    try:
-        bounded(f"TransferQueue did not close within {CLOSE_TIMEOUT_S:.0f} s", tq.close, timeout_s=CLOSE_TIMEOUT_S)
-    except DataPlaneTimeout as error:
-        logger.warning("%s; ending its actors", error)
-    try:
-        # Without Ray's metadata server these calls have no end.
-        bounded(
-            f"TransferQueue's actors did not end within {END_ACTORS_S:.0f} s",
-            lambda: end_actors(session.namespace, session.num_units),
-            timeout_s=END_ACTORS_S,
-        )
-    except DataPlaneTimeout as error:
-        logger.warning("%s", error)
-        forget_module_state()
-    if session.servers is not None:
-        session.servers.stop()
-
-
-def _leave(session: _QueueSession) -> None:
-    """End this process's connection only: `tq.close` would end the controller for everybody."""
-    _cancel_calls(session)
-    try:
-        bounded("TransferQueue did not disconnect", session.client.close, timeout_s=CLOSE_TIMEOUT_S)
-    except DataPlaneTimeout as error:
-        logger.warning("%s", error)
-    forget_module_state()
-
-
-def _cancel_calls(session: _QueueSession) -> None:
-    """Calls that still wait for a dead peer end with CancelledError instead of blocking their threads for ever."""
-    loop = session.client._loop
-
-    done = threading.Event()
-
-    def cancel() -> None:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        done.set()
-
-    loop.call_soon_threadsafe(cancel)
-    if not done.wait(PROBE_S):
-        # Over Mooncake its reads block the loop. TransferQueue leaks its context then, whose collection would hang.
-        _left_behind.append(session.client)
-        logger.warning("TransferQueue's loop does not answer; abandoning its calls")

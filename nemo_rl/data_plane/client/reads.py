@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.chunks.columns import Lengths
+from nemo_rl.data_plane.client.keyed_rows import KeyedRowsLink
 from nemo_rl.data_plane.client.link import (
     FIRST_POLL_S,
     LONGEST_POLL_S,
@@ -33,7 +34,7 @@ from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.errors import KeysNotFound, PayloadLost, SchemaMismatch
+from nemo_rl.errors import FieldNotProduced, KeysNotFound, PayloadLost, SchemaMismatch
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -154,6 +155,9 @@ def _nest_shared(values: torch.Tensor, lengths: Lengths, known: list[tuple[Lengt
     return torch.nested.nested_tensor_from_jagged(values, known[-1][1])
 
 
+Adopt: TypeAlias = "Callable[[ClientCall, str, Declaration, Sequence[str], Sequence[str] | None], bool]"
+"""Takes over fields (of these keys, or of all rows) that another program has written; False when there are none."""
+
 LOST_AFTER_S = 1.0
 """A chunk that the ledger names and the store lacks for so long is lost: its producer died before it was reachable."""
 
@@ -161,8 +165,12 @@ LOST_AFTER_S = 1.0
 class RowReader:
     """Reads of one client."""
 
-    def __init__(self, link: ClientLink) -> None:
-        self._link = link
+    def __init__(self, link: ClientLink, keyed: KeyedRowsLink | None = None, adopt: Adopt | None = None) -> None:
+        """Args:
+        keyed: for a store that keeps columns under the rows' keys.
+        adopt: commits what other programs have written there.
+        """
+        self._link, self._keyed, self._adopt = link, keyed, adopt
 
     def read(self, call: ClientCall, read: Read[_T], declaration: Declaration) -> _T:
         """Fetch the chunks of the rows; return what `read.build` makes of them."""
@@ -178,18 +186,11 @@ class RowReader:
         before: list[str] = []
         lost_after, poll_s = 0.0, FIRST_POLL_S
         while True:
-            reply = self._link.ask(call, "locate", args)
+            reply = self._locate(call, args, declaration)
             chunk_ids = names_of(reply["chunks"])
             try:
-                payloads: list[Parts] = []
-                if chunk_ids:
-                    handles = reply.get("handles", {})
-                    assert isinstance(handles, dict), f"malformed reply: {reply}"
-                    with self._link.clock.measure("store_get"), self._link.errors_of(call):
-                        payloads = self._link.store.get(chunk_ids, timeout_s=call.left(), handles=handles)
-                self._check_live(call, chunk_ids)
+                located = self._fetch(call, read, specs, args, reply)
                 with self._confirmed_errors(chunk_ids), self._link.clock.measure("build"):
-                    located = Located(specs=specs, reply=reply, payloads=payloads, num_rows=len(read.keys))
                     rows = read.build(located)
                 self._link.store.confirm(chunk_ids)
             except KeysNotFound as error:
@@ -208,6 +209,31 @@ class RowReader:
                 self._link.count("get_bytes", located.num_bytes)
                 self._link.count("over_read_bytes", located.num_bytes - located.num_bytes_used)
                 return rows
+
+    def _locate(self, call: ClientCall, args: Args, declaration: Declaration) -> Reply:
+        """Ask where the rows are; fields that another program has written since are taken over first."""
+        try:
+            return self._link.ask(call, "locate", args)
+        except FieldNotProduced:
+            keys, fields = names_of(args["keys"]), names_of(args["fields"])
+            if self._adopt is None or not self._adopt(call, str(args["partition"]), declaration, fields, keys):
+                raise
+        return self._link.ask(call, "locate", args)
+
+    def _fetch(self, call: ClientCall, read: Read[_T], specs: Sequence[FieldSpec], args: Args, reply: Reply) -> Located:
+        chunk_ids, handles = names_of(reply["chunks"]), reply.get("handles", {})
+        assert isinstance(handles, dict), f"malformed reply: {reply}"
+        payloads: list[Parts] = []
+        found = reply
+        if self._keyed is not None and reply.get("keyed"):
+            found, payloads = self._keyed.fetch(call, read, specs, reply, handles)
+            self._keyed.check_same(call, args, reply)
+        elif chunk_ids:
+            with self._link.clock.measure("store_get"), self._link.errors_of(call):
+                payloads = self._link.store.get(chunk_ids, timeout_s=call.left(), handles=handles)
+            self._check_live(call, chunk_ids)
+        with self._confirmed_errors(chunk_ids), self._link.clock.measure("build"):
+            return Located(specs=specs, reply=found, payloads=payloads, num_rows=len(read.keys))
 
     @contextmanager
     def _confirmed_errors(self, chunk_ids: list[str]) -> Iterator[None]:

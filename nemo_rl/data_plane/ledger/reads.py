@@ -30,7 +30,7 @@ def locate(
     for family, cells in places.items():
         if family in expected:
             _check_version(partition, keys, family, cells, expected[family])
-    table: dict[str, int] = {}
+    table: dict[Chunk, int] = {}
     placements: list[dict[str, object]] = []
     for family, names in needed.items():
         cells = places[family]
@@ -41,7 +41,31 @@ def locate(
         for name in sorted(names):
             placements.append({"fields": [name], "runs": _runs((column.place_of(k, name) for k in keys), table)})
     column_types = {name: [*partition.column_types[name]] for name in fields if name in partition.column_types}
-    return {"chunks": list(table), "placements": placements, "column_types": column_types}
+    reply: dict[str, object] = {
+        "chunks": [chunk.chunk_id for chunk in table],
+        "placements": placements,
+        "column_types": column_types,
+    }
+    if any(chunk.is_keyed for chunk in table):
+        _add_keyed(reply, placements, list(table))
+    return reply
+
+
+def _add_keyed(reply: dict[str, object], placements: list[dict[str, object]], chunks: Sequence[Chunk]) -> None:
+    """Say which chunks stand for cells under the rows' keys, and how many bytes each such cell has."""
+    reply["keyed"] = [i for i, chunk in enumerate(chunks) if chunk.is_keyed]
+    for placement in placements:
+        runs, fields = placement["runs"], placement["fields"]
+        assert isinstance(runs, list) and isinstance(fields, list)
+        placement["sizes"] = {
+            name: [
+                size
+                for number, first, count in runs
+                if (chunk := chunks[number]).is_keyed
+                for size in (chunk.size_of(name, at) for at in range(first, first + count))
+            ]
+            for name in fields
+        }
 
 
 def _whole_rows(column: FamilyColumn, keys: Sequence[str], names: frozenset[str]) -> list[tuple[Chunk, int]] | None:
@@ -87,7 +111,7 @@ def _check_version(
         )
 
 
-def _runs(cells: Iterable[tuple[Chunk, int]], table: dict[str, int]) -> list[list[int]]:
+def _runs(cells: Iterable[tuple[Chunk, int]], table: dict[Chunk, int]) -> list[list[int]]:
     """Return rows as runs `[chunk, first row, rows]`, in order; `table` numbers the chunks."""
     runs: list[list[int]] = []
     run: list[int] = []
@@ -97,7 +121,7 @@ def _runs(cells: Iterable[tuple[Chunk, int]], table: dict[str, int]) -> list[lis
         if chunk is last and index == expected:
             run[2] += 1
         else:
-            run = [table.setdefault(chunk.chunk_id, len(table)), index, 1]
+            run = [table.setdefault(chunk, len(table)), index, 1]
             runs.append(run)
             last = chunk
         expected = index + 1

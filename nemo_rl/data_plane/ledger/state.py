@@ -49,6 +49,8 @@ class Chunk:
     """Bytes of each row, of the fields whose rows differ in size."""
     version: int
     """Version that its family got with this put."""
+    is_keyed: bool = False
+    """Its cells are not one payload: the store has each under the key of its row."""
     cells: int = 0
     """Fields of rows that are read from it; it is dropped at 0."""
     live: dict[str, int] = field(default_factory=dict)
