@@ -30,7 +30,7 @@ from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import DataPlaneError, DataPlaneTimeout, KeysNotFound, PayloadLost, SchemaMismatch, name_some
 
-__all__ = ["AnnouncedPut", "ForeignColumns", "KeyedRowsLink"]
+__all__ = ["WHOLE", "AnnouncedPut", "ForeignColumns", "KeyedRowsLink", "column_types_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,9 @@ class KeyedRowsLink:
         families: dict[str, list[str]] = {}
         for name, column in columns.items():
             families.setdefault(column.spec.family, []).append(name)
-        args: Args = {name: put[name] for name in ("partition", "declared", "keys")}
-        args["families"] = families
+        checked = ("partition", "declared", "keys", "lengths", "claims", "may_create")
+        args: Args = {name: put[name] for name in checked}
+        args |= {"families": families, "column_types": column_types_of(columns)}
         partition, poll_s = str(put["partition"]), FIRST_POLL_S
         while True:
             reply = self._link.ask(call, "begin", {**args, "lasts_s": call.left() + PUT_OVERTIME_S})
@@ -271,6 +272,13 @@ class KeyedRowsLink:
                 self.others,
                 name_some(found),
             )
+
+
+def column_types_of(columns: Mapping[str, FlatColumn]) -> dict[str, list[object]]:
+    """Return dtype and trailing dims of the columns that are tensors, for the ledger."""
+    return {
+        name: [column.dtype, list(column.trailing)] for name, column in columns.items() if column.values is not None
+    }
 
 
 def _plan_fetches(

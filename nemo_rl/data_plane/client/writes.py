@@ -14,7 +14,7 @@ from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.chunks.columns import FlatColumn, check_columns, check_tags, token_lengths
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable
-from nemo_rl.data_plane.client.keyed_rows import WHOLE, ForeignColumns, KeyedRowsLink
+from nemo_rl.data_plane.client.keyed_rows import WHOLE, ForeignColumns, KeyedRowsLink, column_types_of
 from nemo_rl.data_plane.client.leases import LeaseRenewer
 from nemo_rl.data_plane.client.link import ClientCall, ClientLink, Declaration, RoomWait, names_of, versions_of
 from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
@@ -146,9 +146,7 @@ class RowWriter:
             num_apart = len(chunks)
             chunks += encode_rows(here, num_rows=num_rows, chunk_bytes=WHOLE) if here else []
         ids = self._link.new_ids(len(chunks))
-        column_types = {
-            name: [column.dtype, list(column.trailing)] for name, column in columns.items() if column.values is not None
-        }
+        column_types = column_types_of(columns)
         records = [_chunk_record(i, chunk, column_types) for i, chunk in zip(ids, chunks, strict=True)]
         for record in records[num_apart:]:
             record["keyed"] = True

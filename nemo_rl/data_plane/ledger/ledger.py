@@ -42,6 +42,9 @@ Args: TypeAlias = dict[str, object]
 """Plain values only: None, bool, int, float, str, bytes, list and dict with string keys."""
 Reply: TypeAlias = dict[str, object]
 
+ColumnTypes: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]
+"""Field -> dtype and trailing dims."""
+
 DECLARATION = ("partition", "fields", "num_samples", "tasks", "task_writes", "group_size")
 """Arguments of a `register` request that must be the same when it is repeated."""
 
@@ -195,11 +198,13 @@ class Ledger:
         return {}
 
     def _begin(self, args: Args, now: float) -> Reply:
-        """Announce a put to a store that keeps columns under the rows' keys."""
-        partition, families = self._partition(args), args["families"]
+        """Announce a put to a store that keeps columns under the rows' keys; one that its commit would refuse is
+        refused here, before other programs can see any of it."""
+        partition, keys, families = self._partition(args), _texts(args, "keys"), args["families"]
         assert isinstance(families, dict), f"families: expected a dict, got {families!r}"
+        self._check_put(partition, keys, args, [args], now)
         keyed = self._keyed.setdefault(partition.name, KeyedRows())
-        return keyed.begin(partition.rows, _texts(args, "keys"), families, now=now, lasts_s=_seconds(args, "lasts_s"))
+        return keyed.begin(partition.rows, keys, families, now=now, lasts_s=_seconds(args, "lasts_s"))
 
     def _end(self, args: Args, now: float) -> Reply:
         """An announced put writes nothing any more."""
@@ -238,10 +243,7 @@ class Ledger:
                 f"partition {partition.name!r}: a put took longer than it had announced, so its rows may be freed"
             )
         self._capacity.blocked_s += _seconds(args, "waited_s")
-        column_types = _check_column_types(partition, keys, chunks, args["lengths"])
-        claim_rules.check_held(partition, keys, claim_rules.parse(args["claims"]), now=now)
-        if not args["may_create"]:
-            _check_present(partition, keys)
+        column_types = self._check_put(partition, keys, args, chunks, now)
         nbytes = sum([_number(record, "nbytes") for record in chunks])
         reservation = args.get("reservation", 0)
         assert isinstance(reservation, int)
@@ -271,6 +273,20 @@ class Ledger:
         if partition.name in self._keyed:
             reply["free"] = self._finish_keyed(partition, keys, fields, put if args.get("is_last") else 0, now)
         return reply
+
+    def _check_put(
+        self, partition: Partition, keys: Sequence[str], args: Args, typed: Sequence[Args], now: float
+    ) -> ColumnTypes:
+        """Check a put against what the partition holds and what the caller has claimed.
+
+        Args:
+            typed: records with `column_types`.
+        """
+        column_types = _check_column_types(partition, keys, typed, args["lengths"])
+        claim_rules.check_held(partition, keys, claim_rules.parse(args["claims"]), now=now)
+        if not args["may_create"]:
+            _check_present(partition, keys)
+        return column_types
 
     def _finish_keyed(
         self, partition: Partition, keys: Sequence[str], fields: frozenset[str], put: int, now: float
@@ -518,8 +534,8 @@ def _demand(partition: Partition, keys: Sequence[str], *, nbytes: int, reservati
 
 
 def _check_column_types(
-    partition: Partition, keys: Sequence[str], chunks: Sequence[Args], lengths: object
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+    partition: Partition, keys: Sequence[str], typed: Sequence[Args], lengths: object
+) -> ColumnTypes:
     """dtype, trailing dims and lengths must agree with what the partition already holds."""
     where = f"partition {partition.name!r}"
     if isinstance(lengths, list):
@@ -527,8 +543,8 @@ def _check_column_types(
             row = partition.rows.get(key)
             if row is not None and row.length is not None and row.length != length:
                 raise SchemaMismatch(f"{where}: row {key!r} has {row.length} tokens, got a column with {length}")
-    settled: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for record in chunks:
+    settled: ColumnTypes = {}
+    for record in typed:
         column_types = record["column_types"]
         assert isinstance(column_types, dict)
         for name, (dtype, trailing) in column_types.items():
