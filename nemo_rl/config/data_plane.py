@@ -17,17 +17,20 @@ __all__ = [
     "CONTROLLER_CPUS",
     "DataPlaneConfig",
     "FetchPolicy",
+    "Layout",
     "MooncakeConfig",
     "ObservabilityConfig",
     "RayStoreConfig",
     "SharedMemoryConfig",
     "SimpleBackendConfig",
     "StorageCapacityConfig",
+    "TransferQueueConfig",
 ]
 
 CONTROLLER_CPUS = 1
 """Logical CPUs that TransferQueue's controller asks Ray for."""
 
+Layout = Literal["chunks", "native"]
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 
 
@@ -53,6 +56,18 @@ class SharedMemoryConfig(Section):
     """Free segments kept for the next put, in bytes: memory that is warm is several times faster."""
 
 
+class TransferQueueConfig(Section):
+    """What other TransferQueue clients see of a run, and whose TransferQueue it is (`impl: transfer_queue`)."""
+
+    layout: Layout = "chunks"
+    """Form of the rows in TransferQueue: `chunks` (rows packed together, fastest, readable by this library alone) or
+    `native` (each column a TransferQueue field under the row's own key, for any TransferQueue client to read and
+    add to)."""
+    connect: bool = False
+    """Use the TransferQueue that runs in the Ray cluster already, in partitions of this run's own, and leave it
+    running; false starts one and refuses another's."""
+
+
 class SimpleBackendConfig(Section):
     """TransferQueue's in-memory storage actors (`backend: simple`)."""
 
@@ -62,7 +77,7 @@ class SimpleBackendConfig(Section):
     """Place the storage units on the driver's node, or in turn on all nodes of the Ray cluster."""
     chunk_bytes: PositiveInt = 4 << 20
     """Rows of one put are freed together until they have so many bytes."""
-    block_bytes: PositiveInt = 10 << 10
+    block_bytes: PositiveInt = 12 << 10
     """Target size of what a read moves at least, in bytes: smaller blocks move less that nobody asked for, and each
     costs time."""
     send_recv_timeout_s: PositiveInt = 60
@@ -149,19 +164,30 @@ class DataPlaneConfig(Section):
     keeps none."""
     ray: RayStoreConfig = Field(default_factory=RayStoreConfig)
     shm: SharedMemoryConfig = Field(default_factory=SharedMemoryConfig)
+    transfer_queue: TransferQueueConfig = Field(default_factory=TransferQueueConfig)
     simple: SimpleBackendConfig = Field(default_factory=SimpleBackendConfig)
     mooncake: MooncakeConfig = Field(default_factory=MooncakeConfig)
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig)
 
     @property
     def num_storage_units(self) -> int:
-        """Storage actors of TransferQueue's backend."""
-        return self.simple.num_storage_units if self.backend == "simple" else 0
+        """Storage actors of TransferQueue's backend that the run starts."""
+        return self.simple.num_storage_units if self.backend == "simple" and not self.is_guest_of_queue else 0
+
+    @property
+    def is_guest_of_queue(self) -> bool:
+        """Return whether the run joins a TransferQueue that another program has started."""
+        return self.impl == "transfer_queue" and self.transfer_queue.connect
 
     @property
     def uses_mooncake(self) -> bool:
         """Return whether bytes are in Mooncake's store, directly or under TransferQueue."""
         return self.impl == "mooncake" or self.is_queue_on_mooncake
+
+    @property
+    def starts_mooncake(self) -> bool:
+        """Return whether the run's own settings say how much memory Mooncake takes."""
+        return self.uses_mooncake and not self.is_guest_of_queue
 
     @property
     def is_queue_on_mooncake(self) -> bool:
@@ -210,12 +236,14 @@ def rule_store_sections_need_their_store(config: MasterConfig) -> list[str]:
     used = {
         "ray": plane.impl == "ray",
         "shm": plane.impl == "shm" or is_node,
+        "transfer_queue": plane.impl == "transfer_queue",
         "simple": plane.impl == "transfer_queue" and plane.backend == "simple",
         "mooncake": plane.uses_mooncake,
     }
     sections: dict[str, Section] = {
         "ray": plane.ray,
         "shm": plane.shm,
+        "transfer_queue": plane.transfer_queue,
         "simple": plane.simple,
         "mooncake": plane.mooncake,
     }
@@ -256,9 +284,21 @@ def rule_backend_needs_transfer_queue(config: MasterConfig) -> list[str]:
     ]
 
 
+def rule_connected_queue_brings_its_own_settings(config: MasterConfig) -> list[str]:
+    plane = config.active_data_plane
+    if not plane.is_guest_of_queue:
+        return []
+    because, switch = "the program that started TransferQueue has settled it", "data_plane.transfer_queue.connect"
+    if plane.backend == "simple":
+        names: tuple[str, ...] = ("num_storage_units", "placement")
+        return would_be_ignored(plane.simple, "data_plane.simple", names, switch=switch, because=because)
+    names = tuple(MooncakeConfig.model_fields)
+    return would_be_ignored(plane.mooncake, "data_plane.mooncake", names, switch=switch, because=because)
+
+
 def rule_mooncake_keys_fit_the_store(config: MasterConfig) -> list[str]:
     plane, nodes = config.active_data_plane, config.cluster.num_nodes
-    if not plane.uses_mooncake:
+    if not plane.starts_mooncake:
         return []
     lines = []
     if nodes > 1 and plane.mooncake.host.startswith("127."):

@@ -41,6 +41,7 @@ from nemo_rl.errors import SchemaMismatch
 from nemo_rl.jagged import stack_or_nest
 
 __all__ = [
+    "HEAD_PREFIX_BYTES",
     "ChunkForm",
     "EncodedChunk",
     "checksum",
@@ -61,6 +62,8 @@ block), and of a chunk in blocks its `head` and `cuts` (uint32: first row of eac
 
 _MAGIC = b"NRL1"
 _PREFIX = struct.Struct("<4sI")
+HEAD_PREFIX_BYTES = _PREFIX.size
+"""Bytes in front of the msgpack part of a header."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from nemo_rl.data_plane.chunks.columns import FlatColumn
+
 __all__ = [
     "Columns",
     "DataPlaneClient",
@@ -34,6 +36,7 @@ __all__ = [
     "KVBatchMeta",
     "Parts",
     "PayloadStore",
+    "RowStore",
     "StoreHealth",
     "TagValue",
     "Tags",
@@ -93,6 +96,12 @@ class PayloadStore(ABC):
         """The name of this process's place, for the names of its chunks."""
         return socket.gethostname()
 
+    @property
+    def rows(self) -> RowStore | None:
+        """The columns that this store keeps under the rows' own keys, for other programs; None where it keeps chunks
+        alone."""
+        return None
+
     @abstractmethod
     def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> Handles | None:
         """Store a copy of every chunk, or raise and leave none readable.
@@ -134,6 +143,64 @@ class PayloadStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """End this client's part; the owner's close also ends the backend. Idempotent."""
+
+
+class RowStore(ABC):
+    """Columns under the rows' own keys, which other programs read and add to. Every call ends by a deadline.
+
+    A column of a row is written here once; what rewrites it goes to a chunk first, because a value cannot be replaced
+    at one moment. The ledger decides which of the two a put is, and where a column is read.
+    """
+
+    @property
+    @abstractmethod
+    def others(self) -> str:
+        """What messages call a client of another program."""
+
+    @abstractmethod
+    def put(
+        self,
+        partition_id: str,
+        keys: Sequence[str],
+        columns: Mapping[str, FlatColumn],
+        tags: Sequence[Tags] | None,
+        *,
+        timeout_s: float,
+    ) -> None:
+        """Write columns and add tags, in one message for all of the rows; rows that do not exist are made."""
+
+    @abstractmethod
+    def get(
+        self,
+        partition_id: str,
+        keys: Sequence[str],
+        specs: Sequence[FieldSpec],
+        *,
+        sizes: Mapping[str, Sequence[int]] | None,
+        timeout_s: float,
+    ) -> dict[str, torch.Tensor | list[object]]:
+        """Return the columns in the order of `keys`; never fewer rows, never fewer columns.
+
+        Args:
+            sizes: bytes of each row, for columns that this run has written; None for those of other programs.
+
+        Raises:
+            KeysNotFound: a row was cleared, or lacks a column. SchemaMismatch: a column has rows of several dtypes.
+        """
+
+    @abstractmethod
+    def written(
+        self, partition_id: str, lacking: Mapping[str, Collection[str]], *, timeout_s: float
+    ) -> dict[str, list[str]]:
+        """Return, of the rows that lack a field in the ledger (field -> keys), those that have it here."""
+
+    @abstractmethod
+    def keys(self, partition_id: str, *, timeout_s: float) -> list[str]:
+        """Return the keys of all rows, those of other programs too."""
+
+    @abstractmethod
+    def drop(self, partition_id: str, keys: Sequence[str], *, timeout_s: float) -> None:
+        """Free rows with all of their columns; unknown keys are ignored."""
 
 
 class DataPlaneClient(ABC):

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterable
 
 __all__ = [
+    "QUEUE_PREFIX",
     "chunk_id",
     "chunk_tag",
     "client_label",
@@ -26,12 +27,15 @@ __all__ = [
     "owner_of",
     "place_of",
     "process_of",
+    "queue_partition",
     "split_key",
 ]
 
 MARK = "_g"
 MOST_DIGITS = 9
 """Most digits of an index."""
+QUEUE_PREFIX = "nemo_rl-"
+"""First letters of all partitions that runs have in TransferQueue."""
 UID_BYTES = 6
 """Random bytes of a group uid: with 2^48 values a collision among the live groups of all steps is out of reach."""
 
@@ -106,6 +110,17 @@ def chunk_tag(chunk: str) -> int:
     """64 bits, never 0, that distinguish a chunk's bytes from those of another one where a store reuses places."""
     digest = hashlib.blake2b(chunk.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
+
+
+def queue_partition(run_id: str, partition_id: str | None = None) -> str:
+    """Return the TransferQueue partition of a run's partition; without one, that of what the run keeps for itself.
+
+    Example:
+        >>> queue_partition("r1", "train"), queue_partition("r1")
+        ('nemo_rl-r1/train', 'nemo_rl-r1')
+    """
+    own = f"{QUEUE_PREFIX}{run_id}"
+    return own if partition_id is None else f"{own}/{partition_id}"
 
 
 def owner_of(chunk: str) -> str:

@@ -147,8 +147,8 @@ def _start_transfer_queue(config: DataPlaneConfig, *, run_id: str, start: StartU
 
 
 def _join_transfer_queue(address: DataPlaneAddress) -> PayloadStore:
-    config, timeout_s = address.config, address.start_timeout_s
-    return _transfer_queue(config).join(run_id=address.run_id, timeout_s=timeout_s, config=config)
+    kind = _transfer_queue(address.config)
+    return kind.join(run_id=address.run_id, timeout_s=address.start_timeout_s, config=address.config)
 
 
 def _transfer_queue_environment(config: DataPlaneConfig) -> Mapping[str, str]:
@@ -204,7 +204,7 @@ def _mooncake_waits(config: DataPlaneConfig) -> Mapping[str, str]:
 
 
 def _mooncake_memory(config: DataPlaneConfig, num_processes: int | None) -> str:
-    if not config.uses_mooncake:
+    if not config.starts_mooncake:
         return ""
     section = config.mooncake
     segment, buffers = section.segment_bytes // MIB, section.local_buffer_bytes // MIB
@@ -219,7 +219,7 @@ def _mooncake_memory(config: DataPlaneConfig, num_processes: int | None) -> str:
 
 
 def _mooncake_bytes(config: DataPlaneConfig, num_processes: int) -> int:
-    if not config.uses_mooncake:
+    if not config.starts_mooncake:
         return 0
     section = config.mooncake
     num_segments = 1 if section.segment_owner == "holder" else num_processes
@@ -277,7 +277,7 @@ _BUILTIN: Mapping[str, StoreKind] = {
         join=_join_transfer_queue,
         has_processes=True,
         environment=_transfer_queue_environment,
-        cpus=lambda config: CONTROLLER_CPUS + config.num_storage_units,
+        cpus=lambda config: 0 if config.is_guest_of_queue else CONTROLLER_CPUS + config.num_storage_units,
         memory_plan=_mooncake_memory,
         reserved_bytes=_mooncake_bytes,
         check_installed=_check_mooncake,

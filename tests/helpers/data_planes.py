@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nemo_rl.config.base import START_TIMEOUT_S
-from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
+from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig, StorageCapacityConfig, TransferQueueConfig
 from nemo_rl.data_plane.adapters import noop
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
@@ -24,7 +24,10 @@ from nemo_rl.errors import DataPlaneClosed
 from nemo_rl.jagged import nest
 from tests.helpers import mooncake
 from tests.helpers.data_plane_peers import PEERS, Mode, Peer
+from tests.helpers.foreign_queue import foreign_queue
 
+NATIVE = TransferQueueConfig(layout="native")
+NATIVE_ON_MOONCAKE = mooncake.under_transfer_queue(segment_bytes=96 << 20).model_copy(update={"transfer_queue": NATIVE})
 NOOP = DataPlaneConfig(impl="noop", timeout_s=20.0)
 
 
@@ -51,8 +54,21 @@ PLANES: dict[str, PlaneKind] = {
     ),
     "ray-node": PlaneKind(DataPlaneConfig(impl="ray", ray=RayStoreConfig(owner="node"), timeout_s=20.0), ("actors",)),
     "transfer_queue": PlaneKind(DataPlaneConfig(impl="transfer_queue", timeout_s=20.0), ("actors",)),
+    "transfer_queue-native": PlaneKind(
+        DataPlaneConfig(impl="transfer_queue", transfer_queue=NATIVE, timeout_s=20.0), ("actors",)
+    ),
+    "transfer_queue-connect": PlaneKind(
+        DataPlaneConfig(
+            impl="transfer_queue",
+            transfer_queue=TransferQueueConfig(layout="native", connect=True),
+            storage_capacity=StorageCapacityConfig(rows=100_000),
+            timeout_s=20.0,
+        ),
+        ("actors",),
+    ),
     "mooncake": PlaneKind(mooncake.small_config(segment_bytes=96 << 20), ("threads", "processes")),
     "transfer_queue-mooncake": PlaneKind(mooncake.under_transfer_queue(segment_bytes=96 << 20), ("actors",)),
+    "transfer_queue-native-mooncake": PlaneKind(NATIVE_ON_MOONCAKE, ("actors",)),
     "mooncake-ray": PlaneKind(mooncake.small_config(segment_bytes=96 << 20), ("actors",)),
 }
 """Each adapter once; a new one is added here, and the whole suite runs over it."""
@@ -146,15 +162,18 @@ def open_plane(
     if "mooncake" in name and mooncake.why_not():
         pytest.skip(mooncake.why_not())
     config = with_small_chunks(CONFIGS[name]).model_copy(update={"lease_s": lease_s, **changes})
-    client = build_data_plane_client(config, run_id=f"run-{uuid.uuid4().hex[:8]}", validate=validate)
-    plane = Plane(name, client, mode)
-    try:
-        yield plane
-    finally:
-        for peer in (plane._peer, plane._guest):
-            if peer is not None:
-                peer.end()
-        client.close()
+    with ExitStack() as around:
+        if config.is_guest_of_queue:
+            around.enter_context(foreign_queue())
+        client = build_data_plane_client(config, run_id=f"run-{uuid.uuid4().hex[:8]}", validate=validate)
+        plane = Plane(name, client, mode)
+        try:
+            yield plane
+        finally:
+            for peer in (plane._peer, plane._guest):
+                if peer is not None:
+                    peer.end()
+            client.close()
 
 
 def ids_column(lengths: Sequence[int], *, start: int = 0) -> torch.Tensor:

@@ -33,7 +33,11 @@ __all__ = [
     "bounded",
     "dead_actors",
     "end_actors",
+    "find_controller",
     "forget_module_state",
+    "has_client",
+    "is_controller",
+    "read_settings",
     "refuse_other_controller",
     "service_config",
     "stopped_actors",
@@ -95,11 +99,36 @@ def service_config(config: DataPlaneConfig, *, run_id: str, namespace: str, moon
     )
 
 
-def _find_controller() -> Any:
+def find_controller() -> Any:
+    """Return the cluster's controller actor, or None."""
     try:
         return ray.get_actor(CONTROLLER, namespace=CONTROLLER_NAMESPACE)
     except ValueError:
         return None
+
+
+def is_controller(actor_id: str) -> bool:
+    """Return whether the cluster's controller is still the actor of this id."""
+    controller = find_controller()
+    return controller is not None and controller._actor_id.hex() == actor_id
+
+
+def has_client() -> bool:
+    """Return whether this process has a TransferQueue client already."""
+    return tq_interface._TQ_CLIENT is not None
+
+
+def read_settings(controller: Any, timeout_s: float) -> Mapping[str, Any] | None:
+    """Return a controller's configuration, None while it starts.
+
+    Raises:
+        RayActorError: the controller has died.
+    """
+    try:
+        config: Mapping[str, Any] | None = ray.get(controller.get_config.remote(), timeout=timeout_s)
+    except ray_errors.GetTimeoutError:
+        return None
+    return config
 
 
 def _read_config(controller: Any, timeout_s: float) -> Mapping[str, Any] | None:
@@ -108,10 +137,7 @@ def _read_config(controller: Any, timeout_s: float) -> Mapping[str, Any] | None:
     Raises:
         RayActorError: the controller has died.
     """
-    try:
-        config = ray.get(controller.get_config.remote(), timeout=timeout_s)
-    except ray_errors.GetTimeoutError:
-        return None
+    config = read_settings(controller, timeout_s)
     return None if config is None else dict(config.get("nemo_rl", {}))
 
 
@@ -122,7 +148,7 @@ def refuse_other_controller(run_id: str) -> None:
         ResourceError: a controller exists already.
     """
     give_up = time.monotonic() + CPU_WAIT_S
-    while (controller := _find_controller()) is not None:
+    while (controller := find_controller()) is not None:
         try:
             ours = _read_config(controller, CPU_WAIT_S)
         except ray_errors.RayActorError:
@@ -131,7 +157,7 @@ def refuse_other_controller(run_id: str) -> None:
             other = "half made" if ours is None else f"of run {ours.get('run_id', 'another program')!r}"
             raise ResourceError(
                 f"this Ray cluster has a TransferQueue controller already ({other}), run {run_id!r} needs its own; "
-                "end that run, or start this one on another cluster"
+                "set data_plane.transfer_queue.connect=true to use that one, or start this run on another cluster"
             )
         if time.monotonic() > give_up:
             raise ResourceError("a TransferQueue controller that has ended keeps its name; restart the Ray cluster")
@@ -150,7 +176,7 @@ def await_controller(run_id: str, timeout_s: float) -> Mapping[str, Any]:
     give_up = time.monotonic() + timeout_s
     state = "there is no controller"
     while True:
-        controller = _find_controller()
+        controller = find_controller()
         try:
             ours = None if controller is None else _read_config(controller, max(give_up - time.monotonic(), 0.1))
         except ray_errors.RayActorError:
@@ -303,7 +329,7 @@ def end_actors(namespace: str, units: int) -> None:
         except ValueError:
             continue
     give_up = time.monotonic() + CPU_WAIT_S
-    while _find_controller() is not None and time.monotonic() < give_up:
+    while find_controller() is not None and time.monotonic() < give_up:
         time.sleep(0.05)
     forget_module_state()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
 
 import msgpack
@@ -19,12 +19,15 @@ import torch
 
 from nemo_rl.data_plane.chunks.columns import Lengths, torch_dtype
 from nemo_rl.data_plane.chunks.dense import Bytes, RowBytes, lay_end_to_end, pad_rows
-from nemo_rl.data_plane.codec import ChunkForm, checksum, split_head, starts_of
+from nemo_rl.data_plane.codec import HEAD_PREFIX_BYTES, ChunkForm, checksum, split_head, starts_of
 from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import SchemaMismatch
 
 __all__ = ["ChecksumError", "ChunkReader", "GatheredColumn", "Run", "blocks_of_runs", "gather", "gather_padded"]
+
+SMALL_PIECE_BYTES = 64 << 10
+"""Smaller pieces of a column are laid end to end before their rows are padded: a copy more is faster than a loop."""
 
 Run = Sequence[int]
 """`[chunk, first row, rows]`."""
@@ -83,9 +86,13 @@ class ChunkReader:
     num_bytes_used: int = field(init=False, default=0)
     """Bytes of the columns asked for so far."""
     _cuts: Sequence[int] = field(init=False)
-    _contents: dict[int, list[memoryview]] = field(init=False)
+    _edges: list[list[int]] = field(init=False)
+    """Of each column and of the end, the byte in each block where it begins."""
+    _blocks: dict[int, list[Bytes]] = field(init=False)
+    """The columns of each block that is here, or one array of all."""
     _checksums: list[int] = field(init=False)
-    _checked: set[tuple[int, int]] = field(init=False, default_factory=set)
+    _contents: dict[int, dict[int, Bytes]] = field(init=False, default_factory=dict)
+    """Column -> block -> its bytes, of columns that were read, whose checksums are right."""
 
     @classmethod
     def of_payload(cls, parts: Parts) -> ChunkReader:
@@ -111,12 +118,13 @@ class ChunkReader:
             head, _ = split_head([memoryview(self.form["head"])])
         else:
             head, payloads[0] = split_head(payloads[0])
-        header = msgpack.unpackb(head[8:])
+        header = msgpack.unpackb(head[HEAD_PREFIX_BYTES:])
         tables = [np.frombuffer(table, dtype=np.uint32).astype(np.int64) for table in header["tables"]]
         num_rows = header["rows"]
-        cuts = np.frombuffer(self.form["cuts"], dtype=np.uint32).tolist() if "cuts" in self.form else [0, num_rows]
-        self.columns, self._cuts = {}, cuts
+        cuts = np.frombuffer(self.form["cuts"], dtype=np.uint32) if "cuts" in self.form else np.array([0, num_rows])
+        self.columns, self._cuts = {}, cuts.tolist()
         known: dict[tuple[int, int], Lengths] = {}  # columns of a family mostly have the same rows
+        edges = [np.zeros(len(cuts) - 1, dtype=np.int64)]
         for number, (name, dtype, trailing, table, num_bytes) in enumerate(header["columns"]):
             lengths = None if table < 0 else tables[table]
             entry = 1 if dtype == "object" else torch_dtype(dtype).itemsize * prod(trailing)
@@ -132,52 +140,58 @@ class ChunkReader:
             self.columns[name] = _ColumnIndex(
                 number=number, dtype=dtype, trailing=tuple(trailing), lengths=lengths, starts=starts
             )
-        self._contents = {block: self._split(block, parts) for block, parts in payloads.items()}
+            edges.append(edges[-1] + np.diff(starts[cuts]))
+        self._edges = [edge.tolist() for edge in edges]
+        self._blocks = {block: [_as_bytes(part) for part in parts] for block, parts in payloads.items()}
+        self._check_sizes()
         return head
 
-    def _split(self, block: int, parts: Parts) -> list[memoryview]:
-        """Return the columns of one block, each of the size that the header says."""
-        low, high = self._cuts[block], self._cuts[block + 1]
-        sizes = [int(index.starts[high] - index.starts[low]) for index in self.columns.values()]
-        if len(parts) == 1 and len(sizes) != 1:
-            starts = [0, *accumulate(sizes)]
-            contents = [parts[0][start:stop] for start, stop in pairwise(starts)]
-            found = parts[0].nbytes
-        else:
-            contents, found = list(parts), sum(part.nbytes for part in parts)
-        if [content.nbytes for content in contents] != sizes or found != sum(sizes):
-            raise SchemaMismatch(
-                f"the columns {', '.join(self.columns)} of a chunk have {sizes} bytes by its header, and "
-                f"{[part.nbytes for part in parts]} were read back"
-            )
-        return contents
+    def _check_sizes(self) -> None:
+        """Check that each block has the bytes that the header says."""
+        for block, arrays in self._blocks.items():
+            found, at = [array.size for array in arrays], [edge[block] for edge in self._edges]
+            if found != [at[-1]] and found != [high - low for low, high in pairwise(at)]:
+                raise SchemaMismatch(
+                    f"the columns {', '.join(self.columns)} of a chunk end at {at[1:]} bytes by its header, and "
+                    f"{found} bytes were read back"
+                )
 
-    def pieces(self, name: str, first: int, count: int) -> list[tuple[Bytes, int, int]]:
-        """Return the bytes of `count` rows of a column, block by block: bytes, first row, rows."""
-        index, cuts, stop = self.columns[name], self._cuts, first + count
-        found: list[tuple[Bytes, int, int]] = []
-        while first < stop:
-            block = bisect_right(cuts, first) - 1
-            content, start = self._content(index, block, name), int(index.starts[cuts[block]])
-            end = min(stop, cuts[block + 1])
-            low, high = int(index.starts[first]) - start, int(index.starts[end]) - start
-            found.append((_as_bytes(content[low:high]), first, end - first))
-            self.num_bytes_used += high - low
-            first = end
+    def pieces(self, name: str, first: int, count: int) -> list[tuple[Bytes, int]]:
+        """Return the bytes of `count` rows of a column, block by block: bytes, and how many rows they are."""
+        cuts, starts, stop = self._cuts, self.columns[name].starts, first + count
+        contents = self.read(name)
+        self.num_bytes_used += int(starts[stop] - starts[first])
+        if not count:
+            return []
+        low, high = bisect_right(cuts, first) - 1, bisect_left(cuts, stop)
+        found = [(contents[block], cuts[block + 1] - cuts[block]) for block in range(low, high)]
+        if stop < cuts[high]:
+            content, rows = found[-1]
+            at = int(starts[cuts[high - 1]])
+            found[-1] = content[: int(starts[stop]) - at], rows - (cuts[high] - stop)
+        if first > cuts[low]:
+            content, rows = found[0]
+            found[0] = content[int(starts[first]) - int(starts[cuts[low]]) :], rows - (first - cuts[low])
         return found
 
-    def check(self, name: str) -> None:
-        """Compare the checksums of a column in all blocks that are here."""
-        for block in self._contents:
-            self._content(self.columns[name], block, name)
-
-    def _content(self, index: _ColumnIndex, block: int, name: str) -> memoryview:
-        content = self._contents[block][index.number]
-        if self._checksums and (block, index.number) not in self._checked:
-            if checksum(content) != self._checksums[1 + block * len(self.columns) + index.number]:
-                raise ChecksumError(self.chunk_id, name, f"the checksum of its column {name!r} differs")
-            self._checked.add((block, index.number))
-        return content
+    def read(self, name: str) -> Mapping[int, Bytes]:
+        """Return a column of each block that is here, once its checksums are found right."""
+        number = self.columns[name].number
+        known = self._contents.get(number)
+        if known is not None:
+            return known
+        low, high, num_columns = self._edges[number], self._edges[number + 1], len(self.columns)
+        contents = {
+            block: arrays[number] if len(arrays) == num_columns else arrays[0][low[block] : high[block]]
+            for block, arrays in self._blocks.items()
+        }
+        expected = self._checksums
+        if expected and any(
+            checksum(content.data) != expected[1 + block * num_columns + number] for block, content in contents.items()
+        ):
+            raise ChecksumError(self.chunk_id, name, f"the checksum of its column {name!r} differs")
+        self._contents[number] = contents
+        return contents
 
 
 def _as_bytes(content: memoryview) -> Bytes:
@@ -199,9 +213,7 @@ class GatheredColumn:
 def gather(spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Run]) -> GatheredColumn:
     """Return the rows that `runs` name, copied once; no runs give an empty column."""
     indexes = [readers[run[0]].columns[spec.name] for run in runs]
-    parts = [
-        content for chunk, first, count in runs for content, _, _ in readers[chunk].pieces(spec.name, first, count)
-    ]
+    parts = [content for chunk, first, count in runs for content, _ in readers[chunk].pieces(spec.name, first, count)]
     lengths: Lengths | None = None
     if spec.is_object or spec.is_ragged:
         tables = [_lengths_in(index, run[1], run[2]) for index, run in zip(indexes, runs, strict=True)]
@@ -230,8 +242,13 @@ def gather_padded(
     dtype, trailing = _layout(spec, indexes)
     sources: list[RowBytes] = []
     for (chunk, first, count), index in zip(runs, indexes, strict=True):
-        for content, at, rows in readers[chunk].pieces(spec.name, first, count):
-            sources.append((content, _lengths_in(index, at, rows)))
+        pieces, lengths = readers[chunk].pieces(spec.name, first, count), _lengths_in(index, first, count)
+        if len(pieces) > 1 and sum([content.size for content, _ in pieces]) < len(pieces) * SMALL_PIECE_BYTES:
+            pieces = [(np.concatenate([content for content, _ in pieces]), count)]
+        at = 0
+        for content, rows in pieces:
+            sources.append((content, lengths[at : at + rows]))
+            at += rows
     return pad_rows(sources, dtype=torch_dtype(dtype), trailing=trailing, pad=pad, width=width)
 
 

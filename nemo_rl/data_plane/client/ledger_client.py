@@ -25,6 +25,7 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.chunks.columns import check_keys
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
+from nemo_rl.data_plane.client.keyed_rows import KeyedRowsLink
 from nemo_rl.data_plane.client.leases import LeaseRenewer
 from nemo_rl.data_plane.client.link import (
     FIRST_POLL_S,
@@ -86,7 +87,9 @@ class LedgerClient(DataPlaneClient):
         self._link, self._on_close = ClientLink(host=host, store=store, address=address), on_close
         self._schemas = SchemaCache(self._link)
         self._leases = LeaseRenewer(renew=self._renew, period_s=address.config.lease_s / 3)
-        self._writer, self._reader = RowWriter(self._link, self._leases), RowReader(self._link)
+        self._keyed = None if store.rows is None else KeyedRowsLink(self._link, store.rows)
+        self._writer = RowWriter(self._link, self._leases, self._keyed)
+        self._reader = RowReader(self._link, self._keyed, None if self._keyed is None else self._adopt)
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -267,7 +270,11 @@ class LedgerClient(DataPlaneClient):
 
         def ask(declaration: Declaration) -> Reply:
             declaration.check_declared(required_fields, where=where)
-            return self._link.ask(self._link.begin(where), "claim", {**args, "declared": declaration.number})
+            call, claim = self._link.begin(where), {**args, "declared": declaration.number}
+            reply = self._link.ask(call, "claim", claim)
+            if not reply["keys"] and self._adopt(call, partition_id, declaration, required_fields, None):
+                reply = self._link.ask(call, "claim", claim)
+            return reply
 
         with self._meter.measure("get_meta", partition_id, fields=required_fields) as cost:
             reply = self._wait_for_rows(self._link.begin(where), partition_id, ask, consumer_id, limit)
@@ -315,6 +322,22 @@ class LedgerClient(DataPlaneClient):
             versions=versions_of(reply),
             claims=(claim_id,) * len(keys),
         )
+
+    def _adopt(
+        self,
+        call: ClientCall,
+        partition_id: str,
+        declaration: Declaration,
+        fields: Sequence[str],
+        keys: Sequence[str] | None,
+    ) -> bool:
+        """Commit what other programs have written of fields that the ledger lacks; False when there is nothing."""
+        if self._keyed is None:
+            return False
+        found = self._keyed.foreign(call, partition_id, declaration, fields, keys)
+        for columns in found:
+            self._writer.adopt(call, partition_id, declaration, columns)
+        return bool(found)
 
     def release(self, meta: KVBatchMeta) -> None:
         with self._meter.measure("release", meta.partition_id, rows=len(meta)) as cost:
@@ -378,6 +401,8 @@ class LedgerClient(DataPlaneClient):
         """Let go of the claims and chunks of rows that the ledger has cleared; return how many it were."""
         self._leases.forget(partition_id, keys)
         self._link.drop(names_of(reply["drop"]))
+        if self._keyed is not None:
+            self._keyed.free(partition_id, reply)
         # A writer that died between its put and its commit has left chunks that no ledger knows.
         abandoned = self._link.store.abandoned(self._link.address.config.lease_s)
         if abandoned:

@@ -206,7 +206,7 @@ class ClientLink:
 
     def ask(self, call: ClientCall, op: str, args: Args, *, handles: Handles | None = None) -> Reply:
         """Run one operation of the ledger, signed with the client's label and its stage."""
-        signed: Args = {**args, "who": self.label, "stage": current_stage.get()}
+        signed: Args = {"who": self.label, "stage": current_stage.get(), **args}
         with self.clock.measure("ledger"), self.errors_of(call):
             return self._host.call(op, signed, timeout_s=call.left(), handles=handles)
 

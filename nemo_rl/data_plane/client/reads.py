@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.chunks.columns import Lengths
 from nemo_rl.data_plane.chunks.reader import ChecksumError, ChunkReader, Run, blocks_of_runs, gather, gather_padded
+from nemo_rl.data_plane.client.keyed_rows import KeyedRowsLink
 from nemo_rl.data_plane.client.link import (
     FIRST_POLL_S,
     LONGEST_POLL_S,
@@ -37,7 +38,15 @@ from nemo_rl.data_plane.keys import block_ids, owner_of
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.errors import DataPlaneError, KeysNotFound, PayloadCorrupt, PayloadLost, SchemaMismatch, name_some
+from nemo_rl.errors import (
+    DataPlaneError,
+    FieldNotProduced,
+    KeysNotFound,
+    PayloadCorrupt,
+    PayloadLost,
+    SchemaMismatch,
+    name_some,
+)
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -223,6 +232,9 @@ def _nest_shared(values: torch.Tensor, lengths: Lengths, known: list[tuple[Lengt
     return torch.nested.nested_tensor_from_jagged(values, known[-1][1])
 
 
+Adopt: TypeAlias = "Callable[[ClientCall, str, Declaration, Sequence[str], Sequence[str] | None], bool]"
+"""Takes over fields (of these keys, or of all rows) that another program has written; False when there are none."""
+
 LOST_AFTER_S = 1.0
 """A chunk that the ledger names and the store lacks for so long is lost: its producer died before it was reachable."""
 
@@ -230,8 +242,12 @@ LOST_AFTER_S = 1.0
 class RowReader:
     """Reads of one client."""
 
-    def __init__(self, link: ClientLink) -> None:
-        self._link = link
+    def __init__(self, link: ClientLink, keyed: KeyedRowsLink | None = None, adopt: Adopt | None = None) -> None:
+        """Args:
+        keyed: for a store that keeps columns under the rows' keys.
+        adopt: commits what other programs have written there.
+        """
+        self._link, self._keyed, self._adopt = link, keyed, adopt
 
     def read(self, call: ClientCall, read: Read[_T], declaration: Declaration) -> _T:
         """Fetch the chunks of the rows; return what `read.build` makes of them."""
@@ -247,14 +263,11 @@ class RowReader:
         before: list[str] = []
         lost_after, poll_s = 0.0, FIRST_POLL_S
         while True:
-            places = Places.of_reply(self._link.ask(call, "locate", args))
+            reply = self._locate(call, args, declaration)
+            places = Places.of_reply(reply)
             chunk_ids, stored_ids = places.chunk_ids, places.stored_ids()
             try:
-                payloads: list[Parts] = []
-                if stored_ids:
-                    with self._link.clock.measure("store_get"), self._link.errors_of(call):
-                        payloads = self._link.store.get(stored_ids, timeout_s=call.left(), handles=places.handles)
-                self._check_live(call, chunk_ids)
+                places, payloads = self._fetch(call, read, specs, args, reply)
                 with self._confirmed_errors(stored_ids), self._link.clock.measure("build"):
                     located = Located(specs=specs, places=places, payloads=payloads, num_rows=len(read.keys))
                     rows = read.build(located)
@@ -280,6 +293,32 @@ class RowReader:
                 self._link.count("over_read_bytes", moved - used)
                 return rows
 
+    def _locate(self, call: ClientCall, args: Args, declaration: Declaration) -> Reply:
+        """Ask where the rows are; fields that another program has written since are taken over first."""
+        try:
+            return self._link.ask(call, "locate", args)
+        except FieldNotProduced:
+            keys, fields = names_of(args["keys"]), names_of(args["fields"])
+            if self._adopt is None or not self._adopt(call, str(args["partition"]), declaration, fields, keys):
+                raise
+        return self._link.ask(call, "locate", args)
+
+    def _fetch(
+        self, call: ClientCall, read: Read[_T], specs: Sequence[FieldSpec], args: Args, reply: Reply
+    ) -> tuple[Places, list[Parts]]:
+        """Return the payloads of the rows, and where the rows are in them."""
+        places = Places.of_reply(reply)
+        if self._keyed is not None and reply.get("keyed"):
+            found, payloads = self._keyed.fetch(call, read, specs, reply, places.handles)
+            self._keyed.check_same(call, args, reply)
+            return Places.of_reply(found), payloads
+        payloads, stored_ids = [], places.stored_ids()
+        if stored_ids:
+            with self._link.clock.measure("store_get"), self._link.errors_of(call):
+                payloads = self._link.store.get(stored_ids, timeout_s=call.left(), handles=places.handles)
+            self._check_live(call, places.chunk_ids)
+        return places, payloads
+
     def _corrupt(self, call: ClientCall, read: Read[_T], places: Places, error: ChecksumError) -> PayloadCorrupt:
         """Return the error that names rows, field and hop; the chunk is read once more to tell the hop."""
         number, store = places.chunk_ids.index(error.chunk_id), self._link.store
@@ -289,7 +328,7 @@ class RowReader:
             found = store.get([stored[block] for block in blocks], timeout_s=call.left(), handles=places.handles)
             again = ChunkReader(dict(zip(blocks, found, strict=True)), places.forms[number], error.chunk_id)
             if error.field_name:
-                again.check(error.field_name)
+                again.read(error.field_name)
             hop = f"on the way from the store to {self._link.label}: a second read was right"
         except (ChecksumError, DataPlaneError) as second:
             logger.debug("a second read of chunk %s is wrong too: %s", error.chunk_id, second)

@@ -13,7 +13,8 @@ from functools import partial
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.chunks.columns import FlatColumn, check_columns, check_tags, token_lengths
-from nemo_rl.data_plane.chunks.tags import Tags
+from nemo_rl.data_plane.chunks.tags import Tags, TagTable
+from nemo_rl.data_plane.client.keyed_rows import WHOLE, ForeignColumns, KeyedRowsLink, column_types_of
 from nemo_rl.data_plane.client.leases import LeaseRenewer
 from nemo_rl.data_plane.client.link import ClientCall, ClientLink, Declaration, RoomWait, names_of, versions_of
 from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
@@ -49,8 +50,11 @@ class PutRequest:
 class RowWriter:
     """Puts of one client."""
 
-    def __init__(self, link: ClientLink, leases: LeaseRenewer) -> None:
-        self._link, self._leases = link, leases
+    def __init__(self, link: ClientLink, leases: LeaseRenewer, keyed: KeyedRowsLink | None = None) -> None:
+        """Args:
+        keyed: for a store that keeps columns under the rows' keys.
+        """
+        self._link, self._leases, self._keyed = link, leases, keyed
 
     def write(self, call: ClientCall, put: PutRequest, declaration: Declaration) -> KVBatchMeta:
         """Check the columns, store and commit them; return the meta of the rows. A failed put leaves nothing behind."""
@@ -71,7 +75,7 @@ class RowWriter:
                 "claims": self._leases.claims_of(put.partition_id, keys, put.claimed),
                 "may_create": any(column.spec.produced_by == "rollout" for column in columns.values()),
             }
-            versions = self._store(call, columns, args)
+            versions = self._put(call, columns, args, tags)
             self._leases.forget_written(put.partition_id, keys, set(columns))
         return KVBatchMeta(
             partition_id=put.partition_id,
@@ -82,33 +86,86 @@ class RowWriter:
             versions=versions,
         )
 
-    def _store(self, call: ClientCall, columns: Mapping[str, FlatColumn], put: Args) -> dict[str, Version]:
-        """Store the chunks of the columns, then commit them; return the family versions."""
-        chunk_bytes = self._link.store.chunk_bytes or self._link.address.config.chunk_bytes
+    def adopt(self, call: ClientCall, partition_id: str, declaration: Declaration, found: ForeignColumns) -> None:
+        """Commit columns that another program has written, as a copy that it cannot change any more."""
+        assert self._keyed is not None
+        lengths = token_lengths(found.columns)
+        args: Args = {
+            "partition": partition_id,
+            "declared": declaration.number,
+            "keys": found.keys,
+            "lengths": None if lengths is None else lengths.tolist(),
+            "tags": None,
+            "claims": {},
+            "may_create": False,
+            "if_absent": True,
+            "who": self._keyed.others,
+        }
+        self._store(call, found.columns, args, in_place=frozenset())
+
+    def _put(
+        self, call: ClientCall, columns: Mapping[str, FlatColumn], args: Args, tags: TagTable | None
+    ) -> dict[str, Version]:
+        """Store and commit a put; return the family versions."""
+        if self._keyed is None:
+            return self._store(call, columns, args, in_place=frozenset())
+        announced, keys = self._keyed.announce(call, args, columns), names_of(args["keys"])
+        here = {name: column for name, column in columns.items() if column.spec.family in announced.in_place}
+        apart = {name: column for name, column in columns.items() if name not in here}
+        is_last = not apart
+        try:
+            if here or (tags is not None and not columns):
+                self._keyed.write(call, announced, keys, here, tags)
+            args = {**args, "put": announced.number, "is_last": is_last}
+            versions = self._store(call, columns, args, in_place=announced.in_place)
+        except DataPlaneTimeout:
+            raise  # it may still arrive; it ends by itself
+        except DataPlaneError:
+            self._keyed.end(announced)
+            raise
+        if not is_last:
+            self._keyed.publish(call, announced, keys, apart, None if here else tags)
+            self._keyed.end(announced)
+        return versions
+
+    def _store(
+        self, call: ClientCall, columns: Mapping[str, FlatColumn], put: Args, *, in_place: frozenset[str]
+    ) -> dict[str, Version]:
+        """Store the chunks of the columns, then commit them; return the family versions.
+
+        Args:
+            in_place: families that the store has under the rows' keys already.
+        """
+        store, config, num_rows = self._link.store, self._link.address.config, len(names_of(put["keys"]))
         with self._link.clock.measure("encode"):
+            here = {name: column for name, column in columns.items() if column.spec.family in in_place}
+            apart = {name: column for name, column in columns.items() if name not in here}
             chunks = encode_rows(
-                columns,
-                num_rows=len(names_of(put["keys"])),
-                chunk_bytes=chunk_bytes,
-                block_bytes=self._link.store.block_bytes,
-                has_checksums=self._link.address.config.has_checksums,
+                apart,
+                num_rows=num_rows,
+                chunk_bytes=store.chunk_bytes or config.chunk_bytes,
+                block_bytes=store.block_bytes,
+                has_checksums=config.has_checksums,
             )
+            num_apart = len(chunks)
+            chunks += encode_rows(here, num_rows=num_rows, chunk_bytes=WHOLE) if here else []
         ids = [
             chunk_in_blocks(name, chunk.num_blocks) if chunk.num_blocks else name
             for name, chunk in zip(self._link.new_ids(len(chunks)), chunks, strict=True)
         ]
-        column_types = {
-            name: [column.dtype, list(column.trailing)] for name, column in columns.items() if column.values is not None
-        }
+        column_types = column_types_of(columns)
         records = [_chunk_record(i, chunk, column_types) for i, chunk in zip(ids, chunks, strict=True)]
+        for record in records[num_apart:]:
+            record["keyed"] = True
         args: Args = {**put, "chunks": records}
         wait = RoomWait(ask=partial(self._link.ask, call), deadline=call.deadline, what=call.what)
         reservation = self._reserve(wait, args, chunks)
         handles: Handles | None = None
+        stored = ids[:num_apart]
         try:
-            if chunks:
+            if stored:
                 payloads: dict[str, Parts] = {}
-                for name, chunk in zip(ids, chunks, strict=True):
+                for name, chunk in zip(stored, chunks, strict=False):
                     payloads |= chunk.payloads(name)
                 with self._link.clock.measure("store_put"), self._link.errors_of(call):
                     handles = self._link.store.put(payloads, timeout_s=call.left())
@@ -121,10 +178,16 @@ class RowWriter:
         except DataPlaneTimeout:
             raise  # the commit may still arrive: rows it makes visible must keep their chunks
         except DataPlaneError:
-            self._link.drop(ids)
+            self._link.drop(stored)
             self._unreserve(reservation, wait)
             raise
+        if reply.get("present"):
+            self._link.drop(stored)
+            self._unreserve(reservation, wait)
+            return {}
         self._link.drop(names_of(reply["drop"]))
+        if self._keyed is not None:
+            self._keyed.free(str(put["partition"]), reply)
         self._link.count("put_bytes", sum(chunk.nbytes for chunk in chunks))
         return versions_of(reply)
 

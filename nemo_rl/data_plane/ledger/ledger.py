@@ -13,6 +13,7 @@ from typing import TypeAlias
 from nemo_rl.data_plane.ledger import claims as claim_rules
 from nemo_rl.data_plane.ledger.capacity import Capacity, Demand
 from nemo_rl.data_plane.ledger.events import EventSink, Recorder, explain_row
+from nemo_rl.data_plane.ledger.keyed_rows import KeyedRows, lacking
 from nemo_rl.data_plane.ledger.reads import locate
 from nemo_rl.data_plane.ledger.state import (
     Chunk,
@@ -27,6 +28,7 @@ from nemo_rl.data_plane.schema import spec_from_record
 from nemo_rl.errors import (
     DataPlaneClosed,
     DataPlaneError,
+    DataPlaneTimeout,
     KeysNotFound,
     PartitionNotFound,
     SchemaMismatch,
@@ -39,6 +41,9 @@ __all__ = ["Args", "Ledger", "Reply"]
 Args: TypeAlias = dict[str, object]
 """Plain values only: None, bool, int, float, str, bytes, list and dict with string keys."""
 Reply: TypeAlias = dict[str, object]
+
+ColumnTypes: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]
+"""Field -> dtype and trailing dims."""
 
 DECLARATION = ("partition", "fields", "num_samples", "tasks", "task_writes", "group_size")
 """Arguments of a `register` request that must be the same when it is repeated."""
@@ -69,6 +74,7 @@ class Ledger:
         self._partitions: dict[str, Partition] = {}
         self._chunks: dict[str, Chunk] = {}
         self._claims: dict[int, tuple[str, str, ClaimLease]] = {}
+        self._keyed: dict[str, KeyedRows] = {}
         self._num_claims = 0
         self._num_declared = 0
         self._first_versions: dict[str, int] = {}
@@ -81,7 +87,12 @@ class Ledger:
             "describe": self._describe,
             "reserve": self._reserve,
             "unreserve": self._unreserve,
+            "begin": self._begin,
+            "end": self._end,
+            "freed": self._freed,
             "commit": self._commit,
+            "lacking": self._lacking,
+            "strangers": self._strangers,
             "locate": self._locate,
             "gone": lambda args, now: {"chunks": [i for i in _texts(args, "chunks") if i not in self._chunks]},
             "claim": self._claim,
@@ -186,15 +197,53 @@ class Ledger:
         self._capacity.end(_number(args, "reservation"))
         return {}
 
+    def _begin(self, args: Args, now: float) -> Reply:
+        """Announce a put to a store that keeps columns under the rows' keys; one that its commit would refuse is
+        refused here, before other programs can see any of it."""
+        partition, keys, families = self._partition(args), _texts(args, "keys"), args["families"]
+        assert isinstance(families, dict), f"families: expected a dict, got {families!r}"
+        self._check_put(partition, keys, args, [args], now)
+        keyed = self._keyed.setdefault(partition.name, KeyedRows())
+        return keyed.begin(partition.rows, keys, families, now=now, lasts_s=_seconds(args, "lasts_s"))
+
+    def _end(self, args: Args, now: float) -> Reply:
+        """An announced put writes nothing any more."""
+        name = _text(args, "partition")
+        partition, keyed = self._partitions.get(name), self._keyed[name]
+        keyed.end(_number(args, "put"), () if partition is None else partition.rows, now)
+        return {"free": keyed.due(now)}
+
+    def _freed(self, args: Args, now: float) -> Reply:
+        """The caller has freed rows that a reply has named under `free`."""
+        self._keyed[_text(args, "partition")].freed(_texts(args, "keys"))
+        return {}
+
+    def _lacking(self, args: Args, now: float) -> Reply:
+        """Fields that another program may have written while the ledger lacks them."""
+        partition, keys = self._partition(args), args["keys"]
+        assert keys is None or isinstance(keys, list), f"keys: expected a list, got {keys!r}"
+        keyed = self._keyed.setdefault(partition.name, KeyedRows())
+        return {"fields": lacking(partition, keyed, _texts(args, "fields"), keys), "live": len(partition.rows)}
+
+    def _strangers(self, args: Args, now: float) -> Reply:
+        partition = self._partition(args)
+        keyed = self._keyed.setdefault(partition.name, KeyedRows())
+        return {"keys": keyed.strangers(partition.rows, _texts(args, "keys"))}
+
     def _commit(self, args: Args, now: float) -> Reply:
         """Make a put visible, or answer `blocked` when it does not fit now."""
         partition, keys = self._partition(args), _texts(args, "keys")
         chunks = _records(args, "chunks")
+        if args.get("if_absent") and _is_any_written(partition, keys, chunks):
+            return {"present": True}
+        put = args.get("put", 0)
+        assert isinstance(put, int)
+        if put and not self._keyed[partition.name].is_under_way(put):
+            raise DataPlaneTimeout(
+                f"partition {partition.name!r}: a put took longer than it had announced, so its rows may be freed"
+            )
         self._capacity.blocked_s += _seconds(args, "waited_s")
-        column_types = _check_column_types(partition, keys, chunks, args["lengths"])
-        claim_rules.check_held(partition, keys, claim_rules.parse(args["claims"]), now=now)
-        if not args["may_create"]:
-            _check_present(partition, keys)
+        column_types = self._check_put(partition, keys, args, chunks, now)
         nbytes = sum([_number(record, "nbytes") for record in chunks])
         reservation = args.get("reservation", 0)
         assert isinstance(reservation, int)
@@ -220,7 +269,34 @@ class Ledger:
         self._capacity.mark(partition)
         if self._record.is_on:
             self._record("commit", args, keys, now, rows=partition.rows, fields=sorted(fields), nbytes=nbytes)
-        return {"versions": versions, "drop": dropped}
+        reply: Reply = {"versions": versions, "drop": dropped}
+        if partition.name in self._keyed:
+            reply["free"] = self._finish_keyed(partition, keys, fields, put if args.get("is_last") else 0, now)
+        return reply
+
+    def _check_put(
+        self, partition: Partition, keys: Sequence[str], args: Args, typed: Sequence[Args], now: float
+    ) -> ColumnTypes:
+        """Check a put against what the partition holds and what the caller has claimed.
+
+        Args:
+            typed: records with `column_types`.
+        """
+        column_types = _check_column_types(partition, keys, typed, args["lengths"])
+        claim_rules.check_held(partition, keys, claim_rules.parse(args["claims"]), now=now)
+        if not args["may_create"]:
+            _check_present(partition, keys)
+        return column_types
+
+    def _finish_keyed(
+        self, partition: Partition, keys: Sequence[str], fields: frozenset[str], put: int, now: float
+    ) -> list[str]:
+        """Remember what was written, and end the announced put unless it goes on (0); return rows to be freed."""
+        keyed = self._keyed[partition.name]
+        keyed.touch(fields, keys)
+        if put:
+            keyed.end(put, partition.rows, now)
+        return keyed.due(now)
 
     def _put_rows(self, partition: Partition, keys: Sequence[str], args: Args, now: float) -> None:
         """Create the rows that are new and settle lengths and tags."""
@@ -250,6 +326,7 @@ class Ledger:
             row_sizes={name: memoryview(table).cast("Q") for name, table in row_sizes.items()},
             version=version,
             form=_form(record),
+            is_keyed=bool(record.get("keyed", False)),
         )
         self._chunks[chunk_id] = chunk
         self._capacity.attach(partition, chunk)
@@ -269,11 +346,11 @@ class Ledger:
         return dropped
 
     def _drop(self, partition: Partition, chunks: Sequence[Chunk]) -> list[str]:
-        """Forget chunks; return their ids."""
+        """Forget chunks; return the ids of those that are payloads of their own."""
         for chunk in chunks:
             self._capacity.detach(partition, chunk)
             del self._chunks[chunk.chunk_id]
-        return [chunk.chunk_id for chunk in chunks]
+        return [chunk.chunk_id for chunk in chunks if not chunk.is_keyed]
 
     def _clear(self, args: Args, now: float) -> Reply:
         partition = self._partition(args)
@@ -290,7 +367,12 @@ class Ledger:
         partition.forget_cleared()
         self._capacity.live_rows -= len(gone)
         self._claims = {i: claim for i, claim in self._claims.items() if claim[2].keys}
-        return {"rows": len(gone), "drop": dropped}
+        reply: Reply = {"rows": len(gone), "drop": dropped}
+        keyed = self._keyed.get(partition.name)
+        if keyed is not None:
+            keyed.clear(gone, now)
+            reply["free"] = keyed.due(now)
+        return reply
 
     # ---- reading
 
@@ -438,14 +520,23 @@ def _check_present(partition: Partition, keys: Sequence[str]) -> None:
         )
 
 
+def _is_any_written(partition: Partition, keys: Sequence[str], chunks: Sequence[Args]) -> bool:
+    return any(
+        partition.columns[_text(record, "family")].has(key, frozenset((name,)))
+        for record in chunks
+        for name in _texts(record, "fields")
+        for key in keys
+    )
+
+
 def _demand(partition: Partition, keys: Sequence[str], *, nbytes: int, reservation: int = 0) -> Demand:
     new_rows = len(keys) - sum(map(partition.rows.__contains__, keys))
     return Demand(num_keys=len(keys), new_rows=new_rows, nbytes=nbytes, reservation=reservation)
 
 
 def _check_column_types(
-    partition: Partition, keys: Sequence[str], chunks: Sequence[Args], lengths: object
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+    partition: Partition, keys: Sequence[str], typed: Sequence[Args], lengths: object
+) -> ColumnTypes:
     """dtype, trailing dims and lengths must agree with what the partition already holds."""
     where = f"partition {partition.name!r}"
     if isinstance(lengths, list):
@@ -453,8 +544,8 @@ def _check_column_types(
             row = partition.rows.get(key)
             if row is not None and row.length is not None and row.length != length:
                 raise SchemaMismatch(f"{where}: row {key!r} has {row.length} tokens, got a column with {length}")
-    settled: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for record in chunks:
+    settled: ColumnTypes = {}
+    for record in typed:
         column_types = record["column_types"]
         assert isinstance(column_types, dict)
         for name, (dtype, trailing) in column_types.items():

@@ -41,14 +41,33 @@ def locate(
         for name in sorted(names):
             placements.append({"fields": [name], "runs": _runs((column.place_of(k, name) for k in keys), table)})
     column_types = {name: [*partition.column_types[name]] for name in fields if name in partition.column_types}
-    found: dict[str, object] = {
+    reply: dict[str, object] = {
         "chunks": [chunk.chunk_id for chunk in table],
         "placements": placements,
         "column_types": column_types,
     }
     if any(chunk.form for chunk in table):
-        found["forms"] = [chunk.form for chunk in table]
-    return found
+        reply["forms"] = [chunk.form for chunk in table]
+    if any(chunk.is_keyed for chunk in table):
+        _add_keyed(reply, placements, list(table))
+    return reply
+
+
+def _add_keyed(reply: dict[str, object], placements: list[dict[str, object]], chunks: Sequence[Chunk]) -> None:
+    """Say which chunks stand for cells under the rows' keys, and how many bytes each such cell has."""
+    reply["keyed"] = [i for i, chunk in enumerate(chunks) if chunk.is_keyed]
+    for placement in placements:
+        runs, fields = placement["runs"], placement["fields"]
+        assert isinstance(runs, list) and isinstance(fields, list)
+        placement["sizes"] = {
+            name: [
+                size
+                for number, first, count in runs
+                if (chunk := chunks[number]).is_keyed
+                for size in (chunk.size_of(name, at) for at in range(first, first + count))
+            ]
+            for name in fields
+        }
 
 
 def _whole_rows(column: FamilyColumn, keys: Sequence[str], names: frozenset[str]) -> list[tuple[Chunk, int]] | None:

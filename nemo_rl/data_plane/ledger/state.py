@@ -51,6 +51,8 @@ class Chunk:
     """Version that its family got with this put."""
     form: Mapping[str, bytes] = field(default_factory=dict)
     """What its readers need besides its payload, as its writer gave it."""
+    is_keyed: bool = False
+    """Its cells are not one payload: the store has each under the key of its row."""
     cells: int = 0
     """Fields of rows that are read from it; it is dropped at 0."""
     live: dict[str, int] = field(default_factory=dict)

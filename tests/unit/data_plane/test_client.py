@@ -102,7 +102,7 @@ def test_a_chunk_that_is_damaged_but_not_overwritten_is_an_error() -> None:
     store.confirm = lambda chunk_ids: None  # type: ignore[method-assign]
     client = client_over(store)
     client.kv_batch_put(["a"], "p", {"sample_mask": torch.ones(1)})
-    with pytest.raises(SchemaMismatch, match="read back with"):
+    with pytest.raises(SchemaMismatch, match="were read back"):
         client.kv_batch_get(["a"], "p", ["sample_mask"])
 
 
