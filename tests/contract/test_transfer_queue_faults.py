@@ -57,17 +57,14 @@ def test_reads_are_never_short_and_a_put_is_checked() -> None:
         store.put({"x": [memoryview(b"ab"), memoryview(b"c")], "y": [memoryview(b"d")]}, timeout_s=10)
         assert [bytes(join(chunk)) for chunk in store.get(["y", "x"], timeout_s=10, handles={})] == [b"d", b"abc"]
         for ids in (["x", "gone"], ["gone"]):
-            with pytest.raises(KeysNotFound, match=f"1 of {len(ids)} chunks"):
+            with pytest.raises(KeysNotFound, match=f"not all of {len(ids)} chunks.*TQKeyNotFound"):
                 store.get(ids, timeout_s=10, handles={})
         with pytest.raises(DataPlaneError, match="did not accept"):
             store._check_accepted(["x", "gone"], time.monotonic() + 10)
-        deadline = time.monotonic() + 20
-        located = store._retrieve(["x"], deadline)
         store.drop(["x", "gone"], timeout_s=10)
-        with pytest.raises(KeysNotFound, match="TQKeyNotFound"):  # cleared after the controller has answered
-            store._run("get", lambda: store._session.client.async_get_data(located), deadline)
         with pytest.raises(KeysNotFound):
             store.get(["x"], timeout_s=10, handles={})
+        assert [bytes(join(chunk)) for chunk in store.get(["y"], timeout_s=10, handles={})] == [b"d"]
         store.close()
         with pytest.raises(DataPlaneClosed):
             store.get(["y"], timeout_s=10, handles={})
@@ -140,10 +137,20 @@ def test_a_controller_that_was_never_finished_is_refused() -> None:
         TransferQueueStore.join(run_id="r", timeout_s=0.5)
 
 
-@pytest.mark.parametrize(
-    "victim", ["TransferQueueController", pytest.param("TransferQueueStorageUnit#0", marks=pytest.mark.full)]
-)
-def test_the_death_of_an_actor_ends_calls_soon(victim: str) -> None:
+def test_chunks_stay_readable_when_the_controller_dies() -> None:
+    with open_plane("transfer_queue") as plane:
+        partition, columns = plane.partition(), {"input_ids": ids_column([2] * 4)}
+        plane.owner.kv_batch_put(keys_of(1), partition, columns)
+        ray.kill(ray.get_actor(CONTROLLER, namespace=CONTROLLER_NAMESPACE))
+        wait_until(lambda: not plane.owner._link.store.health().is_alive)
+        plane.owner.kv_batch_put(keys_of(1, prefix="v"), partition, columns)
+        for prefix in ("u", "v"):
+            rows = plane.owner.kv_batch_get(keys_of(1, prefix=prefix), partition, ["input_ids"])
+            assert rows_of(rows["input_ids"]) == rows_of(columns["input_ids"])
+
+
+def test_the_death_of_a_storage_unit_ends_calls_soon() -> None:
+    victim = "TransferQueueStorageUnit#0"
     with open_plane("transfer_queue") as plane:
         partition = plane.partition()
         columns = {"input_ids": ids_column([2] * 4)}
@@ -168,9 +175,9 @@ def test_the_death_of_the_ledger_ends_calls_at_once() -> None:
     with open_plane("transfer_queue") as plane:
         partition = plane.partition()
         ray.kill(ray.get_actor(plane.owner.address.ledger.actor_name, namespace="nemo_rl"))
-        for _ in range(2):
-            with pytest.raises(DataPlaneClosed, match=r"ledger.* is gone \(process \d+\)"):
-                plane.owner.kv_batch_put(["a"], partition, {"sample_mask": torch.ones(1)})
+        # Killing is not instantaneous: calls may succeed for a moment.
+        with pytest.raises(DataPlaneClosed, match=r"ledger.* is gone \(process \d+\)"):
+            wait_until(lambda: not plane.owner.kv_batch_put(["a"], partition, {"sample_mask": torch.ones(1)}))
         with pytest.raises(DataPlaneClosed, match="no ledger actor"):
             plane.attach()
 

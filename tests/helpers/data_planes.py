@@ -151,7 +151,8 @@ def with_small_chunks(config: DataPlaneConfig, chunk_bytes: int = 1024) -> DataP
     """Return the config with chunks so small that a test's few rows fill several."""
     small = {"chunk_bytes": chunk_bytes}
     sections = {name: getattr(config, name).model_copy(update=small) for name in ("ray", "shm", "mooncake")}
-    return config.model_copy(update={**small, **sections})
+    simple = config.simple.model_copy(update={**small, "block_bytes": max(chunk_bytes // 4, 1)})
+    return config.model_copy(update={**small, **sections, "simple": simple})
 
 
 @contextmanager

@@ -225,7 +225,7 @@ class TransferQueueStore(PayloadStore):
 
     @property
     def block_bytes(self) -> int | None:
-        return self._config.simple.block_bytes if self._has_own_units else None
+        return self._config.simple.block_bytes if self._has_own_units and self._rows is None else None
 
     def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> None:
         keys, deadline = list(chunks), time.monotonic() + timeout_s
@@ -258,7 +258,11 @@ class TransferQueueStore(PayloadStore):
             return []
         client, deadline = self._session.client, time.monotonic() + timeout_s
         if self._has_own_units:
-            return list(map(as_parts, self._run("get", lambda: read_values(client.storage_manager, keys), deadline)))
+            try:
+                values = self._run("get", lambda: read_values(client.storage_manager, keys), deadline)
+            except KeysNotFound as error:
+                raise KeysNotFound(f"not all of {len(keys)} chunks are there, of {name_some(keys)}: {error}") from error
+            return list(map(as_parts, values))
         rows = self._run("get", lambda: _get_or_none(keys, self._partition), deadline)
         # TransferQueue leaves out unknown keys, and fields that are not ready on every key, without an error.
         found = 0 if rows is None or FIELD not in rows.keys() else rows.batch_size[0]  # noqa: SIM118
