@@ -147,6 +147,10 @@ class RowStore(ABC):
         """What messages call a client of another program."""
 
     @abstractmethod
+    def takes(self, column: FlatColumn) -> bool:
+        """Return whether the store can keep such a column; one that it cannot keep goes to chunks alone."""
+
+    @abstractmethod
     def put(
         self,
         partition_id: str,

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -55,6 +55,7 @@ from nemo_rl.data_plane.schema import (
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import (
     DataPlaneTimeout,
+    KeysNotFound,
     SchemaMismatch,
     name_some,
 )
@@ -336,7 +337,8 @@ class LedgerClient(DataPlaneClient):
             return False
         found = self._keyed.foreign(call, partition_id, declaration, fields, keys)
         for columns in found:
-            self._writer.adopt(call, partition_id, declaration, columns)
+            with suppress(KeysNotFound):  # cleared since
+                self._writer.adopt(call, partition_id, declaration, columns)
         return bool(found)
 
     def release(self, meta: KVBatchMeta) -> None:

@@ -369,6 +369,7 @@ class Ledger:
         reply: Reply = {"rows": len(gone), "drop": dropped}
         keyed = self._keyed.get(partition.name)
         if keyed is not None:
+            keyed.expire(partition.rows, now)
             keyed.clear(gone, now)
             reply["free"] = keyed.due(now)
         return reply
