@@ -252,6 +252,17 @@ class DataPlaneClient(ABC):
         """
 
     @abstractmethod
+    def add_fields(self, partition_id: str, fields: Sequence[FieldSpec]) -> None:
+        """Declare further columns of a registered partition, for programs that learn of them as they come. Idempotent.
+
+        Args:
+            fields: specs of family `extras`; here such a column may have the name of one of the FieldSpec table.
+
+        Raises:
+            SchemaMismatch: declared before in another way. PartitionNotFound: never registered.
+        """
+
+    @abstractmethod
     def kv_batch_put(
         self,
         keys: Sequence[str],

@@ -146,6 +146,13 @@ class LedgerClient(DataPlaneClient):
             reply = self._link.ask(self._link.begin(f"register_partition({partition_id!r})"), "register", args)
         self._schemas.learn(partition_id, {spec.name: spec for spec in specs}, reply)
 
+    def add_fields(self, partition_id: str, fields: Sequence[FieldSpec]) -> None:
+        records = [spec_to_record(spec) for spec in resolve_fields(fields, may_shadow=True)]
+        with self._meter.measure("add_fields", partition_id):
+            call = self._link.begin(f"add_fields({partition_id!r})")
+            self._link.ask(call, "add_fields", {"partition": partition_id, "fields": records})
+        self._schemas.forget(partition_id)
+
     def partition_fields(self, partition_id: str) -> tuple[FieldSpec, ...]:
         call = self._link.begin(f"partition_fields({partition_id!r})")
         return tuple(self._schemas.get(call, partition_id).specs.values())
