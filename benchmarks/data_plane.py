@@ -32,7 +32,7 @@ from benchmarks.common import check_figures, environment, figures_table, load_av
 from benchmarks.data_plane_batches import make_batch
 from benchmarks.data_plane_peers import BatchSpec, Peer, Timing
 from benchmarks.data_plane_report import HOLDS, Samples, holds_of, ways_table
-from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
+from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig, TransferQueueConfig
 from nemo_rl.data_plane.adapters.mooncake_master import check_installed
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
@@ -68,6 +68,10 @@ SESSIONS: Mapping[str, Mapping[str, DataPlaneConfig | None]] = {
         "ray_node": DataPlaneConfig(impl="ray", ray=RayStoreConfig(owner="node")),
         "shm": DataPlaneConfig(impl="shm"),
         "transfer_queue": TQ_CONFIG,
+        # A cluster has one controller: this run is a guest of the one before.
+        "transfer_queue_native": TQ_CONFIG.model_copy(
+            update={"transfer_queue": TransferQueueConfig(layout="native", connect=True)}
+        ),
     },
     "mooncake": {
         "raw_transfer_queue_mooncake": None,

@@ -158,6 +158,10 @@ class RowStore(ABC):
         """What messages call a client of another program."""
 
     @abstractmethod
+    def takes(self, column: FlatColumn) -> bool:
+        """Return whether the store can keep such a column; one that it cannot keep goes to chunks alone."""
+
+    @abstractmethod
     def put(
         self,
         partition_id: str,
@@ -256,6 +260,17 @@ class DataPlaneClient(ABC):
 
         Raises:
             SchemaMismatch: declared before in another way, or an unknown field name.
+        """
+
+    @abstractmethod
+    def add_fields(self, partition_id: str, fields: Sequence[FieldSpec]) -> None:
+        """Declare further columns of a registered partition, for programs that learn of them as they come. Idempotent.
+
+        Args:
+            fields: specs of family `extras`; here such a column may have the name of one of the FieldSpec table.
+
+        Raises:
+            SchemaMismatch: declared before in another way. PartitionNotFound: never registered.
         """
 
     @abstractmethod

@@ -366,8 +366,11 @@ def extra_field(
     )
 
 
-def resolve_fields(fields: Iterable[str | FieldSpec]) -> tuple[FieldSpec, ...]:
+def resolve_fields(fields: Iterable[str | FieldSpec], *, may_shadow: bool = False) -> tuple[FieldSpec, ...]:
     """Return the specs of a declaration: names of the table, or specs of family `extras`.
+
+    Args:
+        may_shadow: an extra column may have the name of a column of the table, and is then no such column.
 
     Raises:
         SchemaMismatch: an unknown name, a field given twice, or an extra column that is malformed.
@@ -376,7 +379,7 @@ def resolve_fields(fields: Iterable[str | FieldSpec]) -> tuple[FieldSpec, ...]:
     for field in fields:
         if isinstance(field, FieldSpec):
             spec = field
-            _check_extra(spec)
+            _check_extra(spec, may_shadow=may_shadow)
         else:
             known = FIELDS.get(field)
             if known is None:
@@ -390,11 +393,11 @@ def resolve_fields(fields: Iterable[str | FieldSpec]) -> tuple[FieldSpec, ...]:
     return tuple(specs.values())
 
 
-def _check_extra(spec: FieldSpec) -> None:
+def _check_extra(spec: FieldSpec, *, may_shadow: bool) -> None:
     if FIELDS.get(spec.name) == spec:
         return
     where = f"extra field {spec.name!r}"
-    if spec.name in FIELDS:
+    if spec.name in FIELDS and not may_shadow:
         raise SchemaMismatch(f"{where}: the name belongs to the table of fields; choose another one")
     if spec.family.split("+")[0] != EXTRAS:
         raise SchemaMismatch(
@@ -417,7 +420,7 @@ def spec_to_record(spec: FieldSpec) -> dict[str, object]:
         "is_object": spec.is_object,
         "pad": spec.pad,
         "family": spec.family,
-        "read_by": [*spec.read_by] if spec.name not in FIELDS else [],
+        "read_by": [*spec.read_by] if FIELDS.get(spec.name) != spec else [],
     }
 
 
@@ -425,7 +428,7 @@ def spec_from_record(record: Mapping[str, object]) -> FieldSpec:
     """Return the spec that `spec_to_record` described; fields of the table come back as their table row."""
     name = str(record["name"])
     known = FIELDS.get(name)
-    if known is not None:
+    if known is not None and record["family"] == known.family:
         return known
     dtypes, dims, pad, read_by = record["dtypes"], record["dims"], record["pad"], record.get("read_by", ())
     is_well_formed = all(isinstance(part, list | tuple) for part in (dtypes, dims, read_by))

@@ -12,11 +12,11 @@ import transfer_queue as tq
 from transfer_queue.controller import TransferQueueController
 
 from nemo_rl.data_plane.adapters import transfer_queue as adapter
-from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore
+from nemo_rl.data_plane.adapters.transfer_queue import CONTROLLER, CONTROLLER_NAMESPACE, TransferQueueStore
 from nemo_rl.data_plane.codec import join
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, KeysNotFound, ResourceError
 from nemo_rl.utils.deadlines import StartUp
-from tests.helpers.data_planes import CONFIGS, check_closed, ids_column, keys_of, open_plane, wait_until
+from tests.helpers.data_planes import CONFIGS, check_closed, ids_column, keys_of, open_plane, rows_of, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 

@@ -112,9 +112,7 @@ def foreign_queue(settings: dict[str, Any] = SIMPLE) -> Iterator[Program]:
     program.put(["theirs"], "their-partition", {"x": torch.tensor(ROW)}, [{"mine": 1}])
     try:
         yield program
-        assert program.listed() == {"their-partition": {"theirs": {"mine": 1}}}, (
-            f"what a run of ours ({QUEUE_PREFIX}) left"
-        )
+        assert program.listed() == {"their-partition": {"theirs": {"mine": 1}}}, "a run of ours has left something"
         assert program.get(["theirs"], "their-partition", ["x"])["x"] == ROW
     finally:
         program.close()

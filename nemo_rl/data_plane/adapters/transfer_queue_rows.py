@@ -15,6 +15,7 @@ from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
@@ -47,6 +48,11 @@ class QueueRows(RowStore):
     @property
     def others(self) -> str:
         return "a TransferQueue client"
+
+    def takes(self, column: FlatColumn) -> bool:
+        if column.values is None or not self._is_on_mooncake:
+            return True
+        return bool(prod(column.trailing)) and bool(column.lengths is None or len(column.lengths))
 
     def put(
         self,
@@ -236,12 +242,18 @@ def _as_field(column: FlatColumn, *, fills_empty: bool) -> torch.Tensor | NonTen
     values, lengths = column.values, torch.from_numpy(column.lengths)
     if fills_empty and bool((lengths == 0).any()):
         filled = lengths.clamp(min=1)
-        starts = filled.cumsum(0) - filled
+        shift = (filled.cumsum(0) - filled) - (lengths.cumsum(0) - lengths)
+        places = torch.repeat_interleave(shift, lengths) + torch.arange(values.shape[0])
         room = torch.zeros(int(filled.sum()), *values.shape[1:], dtype=values.dtype)
-        rows = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
-        room[rows + torch.arange(values.shape[0])] = values
+        _entries(room)[places.numpy()] = _entries(values)
         values, lengths = room, filled
     return nest(values, lengths)
+
+
+def _entries(values: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return `[entries, bytes]`: torch cannot index values of every dtype."""
+    width = values.element_size() * prod(values.shape[1:])
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().reshape(values.shape[0], width)
 
 
 def _as_column(field: Any, spec: FieldSpec, num_rows: int, sizes: Sequence[int] | None) -> torch.Tensor | list[object]:
@@ -266,5 +278,6 @@ def _without_fill(values: torch.Tensor, lengths: torch.Tensor, sizes: Sequence[i
     is_filled = (torch.from_numpy(np.asarray(sizes, dtype=np.int64)) == 0) & (lengths == 1)
     if not bool(is_filled.any()):
         return nest(values, lengths)
-    kept = torch.repeat_interleave(~is_filled, lengths)
-    return nest(values[kept], torch.where(is_filled, 0, lengths))
+    kept = torch.repeat_interleave(~is_filled, lengths).numpy()
+    entries = torch.from_numpy(_entries(values)[kept]).reshape(-1).view(values.dtype)
+    return nest(entries.reshape(-1, *values.shape[1:]), torch.where(is_filled, 0, lengths))

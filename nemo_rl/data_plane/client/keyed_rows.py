@@ -101,9 +101,11 @@ class KeyedRowsLink:
         families: dict[str, list[str]] = {}
         for name, column in columns.items():
             families.setdefault(column.spec.family, []).append(name)
+        apart = {column.spec.family for column in columns.values() if not self._rows.takes(column)}
         checked = ("partition", "declared", "keys", "lengths", "claims", "may_create")
         args: Args = {name: put[name] for name in checked}
-        args |= {"families": families, "column_types": column_types_of(columns)}
+        args |= {"families": {family: names for family, names in families.items() if family not in apart}}
+        args |= {"column_types": column_types_of(columns)}
         partition, poll_s = str(put["partition"]), FIRST_POLL_S
         while True:
             reply = self._link.ask(call, "begin", {**args, "lasts_s": call.left() + PUT_OVERTIME_S})
@@ -138,8 +140,9 @@ class KeyedRowsLink:
         tags: Sequence[Tags] | None,
     ) -> None:
         """Show other programs columns that the ledger has in chunks by now; a failure is only reported."""
+        taken = {name: column for name, column in columns.items() if self._rows.takes(column)}
         try:
-            self.write(call, announced, keys, columns, tags)
+            self.write(call, announced, keys, taken, tags)
         except DataPlaneError as error:
             logger.warning("%s: %s does not see fields %s: %s", call.what, self.others, name_some(columns), error)
 

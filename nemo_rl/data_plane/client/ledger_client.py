@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -55,6 +55,7 @@ from nemo_rl.data_plane.schema import (
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import (
     DataPlaneTimeout,
+    KeysNotFound,
     SchemaMismatch,
     name_some,
 )
@@ -144,6 +145,13 @@ class LedgerClient(DataPlaneClient):
         with self._meter.measure("register_partition", partition_id):
             reply = self._link.ask(self._link.begin(f"register_partition({partition_id!r})"), "register", args)
         self._schemas.learn(partition_id, {spec.name: spec for spec in specs}, reply)
+
+    def add_fields(self, partition_id: str, fields: Sequence[FieldSpec]) -> None:
+        records = [spec_to_record(spec) for spec in resolve_fields(fields, may_shadow=True)]
+        with self._meter.measure("add_fields", partition_id):
+            call = self._link.begin(f"add_fields({partition_id!r})")
+            self._link.ask(call, "add_fields", {"partition": partition_id, "fields": records})
+        self._schemas.forget(partition_id)
 
     def partition_fields(self, partition_id: str) -> tuple[FieldSpec, ...]:
         call = self._link.begin(f"partition_fields({partition_id!r})")
@@ -336,7 +344,8 @@ class LedgerClient(DataPlaneClient):
             return False
         found = self._keyed.foreign(call, partition_id, declaration, fields, keys)
         for columns in found:
-            self._writer.adopt(call, partition_id, declaration, columns)
+            with suppress(KeysNotFound):  # cleared since
+                self._writer.adopt(call, partition_id, declaration, columns)
         return bool(found)
 
     def release(self, meta: KVBatchMeta) -> None:

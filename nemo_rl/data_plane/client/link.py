@@ -314,13 +314,13 @@ class SchemaCache:
         return self._known.get(partition_id) or self._ask(call, partition_id)
 
     def use(self, call: ClientCall, partition_id: str, action: Callable[[Declaration], _T]) -> _T:
-        """Run `action` with the declaration; once more when it fails and the partition was declared anew."""
+        """Run `action` with the declaration; once more when it fails and the declaration has changed since."""
         known = self.get(call, partition_id)
         try:
             return action(known)
         except SchemaMismatch:
             fresh = self._ask(call, partition_id)
-            if fresh.number == known.number:
+            if fresh == known:
                 raise
         return action(fresh)
 

@@ -57,7 +57,7 @@ class KeyedRows:
             families: family -> fields that the put writes.
             lasts_s: seconds after which the put counts as dead.
         """
-        self._expire(live, now)
+        self.expire(live, now)
         waiting = sum(map(self._leaving.__contains__, keys))
         if waiting:
             return {"blocked": f"{waiting} rows are still being freed", "free": self.due(now)}
@@ -125,7 +125,8 @@ class KeyedRows:
         touched = self._touched.get(name, set())
         return [key for key in keys if key not in touched]
 
-    def _expire(self, live: Collection[str], now: float) -> None:
+    def expire(self, live: Collection[str], now: float) -> None:
+        """End the announced puts whose writers must have died."""
         for put in [number for number, announced in self._puts.items() if announced.expires <= now]:
             self.end(put, live, now)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from nemo_rl.data_plane.ledger import claims as claim_rules
+from nemo_rl.data_plane.ledger import put_rules
 from nemo_rl.data_plane.ledger.capacity import Capacity, Demand
 from nemo_rl.data_plane.ledger.events import EventSink, Recorder, explain_row
 from nemo_rl.data_plane.ledger.keyed_rows import KeyedRows, lacking
@@ -29,7 +30,6 @@ from nemo_rl.errors import (
     DataPlaneClosed,
     DataPlaneError,
     DataPlaneTimeout,
-    KeysNotFound,
     PartitionNotFound,
     SchemaMismatch,
     name_some,
@@ -41,9 +41,6 @@ __all__ = ["Args", "Ledger", "Reply"]
 Args: TypeAlias = dict[str, object]
 """Plain values only: None, bool, int, float, str, bytes, list and dict with string keys."""
 Reply: TypeAlias = dict[str, object]
-
-ColumnTypes: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]
-"""Field -> dtype and trailing dims."""
 
 DECLARATION = ("partition", "fields", "num_samples", "tasks", "task_writes", "group_size")
 """Arguments of a `register` request that must be the same when it is repeated."""
@@ -85,6 +82,7 @@ class Ledger:
         self._ops: Mapping[str, Callable[[Args, float], Reply]] = {
             "register": self._register,
             "describe": self._describe,
+            "add_fields": self._add_fields,
             "reserve": self._reserve,
             "unreserve": self._unreserve,
             "begin": self._begin,
@@ -169,7 +167,25 @@ class Ledger:
 
     def _describe(self, args: Args, now: float) -> Reply:
         partition = self._partition(args)
-        return {**partition.declaration, "declared": partition.declared}
+        fields = [*_records(partition.declaration, "fields"), *partition.added]
+        return {**partition.declaration, "fields": fields, "declared": partition.declared}
+
+    def _add_fields(self, args: Args, now: float) -> Reply:
+        """Declare further columns; the declaration that `register` repeats stays as it was."""
+        partition = self._partition(args)
+        specs = {str(record["name"]): (spec_from_record(record), record) for record in _records(args, "fields")}
+        differ = [name for name, (spec, _) in specs.items() if partition.specs.get(name, spec) != spec]
+        if differ:
+            raise SchemaMismatch(
+                f"partition {partition.name!r}: fields {name_some(differ)} are declared in another way; declared: "
+                f"{name_some(str(partition.specs[name]) for name in differ)}"
+            )
+        for name, (spec, record) in specs.items():
+            if name not in partition.specs:
+                partition.specs[name] = spec
+                partition.added.append(record)
+                partition.columns.setdefault(spec.family, FamilyColumn())
+        return {}
 
     def _forget(self, args: Args, now: float) -> Reply:
         """Clear a partition and its declaration; its versions go on when it is declared anew."""
@@ -202,7 +218,7 @@ class Ledger:
         refused here, before other programs can see any of it."""
         partition, keys, families = self._partition(args), _texts(args, "keys"), args["families"]
         assert isinstance(families, dict), f"families: expected a dict, got {families!r}"
-        self._check_put(partition, keys, args, [args], now)
+        put_rules.check(partition, keys, args, [args], now=now)
         keyed = self._keyed.setdefault(partition.name, KeyedRows())
         return keyed.begin(partition.rows, keys, families, now=now, lasts_s=_seconds(args, "lasts_s"))
 
@@ -234,7 +250,7 @@ class Ledger:
         """Make a put visible, or answer `blocked` when it does not fit now."""
         partition, keys = self._partition(args), _texts(args, "keys")
         chunks = _records(args, "chunks")
-        if args.get("if_absent") and _is_any_written(partition, keys, chunks):
+        if args.get("if_absent") and put_rules.is_any_written(partition, keys, chunks):
             return {"present": True}
         put = args.get("put", 0)
         assert isinstance(put, int)
@@ -243,7 +259,7 @@ class Ledger:
                 f"partition {partition.name!r}: a put took longer than it had announced, so its rows may be freed"
             )
         self._capacity.blocked_s += _seconds(args, "waited_s")
-        column_types = self._check_put(partition, keys, args, chunks, now)
+        column_types = put_rules.check(partition, keys, args, chunks, now=now)
         nbytes = sum([_number(record, "nbytes") for record in chunks])
         reservation = args.get("reservation", 0)
         assert isinstance(reservation, int)
@@ -273,20 +289,6 @@ class Ledger:
         if partition.name in self._keyed:
             reply["free"] = self._finish_keyed(partition, keys, fields, put if args.get("is_last") else 0, now)
         return reply
-
-    def _check_put(
-        self, partition: Partition, keys: Sequence[str], args: Args, typed: Sequence[Args], now: float
-    ) -> ColumnTypes:
-        """Check a put against what the partition holds and what the caller has claimed.
-
-        Args:
-            typed: records with `column_types`.
-        """
-        column_types = _check_column_types(partition, keys, typed, args["lengths"])
-        claim_rules.check_held(partition, keys, claim_rules.parse(args["claims"]), now=now)
-        if not args["may_create"]:
-            _check_present(partition, keys)
-        return column_types
 
     def _finish_keyed(
         self, partition: Partition, keys: Sequence[str], fields: frozenset[str], put: int, now: float
@@ -370,6 +372,7 @@ class Ledger:
         reply: Reply = {"rows": len(gone), "drop": dropped}
         keyed = self._keyed.get(partition.name)
         if keyed is not None:
+            keyed.expire(partition.rows, now)
             keyed.clear(gone, now)
             reply["free"] = keyed.due(now)
         return reply
@@ -378,7 +381,7 @@ class Ledger:
 
     def _locate(self, args: Args, now: float) -> Reply:
         partition, keys, fields = self._partition(args), _texts(args, "keys"), _texts(args, "fields")
-        _check_present(partition, keys)
+        put_rules.check_present(partition, keys)
         expected = args["versions"]
         assert isinstance(expected, dict)
         reply = locate(partition, keys, fields, expected=expected)
@@ -511,53 +514,9 @@ class Ledger:
         return cursor
 
 
-def _check_present(partition: Partition, keys: Sequence[str]) -> None:
-    if not all(map(partition.rows.__contains__, keys)):
-        missing = [key for key in keys if key not in partition.rows]
-        raise KeysNotFound(
-            f"partition {partition.name!r}: {len(missing)} of {len(keys)} rows do not exist (never put, or cleared): "
-            f"{name_some(missing)}"
-        )
-
-
-def _is_any_written(partition: Partition, keys: Sequence[str], chunks: Sequence[Args]) -> bool:
-    return any(
-        partition.columns[_text(record, "family")].has(key, frozenset((name,)))
-        for record in chunks
-        for name in _texts(record, "fields")
-        for key in keys
-    )
-
-
 def _demand(partition: Partition, keys: Sequence[str], *, nbytes: int, reservation: int = 0) -> Demand:
     new_rows = len(keys) - sum(map(partition.rows.__contains__, keys))
     return Demand(num_keys=len(keys), new_rows=new_rows, nbytes=nbytes, reservation=reservation)
-
-
-def _check_column_types(
-    partition: Partition, keys: Sequence[str], typed: Sequence[Args], lengths: object
-) -> ColumnTypes:
-    """dtype, trailing dims and lengths must agree with what the partition already holds."""
-    where = f"partition {partition.name!r}"
-    if isinstance(lengths, list):
-        for key, length in zip(keys, lengths, strict=True):
-            row = partition.rows.get(key)
-            if row is not None and row.length is not None and row.length != length:
-                raise SchemaMismatch(f"{where}: row {key!r} has {row.length} tokens, got a column with {length}")
-    settled: ColumnTypes = {}
-    for record in typed:
-        column_types = record["column_types"]
-        assert isinstance(column_types, dict)
-        for name, (dtype, trailing) in column_types.items():
-            column_type = (dtype, tuple(trailing))
-            before = partition.column_types.get(name)
-            if before is not None and before != column_type:
-                raise SchemaMismatch(
-                    f"{where}: field {name!r} holds {before[0]} rows with trailing dims {list(before[1])}, "
-                    f"got {dtype} with {list(trailing)}"
-                )
-            settled[name] = column_type
-    return settled
 
 
 def _form(record: Args) -> dict[str, bytes]:

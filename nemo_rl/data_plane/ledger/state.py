@@ -274,6 +274,8 @@ class Partition:
     num_samples: int
     group_size: int | None
     tasks: dict[str, TaskCursor]
+    added: list[dict[str, object]] = field(default_factory=list)
+    """Columns declared since, as the requests gave them."""
     declared: int = 1
     """Number of this declaration; another number means that the partition was dropped and declared anew."""
     rows: dict[str, Row] = field(default_factory=dict)
