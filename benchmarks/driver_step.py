@@ -50,7 +50,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.experience.payload import SampleStats
 from nemo_rl.experience.rollout_handle import RolloutHandle
-from nemo_rl.experience.rollout_worker import WEIGHT_VERSION, RolloutResult
+from nemo_rl.experience.rollout_records import WEIGHT_VERSION, RolloutResult
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.memory import frozen_startup_objects
 

@@ -45,7 +45,7 @@ from nemo_rl.errors import (
     WorkerLost,
     name_some,
 )
-from nemo_rl.experience.rollout_worker import RolloutResult
+from nemo_rl.experience.rollout_records import RolloutResult
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.metrics import Reduction, Sum
 from nemo_rl.utils.r3_trace import trace_retired
@@ -219,16 +219,46 @@ class AsyncBatches(BatchSource):
         self._schedule.resume(frontier, step=step)
         if self._parts.config.async_.keep_finished and (folder / GROUPS).is_dir():
             self._restore(folder / GROUPS)
+        self._restore_durable(step)
 
     def _restore(self, folder: Path) -> None:
         """Take the finished groups of a checkpoint."""
         size = self._parts.config.num_generations_per_prompt
         for ordinal, result in restore_groups(folder, self._parts.rollout, group_size=size).items():
-            oldest = int(result.weight_versions.min())
-            ticket = self._schedule.restore(self._parts.sampler.draw(ordinal), oldest_version=oldest)
-            uid = group_uid(result.meta.keys[0])
-            self._ready[ticket.name] = _RolloutGroup(ticket=ticket, uid=uid, began=time.monotonic()), result
-            self._skipped.add(ordinal)
+            self._take_restored(ordinal, result)
+
+    def _restore_durable(self, step: int) -> None:
+        """Take finished groups from files that are young enough for the next step and were not in the checkpoint."""
+        rollout, seed = self._parts.rollout, self._parts.config.seed
+        oldest_version = step - self._parts.config.async_.max_staleness
+        ordinals = {
+            ordinal
+            for ordinal, oldest in rollout.durable_ordinals().items()
+            if oldest_version <= oldest <= step
+            and not self._schedule.is_settled(ordinal)
+            and ordinal not in self._skipped
+        }
+        if not ordinals:
+            return
+        of_uid = dict(zip(new_group_ids(len(ordinals)), sorted(ordinals), strict=True))
+        requests = [
+            group_request(self._parts.sampler.draw(ordinal), uid, seed=seed, oldest_version=oldest_version)
+            for uid, ordinal in of_uid.items()
+        ]
+        for result in rollout.restore_groups(requests, partition_id=PARTITION):
+            self._take_restored(of_uid[group_uid(result.meta.keys[0])], result)
+
+    def _take_restored(self, ordinal: int, result: RolloutResult) -> None:
+        """Count a group as ready whose rows are in the data plane again."""
+        oldest = int(result.weight_versions.min())
+        ticket = self._schedule.restore(self._parts.sampler.draw(ordinal), oldest_version=oldest)
+        uid = group_uid(result.meta.keys[0])
+        self._ready[ticket.name] = _RolloutGroup(ticket=ticket, uid=uid, began=time.monotonic()), result
+        self._skipped.add(ordinal)
+
+    def frontier(self) -> Frontier:
+        with self._changed:
+            return self._schedule.frontier()
 
     def close(self) -> None:
         """End the thread, take running groups out of the engines, and clear all rows. Idempotent."""
@@ -349,7 +379,7 @@ class AsyncBatches(BatchSource):
             uids = {ticket.name: self._running[ticket.name].uid for ticket in tickets if ticket.name in self._running}
         seed = self._parts.config.seed
         requests = [
-            group_request(ticket.draw, uids[ticket.name], seed=seed, name=ticket.name)
+            group_request(ticket.draw, uids[ticket.name], seed=seed, name=ticket.name, oldest_version=ticket.version)
             for ticket in tickets
             if ticket.name in uids
         ]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from nemo_rl.algorithms.async_groups import Frontier
 from nemo_rl.algorithms.grpo import counted_rows, score_rows
 from nemo_rl.algorithms.stages.columns import PARTITION, ROLLOUT
 from nemo_rl.algorithms.stages.state import StepState, begin_step
@@ -28,7 +29,7 @@ from nemo_rl.data_plane.factory import cleared_after_error
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.errors import CheckpointError, UserError
 from nemo_rl.experience.rollout_handle import RolloutHandle
-from nemo_rl.experience.rollout_worker import GroupRequest, RolloutResult
+from nemo_rl.experience.rollout_records import GroupRequest, RolloutResult
 from nemo_rl.experience.rollouts import row_seeds
 from nemo_rl.utils.metrics import Mean, Reduction, Sum, merge_metrics
 from nemo_rl.utils.r3_trace import trace_retired
@@ -125,6 +126,10 @@ class BatchSource(ABC):
         """
 
     @abstractmethod
+    def frontier(self) -> Frontier:
+        """Return the prompts that are settled: a run that is resumed from here does not ask for them again."""
+
+    @abstractmethod
     def close(self) -> None:
         """Clear the rows that wait. Idempotent."""
 
@@ -193,6 +198,9 @@ class SyncBatches(BatchSource):
     def updated(self, version: int, *, weights: str | None) -> None:
         """Do nothing: nothing is sampled before `next`."""
 
+    def frontier(self) -> Frontier:
+        return Frontier(next_ordinal=self._parts.sampler.ordinal)
+
     def close(self) -> None:
         """Do nothing: no row waits."""
 
@@ -203,7 +211,11 @@ class SyncBatches(BatchSource):
     def _sample(self, step: StepState) -> list[RolloutResult]:
         """Have the groups of a step sampled; return them in the order of their draws."""
         seed = self._parts.config.seed
-        requests = [group_request(draw, uid, seed=seed) for uid, draw in zip(step.uids, step.drawn, strict=True)]
+        oldest = step.policy_version
+        requests = [
+            group_request(draw, uid, seed=seed, oldest_version=oldest)
+            for uid, draw in zip(step.uids, step.drawn, strict=True)
+        ]
         pending = self._parts.rollout.submit_groups(requests, version=step.weight_version, partition_id=step.partition)
         return [group.result() for group in pending]
 
@@ -279,6 +291,13 @@ class DynamicBatches(SyncBatches):
             raise CheckpointError(f"{REQUEUED_STATE}: expected a list of ordinals, got {ordinals!r}")
         self._requeued = [self._parts.sampler.at(ordinal) for ordinal in ordinals]
         self._has_begun = True
+
+    def frontier(self) -> Frontier:
+        again = {draw.ordinal for draw in self._requeued}
+        again |= {self._draw_of[group.group_uids[0]].ordinal for group in self._carried}
+        end = self._parts.sampler.ordinal
+        first = min(again, default=end)
+        return Frontier(next_ordinal=first, done=tuple(each for each in range(first, end) if each not in again))
 
     def close(self) -> None:
         carried, self._carried = self._carried, []
@@ -362,10 +381,12 @@ class _Rounds:
         return {**merge_metrics(self.sampled), **counts, **shares}
 
 
-def group_request(draw: SampledPrompt, uid: str, *, seed: int, name: str = "") -> GroupRequest:
+def group_request(draw: SampledPrompt, uid: str, *, seed: int, name: str = "", oldest_version: int = 0) -> GroupRequest:
     """Return the request for the group of a prompt; its rows depend on the run's seed and the ordinal alone."""
     first = row_seeds(seed, "group", draw.ordinal, count=1)[0]
-    return GroupRequest(uid=uid, prompt=draw.prompt, seed=first, name=name)
+    return GroupRequest(
+        uid=uid, prompt=draw.prompt, seed=first, ordinal=draw.ordinal, oldest_version=oldest_version, name=name
+    )
 
 
 def step_of_groups(

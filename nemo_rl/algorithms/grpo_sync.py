@@ -18,12 +18,14 @@ What is known of a step is in its `StepState`; the trainer holds what outlives a
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from nemo_rl.algorithms.async_groups import Frontier
 from nemo_rl.algorithms.batches import BatchSource
 from nemo_rl.algorithms.observers import MISMATCH_METRIC, StepObservers
 from nemo_rl.algorithms.saver import Saver
@@ -61,6 +63,8 @@ from nemo_rl.utils.rollout_file import ROLLOUTS
 
 __all__ = ["GRPOTrainer", "RunSummary", "TrainerParts"]
 
+DURABLE_STATE = "durable"
+"""Name in a checkpoint's state of the digests by which finished groups in files are known."""
 ENGINES_METRIC = "rollout/engines"
 """Engines alive at the end of a rollout, as `EngineScheduler` counts them."""
 
@@ -128,6 +132,8 @@ class GRPOTrainer:
         self._reported_bytes = 0
         self._first_val_reward: float | None = None
         self._val_reward: float | None = None
+        self._frontiers: dict[int, Frontier] = {}
+        """Of the checkpoints that are being written: what is settled once they are whole."""
         self._validation: tuple[int, Pending[ValidationResult]] | None = None
         """Step and result of the validation that runs beside the training."""
 
@@ -162,6 +168,24 @@ class GRPOTrainer:
             metrics = self._after_step(self.step())
             self._deadline.step_took(time.monotonic() - began)
             self._save_if_due(metrics)
+            self._settle()
+        if self._is_done():
+            self._parts.rollout.settle_durable(sys.maxsize)
+
+    def _settle(self) -> None:
+        """Let go of finished groups in files that no resumed run asks for."""
+        parts, saved = self._parts, self._saver.last_step
+        if not parts.rollout.keeps_groups:
+            return
+        if parts.checkpoints is None:
+            found = parts.source.frontier()
+        else:
+            whole = [step for step in self._frontiers if saved is not None and step <= saved]
+            if not whole:
+                return
+            found = self._frontiers[max(whole)]
+            self._frontiers = {step: each for step, each in self._frontiers.items() if step not in whole}
+        parts.rollout.settle_durable(found.next_ordinal, found.done)
 
     def step(self) -> StepState:
         """Run one step, from rollout to optimizer update. No row of it is left in the data plane, also after an error.
@@ -239,6 +263,8 @@ class GRPOTrainer:
         sync = self._parts.weight_sync
         sync.sync(self._step)
         receipt = None if sync.report is None else sync.report.receipt
+        if receipt is not None:
+            self._parts.rollout.know_weights({self._step: receipt.weights})
         self._parts.source.updated(self._step, weights=None if receipt is None else receipt.weights)
 
     def _tell_tolerance(self) -> None:
@@ -398,6 +424,10 @@ class GRPOTrainer:
             "first_val_reward": self._first_val_reward,
             **self._parts.run_state,
         }
+        if self._parts.rollout.keeps_groups:
+            weights = {str(version): digest for version, digest in self._parts.rollout.weights.items()}
+            state[DURABLE_STATE] = {"weights": weights}
+            self._frontiers[self._step] = self._parts.source.frontier()
         with self._parts.weight_sync.engines_aside():
             # Workers gather their weights on the devices.
             self._saver.save(self._step, state=state, also=self._parts.source.save_into, waits=waits)
@@ -411,6 +441,8 @@ class GRPOTrainer:
         optimizer = checkpoint.optimizer if self._config.checkpointing.load_optimizer else None
         load = ask(PolicyWorker.load_checkpoint, weights=checkpoint.weights, optimizer=optimizer)
         self._parts.policy.run(load, "resume")
+        weights = _mapping(_mapping(state.get(DURABLE_STATE, {})).get("weights", {}))
+        self._parts.rollout.know_weights({int(version): str(digest) for version, digest in weights.items()})
         self._parts.source.load_state_dict(state, step=checkpoint.step, folder=checkpoint.path)
         self._step = checkpoint.step
         self._saver.resumed(checkpoint)

@@ -1,7 +1,9 @@
-"""Finished groups of an asynchronous run in a checkpoint: `keep_groups` writes them, `restore_groups` brings them back.
+"""Finished groups of a run beside its rows: in a checkpoint of an asynchronous run, and in files of their own.
 
-Columns lie in a safetensors file, everything else of a row in `groups.json`; both are in the manifest of the
-checkpoint. A rollout worker reads and writes the columns, so they never pass the driver.
+`keep_groups` writes those of a checkpoint, `restore_groups` brings them back; `open_durable_groups` has all of them
+kept in files (`experience.durable_groups`). In a checkpoint, columns lie in a safetensors file, everything else of a
+row in `groups.json`; both are in its manifest. A rollout worker reads and writes the columns, so they never pass the
+driver.
 """
 
 from __future__ import annotations
@@ -11,18 +13,47 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_rl.algorithms.stages.columns import PARTITION
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.keys import keys_of_groups, new_group_ids
 from nemo_rl.errors import CheckpointError
+from nemo_rl.experience.durable_groups import check_segments, rollout_identity
 from nemo_rl.experience.payload import SampleStats
 from nemo_rl.experience.rollout_handle import RolloutHandle
-from nemo_rl.experience.rollout_worker import RolloutResult
+from nemo_rl.experience.rollout_records import RolloutInfo, RolloutResult
 from nemo_rl.utils.files import write_text
 
-__all__ = ["GROUPS", "keep_groups", "restore_groups"]
+__all__ = ["GROUPS", "keep_groups", "open_durable_groups", "restore_groups"]
 
 GROUPS = "groups"
 """Folder in a checkpoint."""
 COLUMNS_FILE, ROWS_FILE = "columns.safetensors", "groups.json"
+ROWS_DEPEND_ON = ("max_new_tokens", "temperature", "top_p", "top_k", "record_support", "stop_token_ids", "stop_strings")
+"""Settings of the engines that decide which tokens a seed gives: groups in files are of a run with the same."""
+
+
+def open_durable_groups(config: MasterConfig, info: RolloutInfo, rollout: RolloutHandle) -> None:
+    """Have finished groups kept in files, where the recipe says so, and use those that are there.
+
+    Raises:
+        RunFolderError: the folder has files of another run.
+    """
+    durable, generation = config.data_plane.durable, config.policy.generation
+    if durable.path is None:
+        return
+    identity = rollout_identity(
+        {
+            "data": dict(info.identity),
+            "seed": config.grpo.seed,
+            "rows": config.grpo.num_generations_per_prompt,
+            "sampling": generation.model_dump(include=set(ROWS_DEPEND_ON)),
+            "longest": config.policy.max_total_sequence_length,
+            "routes": config.policy.router_replay.model_dump(),
+            "columns": {name: column.model_dump() for name, column in config.data.extra_columns.items()},
+        }
+    )
+    folder = durable.path.absolute()
+    check_segments(folder, identity)
+    rollout.open_durable(durable.model_copy(update={"path": folder}), identity)
 
 
 def keep_groups(folder: Path, groups: Mapping[int, RolloutResult], rollout: RolloutHandle) -> None:

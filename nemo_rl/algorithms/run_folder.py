@@ -142,6 +142,8 @@ def run_folders(config: MasterConfig) -> list[Path]:
     folders = {_real(config.logger.log_dir)}
     if config.checkpointing.enabled:
         folders.add(_real(config.checkpoint_dir))
+    if config.data_plane.durable.path is not None:
+        folders.add(_real(config.data_plane.durable.path))
     return sorted(folders)
 
 

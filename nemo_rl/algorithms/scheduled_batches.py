@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl.algorithms.async_groups import Frontier
 from nemo_rl.algorithms.batches import BatchSource, RolloutParts, group_request, step_of_groups
 from nemo_rl.algorithms.schedule_file import RunSchedule
 from nemo_rl.algorithms.stages.columns import PARTITION
@@ -21,7 +22,7 @@ from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.keys import group_uid, keys_of_groups, new_group_ids
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.errors import CheckpointError, name_some
-from nemo_rl.experience.rollout_worker import RolloutResult
+from nemo_rl.experience.rollout_records import RolloutResult
 
 __all__ = ["ScheduledBatches"]
 
@@ -73,6 +74,9 @@ class ScheduledBatches(BatchSource):
             return
         for engine in self._schedule.scripts:
             self._submit(engine, self._joining(engine, version))
+
+    def frontier(self) -> Frontier:
+        return Frontier()
 
     @property
     def is_exhausted(self) -> bool:

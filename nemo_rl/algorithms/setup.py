@@ -37,6 +37,7 @@ from nemo_rl.algorithms.engines import (
 )
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
 from nemo_rl.algorithms.identity import date_line, first_start, identity_of, identity_state, model_dtype
+from nemo_rl.algorithms.kept_groups import open_durable_groups
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.kept_steps.recorder import StepRecorder
@@ -82,7 +83,8 @@ from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, Ra
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import DatasetError
 from nemo_rl.experience.rollout_handle import RolloutHandle
-from nemo_rl.experience.rollout_worker import RolloutInfo, RolloutSpec, RolloutWorker
+from nemo_rl.experience.rollout_records import RolloutInfo
+from nemo_rl.experience.rollout_worker import RolloutSpec, RolloutWorker
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.tq_policy import TQPolicy
@@ -219,6 +221,7 @@ def open_parts(
         rollout.setup_data_plane(client.address)
         info = rollout.describe()
         identity = identity_of(config, info, resume_from)
+        open_durable_groups(config, info, rollout)
         if info.prints_the_date:
             panel.note(date_line(began, resume_from))
         policy, teacher = _policies(config, groups, client, columns)

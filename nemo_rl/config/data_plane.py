@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CONTROLLER_CPUS",
     "DataPlaneConfig",
+    "DurableConfig",
     "FetchPolicy",
     "Layout",
     "MooncakeConfig",
@@ -109,6 +111,16 @@ class MooncakeConfig(Section):
     """RDMA devices, separated by commas; empty lets Mooncake choose."""
 
 
+class DurableConfig(Section):
+    """Finished groups of rollouts in files, so that a run that was killed does not sample them again."""
+
+    path: Path | None = None
+    """Folder of this run's own for segment files, on a disk that survives the job; null keeps none. A resumed run takes
+    from it the groups that the weights of the resumed run have sampled."""
+    fsync: bool = False
+    """Wait for the disk after each put, in the background: rows survive a loss of power as well."""
+
+
 class StorageCapacityConfig(Section):
     """The most that may be live at one time, over all partitions. A put that does not fit waits for rows to be cleared,
     until its deadline."""
@@ -167,6 +179,7 @@ class DataPlaneConfig(Section):
     transfer_queue: TransferQueueConfig = Field(default_factory=TransferQueueConfig)
     simple: SimpleBackendConfig = Field(default_factory=SimpleBackendConfig)
     mooncake: MooncakeConfig = Field(default_factory=MooncakeConfig)
+    durable: DurableConfig = Field(default_factory=DurableConfig)
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig)
 
     @property
@@ -255,6 +268,20 @@ def rule_store_sections_need_their_store(config: MasterConfig) -> list[str]:
             names = tuple(type(section).model_fields)
             lines += would_be_ignored(section, f"data_plane.{name}", names, switch=switch, because=because)
     return lines
+
+
+def rule_durable_rows_need_receipts(config: MasterConfig) -> list[str]:
+    durable, receipt = config.data_plane.durable, config.policy.generation.receipt
+    if durable.path is None:
+        return would_be_ignored(
+            durable, "data_plane.durable", ("fsync",), switch="data_plane.durable.path", because="no path is set"
+        )
+    if receipt.enabled:
+        return []
+    return [
+        "data_plane.durable.path: a stored group is used only if this run has the weights that sampled it, which the "
+        "receipts of refits prove; set policy.generation.receipt.enabled=true, or path=null"
+    ]
 
 
 def rule_data_plane_impl_needs_its_switch(config: MasterConfig) -> list[str]:

@@ -24,7 +24,16 @@ from nemo_rl.errors import SchemaMismatch
 from nemo_rl.jagged import lengths_of, nest, values_of
 from nemo_rl.utils.files import read_plain, replace_file
 
-__all__ = ["kv_first_write", "read_column_file", "read_columns", "write_column_file", "write_columns"]
+__all__ = [
+    "columns_of_bytes",
+    "columns_to_bytes",
+    "cut_columns",
+    "kv_first_write",
+    "read_column_file",
+    "read_columns",
+    "write_column_file",
+    "write_columns",
+]
 
 
 def kv_first_write(
@@ -51,10 +60,14 @@ def kv_first_write(
             f"first write to partition {partition_id!r}: expected at least one row with input_lengths and sample_mask, "
             f"got {batch.size} rows, missing: {', '.join(missing) or 'none'}"
         )
-    lengths = batch.tensor("input_lengths")
-    columns = _cut(batch, lengths, client.partition_fields(partition_id), partition_id)
+    lengths, columns = batch.tensor("input_lengths"), cut_columns(client, batch, partition_id=partition_id)
     meta = client.kv_batch_put(keys, partition_id, columns, tags)
     return replace(meta, task_name=task_name, sequence_lengths=tuple(lengths.tolist()))
+
+
+def cut_columns(client: DataPlaneClient, batch: BatchedDataDict, *, partition_id: str) -> dict[str, Column]:
+    """Return the columns of a batch without padding, as `kv_first_write` puts them."""
+    return _cut(batch, batch.tensor("input_lengths"), client.partition_fields(partition_id), partition_id)
 
 
 def read_columns(
@@ -133,12 +146,8 @@ OBJECTS = "@objects"
 """Suffix of a column of objects, whose rows are kept as one JSON list."""
 
 
-def write_column_file(path: Path, columns: Mapping[str, Column]) -> int:
-    """Replace `path` at once; return its bytes.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+def columns_to_bytes(columns: Mapping[str, Column]) -> bytes:
+    """Return columns in the safetensors format."""
     flat: dict[str, torch.Tensor] = {}
     for name, column in columns.items():
         if not isinstance(column, torch.Tensor):
@@ -147,22 +156,23 @@ def write_column_file(path: Path, columns: Mapping[str, Column]) -> int:
         flat[name] = (values_of(column) if column.is_nested else column).contiguous()
         if column.is_nested:
             flat[name + LENGTHS] = lengths_of(column)
-    content = save(flat)
-    replace_file(path, lambda temporary: temporary.write_bytes(content))
-    return len(content)
+    content: bytes = save(flat)
+    return content
 
 
-def read_column_file(path: Path) -> dict[str, Column]:
-    """Return the columns, jagged where they were; those of objects as lists.
+def columns_of_bytes(content: bytes, where: str) -> dict[str, Column]:
+    """Return the columns of `columns_to_bytes`, jagged where they were; those of objects as lists.
+
+    Args:
+        where: the file, for errors.
 
     Raises:
-        OSError: the file is missing or cannot be read.
-        SchemaMismatch: it is torn, or no such file.
+        SchemaMismatch: the bytes are torn, or none of `columns_to_bytes`.
     """
     try:
-        flat = load(read_plain(path))
+        flat = load(content)
     except SafetensorError as error:
-        raise SchemaMismatch(f"{path}: expected columns in a safetensors file: {error}") from error
+        raise SchemaMismatch(f"{where}: expected columns in the safetensors format: {error}") from error
     columns: dict[str, Column] = {}
     for name, values in flat.items():
         if name.endswith(LENGTHS):
@@ -172,6 +182,27 @@ def read_column_file(path: Path) -> dict[str, Column]:
             continue
         lengths = flat.get(name + LENGTHS)
         if lengths is not None and int(lengths.sum()) != len(values):
-            raise SchemaMismatch(f"{path}: column {name!r}: expected {int(lengths.sum())} values, got {len(values)}")
+            raise SchemaMismatch(f"{where}: column {name!r}: expected {int(lengths.sum())} values, got {len(values)}")
         columns[name] = values if lengths is None else nest(values, lengths)
     return columns
+
+
+def write_column_file(path: Path, columns: Mapping[str, Column]) -> int:
+    """Replace `path` at once; return its bytes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = columns_to_bytes(columns)
+    replace_file(path, lambda temporary: temporary.write_bytes(content))
+    return len(content)
+
+
+def read_column_file(path: Path) -> dict[str, Column]:
+    """Return the columns of a file of `write_column_file`.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        SchemaMismatch: it is torn, or no such file.
+    """
+    return columns_of_bytes(read_plain(path), str(path))

@@ -345,7 +345,7 @@ def _items(fields: Mapping[str, Any] | TensorDict | None) -> Iterator[tuple[str,
     if fields is None:
         return
     for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
-        yield str(name), fields.get(name)
+        yield str(name), fields.get(str(name))
 
 
 def _for_put(column: Any) -> Any:

@@ -47,7 +47,7 @@ from nemo_rl.errors import CheckpointError, WorkerError
 from nemo_rl.experience.conversation_attempt import Attempt, AttemptParts, ConversationTask, Hosts, turn_seed
 from nemo_rl.experience.conversation_log import ConversationFile, ConversationLog
 from nemo_rl.experience.payload import TURNS, VERSION_SPANS
-from nemo_rl.experience.rollout_worker import WEIGHT_VERSION
+from nemo_rl.experience.rollout_records import WEIGHT_VERSION
 from nemo_rl.experience.rollouts import sampling_params
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.experience.turn_sampler import SamplesTurns, TurnRequest, TurnSample, TurnSampler

@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import RLock, Thread
 from typing import TypeVar, cast
 
+from nemo_rl.config.data_plane import DurableConfig
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
@@ -23,7 +24,8 @@ from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.errors import WorkerError, WorkerLost
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask
 from nemo_rl.experience.evaluation.result import ValidationResult
-from nemo_rl.experience.rollout_worker import GroupRequest, RolloutInfo, RolloutResult, RolloutWorker
+from nemo_rl.experience.rollout_records import GroupRequest, RolloutInfo, RolloutResult
+from nemo_rl.experience.rollout_worker import RolloutWorker
 
 __all__ = ["RolloutHandle"]
 
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+KNOWN_VERSIONS = 64
+"""Weights whose digests are kept: more than any row may be behind."""
 MOST_ATTEMPTS = 3
 """Times that a call is made which loses its worker, where lost workers are replaced."""
 
@@ -51,6 +55,9 @@ class RolloutHandle:
         self._workers, self._timeout_s, self._report, self._waits = workers, timeout_s, report, waits
         self._address: DataPlaneAddress | None = None
         self._engines: WorkerFleet | None = None
+        self._durable: tuple[DurableConfig, str] | None = None
+        self.weights: dict[int, str] = {}
+        """Version -> digest of the last weights of the engines, where finished groups are kept in files."""
         self._replacing = RLock()
         """Held while lost workers are replaced, so that nobody is asked who is not set up."""
         self._next = 0
@@ -64,6 +71,37 @@ class RolloutHandle:
     def setup_data_plane(self, address: DataPlaneAddress) -> None:
         self._address = address
         self._run_all(ask(RolloutWorker.setup_data_plane, address=address), "data plane setup")
+
+    def open_durable(self, config: DurableConfig, identity: str) -> None:
+        """Keep finished groups in files, and use those that are there; see `DurableGroups`."""
+        self._durable = config, identity
+        self._run_all(ask(RolloutWorker.open_durable, config=config, identity=identity), "data plane setup")
+
+    @property
+    def keeps_groups(self) -> bool:
+        """True where finished groups are kept in files."""
+        return self._durable is not None
+
+    def know_weights(self, weights: Mapping[int, str]) -> None:
+        """Tell the digests of weights by version; without files of finished groups nothing is done."""
+        if self._durable is None:
+            return
+        self.weights = dict(sorted({**self.weights, **weights}.items())[-KNOWN_VERSIONS:])
+        self._run_all(ask(RolloutWorker.know_weights, weights=dict(weights)), "refit")
+
+    def settle_durable(self, below: int, done: Sequence[int] = ()) -> None:
+        """Forget stored groups that nobody asks for any more; see `DurableGroups.settle`."""
+        if self._durable is not None:
+            self._run_all(ask(RolloutWorker.settle_durable, below=below, done=list(done)), "durable groups")
+
+    def durable_ordinals(self) -> dict[int, int]:
+        """Return the ordinals of stored groups with the oldest version of their weights."""
+        return {} if self._durable is None else self._run(ask(RolloutWorker.durable_ordinals), "resume")
+
+    def restore_groups(self, groups: Sequence[GroupRequest], *, partition_id: str) -> list[RolloutResult]:
+        """Put stored groups into the data plane; return the rows of those that there are."""
+        request = ask(RolloutWorker.restore_groups, groups=list(groups), partition_id=partition_id)
+        return self._run(request, "resume")[0]
 
     def use_engines(self, engines: WorkerFleet) -> None:
         """Use these engines from here on; see `RolloutWorker.use_engines`."""
@@ -80,6 +118,12 @@ class RolloutHandle:
                     self._run_one(
                         number, ask(RolloutWorker.setup_data_plane, address=self._address), "data plane setup"
                     )
+                    if self._durable is not None:
+                        config, identity = self._durable
+                        opened = ask(RolloutWorker.open_durable, config=config, identity=identity)
+                        self._run_one(number, opened, "data plane setup")
+                        known = ask(RolloutWorker.know_weights, weights=self.weights)
+                        self._run_one(number, known, "data plane setup")
                     if self._engines is not None:
                         self._run_one(number, ask(RolloutWorker.use_engines, engines=self._engines.copy()), "refit")
                 except WorkerLost as error:

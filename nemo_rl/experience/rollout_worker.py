@@ -12,18 +12,25 @@ What crosses between the two sides: numbers of prompts, metas and per-row scalar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from nemo_rl.config.data_plane import DurableConfig
 from nemo_rl.data.datasets import Prompt, PromptSet, build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.chunks.ragged import object_rows
 from nemo_rl.data_plane.client.operation_counts import Totals
-from nemo_rl.data_plane.column_io import kv_first_write, read_column_file, read_columns, write_column_file
+from nemo_rl.data_plane.column_io import (
+    cut_columns,
+    kv_first_write,
+    read_column_file,
+    read_columns,
+    write_column_file,
+)
 from nemo_rl.data_plane.extra_columns import extra_specs
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta, Tags
@@ -45,6 +52,7 @@ from nemo_rl.experience.conversation_log import (
 from nemo_rl.experience.conversation_rollouts import ScoredGroup
 from nemo_rl.experience.conversation_setup import RolloutSampling
 from nemo_rl.experience.conversations import GroupTask
+from nemo_rl.experience.durable_groups import DurableGroups
 from nemo_rl.experience.evaluation.evaluator import EvaluationSettings, EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
 from nemo_rl.experience.payload import (
@@ -61,6 +69,7 @@ from nemo_rl.experience.payload import (
     logged_extras,
     version_span_column,
 )
+from nemo_rl.experience.rollout_records import WEIGHT_VERSION, GroupRequest, RolloutInfo, RolloutResult
 from nemo_rl.experience.rollouts import ResponseScorer, RolloutSpec, check_versions, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.scheduler import EngineScheduler
@@ -72,99 +81,19 @@ from nemo_rl.models.generation.interfaces import (
     GroupSamples,
     RecordedRoutes,
 )
-from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.utils.exits import machine_problem
-from nemo_rl.utils.metrics import Max, Reduction, Sum, merge_metrics
+from nemo_rl.utils.metrics import Max, Reduction, Sum
 from nemo_rl.utils.r3_trace import trace_rollout_payload
 from nemo_rl.utils.rollout_file import TokenTexts, row_texts, token_record, write_rollouts
 
-__all__ = [
-    "REWARD_LOG",
-    "GroupRequest",
-    "RolloutInfo",
-    "RolloutResult",
-    "RolloutSpec",
-    "RolloutWorker",
-]
+__all__ = ["REWARD_LOG", "RolloutSpec", "RolloutWorker"]
 
 REWARD_LOG = "reward.log"
 """File in `logger.log_dir` with what the reward has printed; there once it has."""
-WEIGHT_VERSION = "weight_version"
-"""Tag of every row: the version of the weights that drew its oldest token."""
 MOST_WAITING = 3
 """Conversations that a message about a step that waits names."""
 LOGGED_FIELDS = ("input_ids", "token_mask", "generation_logprobs")
 """Columns of readable rollouts that every row has."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutInfo:
-    """The data that the rollout worker has loaded."""
-
-    num_train_prompts: int
-    num_val_prompts: int
-    num_skipped_prompts: int
-    """Prompts longer than `data.max_input_seq_length`, left out."""
-    skipped: tuple[str, ...] = ()
-    """The first of them, for people."""
-    identity: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the data, by the dotted paths of their sections, of tokenizer, chat template and reward."""
-    prints_the_date: bool = False
-    """True when the chat template says when the run was started."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupRequest:
-    """One group to be sampled: `grpo.num_generations_per_prompt` responses to one prompt."""
-
-    uid: str
-    """Names the group; its rows' keys begin with it."""
-    prompt: int
-    """Number in the training set."""
-    seed: int
-    """Seed of the first row; row i has `seed + i`."""
-    name: str = ""
-    """Name in the schedule of an asynchronous run: ordinal and attempt, which no other run of the seed changes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutResult:
-    """Rows of whole groups, already in the data plane."""
-
-    meta: KVBatchMeta
-    sample_stats: SampleStats
-    metrics: dict[str, Reduction] = field(default_factory=dict)
-    printed: tuple[str, ...] = ()
-    """Lines of the reward for the person at the terminal."""
-    schedule: tuple[ScheduleEntry, ...] = ()
-    """Events of the engines' batches since the last result; empty without asynchronous batches."""
-
-    @property
-    def group_uids(self) -> tuple[str, ...]:
-        """The group of each row, by its key."""
-        return tuple(map(group_uid, self.meta.keys))
-
-    @property
-    def weight_versions(self) -> np.ndarray:
-        """`[N]` int64, the version of the weights that sampled each row, by its tag."""
-        return np.asarray(self.meta.tag_values(WEIGHT_VERSION), dtype=np.int64)
-
-    def select(self, rows: Sequence[int]) -> RolloutResult:
-        """The rows at `rows`, in that order; the metrics stay those of the whole rollout."""
-        return replace(self, meta=self.meta.subset(rows), sample_stats=self.sample_stats.select(rows))
-
-    def concat(self, *others: RolloutResult) -> RolloutResult:
-        """Rows of this one, then those of the others, also of other steps."""
-        if not others:
-            return self
-        parts = (self, *others)
-        return RolloutResult(
-            meta=self.meta.concat(*(other.meta for other in others)),
-            sample_stats=self.sample_stats.concat(*(other.sample_stats for other in others)),
-            metrics=merge_metrics(part.metrics for part in parts),
-            printed=tuple(line for part in parts for line in part.printed),
-            schedule=tuple(entry for part in parts for entry in part.schedule),
-        )
 
 
 class RolloutWorker:
@@ -222,6 +151,9 @@ class RolloutWorker:
         )
         self._client: DataPlaneClient | None = None
         self._routes = RouteWriter(spec.policy.router_replay)
+        self._durable: DurableGroups | None = None
+        self._weights: dict[int, str] = {}
+        """Version -> digest, of the weights that this run has had; kept with finished groups."""
 
     def describe(self) -> RolloutInfo:
         """Sizes and digests of what was loaded."""
@@ -247,6 +179,36 @@ class RolloutWorker:
         """Attaches this process's client."""
         self._client = attach_data_plane(address)
 
+    def open_durable(self, config: DurableConfig, identity: str) -> None:
+        """Keep finished groups in files from here on; see `DurableGroups`."""
+        self._durable = DurableGroups(config, identity=identity)
+
+    def know_weights(self, weights: Mapping[int, str]) -> None:
+        """Learn the digests of weights that the engines have, or had before the run was resumed, by version."""
+        self._weights.update(weights)
+
+    def settle_durable(self, below: int, done: Sequence[int]) -> None:
+        """Forget stored groups that nobody asks for any more; see `DurableGroups.settle`."""
+        if self._durable is not None:
+            self._durable.settle(below, done)
+
+    def durable_ordinals(self) -> dict[int, int]:
+        """Return the ordinals of stored groups with the oldest version of their weights."""
+        return {} if self._durable is None else self._durable.ordinals
+
+    def restore_groups(
+        self, groups: Sequence[GroupRequest], *, partition_id: str
+    ) -> tuple[list[RolloutResult], list[GroupRequest]]:
+        """Put stored groups into the data plane in place of sampling them.
+
+        Returns:
+            The rows of those that there are, and the others.
+        """
+        if self._durable is None:
+            return [], list(groups)
+        with self.client.stage("rollout"):
+            return self._durable.restore(groups, self.client, weights=self._weights, partition_id=partition_id)
+
     def use_engines(self, engines: WorkerFleet) -> None:
         """Some of the engines were replaced."""
         assert isinstance(self._generation, EngineScheduler), "one engine alone is never replaced"
@@ -265,9 +227,12 @@ class RolloutWorker:
     ) -> Iterator[tuple[RolloutResult, ...] | RootCause]:
         """Sample, score and write groups, as `_rollout` does. In an asynchronous run an error is the last thing that is
         yielded: it is that of these groups alone, and an error that leaves a worker ends its process."""
-        found = self._rollout(groups, version=version, partition_id=partition_id, engine=engine)
         try:
-            yield from found
+            restored, groups = self.restore_groups(groups, partition_id=partition_id)
+            for result in restored:
+                yield (result,)
+            if groups:
+                yield from self._rollout(groups, version=version, partition_id=partition_id, engine=engine)
         except Exception as error:
             if not self._spec.grpo.samples_ahead:
                 raise
@@ -402,10 +367,15 @@ class RolloutWorker:
             {"reward": float(reward), **of_row}
             for reward, of_row in zip(stats.rewards, self._version_tags(spans), strict=True)
         ]
+        columns = self._kept(columns, partition_id)
         with self.client.stage("rollout"):
             meta = kv_first_write(self.client, columns, keys, partition_id=partition_id, tags=tags)
         metrics = {**scored.metrics(), "reward_timeouts": Sum(float(scored.num_timeouts)), **route_metrics}
-        return RolloutResult(meta=meta, sample_stats=stats, metrics=metrics, printed=scored.printed)
+        result = RolloutResult(meta=meta, sample_stats=stats, metrics=metrics, printed=scored.printed)
+        if self._durable is not None:
+            sampled = {version for row in spans for _, version in row}
+            self._durable.keep([group], [result], [sampled], columns, weights=self._weights)
+        return result
 
     def _write(
         self, groups: Sequence[GroupRequest], output: GenerationOutput, *, partition_id: str, is_first: bool
@@ -437,6 +407,7 @@ class RolloutWorker:
         ]
         if self._spec.grpo.samples_ahead:
             columns[VERSION_SPANS] = version_span_column(output)
+        columns = self._kept(columns, partition_id)
         with self.client.stage("rollout"):
             meta = kv_first_write(self.client, columns, keys, partition_id=partition_id, tags=tags)
         sample_stats = SampleStats(
@@ -453,7 +424,17 @@ class RolloutWorker:
         ]
         # What was measured of all these groups together goes with the first one.
         results[0] = replace(results[0], metrics={**results[0].metrics, **shared}, printed=report.printed)
+        if self._durable is not None:
+            of_row = [{version for _, version in spans} for spans in output.row_spans]
+            versions = [set().union(*of_row[at : at + size]) for at in range(0, len(keys), size)]
+            self._durable.keep(groups, results, versions, columns, weights=self._weights)
         return tuple(results)
+
+    def _kept(self, columns: BatchedDataDict, partition_id: str) -> BatchedDataDict:
+        """Return the columns as they are kept in files, without padding; as they are where none are kept."""
+        if self._durable is None:
+            return columns
+        return BatchedDataDict(cut_columns(self.client, columns, partition_id=partition_id))
 
     def _version_tags(self, spans: Sequence[Sequence[tuple[int, int]]]) -> list[dict[str, int]]:
         """Return the tags of each row with the versions of its tokens."""
@@ -594,6 +575,9 @@ class RolloutWorker:
         """Ends scoring processes and the client. Idempotent."""
         self._answers.close()
         self._parts.shutdown()
+        durable, self._durable = self._durable, None
+        if durable is not None:
+            durable.close()
         client, self._client = self._client, None
         if client is not None:
             client.close()

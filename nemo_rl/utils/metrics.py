@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Max", "Mean", "Min", "Reduction", "Sum", "Timer", "merge_metrics", "values"]
+__all__ = [
+    "Max",
+    "Mean",
+    "Min",
+    "Reduction",
+    "Sum",
+    "Timer",
+    "merge_metrics",
+    "reduction_of_json",
+    "reduction_to_json",
+    "values",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,25 @@ class Min:
 
 
 Reduction = Mean | Sum | Max | Min
+_KINDS: Mapping[str, type[Mean] | type[Sum] | type[Max] | type[Min]] = {
+    kind.__name__: kind for kind in (Mean, Sum, Max, Min)
+}
+
+
+def reduction_to_json(metric: Reduction) -> list[str | float]:
+    """Return a metric as a plain list: the name of its reduction, then its numbers."""
+    numbers = [metric.total, metric.weight] if isinstance(metric, Mean) else [metric.value]
+    return [type(metric).__name__, *numbers]
+
+
+def reduction_of_json(record: Sequence[Any]) -> Reduction:
+    """Return the metric of `reduction_to_json`.
+
+    Raises:
+        KeyError: an unknown reduction.
+    """
+    kind, *numbers = record
+    return _KINDS[kind](*numbers)
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, Reduction]:

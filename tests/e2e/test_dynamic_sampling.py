@@ -17,7 +17,7 @@ from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.algorithms.stages.bodies import Train
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.errors import CheckpointError, DatasetError, UserError, WorkerError
-from nemo_rl.experience.rollout_worker import GroupRequest
+from nemo_rl.experience.rollout_records import GroupRequest
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 

@@ -16,7 +16,7 @@ from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.experience.payload import SampleStats
-from nemo_rl.experience.rollout_worker import RolloutResult
+from nemo_rl.experience.rollout_records import RolloutResult
 from nemo_rl.utils.metrics import Mean
 
 uids = st.text(alphabet="ab_g0", min_size=1, max_size=4)

@@ -19,7 +19,7 @@ from nemo_rl.data.sampler import SampledPrompt
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.keys import keys_of_groups, new_group_ids
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.experience.rollout_worker import RolloutResult
+from nemo_rl.experience.rollout_records import RolloutResult
 from nemo_rl.models.policy.lm_policy import TrainSummary
 
 __all__ = ["ChosenRows", "StepState", "begin_step", "join_steps"]

@@ -20,7 +20,7 @@ from nemo_rl.diagnostics.step_replay.request import ReplayProblem
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import name_some
-from nemo_rl.experience.rollout_worker import WEIGHT_VERSION
+from nemo_rl.experience.rollout_records import WEIGHT_VERSION
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.routes.columns import decode_routes
 from nemo_rl.routes.shape import MISSING, RouteShape

@@ -26,7 +26,7 @@ from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals
 from nemo_rl.distributed.packing import PackPlan, plan_fixed
 from nemo_rl.experience.payload import SampleStats
-from nemo_rl.experience.rollout_worker import RolloutResult
+from nemo_rl.experience.rollout_records import RolloutResult
 from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.utils.metrics import Mean, Sum
 

@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.experience.payload import ConversationStats, SampleStats, build_columns, mean_of_scored
-from nemo_rl.experience.rollout_worker import RolloutResult
+from nemo_rl.experience.rollout_records import RolloutResult
 from nemo_rl.models.generation.interfaces import GenerationOutput
 from nemo_rl.utils.metrics import Sum
 

@@ -16,7 +16,8 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.errors import WorkerError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask
-from nemo_rl.experience.rollout_worker import GroupRequest, RolloutResult, RolloutWorker
+from nemo_rl.experience.rollout_records import GroupRequest, RolloutResult
+from nemo_rl.experience.rollout_worker import RolloutWorker
 from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.jagged import lengths_of, values_of
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest

@@ -1,0 +1,453 @@
+"""`DurableGroups`: finished groups in segment files, so that they survive the end of every process of a run.
+
+A rollout worker appends each group when its rows are in the data plane, in a thread of its own. A resumed run is given
+the stored group in place of sampling it again, when it asks for the same prompt and seed and the weights that sampled
+it are weights of the resumed run: their digests, which refit receipts prove, must be equal.
+
+    <path>/<process>-<number>.seg    frames: magic, sizes, checksum, what is known of the groups, their columns
+
+Invariants: a group is read only from a whole frame with the right checksum; what was cut by a kill is never read. A
+segment is removed when no group in it can be asked for any more. Files of another run or a newer format are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import struct
+import threading
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from pathlib import Path
+from queue import Queue
+from typing import Any, BinaryIO
+
+import msgpack
+import torch
+import xxhash
+
+from nemo_rl.config.data_plane import DurableConfig
+from nemo_rl.data_plane.column_io import columns_of_bytes, columns_to_bytes
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.keys import cut_key, key_of
+from nemo_rl.distributed.batched_data_dict import Column
+from nemo_rl.errors import ResourceError, RunFolderError
+from nemo_rl.experience.payload import SampleStats
+from nemo_rl.experience.rollout_records import GroupRequest, RolloutResult
+from nemo_rl.jagged import nest
+from nemo_rl.utils.exits import machine_problem
+from nemo_rl.utils.metrics import Reduction, Sum, reduction_of_json, reduction_to_json
+
+__all__ = ["DurableGroups", "FinishedGroup", "StoredGroup", "check_segments", "rollout_identity"]
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"NRDG"
+FORMAT = 1
+"""Version of the segment files; a newer one is refused."""
+SEGMENT_BYTES = 64 << 20
+"""A segment that has so many bytes is followed by another."""
+MOST_WAITING = 16
+"""Puts whose groups wait to be written; more make the rollout wait."""
+FLUSH_S = 60.0
+_FRAME = struct.Struct("<4sIQQ")
+"""Magic, bytes of the description, bytes of the columns, checksum of both."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedGroup:
+    """One group whose rows are in the data plane."""
+
+    ordinal: int
+    """Place of its prompt in the stream of prompts."""
+    seed: int
+    """Seed of its first row."""
+    keys: tuple[str, ...]
+    rows: tuple[int, int]
+    """First row of the put that is the group's, and their number."""
+    weights: Mapping[int, str]
+    """Version -> digest of the weights that sampled its tokens."""
+    tags: Sequence[Mapping[str, Any]]
+    stats: SampleStats
+    metrics: Mapping[str, Reduction]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredGroup:
+    """One group in a segment."""
+
+    group: FinishedGroup
+    path: Path
+    offset: int
+    """Byte of its frame."""
+
+
+@dataclass(slots=True)
+class _Segment:
+    """One file, and the ordinals of groups in it that may still be asked for."""
+
+    ordinals: set[int] = field(default_factory=set)
+    is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """The groups of one put with their columns."""
+
+    groups: Sequence[FinishedGroup]
+    columns: Mapping[str, Column]
+
+
+def rollout_identity(described: Mapping[str, Any]) -> str:
+    """Return a digest of everything besides the weights that decides what a group is."""
+    return hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def check_segments(folder: Path, identity: str) -> None:
+    """Refuse segments that a run of this identity cannot use.
+
+    Raises:
+        RunFolderError: they are of another run, of a newer format, or no segments.
+    """
+    for path in sorted(folder.glob("*.seg")):
+        with path.open("rb") as file:
+            try:
+                described, _, _ = _read_frame(file, 0)
+            except _TornFrame:
+                continue  # nothing of it is used
+        _check_head(path, described, identity)
+
+
+class DurableGroups:
+    """The segments of one run, as one rollout worker reads and writes them. Thread-safe.
+
+    Args:
+        identity: as `rollout_identity` returns it.
+    """
+
+    def __init__(self, config: DurableConfig, *, identity: str) -> None:
+        assert config.path is not None, "durable groups need a path"
+        self._folder, self._fsync, self._identity = config.path, config.fsync, identity
+        self._lock = threading.Lock()
+        self._segments: dict[Path, _Segment] = {}
+        self._stored: dict[int, list[StoredGroup]] = {}
+        self._settled_below, self._settled = 0, frozenset[int]()
+        self._failure: OSError | None = None
+        self._name, self._number = f"{os.getpid()}-{uuid.uuid4().hex[:8]}", 0
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self._folder.glob("*.seg")):
+            self._load(path)
+        self._queue: Queue[_Put | threading.Event | None] = Queue(maxsize=MOST_WAITING)
+        self._thread = threading.Thread(target=self._write_all, name="durable-groups", daemon=True)
+        self._thread.start()
+
+    @property
+    def ordinals(self) -> dict[int, int]:
+        """Ordinal of each stored group -> the oldest version of its tokens' weights."""
+        with self._lock:
+            return {
+                ordinal: max(min(stored.group.weights, default=-1) for stored in every)
+                for ordinal, every in self._stored.items()
+            }
+
+    def add(self, groups: Sequence[FinishedGroup], columns: Mapping[str, Column]) -> None:
+        """Append groups; their columns, as they were put, must not be changed any more.
+
+        Raises:
+            ResourceError: an earlier group could not be written.
+        """
+        if self._failure is not None:
+            raise ResourceError(
+                f"data_plane.durable.path: finished groups cannot be written to {self._folder}: "
+                f"{machine_problem(self._failure) or self._failure}; free space there, or set it to null"
+            ) from self._failure
+        self._queue.put(_Put(groups, columns))
+
+    def find(self, ordinal: int, seed: int, *, weights: Mapping[int, str], oldest: int) -> StoredGroup | None:
+        """Return a stored group that may be used in place of a new one.
+
+        Args:
+            weights: version -> digest, of the weights that this run has had.
+            oldest: smallest version of the weights of its tokens.
+        """
+        with self._lock:
+            for stored in self._stored.get(ordinal, ()):
+                sampled = stored.group.weights
+                is_ours = all(weights.get(version) == digest for version, digest in sampled.items())
+                if sampled and is_ours and stored.group.seed == seed and min(sampled) >= oldest:
+                    return stored
+        return None
+
+    def keep(
+        self,
+        groups: Sequence[GroupRequest],
+        results: Sequence[RolloutResult],
+        versions: Sequence[Collection[int]],
+        columns: Mapping[str, Column],
+        *,
+        weights: Mapping[int, str],
+    ) -> None:
+        """Append the groups of one put, those whose weights this run can prove.
+
+        Args:
+            versions: of the weights that sampled the tokens of each group.
+            columns: of all of their rows, as they were put.
+            weights: version -> digest, of the weights that this run has had.
+        """
+        finished: list[FinishedGroup] = []
+        first = 0
+        for group, result, sampled in zip(groups, results, versions, strict=True):
+            if group.ordinal >= 0 and all(version in weights for version in sampled):
+                finished.append(
+                    FinishedGroup(
+                        ordinal=group.ordinal,
+                        seed=group.seed,
+                        keys=result.meta.keys,
+                        rows=(first, len(result.meta)),
+                        weights={version: weights[version] for version in sorted(sampled)},
+                        tags=result.meta.tags or (),
+                        stats=result.sample_stats,
+                        metrics=result.metrics,
+                    )
+                )
+            first += len(result.meta)
+        if finished:
+            self.add(finished, columns)
+
+    def restore(
+        self, groups: Sequence[GroupRequest], client: DataPlaneClient, *, weights: Mapping[int, str], partition_id: str
+    ) -> tuple[list[RolloutResult], list[GroupRequest]]:
+        """Put stored groups into the data plane; return the rows of those that there are, and the other requests."""
+        asked = {
+            group.uid: self.find(group.ordinal, group.seed, weights=weights, oldest=group.oldest_version)
+            for group in groups
+        }
+        found = {uid: stored for uid, stored in asked.items() if stored is not None}
+        others = [group for group in groups if group.uid not in found]
+        if not found:
+            return [], others
+        starts = [0, *accumulate(len(stored.group.keys) for stored in found.values())]
+        keys = [key_of(uid, index) for uid, stored in found.items() for index in stored.group.keys]
+        tags = [tags for stored in found.values() for tags in stored.group.tags]
+        meta = client.kv_batch_put(keys, partition_id, self.columns(list(found.values())), tags)
+        restored: dict[str, Reduction] = {"restored_groups": Sum(1.0)}
+        results = [
+            RolloutResult(
+                meta=meta.subset(range(first, stop)),
+                sample_stats=stored.group.stats,
+                metrics={**stored.group.metrics, **restored},
+            )
+            for (first, stop), stored in zip(pairwise(starts), found.values(), strict=True)
+        ]
+        return results, others
+
+    def columns(self, stored: Sequence[StoredGroup]) -> dict[str, Column]:
+        """Read the columns of some groups, one after the other."""
+        rows: dict[str, list[Any]] = {}
+        dense: set[str] = set()
+        known: dict[tuple[Path, int], dict[str, Column]] = {}
+        for each in stored:
+            place = each.path, each.offset
+            if place not in known:
+                with each.path.open("rb") as file:
+                    known[place] = columns_of_bytes(_read_frame(file, each.offset)[1], str(each.path))
+            first, count = each.group.rows
+            for name, column in known[place].items():
+                is_tensor = isinstance(column, torch.Tensor)
+                if is_tensor and not column.is_nested:  # type: ignore[union-attr]
+                    dense.add(name)
+                every = list(column.unbind()) if is_tensor else column  # type: ignore[union-attr]
+                rows.setdefault(name, []).extend(every[first : first + count])
+        return {name: _column(found, is_dense=name in dense) for name, found in rows.items()}
+
+    def settle(self, below: int, done: Sequence[int]) -> None:
+        """Forget groups that nobody asks for any more, and remove segments that have no others.
+
+        Args:
+            below: every smaller ordinal is settled.
+            done: further ones.
+        """
+        with self._lock:
+            self._settled_below, self._settled = below, frozenset(done)
+            for ordinal in [each for each in self._stored if self._is_settled(each)]:
+                del self._stored[ordinal]
+            for path, segment in list(self._segments.items()):
+                segment.ordinals = {each for each in segment.ordinals if not self._is_settled(each)}
+                if not segment.ordinals and not segment.is_open:
+                    path.unlink(missing_ok=True)
+                    del self._segments[path]
+
+    def flush(self) -> None:
+        """Wait until what was added is written."""
+        written = threading.Event()
+        self._queue.put(written)
+        if not written.wait(FLUSH_S):
+            logger.warning("finished groups are not in %s after %.0f s", self._folder, FLUSH_S)
+
+    def close(self) -> None:
+        """Write what was added, and end. Segments with groups that may be asked for stay."""
+        self._queue.put(None)
+        self._thread.join(FLUSH_S)
+        with self._lock:
+            for segment in self._segments.values():
+                segment.is_open = False
+            below, settled = self._settled_below, self._settled
+        self.settle(below, sorted(settled))
+
+    def _is_settled(self, ordinal: int) -> bool:
+        return ordinal < self._settled_below or ordinal in self._settled
+
+    # ---- files
+
+    def _load(self, path: Path) -> None:
+        segment = self._segments[path] = _Segment()
+        with path.open("rb") as file:
+            for offset, described in _frames(file, path, self._identity):
+                for record in described["groups"]:
+                    self._keep(StoredGroup(group=_of_record(record), path=path, offset=offset), segment)
+
+    def _keep(self, stored: StoredGroup, segment: _Segment) -> None:
+        ordinal = stored.group.ordinal
+        self._stored.setdefault(ordinal, []).append(stored)
+        segment.ordinals.add(ordinal)
+
+    def _write_all(self) -> None:
+        """(the thread) Append puts until `close`."""
+        file: BinaryIO | None = None
+        path = Path()
+        while (put := self._queue.get()) is not None:
+            if isinstance(put, threading.Event):
+                put.set()
+                continue
+            try:
+                if file is None or file.tell() > SEGMENT_BYTES:
+                    if file is not None:
+                        file.close()
+                        with self._lock:
+                            self._segments[path].is_open = False
+                    path = self._folder / f"{self._name}-{self._number}.seg"
+                    self._number += 1
+                    file = path.open("xb", buffering=0)
+                    file.write(_frame({"format": FORMAT, "identity": self._identity}, b""))
+                    with self._lock:
+                        self._segments[path] = _Segment(is_open=True)
+                offset = file.tell()
+                file.write(_frame({"groups": list(map(_to_record, put.groups))}, columns_to_bytes(put.columns)))
+                if self._fsync:
+                    os.fsync(file.fileno())
+            except OSError as error:
+                self._failure = error  # raised by the next `add`
+                continue
+            with self._lock:
+                for group in put.groups:
+                    if not self._is_settled(group.ordinal):
+                        self._keep(StoredGroup(group=group, path=path, offset=offset), self._segments[path])
+        if file is not None:
+            file.close()
+
+
+def _column(rows: list[Any], *, is_dense: bool) -> Column:
+    if not isinstance(rows[0], torch.Tensor):
+        return rows
+    if is_dense:
+        return torch.stack(rows)
+    return nest(torch.cat(rows), torch.tensor([len(row) for row in rows], dtype=torch.int64))
+
+
+def _to_record(group: FinishedGroup) -> dict[str, Any]:
+    return {
+        "ordinal": group.ordinal,
+        "seed": str(group.seed),  # may need more than 64 bits
+        "indices": [cut_key(key)[1] for key in group.keys],
+        "rows": list(group.rows),
+        "weights": [[version, digest] for version, digest in group.weights.items()],
+        "tags": [dict(row) for row in group.tags],
+        "stats": json.dumps(group.stats.to_json()),
+        "metrics": {name: reduction_to_json(metric) for name, metric in group.metrics.items()},
+    }
+
+
+def _of_record(record: Mapping[str, Any]) -> FinishedGroup:
+    first, count = record["rows"]
+    return FinishedGroup(
+        ordinal=record["ordinal"],
+        seed=int(record["seed"]),
+        keys=tuple(record["indices"]),
+        rows=(first, count),
+        weights=dict(record["weights"]),
+        tags=record["tags"],
+        stats=SampleStats.from_json(json.loads(record["stats"])),
+        metrics={name: reduction_of_json(metric) for name, metric in record["metrics"].items()},
+    )
+
+
+def _frame(described: Mapping[str, Any], body: bytes) -> bytes:
+    text = msgpack.packb(described)
+    digest = xxhash.xxh3_64()
+    digest.update(text)
+    digest.update(body)
+    return _FRAME.pack(MAGIC, len(text), len(body), digest.intdigest()) + text + body
+
+
+class _TornFrame(Exception):
+    """The file ends inside a frame, or its bytes are not those that were written."""
+
+
+def _read_frame(file: BinaryIO, offset: int) -> tuple[dict[str, Any], bytes, int]:
+    """Return description, columns and the offset behind a frame.
+
+    Raises:
+        _TornFrame: there is no whole frame.
+    """
+    file.seek(offset)
+    head = file.read(_FRAME.size)
+    if len(head) < _FRAME.size:
+        raise _TornFrame(f"{len(head)} bytes are no frame")
+    magic, text_bytes, body_bytes, checksum = _FRAME.unpack(head)
+    end = offset + _FRAME.size + text_bytes + body_bytes
+    if magic != MAGIC or end > os.fstat(file.fileno()).st_size:
+        raise _TornFrame("the frame is cut, or no frame begins here")
+    text, body = file.read(text_bytes), file.read(body_bytes)
+    digest = xxhash.xxh3_64()
+    digest.update(text)
+    digest.update(body)
+    if digest.intdigest() != checksum:
+        raise _TornFrame("the checksum of the frame differs")
+    return msgpack.unpackb(text, strict_map_key=False), body, end
+
+
+def _frames(file: BinaryIO, path: Path, identity: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield offset and description of each whole frame of groups; the rest of a torn file is left out."""
+    try:
+        described, _, offset = _read_frame(file, 0)
+    except _TornFrame as error:
+        logger.warning("%s: %s; nothing of it is used", path, error)
+        return
+    _check_head(path, described, identity)
+    while True:
+        try:
+            described, _, end = _read_frame(file, offset)
+        except _TornFrame as error:
+            if offset < os.fstat(file.fileno()).st_size:
+                logger.warning("%s: %s at byte %d; what follows is not used", path, error, offset)
+            return
+        yield offset, described
+        offset = end
+
+
+def _check_head(path: Path, described: Mapping[str, Any], identity: str) -> None:
+    version = described.get("format")
+    if not isinstance(version, int) or version > FORMAT:
+        raise RunFolderError(
+            f"data_plane.durable.path: {path}: expected finished groups of format {FORMAT} or older, got {version!r}; "
+            "resume with the version that wrote them, or remove the folder"
+        )
+    if described.get("identity") != identity:
+        raise RunFolderError(
+            f"data_plane.durable.path: {path} holds finished groups of a run with other data, tokenizer, reward, seed "
+            "or sampling; use a folder of this run's own, or remove it"
+        )
