@@ -1,9 +1,11 @@
 """A run that is killed again and again and resumed each time, besides one that is left alone.
 
     python -m tests.helpers.resume_kills [--kills 50] [--saves 20] [--seed 0] [--launcher ray] [--async-save]
+        [--durable]
 
 The driver gets SIGKILL at random moments of its life, so many of them while it writes a checkpoint: those kills are
-counted only when they left an unfinished one. After every kill no step that has a checkpoint lacks its line, and at
+counted only when they left an unfinished one. With `--durable` every process of the run is killed, steps are saved more
+seldom, and what was sampled since the last checkpoint is taken from files (`data_plane.durable`). After every kill no step that has a checkpoint lacks its line, and at
 the end all lines are those of the uninterrupted run. Prints a summary; exit code 1 when anything differs.
 """
 
@@ -30,6 +32,9 @@ from tests.helpers.tiny_model import write_tiny_folder
 LAUNCHERS = {"local": LOCAL, "ray": {"data_plane.impl": "ray"}}
 STEPS_PER_KILL = 3
 """Steps that a life reaches at most before it is killed."""
+DURABLE_SAVE_PERIOD = 3
+"""Steps between two checkpoints where groups are kept in files."""
+RESTORED = "rollout/restored_groups"
 GONE_S = 120.0
 """Ray's agents outlive a killed driver by up to a minute."""
 LIFE_S = 300.0
@@ -47,6 +52,8 @@ class Result:
     kills_just_after_a_save: int = 0
     """Meant for a save that was faster; not one of the others."""
     resumed_from: list[int] = field(default_factory=list)
+    restored_groups: int = 0
+    """Groups of the last lives of their steps that were not sampled again."""
     steps: int = 0
     seconds: int = 0
     processes_left: int = 0
@@ -61,18 +68,38 @@ class ResumeKills:
         launcher: `ray` or `local`.
         kills: of the driver, `saves` of them during a save.
         async_save: save beside the training, in the run that is killed alone.
+        durable: keep finished groups in files, and kill every process.
     """
 
     def __init__(
-        self, folder: Path, model: Path, *, launcher: str, kills: int, saves: int, seed: int, async_save: bool = False
+        self,
+        folder: Path,
+        model: Path,
+        *,
+        launcher: str,
+        kills: int,
+        saves: int,
+        seed: int,
+        async_save: bool = False,
+        durable: bool = False,
     ) -> None:
         self._settings = [f"{name}={value}" for name, value in LAUNCHERS[launcher].items()]
-        self._random = random.Random(seed)
-        steps = {"max_num_steps": (STEPS_PER_KILL + 1) * kills + 2}
-        saving = {"enabled": True, "save_period": 1, "keep_top_k": 2, "metric_name": "train:reward"}
+        self._random, self._is_durable = random.Random(seed), durable
+        period = DURABLE_SAVE_PERIOD if durable else 1
+        steps = {"max_num_steps": (STEPS_PER_KILL + 2 * period - 1) * kills + 2}
+        saving = {"enabled": True, "save_period": period, "keep_top_k": 2, "metric_name": "train:reward"}
+        plane = {"durable": {"path": str(folder / "groups")}} if durable else {}
         self._recipe = write_recipe(
-            folder / "killed", model, grpo=steps, checkpointing={**saving, "async_save": async_save}
+            folder / "killed",
+            model,
+            grpo=steps,
+            checkpointing={**saving, "async_save": async_save},
+            data_plane=plane,
         )
+        self._groups = folder / "groups"
+        if durable:
+            # A group that is sampled beside fewer others then has the same bits.
+            self._settings.append("policy.generation.batch_invariant=true")
         self._whole = write_recipe(folder / "whole", model, grpo=steps, checkpointing=saving)
         self._logs, self._num_steps = folder / "killed" / "logs", steps["max_num_steps"]
         self._saved = self._logs / "checkpoints"
@@ -194,6 +221,8 @@ class ResumeKills:
     def _kill(self, life: subprocess.Popen[str]) -> None:
         life.kill()
         life.wait()
+        if self._is_durable:
+            end_all(os.environ[MARK])
         # What the run started dies by itself and may hold the pipe for a while: what it has written is enough.
         os.set_blocking(life.stdout.fileno(), False)
         self._note_resume(life.stdout.buffer.read() or b"")
@@ -223,7 +252,9 @@ class ResumeKills:
         if [row["step"] for row in ours] != list(range(1, self._num_steps + 1)):
             self.result.problems.append(f"{len(ours)} lines at the end, expected {self._num_steps}")
         for mine, theirs in zip(ours, whole, strict=False):
-            names = {name for name in mine.keys() | theirs.keys() if not name.startswith("data_plane/")}
+            restored = int(mine.get(RESTORED, 0))
+            self.result.restored_groups += restored
+            names = {name for name in mine.keys() | theirs.keys() if not name.startswith("data_plane/")} - {RESTORED}
             other = sorted(name for name in names if mine.get(name) != theirs.get(name))
             if other:
                 shown = {name: (mine.get(name), theirs.get(name)) for name in other[:3]}
@@ -232,6 +263,8 @@ class ResumeKills:
             pair = [rollouts_of(logs, step) for logs in (self._logs, self._whole.parent / "logs")]
             if [row["response"] for row in pair[0]] != [row["response"] for row in pair[1]]:
                 self.result.problems.append(f"step {step}: other rollouts")
+        if self._is_durable and (left := list(self._groups.glob("*"))):
+            self.result.problems.append(f"groups left in files after the end: {left}")
         if left := [path.name for path in self._saved.iterdir() if not path.name.startswith(("step_", "latest"))]:
             self.result.problems.append(f"left besides the checkpoints: {left}")
 
@@ -243,6 +276,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--launcher", choices=sorted(LAUNCHERS), default="ray")
     parser.add_argument("--async-save", action="store_true")
+    parser.add_argument("--durable", action="store_true")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
