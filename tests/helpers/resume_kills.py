@@ -5,8 +5,9 @@
 
 The driver gets SIGKILL at random moments of its life, so many of them while it writes a checkpoint: those kills are
 counted only when they left an unfinished one. With `--durable` every process of the run is killed, steps are saved more
-seldom, and what was sampled since the last checkpoint is taken from files (`data_plane.durable`). After every kill no step that has a checkpoint lacks its line, and at
-the end all lines are those of the uninterrupted run. Prints a summary; exit code 1 when anything differs.
+seldom, and what was sampled since the last checkpoint is taken from files (`data_plane.durable`). After every kill no
+step that has a checkpoint lacks its line, and at the end all lines are those of the uninterrupted run. Prints a
+summary; exit code 1 when anything differs.
 """
 
 from __future__ import annotations
