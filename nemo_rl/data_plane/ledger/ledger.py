@@ -445,8 +445,13 @@ def _demand(partition: Partition, keys: Sequence[str], *, nbytes: int, reservati
 def _check_column_types(
     partition: Partition, keys: Sequence[str], chunks: Sequence[Args], lengths: object
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype, trailing dims and lengths must agree with what the partition already holds."""
+    """Fields must be declared; dtype, trailing dims and lengths must agree with what the partition already holds."""
     where = f"partition {partition.name!r}"
+    undeclared = {name for record in chunks for name in _texts(record, "fields")} - partition.specs.keys()
+    if undeclared:
+        raise SchemaMismatch(
+            f"{where}: undeclared fields {name_some(sorted(undeclared))}; declared: {name_some(partition.specs)}"
+        )
     if isinstance(lengths, list):
         for key, length in zip(keys, lengths, strict=True):
             row = partition.rows.get(key)
