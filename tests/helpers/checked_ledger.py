@@ -1,27 +1,34 @@
 """A real ledger whose every reply is checked against the specification, with writers, consumers and a store around it.
 
-`CheckedLedger.do` runs one operation, a plain value: operations name the put or the claim that they use by the label
-that an earlier one gave it, and do nothing when there is none, so any part of a history can be run again. The exhaustive
-check, the random one and the property test all drive this class.
+`CheckedLedger.do` runs one operation, a plain value. Operations name the put or the claim that they use by the label
+that an earlier one gave it, and do nothing when there is none, so that any part of a history can be run again. The
+exhaustive check, the random one and the property test all drive this class.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from nemo_rl.data_plane.ledger import state
 from nemo_rl.data_plane.ledger.ledger import Ledger
 from nemo_rl.data_plane.schema import FIELDS as FIELD_TABLE
-from nemo_rl.data_plane.schema import resolve_fields, spec_to_record
+from nemo_rl.data_plane.schema import FieldSpec, resolve_fields, spec_to_record
 from tests.helpers.ledger_rules import demand
 from tests.helpers.ledger_specification import LedgerSpecification
 
 Operation: TypeAlias = tuple[str, dict[str, Any]]
 """A method `do_<name>` of `CheckedLedger`, and its arguments, which JSON can carry."""
+
+Recover: TypeAlias = Callable[[Ledger], Ledger]
+"""Replaces a ledger by one that was recovered from what it had written down."""
 
 LEASE_S = 10.0
 HEADER_BYTES = 5
@@ -40,6 +47,8 @@ class PendingPut:
 
     args: dict[str, Any]
     """The commit that is to come."""
+    under: str | None
+    """Label of the claim under which it is written."""
 
     @property
     def chunks(self) -> set[str]:
@@ -61,8 +70,8 @@ class CheckedLedger:
 
     Args:
         validate: whether the ledger checks its own invariants after each request.
-        recover: replaces the ledger by one that was recovered from what it had written down, for the operation
-            `recover`. The specification stays as it is, for a recovered ledger is the same ledger.
+        recover: what the operation `recover` does. The specification stays as it is, for a recovered ledger is the
+            same ledger.
     """
 
     def __init__(
@@ -71,7 +80,7 @@ class CheckedLedger:
         max_rows: int,
         max_bytes: int | None,
         validate: bool = True,
-        recover: Callable[[Ledger], Ledger] | None = None,
+        recover: Recover | None = None,
     ) -> None:
         self.ledger = Ledger(
             run_id="r", capacity_rows=max_rows, capacity_bytes=max_bytes, lease_s=LEASE_S, validate=validate
@@ -84,6 +93,9 @@ class CheckedLedger:
         """Chunks in the store whose writer crashed before its commit."""
         self.puts: dict[str, PendingPut] = {}
         self.metas: dict[str, Meta] = {}
+        """Metas that puts returned."""
+        self.claims: dict[str, Meta] = {}
+        self.crashed: set[str] = set()
         self.num_chunks = 0
 
     def do(self, operation: Operation) -> None:
@@ -109,7 +121,9 @@ class CheckedLedger:
 
     # ---- operations
 
-    def do_register(self, partition: str, group_size: int | None, num_samples: int, fields: Sequence[str] = FIELDS) -> None:
+    def do_register(
+        self, partition: str, group_size: int | None, num_samples: int, fields: Sequence[str] = FIELDS
+    ) -> None:
         records = [spec_to_record(spec) for spec in resolve_fields(fields)]
         told = {"fields": records, "num_samples": num_samples, "tasks": list(WRITES), "task_writes": WRITES}
         self.ask("register", partition=partition, group_size=group_size, **told)
@@ -138,9 +152,9 @@ class CheckedLedger:
             size: bytes of a row of a field; a ragged one has a byte more with each row.
             under: label of the claim under which the rows are written.
         """
-        if put in self.puts or (under is not None and under not in self.metas):
+        if put in self.puts or (under is not None and under not in self.claims):
             return
-        meta = self.metas[under] if under is not None else Meta([], {})
+        meta = self.claims[under] if under is not None else Meta([], {})
         held = {meta.task: dict.fromkeys(meta.keys, meta.claim)} if meta.task else {}
         args = {
             "partition": partition,
@@ -158,11 +172,15 @@ class CheckedLedger:
             if "reservation" not in reply:
                 return
             args["reservation"] = reply["reservation"]
-        self.puts[put] = PendingPut(args)
+        self.puts[put] = PendingPut(args, under)
         self.store |= self.puts[put].chunks
 
-    def do_commit(self, put: str) -> None:
-        """Commit what a writer has brought; it gives up when it is refused, and asks again when it has to wait."""
+    def do_commit(self, put: str, is_last: bool = False) -> None:
+        """Commit what a writer has brought; it gives up when it is refused, and asks again when it has to wait.
+
+        Args:
+            is_last: whether the writer then forgets the claim under which it was.
+        """
         if put not in self.puts:
             return
         pending = self.puts[put]
@@ -172,6 +190,8 @@ class CheckedLedger:
             self.metas[put] = Meta(pending.args["keys"], dict(reply["versions"]))
         elif "blocked" not in reply:
             self.do_abandon(put)
+        if is_last and put not in self.puts:
+            self.claims.pop(pending.under, None)
 
     def do_put(self, put: str, **arguments: Any) -> None:
         self.do_store(put, **arguments)
@@ -187,7 +207,8 @@ class CheckedLedger:
 
     def do_crash(self, who: str) -> None:
         """End a client: its put is torn, its reservation and its claim run out."""
-        self.metas.pop(who, None)
+        self.crashed.add(who)
+        self.claims.pop(who, None)
         if who in self.puts:
             self.torn |= self.puts.pop(who).chunks
 
@@ -203,22 +224,22 @@ class CheckedLedger:
         told = {"fields": list(fields), "batch_size": count, "consumer": claim, "groups": list(groups)}
         reply = self.ask("claim", partition=partition, task=task, **told)
         if reply.get("keys"):
-            self.metas[claim] = Meta(reply["keys"], dict(reply["versions"]), task, reply["claim"])
+            self.claims[claim] = Meta(reply["keys"], dict(reply["versions"]), task, reply["claim"])
 
-    def do_release(self, claim: str, partition: str, part: Sequence[int | None] = (None, None)) -> None:
-        """Release a part of a claim; `part` is a slice of its rows."""
-        if claim in self.metas and self.metas[claim].task:
-            meta = self.metas[claim]
+    def do_release(
+        self, claim: str, partition: str, part: Sequence[int | None] = (None, None), is_last: bool = False
+    ) -> None:
+        """Release a part of a claim, a slice of its rows; the last time its holder forgets it."""
+        if claim in self.claims:
+            meta = self.claims[claim]
             keys = meta.keys[slice(*part)]
             held = {meta.task: dict.fromkeys(keys, meta.claim)}
             self.ask("release", partition=partition, task=meta.task, keys=keys, claims=held)
-
-    def do_let_go(self, who: str) -> None:
-        """Make a client forget its claim."""
-        self.metas.pop(who, None)
+            if is_last:
+                del self.claims[claim]
 
     def do_heartbeat(self, claims: Sequence[str]) -> None:
-        self.ask("heartbeat", claims=[self.metas[label].claim for label in claims if label in self.metas])
+        self.ask("heartbeat", claims=[self.claims[label].claim for label in claims if label in self.claims])
 
     def do_consumption(self, partition: str, tasks: Sequence[str]) -> None:
         self.ask("consumption", partition=partition, tasks=list(tasks))
@@ -232,12 +253,14 @@ class CheckedLedger:
             self.store -= self.torn
             self.torn = set()
 
+    def do_describe(self, partition: str) -> None:
+        self.ask("describe", partition=partition)
+
     def do_read(self, partition: str, fields: Sequence[str], keys: Sequence[str] = (), meta: str | None = None) -> None:
         """Read rows by key, or by the meta of a put or a claim."""
         if meta is None:
             self.ask("locate", partition=partition, keys=list(keys), fields=list(fields), versions={})
-        elif meta in self.metas:
-            known = self.metas[meta]
+        elif (known := self.claims.get(meta) or self.metas.get(meta)) is not None:
             self.ask("locate", partition=partition, keys=known.keys, fields=list(fields), versions=known.versions)
 
     def do_pass_time(self, seconds: float) -> None:
@@ -249,22 +272,23 @@ class CheckedLedger:
             self.ledger = self.recover(self.ledger)
 
     def do_look(self) -> None:
-        """Ask for all that can be read without a change: counts, lists, rows with their versions and with older ones."""
+        """Ask for all that can be read without a change: counts, lists, rows by their versions and by older ones."""
+        validate, self.ledger._validate = self.ledger._validate, False  # nothing changes that could break
         self.ask("stats")
         self.ask("gone", chunks=sorted(self.store))
         for name, partition in self.specification.partitions.items():
             self.ask("list", partition=name)
-            self.ask("describe", partition=name)
-            rows = partition.rules.rows
-            for field in partition.rules.families:
-                family = partition.rules.families[field]
+            rows, families = partition.rules.rows, partition.rules.families
+            for field in families:
                 keys = [key for key in reversed(rows) if field in rows[key].cells]
-                versions = partition.rules.versions_of(keys, family)
-                for known in ({}, {family: versions}, {family: [max(v - 1, 0) for v in versions]}):
-                    self.ask("locate", partition=name, keys=keys, fields=[field], versions=known)
-                missing = [key for key in rows if field not in rows[key].cells]
-                if missing:
-                    self.ask("locate", partition=name, keys=missing[:1], fields=[field], versions={})
+                told = {"partition": name, "fields": [field]}
+                if keys:
+                    versions = partition.rules.versions_of(keys, families[field])
+                    self.ask("locate", keys=keys, versions={families[field]: versions}, **told)
+                    self.ask("locate", keys=keys, versions={families[field]: [v - 1 for v in versions]}, **told)
+                if 0 < len(keys) < len(rows):
+                    self.ask("locate", keys=list(rows), versions={}, **told)
+        self.ledger._validate = validate
 
     # ---- copies
 
@@ -272,7 +296,12 @@ class CheckedLedger:
         """Return the state, for `load`."""
         ledger = {name: value for name, value in vars(self.ledger).items() if name not in NOT_COPIED}
         rest = {name: value for name, value in vars(self).items() if name not in ("ledger", "recover")}
-        return pickle.dumps((ledger, rest), protocol=pickle.HIGHEST_PROTOCOL)
+        kept = io.BytesIO()
+        pickler = pickle.Pickler(kept, protocol=pickle.HIGHEST_PROTOCOL)
+        # Declared fields are the same in all states.
+        pickler.dispatch_table = {FieldSpec: lambda spec: (FIELD_TABLE.__getitem__, (spec.name,))}
+        pickler.dump((ledger, rest))
+        return kept.getvalue()
 
     def load(self, saved: bytes) -> None:
         ledger, rest = pickle.loads(saved)
@@ -307,9 +336,44 @@ class CheckedLedger:
         return records
 
 
-def run_history(checked: CheckedLedger, history: Iterable[Operation]) -> None:
-    for operation in history:
-        checked.do(operation)
+@contextmanager
+def few_cleared_keys_remembered() -> Iterator[None]:
+    """Make ledgers forget the versions of cleared keys from the second key on, instead of after very many."""
+    before, state.MAX_REMEMBERED_KEYS = state.MAX_REMEMBERED_KEYS, 1
+    try:
+        yield
+    finally:
+        state.MAX_REMEMBERED_KEYS = before
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundDifference:
+    """A history at whose end ledger and specification differ."""
+
+    limits: dict[str, Any]
+    """`max_rows` and `max_bytes` of the `CheckedLedger`."""
+    history: list[Operation]
+    problem: str
+    found_after: str
+    """What was tried until it was found."""
+
+    def __str__(self) -> str:
+        """Return lines that `tests.helpers.ledger_random --replay` reads."""
+        first = {"limits": self.limits, "problem": self.problem, "found_after": self.found_after}
+        return "\n".join(map(json.dumps, [first, *self.history]))
+
+
+def problem_of(
+    history: Iterable[Operation], limits: Mapping[str, Any], *, validate: bool, recover: Recover | None = None
+) -> str | None:
+    """Return the difference that a history shows on a fresh ledger; None when it shows none."""
+    checked = CheckedLedger(**limits, validate=validate, recover=recover)
+    try:
+        for operation in history:
+            checked.do(operation)
+    except Exception as error:  # noqa: BLE001 - whatever else the ledger raises is a difference too
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def plain_reply(reply: Mapping[str, Any]) -> Mapping[str, Any]:

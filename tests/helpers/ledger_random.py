@@ -2,8 +2,8 @@
 
     python -m tests.helpers.ledger_random --replay FILE     (a history that `make stress-data-plane` has printed)
 
-Operations are drawn for the state that they meet: most name rows, puts and claims that exist, some name old ones. When a
-history shows a difference, operations are removed from it while one stays.
+Operations are drawn for the state that they meet: most name rows, puts and claims that exist, some name old ones. When
+a history shows a difference, operations are removed from it while one stays.
 """
 
 from __future__ import annotations
@@ -15,11 +15,22 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.data_plane.keys import group_uid
-from tests.helpers.checked_ledger import FIELDS, LEASE_S, WRITES, CheckedLedger, Operation, run_history
+from tests.helpers.checked_ledger import (
+    FIELDS,
+    LEASE_S,
+    WRITES,
+    CheckedLedger,
+    FoundDifference,
+    Operation,
+    Recover,
+    few_cleared_keys_remembered,
+    problem_of,
+)
 
 KEYS = tuple(f"u{group}_g{i}" for group in range(4) for i in range(3))
 PARTITIONS = ("p", "q")
@@ -45,13 +56,10 @@ CHANCES = {
     "pass_time": 8,
     "register": 1,
     "forget": 1,
+    "recover": 2,
     "look": 2,
 }
 """Operations, and how often each is drawn."""
-
-
-class LimitsOfHistory(dict[str, Any]):
-    """Limits of the ledger of a history, as `CheckedLedger` takes them."""
 
 
 @dataclass
@@ -175,6 +183,10 @@ class RandomHistory:
         self._do("forget", partition=self.chance.choice(["q", "q", "q", "p"]))
         self._do("register", partition="p", group_size=self.chance.choice([None, 2, 3]), num_samples=len(KEYS))
 
+    def _recover(self, label: str) -> None:
+        if self.checked.recover is not None:
+            self._do("recover")
+
     def _look(self, label: str) -> None:
         self._do("look")
 
@@ -187,28 +199,11 @@ class RandomHistory:
         return self.chance.sample(of, self.chance.randint(1, min(most, len(of))))
 
     def _label(self, *, is_claim: bool) -> str | None:
-        """Return the label of a claim, or of any meta, of late."""
-        metas = self.checked.metas
-        for label in list(metas)[: -2 * NUM_REMEMBERED]:
-            del metas[label]
-        labels = [label for label, meta in metas.items() if meta.task or not is_claim][-NUM_REMEMBERED:]
+        """Return the label of a claim, or of any meta, that is among the last ones."""
+        labels = list(self.checked.claims)[-NUM_REMEMBERED:]
+        if not is_claim:
+            labels += list(self.checked.metas)[-NUM_REMEMBERED:]
         return self.chance.choice(labels) if labels else None
-
-
-@dataclass
-class SmallestHistory:
-    """A difference, with the smallest history that shows one."""
-
-    seed: str
-    limits: dict[str, Any]
-    history: list[Operation]
-    problem: str
-    num_operations: int
-    """Operations that were run until it was found."""
-
-    def __str__(self) -> str:
-        lines = [json.dumps({"limits": self.limits, "seed": self.seed, "problem": self.problem})]
-        return "\n".join([*lines, *map(json.dumps, self.history)])
 
 
 def limits_of(chance: random.Random) -> dict[str, Any]:
@@ -217,38 +212,39 @@ def limits_of(chance: random.Random) -> dict[str, Any]:
 
 
 def search(
-    num_operations: int, *, seed: int, validate: bool = False, tell: Callable[[str], None] | None = None
-) -> SmallestHistory | None:
+    num_operations: int,
+    *,
+    seed: int,
+    validate: bool = False,
+    recover: Recover | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> FoundDifference | None:
     """Run random histories; return the first difference, shrunk, or None when there is none."""
     done, number, counts = 0, 0, Counter[str]()
-    while done < num_operations:
-        name = f"{seed}/{number}"
-        chance = random.Random(name)
-        limits = limits_of(chance)
-        drawn = RandomHistory(CheckedLedger(**limits, validate=validate), chance)
-        try:
-            drawn.run(min(HISTORY_OPERATIONS, num_operations - done))
-        except Exception as error:  # noqa: BLE001 - whatever the ledger raises is a difference
-            smallest = shrink(drawn.history, lambda some: problem_of(some, limits, validate=validate) is not None)
-            problem = problem_of(smallest, limits, validate=validate) or repr(error)
-            return SmallestHistory(name, limits, smallest, problem, done + len(drawn.history))
-        done, number, counts = done + len(drawn.history), number + 1, counts + drawn.counts
+    with few_cleared_keys_remembered():
+        while done < num_operations:
+            chance = random.Random(f"{seed}/{number}")
+            limits = limits_of(chance)
+            drawn = RandomHistory(CheckedLedger(**limits, validate=validate, recover=recover), chance)
+            try:
+                drawn.run(min(HISTORY_OPERATIONS, num_operations - done))
+            except Exception as error:  # noqa: BLE001 - whatever else the ledger raises is a difference too
+                shows = partial(problem_of, limits=limits, validate=validate, recover=recover)
+                history = shrink(drawn.history, lambda some: shows(some) is not None)  # noqa: B023 - used here
+                return FoundDifference(
+                    limits=limits,
+                    history=history,
+                    problem=shows(history) or f"only together with what came before: {error!r}",
+                    found_after=f"{done + len(drawn.history)} random operations, seed {seed}",
+                )
+            done, number, counts = done + len(drawn.history), number + 1, counts + drawn.counts
     if tell is not None:
         tell(", ".join(f"{name} {count}" for name, count in counts.most_common()))
     return None
 
 
-def problem_of(history: Sequence[Operation], limits: dict[str, Any], *, validate: bool = False) -> str | None:
-    """Return the difference that a history shows on a fresh ledger; None when it shows none."""
-    try:
-        run_history(CheckedLedger(**limits, validate=validate), history)
-    except Exception as error:  # noqa: BLE001 - whatever the ledger raises is a difference
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def shrink(history: Sequence[Operation], shows_it: Callable[[Sequence[Operation]], bool]) -> list[Operation]:
-    """Remove operations while the history shows a difference: halves first, then ever smaller parts, then single ones."""
+    """Remove operations while the history shows a difference: halves first, then smaller parts, then single ones."""
     kept, size = list(history), max(len(history) // 2, 1)
     while True:
         before, start = len(kept), 0
@@ -266,7 +262,8 @@ def shrink(history: Sequence[Operation], shows_it: Callable[[Sequence[Operation]
 def replay(path: Path) -> str | None:
     """Run a printed history; return the difference that it shows."""
     first, *rest = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    return problem_of([(name, arguments) for name, arguments in rest], first["limits"], validate=True)
+    with few_cleared_keys_remembered():
+        return problem_of([(name, arguments) for name, arguments in rest], first["limits"], validate=True)
 
 
 def main() -> int:

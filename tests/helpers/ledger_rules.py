@@ -176,8 +176,8 @@ class PartitionRules:
         return bool(kept)
 
     def has_lost(self, task: str, key: str, claim: int, now: float) -> bool:
-        """A claim on a row is lost when its lease has ended, when the row was cleared or handed on, and when it was done
-        under another claim. A row that was done under none is lost to nobody.
+        """A claim on a row is lost when its lease has ended, when the row was cleared or handed on, and when it was
+        done under another claim. A row that was done under none is lost to nobody.
         """
         if (task, key) in self.leases:
             number, ends = self.leases[task, key]

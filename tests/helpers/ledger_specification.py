@@ -1,8 +1,8 @@
 """What the ledger must reply to each request: declarations, puts, capacity, reads, claims, clears and counts.
 
-`LedgerSpecification.follow` takes a request, the time and the ledger's reply, raises `Difference` when the reply is not
-allowed, and moves on. It is slow and plain: nothing is kept that can be counted anew. Numbers that the ledger is free to
-choose (versions, claims, reservations, declarations) are taken from the reply, once they are seen to be new.
+`LedgerSpecification.follow` takes a request, the time and the ledger's reply, raises `Difference` when the reply is
+not allowed, and moves on. It is slow and plain: nothing is kept that can be counted anew. Numbers that the ledger is
+free to choose (versions, claims, reservations, declarations) are taken from the reply, once they are seen to be new.
 `ledger_rules` has the rules of rows, versions, claims and groups.
 """
 
@@ -175,7 +175,8 @@ class LedgerSpecification:
             if key in new:
                 row.owner, row.put_at = args["who"], now
         dropped = self._drop()
-        self.peaks, partition.peaks = _raised(self.peaks, self._count()), _raised(partition.peaks, self._count(partition))
+        self.peaks = _raised(self.peaks, self._count())
+        partition.peaks = _raised(partition.peaks, self._count(partition))
         return {"blocked": False, "drop": dropped}
 
     def _has_to_wait(self, partition: PartitionState, args: Args, nbytes: int, now: float) -> bool:
@@ -253,8 +254,8 @@ class LedgerSpecification:
     # ---- counts
 
     def _stats(self, args: Args, now: float, given: Given) -> Expected:
-        ages = {name: _age(partition, now) for name, partition in self.partitions.items()}
-        each = {name: self._count(p) | p.peaks | {"oldest_row_age_s": ages[name]} for name, p in self.partitions.items()}
+        ages = {name: _age(p, now) for name, p in self.partitions.items()}
+        counts = {name: self._count(p) | p.peaks for name, p in self.partitions.items()}
         return {
             **{f"live_{name}": count for name, count in self._count().items() if name in COUNTS},
             **self.peaks,
@@ -262,7 +263,7 @@ class LedgerSpecification:
             "reserved_bytes": sum(nbytes for _, _, nbytes, ends in self.reservations.values() if ends > now),
             "blocked_put_s": self.waited_s,
             "oldest_row_age_s": max(ages.values(), default=0.0),
-            "partitions": each,
+            "partitions": {name: counts[name] | {"oldest_row_age_s": ages[name]} for name in counts},
         }
 
     def _count(self, partition: PartitionState | None = None) -> dict[str, Any]:
