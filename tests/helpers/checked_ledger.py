@@ -299,7 +299,7 @@ class CheckedLedger:
         kept = io.BytesIO()
         pickler = pickle.Pickler(kept, protocol=pickle.HIGHEST_PROTOCOL)
         # Declared fields are the same in all states.
-        pickler.dispatch_table = {FieldSpec: lambda spec: (FIELD_TABLE.__getitem__, (spec.name,))}
+        pickler.dispatch_table = {FieldSpec: lambda spec: (_declared_field, (spec.name,))}
         pickler.dump((ledger, rest))
         return kept.getvalue()
 
@@ -396,6 +396,10 @@ def plain_reply(reply: Mapping[str, Any]) -> Mapping[str, Any]:
         shown["cells"] = _cells(shown)
         shown["column_types"] = {name: [dtype, list(dims)] for name, (dtype, dims) in shown["column_types"].items()}
     return {"ok": shown | {"blocked": "blocked" in shown}}
+
+
+def _declared_field(name: str) -> FieldSpec:
+    return FIELD_TABLE[name]
 
 
 def _cells(located: Mapping[str, Any]) -> dict[str, list[tuple[str, int]]]:
