@@ -298,8 +298,11 @@ class CheckedLedger:
         rest = {name: value for name, value in vars(self).items() if name not in ("ledger", "recover")}
         kept = io.BytesIO()
         pickler = pickle.Pickler(kept, protocol=pickle.HIGHEST_PROTOCOL)
-        # Declared fields are the same in all states.
-        pickler.dispatch_table = {FieldSpec: lambda spec: (_declared_field, (spec.name,))}
+        pickler.dispatch_table = {
+            # Declared fields are the same in all states.
+            FieldSpec: lambda spec: (_declared_field, (spec.name,)),
+            memoryview: lambda view: (_row_sizes, (view.tobytes(),)),
+        }
         pickler.dump((ledger, rest))
         return kept.getvalue()
 
@@ -358,7 +361,7 @@ class FoundDifference:
     """What was tried until it was found."""
 
     def __str__(self) -> str:
-        """Return lines that `tests.helpers.ledger_random --replay` reads."""
+        """Return lines that `tests.helpers.ledger_random` reads."""
         first = {"limits": self.limits, "problem": self.problem, "found_after": self.found_after}
         return "\n".join(map(json.dumps, [first, *self.history]))
 
@@ -400,6 +403,10 @@ def plain_reply(reply: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _declared_field(name: str) -> FieldSpec:
     return FIELD_TABLE[name]
+
+
+def _row_sizes(table: bytes) -> memoryview:
+    return memoryview(table).cast("Q")
 
 
 def _cells(located: Mapping[str, Any]) -> dict[str, list[tuple[str, int]]]:

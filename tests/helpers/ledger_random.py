@@ -1,6 +1,6 @@
 """Random histories of a ledger against its specification, and the smallest history that shows a difference.
 
-    python -m tests.helpers.ledger_random --replay FILE     (a history that `make stress-data-plane` has printed)
+    python -m tests.helpers.ledger_random FILE     (runs a history that `make stress-data-plane` has printed again)
 
 Operations are drawn for the state that they meet: most name rows, puts and claims that exist, some name old ones. When
 a history shows a difference, operations are removed from it while one stays.
@@ -266,10 +266,10 @@ def replay(path: Path) -> str | None:
         return problem_of([(name, arguments) for name, arguments in rest], first["limits"], validate=True)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replay", type=Path, required=True, help="a file with one JSON line per operation")
-    problem = replay(parser.parse_args().replay)
+    parser.add_argument("history", type=Path, help="a file with one JSON line per operation")
+    problem = replay(parser.parse_args(arguments).history)
     print(problem or "no difference")
     return int(problem is not None)
 
