@@ -227,13 +227,24 @@ class CheckedLedger:
             self.claims[claim] = Meta(reply["keys"], dict(reply["versions"]), task, reply["claim"])
 
     def do_release(
-        self, claim: str, partition: str, part: Sequence[int | None] = (None, None), is_last: bool = False
+        self,
+        claim: str,
+        partition: str,
+        part: Sequence[int | None] = (None, None),
+        others: Sequence[str] = (),
+        is_last: bool = False,
     ) -> None:
-        """Release a part of a claim, a slice of its rows; the last time its holder forgets it."""
+        """Release a part of a claim, a slice of its rows.
+
+        Args:
+            others: rows that are released with them, but not under this claim.
+            is_last: whether the holder then forgets the claim.
+        """
         if claim in self.claims:
             meta = self.claims[claim]
             keys = meta.keys[slice(*part)]
             held = {meta.task: dict.fromkeys(keys, meta.claim)}
+            keys = [*keys, *(key for key in others if key not in meta.keys)]
             self.ask("release", partition=partition, task=meta.task, keys=keys, claims=held)
             if is_last:
                 del self.claims[claim]

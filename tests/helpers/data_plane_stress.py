@@ -3,10 +3,11 @@
     python -m tests.helpers.data_plane_stress [--ops 100000] [--stores noop,transfer_queue,mooncake] [--seed 0]
 
 First ten times as many operations on a ledger alone, against its specification; the smallest history that shows a
-difference is printed, and ends the program. Then every store. The first half of its operations are puts, partial puts, rewrites, reads, claims, releases, writes under claims and clears by three
-clients, one of them in another process; `PlaneModel` says of each what the answer or the refusal must be. The second
-half is the workload of the stress test, by eight workers at once. An operation that hangs ends the program with the stacks of its threads. Exit
-code 1 also when a store is left with a row or a chunk.
+difference is printed, and ends the program. Then every store. The first half of its operations are puts, partial puts,
+rewrites, reads, claims, releases, writes under claims and clears by three clients, one of them in another process;
+`PlaneModel` says of each what the answer or the refusal must be. The second half is the workload of the stress test, by
+eight workers at once. An operation that hangs ends the program with the stacks of its threads. Exit code 1 also when a
+store is left with a row or a chunk.
 """
 
 from __future__ import annotations

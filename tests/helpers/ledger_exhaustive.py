@@ -35,7 +35,8 @@ from tests.helpers.checked_ledger import (
 from tests.helpers.ledger_states import check_attributes, digest
 
 CLIENTS = ("a", "b", "c")
-KEYS = ("u0_g0", "u0_g1", "u1_g0", "u1_g1")
+KEYS = ("u0_g0", "u0_g1", "u0_g2", "u1_g0")
+"""Rows: a group of three, and the first of another one."""
 PARTITION = "p"
 TASK = "prev_lp"
 """A task that ends with its column `prev_logprobs`, or with a release."""
@@ -104,31 +105,22 @@ class Alphabet:
 
 
 FIRST, MIDDLE, LAST = KEYS[:2], KEYS[1:3], KEYS[2:]
-"""Rows of puts: two groups, and one row of each."""
+"""Rows of puts."""
 IDS, MASK, WHOLE = ("input_ids",), ("token_mask",), ("input_ids", "token_mask")
 """Fields of puts: both parts of a family, and all of it."""
+ONE = KEYS[1:2]
 ALPHABETS = (
-    Alphabet(name="rows", puts=((FIRST, IDS), (LAST, IDS)), clears=(KEYS[1:2],), claim_rows=2),
+    Alphabet(name="rows", puts=((FIRST, IDS), (LAST, IDS)), clears=(ONE,), claim_rows=2),
     Alphabet(
-        name="groups",
-        puts=((KEYS[:3], IDS), (LAST, WHOLE)),
-        clears=(KEYS[1:2],),
-        group_size=2,
-        claim_rows=3,
+        name="groups", puts=((FIRST, IDS), (MIDDLE, MASK), (LAST, WHOLE)), clears=(ONE,), claim_rows=3, group_size=3
     ),
     Alphabet(
         name="versions",
         puts=((FIRST, WHOLE), (MIDDLE, MASK), (LAST, IDS)),
-        clears=(KEYS[1:2], None),
+        clears=(ONE, None),
         has_declarations=True,
     ),
-    Alphabet(
-        name="capacity",
-        puts=((FIRST, IDS), (MIDDLE, MASK)),
-        clears=(None,),
-        claim_rows=4,
-        max_bytes=60,
-    ),
+    Alphabet(name="capacity", puts=((FIRST, IDS), (MIDDLE, MASK)), clears=(None,), claim_rows=4, max_bytes=60),
 )
 
 

@@ -141,7 +141,8 @@ class RandomHistory:
         claim = self._label(is_claim=True)
         if claim is not None:
             part = self.chance.choice([(None, None), (None, None), (None, 1), (1, None)])
-            self._do("release", claim=claim, partition=self._partition(), part=list(part))
+            others = self._some(KEYS, most=1) if self.chance.random() < 0.1 else []
+            self._do("release", claim=claim, partition=self._partition(), part=list(part), others=others)
 
     def _heartbeat(self, label: str) -> None:
         claims = {claim for _ in range(2) if (claim := self._label(is_claim=True)) is not None}
@@ -153,7 +154,8 @@ class RandomHistory:
     # ---- life cycle and reads
 
     def _clear(self, label: str) -> None:
-        self._do("clear", partition=self._partition(), keys=self._some(KEYS, most=4))
+        keys = self._some(KEYS, most=4)
+        self._do("clear", partition=self._partition(), keys=keys + keys[: self.chance.random() < 0.1])
 
     def _clear_all(self, label: str) -> None:
         self._do("clear", partition=self._partition(), keys=None)
