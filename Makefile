@@ -34,7 +34,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support picture constraints learn-sort same-numbers mutants resume-kills async-kills replay-draw chaos leaks stress-data-plane step-trace watch-trait gpu-wheels test-gpu clean
+.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support picture constraints learn-sort same-numbers mutants resume-kills async-kills replay-draw chaos leaks check-ledger stress-data-plane step-trace watch-trait gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -237,7 +237,10 @@ chaos: $(VENV)/.dev ## faults of every kind in small runs and refits, each with 
 leaks: $(VENV)/.dev ## memory, descriptors, threads and shared memory of all processes over 200 small steps
 	$(BIN)/python -m tests.helpers.leaks $(ARGS)
 
-stress-data-plane: $(VENV)/.system ## 100,000 random operations over each of several stores against a plain dict, for a nightly run
+check-ledger: $(VENV)/.dev ## the data plane's ledger against its specification: all histories of up to 12 operations
+	$(BIN)/python -m tests.helpers.ledger_exhaustive $(ARGS)
+
+stress-data-plane: $(VENV)/.system ## random operations against the ledger's rules: 1,000,000 on a ledger, 100,000 over each of several stores
 	$(BIN)/python -m tests.helpers.data_plane_stress $(ARGS)
 
 BENCH_step := grpo_step

@@ -1,11 +1,13 @@
-"""Very many random operations on a data plane: alone, against a plain dict, then by eight workers at once.
+"""Very many random operations on a ledger and on whole data planes, against the ledger's rules.
 
     python -m tests.helpers.data_plane_stress [--ops 100000] [--stores noop,transfer_queue,mooncake] [--seed 0]
 
-The first half are puts, partial puts, rewrites, reads, claims, releases, writes under claims and clears by three
-clients, one of them in another process; `PlaneModel` says of each what the answer or the refusal must be. The second
-half is the workload of the stress test. An operation that hangs ends the program with the stacks of its threads. Exit
-code 1 also when a store is left with a row or a chunk.
+First ten times as many operations on a ledger alone, against its specification; the smallest history that shows a
+difference is printed, and ends the program. Then every store. The first half of its operations are puts, partial puts,
+rewrites, reads, claims, releases, writes under claims and clears by three clients, one of them in another process;
+`PlaneModel` says of each what the answer or the refusal must be. The second half is the workload of the stress test, by
+eight workers at once. An operation that hangs ends the program with the stacks of its threads. Exit code 1 also when a
+store is left with a row or a chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from tests.helpers import mooncake
+from tests.helpers import ledger_random, mooncake
 from tests.helpers.data_plane_model import FIELDS, WRITES, Claim, PlaneModel, keys_in_groups
 from tests.helpers.data_plane_workload import WORKERS, stress
 from tests.helpers.data_planes import PLANES, Plane, open_plane, ray_cluster
@@ -50,6 +52,8 @@ LEASE_S = 1e5
 """Longer than the whole run: whether a claim has ended must not depend on how busy the machine is."""
 NUM_REMEMBERED = 60
 """Metas and claims that are used again, by any client."""
+LEDGER_SHARE = 10
+"""Operations on a ledger alone for each one on a store; there they take a hundred microseconds."""
 TURN_OPERATIONS = 6
 """Operations of a turn of the workload; every fifth turn has one more."""
 
@@ -151,12 +155,26 @@ def run(plane: Plane, num_operations: int, chance: random.Random) -> Iterator[st
     yield "0 rows, 0 bytes and 0 chunks left"
 
 
+def stress_ledger(num_operations: int, seed: int) -> int:
+    """Random operations on a ledger alone; returns the exit code."""
+    started = time.monotonic()
+    difference = ledger_random.search(num_operations, seed=seed, tell=lambda line: print(f"ledger: {line}"))
+    if difference is not None:
+        print(f"ledger: the smallest history, for `python -m tests.helpers.ledger_random FILE`:\n{difference}")
+        return 1
+    seconds = time.monotonic() - started
+    print(f"ledger: {num_operations} operations as specified, {num_operations / seconds:.0f} a second", flush=True)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", type=int, default=100_000, help="operations on each store")
     parser.add_argument("--stores", default="noop,transfer_queue,mooncake", help=f"some of {', '.join(PLANES)}")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    if stress_ledger(given.ops * LEDGER_SHARE, given.seed):
+        return 1
     for store in given.stores.split(","):
         if "mooncake" in store and mooncake.why_not():
             print(f"{store}: left out, {mooncake.why_not()}")

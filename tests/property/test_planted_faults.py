@@ -1,6 +1,7 @@
-"""The models of `test_data_plane_model` and `test_ledger` find these faults when they are planted, one by one.
+"""The model of clients and the ledger's specification find these faults when they are planted, one by one.
 
-Each fault is one that a data plane once had. The ledger's own invariants are off: the model alone must see it.
+Each fault is one that a data plane once had. The ledger's own invariants are off: the rules alone must see it. Faults
+of one line are in `tests/mutants/data_plane.yaml`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, run_state_mac
 
 from nemo_rl.data_plane.client.leases import LeaseRenewer
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
+from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.data_plane.ledger import claims as ledger_claims
 from nemo_rl.data_plane.ledger import state as ledger_state
 from nemo_rl.data_plane.ledger.capacity import Capacity
+from tests.helpers.ledger_exhaustive import ALPHABETS, explore
+from tests.helpers.ledger_random import search
 from tests.property.test_data_plane_model import DataPlaneHistory
-from tests.property.test_ledger import LedgerHistory
 
 SETTINGS = settings(
     max_examples=200,
@@ -33,26 +36,23 @@ SETTINGS = settings(
 )
 """Examples until the fault is found; the same in each run."""
 
+MOST_OPERATIONS = 8
+"""Operations of the exhaustive histories; the full check has half as many again."""
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-class _Bag(set[str]):
-    """Counts what was added, again and again."""
-
-    def __init__(self) -> None:
-        self._num_added = 0
-
-    def add(self, key: str) -> None:
-        super().add(key)
-        self._num_added += 1
-
-    def __len__(self) -> int:
-        return self._num_added
-
-
 def groups_count_puts(patch: pytest.MonkeyPatch) -> None:
-    group = ledger_state.LedgerGroup
-    patch.setattr(ledger_state, "LedgerGroup", lambda: group(put=_Bag()))
+    add = ledger_state.Partition.add_row
+
+    def add_row(self, key, *, owner, now):
+        row = add(self, key, owner=owner, now=now)
+        put = self.groups[group_uid(key)].put
+        put.remove(key)
+        put.add(f"put {row.sequence}")
+        return row
+
+    patch.setattr(ledger_state.Partition, "add_row", add_row)
 
 
 def claims_hold_one_version(patch: pytest.MonkeyPatch) -> None:
@@ -140,11 +140,7 @@ class HistoryOfGroups(History):
         super().register(group_size)
 
 
-class PureHistory(LedgerHistory):
-    validate = False
-
-
-CASES: list[tuple[Plant, type[RuleBasedStateMachine]]] = [
+CLIENT_CASES: list[tuple[Plant, type[DataPlaneHistory]]] = [
     (groups_count_puts, HistoryOfGroups),
     (claims_hold_one_version, HistoryOfGroups),
     (old_metas_match_rows_made_again, History),
@@ -152,14 +148,38 @@ CASES: list[tuple[Plant, type[RuleBasedStateMachine]]] = [
     (writes_ignore_the_claim_of_their_meta, History),
     (late_releases_end_the_heartbeat_of_a_new_claim, History),
     (lapsed_claims_still_count, History),
-    (cleared_rows_keep_their_bytes, PureHistory),
-    (rewritten_rows_keep_their_bytes, PureHistory),
 ]
+LEDGER_CASES: list[tuple[Plant, str | None]] = [
+    (groups_count_puts, "groups"),
+    (claims_hold_one_version, "groups"),
+    (old_metas_match_rows_made_again, "versions"),
+    (claims_stay_with_the_client, None),
+    (lapsed_claims_still_count, "rows"),
+    (cleared_rows_keep_their_bytes, "versions"),
+    (rewritten_rows_keep_their_bytes, "versions"),
+]
+"""A fault, and the alphabet whose histories show it; None when only random ones do."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plant", "machine"), CASES, ids=[plant.__name__ for plant, _ in CASES])
-def test_the_model_finds(plant: Plant, machine: type[RuleBasedStateMachine], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("plant", "machine"), CLIENT_CASES, ids=[plant.__name__ for plant, _ in CLIENT_CASES])
+def test_the_model_of_clients_finds(
+    plant: Plant, machine: type[RuleBasedStateMachine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plant", "alphabet"), LEDGER_CASES, ids=[plant.__name__ for plant, _ in LEDGER_CASES])
+def test_the_specification_finds(plant: Plant, alphabet: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    difference = search(50_000, seed=0)
+    assert difference is not None and difference.problem.startswith("Difference")
+    print(f"{plant.__name__}: found after {difference.found_after}, {len(difference.history)} of them are enough")
+    if alphabet is not None:
+        (chosen,) = (known for known in ALPHABETS if known.name == alphabet)
+        *_, last = explore(chosen, MOST_OPERATIONS, validate=False)
+        assert last.difference is not None and last.difference.problem.startswith("Difference")
+        print(f"{plant.__name__}: found after {last.difference.found_after}, with {last.depth} operations")

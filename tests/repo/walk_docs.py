@@ -81,6 +81,7 @@ TARGETS: Mapping[str, str] = {
     "async-kills": "--kills 2",
     "replay-draw": "--steps 4 --draws 2 --only tp2",
     "leaks": "--steps 8 --stores ray",
+    "check-ledger": "--depth 4",
     "stress-data-plane": "--ops 600",
     "bench-step": "--steps 2 --rows 64",
     "bench-data-plane": "--turns 2",

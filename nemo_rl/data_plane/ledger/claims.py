@@ -47,7 +47,8 @@ def pick_rows(
         return _pick_groups(partition, cursor, needed, batch_size=batch_size, groups=groups)
     pending: Iterable[str] = cursor.pending
     if groups:
-        pending = (key for uid in groups if uid in partition.groups for key in _rows_left(partition, cursor, uid))
+        named = [uid for uid in dict.fromkeys(groups) if uid in partition.groups]
+        pending = (key for uid in named for key in _rows_left(partition, cursor, uid))
         pending = (key for key in pending if key in cursor.pending)
     return list(islice((key for key in pending if partition.is_ready(key, needed)), batch_size))
 
