@@ -311,6 +311,15 @@ def rule_backend_needs_transfer_queue(config: MasterConfig) -> list[str]:
     ]
 
 
+def rule_connect_needs_a_cluster_that_runs(config: MasterConfig) -> list[str]:
+    if not config.active_data_plane.is_guest_of_queue or config.cluster.address is not None:
+        return []
+    return [
+        "data_plane.transfer_queue.connect: the run starts a Ray cluster of its own, where no TransferQueue runs; set "
+        "cluster.address to the cluster of the program whose TransferQueue it joins"
+    ]
+
+
 def rule_connected_queue_brings_its_own_settings(config: MasterConfig) -> list[str]:
     plane = config.active_data_plane
     if not plane.is_guest_of_queue:

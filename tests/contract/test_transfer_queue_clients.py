@@ -13,6 +13,7 @@ import ray
 import torch
 
 from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore
+from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.keys import QUEUE_PREFIX, queue_partition
 from nemo_rl.data_plane.schema import extra_field
@@ -186,22 +187,33 @@ def test_a_queue_that_does_not_suit_is_refused_with_the_reason() -> None:
         refused(CONNECT.model_copy(update={"backend": "mooncake_cpu"}), "stores in SimpleStorage; set .*backend=simple")
 
 
-def test_a_run_that_has_died_in_another_programs_queue_is_cleaned_up_by_the_next() -> None:
+@pytest.mark.parametrize("killed", ["owner", pytest.param("owner and guard", marks=pytest.mark.full)])
+def test_what_a_dead_run_has_in_another_programs_queue_is_removed(killed: str) -> None:
     with foreign_queue() as program:
         dead = ActorPeer(CONNECT)
-        run_id = dead.address.run_id
+        own = queue_partition(dead.address.run_id)
         dead.register_partition("train", FIELDS, 4, ["train"])
         dead.kv_batch_put(["a"], "train", {"sample_mask": torch.ones(1)})
-        assert queue_partition(run_id, "train") in program.listed()
+        assert {own, f"{own}/train"} <= set(program.listed())
+        if killed == "owner and guard":
+            os.kill(dead.work(guard_of), signal.SIGKILL)
         os.kill(dead.pid, signal.SIGKILL)
         wait_until(lambda: not _is_alive(dead))
+        if killed == "owner":
+            wait_until(lambda: not _ours(program))
         following = build_data_plane_client(CONNECT, run_id="following")
         try:
-            assert [name for name in program.listed() if name.startswith(QUEUE_PREFIX)] == [
-                queue_partition("following")
-            ]
+            assert _ours(program) == [queue_partition("following")]
         finally:
             following.close()
+
+
+def guard_of(client: LedgerClient) -> int:
+    return client._link.store._guard.pid
+
+
+def _ours(program: Program) -> list[str]:
+    return [name for name in program.listed() if name.startswith(QUEUE_PREFIX)]
 
 
 def _is_alive(peer: ActorPeer) -> bool:

@@ -63,11 +63,14 @@ def in_one_process(tmp_path_factory, model) -> list[dict[str, float]]:
 
 
 RAY = {"cluster.cpu_workers_per_node": "1"}
+NATIVE = {"data_plane.impl": "transfer_queue", "data_plane.transfer_queue.layout": "native"}
 STORES = {
     "off": {**RAY, "data_plane.enabled": "false"},
     "ray-node": {**RAY, "data_plane.impl": "ray", "data_plane.ray.owner": "node"},
     "transfer_queue": {**RAY, "data_plane.impl": "transfer_queue"},
     "transfer_queue-mooncake": {**RAY, "data_plane.impl": "transfer_queue", "data_plane.backend": "mooncake_cpu"},
+    "transfer_queue-native": {**RAY, **NATIVE},
+    "transfer_queue-native-mooncake": {**RAY, **NATIVE, "data_plane.backend": "mooncake_cpu"},
     "shm": {**LOCAL, "data_plane.impl": "shm"},
     "mooncake": {**LOCAL, "data_plane.impl": "mooncake"},
 }

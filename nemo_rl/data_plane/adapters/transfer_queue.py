@@ -28,6 +28,7 @@ from nemo_rl.data_plane.adapters.mooncake_master import (
     own_address,
     start_servers,
 )
+from nemo_rl.data_plane.adapters.transfer_queue_guard import Guard
 from nemo_rl.data_plane.adapters.transfer_queue_guest import (
     find_queue,
     leave_clean,
@@ -110,6 +111,7 @@ class TransferQueueStore(PayloadStore):
         self._partition, self._config, layout = queue_partition(run_id), config, config.transfer_queue.layout
         self._has_own_units = session.guest is None and session.mooncake is None
         self._rows = QueueRows(session, run_id=run_id) if layout == "native" else None
+        self._guard: Guard | None = None
         self._is_closed = False
 
     @classmethod
@@ -168,6 +170,8 @@ class TransferQueueStore(PayloadStore):
             session = _guest_session(config, timeout_s)
         store = cls(session, run_id=run_id, config=config, owns="partitions")
         try:
+            node = ray.util.get_node_ip_address()
+            store._guard = Guard(run_id=run_id, ray_address=ray.get_runtime_context().gcs_address, node=node)
             deadline = time.monotonic() + timeout_s
             remove_dead_runs(session, deadline=deadline)
             mark_owner(session, run_id=run_id, deadline=deadline)
@@ -175,6 +179,13 @@ class TransferQueueStore(PayloadStore):
             store.close()
             raise
         return store
+
+    @classmethod
+    def take_over(cls, config: DataPlaneConfig, *, run_id: str, timeout_s: float) -> TransferQueueStore:
+        """Return the store of a run whose owner has died in another program's TransferQueue; its close removes all of
+        it."""
+        with _process.lock:
+            return cls(_guest_session(config, timeout_s, checks=False), run_id=run_id, owns="partitions")
 
     @classmethod
     def join(cls, *, run_id: str, timeout_s: float, config: DataPlaneConfig = DEFAULTS) -> TransferQueueStore:
@@ -302,6 +313,8 @@ class TransferQueueStore(PayloadStore):
             if self._rows is not None:
                 self._rows.is_closed = True
             _process.give_up(self._session, is_owner=self._owns == "service")
+        if self._guard is not None:
+            self._guard.close()
 
     def _check_accepted(self, keys: list[str], deadline: float) -> None:
         """A put reports success even when the controller refused it; its own record of the keys says so."""
@@ -357,15 +370,18 @@ class TransferQueueStore(PayloadStore):
         return self._session.run(what, start, deadline)
 
 
-def _guest_session(config: DataPlaneConfig, timeout_s: float) -> QueueSession:
+def _guest_session(config: DataPlaneConfig, timeout_s: float, *, checks: bool = True) -> QueueSession:
     """Return this process's session in the TransferQueue of another program; called under the lock.
+
+    Args:
+        checks: the queue's settings must suit the config.
 
     Raises:
         ResourceError: there is none, or its settings do not suit.
     """
     known = _process.usable()
     if known is None:
-        found = find_queue(config, timeout_s=timeout_s)
+        found = find_queue(config, timeout_s=timeout_s, checks=checks)
         if found.master:
             _bind_to_own_address(found.master)
         guest = Guest(controller=found.controller, units=found.units, is_client_shared=has_client())

@@ -1,8 +1,9 @@
 """Runs in a TransferQueue that another program has started: found, checked, and left as it was.
 
 A run has partitions of its own there (`keys.queue_partition`), and one row that says which process owns them. Its
-close removes all of them; those of a run whose owner has died are removed by the next run that joins. The one
-invariant: nothing outside the partitions of a run is ever touched, and the controller is never ended.
+close removes all of them; those of a run whose owner has died are removed by its guard (`transfer_queue_guard`), or by
+the next run that joins. The one invariant: nothing outside the partitions of a run is ever touched, and the controller
+is never ended.
 """
 
 from __future__ import annotations
@@ -47,8 +48,11 @@ class FoundQueue:
     """`host:port` of its Mooncake master; empty for backend `simple`."""
 
 
-def find_queue(config: DataPlaneConfig, *, timeout_s: float) -> FoundQueue:
+def find_queue(config: DataPlaneConfig, *, timeout_s: float, checks: bool) -> FoundQueue:
     """Return the cluster's TransferQueue, if a run can use it.
+
+    Args:
+        checks: its settings must suit the config.
 
     Raises:
         ResourceError: there is none, or its settings do not suit the run's.
@@ -67,7 +71,8 @@ def find_queue(config: DataPlaneConfig, *, timeout_s: float) -> FoundQueue:
         raise ResourceError(f"{SWITCH}: the cluster's TransferQueue controller was not finished in {timeout_s:.0f} s")
     backend = str(settings["backend"]["storage_backend"])
     own = settings["backend"][backend]
-    _check_settings(config, settings, backend)
+    if checks:
+        _check_settings(config, settings, backend)
     units = {f"storage unit {name}": f"{one.ip}:{one.ports['put_get_socket']}" for name, one in _units(own).items()}
     master = str(own["master_server_address"]) if backend == BACKENDS["mooncake_cpu"] else ""
     return FoundQueue(controller=controller._actor_id.hex(), units=units, master=master)

@@ -23,6 +23,11 @@ NO_VALIDATION = ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start
 FIXED = ("policy.dynamic_batching.enabled=false",)
 JSONL = ("~data.train", "data.train.dataset_name=jsonl")
 GRADED = ("env.name=custom", "env.reward_function=a:b")
+CONNECTED = (
+    "data_plane.impl=transfer_queue",
+    "data_plane.transfer_queue.connect=true",
+    "cluster.address=auto",
+)
 RECORDED, FILTERED = "policy.generation.record_support=true", "policy.generation.top_p=0.8"
 REPLAY = "policy.router_replay.enabled=true"
 BY_POLICY = (REPLAY, "policy.router_replay.source=prev_logprobs")
@@ -102,6 +107,22 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "data_plane.backend: 'mooncake_cpu' would be",
         ),
     ],
+    "rule_connect_needs_a_cluster_that_runs": [
+        (
+            ("data_plane.impl=transfer_queue", "data_plane.transfer_queue.connect=true"),
+            "data_plane.transfer_queue.connect: the run starts a Ray cluster of its own",
+        ),
+    ],
+    "rule_connected_queue_brings_its_own_settings": [
+        (
+            (*CONNECTED, "data_plane.simple.num_storage_units=2"),
+            "data_plane.simple.num_storage_units: 2 would be ignored, because the program that started TransferQueue",
+        ),
+        (
+            (*CONNECTED, "data_plane.backend=mooncake_cpu", "data_plane.mooncake.segment_bytes=5000000"),
+            "data_plane.mooncake.segment_bytes: 5000000 would be ignored, because the program that started",
+        ),
+    ],
     "rule_mooncake_keys_fit_the_store": [
         (
             ("data_plane.impl=mooncake", "cluster.num_nodes=2", "cluster.address=auto"),
@@ -120,6 +141,10 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((*LOCAL, "data_plane.simple.num_storage_units=2"), "data_plane.simple.num_storage_units: 2 would be ignored"),
         ((*LOCAL, "data_plane.mooncake.protocol=rdma"), "data_plane.mooncake.protocol: 'rdma' would be ignored"),
         (("data_plane.ray.owner=node",), "data_plane.ray.owner: 'node' would be ignored"),
+        (
+            ("data_plane.impl=ray", "data_plane.transfer_queue.layout=native"),
+            "data_plane.transfer_queue.layout: 'native' would be ignored, because the store is 'ray'",
+        ),
         (("data_plane.impl=ray", "data_plane.shm.keep_bytes=5"), "data_plane.shm.keep_bytes: 5 would be ignored"),
         (
             ("data_plane.enabled=false", "data_plane.simple.num_storage_units=2"),

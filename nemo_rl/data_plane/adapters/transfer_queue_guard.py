@@ -1,0 +1,75 @@
+"""Removes a run's partitions from another program's TransferQueue when the run dies without doing so.
+
+`python -m nemo_rl.data_plane.adapters.transfer_queue_guard RUN_ID RAY_ADDRESS NODE` waits for its standard input: a
+word means that the run has closed, its end without one that the owner has died, which the kernel reports however it
+dies. Until then it has imported the standard library alone. `Guard` is the owner's side.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+__all__ = ["Guard", "main"]
+
+CLOSED = b"closed"
+CLOSE_S = 10.0
+REMOVE_S = 60.0
+"""Seconds in which TransferQueue must answer a guard."""
+
+
+class Guard:
+    """The guard of one run."""
+
+    def __init__(self, *, run_id: str, ray_address: str, node: str) -> None:
+        """Args:
+        node: address of this node in the Ray cluster.
+        """
+        # Ray takes a loopback address for that of another card, where its driver is to join a cluster.
+        loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if node.startswith("127.") else {}
+        # A session of its own: what ends the owner's process group must not end the guard.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, run_id, ray_address, node],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **loopback},
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        """The run has removed its partitions itself."""
+        try:
+            self._process.communicate(CLOSED, timeout=CLOSE_S)
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+
+
+def main(run_id: str, ray_address: str, node: str) -> None:
+    """Wait for the owner's end, and clean up after one that has died."""
+    if sys.stdin.buffer.read() == CLOSED:
+        return
+    # Where the cluster has died as well, Ray waits for it without end.
+    last = threading.Timer(2 * REMOVE_S, lambda: os._exit(1))
+    last.daemon = True
+    last.start()
+    import ray  # noqa: PLC0415 - a run that closes needs none of it
+
+    from nemo_rl.config.data_plane import DataPlaneConfig, TransferQueueConfig  # noqa: PLC0415 - see above
+    from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore  # noqa: PLC0415 - see above
+
+    config = DataPlaneConfig(impl="transfer_queue", transfer_queue=TransferQueueConfig(connect=True))
+    ray.init(address=ray_address, _node_ip_address=node, log_to_driver=False)
+    TransferQueueStore.take_over(config, run_id=run_id, timeout_s=REMOVE_S).close()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
