@@ -37,9 +37,12 @@ IN_THE_VALUE: Mapping[type, str] = {
 }
 LEFT_OUT: Mapping[type, str] = {
     # The run, settings, functions; counters whose numbers are only compared for equality.
-    Ledger: "run_id _lease_s _validate _record _ops _num_claims _num_declared",
+    # Rows under their own keys: no operation of the histories announces one.
+    Ledger: "run_id _lease_s _validate _record _ops _num_claims _num_declared _keyed",
+    # What readers need besides a payload; the ledger hands it out as it came.
+    state.Chunk: "form is_keyed",
     # What only texts and counts show: labels, ages, highest marks. The order of `rows` stands for `num_put`.
-    state.Partition: "declaration declared num_put peak_rows peak_bytes",
+    state.Partition: "declaration declared num_put peak_rows peak_bytes added",
     state.Row: "sequence owner put_at history",
     state.ClaimLease: "consumer_id taken",
     Capacity: "partitions lease_s peak_rows peak_bytes peak_chunks blocked_s num_reservations",
