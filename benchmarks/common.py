@@ -29,6 +29,7 @@ __all__ = [
     "environment",
     "figures_table",
     "load_average",
+    "paired_ratio",
     "versions",
     "write_json",
 ]
@@ -83,6 +84,11 @@ class Hold:
 
     def __str__(self) -> str:
         return f">= {self.least:g}" if self.least is not None else f"<= {self.most:g}"
+
+
+def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> float:
+    """Return the median of the ratios of samples that were taken turn by turn: what slows both cancels."""
+    return statistics.median(one / other for one, other in zip(samples, baseline, strict=True))
 
 
 def check_figures(figures: Mapping[str, float], holds: Mapping[str, Hold]) -> list[str]:

@@ -15,9 +15,10 @@ from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl.data_plane.schema import FieldSpec, extra_field
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.jagged import nest
 
-__all__ = ["ROUTES", "Batch", "make_batch", "pad_raw", "sums"]
+__all__ = ["ROUTES", "Batch", "make_batch", "pad_raw", "padded_batch", "sums"]
 
 NUM_LAYERS, TOP_K = 24, 8
 ROUTES = "routes"
@@ -50,7 +51,7 @@ def make_batch(*, routes: bool, num_rows: int, longest: int, seed: int = 0) -> B
         "token_mask": torch.ones(tokens, dtype=torch.bool),
         "generation_logprobs": torch.randn(tokens, generator=generator),
     }
-    fields: list[str | FieldSpec] = list(flat)
+    fields: list[str | FieldSpec] = [*flat, "input_lengths", "sample_mask", "prev_logprobs"]
     if routes:
         shape = (tokens, NUM_LAYERS, TOP_K)
         flat[ROUTES] = torch.randint(0, 128, shape, generator=generator, dtype=torch.int16)
@@ -61,6 +62,17 @@ def make_batch(*, routes: bool, num_rows: int, longest: int, seed: int = 0) -> B
         fields=fields,
         lengths=lengths.tolist(),
     )
+
+
+def padded_batch(batch: Batch) -> BatchedDataDict:
+    """The batch as a rollout worker has it: padded, its routes row after row, with lengths and weights of the rows."""
+    columns = {
+        name: column if name == ROUTES else pad_sequence(list(column.unbind()), batch_first=True)
+        for name, column in batch.columns.items()
+    }
+    columns["input_lengths"] = torch.tensor(batch.lengths, dtype=torch.int32)
+    columns["sample_mask"] = torch.ones(len(batch.keys))
+    return BatchedDataDict(columns)
 
 
 def pad_raw(rows: TensorDict, *, with_routes: bool) -> dict[str, torch.Tensor]:

@@ -20,13 +20,17 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from benchmarks.data_plane_batches import ROUTES, Batch, make_batch, pad_raw, sums
+from benchmarks.data_plane_batches import ROUTES, Batch, make_batch, pad_raw, padded_batch, sums
+from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.chunks import dense
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.client.shard_reads import ShardReads
+from nemo_rl.data_plane.column_io import kv_first_write, write_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.schema import extra_field
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 __all__ = ["RAGGED", "BatchSpec", "Peer", "Timing"]
 
@@ -42,6 +46,8 @@ class BatchSpec:
     routes: bool
     num_rows: int
     longest: int
+    is_cold: bool = False
+    """Plant a fault: the processes take fresh memory for every result."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -158,13 +164,21 @@ class _Ours:
         return self.client.kv_batch_put(batch.keys, "batch", batch.columns)
 
     def get(self, batch: Batch, turn: int, given: Any) -> Mapping[str, torch.Tensor]:
-        """As a policy worker gets its shard, in a step of its own: the same keys come again in every turn."""
+        """Read as a policy worker reads its shard, in a step of its own: the same keys come again in every turn."""
         self._reads.clear()
         names = [name for name in batch.columns if name != ROUTES]
         found = self._reads.padded(given, names, pad_values=PADS, width=max(batch.lengths))
         if ROUTES in batch.columns:
             found |= self._reads.ragged(given, [ROUTES])
         return {name: column for name, column in found.items() if isinstance(column, torch.Tensor)}
+
+    def put_padded(self, padded: BatchedDataDict, keys: list[str]) -> KVBatchMeta:
+        """Write as a rollout worker does: per-token columns are padded, routes are not."""
+        return kv_first_write(self.client, padded, keys, partition_id="batch")
+
+    def write_back(self, meta: KVBatchMeta, logprobs: torch.Tensor) -> None:
+        """Write as a policy worker does that has scored its shard."""
+        write_columns(self.client, meta, {"prev_logprobs": logprobs})
 
     def clear(self, batch: Batch, turn: int) -> None:
         self.client.kv_clear(None, "batch")
@@ -175,7 +189,11 @@ class Peer:
 
     def __init__(self, spec: BatchSpec) -> None:
         torch.set_num_threads(1)
+        if spec.is_cold:
+            dense.WARM_MEMORY = dense.WarmMemory(keep_bytes=0)
         self._batch = make_batch(routes=spec.routes, num_rows=spec.num_rows, longest=spec.longest)
+        self._padded = padded_batch(self._batch)
+        self._logprobs = torch.randn(spec.num_rows, max(self._batch.lengths))
         self._ways: dict[str, _Way] = {}
 
     def describe(self) -> dict[str, object]:
@@ -198,6 +216,24 @@ class Peer:
 
     def get(self, name: str, turn: int, given: Any) -> Timing:
         timing = self._time(name, lambda way: way.get(self._batch, turn, given))
+        timing.result = sums(timing.result)
+        return timing
+
+    def put_padded(self, name: str) -> Timing:
+        """Time the first write of a rollout worker."""
+        way = self._ours(name)
+        return self._time(name, lambda _: way.put_padded(self._padded, self._batch.keys))
+
+    def read_and_write_back(self, name: str, turn: int, meta: KVBatchMeta) -> Timing:
+        """Time what a policy worker does around a pass: its shard in, log-probabilities out."""
+        way = self._ours(name)
+
+        def run(_: _Way) -> Mapping[str, torch.Tensor]:
+            found = way.get(self._batch, turn, meta)
+            way.write_back(meta, self._logprobs)
+            return found
+
+        timing = self._time(name, run)
         timing.result = sums(timing.result)
         return timing
 
@@ -259,11 +295,9 @@ class Peer:
         client.kv_clear(None, partition)
         return seconds
 
-    def with_chunks(self, name: str, new_name: str, chunk_bytes: int) -> None:
-        """The same run through a client that makes chunks of another size."""
-        address = self._ours(name).client.address
-        config = address.config.model_copy(update={"chunk_bytes": chunk_bytes})
-        self._ways[new_name] = _Ours(replace(address, config=config))
+    def with_settings(self, name: str, new_name: str, config: DataPlaneConfig) -> None:
+        """Open a client of the same run with other settings."""
+        self._ways[new_name] = _Ours(replace(self._ours(name).client.address, config=config))
 
     def _ours(self, name: str) -> _Ours:
         way = self._ways[name]

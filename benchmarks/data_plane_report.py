@@ -34,14 +34,25 @@ class Samples:
 
 
 HOLDS: Mapping[str, Hold] = {
+    "worker_shm_vs_memcpy": Hold(most=3.0),
+    "worker_ray_node_vs_memcpy": Hold(most=3.0),
     "ray_vs_tuned_tq": Hold(least=7.0),
     "ray_vs_tuned_tq_ragged": Hold(least=4.0),
-    "tq_vs_tuned_tq_small": Hold(least=2.0),
-    "tq_vs_tuned_tq_large": Hold(least=1.0),
-    "mooncake_vs_tq_mooncake": Hold(least=2.0),
+    "tq_vs_tuned_tq_small": Hold(least=4.0),
+    "tq_vs_tuned_tq_large": Hold(least=1.3),
+    "mooncake_vs_tq_mooncake": Hold(least=3.0),
     "fields_32_vs_1": Hold(most=1.5),
     "ledger_overhead_pct": Hold(most=10.0),
-    "over_read": Hold(most=1.5),
+    "over_read_transfer_queue_large": Hold(most=1.5),
+    "over_read_transfer_queue_small": Hold(most=2.0),
+    "blocks_8_shards_time": Hold(most=1.0),
+    "checksums_transfer_queue_large_pct": Hold(most=10.0),
+    "checksums_transfer_queue_small_pct": Hold(most=10.0),
+    "checksums_mooncake_large_pct": Hold(most=10.0),
+    "checksums_mooncake_small_pct": Hold(most=10.0),
+    "scalar_tags_16k_ms": Hold(most=20.0),
+    "driver_ms_16384": Hold(most=200.0),
+    "driver_p95_vs_median_16384": Hold(most=1.3),
 }
 
 

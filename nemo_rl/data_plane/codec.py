@@ -60,6 +60,8 @@ ChunkForm: TypeAlias = Mapping[str, bytes]
 """What the ledger keeps of a chunk for its readers: `checksums` (uint64, of the header, then of each column block by
 block), and of a chunk in blocks its `head` and `cuts` (uint32: first row of each block, and the number of rows)."""
 
+COLUMNS_OF_A_BLOCK = 4
+"""Blocks of a family with many more columns are larger: each column of each block costs time."""
 _MAGIC = b"NRL1"
 _PREFIX = struct.Struct("<4sI")
 HEAD_PREFIX_BYTES = _PREFIX.size
@@ -198,7 +200,8 @@ def encode_rows(
         for first, stop in _split(totals, chunk_bytes):
             cuts: list[int] = []
             if block_bytes is not None:
-                cuts = [*(low for low, _ in _split(totals[first : stop + 1], block_bytes)), stop - first]
+                target = block_bytes * max(1, len(members) // COLUMNS_OF_A_BLOCK)
+                cuts = [*(low for low, _ in _split(totals[first : stop + 1], target)), stop - first]
             head, contents = _encode_chunk(sources, first, stop)
             chunks.append(
                 EncodedChunk(
