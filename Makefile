@@ -34,7 +34,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support picture constraints learn-sort same-numbers mutants resume-kills async-kills replay-draw chaos leaks check-ledger stress-data-plane step-trace watch-trait gpu-wheels test-gpu clean
+.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support picture constraints learn-sort same-numbers mutants resume-kills async-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -242,6 +242,9 @@ check-ledger: $(VENV)/.dev ## the data plane's ledger against its specification:
 
 stress-data-plane: $(VENV)/.system ## random operations against the ledger's rules: 1,000,000 on a ledger, 100,000 over each of several stores
 	$(BIN)/python -m tests.helpers.data_plane_stress $(ARGS)
+
+corrupt-payloads: $(VENV)/.system ## 10,000 flipped, cut, exchanged and stale payloads over several stores: all must be found
+	$(BIN)/python -m tests.helpers.corrupt_payloads $(ARGS)
 
 BENCH_step := grpo_step
 BENCH_data-plane := data_plane
