@@ -191,6 +191,7 @@ class Ledger:
         partition, keys = self._partition(args), _texts(args, "keys")
         chunks = _records(args, "chunks")
         self._capacity.blocked_s += _seconds(args, "waited_s")
+        written = partition.by_family(name for record in chunks for name in _texts(record, "fields"))
         column_types = _check_column_types(partition, keys, chunks, args["lengths"])
         claim_rules.check_held(partition, keys, claim_rules.parse(args["claims"]), now=now)
         if not args["may_create"]:
@@ -206,10 +207,6 @@ class Ledger:
         self._capacity.end(reservation)
         partition.column_types.update(column_types)
         self._put_rows(partition, keys, args, now)
-        written: dict[str, frozenset[str]] = {}
-        for record in chunks:
-            family = _text(record, "family")
-            written[family] = written.get(family, frozenset()) | frozenset(_texts(record, "fields"))
         versions = partition.next_versions(keys, written)
         partition.top_version = max(partition.top_version, *versions.values(), 0)
         dropped: list[str] = []
@@ -445,13 +442,8 @@ def _demand(partition: Partition, keys: Sequence[str], *, nbytes: int, reservati
 def _check_column_types(
     partition: Partition, keys: Sequence[str], chunks: Sequence[Args], lengths: object
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Fields must be declared; dtype, trailing dims and lengths must agree with what the partition already holds."""
+    """dtype, trailing dims and lengths must agree with what the partition already holds."""
     where = f"partition {partition.name!r}"
-    undeclared = {name for record in chunks for name in _texts(record, "fields")} - partition.specs.keys()
-    if undeclared:
-        raise SchemaMismatch(
-            f"{where}: undeclared fields {name_some(sorted(undeclared))}; declared: {name_some(partition.specs)}"
-        )
     if isinstance(lengths, list):
         for key, length in zip(keys, lengths, strict=True):
             row = partition.rows.get(key)
