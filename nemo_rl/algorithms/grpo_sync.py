@@ -18,7 +18,6 @@ What is known of a step is in its `StepState`; the trainer holds what outlives a
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -170,7 +169,7 @@ class GRPOTrainer:
             self._save_if_due(metrics)
             self._settle()
         if self._is_done():
-            self._parts.rollout.settle_durable(sys.maxsize)
+            self._parts.rollout.remove_durable()
 
     def _settle(self) -> None:
         """Let go of finished groups in files that no resumed run asks for."""

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import struct
+import sys
 import threading
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -287,6 +288,11 @@ class DurableGroups:
         self._queue.put(written)
         if not written.wait(FLUSH_S):
             logger.warning("finished groups are not in %s after %.0f s", self._folder, FLUSH_S)
+
+    def remove(self) -> None:
+        """End, and remove all groups: the run is done."""
+        self.settle(sys.maxsize, [])
+        self.close()
 
     def close(self) -> None:
         """Write what was added, and end. Segments with groups that may be asked for stay."""

@@ -94,6 +94,12 @@ class RolloutHandle:
         if self._durable is not None:
             self._run_all(ask(RolloutWorker.settle_durable, below=below, done=list(done)), "durable groups")
 
+    def remove_durable(self) -> None:
+        """Remove the files of finished groups: the run is done."""
+        if self._durable is not None:
+            self._durable = None
+            self._run_all(ask(RolloutWorker.remove_durable), "durable groups")
+
     def durable_ordinals(self) -> dict[int, int]:
         """Return the ordinals of stored groups with the oldest version of their weights."""
         return {} if self._durable is None else self._run(ask(RolloutWorker.durable_ordinals), "resume")

@@ -192,6 +192,12 @@ class RolloutWorker:
         if self._durable is not None:
             self._durable.settle(below, done)
 
+    def remove_durable(self) -> None:
+        """Remove the files of finished groups: the run is done."""
+        durable, self._durable = self._durable, None
+        if durable is not None:
+            durable.remove()
+
     def durable_ordinals(self) -> dict[int, int]:
         """Return the ordinals of stored groups with the oldest version of their weights."""
         return {} if self._durable is None else self._durable.ordinals
@@ -372,9 +378,9 @@ class RolloutWorker:
             meta = kv_first_write(self.client, columns, keys, partition_id=partition_id, tags=tags)
         metrics = {**scored.metrics(), "reward_timeouts": Sum(float(scored.num_timeouts)), **route_metrics}
         result = RolloutResult(meta=meta, sample_stats=stats, metrics=metrics, printed=scored.printed)
-        if self._durable is not None:
+        if (durable := self._durable) is not None:
             sampled = {version for row in spans for _, version in row}
-            self._durable.keep([group], [result], [sampled], columns, weights=self._weights)
+            durable.keep([group], [result], [sampled], columns, weights=self._weights)
         return result
 
     def _write(
@@ -424,10 +430,10 @@ class RolloutWorker:
         ]
         # What was measured of all these groups together goes with the first one.
         results[0] = replace(results[0], metrics={**results[0].metrics, **shared}, printed=report.printed)
-        if self._durable is not None:
+        if (durable := self._durable) is not None:
             of_row = [{version for _, version in spans} for spans in output.row_spans]
             versions = [set().union(*of_row[at : at + size]) for at in range(0, len(keys), size)]
-            self._durable.keep(groups, results, versions, columns, weights=self._weights)
+            durable.keep(groups, results, versions, columns, weights=self._weights)
         return tuple(results)
 
     def _kept(self, columns: BatchedDataDict, partition_id: str) -> BatchedDataDict:

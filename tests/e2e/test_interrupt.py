@@ -94,10 +94,10 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_cause(tmp_path, model, ma
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("async_save", [False, True])
-def test_a_killed_run_resumes_with_the_prompts_and_losses_of_an_uninterrupted_one(tmp_path, model, async_save):
+@pytest.mark.parametrize("more", [{}, {"async_save": True}, {"durable": True}], ids=["plain", "async_save", "durable"])
+def test_a_killed_run_resumes_with_the_prompts_and_losses_of_an_uninterrupted_one(tmp_path, model, more):
     """A twenty-fifth of `make resume-kills`, in one process."""
-    result = ResumeKills(tmp_path, model, launcher="local", kills=2, saves=1, seed=0, async_save=async_save).run()
+    result = ResumeKills(tmp_path, model, launcher="local", kills=2, saves=1, seed=0, **more).run()
     assert result.problems == [] and result.processes_left == 0
     assert (result.kills_during_a_save, result.kills_at_random) == (1, 1)
     assert result.resumed_from

@@ -63,6 +63,11 @@ class PartitionRules:
 
     # ---- writing
 
+    def check_declared(self, fields: Iterable[str]) -> None:
+        """A request that names a field that is not declared is refused and changes nothing."""
+        if not self.families.keys() >= set(fields):
+            raise DataPlaneError("a field is not declared")
+
     def check_put(
         self, keys: Sequence[str], *, lengths: Sequence[int] | None, claims: Claims, may_create: bool, now: float
     ) -> None:
@@ -118,7 +123,7 @@ class PartitionRules:
         """
         if any(key not in self.rows for key in keys):
             raise KeysNotFound("a row does not exist")
-        self._check_declared(fields)
+        self.check_declared(fields)
         if any(name not in self.rows[key].cells for key in keys for name in fields):
             raise FieldNotProduced("a field is not written")
         for family in {self.families[name] for name in fields} & versions.keys():
@@ -145,7 +150,7 @@ class PartitionRules:
         With a group size it gets whole groups: as many different keys were put as the size, and every row that is not
         done is free and has the fields. It stops at the first such group that would be too much.
         """
-        self._check_declared(fields)
+        self.check_declared(fields)
         if self.group_size is not None and count < self.group_size:
             raise SchemaMismatch("a claim must have room for a group")
         named = [key for uid in dict.fromkeys(groups) for key in self.rows if group_uid(key) == uid]
@@ -211,10 +216,6 @@ class PartitionRules:
         live = {group_uid(key) for key in self.rows}
         self.put_keys = {uid: put for uid, put in self.put_keys.items() if uid in live}
         return len(gone)
-
-    def _check_declared(self, fields: Iterable[str]) -> None:
-        if not self.families.keys() >= set(fields):
-            raise DataPlaneError("a field is not declared")
 
     def _finish(self, task: str, key: str) -> None:
         self.done[task, key] = self.leases.pop((task, key), (0, 0.0))[0]

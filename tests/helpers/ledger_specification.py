@@ -149,8 +149,7 @@ class LedgerSpecification:
         rules = partition.rules
         self.waited_s += args.get("waited_s", 0.0)
         types = [item for chunk in chunks for item in chunk["column_types"].items()]
-        if any(not rules.families.keys() >= set(chunk["fields"]) for chunk in chunks):
-            raise SchemaMismatch("a field is not declared")
+        rules.check_declared([name for chunk in chunks for name in chunk["fields"]])
         if any(partition.column_types.get(name, column_type) != column_type for name, column_type in types):
             raise SchemaMismatch("a column has another type")
         told = {name: args[name] for name in ("lengths", "claims", "may_create")}

@@ -19,6 +19,7 @@ from nemo_rl.data_plane.ledger.state import Partition
 from tests.helpers import ledger_random
 from tests.helpers.case_selection import num_examples
 from tests.helpers.checked_ledger import FIELDS, LEASE_S, WRITES, CheckedLedger, problem_of
+from tests.helpers.data_plane_stress import stress_ledger
 from tests.helpers.ledger_exhaustive import ALPHABETS, CLIENTS, Alphabet, explore
 from tests.helpers.ledger_random import KEYS, search
 from tests.helpers.ledger_states import digest
@@ -56,8 +57,9 @@ def test_a_difference_is_shrunk_to_a_history_that_can_be_run_again(
         shorter = found.history[:at] + found.history[at + 1 :]
         assert problem_of(shorter, found.limits, validate=False) is None, "an operation can be left out"
     assert len(found.history) <= 12
+    assert stress_ledger(20_000, seed=0) == 1
     path = tmp_path / "history.jsonl"
-    path.write_text(str(found))
+    path.write_text(capsys.readouterr().out.partition("FILE`:\n")[2])
     assert ledger_random.main([str(path)]) == 1
     assert "release: expected LeaseExpired" in capsys.readouterr().out
     monkeypatch.undo()

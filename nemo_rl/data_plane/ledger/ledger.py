@@ -259,6 +259,7 @@ class Ledger:
                 f"partition {partition.name!r}: a put took longer than it had announced, so its rows may be freed"
             )
         self._capacity.blocked_s += _seconds(args, "waited_s")
+        written = partition.by_family(name for record in chunks for name in _texts(record, "fields"))
         column_types = put_rules.check(partition, keys, args, chunks, now=now)
         nbytes = sum([_number(record, "nbytes") for record in chunks])
         reservation = args.get("reservation", 0)
@@ -271,10 +272,6 @@ class Ledger:
         self._capacity.end(reservation)
         partition.column_types.update(column_types)
         self._put_rows(partition, keys, args, now)
-        written: dict[str, frozenset[str]] = {}
-        for record in chunks:
-            family = _text(record, "family")
-            written[family] = written.get(family, frozenset()) | frozenset(_texts(record, "fields"))
         versions = partition.next_versions(keys, written)
         partition.top_version = max(partition.top_version, *versions.values(), 0)
         dropped: list[str] = []

@@ -58,13 +58,8 @@ def is_any_written(partition: Partition, keys: Sequence[str], chunks: Sequence[R
 def _check_column_types(
     partition: Partition, keys: Sequence[str], typed: Sequence[Record], lengths: object
 ) -> ColumnTypes:
-    """Fields must be declared; dtype, trailing dims and lengths must agree with what the partition already holds."""
+    """dtype, trailing dims and lengths must agree with what the partition already holds."""
     where = f"partition {partition.name!r}"
-    undeclared = {name for record in typed for name in _fields(record)} - partition.specs.keys()
-    if undeclared:
-        raise SchemaMismatch(
-            f"{where}: undeclared fields {name_some(sorted(undeclared))}; declared: {name_some(partition.specs)}"
-        )
     if isinstance(lengths, list):
         for key, length in zip(keys, lengths, strict=True):
             row = partition.rows.get(key)
@@ -84,10 +79,3 @@ def _check_column_types(
                 )
             settled[name] = column_type
     return settled
-
-
-def _fields(record: Record) -> list[str]:
-    """Return the fields of a chunk, or those of a put that is announced."""
-    fields = record.get("fields", record["column_types"])
-    assert isinstance(fields, list | dict), f"malformed record: {record}"
-    return list(fields)
