@@ -132,7 +132,7 @@ class GRPOTrainer:
         self._first_val_reward: float | None = None
         self._val_reward: float | None = None
         self._frontiers: dict[int, Frontier] = {}
-        """Of the checkpoints that are being written: what is settled once they are whole."""
+        """Step of each checkpoint that is being written -> the prompts that are settled once it is whole."""
         self._validation: tuple[int, Pending[ValidationResult]] | None = None
         """Step and result of the validation that runs beside the training."""
 

@@ -208,7 +208,7 @@ class DataPlaneConfig(Section):
 
     @property
     def has_checksums(self) -> bool:
-        """Whether chunks are put with checksums."""
+        """Return whether chunks are put with checksums."""
         return self.impl in ("transfer_queue", "mooncake") if self.checksums is None else self.checksums
 
     def resolved(self, *, has_actors: bool) -> DataPlaneConfig:

@@ -57,8 +57,8 @@ __all__ = [
 ]
 
 ChunkForm: TypeAlias = Mapping[str, bytes]
-"""What the ledger keeps of a chunk for its readers: `checksums` (uint64, of the header, then of each column block by
-block), and of a chunk in blocks its `head` and `cuts` (uint32: first row of each block, and the number of rows)."""
+"""Bytes that the ledger keeps of a chunk for its readers: `checksums` (uint64, of the header, then of each column block
+by block), and of a chunk in blocks its `head` and `cuts` (uint32: first row of each block, and the number of rows)."""
 
 COLUMNS_OF_A_BLOCK = 4
 """Blocks of a family with many more columns are larger: each column of each block costs time."""
@@ -85,7 +85,7 @@ class EncodedChunk:
     cuts: Sequence[int] = ()
     """First row of each block, and the number of rows; empty for a chunk that is stored whole."""
     offsets: Sequence[Sequence[int]] = ()
-    """Of each column, the byte at each cut."""
+    """Column -> its byte at each cut."""
     has_checksums: bool = False
 
     @property

@@ -88,7 +88,7 @@ class StoredGroup:
 
 
 @dataclass(slots=True)
-class _Segment:
+class _SegmentFile:
     """One file, and the ordinals of groups in it that may still be asked for."""
 
     ordinals: set[int] = field(default_factory=set)
@@ -134,7 +134,7 @@ class DurableGroups:
         assert config.path is not None, "durable groups need a path"
         self._folder, self._fsync, self._identity = config.path, config.fsync, identity
         self._lock = threading.Lock()
-        self._segments: dict[Path, _Segment] = {}
+        self._segments: dict[Path, _SegmentFile] = {}
         self._stored: dict[int, list[StoredGroup]] = {}
         self._settled_below, self._settled = 0, frozenset[int]()
         self._failure: OSError | None = None
@@ -310,13 +310,13 @@ class DurableGroups:
     # ---- files
 
     def _load(self, path: Path) -> None:
-        segment = self._segments[path] = _Segment()
+        segment = self._segments[path] = _SegmentFile()
         with path.open("rb") as file:
             for offset, described in _frames(file, path, self._identity):
                 for record in described["groups"]:
                     self._keep(StoredGroup(group=_of_record(record), path=path, offset=offset), segment)
 
-    def _keep(self, stored: StoredGroup, segment: _Segment) -> None:
+    def _keep(self, stored: StoredGroup, segment: _SegmentFile) -> None:
         ordinal = stored.group.ordinal
         self._stored.setdefault(ordinal, []).append(stored)
         segment.ordinals.add(ordinal)
@@ -340,7 +340,7 @@ class DurableGroups:
                     file = path.open("xb", buffering=0)
                     file.write(_frame({"format": FORMAT, "identity": self._identity}, b""))
                     with self._lock:
-                        self._segments[path] = _Segment(is_open=True)
+                        self._segments[path] = _SegmentFile(is_open=True)
                 offset = file.tell()
                 file.write(_frame({"groups": list(map(_to_record, put.groups))}, columns_to_bytes(put.columns)))
                 if self._fsync:

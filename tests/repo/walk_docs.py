@@ -83,6 +83,7 @@ TARGETS: Mapping[str, str] = {
     "leaks": "--steps 8 --stores ray",
     "check-ledger": "--depth 4",
     "stress-data-plane": "--ops 600",
+    "corrupt-payloads": "--trials 60",
     "bench-step": "--steps 2 --rows 64",
     "bench-data-plane": "--turns 2",
     "bench-packing": "--quick",

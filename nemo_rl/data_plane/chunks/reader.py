@@ -79,7 +79,7 @@ class ChunkReader:
     """Block -> its columns, as one buffer or as one for each; a chunk that is not cut into blocks is block 0, behind
     its header."""
     form: ChunkForm = field(default_factory=dict)
-    """As the ledger has it."""
+    """Checksums, header and cuts of the chunk, from the ledger."""
     chunk_id: str = ""
     """Names the chunk in errors."""
     columns: dict[str, _ColumnIndex] = field(init=False)
@@ -87,7 +87,7 @@ class ChunkReader:
     """Bytes of the columns asked for so far."""
     _cuts: Sequence[int] = field(init=False)
     _edges: list[list[int]] = field(init=False)
-    """Of each column and of the end, the byte in each block where it begins."""
+    """Column (and one more for the end) -> the byte in each block where it begins."""
     _blocks: dict[int, list[Bytes]] = field(init=False)
     """The columns of each block that is here, or one array of all."""
     _checksums: list[int] = field(init=False)

@@ -95,8 +95,8 @@ class Read(Generic[_T]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
-    """Where the rows of one read lie, as the ledger says."""
+class RowPlaces:
+    """The places of the rows of one read, as the ledger gives them."""
 
     chunk_ids: list[str]
     forms: list[ChunkForm]
@@ -104,10 +104,10 @@ class Places:
     """Field -> its rows, in their order."""
     handles: Handles
     blocks: list[Sequence[int]]
-    """Of each chunk, the blocks that hold its rows; block 0 of a chunk that is stored whole."""
+    """Chunk -> the blocks that hold its rows; block 0 of a chunk that is stored whole."""
 
     @classmethod
-    def of_reply(cls, reply: Reply) -> Places:
+    def of_reply(cls, reply: Reply) -> RowPlaces:
         chunk_ids, placements, handles = names_of(reply["chunks"]), reply["placements"], reply.get("handles", {})
         forms = reply.get("forms", [{}] * len(chunk_ids))
         assert isinstance(placements, list) and isinstance(forms, list), f"malformed reply: {reply}"
@@ -162,7 +162,7 @@ class Located:
 
     specs: Sequence[FieldSpec]
     """Fields in the order asked for."""
-    places: Places
+    places: RowPlaces
     payloads: Sequence[Parts]
     num_rows: int
     readers: list[ChunkReader] = field(init=False)
@@ -264,7 +264,7 @@ class RowReader:
         lost_after, poll_s = 0.0, FIRST_POLL_S
         while True:
             reply = self._locate(call, args, declaration)
-            places = Places.of_reply(reply)
+            places = RowPlaces.of_reply(reply)
             chunk_ids, stored_ids = places.chunk_ids, places.stored_ids()
             try:
                 places, payloads = self._fetch(call, read, specs, args, reply)
@@ -305,13 +305,13 @@ class RowReader:
 
     def _fetch(
         self, call: ClientCall, read: Read[_T], specs: Sequence[FieldSpec], args: Args, reply: Reply
-    ) -> tuple[Places, list[Parts]]:
+    ) -> tuple[RowPlaces, list[Parts]]:
         """Return the payloads of the rows, and where the rows are in them."""
-        places = Places.of_reply(reply)
+        places = RowPlaces.of_reply(reply)
         if self._keyed is not None and reply.get("keyed"):
             found, payloads = self._keyed.fetch(call, read, specs, reply, places.handles)
             self._keyed.check_same(call, args, reply)
-            return Places.of_reply(found), payloads
+            return RowPlaces.of_reply(found), payloads
         payloads, stored_ids = [], places.stored_ids()
         if stored_ids:
             with self._link.clock.measure("store_get"), self._link.errors_of(call):
@@ -319,7 +319,7 @@ class RowReader:
             self._check_live(call, places.chunk_ids)
         return places, payloads
 
-    def _corrupt(self, call: ClientCall, read: Read[_T], places: Places, error: ChecksumError) -> PayloadCorrupt:
+    def _corrupt(self, call: ClientCall, read: Read[_T], places: RowPlaces, error: ChecksumError) -> PayloadCorrupt:
         """Return the error that names rows, field and hop; the chunk is read once more to tell the hop."""
         number, store = places.chunk_ids.index(error.chunk_id), self._link.store
         stored, blocks = block_ids(error.chunk_id), places.blocks[number]

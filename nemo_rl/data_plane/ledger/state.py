@@ -50,7 +50,7 @@ class Chunk:
     version: int
     """Version that its family got with this put."""
     form: Mapping[str, bytes] = field(default_factory=dict)
-    """What its readers need besides its payload, as its writer gave it."""
+    """Bytes that its readers need besides its payload, as its writer gave them."""
     is_keyed: bool = False
     """Its cells are not one payload: the store has each under the key of its row."""
     cells: int = 0

@@ -24,6 +24,7 @@ from nemo_rl.errors import (
     KeysNotFound,
     SchemaMismatch,
 )
+from tests.helpers.corrupt_payloads import BlockStore
 from tests.helpers.data_planes import NOOP, ids_column, keys_of, open_plane
 
 
@@ -112,6 +113,21 @@ def client_over(store: NoopStore) -> LedgerClient:
     client = LedgerClient(host=host, store=store, address=address)
     client.register_partition("p", ["input_ids", "sample_mask"], 99, [])
     return client
+
+
+def test_blocks_leave_the_store_with_their_chunk() -> None:
+    store = BlockStore()
+    client = client_over(store)
+    keys = [f"k{i}" for i in range(20)]
+    client.kv_batch_put(keys, "p", {"input_ids": ids_column([10] * 20)})
+    assert client.stats()["live_chunks"] == 1 and len(store._chunks) == 10, "two rows of 40 bytes in each block"
+    client.kv_batch_get(keys[5:7], "p", ["input_ids"])
+    assert client.counters["get_bytes"] == 160, "rows 5 and 6 lie in blocks 2 and 3"
+    client.kv_clear(keys[1:], "p")
+    assert client.kv_batch_get(keys[:1], "p", ["input_ids"])["input_ids"].values().tolist() == list(range(10))
+    client.kv_clear(keys[:1], "p")
+    assert not store._chunks
+    client.close()
 
 
 def test_rows_stay_invisible_when_the_store_fails() -> None:

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.data_plane.chunks.columns import check_columns
-from nemo_rl.data_plane.chunks.reader import ChunkReader, gather
+from nemo_rl.data_plane.chunks.reader import ChunkReader, blocks_of_runs, gather, gather_padded
 from nemo_rl.data_plane.codec import (
     encode_rows,
     join,
@@ -18,6 +18,7 @@ from nemo_rl.data_plane.codec import (
     stack_or_nest,
     to_nested_by_length,
 )
+from nemo_rl.data_plane.keys import chunk_in_blocks
 from nemo_rl.data_plane.schema import FIELDS, resolve_fields
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.jagged import nest
@@ -66,6 +67,31 @@ def test_runs_over_several_chunks_are_gathered_in_their_order() -> None:
     assert [(c.first, c.rows) for c in chunks] == [(0, 2), (2, 1), (3, 1)]
     column = gather(FIELDS["input_ids"], readers=readers, runs=[(2, 0, 1), (0, 1, 1), (1, 0, 1)])
     assert column.values.tolist() == [6, 7, 8, 9, 1, 2, 3, 4, 5] and column.lengths.tolist() == [4, 2, 3]
+
+
+def test_rows_of_chunks_in_blocks_are_those_of_whole_chunks() -> None:
+    lengths = [5, 0, 7, 1, 1, 9, 0, 3, 30, 2]
+    columns = {"input_ids": ids_column(lengths), "token_mask": nest(torch.arange(58) % 3 == 0, torch.tensor(lengths))}
+    specs = {spec.name: spec for spec in resolve_fields(list(columns))}
+    flat = check_columns(columns, specs=specs, keys=[f"k{i}" for i in range(10)], where="test")
+    (whole,) = encode_rows(flat, num_rows=10, chunk_bytes=1 << 20)
+    (chunk,) = encode_rows(flat, num_rows=10, chunk_bytes=1 << 20, block_bytes=40, has_checksums=True)
+    stored = list(chunk.payloads(chunk_in_blocks("r/c/1", chunk.num_blocks)))
+    assert len(stored) == chunk.num_blocks > 4 and stored[:2] == ["r/c/1#0", "r/c/1#1"]
+    parts = chunk._blocks()
+    for first in range(10):
+        for count in range(10 - first + 1):
+            runs = [(0, first, count)]
+            blocks = blocks_of_runs(runs, chunk.cuts)
+            # Stored as several parts or as one: a store may give back either.
+            given = {b: parts[b] if b % 2 else [join(parts[b])] for b in blocks}
+            readers = [ChunkReader(given, chunk.form(), "r/c/1")]
+            for name in columns:
+                found = gather(FIELDS[name], readers=readers, runs=runs)
+                expected = gather(FIELDS[name], readers=[ChunkReader.of_payload(whole.parts)], runs=runs)
+                assert torch.equal(found.values, expected.values) and (found.lengths == expected.lengths).all()
+                dense = gather_padded(FIELDS[name], readers=readers, runs=runs, pad=0.0, width=30)
+                assert dense.shape == (count, 30) and dense.sum() == expected.values.sum()
 
 
 def test_a_payload_that_is_cut_or_foreign_is_refused() -> None:
