@@ -344,8 +344,8 @@ def _items(fields: Mapping[str, Any] | TensorDict | None) -> Iterator[tuple[str,
     """Yield the columns as they were given: indexing a TensorDict would unwrap its objects."""
     if fields is None:
         return
-    for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
-        yield str(name), fields.get(name)
+    for name in map(str, fields.keys()):
+        yield name, fields.get(name)
 
 
 def _for_put(column: Any) -> Any:

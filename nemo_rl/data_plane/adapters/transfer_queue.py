@@ -52,7 +52,7 @@ from nemo_rl.data_plane.adapters.transfer_queue_service import (
     wait_for_cpus,
 )
 from nemo_rl.data_plane.adapters.transfer_queue_session import Guest, QueueProcess, QueueSession
-from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, RowStore, StoreHealth
+from nemo_rl.data_plane.interfaces import ColumnStore, Handles, Parts, PayloadStore, StoreHealth
 from nemo_rl.data_plane.keys import queue_partition
 from nemo_rl.errors import (
     CapacityExceeded,
@@ -216,7 +216,7 @@ class TransferQueueStore(PayloadStore):
             return cls(_process.session, run_id=run_id, layout=layout)
 
     @property
-    def rows(self) -> RowStore | None:
+    def rows(self) -> ColumnStore | None:
         return self._rows
 
     @property

@@ -166,10 +166,6 @@ class RowReader:
     """Reads of one client."""
 
     def __init__(self, link: ClientLink, keyed: KeyedRowsLink | None = None, adopt: Adopt | None = None) -> None:
-        """Args:
-        keyed: for a store that keeps columns under the rows' keys.
-        adopt: commits what other programs have written there.
-        """
         self._link, self._keyed, self._adopt = link, keyed, adopt
 
     def read(self, call: ClientCall, read: Read[_T], declaration: Declaration) -> _T:
@@ -186,11 +182,22 @@ class RowReader:
         before: list[str] = []
         lost_after, poll_s = 0.0, FIRST_POLL_S
         while True:
-            reply = self._locate(call, args, declaration)
+            reply = (
+                self._link.ask(call, "locate", args) if self._adopt is None else self._locate(call, args, declaration)
+            )
             chunk_ids = names_of(reply["chunks"])
             try:
-                located = self._fetch(call, read, specs, args, reply)
+                payloads: list[Parts] = []
+                if reply.get("keyed"):
+                    reply, payloads = self._fetch_keyed(call, read, specs, args, reply)
+                elif chunk_ids:
+                    handles = reply.get("handles", {})
+                    assert isinstance(handles, dict), f"malformed reply: {reply}"
+                    with self._link.clock.measure("store_get"), self._link.errors_of(call):
+                        payloads = self._link.store.get(chunk_ids, timeout_s=call.left(), handles=handles)
+                    self._check_live(call, chunk_ids)
                 with self._confirmed_errors(chunk_ids), self._link.clock.measure("build"):
+                    located = Located(specs=specs, reply=reply, payloads=payloads, num_rows=len(read.keys))
                     rows = read.build(located)
                 self._link.store.confirm(chunk_ids)
             except KeysNotFound as error:
@@ -220,20 +227,15 @@ class RowReader:
                 raise
         return self._link.ask(call, "locate", args)
 
-    def _fetch(self, call: ClientCall, read: Read[_T], specs: Sequence[FieldSpec], args: Args, reply: Reply) -> Located:
-        chunk_ids, handles = names_of(reply["chunks"]), reply.get("handles", {})
-        assert isinstance(handles, dict), f"malformed reply: {reply}"
-        payloads: list[Parts] = []
-        found = reply
-        if self._keyed is not None and reply.get("keyed"):
-            found, payloads = self._keyed.fetch(call, read, specs, reply, handles)
-            self._keyed.check_same(call, args, reply)
-        elif chunk_ids:
-            with self._link.clock.measure("store_get"), self._link.errors_of(call):
-                payloads = self._link.store.get(chunk_ids, timeout_s=call.left(), handles=handles)
-            self._check_live(call, chunk_ids)
-        with self._confirmed_errors(chunk_ids), self._link.clock.measure("build"):
-            return Located(specs=specs, reply=found, payloads=payloads, num_rows=len(read.keys))
+    def _fetch_keyed(
+        self, call: ClientCall, read: Read[_T], specs: Sequence[FieldSpec], args: Args, reply: Reply
+    ) -> tuple[Reply, list[Parts]]:
+        """Fetch cells under the rows' keys, and chunks; return reply and payloads as if all were chunks."""
+        handles = reply.get("handles", {})
+        assert self._keyed is not None and isinstance(handles, dict), f"malformed reply: {reply}"
+        fetched = self._keyed.fetch(call, read, specs, reply, handles)
+        self._keyed.check_same(call, args, reply)
+        return fetched
 
     @contextmanager
     def _confirmed_errors(self, chunk_ids: list[str]) -> Iterator[None]:
