@@ -59,7 +59,7 @@ class SharedMemoryConfig(Section):
 
 
 class TransferQueueConfig(Section):
-    """What other TransferQueue clients see of a run, and whose TransferQueue it is (`impl: transfer_queue`)."""
+    """The form of a run's rows in TransferQueue, and the TransferQueue that it uses (`impl: transfer_queue`)."""
 
     layout: Layout = "chunks"
     """Form of the rows in TransferQueue: `chunks` (rows packed together, fastest, readable by this library alone) or

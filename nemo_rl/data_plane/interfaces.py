@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from nemo_rl.data_plane.chunks.columns import FlatColumn
 
 __all__ = [
+    "ColumnStore",
     "Columns",
     "DataPlaneClient",
     "Handles",
     "KVBatchMeta",
     "Parts",
     "PayloadStore",
-    "RowStore",
     "StoreHealth",
     "TagValue",
     "Tags",
@@ -97,7 +97,7 @@ class PayloadStore(ABC):
         return socket.gethostname()
 
     @property
-    def rows(self) -> RowStore | None:
+    def rows(self) -> ColumnStore | None:
         """The columns that this store keeps under the rows' own keys, for other programs; None where it keeps chunks
         alone."""
         return None
@@ -145,7 +145,7 @@ class PayloadStore(ABC):
         """End this client's part; the owner's close also ends the backend. Idempotent."""
 
 
-class RowStore(ABC):
+class ColumnStore(ABC):
     """Columns under the rows' own keys, which other programs read and add to. Every call ends by a deadline.
 
     A column of a row is written here once; what rewrites it goes to a chunk first, because a value cannot be replaced
@@ -155,7 +155,7 @@ class RowStore(ABC):
     @property
     @abstractmethod
     def others(self) -> str:
-        """What messages call a client of another program."""
+        """Name a client of another program, for messages."""
 
     @abstractmethod
     def takes(self, column: FlatColumn) -> bool:

@@ -19,8 +19,8 @@ from tests.helpers.data_planes import PLANES, Plane, open_plane, ray_cluster, se
 
 FEW: set[tuple[str, Mode]] = {("noop", "threads"), ("shm", "processes"), ("ray-producer", "actors")}
 """One per ledger host, for tests of what all stores share; every one of them in `make test-full`."""
-MOSTLY_FULL = {"transfer_queue-connect": {"test_peers.py"}, "transfer_queue-native-mooncake": set()}
-"""Planes that differ from another one in where rows are, and the files that run over them in `make test`."""
+ONLY_FULL = {"transfer_queue-connect", "transfer_queue-native-mooncake"}
+"""Planes that differ from another one only in whose processes hold the rows."""
 EVERY_PLANE = [(name, mode) for name, kind in PLANES.items() for mode in kind.modes]
 
 
@@ -94,7 +94,7 @@ def _order(item: pytest.Item) -> tuple[bool, bool, int, bool]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         plane = _plane_of(item)
-        is_seldom = plane is not None and item.path.name not in MOSTLY_FULL.get(plane[0], {item.path.name})
+        is_seldom = plane is not None and plane[0] in ONLY_FULL
         if is_seldom or (item.get_closest_marker("few_planes") is not None and plane not in {None, *FEW}):
             item.add_marker("full")
     here = [i for i, item in enumerate(items) if "/tests/contract/" in item.path.as_posix()]

@@ -12,7 +12,7 @@ from torch.nested import as_nested_tensor
 
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.nemo_rl_client import NemoRlClient, SampleMeta
-from nemo_rl.errors import SchemaMismatch
+from nemo_rl.errors import DataPlaneTimeout, SchemaMismatch
 from tests.helpers.data_planes import PLANES, Plane
 
 OVER = ["noop", "shm", "ray-producer", "transfer_queue-native"]
@@ -79,6 +79,8 @@ def test_a_step_of_the_trainer(plane: Plane) -> None:
     assert first.sample_ids == IDS[:3] and first.tags[1]["std"] == 1.0 and first.task_name == "prev_lp"
     assert client.claim_meta("nemo", "prev_lp", ["input_ids"], 3).sample_ids == IDS[3:]
     assert client.claim_meta("nemo", "prev_lp", ["input_ids"], 3, blocking=False).size == 0
+    with pytest.raises(DataPlaneTimeout, match="0 unclaimed, 4 done"):  # a claim is final: there is no lease to expire
+        plane.owner.get_meta("nemo", "prev_lp", ["input_ids"], 1, consumer_id="c", timeout_s=0.05)
     assert client.check_consumption_status("nemo", ["prev_lp"])
     assert not client.check_consumption_status("nemo", ["prev_lp", "train"])
 

@@ -17,7 +17,7 @@ from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.keys import QUEUE_PREFIX, queue_partition
 from nemo_rl.data_plane.schema import extra_field
-from nemo_rl.errors import CapacityExceeded, FieldNotProduced, KeysNotFound, ResourceError, SchemaMismatch
+from nemo_rl.errors import CapacityExceeded, FieldNotProduced, KeysNotFound, PayloadLost, ResourceError, SchemaMismatch
 from tests.helpers import mooncake
 from tests.helpers.data_plane_peers import ActorPeer
 from tests.helpers.data_planes import CONFIGS, Plane, ids_column, keys_of, open_plane, rows_of, wait_until
@@ -96,6 +96,10 @@ def test_a_client_reads_a_step_and_adds_columns_that_a_stage_waits_for(native: t
     masks = program.get(keys, there, ["sample_mask"])["sample_mask"]
     assert torch.tensor(masks).flatten().tolist() == [0.0, 1.0, 1.0, 1.0]
     assert plane.owner.kv_batch_get(keys, partition, ["sample_mask"])["sample_mask"].tolist() == [0.0, 1.0, 1.0, 1.0]
+
+    program.put(keys[1:2], there, {"input_ids": [torch.zeros(5, dtype=torch.int32)]})
+    with pytest.raises(PayloadLost, match=f"'input_ids' of {keys[1]} has 20 bytes.*where this run wrote 4: a Transfer"):
+        plane.owner.get_data(meta, ["input_ids"])
 
     plane.owner.kv_clear(keys[:1], partition)
     assert list(program.listed()[there]) == keys[1:]

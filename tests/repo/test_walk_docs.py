@@ -62,8 +62,13 @@ def test_a_walk_keeps_the_environment_and_tells_failures(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_example_of_the_data_plane_runs_and_prints_what_it_holds(tmp_path: Path) -> None:
-    (example,) = (block for block in blocks_of("docs/data_plane.md") if block.language == "python")
+@pytest.mark.parametrize(
+    ("number", "start", "end"), [(0, "('a_g0', 'a_g1') (3, 1)", "2\n0\n"), (1, "tensor([3, 1])", "tensor([3, 1])\n")]
+)
+def test_the_examples_of_the_data_plane_run_and_print_what_they_hold(
+    tmp_path: Path, number: int, start: str, end: str
+) -> None:
+    example = [block for block in blocks_of("docs/data_plane.md") if block.language == "python"][number]
     done = subprocess.run(
         [sys.executable, "-c", example.body],
         cwd=tmp_path,
@@ -73,4 +78,4 @@ def test_the_example_of_the_data_plane_runs_and_prints_what_it_holds(tmp_path: P
         timeout=180,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("('a_g0', 'a_g1') (3, 1)") and done.stdout.endswith("2\n0\n")
+    assert done.stdout.startswith(start) and done.stdout.endswith(end)

@@ -146,7 +146,7 @@ def _fewer_engines(setting: PlanSetting) -> Iterator[PlanChange]:
 def _more_room(setting: PlanSetting) -> Iterator[PlanChange]:
     plane = setting.config.active_data_plane
     for factor in FACTORS:
-        if plane.uses_mooncake:
+        if plane.starts_mooncake:
             room = plane.mooncake.segment_bytes * factor
             yield PlanChange(overrides=(f"data_plane.mooncake.segment_bytes={room}",), cost="memory of the node")
         if plane.storage_capacity.bytes is not None:

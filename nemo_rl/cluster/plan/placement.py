@@ -143,9 +143,9 @@ def _others(setting: PlanSetting) -> tuple[str, ...]:
     found = ["driver", "rollout worker", *["teacher worker"] * num_teacher_workers(config)]
     host = plane.ledger_host or kind.ledger_host
     found += ["ledger"] if host == "ray_actor" else []
-    if plane.impl == "transfer_queue":
+    if plane.impl == "transfer_queue" and not plane.is_guest_of_queue:
         found += ["TransferQueue controller", *["storage unit"] * plane.num_storage_units]
-    if plane.uses_mooncake:
+    if plane.starts_mooncake:
         found += ["Mooncake master"] if plane.mooncake.master_address is None else []
         found += ["Mooncake holder"] if plane.mooncake.segment_owner == "holder" else []
     if config.env.name != "sort":
@@ -164,9 +164,9 @@ def plan_ports(setting: PlanSetting) -> list[Port]:
     found.append(Port(who="rendezvous of the policy ranks", node=0, port=None, set_by=""))
     if config.refit_transport == "broadcast":
         found.append(Port(who="rendezvous of the refit", node=0, port=None, set_by=""))
-    if plane.impl == "transfer_queue":
+    if plane.impl == "transfer_queue" and not plane.is_guest_of_queue:
         found.append(Port(who="TransferQueue controller and storage units", node=0, port=None, set_by=""))
-    if plane.uses_mooncake:
+    if plane.starts_mooncake:
         given = plane.mooncake.master_address
         number = int(given.rpartition(":")[2]) if given else None
         key = "data_plane.mooncake.master_address" if given else ""

@@ -75,7 +75,7 @@ def plan_plane(setting: PlanSetting, batches: Batches) -> PlaneMemory:
     plane = setting.config.active_data_plane
     clients, kind = num_clients(setting.config), kind_named(plane.impl or "noop")
     room, key = plane.storage_capacity.bytes, "data_plane.storage_capacity.bytes"
-    if plane.uses_mooncake and plane.mooncake.master_address is None:
+    if plane.starts_mooncake and plane.mooncake.master_address is None:
         owners = clients if plane.mooncake.segment_owner == "producer" else 1
         segments = owners * plane.mooncake.segment_bytes
         if room is None or segments < room:

@@ -426,6 +426,8 @@ def _store(changes: Changes, config: MasterConfig) -> None:
     plane = config.active_data_plane
     if plane.impl == "transfer_queue" and plane.backend == "simple":
         changes.cap("data_plane.simple.num_storage_units", 2, ONE_MACHINE)
+    if plane.is_guest_of_queue:
+        changes.set("data_plane.transfer_queue.connect", False, ONE_MACHINE)
     changes.set("data_plane.storage_capacity.bytes", None, SMALL_BATCH)
     if not plane.uses_mooncake:
         return

@@ -60,7 +60,7 @@ from nemo_rl.data_plane.adapters.transfer_queue_units import (
     read_values,
     write_values,
 )
-from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, RowStore, StoreHealth
+from nemo_rl.data_plane.interfaces import ColumnStore, Handles, Parts, PayloadStore, StoreHealth
 from nemo_rl.data_plane.keys import queue_partition
 from nemo_rl.errors import (
     CapacityExceeded,
@@ -222,7 +222,7 @@ class TransferQueueStore(PayloadStore):
             return cls(_process.session, run_id=run_id, config=config)
 
     @property
-    def rows(self) -> RowStore | None:
+    def rows(self) -> ColumnStore | None:
         return self._rows
 
     @property

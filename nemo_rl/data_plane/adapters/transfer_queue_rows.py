@@ -22,7 +22,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from nemo_rl.data_plane.adapters.transfer_queue_session import QueueSession
 from nemo_rl.data_plane.chunks.columns import FlatColumn, dtype_name
 from nemo_rl.data_plane.chunks.tags import Tags
-from nemo_rl.data_plane.interfaces import RowStore
+from nemo_rl.data_plane.interfaces import ColumnStore
 from nemo_rl.data_plane.keys import queue_partition
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, DataPlaneError, KeysNotFound, SchemaMismatch, name_some
@@ -37,7 +37,7 @@ CLEAR_BATCH = 4096
 """Keys per clear: the controller answers all clients from one thread."""
 
 
-class QueueRows(RowStore):
+class QueueRows(ColumnStore):
     """Columns of one run."""
 
     def __init__(self, session: QueueSession, *, run_id: str) -> None:

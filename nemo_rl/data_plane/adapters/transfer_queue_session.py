@@ -58,7 +58,7 @@ PROBE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guest:
-    """What a session knows about a TransferQueue that another program has started."""
+    """A TransferQueue that another program has started, as a session knows it."""
 
     controller: str
     """Ray's id of its controller actor."""

@@ -19,7 +19,16 @@ from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import SchemaMismatch, name_some
 from nemo_rl.jagged import lengths_of, values_of
 
-__all__ = ["FlatColumn", "check_columns", "check_keys", "check_tags", "dtype_name", "token_lengths", "torch_dtype"]
+__all__ = [
+    "FlatColumn",
+    "check_columns",
+    "check_keys",
+    "check_tags",
+    "column_types",
+    "dtype_name",
+    "token_lengths",
+    "torch_dtype",
+]
 
 Lengths = npt.NDArray[np.int64]
 
@@ -104,6 +113,11 @@ def check_columns(
         checked[name] = flat
     _check_token_lengths(checked, keys, where)
     return checked
+
+
+def column_types(columns: Mapping[str, FlatColumn]) -> dict[str, list[object]]:
+    """Return dtype and trailing dims of the columns that are tensors, for the ledger."""
+    return {name: [c.dtype, list(c.trailing)] for name, c in columns.items() if c.values is not None}
 
 
 def token_lengths(columns: Mapping[str, FlatColumn]) -> Lengths | None:

@@ -1,4 +1,4 @@
-"""`KeyedRowsLink`: a client's dealings with a store that keeps columns under the rows' keys (`RowStore`).
+"""`KeyedRowsLink`: a client's dealings with a store that keeps columns under the rows' keys (`ColumnStore`).
 
 Used by `writes`, `reads` and `ledger_client`; the ledger's half is `ledger.keyed_rows`. A put is announced before its
 bytes are sent, cells under keys are read back as chunks that every reader knows, and columns that another program has
@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nemo_rl.data_plane.chunks.columns import FlatColumn, check_columns
+from nemo_rl.data_plane.chunks.columns import FlatColumn, check_columns, column_types
 from nemo_rl.data_plane.chunks.reader import Run
 from nemo_rl.data_plane.chunks.tags import Tags
 from nemo_rl.data_plane.client.link import (
@@ -26,19 +26,19 @@ from nemo_rl.data_plane.client.link import (
     names_of,
 )
 from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
-from nemo_rl.data_plane.interfaces import Handles, Parts, RowStore
+from nemo_rl.data_plane.interfaces import ColumnStore, Handles, Parts
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import DataPlaneError, DataPlaneTimeout, KeysNotFound, PayloadLost, SchemaMismatch, name_some
 
-__all__ = ["WHOLE", "AnnouncedPut", "ForeignColumns", "KeyedRowsLink", "column_types_of"]
+__all__ = ["AnnouncedPut", "ForeignColumns", "KeyedRowsLink"]
 
 logger = logging.getLogger(__name__)
 
 WHOLE = 1 << 62
 """Chunk size, in bytes, that gives one chunk per family."""
 PUT_OVERTIME_S = 30.0
-"""What a put sent before its deadline may still do to the store for so long."""
+"""A put that was sent before its deadline may reach the store for so long."""
 STRANGERS_S = 10.0
 """Rows of other programs are looked for at most once in so many seconds."""
 
@@ -82,16 +82,16 @@ class _Fetch:
 
 
 class KeyedRowsLink:
-    """The `RowStore` of one client, with its ledger."""
+    """The `ColumnStore` of one client, with its ledger."""
 
-    def __init__(self, link: ClientLink, rows: RowStore) -> None:
+    def __init__(self, link: ClientLink, rows: ColumnStore) -> None:
         self._link, self._rows = link, rows
         self._strangers: dict[str, tuple[float, int]] = {}
         """Partition -> when it was last searched for rows of other programs, and how many there were."""
 
     @property
     def others(self) -> str:
-        """What messages call a client of another program."""
+        """Name a client of another program, for messages."""
         return self._rows.others
 
     # ---- writing
@@ -105,7 +105,7 @@ class KeyedRowsLink:
         checked = ("partition", "declared", "keys", "lengths", "claims", "may_create")
         args: Args = {name: put[name] for name in checked}
         args |= {"families": {family: names for family, names in families.items() if family not in apart}}
-        args |= {"column_types": column_types_of(columns)}
+        args |= {"column_types": column_types(columns)}
         partition, poll_s = str(put["partition"]), FIRST_POLL_S
         while True:
             reply = self._link.ask(call, "begin", {**args, "lasts_s": call.left() + PUT_OVERTIME_S})
@@ -285,13 +285,6 @@ class KeyedRowsLink:
                 self.others,
                 name_some(found),
             )
-
-
-def column_types_of(columns: Mapping[str, FlatColumn]) -> dict[str, list[object]]:
-    """Return dtype and trailing dims of the columns that are tensors, for the ledger."""
-    return {
-        name: [column.dtype, list(column.trailing)] for name, column in columns.items() if column.values is not None
-    }
 
 
 def _plan_fetches(

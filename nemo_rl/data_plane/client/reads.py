@@ -243,10 +243,6 @@ class RowReader:
     """Reads of one client."""
 
     def __init__(self, link: ClientLink, keyed: KeyedRowsLink | None = None, adopt: Adopt | None = None) -> None:
-        """Args:
-        keyed: for a store that keeps columns under the rows' keys.
-        adopt: commits what other programs have written there.
-        """
         self._link, self._keyed, self._adopt = link, keyed, adopt
 
     def read(self, call: ClientCall, read: Read[_T], declaration: Declaration) -> _T:
@@ -263,7 +259,9 @@ class RowReader:
         before: list[str] = []
         lost_after, poll_s = 0.0, FIRST_POLL_S
         while True:
-            reply = self._locate(call, args, declaration)
+            reply = (
+                self._link.ask(call, "locate", args) if self._adopt is None else self._locate(call, args, declaration)
+            )
             places = RowPlaces.of_reply(reply)
             chunk_ids, stored_ids = places.chunk_ids, places.stored_ids()
             try:

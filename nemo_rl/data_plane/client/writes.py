@@ -6,26 +6,32 @@ The one invariant: rows become visible by the commit that follows a complete sto
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
-from nemo_rl.data_plane.chunks.columns import FlatColumn, check_columns, check_tags, token_lengths
+from nemo_rl.data_plane.chunks.columns import FlatColumn, check_columns, check_tags, column_types, token_lengths
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable
-from nemo_rl.data_plane.client.keyed_rows import WHOLE, ForeignColumns, KeyedRowsLink, column_types_of
+from nemo_rl.data_plane.client.keyed_rows import ForeignColumns, KeyedRowsLink
 from nemo_rl.data_plane.client.leases import LeaseRenewer
 from nemo_rl.data_plane.client.link import ClientCall, ClientLink, Declaration, RoomWait, names_of, versions_of
 from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
 from nemo_rl.data_plane.interfaces import Columns, Parts
 from nemo_rl.data_plane.keys import chunk_in_blocks
-from nemo_rl.data_plane.ledger.ledger import Args
+from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.errors import CapacityExceeded, DataPlaneError, DataPlaneTimeout
 
 __all__ = ["PutRequest", "RowWriter"]
 
 logger = logging.getLogger(__name__)
+
+Flat: TypeAlias = Mapping[str, FlatColumn]
+Names: TypeAlias = Collection[str]
+ColumnTypes: TypeAlias = Mapping[str, Sequence[object]]
+"""Field -> dtype and trailing dims."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +57,6 @@ class RowWriter:
     """Puts of one client."""
 
     def __init__(self, link: ClientLink, leases: LeaseRenewer, keyed: KeyedRowsLink | None = None) -> None:
-        """Args:
-        keyed: for a store that keeps columns under the rows' keys.
-        """
         self._link, self._leases, self._keyed = link, leases, keyed
 
     def write(self, call: ClientCall, put: PutRequest, declaration: Declaration) -> KVBatchMeta:
@@ -75,7 +78,8 @@ class RowWriter:
                 "claims": self._leases.claims_of(put.partition_id, keys, put.claimed),
                 "may_create": any(column.spec.produced_by == "rollout" for column in columns.values()),
             }
-            versions = self._put(call, columns, args, tags)
+            store = self._store if self._keyed is None else partial(self._put_keyed, tags)
+            versions = versions_of(store(call, columns, args))
             self._leases.forget_written(put.partition_id, keys, set(columns))
         return KVBatchMeta(
             partition_id=put.partition_id,
@@ -101,14 +105,12 @@ class RowWriter:
             "if_absent": True,
             "who": self._keyed.others,
         }
-        self._store(call, found.columns, args, in_place=frozenset())
+        reply = self._store(call, found.columns, args, op="commit_keyed")
+        self._keyed.free(partition_id, reply)
 
-    def _put(
-        self, call: ClientCall, columns: Mapping[str, FlatColumn], args: Args, tags: TagTable | None
-    ) -> dict[str, Version]:
-        """Store and commit a put; return the family versions."""
-        if self._keyed is None:
-            return self._store(call, columns, args, in_place=frozenset())
+    def _put_keyed(self, tags: TagTable | None, call: ClientCall, columns: Flat, args: Args) -> Reply:
+        """Store and commit a put; families that are new to its rows are written under the rows' keys."""
+        assert self._keyed is not None
         announced, keys = self._keyed.announce(call, args, columns), names_of(args["keys"])
         here = {name: column for name, column in columns.items() if column.spec.family in announced.in_place}
         apart = {name: column for name, column in columns.items() if name not in here}
@@ -116,8 +118,8 @@ class RowWriter:
         try:
             if here or (tags is not None and not columns):
                 self._keyed.write(call, announced, keys, here, tags)
-            args = {**args, "put": announced.number, "is_last": is_last}
-            versions = self._store(call, columns, args, in_place=announced.in_place)
+            args |= {"put": announced.number, "is_last": is_last, "in_place": sorted(announced.in_place)}
+            reply = self._store(call, columns, args, announced.in_place, "commit_keyed")
         except DataPlaneTimeout:
             raise  # it may still arrive; it ends by itself
         except DataPlaneError:
@@ -126,47 +128,30 @@ class RowWriter:
         if not is_last:
             self._keyed.publish(call, announced, keys, apart, None if here else tags)
             self._keyed.end(announced)
-        return versions
+        self._keyed.free(announced.partition, reply)
+        return reply
 
-    def _store(
-        self, call: ClientCall, columns: Mapping[str, FlatColumn], put: Args, *, in_place: frozenset[str]
-    ) -> dict[str, Version]:
-        """Store the chunks of the columns, then commit them; return the family versions.
-
-        Args:
-            in_place: families that the store has under the rows' keys already.
-        """
-        store, config, num_rows = self._link.store, self._link.address.config, len(names_of(put["keys"]))
+    def _store(self, call: ClientCall, columns: Flat, put: Args, in_place: Names = (), op: str = "commit") -> Reply:
+        """Store the chunks of the columns, but for families `in_place`, then commit; return the ledger's reply."""
+        store, config = self._link.store, self._link.address.config
         with self._link.clock.measure("encode"):
-            here = {name: column for name, column in columns.items() if column.spec.family in in_place}
-            apart = {name: column for name, column in columns.items() if name not in here}
             chunks = encode_rows(
-                apart,
-                num_rows=num_rows,
+                columns,
+                num_rows=len(names_of(put["keys"])),
                 chunk_bytes=store.chunk_bytes or config.chunk_bytes,
                 block_bytes=store.block_bytes,
                 has_checksums=config.has_checksums,
             )
-            num_apart = len(chunks)
-            chunks += encode_rows(here, num_rows=num_rows, chunk_bytes=WHOLE) if here else []
-        ids = [
-            chunk_in_blocks(name, chunk.num_blocks) if chunk.num_blocks else name
-            for name, chunk in zip(self._link.new_ids(len(chunks)), chunks, strict=True)
-        ]
-        column_types = column_types_of(columns)
-        records = [_chunk_record(i, chunk, column_types) for i, chunk in zip(ids, chunks, strict=True)]
-        for record in records[num_apart:]:
-            record["keyed"] = True
-        args: Args = {**put, "chunks": records}
+        types, ids = column_types(columns), self._new_ids(chunks)
+        payloads: dict[str, Parts] = {}
+        for name, chunk in zip(ids, chunks, strict=True):
+            payloads |= chunk.payloads(name) if chunk.family not in in_place else {}
+        args: Args = {**put, "chunks": [_chunk_record(i, c, types) for i, c in zip(ids, chunks, strict=True)]}
         wait = RoomWait(ask=partial(self._link.ask, call), deadline=call.deadline, what=call.what)
         reservation = self._reserve(wait, args, chunks)
         handles: Handles | None = None
-        stored = ids[:num_apart]
         try:
-            if stored:
-                payloads: dict[str, Parts] = {}
-                for name, chunk in zip(stored, chunks, strict=False):
-                    payloads |= chunk.payloads(name)
+            if payloads:
                 with self._link.clock.measure("store_put"), self._link.errors_of(call):
                     handles = self._link.store.put(payloads, timeout_s=call.left())
         except DataPlaneError:
@@ -174,22 +159,23 @@ class RowWriter:
             raise
         try:
             wait.ask = partial(self._link.ask, call, handles=handles)
-            reply = wait.granted("commit", {**args, "reservation": reservation})
+            reply = wait.granted(op, {**args, "reservation": reservation})
         except DataPlaneTimeout:
             raise  # the commit may still arrive: rows it makes visible must keep their chunks
         except DataPlaneError:
-            self._link.drop(stored)
+            self._link.drop([name for name, c in zip(ids, chunks, strict=True) if c.family not in in_place])
             self._unreserve(reservation, wait)
             raise
-        if reply.get("present"):
-            self._link.drop(stored)
-            self._unreserve(reservation, wait)
-            return {}
         self._link.drop(names_of(reply["drop"]))
-        if self._keyed is not None:
-            self._keyed.free(str(put["partition"]), reply)
         self._link.count("put_bytes", sum(chunk.nbytes for chunk in chunks))
-        return versions_of(reply)
+        return reply
+
+    def _new_ids(self, chunks: Sequence[EncodedChunk]) -> list[str]:
+        """Return fresh ids for chunks; they say how many blocks there are."""
+        return [
+            chunk_in_blocks(name, chunk.num_blocks) if chunk.num_blocks else name
+            for name, chunk in zip(self._link.new_ids(len(chunks)), chunks, strict=True)
+        ]
 
     def _reserve(self, wait: RoomWait, put: Args, chunks: Sequence[EncodedChunk]) -> int:
         """Wait for capacity before any byte goes to the store, where bytes are limited; 0 where they are not."""
@@ -217,7 +203,7 @@ class RowWriter:
             logger.warning("could not give a reservation back: %s", error)
 
 
-def _chunk_record(chunk_id: str, chunk: EncodedChunk, column_types: Mapping[str, Sequence[object]]) -> Args:
+def _chunk_record(chunk_id: str, chunk: EncodedChunk, types: ColumnTypes) -> Args:
     form = chunk.form()
     return {
         **({"form": form} if form else {}),
@@ -229,5 +215,5 @@ def _chunk_record(chunk_id: str, chunk: EncodedChunk, column_types: Mapping[str,
         "nbytes": chunk.nbytes,
         "sizes": list(chunk.sizes),
         "row_sizes": dict(chunk.row_sizes),
-        "column_types": {name: column_types[name] for name in chunk.fields if name in column_types},
+        "column_types": {name: types[name] for name in chunk.fields if name in types},
     }

@@ -1,7 +1,7 @@
 """`KeyedRows`: rows whose columns the store keeps under the rows' own keys, where a place can be written once only.
 
-Called by `ledger.py` only, for stores that have a `RowStore`. A put announces itself (`begin`) before its bytes go to
-the store and is told which families it may write in place: those that no put has ever touched for these rows. All
+Called by `ledger.py` only, for stores that have a `ColumnStore`. A put announces itself (`begin`) before its bytes go
+to the store and is told which families it may write in place: those that no put has ever touched for these rows. All
 others go to chunks, so no reader ever meets a value that is being replaced. The one invariant: a row is freed in the
 store only when it is cleared and no announced put of it is under way, and it is not written again before it is freed.
 """
@@ -22,7 +22,7 @@ FREE_AGAIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class _AnnouncedPut:
+class _PutUnderWay:
     keys: Sequence[str]
     expires: float
     """Seconds of the host's clock at which it counts as dead."""
@@ -30,11 +30,11 @@ class _AnnouncedPut:
 
 @dataclass(slots=True)
 class KeyedRows:
-    """What is under way and what is left in the store, for one partition. It outlives the partition's declaration."""
+    """The puts under way and the rows left in the store, of one partition. It outlives the partition's declaration."""
 
     _touched: dict[str, set[str]] = field(default_factory=dict)
     """Field -> rows where a put of this run has written it, or was about to, since they were last freed."""
-    _puts: dict[int, _AnnouncedPut] = field(default_factory=dict)
+    _puts: dict[int, _PutUnderWay] = field(default_factory=dict)
     _busy: Counter[str] = field(default_factory=Counter)
     """Announced puts of each row."""
     _leaving: dict[str, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class KeyedRows:
         for family in in_place:
             self.touch(families[family], keys)
         self._num_puts += 1
-        self._puts[self._num_puts] = _AnnouncedPut(keys, now + lasts_s)
+        self._puts[self._num_puts] = _PutUnderWay(keys, now + lasts_s)
         self._busy.update(keys)
         return {"put": self._num_puts, "in_place": in_place}
 
@@ -96,9 +96,11 @@ class KeyedRows:
             else:
                 self._leaving[key] = now
 
-    def clear(self, keys: Iterable[str], now: float) -> None:
-        """The rows are gone; those that a put still writes are freed when it ends."""
+    def clear(self, live: Collection[str], keys: Iterable[str], now: float) -> list[str]:
+        """The rows are gone; those that a put still writes are freed when it ends. Return what is due."""
+        self.expire(live, now)
         self._leaving.update((key, inf if key in self._busy else now) for key in keys)
+        return self.due(now)
 
     def due(self, now: float) -> list[str]:
         """Return the rows that the caller has to free now, and to confirm."""

@@ -89,6 +89,7 @@ class Ledger:
             "end": self._end,
             "freed": self._freed,
             "commit": self._commit,
+            "commit_keyed": self._commit_keyed,
             "lacking": self._lacking,
             "strangers": self._strangers,
             "locate": self._locate,
@@ -250,14 +251,6 @@ class Ledger:
         """Make a put visible, or answer `blocked` when it does not fit now."""
         partition, keys = self._partition(args), _texts(args, "keys")
         chunks = _records(args, "chunks")
-        if args.get("if_absent") and put_rules.is_any_written(partition, keys, chunks):
-            return {"present": True}
-        put = args.get("put", 0)
-        assert isinstance(put, int)
-        if put and not self._keyed[partition.name].is_under_way(put):
-            raise DataPlaneTimeout(
-                f"partition {partition.name!r}: a put took longer than it had announced, so its rows may be freed"
-            )
         self._capacity.blocked_s += _seconds(args, "waited_s")
         written = partition.by_family(name for record in chunks for name in _texts(record, "fields"))
         column_types = put_rules.check(partition, keys, args, chunks, now=now)
@@ -282,20 +275,30 @@ class Ledger:
         self._capacity.mark(partition)
         if self._record.is_on:
             self._record("commit", args, keys, now, rows=partition.rows, fields=sorted(fields), nbytes=nbytes)
-        reply: Reply = {"versions": versions, "drop": dropped}
-        if partition.name in self._keyed:
-            reply["free"] = self._finish_keyed(partition, keys, fields, put if args.get("is_last") else 0, now)
-        return reply
+        return {"versions": versions, "drop": dropped}
 
-    def _finish_keyed(
-        self, partition: Partition, keys: Sequence[str], fields: frozenset[str], put: int, now: float
-    ) -> list[str]:
-        """Remember what was written, and end the announced put unless it goes on (0); return rows to be freed."""
-        keyed = self._keyed[partition.name]
-        keyed.touch(fields, keys)
-        if put:
-            keyed.end(put, partition.rows, now)
-        return keyed.due(now)
+    def _commit_keyed(self, args: Args, now: float) -> Reply:
+        """Commit a put to a store that keeps columns under the rows' keys, announced (`put`) or of another program's
+        columns (`if_absent`)."""
+        partition, keys, put = self._partition(args), _texts(args, "keys"), args.get("put", 0)
+        keyed, chunks = self._keyed[partition.name], _records(args, "chunks")
+        assert isinstance(put, int), f"put: expected an integer, got {put!r}"
+        if args.get("if_absent") and put_rules.is_any_written(partition, keys, chunks):
+            self._capacity.end(_number(args, "reservation"))
+            return {"versions": {}, "drop": [record["id"] for record in chunks]}
+        if put and not keyed.is_under_way(put):
+            raise DataPlaneTimeout(
+                f"partition {partition.name!r}: a put took longer than it had announced, so its rows may be freed"
+            )
+        in_place = _texts(args, "in_place") if put else ()
+        marked = [{**record, "keyed": record["family"] in in_place} for record in chunks]
+        reply = self._commit({**args, "chunks": marked}, now)
+        if "blocked" not in reply:
+            keyed.touch({name for record in chunks for name in _texts(record, "fields")}, keys)
+            if put and args.get("is_last"):
+                keyed.end(put, partition.rows, now)
+            reply["free"] = keyed.due(now)
+        return reply
 
     def _put_rows(self, partition: Partition, keys: Sequence[str], args: Args, now: float) -> None:
         """Create the rows that are new and settle lengths and tags."""
@@ -366,13 +369,8 @@ class Ledger:
         partition.forget_cleared()
         self._capacity.live_rows -= len(gone)
         self._claims = {i: claim for i, claim in self._claims.items() if claim[2].keys}
-        reply: Reply = {"rows": len(gone), "drop": dropped}
         keyed = self._keyed.get(partition.name)
-        if keyed is not None:
-            keyed.expire(partition.rows, now)
-            keyed.clear(gone, now)
-            reply["free"] = keyed.due(now)
-        return reply
+        return {"rows": len(gone), "drop": dropped, "free": keyed.clear(partition.rows, gone, now) if keyed else []}
 
     # ---- reading
 

@@ -17,17 +17,12 @@ __all__ = ["ColumnTypes", "check", "check_present", "is_any_written"]
 
 ColumnTypes: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]
 """Field -> dtype and trailing dims."""
+Keys: TypeAlias = Sequence[str]
 Record: TypeAlias = Mapping[str, object]
 
 
-def check(
-    partition: Partition, keys: Sequence[str], put: Record, typed: Sequence[Record], *, now: float
-) -> ColumnTypes:
-    """Check a put against what the partition holds and what the caller has claimed; return the types it settles.
-
-    Args:
-        typed: records with `column_types`.
-    """
+def check(partition: Partition, keys: Keys, put: Record, typed: Sequence[Record], *, now: float) -> ColumnTypes:
+    """Check a put, with `column_types` in its `typed` records, against the partition; return the types it settles."""
     column_types = _check_column_types(partition, keys, typed, put["lengths"])
     claim_rules.check_held(partition, keys, claim_rules.parse(put["claims"]), now=now)
     if not put["may_create"]:
@@ -35,7 +30,7 @@ def check(
     return column_types
 
 
-def check_present(partition: Partition, keys: Sequence[str]) -> None:
+def check_present(partition: Partition, keys: Keys) -> None:
     if not all(map(partition.rows.__contains__, keys)):
         missing = [key for key in keys if key not in partition.rows]
         raise KeysNotFound(
@@ -44,7 +39,7 @@ def check_present(partition: Partition, keys: Sequence[str]) -> None:
         )
 
 
-def is_any_written(partition: Partition, keys: Sequence[str], chunks: Sequence[Record]) -> bool:
+def is_any_written(partition: Partition, keys: Keys, chunks: Sequence[Record]) -> bool:
     """Return whether a cell that a put would write has a value already."""
     for record in chunks:
         family, fields = record["family"], record["fields"]
@@ -55,9 +50,7 @@ def is_any_written(partition: Partition, keys: Sequence[str], chunks: Sequence[R
     return False
 
 
-def _check_column_types(
-    partition: Partition, keys: Sequence[str], typed: Sequence[Record], lengths: object
-) -> ColumnTypes:
+def _check_column_types(partition: Partition, keys: Keys, typed: Sequence[Record], lengths: object) -> ColumnTypes:
     """dtype, trailing dims and lengths must agree with what the partition already holds."""
     where = f"partition {partition.name!r}"
     if isinstance(lengths, list):

@@ -41,21 +41,17 @@ def locate(
         for name in sorted(names):
             placements.append({"fields": [name], "runs": _runs((column.place_of(k, name) for k in keys), table)})
     column_types = {name: [*partition.column_types[name]] for name in fields if name in partition.column_types}
-    reply: dict[str, object] = {
-        "chunks": [chunk.chunk_id for chunk in table],
-        "placements": placements,
-        "column_types": column_types,
-    }
+    chunks = [chunk.chunk_id for chunk in table]
+    more: dict[str, object] = {}
     if any(chunk.form for chunk in table):
-        reply["forms"] = [chunk.form for chunk in table]
+        more["forms"] = [dict(chunk.form) for chunk in table]
     if any(chunk.is_keyed for chunk in table):
-        _add_keyed(reply, placements, list(table))
-    return reply
+        more |= _mark_keyed(placements, list(table))
+    return {"chunks": chunks, "placements": placements, "column_types": column_types, **more}
 
 
-def _add_keyed(reply: dict[str, object], placements: list[dict[str, object]], chunks: Sequence[Chunk]) -> None:
-    """Say which chunks stand for cells under the rows' keys, and how many bytes each such cell has."""
-    reply["keyed"] = [i for i, chunk in enumerate(chunks) if chunk.is_keyed]
+def _mark_keyed(placements: list[dict[str, object]], chunks: Sequence[Chunk]) -> dict[str, object]:
+    """Add to each placement how many bytes its cells under the rows' keys have; return which chunks stand for such."""
     for placement in placements:
         runs, fields = placement["runs"], placement["fields"]
         assert isinstance(runs, list) and isinstance(fields, list)
@@ -68,6 +64,7 @@ def _add_keyed(reply: dict[str, object], placements: list[dict[str, object]], ch
             ]
             for name in fields
         }
+    return {"keyed": [i for i, chunk in enumerate(chunks) if chunk.is_keyed]}
 
 
 def _whole_rows(column: FamilyColumn, keys: Sequence[str], names: frozenset[str]) -> list[tuple[Chunk, int]] | None:

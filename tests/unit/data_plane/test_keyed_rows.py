@@ -40,9 +40,18 @@ class Ask:
     ) -> dict[str, Any]:
         chunk = {"id": f"{field}{put}{self.now}", "family": field, "fields": [field], "first": 0, "rows": len(keys)}
         chunk |= {"nbytes": 40, "sizes": [4 * len(keys)], "row_sizes": {}, "column_types": {field: ["float32", []]}}
-        chunk["keyed"] = is_keyed
         rules = {"lengths": None, "tags": None, "claims": {}, "may_create": True}
-        return self("commit", keys=keys, chunks=[chunk], put=put, is_last=True, **rules, **more)
+        return self(
+            "commit_keyed",
+            keys=keys,
+            chunks=[chunk],
+            put=put,
+            is_last=True,
+            in_place=[field] if is_keyed else [],
+            reservation=0,
+            **rules,
+            **more,
+        )
 
     def put(self, field: str, keys: list[str] = KEYS) -> dict[str, Any]:
         begun = self.begin(field, keys)
@@ -115,7 +124,8 @@ def test_columns_of_others_are_taken_once(ask: Ask) -> None:
     ask.put("sample_mask")
     taken = ask.commit("advantages", 0, is_keyed=False, if_absent=True)
     assert "versions" in taken and ask("lacking", fields=["advantages"], keys=None)["fields"] == {}
-    assert ask.commit("advantages", 0, is_keyed=False, if_absent=True) == {"present": True}
+    again = ask.commit("advantages", 0, is_keyed=False, if_absent=True)
+    assert again["versions"] == {} and len(again["drop"]) == 1
 
 
 def test_a_put_that_cannot_be_committed_is_refused_before_its_bytes_are_sent(ask: Ask) -> None:
