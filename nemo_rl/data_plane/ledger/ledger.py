@@ -8,12 +8,13 @@ changes anything: a refused commit leaves no trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from nemo_rl.data_plane.ledger import claims as claim_rules
 from nemo_rl.data_plane.ledger.capacity import Capacity, Demand
 from nemo_rl.data_plane.ledger.events import EventSink, Recorder, explain_row
 from nemo_rl.data_plane.ledger.reads import locate
+from nemo_rl.data_plane.ledger.snapshot import dump_chunk, dump_partition, load_chunk, load_partition, load_scalars
 from nemo_rl.data_plane.ledger.state import (
     Chunk,
     ClaimLease,
@@ -69,6 +70,10 @@ class Ledger:
         self._partitions: dict[str, Partition] = {}
         self._chunks: dict[str, Chunk] = {}
         self._claims: dict[int, tuple[str, str, ClaimLease]] = {}
+        self._handles: dict[str, object] = {}
+        """Chunk id -> what readers need to reach it, for stores that have such a thing."""
+        self.num_expired = 0
+        """Leases that were found to be over: with `blocked_s`, all that a request without success can change."""
         self._num_claims = 0
         self._num_declared = 0
         self._first_versions: dict[str, int] = {}
@@ -93,6 +98,8 @@ class Ledger:
             "clear": self._clear,
             "forget": self._forget,
             "stats": lambda args, now: self._capacity.stats(now),
+            "waited": self._waited,
+            "extend": self._extend,
         }
 
     def handle(self, request: Mapping[str, object], *, now: float) -> Reply:
@@ -110,6 +117,7 @@ class Ledger:
             args = request["args"]
             assert isinstance(args, dict), "args must be a dict"
             reply = self._ops[str(request["op"])](args, now)
+            self._carry_handles(request, reply)
         except DataPlaneError as error:
             return {"error": to_record(error)}
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -118,6 +126,79 @@ class Ledger:
             if self._validate:
                 check_invariants(self._partitions, self._chunks)
         return {"ok": reply}
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds that puts have waited for capacity."""
+        return self._capacity.blocked_s
+
+    def _carry_handles(self, request: Mapping[str, object], reply: Reply) -> None:
+        brought = request.get("handles")
+        if isinstance(brought, dict) and "versions" in reply:
+            self._handles.update(brought)
+        if not self._handles:
+            return
+        for chunk_id in reply.get("drop", ()):  # type: ignore[attr-defined]
+            self._handles.pop(chunk_id, None)
+        if request["op"] == "locate":
+            found = {chunk_id: self._handles.get(chunk_id) for chunk_id in reply["chunks"]}  # type: ignore[attr-defined]
+            reply["handles"] = {chunk_id: handle for chunk_id, handle in found.items() if handle is not None}
+
+    # ---- what outlives the process
+
+    def dump(self, *, now: float) -> Args:
+        """Return everything as plain values, for `load` of another ledger; histories of rows are left out, since the
+        event log has them.
+        """
+        numbers = {chunk_id: number for number, chunk_id in enumerate(self._chunks)}
+        return {
+            "chunks": [dump_chunk(chunk) for chunk in self._chunks.values()],
+            "partitions": [dump_partition(partition, numbers) for partition in self._partitions.values()],
+            "claims": [
+                [i, partition, task, lease.consumer_id, lease.taken, lease.expires, lease.has_expired]
+                for i, (partition, task, lease) in self._claims.items()
+            ],
+            "num_claims": self._num_claims,
+            "num_declared": self._num_declared,
+            "first_versions": dict(self._first_versions),
+            "capacity": self._capacity.dump(now=now),
+            "handles": dict(self._handles),
+        }
+
+    def load(self, dumped: Args) -> None:
+        """Take over what `dump` returned; this ledger must be fresh."""
+        chunks = [load_chunk(record) for record in _lists(dumped, "chunks")]
+        self._chunks.update({chunk.chunk_id: chunk for chunk in chunks})
+        for i, partition_id, task, consumer, taken, expires, has_expired in _lists(dumped, "claims"):
+            lease = ClaimLease(
+                claim_id=i, consumer_id=consumer, taken=taken, expires=expires, keys=set(), has_expired=has_expired
+            )
+            self._claims[i] = (partition_id, task, lease)
+        leases = {i: lease for i, (_, _, lease) in self._claims.items()}
+        for record in _records(dumped, "partitions"):
+            declaration = record["declaration"]
+            assert isinstance(declaration, dict), f"malformed partition: {record}"
+            partition = _declared(declaration, declared=_number(record, "declared"), first_version=1)
+            load_partition(partition, record, chunks=chunks, leases=leases)
+            self._partitions[partition.name] = partition
+        self._num_claims, self._num_declared = _number(dumped, "num_claims"), _number(dumped, "num_declared")
+        load_scalars(self._first_versions, dumped["first_versions"])
+        load_scalars(self._handles, dumped["handles"])
+        self._capacity.load(dumped["capacity"])
+
+    def _waited(self, args: Args, now: float) -> Reply:
+        """Count the seconds of a put that was told to wait: the only change that such a request makes."""
+        self._capacity.blocked_s += _seconds(args, "waited_s")
+        return {}
+
+    def _extend(self, args: Args, now: float) -> Reply:
+        """Give the claims and reservations that were good at `lost_at` a full lease from now."""
+        lost_at, until = _seconds(args, "lost_at"), now + self._lease_s
+        for _, _, lease in self._claims.values():
+            if not lease.has_expired and lease.expires > lost_at:
+                lease.expires = max(lease.expires, until)
+        self._capacity.extend(lost_at=lost_at, until=until)
+        return {}
 
     # ---- declaration
 
@@ -133,27 +214,13 @@ class Ledger:
                     "use the same declaration, drop_partition first, or another partition id"
                 )
             return {"declared": existing.declared}
-        specs = {str(record["name"]): spec_from_record(record) for record in _records(args, "fields")}
-        writes = args["task_writes"]
-        assert isinstance(writes, dict)
-        group_size = args["group_size"]
-        self._num_declared += 1
-        first_version = self._first_versions.pop(name, 1)
-        self._partitions[name] = Partition(
-            name=name,
-            declaration=declaration,
-            specs=specs,
-            num_samples=_number(args, "num_samples"),
-            group_size=None if group_size is None else _number(args, "group_size"),
-            tasks={
-                task: TaskCursor(writes=frozenset(writes[task]) & frozenset(specs)) for task in _texts(args, "tasks")
-            },
-            columns={spec.family: FamilyColumn() for spec in specs.values()},
-            declared=self._num_declared,
-            first_version=first_version,
-            top_version=first_version - 1,
+        partition = _declared(
+            declaration, declared=self._num_declared + 1, first_version=self._first_versions.get(name, 1)
         )
-        self._record("register", args, (), now, fields=list(specs))
+        self._num_declared += 1
+        self._first_versions.pop(name, None)
+        self._partitions[name] = partition
+        self._record("register", args, (), now, fields=list(partition.specs))
         return {"declared": self._num_declared}
 
     def _describe(self, args: Args, now: float) -> Reply:
@@ -397,6 +464,7 @@ class Ledger:
 
     def _expire(self, partition: Partition, task_name: str, cursor: TaskCursor, now: float) -> None:
         for lease in cursor.expire(now, partition.rows):
+            self.num_expired += 1
             where: Args = {"partition": partition.name}
             self._record(
                 "expire", where, sorted(lease.keys), now, rows=partition.rows, task=task_name, by=lease.consumer_id
@@ -426,6 +494,27 @@ class Ledger:
                 f"{name_some(partition.tasks) or 'none'}"
             )
         return cursor
+
+
+def _declared(declaration: Args, *, declared: int, first_version: int) -> Partition:
+    """Return an empty partition."""
+    specs = {str(record["name"]): spec_from_record(record) for record in _records(declaration, "fields")}
+    writes, group_size = declaration["task_writes"], declaration["group_size"]
+    assert isinstance(writes, dict)
+    return Partition(
+        name=_text(declaration, "partition"),
+        declaration=declaration,
+        specs=specs,
+        num_samples=_number(declaration, "num_samples"),
+        group_size=None if group_size is None else _number(declaration, "group_size"),
+        tasks={
+            task: TaskCursor(writes=frozenset(writes[task]) & frozenset(specs)) for task in _texts(declaration, "tasks")
+        },
+        columns={spec.family: FamilyColumn() for spec in specs.values()},
+        declared=declared,
+        first_version=first_version,
+        top_version=first_version - 1,
+    )
 
 
 def _check_present(partition: Partition, keys: Sequence[str]) -> None:
@@ -487,6 +576,12 @@ def _seconds(args: Mapping[str, object], name: str) -> float:
 
 
 def _texts(args: Mapping[str, object], name: str) -> list[str]:
+    value = args[name]
+    assert isinstance(value, list), f"{name}: expected a list, got {value!r}"
+    return value
+
+
+def _lists(args: Mapping[str, object], name: str) -> list[list[Any]]:
     value = args[name]
     assert isinstance(value, list), f"{name}: expected a list, got {value!r}"
     return value
