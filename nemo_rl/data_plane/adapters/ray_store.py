@@ -3,9 +3,10 @@
 Owners `producer` and `holder`: numpy arrays in Ray's object store. Readers on an object's node see it without a copy,
 Ray moves it between nodes. On one node all chunks of a put are one object, because each `ray.put` costs a millisecond;
 on several nodes each chunk is one, because whole objects move. No process can find an object by a chunk id: the
-ledger's actor keeps the references, or an actor of their own where the ledger is started again after a death, so an
-object lives exactly as long as a row needs it. They are sent without waiting: a Ray call costs more than the ledger's socket and the store together. With owner `producer` the process that
-puts owns the objects, and they are lost when it dies; with `holder` an actor puts them once more and owns them.
+ledger's actor keeps the references (an actor of their own does where the ledger may die and come back), so an object
+lives exactly as long as a row needs it. They are sent without waiting: a Ray call costs more than the ledger's socket
+and the store together. With owner `producer` the process that puts owns the objects, and they are lost when it dies;
+with `holder` an actor puts them once more and owns them.
 
 Owner `node`: segments of `adapters.shm`. As fast as `producer` and outlives producers, because a segment belongs to its
 node. On a cluster of several nodes each node has a storage actor, which owns the node's folder and sends chunks to

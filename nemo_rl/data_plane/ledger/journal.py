@@ -78,6 +78,8 @@ class Journal:
             self._content = _read(self._file)
             self._frames = self._read_frames()
             self.state = self._read_beginning()
+            self.is_fresh = self.state is None and len(self._content) == self.num_bytes
+            """Whether no ledger has changed anything before this one."""
         except BaseException:
             os.close(self._file)
             raise
@@ -87,11 +89,6 @@ class Journal:
 
     def __exit__(self, *unused: object) -> None:
         self.close()
-
-    @property
-    def is_fresh(self) -> bool:
-        """Return whether no ledger has changed anything before this one, asked before `replay`."""
-        return self.state is None and len(self._content) == self.num_bytes
 
     def replay(self) -> Iterator[Any]:
         """Yield the content of each frame behind the snapshot, then cut off a frame that was not written to its end."""

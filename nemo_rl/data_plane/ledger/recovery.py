@@ -74,6 +74,12 @@ class _Caller:
     """Ledger's seconds of the latest change that it asked for."""
     replies: dict[int, Reply] = field(default_factory=dict)
 
+    def forget_before(self, oldest: int) -> None:
+        """The client has the replies of all calls with lower numbers."""
+        if oldest > self.oldest:
+            self.oldest = oldest
+            self.replies = {number: reply for number, reply in self.replies.items() if number >= oldest}
+
 
 class _Replies:
     """Replies by client and number.
@@ -92,10 +98,8 @@ class _Replies:
         caller = self._callers.get(request.get("client", ""))
         if caller is None:
             return None
-        number, oldest = request["number"], request["oldest"]
-        if oldest > caller.oldest:
-            caller.oldest = oldest
-            caller.replies = {i: reply for i, reply in caller.replies.items() if i >= oldest}
+        number = request["number"]
+        caller.forget_before(request["oldest"])
         if number < caller.oldest:
             text = f"call {number} of {request['client']} came after its client had ended it; nothing was changed"
             return {"error": to_record(DataPlaneError(text))}
@@ -106,7 +110,8 @@ class _Replies:
         client = request.get("client")
         if client is None:
             return
-        caller = self._callers.setdefault(client, _Caller(oldest=request["oldest"]))
+        caller = self._callers.setdefault(client, _Caller())
+        caller.forget_before(request["oldest"])
         caller.seen, caller.replies[request["number"]] = now, reply
         self._callers.move_to_end(client)
         while self._callers and now - next(iter(self._callers.values())).seen > self._keep_s:
