@@ -108,7 +108,7 @@ class LedgerConfig(Section):
     the ledger again, it reads the file, and calls that were under way are answered. Needs the ledger in a Ray actor."""
     fsync: bool = False
     """Write each change through to the disk. Not needed to survive the death of a process."""
-    journal_bytes: PositiveInt = 16 << 20
+    journal_bytes: PositiveInt = 8 << 20
     """Size at which a snapshot of the ledger replaces the journal, in bytes. A larger one takes longer to read."""
 
 

@@ -241,7 +241,9 @@ def _settle(accounts: Sequence[Account], result: KillResult) -> None:
     result.rows, result.calls = len(put), sum(account.calls for account in accounts)
     for task in TASKS:
         claimed = Counter(key for account in accounts for key in account.claimed[task])
-        result.problems += [f"{task}: {key} was handed out {count} times" for key, count in claimed.items() if count > 1]
+        result.problems += [
+            f"{task}: {key} was handed out {count} times" for key, count in claimed.items() if count > 1
+        ]
         result.problems += [f"{task}: {key} was never handed out" for key in put.keys() - claimed.keys()]
     cleared = sum(account.cleared for account in accounts)
     result.problems += [f"{cleared} rows were cleared, {len(put)} put"] if cleared != len(put) else []
@@ -303,9 +305,7 @@ def kill_in_a_run(folder: Path, model: Path, *, kills: int, seed: int = 0) -> Ki
     return result
 
 
-def _kill_run(
-    run: subprocess.Popen[str], log_dir: Path, kills: int, chance: random.Random, result: KillResult
-) -> None:
+def _kill_run(run: subprocess.Popen[str], log_dir: Path, kills: int, chance: random.Random, result: KillResult) -> None:
     """Kill the ledger once for every two steps, at random moments of them."""
     events, give_up = log_dir / EVENTS_FILE, time.monotonic() + RUN_S
     for number in range(kills):

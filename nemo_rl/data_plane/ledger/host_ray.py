@@ -198,7 +198,9 @@ class RayLedgerHost:
             except ray_errors.GetTimeoutError as error:
                 raise DataPlaneTimeout(start.too_late("the ledger actor did not start")) from error
             except ray_errors.RayError as error:
-                raise DataPlaneClosed(f"run {run_id!r}: the ledger actor died while it started: {error}") from error
+                raise DataPlaneClosed(
+                    f"run {run_id!r}: the ledger actor died while it started: {_cause_of(error)}"
+                ) from error
             address = replace(near, kind="ray_actor", actor_name=name, node=node)
             return cls(address=address, actor=actor, recovers=recovers, at_close=undo.pop_all())
 
@@ -305,7 +307,8 @@ def _get(ledger: LedgerAddress, reference: object, *, timeout_s: float) -> Any:
         ) from error
     except (ray_errors.RayActorError, ray_errors.RaySystemError) as error:
         kind = LedgerLost if isinstance(error, ray_errors.ActorUnavailableError) else DataPlaneClosed
-        raise kind(f"run {ledger.run_id!r}: the ledger actor is gone (process {ledger.process_id}): {error}") from error
+        text = f"run {ledger.run_id!r}: the ledger actor is gone (process {ledger.process_id}): {_cause_of(error)}"
+        raise kind(text) from error
 
 
 def _new_journal(run_id: str, log_dir: Path | None, at_end: ExitStack) -> Path:
@@ -319,6 +322,12 @@ def _new_journal(run_id: str, log_dir: Path | None, at_end: ExitStack) -> Path:
     at_end.callback(remove_journal, journal)
     create_journal(journal, run_id=run_id)
     return journal
+
+
+def _cause_of(error: Exception) -> str:
+    """Return Ray's text; of an actor that could not start, and so not recover, the error alone, without its trace."""
+    text = str(error).strip()
+    return text.splitlines()[-1].partition("Error: ")[2] or text if "creation task" in text else text
 
 
 def _end_actor(actor: Any) -> None:

@@ -131,9 +131,7 @@ class Desk:
         config = DataPlaneConfig(
             impl="noop", lease_s=LEASE_S, ledger=LedgerConfig(recovery="journal", journal_bytes=self.journal_bytes)
         )
-        return build_service(
-            config, run_id="r", validate=True, log_dir=self.folder, journal=self.folder / JOURNAL_FILE
-        )
+        return build_service(config, run_id="r", validate=True, log_dir=self.folder, journal=self.folder / JOURNAL_FILE)
 
     def kill(self) -> None:
         self.service.close()
