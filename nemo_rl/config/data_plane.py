@@ -101,7 +101,7 @@ class StorageCapacityConfig(Section):
 
 
 class LedgerConfig(Section):
-    """What happens when the ledger's process dies."""
+    """Recovery of a ledger whose process dies."""
 
     recovery: Literal["none", "journal"] = "none"
     """`none`: every call fails, and the run ends. `journal`: each change is in a file before it is answered; Ray starts

@@ -7,17 +7,14 @@ import tempfile
 from pathlib import Path
 
 import msgpack
-import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from nemo_rl.data_plane.ledger.events import EventLog, read_events
+from nemo_rl.data_plane.ledger.events import EventLog
 from nemo_rl.data_plane.ledger.journal import JOURNAL_FILE, Journal, create_journal
 from nemo_rl.data_plane.ledger.ledger import Ledger
 from nemo_rl.data_plane.ledger.recovery import READS, CallNumbers, RecoverableLedger
-from nemo_rl.data_plane.schema import resolve_fields, spec_to_record
-from nemo_rl.errors import DataPlaneError
 from tests.helpers.case_selection import num_examples
 from tests.property.test_ledger import CAPACITY, CAPACITY_BYTES, LEASE_S, LedgerHistory
 

@@ -19,7 +19,7 @@ from nemo_rl.data_plane.client.link import ClientCall, ClientLink, Declaration, 
 from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
 from nemo_rl.data_plane.interfaces import Columns
 from nemo_rl.data_plane.ledger.ledger import Args
-from nemo_rl.errors import CapacityExceeded, DataPlaneError, DataPlaneTimeout
+from nemo_rl.errors import CapacityExceeded, DataPlaneError, DataPlaneTimeout, LedgerLost
 
 __all__ = ["PutRequest", "RowWriter"]
 
@@ -106,8 +106,8 @@ class RowWriter:
         try:
             wait.ask = partial(self._link.ask, call, handles=handles)
             reply = wait.granted("commit", {**args, "reservation": reservation})
-        except DataPlaneTimeout:
-            raise  # the commit may still arrive: rows it makes visible must keep their chunks
+        except (DataPlaneTimeout, LedgerLost):
+            raise  # the commit may still count: rows it makes visible must keep their chunks
         except DataPlaneError:
             self._link.drop(ids)
             self._unreserve(reservation, wait)

@@ -6,7 +6,7 @@ and the client asks again until its deadline. Nothing is ever evicted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nemo_rl.data_plane.ledger.state import Chunk, Partition, RowPiece
@@ -30,6 +30,12 @@ class Demand:
     nbytes: int
     reservation: int = 0
     """The reservation under which it comes; 0 when it has none."""
+
+    @classmethod
+    def of(cls, partition: Partition, keys: Sequence[str], *, nbytes: int, reservation: int = 0) -> Demand:
+        """Return the demand of a put of these keys."""
+        new_rows = len(keys) - sum(map(partition.rows.__contains__, keys))
+        return cls(num_keys=len(keys), new_rows=new_rows, nbytes=nbytes, reservation=reservation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -79,7 +79,7 @@ class Journal:
             self._frames = self._read_frames()
             self.state = self._read_beginning()
             self.is_fresh = self.state is None and len(self._content) == self.num_bytes
-            """Whether no ledger has changed anything before this one."""
+            """True when no ledger has changed anything before this one."""
         except BaseException:
             os.close(self._file)
             raise

@@ -8,13 +8,21 @@ changes anything: a refused commit leaves no trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from nemo_rl.data_plane.ledger import claims as claim_rules
 from nemo_rl.data_plane.ledger.capacity import Capacity, Demand
 from nemo_rl.data_plane.ledger.events import EventSink, Recorder, explain_row
 from nemo_rl.data_plane.ledger.reads import locate
-from nemo_rl.data_plane.ledger.snapshot import dump_chunk, dump_partition, load_chunk, load_partition, load_scalars
+from nemo_rl.data_plane.ledger.snapshot import (
+    dump_chunk,
+    dump_claims,
+    dump_partition,
+    load_chunk,
+    load_claims,
+    load_partition,
+    load_scalars,
+)
 from nemo_rl.data_plane.ledger.state import (
     Chunk,
     ClaimLease,
@@ -154,10 +162,7 @@ class Ledger:
         return {
             "chunks": [dump_chunk(chunk) for chunk in self._chunks.values()],
             "partitions": [dump_partition(partition, numbers) for partition in self._partitions.values()],
-            "claims": [
-                [i, partition, task, lease.consumer_id, lease.taken, lease.expires, lease.has_expired]
-                for i, (partition, task, lease) in self._claims.items()
-            ],
+            "claims": dump_claims(self._claims),
             "num_claims": self._num_claims,
             "num_declared": self._num_declared,
             "first_versions": dict(self._first_versions),
@@ -167,13 +172,9 @@ class Ledger:
 
     def load(self, dumped: Args) -> None:
         """Take over what `dump` returned; this ledger must be fresh."""
-        chunks = [load_chunk(record) for record in _lists(dumped, "chunks")]
+        chunks = [load_chunk(record) for record in _records(dumped, "chunks")]
         self._chunks.update({chunk.chunk_id: chunk for chunk in chunks})
-        for i, partition_id, task, consumer, taken, expires, has_expired in _lists(dumped, "claims"):
-            lease = ClaimLease(
-                claim_id=i, consumer_id=consumer, taken=taken, expires=expires, keys=set(), has_expired=has_expired
-            )
-            self._claims[i] = (partition_id, task, lease)
+        self._claims.update(load_claims(dumped["claims"]))
         leases = {i: lease for i, (_, _, lease) in self._claims.items()}
         for record in _records(dumped, "partitions"):
             declaration = record["declaration"]
@@ -241,7 +242,7 @@ class Ledger:
         """Capacity for a put before its bytes go to the store: a reservation, or `blocked`."""
         partition, keys = self._partition(args), _texts(args, "keys")
         self._capacity.blocked_s += _seconds(args, "waited_s")
-        demand = _demand(partition, keys, nbytes=_number(args, "nbytes"))
+        demand = Demand.of(partition, keys, nbytes=_number(args, "nbytes"))
         blocked = self._capacity.lacks_capacity(partition, demand, now=now)
         if blocked is not None:
             return {"blocked": blocked}
@@ -265,7 +266,7 @@ class Ledger:
         nbytes = sum([_number(record, "nbytes") for record in chunks])
         reservation = args.get("reservation", 0)
         assert isinstance(reservation, int)
-        demand = _demand(partition, keys, nbytes=nbytes, reservation=reservation)
+        demand = Demand.of(partition, keys, nbytes=nbytes, reservation=reservation)
         blocked = self._capacity.lacks_capacity(partition, demand, now=now)
         if blocked is not None:
             return {"blocked": blocked}
@@ -526,11 +527,6 @@ def _check_present(partition: Partition, keys: Sequence[str]) -> None:
         )
 
 
-def _demand(partition: Partition, keys: Sequence[str], *, nbytes: int, reservation: int = 0) -> Demand:
-    new_rows = len(keys) - sum(map(partition.rows.__contains__, keys))
-    return Demand(num_keys=len(keys), new_rows=new_rows, nbytes=nbytes, reservation=reservation)
-
-
 def _check_column_types(
     partition: Partition, keys: Sequence[str], chunks: Sequence[Args], lengths: object
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -576,12 +572,6 @@ def _seconds(args: Mapping[str, object], name: str) -> float:
 
 
 def _texts(args: Mapping[str, object], name: str) -> list[str]:
-    value = args[name]
-    assert isinstance(value, list), f"{name}: expected a list, got {value!r}"
-    return value
-
-
-def _lists(args: Mapping[str, object], name: str) -> list[list[Any]]:
     value = args[name]
     assert isinstance(value, list), f"{name}: expected a list, got {value!r}"
     return value

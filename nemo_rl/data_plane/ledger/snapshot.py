@@ -21,7 +21,15 @@ from nemo_rl.data_plane.ledger.state import (
     TaskCursor,
 )
 
-__all__ = ["dump_chunk", "dump_partition", "load_chunk", "load_partition", "load_scalars"]
+__all__ = [
+    "dump_chunk",
+    "dump_claims",
+    "dump_partition",
+    "load_chunk",
+    "load_claims",
+    "load_partition",
+    "load_scalars",
+]
 
 Plain: TypeAlias = dict[str, Any]
 """Values that msgpack carries."""
@@ -58,6 +66,31 @@ def load_chunk(dumped: Any) -> Chunk:
     )
     chunk.cells, chunk.live = dumped["cells"], dumped["live"]
     return chunk
+
+
+def dump_claims(claims: Mapping[int, tuple[str, str, ClaimLease]]) -> list[list[object]]:
+    """
+    Args:
+        claims: claim id -> partition, task and lease.
+    """
+    return [
+        [i, partition, task, lease.consumer_id, lease.taken, lease.expires, lease.has_expired]
+        for i, (partition, task, lease) in claims.items()
+    ]
+
+
+def load_claims(dumped: Any) -> dict[int, tuple[str, str, ClaimLease]]:
+    """Return what was dumped; the keys of the leases come with their partitions."""
+    return {
+        i: (
+            partition,
+            task,
+            ClaimLease(
+                claim_id=i, consumer_id=consumer, taken=taken, expires=expires, keys=set(), has_expired=has_expired
+            ),
+        )
+        for i, partition, task, consumer, taken, expires, has_expired in dumped
+    }
 
 
 def dump_partition(partition: Partition, numbers: Mapping[str, int]) -> Plain:
