@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ from nemo_rl.data_plane.schema import resolve_fields, spec_to_record
 from nemo_rl.errors import DataPlaneError
 
 LEASE_S = 30.0
+CLAIM = {"task": "t", "fields": ["input_ids"], "consumer": "w"}
+CONFIG = DataPlaneConfig(impl="noop", lease_s=LEASE_S, ledger=LedgerConfig(recovery="journal"))
 FRAMES = [{"number": number, "padding": "x" * number} for number in range(6)]
 
 
@@ -66,6 +69,8 @@ def test_no_damaged_byte_goes_unseen(tmp_path: Path) -> None:
             assert str(path) in str(error)
         else:
             assert found == FRAMES[:-1] and at >= len(content) - last, f"byte {at}"
+    path.write_bytes(content[:-1] + b"!")
+    assert replayed(path) == FRAMES[:-1]  # a frame whose pages were not all written
     first = len(content) - sum(len(msgpack.packb(frame)) + 16 for frame in FRAMES)
     sizes = [len(msgpack.packb(frame)) + 16 for frame in FRAMES[:2]]
     path.write_bytes(content[: first + sizes[0]] + content[first + sum(sizes) :])
@@ -128,12 +133,13 @@ class Desk:
         self.ask("register", group_size=None, **declaration)
 
     def opened(self) -> LedgerService:
-        config = DataPlaneConfig(
-            impl="noop", lease_s=LEASE_S, ledger=LedgerConfig(recovery="journal", journal_bytes=self.journal_bytes)
-        )
+        ledger = CONFIG.ledger.model_copy(update={"journal_bytes": self.journal_bytes})
+        config = CONFIG.model_copy(update={"ledger": ledger})
         return build_service(config, run_id="r", validate=True, log_dir=self.folder, journal=self.folder / JOURNAL_FILE)
 
     def kill(self) -> None:
+        if self.journal_bytes == 1:
+            self.service._ledger._take_snapshot(time.monotonic())
         self.service.close()
         self.service = self.opened()
 
@@ -153,13 +159,13 @@ class Desk:
         args = {"keys": [key], "lengths": [1], "tags": {"n": [1]}, "chunks": [chunk], "claims": {}, "may_create": True}
         return self.ask("commit", **args, **options)
 
-    def claim(self, **options: int) -> dict:
-        return self.ask("claim", task="t", fields=["input_ids"], batch_size=1, consumer="w", **options)
+    def claim(self, **options: object) -> dict:
+        return self.ask("claim", **{**CLAIM, "batch_size": 1, **options})
 
 
 @pytest.fixture(params=[16 << 20, 1], ids=["frames", "snapshots"])
 def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Desk]:
-    """With frames alone, and with a snapshot about every second change."""
+    """With frames alone, and with a snapshot about every second change and before each death."""
     desk = Desk(tmp_path, journal_bytes=request.param)
     yield desk
     desk.service.close()
@@ -173,11 +179,78 @@ def test_calls_that_are_made_again_after_a_death_get_their_replies_and_change_no
         desk.kill()
         assert desk.claim(again=3) == claimed
         # A call that changed nothing is served anew.
-        assert desk.claim()["ok"]["keys"] == []
+        assert desk.claim(oldest=3)["ok"]["keys"] == []
     rewritten = desk.put("a")
     desk.kill()
     assert desk.put("a", again=desk.number)["ok"] == rewritten["ok"]
     assert desk.put("a")["ok"]["versions"] == {"tokens": 3}
+
+
+def state_of(desk: Desk) -> bytes:
+    """Return everything but the ends of leases."""
+    dumped = desk.service._ledger.dump(now=0.0)
+    return msgpack.packb({**dumped, "claims": [claim[:5] + claim[6:] for claim in dumped["claims"]]})
+
+
+def test_what_each_task_did_with_each_row_comes_back_in_its_order(desk: Desk) -> None:
+    for key in ("c", "a", "b", "d"):
+        desk.put(key)
+    first, second = desk.claim(consumer="w-c")["ok"], desk.claim(consumer="w-a")["ok"]
+    held = {"t": {"c": first["claim"]}}
+    order = [name for name, *_ in desk.ask("claim", **CLAIM, batch_size=0)["ok"]["why"]["holders"]]
+    desk.kill()
+    assert [name for name, *_ in desk.ask("claim", **CLAIM, batch_size=0)["ok"]["why"]["holders"]] == order
+    assert order == ["w-c", "w-a"]
+    assert (first["keys"], second["keys"]) == (["c"], ["a"])
+    assert desk.ask("release", task="t", keys=["c"], claims=held)["ok"] == {}
+    desk.ask("clear", keys=["b"])
+    before, explained = state_of(desk), desk.ask("explain", key="c")["ok"]["rows"][0]["tasks"]
+    for _ in range(2):
+        desk.kill()
+        assert state_of(desk) == before and explained == {"t": "done"}
+        assert desk.ask("explain", key="c")["ok"]["rows"][0]["tasks"] == explained
+    assert desk.claim()["ok"]["keys"] == ["d"] and desk.claim()["ok"]["keys"] == []
+
+
+def test_claims_that_were_good_get_a_full_lease_and_those_that_were_over_do_not(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.put("a")
+    desk.put("b")
+    desk.put("c")
+    ledger = desk.service._ledger
+
+    def ends() -> list[float]:
+        return [claim[5] for claim in ledger.dump(now=0.0)["claims"]]
+
+    def call(number: int, op: str, now: float, **args: object) -> dict:
+        request = {"run": "r", "op": op, "client": "d", "number": number, "oldest": number}
+        return ledger.handle({**request, "args": {"partition": "p", **args}}, now=now)["ok"]
+
+    began = time.monotonic() - 100.0
+    claim = {"task": "t", "fields": ["input_ids"], "batch_size": 1, "consumer": "w"}
+    assert [call(1, "claim", began, **claim)["keys"], call(2, "claim", began + 25.0, **claim)["keys"]] == [["a"], ["b"]]
+    call(3, "heartbeat", began + 31.0, claims=[])  # the first one is over by now
+    desk.service.close()
+    killed = time.monotonic()
+    desk.service = build_service(CONFIG, run_id="r", journal=tmp_path / JOURNAL_FILE)
+    ledger = desk.service._ledger
+    assert ends()[0] == began + LEASE_S and killed + LEASE_S <= ends()[1] <= time.monotonic() + LEASE_S
+    desk.service.close()
+
+
+def test_leases_that_a_request_without_rows_found_to_be_over_are_over_after_a_death(desk: Desk) -> None:
+    desk.put("a")
+    desk.claim()
+    ledger = desk.service._ledger
+    request = {"run": "r", "op": "consumption", "client": "d", "number": 1, "oldest": 1}
+    later = time.monotonic() + 2 * LEASE_S
+    reply = ledger.handle({**request, "args": {"partition": "p", "tasks": ["t"]}}, now=later)
+    assert reply["ok"] == {"done": False}
+    before = state_of(desk)
+    desk.service.close()
+    desk.service = desk.opened()
+    assert state_of(desk) == before
+    assert desk.ask("explain", key="a")["ok"]["rows"][0]["tasks"] == {"t": "expired claim of w"}
 
 
 def test_replies_are_kept_until_the_client_has_them_and_a_late_call_is_refused(desk: Desk) -> None:
@@ -292,6 +365,15 @@ def test_events_go_on_without_a_gap_or_a_repetition_wherever_their_file_was_cut(
         assert events == [*zip(changes, range(1, 6), strict=True), ("recover", 5), ("commit", 6)], f"cut at {cut}"
     times = [event["time"] for event in read_events(path)]
     assert max(times) - min(times) < 600 and json.loads(content[:first].splitlines()[0])["event"] == "open"
+
+
+def test_events_are_in_their_file_before_a_snapshot_replaces_the_changes_that_made_them(desk: Desk) -> None:
+    log = desk.service._ledger._log
+    for number in range(3000):  # more than the writer has written meanwhile
+        log({"event": "read", "keys": (), "partition": "p", "number": number})
+    desk.put("a")
+    desk.service._ledger._take_snapshot(time.monotonic())
+    assert numbered(desk.folder / EVENTS_FILE)[-1] == ("commit", 2)
 
 
 # ---- the snapshot knows every field
