@@ -81,7 +81,7 @@ class _Caller:
             self.replies = {number: reply for number, reply in self.replies.items() if number >= oldest}
 
 
-class _Replies:
+class _CallReplies:
     """Replies by client and number.
 
     Args:
@@ -151,7 +151,7 @@ class RecoverableLedger:
         """Events of the request that is being served."""
         self._ledger = build(None if events is None else self._made.append)
         self.run_id = self._ledger.run_id
-        self._replies = _Replies(keep_s)
+        self._replies = _CallReplies(keep_s)
         self._num_events = 0
         """Events of changes so far: their numbers in the log."""
         self.last_change = 0.0

@@ -267,9 +267,9 @@ def test_replies_are_kept_until_the_client_has_them_and_a_late_call_is_refused(d
 
 
 def test_replies_of_silent_clients_are_dropped() -> None:
-    from nemo_rl.data_plane.ledger.recovery import _Replies
+    from nemo_rl.data_plane.ledger.recovery import _CallReplies
 
-    replies = _Replies(keep_s=10.0)
+    replies = _CallReplies(keep_s=10.0)
     for second in range(100):
         call = {"client": f"c{second}", "number": 1, "oldest": 1}
         replies.keep(call, {"ok": {}}, now=float(second))
