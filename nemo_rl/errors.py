@@ -24,6 +24,7 @@ NemoRLError
 |   |-- PayloadCorrupt        bytes of a row are not those that were put
 |   |-- PayloadLost           the process that held the bytes of these rows is gone; the data plane itself lives
 |   `-- DataPlaneClosed       the client, its ledger or its backend has ended
+|       `-- LedgerLost        the ledger's process is gone, or its connection; a restarted one can be asked again
 `-- WorkerError               a worker failed: rank, stage and text of the root cause
     |-- CollectiveTimeout     a collective did not finish in time
     |-- RefitMismatch         an engine does not sample from the weights that it was sent
@@ -52,6 +53,7 @@ __all__ = [
     "FieldNotProduced",
     "KeysNotFound",
     "LeaseExpired",
+    "LedgerLost",
     "ModelFolderError",
     "NemoRLError",
     "NonFiniteError",
@@ -226,6 +228,10 @@ class DataPlaneClosed(DataPlaneError):
     """The client, its ledger or its backend has ended."""
 
 
+class LedgerLost(DataPlaneClosed):
+    """The process of the ledger is gone, or the connection to it; one that is started again can be asked."""
+
+
 class WorkerError(NemoRLError):
     """A worker failed inside a stage: the root cause, with its rank."""
 
@@ -268,6 +274,7 @@ _BY_NAME: Mapping[str, type[NemoRLError]] = {
         FieldNotProduced,
         KeysNotFound,
         LeaseExpired,
+        LedgerLost,
         PartitionNotFound,
         PayloadCorrupt,
         PayloadLost,

@@ -17,6 +17,7 @@ from pathlib import Path
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.address import ATTACH_FILE
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE
+from nemo_rl.data_plane.ledger.journal import JOURNAL_FILE
 from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.errors import RunFolderError
 from nemo_rl.experience.rollout_worker import REWARD_LOG
@@ -56,6 +57,7 @@ WRITTEN = (
     CURVE_FILE,
     ATTACH_FILE,
     EVENTS_FILE,
+    JOURNAL_FILE,
     REWARD_LOG,
     CRASH_FILE,
     f"{ROLLOUTS}/*.jsonl",

@@ -275,7 +275,7 @@ class RunHistory:
         assert isinstance(at, float | int)
         self.counts[kind] += 1
         self.last = at
-        if kind in ("open", "register"):
+        if kind in ("open", "register", "recover"):
             self.first = self.first or at
             self.run_id = str(event.get("run", self.run_id))
             return

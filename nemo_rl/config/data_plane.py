@@ -20,6 +20,7 @@ __all__ = [
     "DurableConfig",
     "FetchPolicy",
     "Layout",
+    "LedgerConfig",
     "MooncakeConfig",
     "ObservabilityConfig",
     "RayStoreConfig",
@@ -131,6 +132,18 @@ class StorageCapacityConfig(Section):
     """Live payload bytes, including those still being written; null means no limit."""
 
 
+class LedgerConfig(Section):
+    """Recovery of a ledger whose process dies."""
+
+    recovery: Literal["none", "journal"] = "none"
+    """`none`: every call fails, and the run ends. `journal`: each change is in a file before it is answered; Ray starts
+    the ledger again, it reads the file, and calls that were under way are answered. Needs the ledger in a Ray actor."""
+    fsync: bool = False
+    """Write each change through to the disk. Not needed to survive the death of a process."""
+    journal_bytes: PositiveInt = 8 << 20
+    """Size at which a snapshot of the ledger replaces the journal, in bytes. A larger one takes longer to read."""
+
+
 class ObservabilityConfig(Section):
     """The records that a client keeps about its own calls."""
 
@@ -158,6 +171,7 @@ class DataPlaneConfig(Section):
     """TransferQueue's storage backend; read only by `impl: transfer_queue`."""
     ledger_host: Literal["in_process", "ray_actor", "socket"] | None = None
     """The host of the ledger; null picks `in_process` for one process and `ray_actor` under Ray."""
+    ledger: LedgerConfig = Field(default_factory=LedgerConfig)
     timeout_s: PositiveFloat = 60.0
     """Deadline of one data plane call, in seconds."""
     lease_s: PositiveFloat = 30.0
@@ -240,6 +254,28 @@ def rule_ledger_host_fits_launcher(config: MasterConfig) -> list[str]:
         return ["data_plane.ledger_host: 'in_process' cannot be reached by Ray actors; set ray_actor or socket"]
     if cluster.launcher == "ray" and host == "socket" and (cluster.num_nodes > 1 or cluster.address is not None):
         return ["data_plane.ledger_host: 'socket' serves one machine only; set ray_actor"]
+    return []
+
+
+def rule_ledger_recovery_needs_a_process_of_its_own(config: MasterConfig) -> list[str]:
+    plane, launcher = config.data_plane, config.cluster.launcher
+    if plane.ledger.recovery == "none":
+        names = ("fsync", "journal_bytes")
+        because = "data_plane.ledger.recovery is 'none'"
+        switch = "data_plane.ledger.recovery"
+        return would_be_ignored(plane.ledger, "data_plane.ledger", names, switch=switch, because=because)
+    if launcher == "local" or plane.ledger_host == "socket":
+        what = "cluster.launcher=local" if launcher == "local" else "data_plane.ledger_host=socket"
+        return [
+            f"data_plane.ledger.recovery: 'journal' needs the ledger in a process of its own; with {what} it lives in "
+            "the driver, whose death ends the run; set cluster.launcher=ray and data_plane.ledger_host=ray_actor, or "
+            "recovery=none"
+        ]
+    if plane.impl == "transfer_queue" and plane.transfer_queue.layout == "native":
+        return [
+            "data_plane.ledger.recovery: 'journal' does not know which rows are being written under their own keys; "
+            "set data_plane.transfer_queue.layout=chunks, or recovery=none"
+        ]
     return []
 
 

@@ -1,7 +1,8 @@
 """The addresses by which other processes find a data plane: plain, picklable records, and `data_plane.json`.
 
 The driver's client makes a `DataPlaneAddress`; it travels to workers in actor arguments or through a job store.
-`factory` writes the attach file of a running job, the command line reads it: it holds the token of the ledger's socket,
+`factory` writes the attach file of a running job, or a ledger that can be started again does so each time; the command
+line reads it: it holds the token of the ledger's socket,
 so only its owner may read it (mode 0600), and it is gone after the run.
 """
 
@@ -85,12 +86,12 @@ class AttachPoint:
     """Machine of the owner; the ledger's socket is on its loopback interface."""
 
 
-def write_attach_file(log_dir: Path, *, ledger: LedgerAddress) -> Path:
-    """Write the file for this process's run."""
+def write_attach_file(log_dir: Path, *, ledger: LedgerAddress, process_id: int) -> Path:
+    """Write the file for the run of the process `process_id` on this machine."""
     point = AttachPoint(
         run_id=ledger.run_id,
         ledger=ledger,
-        process_id=os.getpid(),
+        process_id=process_id,
         host_name=socket.gethostname(),
     )
     return replace_file(log_dir / ATTACH_FILE, lambda path: _write_private(path, json.dumps(asdict(point), indent=1)))

@@ -20,7 +20,14 @@ from typing import Literal
 
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.adapters.noop import NoopStore
-from nemo_rl.data_plane.address import AttachPoint, DataPlaneAddress, HostKind, LedgerAddress, write_attach_file
+from nemo_rl.data_plane.address import (
+    ATTACH_FILE,
+    AttachPoint,
+    DataPlaneAddress,
+    HostKind,
+    LedgerAddress,
+    write_attach_file,
+)
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.interfaces import DataPlaneClient, PayloadStore
@@ -88,7 +95,7 @@ def build_data_plane_client(  # noqa: PLR0913 - a published interface
         host = _own_host(config, run_id, validate=validate, log_dir=log_dir, start=start)
         undo.callback(host.close)
         if log_dir is not None:
-            _open_to_observers(log_dir, host.address, at_end)
+            _open_to_observers(log_dir, host.address, at_end, is_written=config.ledger.recovery == "journal")
         store = start_store(config, run_id=run_id, start=start)
         undo.callback(store.close)
         own = DataPlaneAddress(
@@ -111,7 +118,7 @@ def attach_data_plane(address: DataPlaneAddress) -> DataPlaneClient:
         DataPlaneClosed: the run's ledger or store does not exist (any more).
     """
     with ExitStack() as undo:
-        host = _join_host(address.ledger)
+        host = _join_host(address.ledger, recovers=address.config.ledger.recovery == "journal")
         undo.callback(host.close)
         store = join_store(address)
         undo.callback(store.close)
@@ -209,6 +216,11 @@ def _host_kind(config: DataPlaneConfig) -> HostKind:
             f"data_plane.ledger_host: impl {impl!r} keeps its references in the ledger's actor, got {kind!r}; "
             "use 'ray_actor' or leave it null"
         )
+    if config.ledger.recovery == "journal" and kind != "ray_actor":
+        raise ConfigError(
+            f"data_plane.ledger.recovery: 'journal' needs the ledger in a process of its own, and {kind!r} lives in "
+            "its owner's; use 'ray_actor', or recovery=none"
+        )
     return kind
 
 
@@ -234,21 +246,28 @@ def _own_host(
     return InProcessHost(service, is_owner=True)
 
 
-def _open_to_observers(log_dir: Path, ledger: LedgerAddress, at_end: ExitStack) -> None:
-    """Write for `nemo-rl data-plane` where the ledger answers; a ledger of this process gets a socket for it."""
+def _open_to_observers(log_dir: Path, ledger: LedgerAddress, at_end: ExitStack, *, is_written: bool) -> None:
+    """Write for `nemo-rl data-plane` where the ledger answers; a ledger of this process gets a socket for it.
+
+    Args:
+        is_written: the ledger writes the file itself, each time that it starts.
+    """
+    if is_written:
+        at_end.callback((log_dir / ATTACH_FILE).unlink, missing_ok=True)
+        return
     if ledger.kind == "in_process":
         server = LedgerServer(_services[ledger.run_id])
         at_end.callback(server.close)
         ledger = server.address
-    path = write_attach_file(log_dir, ledger=ledger)
+    path = write_attach_file(log_dir, ledger=ledger, process_id=os.getpid())
     at_end.callback(path.unlink, missing_ok=True)
 
 
-def _join_host(address: LedgerAddress) -> LedgerHost:
+def _join_host(address: LedgerAddress, *, recovers: bool) -> LedgerHost:
     if address.kind == "ray_actor":
         from nemo_rl.data_plane.ledger.host_ray import RayLedgerHost  # noqa: PLC0415 - Ray is optional here
 
-        return RayLedgerHost.join(address)
+        return RayLedgerHost.join(address, recovers=recovers)
     if address.kind == "socket":
         return SocketLedgerHost(address)
     service = _services.get(address.run_id)

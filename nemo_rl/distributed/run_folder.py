@@ -24,7 +24,7 @@ from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import ResourceError
 from nemo_rl.utils.files import read_line
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "make_owned_folder"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,7 @@ class RunFolder:
     """One run's folder and its reaper. The process that makes it is the owner."""
 
     def __init__(self) -> None:
-        root = _root()
-        _remove_dead(root)
-        self.path = Path(tempfile.mkdtemp(prefix="r", dir=root))
-        (self.path / OWNER_FILE).write_text(json.dumps(asdict(ProcessIdentity.of_this_process())))
+        self.path = make_owned_folder()
         self._reaper = subprocess.Popen(
             [sys.executable, "-I", "-S", run_reaper.__file__, str(self.path)],
             stdin=subprocess.PIPE,
@@ -71,6 +68,15 @@ class RunFolder:
             self._reaper.communicate(run_reaper.LEFT_IN_PEACE, timeout=REAPER_EXIT_S)
         except subprocess.TimeoutExpired:
             logger.warning("the reaper of %s (process %d) does not end", self.path, self._reaper.pid)
+
+
+def make_owned_folder() -> Path:
+    """Return a fresh temporary folder of this process; if it is left behind, the user's next run removes it."""
+    root = _root()
+    _remove_dead(root)
+    path = Path(tempfile.mkdtemp(prefix="r", dir=root))
+    (path / OWNER_FILE).write_text(json.dumps(asdict(ProcessIdentity.of_this_process())))
+    return path
 
 
 def _root() -> Path:

@@ -79,6 +79,7 @@ TARGETS: Mapping[str, str] = {
     "learn-sort-async-vllm": "grpo.max_num_steps=2",
     "resume-kills": "--kills 2 --saves 1",
     "async-kills": "--kills 2",
+    "ledger-kills": "--kills 2 --run-kills 1",
     "replay-draw": "--steps 4 --draws 2 --only tp2",
     "leaks": "--steps 8 --stores ray",
     "check-ledger": "--depth 4",

@@ -143,6 +143,7 @@ def _others(setting: PlanSetting) -> tuple[str, ...]:
     found = ["driver", "rollout worker", *["teacher worker"] * num_teacher_workers(config)]
     host = plane.ledger_host or kind.ledger_host
     found += ["ledger"] if host == "ray_actor" else []
+    found += ["references"] if plane.ledger.recovery == "journal" and kind.needs_ledger_actor(plane) else []
     if plane.impl == "transfer_queue" and not plane.is_guest_of_queue:
         found += ["TransferQueue controller", *["storage unit"] * plane.num_storage_units]
     if plane.starts_mooncake:

@@ -3,9 +3,10 @@
 Owners `producer` and `holder`: numpy arrays in Ray's object store. Readers on an object's node see it without a copy,
 Ray moves it between nodes. On one node all chunks of a put are one object, because each `ray.put` costs a millisecond;
 on several nodes each chunk is one, because whole objects move. No process can find an object by a chunk id: the
-ledger's actor keeps the references, so an object lives exactly as long as a row needs it. They are sent without
-waiting: a Ray call costs more than the ledger's socket and the store together. With owner `producer` the process that
-puts owns the objects, and they are lost when it dies; with `holder` an actor puts them once more and owns them.
+ledger's actor keeps the references (an actor of their own does where the ledger may die and come back), so an object
+lives exactly as long as a row needs it. They are sent without waiting: a Ray call costs more than the ledger's socket
+and the store together. With owner `producer` the process that puts owns the objects, and they are lost when it dies;
+with `holder` an actor puts them once more and owns them.
 
 Owner `node`: segments of `adapters.shm`. As fast as `producer` and outlives producers, because a segment belongs to its
 node. On a cluster of several nodes each node has a storage actor, which owns the node's folder and sends chunks to
@@ -30,7 +31,7 @@ from nemo_rl.data_plane.adapters.shm import SharedMemoryStore
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
 from nemo_rl.data_plane.keys import owner_of, place_of
-from nemo_rl.data_plane.ledger.host_ray import NAMESPACE, ledger_actor_name
+from nemo_rl.data_plane.ledger.host_ray import NAMESPACE, Place, ReferenceTable, ledger_actor_name
 from nemo_rl.errors import (
     CapacityExceeded,
     DataPlaneClosed,
@@ -57,37 +58,77 @@ class _Holder:
         return True
 
 
+class _ReferenceActor:
+    """Keeps the references of a run whose ledger's process may die and come back."""
+
+    def __init__(self) -> None:
+        self._references = ReferenceTable()
+
+    def hold(self, places: Mapping[str, Place]) -> None:
+        self._references.hold(places)
+
+    def lend(self, chunk_ids: Sequence[str]) -> dict[str, Place]:
+        return self._references.lend(chunk_ids)
+
+    def let_go(self, chunk_ids: Sequence[str]) -> None:
+        self._references.let_go(chunk_ids)
+
+    def ping(self) -> bool:
+        return True
+
+
 class RayStore(PayloadStore):
     """Chunks in Ray's object store."""
 
-    def __init__(self, config: DataPlaneConfig, *, run_id: str, holder: Any, is_owner: bool) -> None:
+    def __init__(
+        self, config: DataPlaneConfig, *, run_id: str, holder: Any, own_actors: Mapping[str, Any] | None = None
+    ) -> None:
+        """Args:
+        own_actors: given by the owner, whose close ends them.
+        """
         check_connected(run_id)
         self._chunk_bytes = config.ray.chunk_bytes
-        self._ledger_actor = _find_actor(ledger_actor_name(run_id), run_id, "ledger")
-        self._run_id, self._holder, self._is_owner = run_id, holder, is_owner
+        is_apart = config.ledger.recovery == "journal"
+        name = _references_name(run_id) if is_apart else ledger_actor_name(run_id)
+        self._references = _find_actor(name, run_id, "reference" if is_apart else "ledger")
+        self._run_id, self._holder, self._own_actors = run_id, holder, list((own_actors or {}).values())
         self._place = node_place()
         self._is_on_one_node = _is_one_node()
         self._is_closed = False
 
     @classmethod
     def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> RayStore:
-        """Return the owner's store; with owner `holder` it starts the holder actor.
+        """Return the owner's store; with owner `holder` it starts the holder actor, and an actor for the references
+        where the ledger's does not live as long as the run.
 
         Raises:
-            DataPlaneTimeout: the holder did not answer in time.
-            DataPlaneClosed: this process is not connected to Ray, or the holder died while it started.
+            DataPlaneTimeout: an actor did not answer in time.
+            DataPlaneClosed: this process is not connected to Ray, or an actor died while it started.
         """
-        if config.ray.owner != "holder":
-            return cls(config, run_id=run_id, holder=None, is_owner=True)
         check_connected(run_id)
-        actor_class = ray.remote(_Holder)
-        holder = actor_class.options(
-            name=_holder_name(run_id), namespace=NAMESPACE, num_cpus=0, max_restarts=0, max_concurrency=4
-        ).remote()
-        store = cls(config, run_id=run_id, holder=holder, is_owner=True)
+        own: dict[str, Any] = {}
+        if config.ledger.recovery == "journal":
+            options: Callable[..., Any] = ray.remote(_ReferenceActor).options
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            references = options(
+                name=_references_name(run_id),
+                namespace=NAMESPACE,
+                num_cpus=0,
+                max_restarts=0,
+                scheduling_strategy=here,
+            )
+            own["references"] = references.remote()
+        if config.ray.owner == "holder":
+            options = ray.remote(_Holder).options
+            holder = options(
+                name=_holder_name(run_id), namespace=NAMESPACE, num_cpus=0, max_restarts=0, max_concurrency=4
+            )
+            own["holder"] = holder.remote()
+        store = cls(config, run_id=run_id, holder=own.get("holder"), own_actors=own)
         try:
-            with start.waiting_for("the holder of the data plane"):
-                store._wait("start", holder.ping.remote(), timeout_s=start.timeout_s)
+            for name, actor in own.items():
+                with start.waiting_for(f"the actor of the data plane's {name}"):
+                    store._wait("start", actor.ping.remote(), timeout_s=start.timeout_s)
         except BaseException:
             store.close()
             raise
@@ -101,10 +142,10 @@ class RayStore(PayloadStore):
             DataPlaneClosed: this process is not connected to Ray, or the run's holder is gone.
         """
         if config.ray.owner != "holder":
-            return cls(config, run_id=run_id, holder=None, is_owner=False)
+            return cls(config, run_id=run_id, holder=None)
         check_connected(run_id)
         holder = _find_actor(_holder_name(run_id), run_id, "holder")
-        return cls(config, run_id=run_id, holder=holder, is_owner=False)
+        return cls(config, run_id=run_id, holder=holder)
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -127,13 +168,13 @@ class RayStore(PayloadStore):
         else:
             references = self._wait("put", self._holder.put.remote(objects), timeout_s=timeout_s)
         places = [(reference, i) for reference, held in zip(references, objects, strict=True) for i in range(len(held))]
-        self._ledger_actor.hold.remote(dict(zip(chunks, places, strict=True)))
+        self._references.hold.remote(dict(zip(chunks, places, strict=True)))
         return None
 
     def get(self, chunk_ids: Sequence[str], *, timeout_s: float, handles: Handles) -> list[Parts]:
         self._check_open()
         deadline = time.monotonic() + timeout_s
-        lent = self._wait("lend references", self._ledger_actor.lend.remote(list(chunk_ids)), timeout_s=timeout_s)
+        lent = self._wait("lend references", self._references.lend.remote(list(chunk_ids)), timeout_s=timeout_s)
         missing = [chunk_id for chunk_id in chunk_ids if chunk_id not in lent]
         if missing:
             raise KeysNotFound(
@@ -161,7 +202,7 @@ class RayStore(PayloadStore):
 
     def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
         self._check_open()
-        self._ledger_actor.let_go.remote(list(chunk_ids))
+        self._references.let_go.remote(list(chunk_ids))
 
     def health(self) -> StoreHealth:
         if self._is_closed or not ray.is_initialized():
@@ -178,8 +219,9 @@ class RayStore(PayloadStore):
         if self._is_closed:
             return
         self._is_closed = True
-        if self._is_owner and self._holder is not None and ray.is_initialized():
-            ray.kill(self._holder, no_restart=True)
+        own_actors, self._own_actors = self._own_actors, []
+        for actor in own_actors if ray.is_initialized() else ():
+            ray.kill(actor, no_restart=True)
 
     def _put_one(self, payloads: Sequence[Sequence[np.ndarray]]) -> Any:
         try:
@@ -231,6 +273,10 @@ def check_connected(run_id: str) -> None:
     """Raise DataPlaneClosed unless this process is connected to Ray."""
     if not ray.is_initialized():
         raise DataPlaneClosed(f"run {run_id!r}: this process is not connected to Ray; call ray.init first")
+
+
+def _references_name(run_id: str) -> str:
+    return f"references-{run_id}"
 
 
 def _holder_name(run_id: str) -> str:

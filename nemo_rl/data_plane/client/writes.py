@@ -22,7 +22,7 @@ from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
 from nemo_rl.data_plane.interfaces import Columns, Parts
 from nemo_rl.data_plane.keys import chunk_in_blocks
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
-from nemo_rl.errors import CapacityExceeded, DataPlaneError, DataPlaneTimeout
+from nemo_rl.errors import CapacityExceeded, DataPlaneError, DataPlaneTimeout, LedgerLost
 
 __all__ = ["PutRequest", "RowWriter"]
 
@@ -160,8 +160,8 @@ class RowWriter:
         try:
             wait.ask = partial(self._link.ask, call, handles=handles)
             reply = wait.granted(op, {**args, "reservation": reservation})
-        except DataPlaneTimeout:
-            raise  # the commit may still arrive: rows it makes visible must keep their chunks
+        except (DataPlaneTimeout, LedgerLost):
+            raise  # the commit may still count: rows it makes visible must keep their chunks
         except DataPlaneError:
             self._link.drop([name for name, c in zip(ids, chunks, strict=True) if c.family not in in_place])
             self._unreserve(reservation, wait)

@@ -6,13 +6,19 @@ and the client asks again until its deadline. Nothing is ever evicted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from nemo_rl.data_plane.ledger.state import Chunk, Partition, RowPiece
 from nemo_rl.errors import CapacityExceeded
 
 __all__ = ["Capacity", "Demand", "Reservation"]
+
+TOTALS = (
+    *("live_rows", "live_bytes", "stored_bytes", "live_chunks", "peak_rows", "peak_bytes", "peak_chunks"),
+    *("blocked_s", "num_reservations"),
+)
+"""Fields of `Capacity` that change, besides the reservations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +30,12 @@ class Demand:
     nbytes: int
     reservation: int = 0
     """The reservation under which it comes; 0 when it has none."""
+
+    @classmethod
+    def of(cls, partition: Partition, keys: Sequence[str], *, nbytes: int, reservation: int = 0) -> Demand:
+        """Return the demand of a put of these keys."""
+        new_rows = len(keys) - sum(map(partition.rows.__contains__, keys))
+        return cls(num_keys=len(keys), new_rows=new_rows, nbytes=nbytes, reservation=reservation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +147,31 @@ class Capacity:
         self.peak_chunks = max(self.peak_chunks, self.live_chunks)
         partition.peak_rows = max(partition.peak_rows, len(partition.rows))
         partition.peak_bytes = max(partition.peak_bytes, partition.nbytes)
+
+    def extend(self, *, lost_at: float, until: float) -> None:
+        """Let reservations that were good at `lost_at` last until `until`."""
+        for i, reservation in self.reserved.items():
+            if reservation.expires > lost_at:
+                self.reserved[i] = replace(reservation, expires=max(reservation.expires, until))
+
+    def dump(self, *, now: float) -> dict[str, object]:
+        """Return the totals and what is reserved now, as plain values; limits come from the config."""
+        reserved = [
+            [i, reservation.partition, reservation.rows, reservation.nbytes, reservation.expires]
+            for i, reservation in self.reserved.items()
+            if reservation.expires > now
+        ]
+        return {**{name: getattr(self, name) for name in TOTALS}, "reserved": reserved}
+
+    def load(self, dumped: object) -> None:
+        """Take over what `dump` returned."""
+        assert isinstance(dumped, dict), f"malformed capacity: {dumped!r}"
+        for name in TOTALS:
+            setattr(self, name, dumped[name])
+        self.reserved = {
+            i: Reservation(partition=partition, rows=rows, nbytes=nbytes, expires=expires)
+            for i, partition, rows, nbytes, expires in dumped["reserved"]
+        }
 
     def stats(self, now: float) -> dict[str, object]:
         """Return everything as JSON-like values."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import TypeAlias
 
 from nemo_rl.data_plane.keys import cut_key, index_of, key_of, split_key
 from nemo_rl.data_plane.ledger.state import Partition, Row, TaskCursor
+from nemo_rl.utils.files import read_tail
 
 __all__ = [
     "EVENTS_FILE",
@@ -128,22 +130,42 @@ def _shown(event: Mapping[str, object], now: float) -> Event:
 logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "data_plane_events.jsonl"
+FLUSH_POLL_S = 0.5
+TAIL_BYTES = 1 << 16
+"""More than almost every line has."""
 
 
 class EventLog:
     """The sink of a ledger's events; appends, so that a resumed run continues the file."""
 
-    def __init__(self, path: Path, *, run_id: str) -> None:
+    def __init__(self, path: Path, *, run_id: str, goes_on: bool = False) -> None:
+        """Args:
+        goes_on: the ledger has come back, and its events with it.
+        """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        last = _cut_torn_line(path)
+        number = json.loads(last).get("n", 0) if goes_on and last else 0
+        assert isinstance(number, int), f"malformed event: {last!r}"
+        self.last_number = number
+        """The highest number (`n`) of an event in the file, where a recovered ledger numbers them."""
         self._file = path.open("a", encoding="utf-8")
-        self._queue: queue.SimpleQueue[tuple[float, Event] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[float, Event] | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="data-plane-events", daemon=True)
         self._thread.start()
-        self({"event": "open", "run": run_id, "keys": ()})
+        if not goes_on:
+            self({"event": "open", "run": run_id, "keys": ()})
+            self.flush()
 
-    def __call__(self, event: Event) -> None:
-        self._queue.put((time.time(), event))
+    def __call__(self, event: Event, *, age_s: float = 0.0) -> None:
+        self._queue.put((time.time() - age_s, event))
+
+    def flush(self) -> None:
+        """Return when what is queued is in the file, or cannot be written."""
+        written = threading.Event()
+        self._queue.put(written)
+        while not written.wait(FLUSH_POLL_S) and self._thread.is_alive():
+            continue
 
     def close(self) -> None:
         """Write what is queued and end the thread. Idempotent."""
@@ -154,6 +176,10 @@ class EventLog:
     def _write(self) -> None:
         while (queued := self._queue.get()) is not None:
             try:
+                if isinstance(queued, threading.Event):
+                    self._file.flush()
+                    queued.set()
+                    continue
                 self._file.write(_line(*queued))
                 if self._queue.empty():
                     self._file.flush()
@@ -207,6 +233,21 @@ def read_events(path: Path) -> Iterator[dict[str, object]]:
                 event = json.loads(line)
                 assert isinstance(event, dict), f"malformed event: {line!r}"
                 yield event
+
+
+def _cut_torn_line(path: Path) -> bytes:
+    """Cut off what a kill has left of a last line, so that the next one starts anew; return the last whole line."""
+    if not path.exists():
+        return b""
+    size, wanted = path.stat().st_size, TAIL_BYTES
+    tail = read_tail(path, wanted)
+    while tail.count(b"\n") < 2 and wanted < size:
+        wanted *= 4
+        tail = read_tail(path, wanted)
+    whole = tail[: tail.rfind(b"\n") + 1]
+    if len(whole) < len(tail):
+        os.truncate(path, size - len(tail) + len(whole))
+    return whole[:-1].rpartition(b"\n")[2]
 
 
 def _line(at: float, event: Event) -> str:

@@ -15,7 +15,9 @@ from typing import Protocol
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import Handles, LedgerAddress
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE, EventLog, EventSink
+from nemo_rl.data_plane.ledger.journal import Journal
 from nemo_rl.data_plane.ledger.ledger import Args, Ledger, Reply
+from nemo_rl.data_plane.ledger.recovery import RecoverableLedger
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, from_record
 
 __all__ = ["InProcessHost", "LedgerHost", "LedgerService", "build_ledger", "build_service", "read_reply"]
@@ -39,16 +41,45 @@ class LedgerHost(Protocol):
 
 
 def build_service(
-    config: DataPlaneConfig, *, run_id: str, validate: bool = False, log_dir: Path | None = None
+    config: DataPlaneConfig,
+    *,
+    run_id: str,
+    validate: bool = False,
+    log_dir: Path | None = None,
+    journal: Path | None = None,
 ) -> LedgerService:
-    """Return a fresh ledger behind its lock; its events go to `log_dir` where one is given and the config asks for
-    them.
+    """Return a ledger behind its lock.
+
+    Args:
+        log_dir: where its events are written, if the config asks for them.
+        journal: file of `create_journal`, from which the ledger is recovered; None for a fresh one without a journal.
+
+    Raises:
+        DataPlaneError: the journal is not one of this run, or damaged.
     """
-    events = None
-    if log_dir is not None and config.observability.event_log:
-        events = EventLog(log_dir / EVENTS_FILE, run_id=run_id)
+    has_events = log_dir is not None and config.observability.event_log
+    path = log_dir / EVENTS_FILE if log_dir is not None and has_events else None
+    if journal is not None:
+        return _recovered_service(config, run_id=run_id, validate=validate, events=path, journal=journal)
+    events = None if path is None else EventLog(path, run_id=run_id)
     ledger = build_ledger(config, run_id=run_id, validate=validate, on_event=events)
     return LedgerService(ledger, on_close=events.close if events is not None else None)
+
+
+def _recovered_service(
+    config: DataPlaneConfig, *, run_id: str, validate: bool, events: Path | None, journal: Path
+) -> LedgerService:
+    opened = Journal(journal, run_id=run_id, sync=config.ledger.fsync)
+    ledger = RecoverableLedger(
+        lambda on_event: build_ledger(config, run_id=run_id, validate=validate, on_event=on_event),
+        opened,
+        keep_s=2 * config.timeout_s,
+        snapshot_bytes=config.ledger.journal_bytes,
+        events=None if events is None else EventLog(events, run_id=run_id, goes_on=not opened.is_fresh),
+    )
+    if not opened.is_fresh:
+        ledger.resume(now=time.monotonic())
+    return LedgerService(ledger, on_close=ledger.close)
 
 
 def build_ledger(
@@ -81,7 +112,7 @@ class LedgerService:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: Ledger | RecoverableLedger,
         *,
         clock: Callable[[], float] = time.monotonic,
         on_close: Callable[[], None] | None = None,
@@ -89,7 +120,6 @@ class LedgerService:
         self._clock, self._on_close = clock, on_close
         self.run_id = ledger.run_id
         self._ledger = ledger
-        self._handles: dict[str, object] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -105,9 +135,7 @@ class LedgerService:
         try:
             if self._is_closed:
                 raise DataPlaneClosed(f"the ledger of run {self.run_id!r} has been closed by its owner")
-            reply = self._ledger.handle(request, now=self._clock())
-            self._carry_handles(request, reply)
-            return reply
+            return self._ledger.handle(request, now=self._clock())
         finally:
             self._lock.release()
 
@@ -115,26 +143,9 @@ class LedgerService:
         """Later requests fail."""
         with self._lock:
             self._is_closed = True
-            self._handles.clear()
             on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
-
-    def _carry_handles(self, request: Mapping[str, object], reply: Reply) -> None:
-        """Keep the handles of live chunks next to the ledger, which knows chunks by their ids only."""
-        result = reply.get("ok")
-        if not isinstance(result, dict):
-            return
-        brought = request.get("handles")
-        if isinstance(brought, dict) and "versions" in result:
-            self._handles.update(brought)
-        if not self._handles:
-            return
-        for chunk_id in result.get("drop", ()):
-            self._handles.pop(chunk_id, None)
-        if request["op"] == "locate":
-            found = {chunk_id: self._handles.get(chunk_id) for chunk_id in result["chunks"]}
-            result["handles"] = {chunk_id: handle for chunk_id, handle in found.items() if handle is not None}
 
 
 class InProcessHost:

@@ -21,7 +21,7 @@ import msgpack
 from nemo_rl.data_plane.address import Handles, LedgerAddress
 from nemo_rl.data_plane.ledger.host import LedgerService, read_reply
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
-from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, to_record
+from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, LedgerLost, to_record
 
 __all__ = ["LedgerServer", "SocketLedgerHost"]
 
@@ -132,20 +132,28 @@ class SocketLedgerHost:
         return self._address
 
     def call(self, op: str, args: Args, *, timeout_s: float, handles: Handles | None = None) -> Reply:
+        request = {"run": self._address.run_id, "op": op, "args": args, "handles": handles}
+        return read_reply(self.exchange(request, timeout_s=timeout_s))
+
+    def exchange(self, request: Mapping[str, object], *, timeout_s: float) -> Reply:
+        """Send one request and return the reply, which may carry an error.
+
+        Raises:
+            LedgerLost: the ledger's process or the connection is gone; it may have served the request.
+        """
         deadline = time.monotonic() + timeout_s
-        request = {"run": self._address.run_id, "op": op, "args": args, "handles": handles, "timeout_s": timeout_s}
         connection = None
         try:
             connection = self._take(deadline)
             connection.settimeout(_left(deadline))
-            _send(connection, request)
+            _send(connection, {**request, "timeout_s": timeout_s})
             reply = _receive(connection, limit=MAX_FRAME_BYTES, deadline=deadline)
         except TimeoutError as error:
             _drop(connection)
             raise DataPlaneTimeout(f"the ledger's socket did not answer within {timeout_s:.1f} s") from error
         except (OSError, EOFError) as error:
             _drop(connection)
-            raise DataPlaneClosed(
+            raise LedgerLost(
                 f"run {self._address.run_id!r}: the ledger's socket is gone (process {self._address.process_id}): "
                 f"{error}"
             ) from error
@@ -157,16 +165,21 @@ class SocketLedgerHost:
             raise
         self._put_back(connection)
         assert isinstance(reply, dict), f"malformed reply of type {type(reply).__name__}"
-        return read_reply(reply)
+        return reply
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
+        self.drop_idle()
+        if self._server is not None:
+            self._server.close()
+
+    def drop_idle(self) -> None:
+        """Close the connections that no call uses."""
+        with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             _drop(connection)
-        if self._server is not None:
-            self._server.close()
 
     def _take(self, deadline: float) -> socket.socket:
         with self._lock:
@@ -181,6 +194,10 @@ class SocketLedgerHost:
             welcome = _receive(connection, limit=MAX_HELLO_BYTES, deadline=deadline)
             assert isinstance(welcome, dict), "malformed welcome"
             read_reply(welcome)
+        except (DataPlaneClosed, ValueError, AssertionError) as error:
+            connection.close()
+            # Another process may have got the port of a ledger that is gone.
+            raise LedgerLost(f"run {self._address.run_id!r}: port {self._address.port} refused: {error}") from error
         except BaseException:
             connection.close()
             raise

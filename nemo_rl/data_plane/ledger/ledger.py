@@ -12,10 +12,21 @@ from typing import TypeAlias
 
 from nemo_rl.data_plane.ledger import claims as claim_rules
 from nemo_rl.data_plane.ledger import put_rules
+from nemo_rl.data_plane.ledger.arguments import form, number, records, seconds, text, texts
 from nemo_rl.data_plane.ledger.capacity import Capacity, Demand
 from nemo_rl.data_plane.ledger.events import EventSink, Recorder, explain_row
 from nemo_rl.data_plane.ledger.keyed_rows import KeyedRows, lacking
 from nemo_rl.data_plane.ledger.reads import locate
+from nemo_rl.data_plane.ledger.snapshot import (
+    declared_partition,
+    dump_chunk,
+    dump_claims,
+    dump_partition,
+    load_chunk,
+    load_claims,
+    load_partition,
+    load_scalars,
+)
 from nemo_rl.data_plane.ledger.state import (
     Chunk,
     ClaimLease,
@@ -72,6 +83,10 @@ class Ledger:
         self._chunks: dict[str, Chunk] = {}
         self._claims: dict[int, tuple[str, str, ClaimLease]] = {}
         self._keyed: dict[str, KeyedRows] = {}
+        self._handles: dict[str, object] = {}
+        """Chunk id -> what readers need to reach it, for stores that have such a thing."""
+        self.num_expired = 0
+        """Leases that were found to be over: with `blocked_s`, all that a request without success can change."""
         self._num_claims = 0
         self._num_declared = 0
         self._first_versions: dict[str, int] = {}
@@ -93,7 +108,7 @@ class Ledger:
             "lacking": self._lacking,
             "strangers": self._strangers,
             "locate": self._locate,
-            "gone": lambda args, now: {"chunks": [i for i in _texts(args, "chunks") if i not in self._chunks]},
+            "gone": lambda args, now: {"chunks": [i for i in texts(args, "chunks") if i not in self._chunks]},
             "claim": self._claim,
             "release": self._release,
             "heartbeat": self._heartbeat,
@@ -103,6 +118,8 @@ class Ledger:
             "clear": self._clear,
             "forget": self._forget,
             "stats": lambda args, now: self._capacity.stats(now),
+            "waited": self._waited,
+            "extend": self._extend,
         }
 
     def handle(self, request: Mapping[str, object], *, now: float) -> Reply:
@@ -120,6 +137,7 @@ class Ledger:
             args = request["args"]
             assert isinstance(args, dict), "args must be a dict"
             reply = self._ops[str(request["op"])](args, now)
+            self._carry_handles(request, reply)
         except DataPlaneError as error:
             return {"error": to_record(error)}
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -129,10 +147,76 @@ class Ledger:
                 check_invariants(self._partitions, self._chunks)
         return {"ok": reply}
 
+    @property
+    def blocked_s(self) -> float:
+        """Seconds that puts have waited for capacity."""
+        return self._capacity.blocked_s
+
+    def _carry_handles(self, request: Mapping[str, object], reply: Reply) -> None:
+        brought = request.get("handles")
+        if isinstance(brought, dict) and "versions" in reply:
+            self._handles.update(brought)
+        if not self._handles:
+            return
+        for chunk_id in reply.get("drop", ()):  # type: ignore[attr-defined]
+            self._handles.pop(chunk_id, None)
+        if request["op"] == "locate":
+            found = {chunk_id: self._handles.get(chunk_id) for chunk_id in reply["chunks"]}  # type: ignore[attr-defined]
+            reply["handles"] = {chunk_id: handle for chunk_id, handle in found.items() if handle is not None}
+
+    # ---- what outlives the process
+
+    def dump(self, *, now: float) -> Args:
+        """Return everything as plain values, for `load` of another ledger; histories of rows are left out, since the
+        event log has them.
+        """
+        numbers = {chunk_id: number for number, chunk_id in enumerate(self._chunks)}
+        return {
+            "chunks": [dump_chunk(chunk) for chunk in self._chunks.values()],
+            "partitions": [dump_partition(partition, numbers) for partition in self._partitions.values()],
+            "claims": dump_claims(self._claims),
+            "num_claims": self._num_claims,
+            "num_declared": self._num_declared,
+            "first_versions": dict(self._first_versions),
+            "capacity": self._capacity.dump(now=now),
+            "handles": dict(self._handles),
+        }
+
+    def load(self, dumped: Args) -> None:
+        """Take over what `dump` returned; this ledger must be fresh."""
+        chunks = [load_chunk(record) for record in records(dumped, "chunks")]
+        self._chunks.update({chunk.chunk_id: chunk for chunk in chunks})
+        self._claims.update(load_claims(dumped["claims"]))
+        leases = {i: lease for i, (_, _, lease) in self._claims.items()}
+        for record in records(dumped, "partitions"):
+            declaration = record["declaration"]
+            assert isinstance(declaration, dict), f"malformed partition: {record}"
+            partition = declared_partition(declaration, declared=number(record, "declared"), first_version=1)
+            load_partition(partition, record, chunks=chunks, leases=leases)
+            self._partitions[partition.name] = partition
+        self._num_claims, self._num_declared = number(dumped, "num_claims"), number(dumped, "num_declared")
+        load_scalars(self._first_versions, dumped["first_versions"])
+        load_scalars(self._handles, dumped["handles"])
+        self._capacity.load(dumped["capacity"])
+
+    def _waited(self, args: Args, now: float) -> Reply:
+        """Count the seconds of a put that was told to wait: the only change that such a request makes."""
+        self._capacity.blocked_s += seconds(args, "waited_s")
+        return {}
+
+    def _extend(self, args: Args, now: float) -> Reply:
+        """Give the claims and reservations that were good at `lost_at` a full lease from now."""
+        lost_at, until = seconds(args, "lost_at"), now + self._lease_s
+        for _, _, lease in self._claims.values():
+            if not lease.has_expired and lease.expires > lost_at:
+                lease.expires = max(lease.expires, until)
+        self._capacity.extend(lost_at=lost_at, until=until)
+        return {}
+
     # ---- declaration
 
     def _register(self, args: Args, now: float) -> Reply:
-        name = _text(args, "partition")
+        name = text(args, "partition")
         declaration = {what: args[what] for what in DECLARATION}
         existing = self._partitions.get(name)
         if existing is not None:
@@ -143,38 +227,24 @@ class Ledger:
                     "use the same declaration, drop_partition first, or another partition id"
                 )
             return {"declared": existing.declared}
-        specs = {str(record["name"]): spec_from_record(record) for record in _records(args, "fields")}
-        writes = args["task_writes"]
-        assert isinstance(writes, dict)
-        group_size = args["group_size"]
-        self._num_declared += 1
-        first_version = self._first_versions.pop(name, 1)
-        self._partitions[name] = Partition(
-            name=name,
-            declaration=declaration,
-            specs=specs,
-            num_samples=_number(args, "num_samples"),
-            group_size=None if group_size is None else _number(args, "group_size"),
-            tasks={
-                task: TaskCursor(writes=frozenset(writes[task]) & frozenset(specs)) for task in _texts(args, "tasks")
-            },
-            columns={spec.family: FamilyColumn() for spec in specs.values()},
-            declared=self._num_declared,
-            first_version=first_version,
-            top_version=first_version - 1,
+        partition = declared_partition(
+            declaration, declared=self._num_declared + 1, first_version=self._first_versions.get(name, 1)
         )
-        self._record("register", args, (), now, fields=list(specs))
+        self._num_declared += 1
+        self._first_versions.pop(name, None)
+        self._partitions[name] = partition
+        self._record("register", args, (), now, fields=list(partition.specs))
         return {"declared": self._num_declared}
 
     def _describe(self, args: Args, now: float) -> Reply:
         partition = self._partition(args)
-        fields = [*_records(partition.declaration, "fields"), *partition.added]
+        fields = [*records(partition.declaration, "fields"), *partition.added]
         return {**partition.declaration, "fields": fields, "declared": partition.declared}
 
     def _add_fields(self, args: Args, now: float) -> Reply:
         """Declare further columns; the declaration that `register` repeats stays as it was."""
         partition = self._partition(args)
-        specs = {str(record["name"]): (spec_from_record(record), record) for record in _records(args, "fields")}
+        specs = {str(record["name"]): (spec_from_record(record), record) for record in records(args, "fields")}
         differ = [name for name, (spec, _) in specs.items() if partition.specs.get(name, spec) != spec]
         if differ:
             raise SchemaMismatch(
@@ -200,9 +270,9 @@ class Ledger:
 
     def _reserve(self, args: Args, now: float) -> Reply:
         """Capacity for a put before its bytes go to the store: a reservation, or `blocked`."""
-        partition, keys = self._partition(args), _texts(args, "keys")
-        self._capacity.blocked_s += _seconds(args, "waited_s")
-        demand = _demand(partition, keys, nbytes=_number(args, "nbytes"))
+        partition, keys = self._partition(args), texts(args, "keys")
+        self._capacity.blocked_s += seconds(args, "waited_s")
+        demand = Demand.of(partition, keys, nbytes=number(args, "nbytes"))
         blocked = self._capacity.lacks_capacity(partition, demand, now=now)
         if blocked is not None:
             return {"blocked": blocked}
@@ -210,29 +280,29 @@ class Ledger:
 
     def _unreserve(self, args: Args, now: float) -> Reply:
         """Give back the capacity that a put has reserved before it gave up."""
-        self._capacity.blocked_s += _seconds(args, "waited_s")
-        self._capacity.end(_number(args, "reservation"))
+        self._capacity.blocked_s += seconds(args, "waited_s")
+        self._capacity.end(number(args, "reservation"))
         return {}
 
     def _begin(self, args: Args, now: float) -> Reply:
         """Announce a put to a store that keeps columns under the rows' keys; one that its commit would refuse is
         refused here, before other programs can see any of it."""
-        partition, keys, families = self._partition(args), _texts(args, "keys"), args["families"]
+        partition, keys, families = self._partition(args), texts(args, "keys"), args["families"]
         assert isinstance(families, dict), f"families: expected a dict, got {families!r}"
         put_rules.check(partition, keys, args, [args], now=now)
         keyed = self._keyed.setdefault(partition.name, KeyedRows())
-        return keyed.begin(partition.rows, keys, families, now=now, lasts_s=_seconds(args, "lasts_s"))
+        return keyed.begin(partition.rows, keys, families, now=now, lasts_s=seconds(args, "lasts_s"))
 
     def _end(self, args: Args, now: float) -> Reply:
         """An announced put writes nothing any more."""
-        name = _text(args, "partition")
+        name = text(args, "partition")
         partition, keyed = self._partitions.get(name), self._keyed[name]
-        keyed.end(_number(args, "put"), () if partition is None else partition.rows, now)
+        keyed.end(number(args, "put"), () if partition is None else partition.rows, now)
         return {"free": keyed.due(now)}
 
     def _freed(self, args: Args, now: float) -> Reply:
         """The caller has freed rows that a reply has named under `free`."""
-        self._keyed[_text(args, "partition")].freed(_texts(args, "keys"))
+        self._keyed[text(args, "partition")].freed(texts(args, "keys"))
         return {}
 
     def _lacking(self, args: Args, now: float) -> Reply:
@@ -240,24 +310,24 @@ class Ledger:
         partition, keys = self._partition(args), args["keys"]
         assert keys is None or isinstance(keys, list), f"keys: expected a list, got {keys!r}"
         keyed = self._keyed.setdefault(partition.name, KeyedRows())
-        return {"fields": lacking(partition, keyed, _texts(args, "fields"), keys), "live": len(partition.rows)}
+        return {"fields": lacking(partition, keyed, texts(args, "fields"), keys), "live": len(partition.rows)}
 
     def _strangers(self, args: Args, now: float) -> Reply:
         partition = self._partition(args)
         keyed = self._keyed.setdefault(partition.name, KeyedRows())
-        return {"keys": keyed.strangers(partition.rows, _texts(args, "keys"))}
+        return {"keys": keyed.strangers(partition.rows, texts(args, "keys"))}
 
     def _commit(self, args: Args, now: float) -> Reply:
         """Make a put visible, or answer `blocked` when it does not fit now."""
-        partition, keys = self._partition(args), _texts(args, "keys")
-        chunks = _records(args, "chunks")
-        self._capacity.blocked_s += _seconds(args, "waited_s")
-        written = partition.by_family(name for record in chunks for name in _texts(record, "fields"))
+        partition, keys = self._partition(args), texts(args, "keys")
+        chunks = records(args, "chunks")
+        self._capacity.blocked_s += seconds(args, "waited_s")
+        written = partition.by_family(name for record in chunks for name in texts(record, "fields"))
         column_types = put_rules.check(partition, keys, args, chunks, now=now)
-        nbytes = sum([_number(record, "nbytes") for record in chunks])
+        nbytes = sum([number(record, "nbytes") for record in chunks])
         reservation = args.get("reservation", 0)
         assert isinstance(reservation, int)
-        demand = _demand(partition, keys, nbytes=nbytes, reservation=reservation)
+        demand = Demand.of(partition, keys, nbytes=nbytes, reservation=reservation)
         blocked = self._capacity.lacks_capacity(partition, demand, now=now)
         if blocked is not None:
             return {"blocked": blocked}
@@ -269,7 +339,7 @@ class Ledger:
         partition.top_version = max(partition.top_version, *versions.values(), 0)
         dropped: list[str] = []
         for record in chunks:
-            dropped += self._attach(partition, keys, record, version=versions[_text(record, "family")])
+            dropped += self._attach(partition, keys, record, version=versions[text(record, "family")])
         fields = frozenset().union(*written.values())
         claim_rules.finish_written(partition, keys, fields)
         self._capacity.mark(partition)
@@ -280,21 +350,21 @@ class Ledger:
     def _commit_keyed(self, args: Args, now: float) -> Reply:
         """Commit a put to a store that keeps columns under the rows' keys, announced (`put`) or of another program's
         columns (`if_absent`)."""
-        partition, keys, put = self._partition(args), _texts(args, "keys"), args.get("put", 0)
-        keyed, chunks = self._keyed[partition.name], _records(args, "chunks")
+        partition, keys, put = self._partition(args), texts(args, "keys"), args.get("put", 0)
+        keyed, chunks = self._keyed[partition.name], records(args, "chunks")
         assert isinstance(put, int), f"put: expected an integer, got {put!r}"
         if args.get("if_absent") and put_rules.is_any_written(partition, keys, chunks):
-            self._capacity.end(_number(args, "reservation"))
+            self._capacity.end(number(args, "reservation"))
             return {"versions": {}, "drop": [record["id"] for record in chunks]}
         if put and not keyed.is_under_way(put):
             raise DataPlaneTimeout(
                 f"partition {partition.name!r}: a put took longer than it had announced, so its rows may be freed"
             )
-        in_place = _texts(args, "in_place") if put else ()
+        in_place = texts(args, "in_place") if put else ()
         marked = [{**record, "keyed": record["family"] in in_place} for record in chunks]
         reply = self._commit({**args, "chunks": marked}, now)
         if "blocked" not in reply:
-            keyed.touch({name for record in chunks for name in _texts(record, "fields")}, keys)
+            keyed.touch({name for record in chunks for name in texts(record, "fields")}, keys)
             if put and args.get("is_last"):
                 keyed.end(put, partition.rows, now)
             reply["free"] = keyed.due(now)
@@ -316,23 +386,23 @@ class Ledger:
 
     def _attach(self, partition: Partition, keys: Sequence[str], record: Args, *, version: int) -> list[str]:
         """Point rows at a new chunk; return chunks that lost their last row."""
-        chunk_id, first, count = _text(record, "id"), _number(record, "first"), _number(record, "rows")
-        fields, sizes, row_sizes = _texts(record, "fields"), record["sizes"], record["row_sizes"]
+        chunk_id, first, count = text(record, "id"), number(record, "first"), number(record, "rows")
+        fields, sizes, row_sizes = texts(record, "fields"), record["sizes"], record["row_sizes"]
         assert isinstance(sizes, list) and isinstance(row_sizes, dict), f"malformed chunk record: {record}"
         chunk = Chunk(
             chunk_id=chunk_id,
-            nbytes=_number(record, "nbytes"),
+            nbytes=number(record, "nbytes"),
             fields=frozenset(fields),
             rows=count,
             sizes=dict(zip(fields, sizes, strict=True)),
             row_sizes={name: memoryview(table).cast("Q") for name, table in row_sizes.items()},
             version=version,
-            form=_form(record),
+            form=form(record),
             is_keyed=bool(record.get("keyed", False)),
         )
         self._chunks[chunk_id] = chunk
         self._capacity.attach(partition, chunk)
-        left = partition.columns[_text(record, "family")].attach(keys[first : first + count], chunk)
+        left = partition.columns[text(record, "family")].attach(keys[first : first + count], chunk)
         return self._let_go(partition, left)
 
     def _let_go(self, partition: Partition, left: Sequence[RowPiece]) -> list[str]:
@@ -356,7 +426,7 @@ class Ledger:
 
     def _clear(self, args: Args, now: float) -> Reply:
         partition = self._partition(args)
-        keys = list(partition.rows if args["keys"] is None else dict.fromkeys(_texts(args, "keys")))
+        keys = list(partition.rows if args["keys"] is None else dict.fromkeys(texts(args, "keys")))
         gone = [key for key in keys if key in partition.rows]
         if gone and self._record.is_on:
             self._record("clear", args, gone, now, reason=args.get("reason", ""))
@@ -375,7 +445,7 @@ class Ledger:
     # ---- reading
 
     def _locate(self, args: Args, now: float) -> Reply:
-        partition, keys, fields = self._partition(args), _texts(args, "keys"), _texts(args, "fields")
+        partition, keys, fields = self._partition(args), texts(args, "keys"), texts(args, "fields")
         put_rules.check_present(partition, keys)
         expected = args["versions"]
         assert isinstance(expected, dict)
@@ -395,29 +465,29 @@ class Ledger:
 
     def _explain(self, args: Args, now: float) -> Reply:
         """Return the history of one key, for every partition that holds it."""
-        key = _text(args, "key")
+        key = text(args, "key")
         return {"rows": [explain_row(p, key, now=now) for p in self._partitions.values() if key in p.rows]}
 
     # ---- claims
 
     def _claim(self, args: Args, now: float) -> Reply:
-        partition, task_name = self._partition(args), _text(args, "task")
+        partition, task_name = self._partition(args), text(args, "task")
         cursor = self._cursor(partition, task_name)
         self._expire(partition, task_name, cursor, now)
-        needed = partition.by_family(_texts(args, "fields"))
+        needed = partition.by_family(texts(args, "fields"))
         keys = claim_rules.pick_rows(
             partition,
             cursor,
             needed=needed,
-            batch_size=_number(args, "batch_size"),
-            groups=_texts(args, "groups") if "groups" in args else (),
+            batch_size=number(args, "batch_size"),
+            groups=texts(args, "groups") if "groups" in args else (),
         )
         if not keys:
             return {"keys": [], "why": claim_rules.explain(partition, cursor, needed=needed, now=now)}
         self._num_claims += 1
         lease = ClaimLease(
             claim_id=self._num_claims,
-            consumer_id=_text(args, "consumer"),
+            consumer_id=text(args, "consumer"),
             taken=now,
             expires=now + self._lease_s,
             keys=set(),
@@ -438,8 +508,8 @@ class Ledger:
         }
 
     def _release(self, args: Args, now: float) -> Reply:
-        partition, task_name = self._partition(args), _text(args, "task")
-        keys, cursor = _texts(args, "keys"), self._cursor(partition, task_name)
+        partition, task_name = self._partition(args), text(args, "task")
+        keys, cursor = texts(args, "keys"), self._cursor(partition, task_name)
         claims = claim_rules.parse(args["claims"])
         finished = claim_rules.release(partition, task_name, keys=keys, claims=claims, now=now)
         for key in finished:
@@ -470,7 +540,7 @@ class Ledger:
     def _consumption(self, args: Args, now: float) -> Reply:
         partition = self._partition(args)
         done = True
-        for task_name in _texts(args, "tasks"):
+        for task_name in texts(args, "tasks"):
             cursor = self._cursor(partition, task_name)
             self._expire(partition, task_name, cursor, now)
             done = done and not cursor.pending
@@ -478,6 +548,7 @@ class Ledger:
 
     def _expire(self, partition: Partition, task_name: str, cursor: TaskCursor, now: float) -> None:
         for lease in cursor.expire(now, partition.rows):
+            self.num_expired += 1
             where: Args = {"partition": partition.name}
             self._record(
                 "expire", where, sorted(lease.keys), now, rows=partition.rows, task=task_name, by=lease.consumer_id
@@ -486,7 +557,7 @@ class Ledger:
     # ---- look-ups
 
     def _partition(self, args: Args) -> Partition:
-        name = _text(args, "partition")
+        name = text(args, "partition")
         partition = self._partitions.get(name)
         if partition is None:
             raise PartitionNotFound(
@@ -512,39 +583,3 @@ class Ledger:
 def _demand(partition: Partition, keys: Sequence[str], *, nbytes: int, reservation: int = 0) -> Demand:
     new_rows = len(keys) - sum(map(partition.rows.__contains__, keys))
     return Demand(num_keys=len(keys), new_rows=new_rows, nbytes=nbytes, reservation=reservation)
-
-
-def _form(record: Args) -> dict[str, bytes]:
-    form = record.get("form", {})
-    assert isinstance(form, dict), f"form: expected a dict, got {form!r}"
-    return form
-
-
-def _text(args: Mapping[str, object], name: str) -> str:
-    value = args[name]
-    assert isinstance(value, str), f"{name}: expected a string, got {value!r}"
-    return value
-
-
-def _number(args: Mapping[str, object], name: str) -> int:
-    value = args[name]
-    assert isinstance(value, int), f"{name}: expected an integer, got {value!r}"
-    return value
-
-
-def _seconds(args: Mapping[str, object], name: str) -> float:
-    value = args.get(name, 0.0)
-    assert isinstance(value, int | float), f"{name}: expected seconds, got {value!r}"
-    return float(value)
-
-
-def _texts(args: Mapping[str, object], name: str) -> list[str]:
-    value = args[name]
-    assert isinstance(value, list), f"{name}: expected a list, got {value!r}"
-    return value
-
-
-def _records(args: Mapping[str, object], name: str) -> list[dict[str, object]]:
-    value = args[name]
-    assert isinstance(value, list), f"{name}: expected a list, got {value!r}"
-    return value

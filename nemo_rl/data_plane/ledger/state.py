@@ -330,8 +330,11 @@ class Partition:
 
     def remove_all(self) -> list[Chunk]:
         """Forget every row; return the chunks of the partition, each once."""
-        chunks = {chunk for column in self.columns.values() for chunk, _ in column.whole.values()}
-        chunks |= {piece.chunk for c in self.columns.values() for cell in c.split.values() for piece in cell.pieces}
+        # Dicts, not sets: a ledger that repeats these requests must give the same replies.
+        chunks = dict.fromkeys(chunk for column in self.columns.values() for chunk, _ in column.whole.values())
+        chunks |= dict.fromkeys(
+            p.chunk for c in self.columns.values() for cell in c.split.values() for p in cell.pieces
+        )
         self.columns = {family: FamilyColumn() for family in self.columns}
         for task in self.tasks.values():
             task.forget_all()

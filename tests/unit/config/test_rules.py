@@ -93,6 +93,18 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((*LOCAL, "data_plane.ledger_host=ray_actor"), "data_plane.ledger_host: 'ray_actor'"),
         (("data_plane.ledger_host=socket", "cluster.address=auto"), "data_plane.ledger_host: 'socket'"),
     ],
+    "rule_ledger_recovery_needs_a_process_of_its_own": [
+        (
+            (*LOCAL, "data_plane.ledger.recovery=journal"),
+            "data_plane.ledger.recovery: 'journal' needs the ledger in a process of its own; with",
+        ),
+        (
+            ("data_plane.ledger_host=socket", "data_plane.ledger.recovery=journal"),
+            "with data_plane.ledger_host=socket it lives in the driver",
+        ),
+        (("data_plane.ledger.fsync=true",), "data_plane.ledger.fsync: True would be ignored"),
+        (("data_plane.ledger.journal_bytes=5",), "data_plane.ledger.journal_bytes: 5 would be ignored"),
+    ],
     "rule_leader_broadcast_needs_a_replica_group": [
         (("data_plane.fetch_policy=leader_broadcast",), "data_plane.fetch_policy: 'leader_broadcast' needs ranks"),
         (
