@@ -24,7 +24,7 @@ NemoRLError
 |   |-- PayloadCorrupt        bytes of a row are not those that were put
 |   |-- PayloadLost           the process that held the bytes of these rows is gone; the data plane itself lives
 |   `-- DataPlaneClosed       the client, its ledger or its backend has ended
-|       `-- LedgerLost        the ledger's process is gone, or its connection; a restarted one can be asked again
+|       `-- LedgerLost        a ledger that is started again after its death is not back yet
 `-- WorkerError               a worker failed: rank, stage and text of the root cause
     |-- CollectiveTimeout     a collective did not finish in time
     |-- RefitMismatch         an engine does not sample from the weights that it was sent
@@ -229,7 +229,7 @@ class DataPlaneClosed(DataPlaneError):
 
 
 class LedgerLost(DataPlaneClosed):
-    """The process of the ledger is gone, or the connection to it; one that is started again can be asked."""
+    """The process of the ledger is gone, or the connection to it; it is started again, so it can be asked later."""
 
 
 class WorkerError(NemoRLError):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -18,9 +19,9 @@ from nemo_rl.data_plane.ledger.events import EVENTS_FILE, EventLog, EventSink
 from nemo_rl.data_plane.ledger.journal import Journal
 from nemo_rl.data_plane.ledger.ledger import Args, Ledger, Reply
 from nemo_rl.data_plane.ledger.recovery import RecoverableLedger
-from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, from_record
+from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, LedgerLost, from_record
 
-__all__ = ["InProcessHost", "LedgerHost", "LedgerService", "build_ledger", "build_service", "read_reply"]
+__all__ = ["InProcessHost", "LedgerHost", "LedgerService", "build_ledger", "build_service", "final_loss", "read_reply"]
 
 
 class LedgerHost(Protocol):
@@ -105,6 +106,15 @@ def read_reply(reply: Mapping[str, object]) -> Reply:
     result = reply["ok"]
     assert isinstance(result, dict), f"malformed reply: {reply}"
     return result
+
+
+@contextmanager
+def final_loss() -> Iterator[None]:
+    """Raise the loss of a ledger that nobody starts again as the end of the data plane."""
+    try:
+        yield
+    except LedgerLost as error:
+        raise DataPlaneClosed(str(error)) from error
 
 
 class LedgerService:

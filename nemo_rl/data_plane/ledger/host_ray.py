@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import Handles, LedgerAddress, write_attach_file
 from nemo_rl.data_plane.keys import client_label
-from nemo_rl.data_plane.ledger.host import build_service, read_reply
+from nemo_rl.data_plane.ledger.host import build_service, final_loss, read_reply
 from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
 from nemo_rl.data_plane.ledger.journal import JOURNAL_FILE, create_journal, remove_journal
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
@@ -226,7 +226,8 @@ class RayLedgerHost:
     def call(self, op: str, args: Args, *, timeout_s: float, handles: Handles | None = None) -> Reply:
         request: Args = {"run": self._address.run_id, "op": op, "args": args, "handles": handles}
         if self._numbers is None:
-            return read_reply(self._exchange(request, timeout_s))
+            with final_loss():
+                return read_reply(self._exchange(request, timeout_s))
         with self._numbers.next() as numbered:
             return read_reply(self._exchange_until_back({**request, **numbered}, timeout_s))
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import msgpack
 
 from nemo_rl.data_plane.address import Handles, LedgerAddress
-from nemo_rl.data_plane.ledger.host import LedgerService, read_reply
+from nemo_rl.data_plane.ledger.host import LedgerService, final_loss, read_reply
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, LedgerLost, to_record
 
@@ -133,7 +133,8 @@ class SocketLedgerHost:
 
     def call(self, op: str, args: Args, *, timeout_s: float, handles: Handles | None = None) -> Reply:
         request = {"run": self._address.run_id, "op": op, "args": args, "handles": handles}
-        return read_reply(self.exchange(request, timeout_s=timeout_s))
+        with final_loss():
+            return read_reply(self.exchange(request, timeout_s=timeout_s))
 
     def exchange(self, request: Mapping[str, object], *, timeout_s: float) -> Reply:
         """Send one request and return the reply, which may carry an error.
