@@ -156,5 +156,5 @@ class MortalHistory(LedgerHistory):
                 specification.reservations[number] = (*kept[:3], max(kept[3], now + LEASE_S))
 
 
-MortalHistory.TestCase.settings = settings(max_examples=num_examples(15), stateful_step_count=30, deadline=None)
+MortalHistory.TestCase.settings = settings(max_examples=num_examples(150), stateful_step_count=30, deadline=None)
 test_a_ledger_that_dies_follows_the_model = MortalHistory.TestCase
