@@ -16,7 +16,8 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import Handles, LedgerAddress
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE, EventLog, EventSink
 from nemo_rl.data_plane.ledger.ledger import Args, Ledger, Reply
-from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, from_record
+from nemo_rl.data_plane.ledger.request_counts import RequestCounts
+from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, from_record, to_record
 
 __all__ = ["InProcessHost", "LedgerHost", "LedgerService", "build_ledger", "build_service", "read_reply"]
 
@@ -90,6 +91,7 @@ class LedgerService:
         self.run_id = ledger.run_id
         self._ledger = ledger
         self._handles: dict[str, object] = {}
+        self._counts = RequestCounts()
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -105,7 +107,12 @@ class LedgerService:
         try:
             if self._is_closed:
                 raise DataPlaneClosed(f"the ledger of run {self.run_id!r} has been closed by its owner")
-            reply = self._ledger.handle(request, now=self._clock())
+            now = self._clock()
+            if request.get("op") in ("report", "watch"):
+                return self._watch(request, now)
+            started = time.perf_counter()
+            reply = self._ledger.handle(request, now=now)
+            self._counts.add(request, reply, seconds=time.perf_counter() - started, now=now)
             self._carry_handles(request, reply)
             return reply
         finally:
@@ -119,6 +126,28 @@ class LedgerService:
             on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
+
+    def _watch(self, request: Mapping[str, object], now: float) -> Reply:
+        """Serve `report` (a client's own counts) and `watch` (everything that is known of the run): no ledger state is
+        changed.
+        """
+        if request["op"] == "report" and request.get("run") == self.run_id:
+            return self._report(request.get("args"), now)
+        reply: Reply = {"now": now, "run_id": self.run_id, **self._counts.view(now)}
+        for op in ("stats", "inspect"):
+            answer = self._ledger.handle({**request, "op": op}, now=now)
+            if "error" in answer:
+                return answer
+            reply[op] = answer["ok"]
+        return {"ok": reply}
+
+    def _report(self, args: object, now: float) -> Reply:
+        try:
+            assert isinstance(args, dict), "args must be a dict"
+            self._counts.report(args, now)
+        except (AssertionError, KeyError) as error:
+            return {"error": to_record(DataPlaneError(f"the ledger could not serve 'report': {error!r}"))}
+        return {"ok": {}}
 
     def _carry_handles(self, request: Mapping[str, object], reply: Reply) -> None:
         """Keep the handles of live chunks next to the ledger, which knows chunks by their ids only."""

@@ -102,6 +102,7 @@ class Ledger:
             "clear": self._clear,
             "forget": self._forget,
             "stats": lambda args, now: self._capacity.stats(now),
+            "inspect": self._inspect,
         }
 
     def handle(self, request: Mapping[str, object], *, now: float) -> Reply:
@@ -399,6 +400,11 @@ class Ledger:
         """Return the history of one key, for every partition that holds it."""
         key = _text(args, "key")
         return {"rows": [explain_row(p, key, now=now) for p in self._partitions.values() if key in p.rows]}
+
+    def _inspect(self, args: Args, now: float) -> Reply:
+        """Return limits, reservations and claims, which `stats` leaves out."""
+        claims = claim_rules.overview(self._partitions.values(), self._claims.values(), now=now)
+        return self._capacity.limits(now) | claims
 
     # ---- claims
 

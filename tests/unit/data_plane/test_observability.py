@@ -50,7 +50,7 @@ def test_calls_bytes_errors_and_time_are_counted_per_operation_and_stage(plane: 
     assert snapshot.stages["rollout"]["put_async"].payload_bytes == 16
     assert snapshot.stages["train"]["get_data"].payload_bytes == 48
     failed = snapshot.stages["train"]["kv_batch_get"]
-    assert replace(failed, ms=0, buckets={}) == OperationCount(count=1, errors=1)
+    assert replace(failed, ms=0, buckets={}) == OperationCount(count=1, errors=1, error_kinds={"KeysNotFound": 1})
     assert list(snapshot.stages[""]) == ["register_partition", "kv_clear"]
     assert snapshot.payload_bytes == 64 + 16 + 48
     assert snapshot.field_bytes == {"input_ids": 48 + 48, "sample_mask": 16 + 16}
@@ -204,7 +204,7 @@ def with_callback(name: str) -> DataPlaneConfig:
 def test_percentiles_of_merged_processes_are_those_of_all_calls(durations: list[float], processes: int) -> None:
     counts = [OperationCount() for _ in range(processes)]
     for i, ms in enumerate(durations):
-        counts[i % processes].add(OperationCount.of_call(ms, has_failed=False, payload_bytes=0, meta_bytes=0))
+        counts[i % processes].add(OperationCount.of_call(ms, error=None, payload_bytes=0, meta_bytes=0))
     merged = OperationCount()
     for count in counts:
         merged.add(count)
