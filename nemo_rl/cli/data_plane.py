@@ -1,7 +1,7 @@
 """`nemo-rl data-plane stat|top|ls|explain|bench`: looks into the data plane of a running job, or of a finished one.
 
-A running job is asked through its ledger, read-only (`stats`, `watch`, `list`, `explain`); what is over is read from the event
-log in the run's folder. No payload store is opened.
+A running job is asked through its ledger, read-only (`stats`, `watch`, `list`, `explain`); what is over is read from
+the event log in the run's folder. No payload store is opened.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import math
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,12 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.config.data_plane import DataPlaneConfig, ObservabilityConfig
-from nemo_rl.data_plane.client.meter import DataPlaneEvent
+from nemo_rl.data_plane.client.meter import CountReporter, DataPlaneEvent
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, sum_totals
 from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.ledger.host import read_reply
 from nemo_rl.data_plane.schema import FieldSpec
-from nemo_rl.errors import ConfigError, DataPlaneTimeout, KeysNotFound
-from tests.helpers.data_planes import Plane, ids_column, keys_of, open_plane
+from nemo_rl.errors import ConfigError, DataPlaneClosed, DataPlaneError, DataPlaneTimeout, KeysNotFound
+from tests.helpers.data_planes import Plane, ids_column, keys_of, open_plane, wait_until
 
 
 @pytest.fixture
@@ -212,3 +214,50 @@ def test_percentiles_of_merged_processes_are_those_of_all_calls(durations: list[
         exact = sorted(durations)[math.ceil(share * len(durations)) - 1]
         assert merged.percentile_ms(share) == pytest.approx(exact, rel=0.05)
     assert OperationCount().percentile_ms(0.5) == 0.0
+
+
+def test_many_calls_are_reported_together_and_an_idle_client_has_no_thread() -> None:
+    reports: list[bool] = []
+    reporter = CountReporter(reports.append, period_s=0.2)
+    started = time.monotonic()
+    while not reports:
+        reporter.note()
+    assert time.monotonic() - started >= 0.2 and reports == [False]
+    reporter.note()
+    wait_until(lambda: len(reports) == 2)
+    wait_until(lambda: reporter._thread is None)
+    assert reports == [False, False], "nothing new, nothing sent"
+    reporter.note()
+    reporter.close()
+    assert reports == [False, False, True] and reporter._thread is None
+    reporter.note()
+    assert reporter._thread is None
+
+
+@pytest.mark.parametrize("error", [DataPlaneClosed("gone"), DataPlaneTimeout("slow")])
+def test_a_report_that_fails_is_made_up_for_by_the_next(error: DataPlaneError) -> None:
+    reports: list[bool] = []
+
+    def report(is_last: bool) -> None:
+        reports.append(is_last)
+        if len(reports) == 1:
+            raise error
+
+    reporter = CountReporter(report, period_s=0.05)
+    reporter.note()
+    wait_until(lambda: len(reports) == 1)
+    reporter.note()
+    wait_until(lambda: len(reports) >= 2)
+    reporter.close()
+    assert reports[-1] is True
+
+
+def test_a_ledger_refuses_counts_that_are_none_or_of_another_run(plane: Plane) -> None:
+    host = plane.owner._link._host
+    for args in ({"who": "x"}, {"who": "x", "totals": 3, "is_last": False}):
+        with pytest.raises(DataPlaneError, match="could not serve 'report'"):
+            host.call("report", args, timeout_s=5)
+    for op in ("report", "watch"):
+        with pytest.raises(DataPlaneClosed, match="the call is of run 'old'"):
+            read_reply(host._service.handle({"run": "old", "op": op, "args": {}}, timeout_s=5))
+    assert "x" not in host.call("watch", {}, timeout_s=5)["clients"]
