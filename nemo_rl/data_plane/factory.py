@@ -107,7 +107,7 @@ def build_data_plane_client(  # noqa: PLR0913 - a published interface
         client = LedgerClient(host=host, store=store, address=own, on_close=at_end.close)
         if metrics is not None:
             metrics.serve(run_id=run_id, store=impl_of(config), ledger=host)
-            logger.info("data plane metrics for Prometheus: %s", metrics.url)
+            start.report(f"metrics of the data plane, for Prometheus: {metrics.url}")
         undo.pop_all()
     return client
 

@@ -24,7 +24,7 @@ from nemo_rl.data_plane.ledger.host import LedgerHost
 from nemo_rl.data_plane.run_view import RunView, view_of
 from nemo_rl.errors import DataPlaneError, ResourceError
 
-__all__ = ["METRICS", "PREFIX", "MetricsEndpoint", "ServedMetric", "check_metrics_port"]
+__all__ = ["METRICS", "PREFIX", "MetricsEndpoint", "ServedMetric", "check_metrics_port", "docs_table"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,15 @@ class ServedMetric:
     text: str
     labels: tuple[str, ...] = ()
     """Labels beside `EVERYWHERE`."""
+
+
+def docs_table() -> str:
+    """Return the table of docs/data_plane.md."""
+    lines = ["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |"]
+    for name, metric in METRICS.items():
+        shown = f"{name}_total" if metric.kind == "counter" else name
+        lines.append(f"| {shown} | {metric.kind} | {', '.join(metric.labels)} | {metric.text} |")
+    return "\n".join(lines)
 
 
 _CALL = ("client", "stage", "operation")
