@@ -1,7 +1,7 @@
-"""`nemo-rl data-plane stat|ls|explain|bench`: looks into the data plane of a running job, or of a finished one.
+"""`nemo-rl data-plane stat|top|ls|explain|bench`: looks into the data plane of a running job, or of a finished one.
 
-A running job is asked through its ledger, read-only (`stats`, `list`, `explain`); what is over is read from the event
-log in the run's folder. No payload store is opened.
+A running job is asked through its ledger, read-only (`stats`, `watch`, `list`, `explain`); what is over is read from
+the event log in the run's folder. No payload store is opened.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -31,6 +32,8 @@ __all__ = ["RowHistory", "RunHistory", "app", "history_of_key", "read_history"]
 
 TIMEOUT_S = 10.0
 """One question to a running ledger."""
+END_S = 5.0
+"""A job that ends in order has removed its file so long after its ledger has closed."""
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "data_plane.py"
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look into the data plane of a run.")
@@ -51,6 +54,52 @@ def stat(run: RunFolder, as_json: AsJson = False) -> None:
             return
     history = read_history(_events(run))
     _show(history.as_record(), history.lines(), as_json=as_json)
+
+
+@app.command()
+def top(
+    folder: Annotated[Path | None, typer.Argument(metavar="RUN", help="the same as --run")] = None,
+    run: Annotated[Path | None, typer.Option("--run", help=f"logger.log_dir of the run: holds {ATTACH_FILE}")] = None,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="seconds between two looks")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="print one table after one interval, and end")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output; with --once")] = False,
+) -> None:
+    """Show who uses the data plane of a running job, live: clients by use, tasks of partitions. q or Ctrl-C ends.
+
+    A run that ends, ends it: exit code 0, or 1 when its process was killed or no job runs.
+    """
+    if as_json and not once:
+        raise UserError("--json: prints one table; add --once")
+    if (folder is None) == (run is None):
+        raise UserError("expected logger.log_dir of one run, as RUN or as --run")
+    where = folder or run
+    assert where is not None
+    from nemo_rl.cli.data_plane_top import watch  # noqa: PLC0415 (torch takes seconds, and help needs none)
+
+    with _ledger(where) as ledger:
+        if ledger is None:
+            make_console(stderr=True).print(f"{where}: no job runs; `nemo-rl data-plane stat` reads what it has left")
+            raise typer.Exit(1)
+        run_id = ledger.address.run_id
+        form: Literal["live", "once", "json"] = "json" if as_json else "once" if once else "live"
+        try:
+            watch(ledger, make_console(), interval_s=interval, form=form)
+        except KeyboardInterrupt:
+            return
+        except DataPlaneClosed as error:
+            if not _has_ended(where):
+                raise
+            make_console(stderr=True).print(f"run {run_id} has ended ({error})")
+
+
+def _has_ended(run: Path) -> bool:
+    """Return whether a job whose ledger is gone has ended in order: it removes its file a moment later."""
+    deadline = time.monotonic() + END_S
+    while (run / ATTACH_FILE).exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 @app.command(name="ls")

@@ -154,6 +154,9 @@ class ObservabilityConfig(Section):
     callback: str | None = None
     """`package.module:function`, called in every process with a `DataPlaneEvent` after each data plane call;
     `print_event` logs a line for each."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port on 127.0.0.1, on the driver's machine, at which Prometheus reads what the run's data plane does
+    (`/metrics`): 0 takes a free one, which is printed; null serves nothing."""
 
 
 class DataPlaneConfig(Section):

@@ -84,15 +84,18 @@ class AttachPoint:
     process_id: int = 0
     host_name: str = ""
     """Machine of the owner; the ledger's socket is on its loopback interface."""
+    metrics_port: int = 0
+    """Port of the metrics on the same interface; 0 when none are served."""
 
 
-def write_attach_file(log_dir: Path, *, ledger: LedgerAddress, process_id: int) -> Path:
+def write_attach_file(log_dir: Path, *, ledger: LedgerAddress, process_id: int, metrics_port: int = 0) -> Path:
     """Write the file for the run of the process `process_id` on this machine."""
     point = AttachPoint(
         run_id=ledger.run_id,
         ledger=ledger,
         process_id=process_id,
         host_name=socket.gethostname(),
+        metrics_port=metrics_port,
     )
     return replace_file(log_dir / ATTACH_FILE, lambda path: _write_private(path, json.dumps(asdict(point), indent=1)))
 

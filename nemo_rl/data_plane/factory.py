@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.adapters.noop import NoopStore
@@ -36,6 +36,9 @@ from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
 from nemo_rl.data_plane.store_kinds import kind_named, memory_plan
 from nemo_rl.errors import ConfigError, DataPlaneClosed, DataPlaneError, name_some
 from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
+
+if TYPE_CHECKING:
+    from nemo_rl.data_plane.metrics_endpoint import MetricsEndpoint
 
 __all__ = [
     "DataPlaneAddress",
@@ -79,7 +82,8 @@ def build_data_plane_client(  # noqa: PLR0913 - a published interface
 
     Raises:
         ConfigError: a combination of store and ledger host that cannot work.
-        ResourceError: too few CPUs for the storage actors, or another run owns the cluster's data plane.
+        ResourceError: too few CPUs for the storage actors, another run owns the cluster's data plane, or the port of
+            the metrics is taken.
     """
     if role == "attach":
         if address is None or address.run_id != run_id:
@@ -92,10 +96,13 @@ def build_data_plane_client(  # noqa: PLR0913 - a published interface
     with ExitStack() as undo:
         at_end = undo.enter_context(ExitStack())
         at_end.callback(_forget, run_id)
-        host = _own_host(config, run_id, validate=validate, log_dir=log_dir, start=start)
+        metrics = _take_metrics_port(config, at_end)
+        metrics_port = 0 if metrics is None else metrics.port
+        host = _own_host(config, run_id, validate=validate, log_dir=log_dir, metrics_port=metrics_port, start=start)
         undo.callback(host.close)
         if log_dir is not None:
-            _open_to_observers(log_dir, host.address, at_end, is_written=config.ledger.recovery == "journal")
+            is_written = config.ledger.recovery == "journal"
+            _open_to_observers(log_dir, host.address, metrics_port, at_end, is_written=is_written)
         store = start_store(config, run_id=run_id, start=start)
         undo.callback(store.close)
         own = DataPlaneAddress(
@@ -107,6 +114,9 @@ def build_data_plane_client(  # noqa: PLR0913 - a published interface
             store=store.address,
         )
         client = LedgerClient(host=host, store=store, address=own, on_close=at_end.close)
+        if metrics is not None:
+            metrics.serve(run_id=run_id, store=impl_of(config), ledger=host)
+            start.report(f"metrics of the data plane, for Prometheus: {metrics.url}")
         undo.pop_all()
     return client
 
@@ -231,13 +241,21 @@ def _is_in_ray() -> bool:
 
 
 def _own_host(
-    config: DataPlaneConfig, run_id: str, *, validate: bool, log_dir: Path | None, start: StartUp
+    config: DataPlaneConfig,
+    run_id: str,
+    *,
+    validate: bool,
+    log_dir: Path | None,
+    metrics_port: int,
+    start: StartUp,
 ) -> LedgerHost:
     kind = _host_kind(config)
     if kind == "ray_actor":
         from nemo_rl.data_plane.ledger.host_ray import RayLedgerHost  # noqa: PLC0415 - Ray is optional here
 
-        return RayLedgerHost.start(config, run_id=run_id, validate=validate, log_dir=log_dir, start=start)
+        return RayLedgerHost.start(
+            config, run_id=run_id, validate=validate, log_dir=log_dir, metrics_port=metrics_port, start=start
+        )
     service = build_service(config, run_id=run_id, validate=validate, log_dir=log_dir)
     if kind == "socket":
         server = LedgerServer(service)
@@ -246,7 +264,20 @@ def _own_host(
     return InProcessHost(service, is_owner=True)
 
 
-def _open_to_observers(log_dir: Path, ledger: LedgerAddress, at_end: ExitStack, *, is_written: bool) -> None:
+def _take_metrics_port(config: DataPlaneConfig, at_end: ExitStack) -> MetricsEndpoint | None:
+    port = config.observability.metrics_port
+    if port is None:
+        return None
+    from nemo_rl.data_plane.metrics_endpoint import MetricsEndpoint  # noqa: PLC0415 - only where it is asked for
+
+    endpoint = MetricsEndpoint(port)
+    at_end.callback(endpoint.close)
+    return endpoint
+
+
+def _open_to_observers(
+    log_dir: Path, ledger: LedgerAddress, metrics_port: int, at_end: ExitStack, *, is_written: bool
+) -> None:
     """Write for `nemo-rl data-plane` where the ledger answers; a ledger of this process gets a socket for it.
 
     Args:
@@ -259,7 +290,7 @@ def _open_to_observers(log_dir: Path, ledger: LedgerAddress, at_end: ExitStack, 
         server = LedgerServer(_services[ledger.run_id])
         at_end.callback(server.close)
         ledger = server.address
-    path = write_attach_file(log_dir, ledger=ledger, process_id=os.getpid())
+    path = write_attach_file(log_dir, ledger=ledger, process_id=os.getpid(), metrics_port=metrics_port)
     at_end.callback(path.unlink, missing_ok=True)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.run_view import RunView, view_of
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, extra_field
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import (
@@ -136,6 +137,28 @@ def test_a_claim_there_is_not_handed_out_here_and_ends_there(plane: Plane) -> No
     plane.peer.kv_batch_put(theirs.keys, partition, {"prev_logprobs": torch.zeros(3, 2)})
     plane.owner.release(ours)
     assert plane.owner.check_consumption_status(partition, ["prev_lp"])
+
+
+@pytest.mark.few_planes
+def test_the_ledger_knows_what_every_client_has_counted(plane: Plane) -> None:
+    partition = plane.partition(FIELDS, tasks=TASKS)
+    plane.peer.kv_batch_put(keys_of(2), partition, {"input_ids": ids_column([3] * 8)})
+    meta = claim(plane.peer, partition, 5)
+    putter = plane.owner.row_owners(partition)["u0_g0"]
+
+    def seen() -> RunView:
+        return view_of(plane.owner._link._host, timeout_s=20)
+
+    def calls(operation: str) -> dict[str, int]:
+        totals = {client.label: client.totals.operations for client in seen().clients}
+        return {label: counts[operation].count for label, counts in totals.items() if operation in counts}
+
+    wait_until(lambda: calls("kv_batch_put").get(putter, 0) >= 1 and calls("get_meta").get(putter, 0) >= 1)
+    wait_until(lambda: calls("row_owners").get(plane.owner._link.label, 0) >= 1)
+    assert seen().rows_held()[putter] == 5
+    assert seen().tasks[partition]["train"] == {"pending": 3, "leased": 5, "done": 0}
+    plane.peer.release(meta)
+    assert seen().tasks[partition]["train"] == {"pending": 3, "leased": 0, "done": 5}
 
 
 @pytest.mark.few_planes

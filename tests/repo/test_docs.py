@@ -14,6 +14,7 @@ import pytest
 
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema_walk import iter_fields
+from nemo_rl.data_plane.metrics_endpoint import docs_table as metrics_table
 from nemo_rl.data_plane.schema import FIELDS, docs_table
 from nemo_rl.diagnostics.runner.layout_text import CHOICES, SIZES, SWITCHES
 from nemo_rl.records.sites import SiteKind
@@ -186,6 +187,14 @@ def test_the_field_table_is_the_generated_one() -> None:
     text = (ROOT / "docs" / "data_plane.md").read_text(encoding="utf-8")
     shown = text.partition("<!-- fields: docs_table() -->\n")[2].partition("<!-- end of fields -->")[0]
     assert shown.strip() == docs_table().strip(), "paste the output of nemo_rl.data_plane.schema.docs_table()"
+
+
+def test_the_table_of_metrics_is_the_generated_one() -> None:
+    text = (ROOT / "docs" / "data_plane.md").read_text(encoding="utf-8")
+    shown = text.partition("<!-- metrics: docs_table() -->\n")[2].partition("<!-- end of metrics -->")[0]
+    assert shown.strip() == metrics_table().strip(), (
+        "paste the output of nemo_rl.data_plane.metrics_endpoint.docs_table()"
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo_sync", "stages.bodies"])

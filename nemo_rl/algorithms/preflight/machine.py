@@ -14,6 +14,7 @@ from nemo_rl.algorithms.preflight.inputs import Subject, nearest_folder
 from nemo_rl.algorithms.run_folder import run_folders, used_folder_problems
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import ClusterConfig
+from nemo_rl.data_plane.metrics_endpoint import check_metrics_port
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.deadlines import seconds_left
@@ -57,11 +58,11 @@ def check_gpus(subject: Subject) -> list[str]:
 
 
 def check_data_plane(subject: Subject) -> list[str]:
-    """Check that the packages of the store are installed."""
+    """Check that the packages of the store are installed, and that the port of the metrics is free."""
     plane = subject.config.data_plane
     if plane.enabled and plane.impl is not None:
         kind_named(plane.impl).check_installed(plane)
-    return []
+    return check_metrics_port(plane.observability.metrics_port)
 
 
 def check_cpus(subject: Subject) -> list[str]:

@@ -38,7 +38,7 @@ from nemo_rl.data_plane.client.link import (
     stage_context,
     versions_of,
 )
-from nemo_rl.data_plane.client.meter import Meter
+from nemo_rl.data_plane.client.meter import REPORT_TIMEOUT_S, CountReporter, Meter
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.client.reads import Read, RowReader, assemble, assemble_padded
 from nemo_rl.data_plane.client.writes import PutRequest, RowWriter
@@ -84,7 +84,8 @@ class LedgerClient(DataPlaneClient):
         address: DataPlaneAddress,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._meter = Meter(address.config.observability)
+        self._reporter = CountReporter(self._report_counts)
+        self._meter = Meter(address.config.observability, on_count=self._reporter.note)
         self._link, self._on_close = ClientLink(host=host, store=store, address=address), on_close
         self._schemas = SchemaCache(self._link)
         self._leases = LeaseRenewer(renew=self._renew, period_s=address.config.lease_s / 3)
@@ -438,11 +439,16 @@ class LedgerClient(DataPlaneClient):
         self._leases.close()
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)
+        self._reporter.close()
         try:
             with self._meter.measure("close"):
                 self._link.close()
         finally:
             self._on_close()
+
+    def _report_counts(self, is_last: bool) -> None:
+        totals = self._meter.lifetime_totals(over_read_bytes=self.counters["over_read_bytes"])
+        self._link.notify("report", {"totals": totals.to_plain(), "is_last": is_last}, timeout_s=REPORT_TIMEOUT_S)
 
     def _renew(self, claims: list[int]) -> list[int]:
         ended = self._link.notify("heartbeat", {"claims": list(claims)})["ended"]

@@ -210,9 +210,10 @@ class ClientLink:
         with self.clock.measure("ledger"), self.errors_of(call):
             return self._host.call(op, signed, timeout_s=call.left(), handles=handles)
 
-    def notify(self, op: str, args: Args) -> Reply:
-        """Run an operation outside of any call: heartbeats, and reservations that are given back."""
-        return self._host.call(op, args, timeout_s=self.timeout_s)
+    def notify(self, op: str, args: Args, *, timeout_s: float | None = None) -> Reply:
+        """Run an operation outside of any call: heartbeats, reservations that are given back, counts."""
+        signed: Args = {"who": self.label, **args}
+        return self._host.call(op, signed, timeout_s=self.timeout_s if timeout_s is None else timeout_s)
 
     @contextmanager
     def errors_of(self, call: ClientCall) -> Iterator[None]:

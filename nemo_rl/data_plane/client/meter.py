@@ -1,4 +1,5 @@
 """`Meter`: counts what the calls of one client cost, per operation and stage, and informs a callback.
+`CountReporter` sends the counts to the ledger, so that the whole run can be watched in one place.
 
 Made by every `LedgerClient`; the driver adds up the `Totals` of all processes. Payload (columns) and meta (keys,
 lengths and tags that cross with a call) are counted apart, so that the driver's share can be stated. The user's
@@ -25,15 +26,25 @@ from nemo_rl.data_plane.chunks.ragged import object_rows
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.link import current_stage
-from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals
-from nemo_rl.errors import ConfigError, DataPlaneTimeout
+from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, sum_totals
+from nemo_rl.errors import ConfigError, DataPlaneClosed, DataPlaneError, DataPlaneTimeout
 from nemo_rl.jagged import values_of
 
 if TYPE_CHECKING:
     from nemo_rl.data_plane.interfaces import Columns
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-__all__ = ["Cost", "DataPlaneEvent", "EventCallback", "Meter", "columns_bytes", "load_callback", "print_event"]
+__all__ = [
+    "REPORT_TIMEOUT_S",
+    "Cost",
+    "CountReporter",
+    "DataPlaneEvent",
+    "EventCallback",
+    "Meter",
+    "columns_bytes",
+    "load_callback",
+    "print_event",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -166,10 +177,13 @@ class Meter:
         ConfigError: the callback of the config does not exist.
     """
 
-    def __init__(self, settings: ObservabilityConfig) -> None:
-        self._is_counting = settings.enabled
+    def __init__(self, settings: ObservabilityConfig, *, on_count: Callable[[], None] = lambda: None) -> None:
+        """Args:
+        on_count: called after each call that was counted.
+        """
+        self._is_counting, self._on_count = settings.enabled, on_count
         self._callback = load_callback(settings.callback)
-        self._totals = Totals()
+        self._totals, self._before_reset = Totals(), Totals()
         self._over_read_before = 0
         self._lock = threading.Lock()
 
@@ -198,19 +212,30 @@ class Meter:
             totals = self._totals.copy()
             totals.over_read_bytes = over_read_bytes - self._over_read_before if self._is_counting else 0
             if reset:
+                self._before_reset.merge(self._totals)
                 self._totals, self._over_read_before = Totals(), over_read_bytes
             return totals
+
+    def lifetime_totals(self, *, over_read_bytes: int) -> Totals:
+        """Return totals since the start, whatever was reset.
+
+        Args:
+            over_read_bytes: of the client since its start.
+        """
+        with self._lock:
+            totals = sum_totals([self._before_reset, self._totals])
+        totals.over_read_bytes = over_read_bytes
+        return totals
 
     def _add(self, stage: str, operation: str, started: float, cost: Cost, error: BaseException | None) -> None:
         """Count one call and inform the callback."""
         ms, num_bytes = (time.perf_counter() - started) * 1e3, sum(cost.sizes.values())
         if self._is_counting:
-            counted = OperationCount.of_call(
-                ms, has_failed=error is not None, payload_bytes=num_bytes, meta_bytes=cost.meta_bytes
-            )
+            counted = OperationCount.of_call(ms, error=error, payload_bytes=num_bytes, meta_bytes=cost.meta_bytes)
             with self._lock:
                 self._totals.add(stage, operation, counted)
                 self._totals.add_fields(cost.sizes)
+            self._on_count()
         if self._callback is not None:
             status: Literal["ok", "error", "timeout"] = "ok" if error is None else "error"
             self._callback(
@@ -226,6 +251,64 @@ class Meter:
                     status="timeout" if isinstance(error, DataPlaneTimeout) else status,
                 )
             )
+
+
+REPORT_PERIOD_S = 1.0
+"""A client that works reports so often: one small request to the ledger."""
+REPORT_TIMEOUT_S = 2.0
+"""Limit of one report; a closing client waits for the last one."""
+
+
+class CountReporter:
+    """Reports a client's counts in the background. Its thread lives only while there is something new to report.
+
+    Args:
+        report: sends what the client has counted so far; is told whether it is the last time.
+    """
+
+    def __init__(self, report: Callable[[bool], None], *, period_s: float = REPORT_PERIOD_S) -> None:
+        self._report, self._period_s = report, period_s
+        self._has_news = False
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def note(self) -> None:
+        """Mark that there is something new, which is reported within the period."""
+        if self._has_news:  # its report has not begun, and will have this as well
+            return
+        with self._lock:
+            self._has_news = True
+            if self._thread is None and not self._end.is_set():
+                self._thread = threading.Thread(target=self._run, name="data-plane-counts", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and report a last time. Call once."""
+        with self._lock:
+            self._end.set()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        self._try_to_report(is_last=True)
+
+    def _run(self) -> None:
+        while not self._end.wait(self._period_s):
+            with self._lock:
+                if not self._has_news:
+                    self._thread = None
+                    return
+                self._has_news = False
+            self._try_to_report(is_last=False)
+
+    def _try_to_report(self, *, is_last: bool) -> None:
+        """Counts are sums since the start, so the next report makes up for one that is lost."""
+        try:
+            self._report(is_last)
+        except DataPlaneClosed as error:
+            logger.debug("the counts of a client reached no ledger: %s", error)
+        except DataPlaneError as error:
+            logger.warning("the counts of a client could not be reported: %s", error)
 
 
 def columns_bytes(columns: Columns) -> int:

@@ -7,11 +7,14 @@ so the percentiles of several processes are those of all their calls, to within 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 __all__ = ["OperationCount", "Totals", "sum_totals"]
+
+Plain: TypeAlias = dict[str, Any]
+"""Totals as msgpack carries them."""
 
 BUCKETS_PER_DOUBLING = 8
 FASTEST_MS = 1e-3
@@ -31,12 +34,26 @@ class OperationCount:
     """Keys, lengths and tags, as plain values."""
     buckets: dict[int, int] = field(default_factory=dict)
     """Bucket of the duration -> calls."""
+    error_kinds: dict[str, int] = field(default_factory=dict)
+    """Class name of the error -> calls that it ended."""
 
     @classmethod
-    def of_call(cls, ms: float, *, has_failed: bool, payload_bytes: int, meta_bytes: int) -> OperationCount:
+    def of_call(cls, ms: float, *, error: BaseException | None, payload_bytes: int, meta_bytes: int) -> OperationCount:
         """Return the counts of one call."""
         bucket = math.floor(math.log2(max(ms, FASTEST_MS)) * BUCKETS_PER_DOUBLING)
-        return cls(1, int(has_failed), ms, payload_bytes, meta_bytes, {bucket: 1})
+        kinds = {} if error is None else {type(error).__name__: 1}
+        return cls(1, len(kinds), ms, payload_bytes, meta_bytes, {bucket: 1}, kinds)
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any]) -> OperationCount:
+        """Return what `to_plain` gave."""
+        count, errors, ms, payload_bytes, meta_bytes, buckets, kinds = plain
+        return cls(count, errors, ms, payload_bytes, meta_bytes, dict(buckets), dict(kinds))
+
+    def to_plain(self) -> list[object]:
+        """Return the counts as msgpack carries them: its maps have no numbers as keys."""
+        buckets = [list(pair) for pair in self.buckets.items()]
+        return [self.count, self.errors, self.ms, self.payload_bytes, self.meta_bytes, buckets, self.error_kinds]
 
     def add(self, other: OperationCount) -> None:
         self.count += other.count
@@ -46,6 +63,13 @@ class OperationCount:
         self.meta_bytes += other.meta_bytes
         for bucket, calls in other.buckets.items():
             self.buckets[bucket] = self.buckets.get(bucket, 0) + calls
+        for kind, calls in other.error_kinds.items():
+            self.error_kinds[kind] = self.error_kinds.get(kind, 0) + calls
+
+    def within_ms(self, limit_ms: float) -> int:
+        """Return the number of calls that took at most `limit_ms`, exactly where it is a power of two."""
+        end = math.floor(math.log2(limit_ms) * BUCKETS_PER_DOUBLING)
+        return sum(calls for bucket, calls in self.buckets.items() if bucket < end)
 
     def percentile_ms(self, share: float) -> float:
         """Return milliseconds within which `share` of the calls ended: the middle of their bucket; 0 without calls."""
@@ -82,6 +106,23 @@ class Totals:
                 self.add(stage, operation, count)
         self.add_fields(other.field_bytes)
         self.over_read_bytes += other.over_read_bytes
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Totals:
+        """Return what `to_plain` gave."""
+        stages = {
+            stage: {operation: OperationCount.from_plain(count) for operation, count in counts.items()}
+            for stage, counts in plain["stages"].items()
+        }
+        return cls(stages, dict(plain["field_bytes"]), plain["over_read_bytes"])
+
+    def to_plain(self) -> Plain:
+        """Return the totals as msgpack carries them."""
+        stages = {
+            stage: {operation: count.to_plain() for operation, count in counts.items()}
+            for stage, counts in self.stages.items()
+        }
+        return {"stages": stages, "field_bytes": self.field_bytes, "over_read_bytes": self.over_read_bytes}
 
     def copy(self) -> Totals:
         """Return the same counts, which later calls leave as they are."""

@@ -192,6 +192,14 @@ class Capacity:
             "partitions": {name: _partition_stats(p, now) for name, p in self.partitions.items()},
         }
 
+    def limits(self, now: float) -> dict[str, object]:
+        """Return the limits, and the bytes that are reserved by partition."""
+        reserved = dict.fromkeys(self.partitions, 0)
+        for reservation in self.reserved.values():
+            if reservation.expires > now:
+                reserved[reservation.partition] = reserved.get(reservation.partition, 0) + reservation.nbytes
+        return {"capacity_rows": self.rows, "capacity_bytes": self.nbytes, "reserved": reserved}
+
     def _check_can_ever_fit(self, partition: Partition, demand: Demand) -> None:
         where = f"partition {partition.name!r}: can never fit"
         if demand.num_keys > partition.num_samples:

@@ -12,10 +12,20 @@ from itertools import islice
 from typing import TypeAlias
 
 from nemo_rl.data_plane.keys import group_uid
-from nemo_rl.data_plane.ledger.state import Partition, TaskCursor
+from nemo_rl.data_plane.ledger.state import ClaimLease, Partition, TaskCursor
 from nemo_rl.errors import LeaseExpired, SchemaMismatch, name_some
 
-__all__ = ["Claims", "check_held", "explain", "finish_written", "parse", "pick_rows", "release", "versions_of"]
+__all__ = [
+    "Claims",
+    "check_held",
+    "explain",
+    "finish_written",
+    "overview",
+    "parse",
+    "pick_rows",
+    "release",
+    "versions_of",
+]
 
 Claims: TypeAlias = Mapping[str, Mapping[str, int]]
 """Task -> key -> claim id: what the caller believes to hold, by its meta or as the client that claimed."""
@@ -132,6 +142,29 @@ def explain(
         "num_groups": len(waiting),
         "holders": [[lease.consumer_id, len(lease.keys), now - lease.taken] for lease in leases],
     }
+
+
+def overview(
+    partitions: Iterable[Partition], claims: Iterable[tuple[str, str, ClaimLease]], *, now: float
+) -> dict[str, object]:
+    """Return live rows by task and state, and the claims that hold; a lease past its time holds none."""
+    held = [claim for claim in claims if claim[2].keys and claim[2].expires > now]
+    leased: Counter[tuple[str, str]] = Counter()
+    for partition_id, task_name, lease in held:
+        leased[partition_id, task_name] += len(lease.keys)
+    tasks = {
+        p.name: {
+            name: {
+                "pending": len(p.rows) - len(cursor.done) - leased[p.name, name],
+                "leased": leased[p.name, name],
+                "done": len(cursor.done),
+            }
+            for name, cursor in p.tasks.items()
+        }
+        for p in partitions
+    }
+    shown = [[partition_id, task, lease.consumer_id, len(lease.keys)] for partition_id, task, lease in held]
+    return {"tasks": tasks, "claims": shown}
 
 
 def check_held(partition: Partition, keys: Sequence[str], claims: Claims, *, now: float) -> None:

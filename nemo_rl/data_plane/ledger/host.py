@@ -19,7 +19,15 @@ from nemo_rl.data_plane.ledger.events import EVENTS_FILE, EventLog, EventSink
 from nemo_rl.data_plane.ledger.journal import Journal
 from nemo_rl.data_plane.ledger.ledger import Args, Ledger, Reply
 from nemo_rl.data_plane.ledger.recovery import RecoverableLedger
-from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, LedgerLost, from_record
+from nemo_rl.data_plane.ledger.request_counts import RequestCounts
+from nemo_rl.errors import (
+    DataPlaneClosed,
+    DataPlaneError,
+    DataPlaneTimeout,
+    LedgerLost,
+    from_record,
+    to_record,
+)
 
 __all__ = ["InProcessHost", "LedgerHost", "LedgerService", "build_ledger", "build_service", "final_loss", "read_reply"]
 
@@ -130,6 +138,7 @@ class LedgerService:
         self._clock, self._on_close = clock, on_close
         self.run_id = ledger.run_id
         self._ledger = ledger
+        self._counts = RequestCounts()
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -145,7 +154,13 @@ class LedgerService:
         try:
             if self._is_closed:
                 raise DataPlaneClosed(f"the ledger of run {self.run_id!r} has been closed by its owner")
-            return self._ledger.handle(request, now=self._clock())
+            now = self._clock()
+            if request.get("op") in ("report", "watch"):
+                return self._watch(request, now)
+            started = time.perf_counter()
+            reply = self._ledger.handle(request, now=now)
+            self._counts.add(request, reply, seconds=time.perf_counter() - started, now=now)
+            return reply
         finally:
             self._lock.release()
 
@@ -156,6 +171,28 @@ class LedgerService:
             on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
+
+    def _watch(self, request: Mapping[str, object], now: float) -> Reply:
+        """Serve `report` (a client's own counts) and `watch` (everything that is known of the run): no ledger state is
+        changed.
+        """
+        if request["op"] == "report" and request.get("run") == self.run_id:
+            return self._report(request.get("args"), now)
+        reply: Reply = {"now": now, "run_id": self.run_id, **self._counts.view(now)}
+        for op in ("stats", "inspect"):
+            answer = self._ledger.handle({**request, "op": op}, now=now)
+            if "error" in answer:
+                return answer
+            reply[op] = answer["ok"]
+        return {"ok": reply}
+
+    def _report(self, args: object, now: float) -> Reply:
+        try:
+            assert isinstance(args, dict), "args must be a dict"
+            self._counts.report(args, now)
+        except (AssertionError, KeyError) as error:
+            return {"error": to_record(DataPlaneError(f"the ledger could not serve 'report': {error!r}"))}
+        return {"ok": {}}
 
 
 class InProcessHost:

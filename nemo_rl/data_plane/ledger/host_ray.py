@@ -104,16 +104,19 @@ class _LedgerActor:
         log_dir: Path | None,
         journal: Path | None,
         owner: int,
+        metrics_port: int,
     ) -> None:
         """Args:
         journal: file to recover from; None where a death of this process is final.
         owner: id of the run's process.
+        metrics_port: where that process serves metrics; 0 where it serves none.
         """
         self._service = build_service(config, run_id=run_id, validate=validate, log_dir=log_dir, journal=journal)
         self._server = LedgerServer(self._service)
         self._references = ReferenceTable()
         if journal is not None and log_dir is not None:
-            write_attach_file(log_dir, ledger=self._server.address, process_id=owner)
+            address = self._server.address
+            write_attach_file(log_dir, ledger=address, process_id=owner, metrics_port=metrics_port)
 
     def handle(self, request: Mapping[str, object], timeout_s: float) -> Reply:
         return self._service.handle(request, timeout_s=timeout_s)
@@ -162,11 +165,13 @@ class RayLedgerHost:
         start: StartUp = DEFAULT_START,
         validate: bool = False,
         log_dir: Path | None = None,
+        metrics_port: int = 0,
     ) -> RayLedgerHost:
         """Start the actor, on the node of this process; its owner is this process.
 
         Args:
             log_dir: where the ledger's events and its journal are written.
+            metrics_port: port of the run's metrics, for the file that names them; 0 when none are served.
 
         Raises:
             DataPlaneTimeout: the actor did not answer in time.
@@ -190,6 +195,7 @@ class RayLedgerHost:
                 log_dir=None if log_dir is None else log_dir.absolute(),
                 journal=journal,
                 owner=os.getpid(),
+                metrics_port=metrics_port,
             )
             undo.callback(_end_actor, actor)
             try:

@@ -120,6 +120,7 @@ class Ledger:
             "stats": lambda args, now: self._capacity.stats(now),
             "waited": self._waited,
             "extend": self._extend,
+            "inspect": self._inspect,
         }
 
     def handle(self, request: Mapping[str, object], *, now: float) -> Reply:
@@ -467,6 +468,11 @@ class Ledger:
         """Return the history of one key, for every partition that holds it."""
         key = text(args, "key")
         return {"rows": [explain_row(p, key, now=now) for p in self._partitions.values() if key in p.rows]}
+
+    def _inspect(self, args: Args, now: float) -> Reply:
+        """Return limits, reservations and claims, which `stats` leaves out."""
+        claims = claim_rules.overview(self._partitions.values(), self._claims.values(), now=now)
+        return self._capacity.limits(now) | claims
 
     # ---- claims
 

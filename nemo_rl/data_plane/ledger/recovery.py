@@ -30,7 +30,7 @@ __all__ = ["CallNumbers", "RecoverableLedger"]
 
 logger = logging.getLogger(__name__)
 
-READS = frozenset({"describe", "locate", "gone", "list", "explain", "stats"})
+READS = frozenset({"describe", "locate", "gone", "list", "explain", "stats", "inspect"})
 """Operations that change nothing."""
 
 

@@ -37,7 +37,7 @@ def snapshot(**ms_of_stage: float) -> Totals:
     """One process: one put of 100 bytes per stage; `outside` is the time of calls outside every stage."""
     stages = {
         "" if stage == "outside" else stage: {
-            "kv_batch_put": OperationCount.of_call(ms, has_failed=False, payload_bytes=100, meta_bytes=10)
+            "kv_batch_put": OperationCount.of_call(ms, error=None, payload_bytes=100, meta_bytes=10)
         }
         for stage, ms in ms_of_stage.items()
     }

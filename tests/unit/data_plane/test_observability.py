@@ -7,6 +7,7 @@ import math
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,12 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.config.data_plane import DataPlaneConfig, ObservabilityConfig
-from nemo_rl.data_plane.client.meter import DataPlaneEvent
+from nemo_rl.data_plane.client.meter import CountReporter, DataPlaneEvent
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, sum_totals
 from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.ledger.host import read_reply
 from nemo_rl.data_plane.schema import FieldSpec
-from nemo_rl.errors import ConfigError, DataPlaneTimeout, KeysNotFound
-from tests.helpers.data_planes import Plane, ids_column, keys_of, open_plane
+from nemo_rl.errors import ConfigError, DataPlaneClosed, DataPlaneError, DataPlaneTimeout, KeysNotFound
+from tests.helpers.data_planes import Plane, ids_column, keys_of, open_plane, wait_until
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def test_calls_bytes_errors_and_time_are_counted_per_operation_and_stage(plane: 
     assert snapshot.stages["rollout"]["put_async"].payload_bytes == 16
     assert snapshot.stages["train"]["get_data"].payload_bytes == 48
     failed = snapshot.stages["train"]["kv_batch_get"]
-    assert replace(failed, ms=0, buckets={}) == OperationCount(count=1, errors=1)
+    assert replace(failed, ms=0, buckets={}) == OperationCount(count=1, errors=1, error_kinds={"KeysNotFound": 1})
     assert list(snapshot.stages[""]) == ["register_partition", "kv_clear"]
     assert snapshot.payload_bytes == 64 + 16 + 48
     assert snapshot.field_bytes == {"input_ids": 48 + 48, "sample_mask": 16 + 16}
@@ -204,7 +206,7 @@ def with_callback(name: str) -> DataPlaneConfig:
 def test_percentiles_of_merged_processes_are_those_of_all_calls(durations: list[float], processes: int) -> None:
     counts = [OperationCount() for _ in range(processes)]
     for i, ms in enumerate(durations):
-        counts[i % processes].add(OperationCount.of_call(ms, has_failed=False, payload_bytes=0, meta_bytes=0))
+        counts[i % processes].add(OperationCount.of_call(ms, error=None, payload_bytes=0, meta_bytes=0))
     merged = OperationCount()
     for count in counts:
         merged.add(count)
@@ -212,3 +214,48 @@ def test_percentiles_of_merged_processes_are_those_of_all_calls(durations: list[
         exact = sorted(durations)[math.ceil(share * len(durations)) - 1]
         assert merged.percentile_ms(share) == pytest.approx(exact, rel=0.05)
     assert OperationCount().percentile_ms(0.5) == 0.0
+
+
+def test_many_calls_are_reported_together_and_an_idle_client_has_no_thread() -> None:
+    reports: list[bool] = []
+    reporter = CountReporter(reports.append, period_s=0.2)
+    started = time.monotonic()
+    for _ in range(10_000):
+        reporter.note()
+    wait_until(lambda: reporter._thread is None)
+    assert 1 <= len(reports) <= (time.monotonic() - started) / 0.2 and not any(reports)
+    before = len(reports)
+    reporter.note()
+    reporter.close()
+    assert reports[-1] is True and len(reports) - before <= 2, "the last one goes out at once"
+    reporter.note()
+    assert not reporter._thread.is_alive()
+
+
+@pytest.mark.parametrize("error", [DataPlaneClosed("gone"), DataPlaneTimeout("slow")])
+def test_a_report_that_fails_is_made_up_for_by_the_next(error: DataPlaneError) -> None:
+    reports: list[bool] = []
+
+    def report(is_last: bool) -> None:
+        reports.append(is_last)
+        if len(reports) == 1:
+            raise error
+
+    reporter = CountReporter(report, period_s=0.05)
+    reporter.note()
+    wait_until(lambda: len(reports) == 1)
+    reporter.note()
+    wait_until(lambda: len(reports) >= 2)
+    reporter.close()
+    assert reports[-1] is True
+
+
+def test_a_ledger_refuses_counts_that_are_none_or_of_another_run(plane: Plane) -> None:
+    host = plane.owner._link._host
+    for args in ({"who": "x"}, {"who": "x", "totals": 3, "is_last": False}):
+        with pytest.raises(DataPlaneError, match="could not serve 'report'"):
+            host.call("report", args, timeout_s=5)
+    for op in ("report", "watch"):
+        with pytest.raises(DataPlaneClosed, match="the call is of run 'old'"):
+            read_reply(host._service.handle({"run": "old", "op": op, "args": {}}, timeout_s=5))
+    assert "x" not in host.call("watch", {}, timeout_s=5)["clients"]
