@@ -38,7 +38,8 @@ IN_THE_VALUE: Mapping[type, str] = {
 LEFT_OUT: Mapping[type, str] = {
     # The run, settings, functions; counters whose numbers are only compared for equality.
     # Rows under their own keys: no operation of the histories announces one.
-    Ledger: "run_id _lease_s _validate _record _ops _num_claims _num_declared _keyed",
+    # Handles of chunks: no operation of the histories brings one. Leases that have expired: a count.
+    Ledger: "run_id _lease_s _validate _record _ops _num_claims _num_declared _keyed _handles num_expired",
     # What readers need besides a payload; the ledger hands it out as it came.
     state.Chunk: "form is_keyed",
     # What only texts and counts show: labels, ages, highest marks. The order of `rows` stands for `num_put`.

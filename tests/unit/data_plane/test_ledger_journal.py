@@ -391,7 +391,7 @@ def test_every_field_of_the_records_is_in_a_snapshot(desk: Desk) -> None:
     assert fields[state.TaskCursor] - set(partition["tasks"]["t"]) == ELSEWHERE[state.TaskCursor]
     # A claim is listed with its partition and its task, and its keys are those of the rows that name it.
     assert {len(fields[state.ClaimLease]) - 1 + 2} == {len(claim) for claim in dumped["claims"]}
-    others = {"_lease_s", "_validate", "_record", "_ops", "run_id", "num_expired"}
+    others = {"_lease_s", "_validate", "_record", "_ops", "run_id", "num_expired", "_keyed"}
     assert {name.removeprefix("_") for name in set(vars(Ledger(**LIMITS))) - others} == set(dumped)
 
 
@@ -399,7 +399,8 @@ LIMITS = {"run_id": "r", "capacity_rows": 9, "capacity_bytes": None, "lease_s": 
 RECORDS = (state.Partition, state.Chunk, capacity.Capacity, state.Row, state.TaskCursor, state.ClaimLease)
 ELSEWHERE: dict[type, set[str]] = {
     state.Partition: {"name", "specs", "num_samples", "group_size"},
-    state.Chunk: {"chunk_id"},
+    # A journal is refused where rows are kept under their own keys.
+    state.Chunk: {"chunk_id", "is_keyed"},
     capacity.Capacity: {"rows", "nbytes", "partitions", "lease_s"},
     state.TaskCursor: {"writes"},
 }
