@@ -92,7 +92,7 @@ class TopTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopTable:
-    """What is shown at one moment."""
+    """A table of the run between two views of it."""
 
     head: TopHead
     clients: tuple[TopClient, ...]
@@ -301,8 +301,8 @@ def _age(seconds: float) -> str:
     """Return an age in the unit that suits it.
 
     Example:
-        >>> _age(3.25), _age(90), _age(7260)
-        ('3.2 s', '1 min', '2.0 h')
+        >>> _age(3.25), _age(120), _age(7260)
+        ('3.2 s', '2 min', '2.0 h')
     """
     if seconds < 60:
         return f"{seconds:.1f} s"

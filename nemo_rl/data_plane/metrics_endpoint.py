@@ -213,7 +213,7 @@ class MetricsEndpoint:
             ResourceError: the port is taken.
         """
         try:
-            self._server = _Server((LOOPBACK, port), _ScrapeHandler)
+            self._server = _MetricsServer((LOOPBACK, port), _ScrapeHandler)
         except OSError as error:
             raise ResourceError(_taken(port, error)) from error
         self._thread: threading.Thread | None = None
@@ -249,7 +249,7 @@ def check_metrics_port(port: int | None) -> list[str]:
     if not port:
         return []
     try:
-        _Server((LOOPBACK, port), _ScrapeHandler).server_close()
+        _MetricsServer((LOOPBACK, port), _ScrapeHandler).server_close()
     except OSError as error:
         return [_taken(port, error)]
     return []
@@ -259,7 +259,7 @@ def _taken(port: int, error: OSError) -> str:
     return f"{KEY}: port {port} of {LOOPBACK} cannot be used ({error.strerror}); set another one, or 0 for a free one"
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _MetricsServer(socketserver.ThreadingTCPServer):
     """Serves each scrape in a thread of its own."""
 
     allow_reuse_address = True
@@ -275,7 +275,7 @@ class _ScrapeHandler(BaseHTTPRequestHandler):
     """Answers `GET /metrics`."""
 
     timeout = TIMEOUT_S
-    server: _Server
+    server: _MetricsServer
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != PATH:

@@ -95,7 +95,7 @@ class Read(Generic[_T]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowPlaces:
+class ReadPlaces:
     """The places of the rows of one read, as the ledger gives them."""
 
     chunk_ids: list[str]
@@ -107,7 +107,7 @@ class RowPlaces:
     """Chunk -> the blocks that hold its rows; block 0 of a chunk that is stored whole."""
 
     @classmethod
-    def of_reply(cls, reply: Reply) -> RowPlaces:
+    def of_reply(cls, reply: Reply) -> ReadPlaces:
         chunk_ids, placements, handles = names_of(reply["chunks"]), reply["placements"], reply.get("handles", {})
         forms = reply.get("forms", [{}] * len(chunk_ids))
         assert isinstance(placements, list) and isinstance(forms, list), f"malformed reply: {reply}"
@@ -162,7 +162,7 @@ class Located:
 
     specs: Sequence[FieldSpec]
     """Fields in the order asked for."""
-    places: RowPlaces
+    places: ReadPlaces
     payloads: Sequence[Parts]
     num_rows: int
     readers: list[ChunkReader] = field(init=False)
@@ -262,7 +262,7 @@ class RowReader:
             reply = (
                 self._link.ask(call, "locate", args) if self._adopt is None else self._locate(call, args, declaration)
             )
-            places = RowPlaces.of_reply(reply)
+            places = ReadPlaces.of_reply(reply)
             chunk_ids, stored_ids = places.chunk_ids, places.stored_ids()
             try:
                 places, payloads = self._fetch(call, read, specs, args, reply)
@@ -303,13 +303,13 @@ class RowReader:
 
     def _fetch(
         self, call: ClientCall, read: Read[_T], specs: Sequence[FieldSpec], args: Args, reply: Reply
-    ) -> tuple[RowPlaces, list[Parts]]:
+    ) -> tuple[ReadPlaces, list[Parts]]:
         """Return the payloads of the rows, and where the rows are in them."""
-        places = RowPlaces.of_reply(reply)
+        places = ReadPlaces.of_reply(reply)
         if self._keyed is not None and reply.get("keyed"):
             found, payloads = self._keyed.fetch(call, read, specs, reply, places.handles)
             self._keyed.check_same(call, args, reply)
-            return RowPlaces.of_reply(found), payloads
+            return ReadPlaces.of_reply(found), payloads
         payloads, stored_ids = [], places.stored_ids()
         if stored_ids:
             with self._link.clock.measure("store_get"), self._link.errors_of(call):
@@ -317,7 +317,7 @@ class RowReader:
             self._check_live(call, places.chunk_ids)
         return places, payloads
 
-    def _corrupt(self, call: ClientCall, read: Read[_T], places: RowPlaces, error: ChecksumError) -> PayloadCorrupt:
+    def _corrupt(self, call: ClientCall, read: Read[_T], places: ReadPlaces, error: ChecksumError) -> PayloadCorrupt:
         """Return the error that names rows, field and hop; the chunk is read once more to tell the hop."""
         number, store = places.chunk_ids.index(error.chunk_id), self._link.store
         stored, blocks = block_ids(error.chunk_id), places.blocks[number]

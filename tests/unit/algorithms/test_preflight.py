@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,14 @@ def test_a_store_that_is_not_installed_is_known_before(
     with pytest.raises(UserError, match="Mooncake is not installed"):
         preflight(load_recipe(recipe, {f"data_plane.{name}": value for name, value in settings.items()}))
     assert found(recipe) == []
+
+
+def test_a_taken_port_for_the_metrics_is_known_before(tmp_path: Path, model: Path) -> None:
+    recipe = write_recipe(tmp_path, model)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(UserError, match=f"metrics_port: port {port} of 127.0.0.1 cannot be used"):
+            preflight(load_recipe(recipe, {**LOCAL, "data_plane.observability.metrics_port": port}))
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,13 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "policy.generation.receipt.every: 2 would be ignored, because policy.generation.receipt.enabled is false",
         )
     ],
+    "rule_durable_rows_need_receipts": [
+        (
+            ("data_plane.durable.path=groups", "policy.generation.receipt.enabled=false"),
+            "data_plane.durable.path: a stored group is used only if",
+        ),
+        (("data_plane.durable.fsync=true",), "data_plane.durable.fsync: True would be ignored, because no path is set"),
+    ],
     "rule_logprob_microbatch_tokens_not_below_train": [
         (
             ("policy.dynamic_batching.enabled=true", "policy.dynamic_batching.logprob_mb_tokens=100"),

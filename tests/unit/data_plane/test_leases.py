@@ -14,6 +14,7 @@ from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
+from nemo_rl.data_plane.run_view import view_of
 from nemo_rl.errors import FieldNotProduced, KeysNotFound, LeaseExpired
 from tests.helpers.data_planes import ids_column, keys_of
 
@@ -80,6 +81,23 @@ def test_a_late_release_of_rows_that_were_handed_on_is_refused(bench: Bench) -> 
     with pytest.raises(LeaseExpired):
         bench.clients[0].release(slow)
     bench.clients[1].release(heir)
+
+
+def test_a_watcher_sees_who_holds_what_and_a_lease_that_has_run_out_holds_nothing(bench: Bench) -> None:
+    def seen() -> tuple[dict[str, int], dict[str, int]]:
+        view = view_of(InProcessHost(bench.service, is_owner=False), timeout_s=5)
+        return view.tasks["p"]["train"], view.rows_held()
+
+    slow, held = bench.claim(0, task="train"), bench.clients[0]._link.label
+    assert seen() == ({"pending": 2, "leased": 2, "done": 0}, {held: 2})
+    bench.pass_lease()
+    assert seen() == ({"pending": 4, "leased": 0, "done": 0}, {})
+    heir, holds = bench.claim(1, count=3, task="train"), bench.clients[1]._link.label
+    assert seen() == ({"pending": 1, "leased": 3, "done": 0}, {holds: 3})
+    bench.clients[1].release(heir.subset([0]))
+    assert seen() == ({"pending": 1, "leased": 2, "done": 1}, {holds: 2})
+    bench.clients[1].kv_clear([heir.keys[0], heir.keys[1]], "p")
+    assert seen() == ({"pending": 1, "leased": 1, "done": 0}, {holds: 1}) and slow.keys == heir.keys[:2]
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])
