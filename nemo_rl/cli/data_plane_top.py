@@ -35,6 +35,8 @@ TIMEOUT_S = 10.0
 GETS = ("kv_batch_get", "get_data")
 """Operations whose bytes go to the client; those of others come from it."""
 QUIT_KEYS = b"qQ"
+PIPE_WIDTH = 200
+"""Columns of a table that no terminal shows: wide enough for every label."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +136,7 @@ def watch(
             if form == "json":
                 console.print_json(json.dumps(asdict(table)))
             else:
-                console.print(table.draw())
+                console.print(table.draw(), width=console.width if console.is_terminal else PIPE_WIDTH)
             if form != "live":
                 return
             before = now
@@ -290,10 +292,11 @@ def _task_table(tasks: tuple[TopTask, ...]) -> Table:
 
 
 def _table(*columns: str) -> Table:
-    """Return an empty table whose first two columns are words and the others numbers."""
+    """Return an empty table: two columns of words, which fold in a narrow terminal, then numbers, which do not."""
     table = Table(box=None, pad_edge=False)
     for number, name in enumerate(columns):
-        table.add_column(name, justify="left" if number < 2 else "right", no_wrap=True)
+        is_word = number < 2
+        table.add_column(name, justify="left" if is_word else "right", no_wrap=not is_word, overflow="fold")
     return table
 
 

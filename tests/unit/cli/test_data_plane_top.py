@@ -114,6 +114,19 @@ def test_rates_are_those_between_two_views() -> None:
     ]
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_numbers_are_whole_in_a_narrow_terminal_and_labels_fold(width: int) -> None:
+    label = "127.0.0.1~c9f2904f:32068.c75c4b"
+    calls = {("reference_logprobs", "get_data"): OperationCount(count=4000, ms=4321.5, payload_bytes=4_000_000_000)}
+    now = view(1.0, client(label, calls), requests=1)
+    shown = io.StringIO()
+    Console(file=shown, width=width).print(TopTable.between(view(0.0, requests=0), now).draw())
+    words = shown.getvalue().split()
+    assert {"calls/s", "4000.0", "4000.00", "1.1", "432%", "held"} <= set(words)
+    assert (label in words) is (width == 200) and "client" in words
+    assert max(map(len, shown.getvalue().splitlines())) <= width
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[DataPlaneClient]:
     """A job over the socket with 4 rows, 3 of them claimed by its owner."""
