@@ -26,6 +26,13 @@ from nemo_rl.experience.rollout_handle import RolloutHandle
 SIZE = 4
 
 
+class RolloutWithoutFiles:
+    """A rollout that keeps no finished groups on disk."""
+
+    def durable_ordinals(self) -> dict[int, int]:
+        return {}
+
+
 def batches() -> AsyncBatches:
     config = GRPOConfig.model_validate(
         {"num_prompts_per_step": SIZE, "num_generations_per_prompt": 2, "max_num_steps": 9, "async": {"enabled": True}}
@@ -33,7 +40,7 @@ def batches() -> AsyncBatches:
     parts = RolloutParts(
         config=config,
         client=cast(DataPlaneClient, None),
-        rollout=cast(RolloutHandle, None),
+        rollout=cast(RolloutHandle, RolloutWithoutFiles()),
         sampler=PromptSampler(40, seed=0, shuffle=True, max_num_epochs=1),
         weight_version=lambda: 0,
     )

@@ -143,7 +143,7 @@ def test_a_torn_file_of_columns_is_refused(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "columns.safetensors"
     write_column_file(path, {"input_ids": nest(torch.arange(5), torch.tensor([2, 3]))})
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(SchemaMismatch, match="expected columns in a safetensors file"):
+    with pytest.raises(SchemaMismatch, match="expected columns in the safetensors format"):
         read_column_file(path)
 
 
