@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
-from queue import Queue
+from queue import Full, Queue
 from typing import Any, BinaryIO
 
 import msgpack
@@ -137,7 +137,7 @@ class DurableGroups:
         self._segments: dict[Path, _SegmentFile] = {}
         self._stored: dict[int, list[StoredGroup]] = {}
         self._settled_below, self._settled = 0, frozenset[int]()
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
         self._name, self._number = f"{os.getpid()}-{uuid.uuid4().hex[:8]}", 0
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(self._folder.glob("*.seg")):
@@ -159,14 +159,14 @@ class DurableGroups:
         """Append groups; their columns, as they were put, must not be changed any more.
 
         Raises:
-            ResourceError: an earlier group could not be written.
+            ResourceError: an earlier group could not be written, or none was for `FLUSH_S` seconds.
         """
         if self._failure is not None:
             raise ResourceError(
                 f"data_plane.durable.path: finished groups cannot be written to {self._folder}: "
                 f"{machine_problem(self._failure) or self._failure}; free space there, or set it to null"
             ) from self._failure
-        self._queue.put(_Put(groups, columns))
+        self._pass_on(_Put(groups, columns))
 
     def find(self, ordinal: int, seed: int, *, weights: Mapping[int, str], oldest: int) -> StoredGroup | None:
         """Return a stored group that may be used in place of a new one.
@@ -285,7 +285,7 @@ class DurableGroups:
     def flush(self) -> None:
         """Wait until what was added is written."""
         written = threading.Event()
-        self._queue.put(written)
+        self._pass_on(written)
         if not written.wait(FLUSH_S):
             logger.warning("finished groups are not in %s after %.0f s", self._folder, FLUSH_S)
 
@@ -296,7 +296,7 @@ class DurableGroups:
 
     def close(self) -> None:
         """Write what was added, and end. Segments with groups that may be asked for stay."""
-        self._queue.put(None)
+        self._pass_on(None)
         self._thread.join(FLUSH_S)
         with self._lock:
             for segment in self._segments.values():
@@ -306,6 +306,15 @@ class DurableGroups:
 
     def _is_settled(self, ordinal: int) -> bool:
         return ordinal < self._settled_below or ordinal in self._settled
+
+    def _pass_on(self, work: _Put | threading.Event | None) -> None:
+        try:
+            self._queue.put(work, timeout=FLUSH_S)
+        except Full as error:
+            raise ResourceError(
+                f"data_plane.durable.path: {self._folder} has taken no finished group for {FLUSH_S:.0f} s; use a "
+                "faster disk, or set it to null"
+            ) from error
 
     # ---- files
 
@@ -329,6 +338,8 @@ class DurableGroups:
             if isinstance(put, threading.Event):
                 put.set()
                 continue
+            if self._failure is not None:
+                continue  # what stands behind a frame that is cut is never read
             try:
                 if file is None or file.tell() > SEGMENT_BYTES:
                     if file is not None:
@@ -338,14 +349,15 @@ class DurableGroups:
                     path = self._folder / f"{self._name}-{self._number}.seg"
                     self._number += 1
                     file = path.open("xb", buffering=0)
-                    file.write(_frame({"format": FORMAT, "identity": self._identity}, b""))
+                    _write_whole(file, _frame({"format": FORMAT, "identity": self._identity}, b""))
                     with self._lock:
                         self._segments[path] = _SegmentFile(is_open=True)
                 offset = file.tell()
-                file.write(_frame({"groups": list(map(_to_record, put.groups))}, columns_to_bytes(put.columns)))
+                described = {"groups": list(map(_to_record, put.groups))}
+                _write_whole(file, _frame(described, columns_to_bytes(put.columns)))
                 if self._fsync:
                     os.fsync(file.fileno())
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - a thread has nobody to raise it to
                 self._failure = error  # raised by the next `add`
                 continue
             with self._lock:
@@ -397,6 +409,13 @@ def _frame(described: Mapping[str, Any], body: bytes) -> bytes:
     digest.update(text)
     digest.update(body)
     return _FRAME.pack(MAGIC, len(text), len(body), digest.intdigest()) + text + body
+
+
+def _write_whole(file: BinaryIO, content: bytes) -> None:
+    """Write everything: an unbuffered file takes as much as there is space for, and says so."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 class _TornFrame(Exception):

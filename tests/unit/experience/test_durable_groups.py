@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +144,26 @@ def test_a_full_disk_is_told_at_the_next_group(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="data_plane.durable.path: finished groups cannot be written"):
         groups.add([group(2, first=0)], COLUMNS)
     groups.close()
+
+
+def test_a_disk_that_fills_within_a_group_is_told_and_the_groups_before_are_used(tmp_path: Path) -> None:
+    groups = opened(tmp_path)
+    groups.add([group(1, first=0)], COLUMNS)
+    groups.flush()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        groups.add([group(2, first=0)], {"sample_mask": torch.ones(4, 1 << 18)})
+        groups.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert groups.ordinals == {1: 1}, "a group of which a part is in the file is no stored one"
+    with pytest.raises(ResourceError, match="data_plane.durable.path: finished groups cannot be written"):
+        groups.add([group(3, first=0)], COLUMNS)
+    groups.close()
+    again = opened(tmp_path)
+    assert again.ordinals == {1: 1}
+    again.close()
 
 
 def test_an_identity_has_every_setting_that_decides_a_group() -> None:
