@@ -47,7 +47,9 @@ from nemo_rl.errors import ResourceError
 
 __all__ = ["BATCHES", "SESSIONS", "Options", "main", "measure", "not_here"]
 
-TURNS, QUICK_TURNS = 9, 5
+TURNS, QUICK_TURNS = 15, 5
+SMALL_TURNS = 3
+"""Turns with the small batch for each with the large one: they are short, and vary more."""
 WAIT_S = 300.0
 DP_RANKS = 8
 DRIVER_ROWS = 16384
@@ -248,8 +250,10 @@ def _turns(peers: _Peers, session: str, batch: str, options: Options, results: R
     expected = _wait(peers.producer.describe.remote())
     results.num_bytes[batch] = expected["num_bytes"]
     found = {way: Samples(session=session, batch=batch, way=way) for way in peers.ways}
-    for turn in range(options.turns + 1):
-        for way in peers.ways:
+    turns = options.turns * (SMALL_TURNS if batch == "small" else 1)
+    for turn in range(turns + 1):
+        # A way gains from what the one before it has warmed.
+        for way in peers.ways[:: 1 if turn % 2 else -1]:
             put: Timing = _wait(peers.producer.put.remote(way, turn))
             get: Timing = _wait(peers.consumer.get.remote(way, turn, put.result))
             _wait(peers.producer.clear.remote(way, turn))

@@ -166,10 +166,9 @@ class _Ours:
     def get(self, batch: Batch, turn: int, given: Any) -> Mapping[str, torch.Tensor]:
         """Read as a policy worker reads its shard, in a step of its own: the same keys come again in every turn."""
         self._reads.clear()
-        names = [name for name in batch.columns if name != ROUTES]
-        found = self._reads.padded(given, names, pad_values=PADS, width=max(batch.lengths))
-        if ROUTES in batch.columns:
-            found |= self._reads.ragged(given, [ROUTES])
+        jagged = [name for name in batch.columns if name == ROUTES]
+        width = max(batch.lengths)
+        found = self._reads.padded(given, list(batch.columns), pad_values=PADS, width=width, jagged=jagged)
         return {name: column for name, column in found.items() if isinstance(column, torch.Tensor)}
 
     def put_padded(self, padded: BatchedDataDict, keys: list[str]) -> KVBatchMeta:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from nemo_rl.errors import SchemaMismatch, name_some
-from nemo_rl.torch_private import ragged_dim
+from nemo_rl.torch_private import jagged_parts, jagged_view
 
 __all__ = ["is_packed", "lengths_of", "nest", "offsets_of", "stack_or_nest", "values_of"]
 
@@ -21,7 +21,7 @@ def nest(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return a jagged nested tensor over rows laid end to end: values `[sum(lengths), ...]`, lengths `[N]`."""
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
     torch.cumsum(lengths, dim=0, out=offsets[1:])
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
+    return jagged_view(values, offsets)
 
 
 def offsets_of(nested: torch.Tensor) -> torch.Tensor:
@@ -32,18 +32,15 @@ def offsets_of(nested: torch.Tensor) -> torch.Tensor:
 
 def lengths_of(nested: torch.Tensor) -> torch.Tensor:
     """Return `[N]` int64 row lengths of a nested tensor."""
-    if is_packed(nested):
-        return offsets_of(nested).diff()
+    parts = jagged_parts(nested)
+    if parts is not None:
+        return parts[1].diff()
     return torch.tensor([row.shape[0] for row in nested.unbind()], dtype=torch.int64)
 
 
 def is_packed(nested: torch.Tensor) -> bool:
     """Return whether the rows lie end to end, ragged in their first dim and without holes between them."""
-    if nested.layout is not torch.jagged:
-        return False
-    jagged = cast("Any", nested)
-    # A transposed jagged tensor has offsets too, but into another dim of its values.
-    return jagged.lengths() is None and ragged_dim(nested) == 1
+    return jagged_parts(nested) is not None
 
 
 def values_of(nested: torch.Tensor) -> torch.Tensor:
@@ -52,8 +49,9 @@ def values_of(nested: torch.Tensor) -> torch.Tensor:
     Raises:
         SchemaMismatch: rows that differ in more than their first dim.
     """
-    if is_packed(nested):
-        return nested.values()
+    parts = jagged_parts(nested)
+    if parts is not None:
+        return parts[0]
     return _lay_end_to_end(list(nested.unbind()))
 
 

@@ -362,16 +362,18 @@ class DataPlaneClient(ABC):
         *,
         pad_values: Mapping[str, float],
         pad_to: int | None = None,
+        jagged: Collection[str] = (),
     ) -> BatchedDataDict:
         """Read into a dense batch, as `get_data`: rows `[N, width, ...]` padded on the right, object columns as lists.
 
         Args:
             pad_values: field -> padding; 0 for others.
             pad_to: width of token-aligned columns; None takes the longest row. Other ragged columns take their own.
+            jagged: columns of `select_fields` that stay without padding.
         """
         aligned = [spec.name for spec in self.partition_fields(meta.partition_id) if spec.is_token_aligned]
         rows = self.get_data(meta, select_fields)
-        return materialize(rows, pad_values=pad_values, pad_to=pad_to, token_aligned=aligned)
+        return materialize(rows, pad_values=pad_values, pad_to=pad_to, token_aligned=aligned, jagged=jagged)
 
     @abstractmethod
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:

@@ -325,15 +325,14 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         if self.fetch_group is None:
             names = [name for name in fields if self._replica.needs is None or name in self._replica.needs]
             lists = [spec.name for spec in self._extras if is_listed(spec) and spec.name in names]
-            dense = [name for name in names if name not in lists]
-            batch = BatchedDataDict(self.reads.padded(meta, dense, pad_values=self._pad_values, width=width))
-            listed = self.reads.ragged(meta, lists) if lists else {}
+            batch = BatchedDataDict(
+                self.reads.padded(meta, names, pad_values=self._pad_values, width=width, jagged=lists)
+            )
         else:
             columns = self._broadcast(meta, fields, self.fetch_group)
             lists = [spec.name for spec in self._extras if is_listed(spec) and spec.name in columns]
-            listed = {name: columns.pop(name) for name in lists}
-            batch = BatchedDataDict(materialize(columns, pad_values=self._pad_values, pad_to=width))
-        batch.update({name: rows_as_list(column) for name, column in listed.items()})
+            batch = materialize(columns, pad_values=self._pad_values, pad_to=width, jagged=lists)
+        batch.update({name: rows_as_list(batch[name]) for name in lists})
         if "input_ids" in fields and "input_ids" not in batch:
             # A stage in the middle of a pipeline sees shapes only.
             batch["input_ids"] = torch.zeros(len(meta.keys), width, dtype=torch.int32)

@@ -23,7 +23,8 @@ from nemo_rl.distributed.job_store import choose_interface, open_client, open_se
 from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 from nemo_rl.distributed.pack_plan import DIGEST_BYTES, PackPlan
 from nemo_rl.errors import SchemaMismatch, WorkerError, from_record, to_record
-from nemo_rl.torch_private import default_store, timeout_of
+from nemo_rl.jagged import offsets_of, values_of
+from nemo_rl.torch_private import default_store, jagged_view, timeout_of
 
 __all__ = [
     "MESSAGE_BYTES",
@@ -277,7 +278,7 @@ def _describe(fields: Fields) -> tuple[Json, list[torch.Tensor]]:
         if not isinstance(column, torch.Tensor):
             columns[name] = {"rows": column}
         elif column.is_nested:
-            values, offsets = column.values(), column.offsets()  # type: ignore[attr-defined]
+            values, offsets = values_of(column), offsets_of(column)
             columns[name] = {"values": place(values), "offsets": place(offsets)}
         else:
             columns[name] = {"values": place(column)}
@@ -292,7 +293,7 @@ def _column(described: Json, buffers: Sequence[torch.Tensor]) -> torch.Tensor | 
     values = _view(described["values"], buffers)
     if "offsets" not in described:
         return values
-    return torch.nested.nested_tensor_from_jagged(values, _view(described["offsets"], buffers))
+    return jagged_view(values, _view(described["offsets"], buffers))
 
 
 def _view(placed: Json, buffers: Sequence[torch.Tensor]) -> torch.Tensor:

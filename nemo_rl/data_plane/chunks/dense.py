@@ -11,9 +11,10 @@ import os
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, pairwise
 from math import prod
 
 import numpy as np
@@ -37,11 +38,15 @@ Bytes = npt.NDArray[np.uint8]
 RowBytes = tuple[Bytes, npt.NDArray[np.int64]]
 """Rows laid end to end, and the entries of each."""
 
+Check = Callable[[int], None]
+
 LEAST_BYTES = 1 << 16
 """Smaller blocks come from the allocator, which keeps them warm itself; larger ones it gives back to the system."""
 PARALLEL_BYTES = 8 << 20
 """Copies of at least so many bytes are shared among threads: one core cannot use the whole memory bandwidth."""
 MOST_THREADS = 4
+FILLED_ROW_BYTES = 16 << 10
+"""Padded rows of at most so many bytes are filled with padding all at once, which is faster than row by row."""
 ROW_LOOP_BYTES = 512
 """Rows of at least so many bytes on average are copied one by one; smaller ones by a mask over all entries."""
 
@@ -95,31 +100,47 @@ class WarmMemory:
 WARM_MEMORY = WarmMemory(keep_bytes=512 << 20)
 
 
-def lay_end_to_end(parts: Sequence[Bytes]) -> Bytes:
-    """Return a copy of all parts, one after the other."""
-    content = WARM_MEMORY.empty(sum(part.size for part in parts))
-    copy_end_to_end(parts, content)
+def lay_end_to_end(parts: Sequence[Bytes], *, check: Check | None = None) -> Bytes:
+    """Return a copy of all parts, one after the other; see `copy_end_to_end`."""
+    content = WARM_MEMORY.empty(sum([part.size for part in parts]))
+    copy_end_to_end(parts, content, check=check)
     return content
 
 
-def copy_end_to_end(parts: Sequence[Bytes], content: Bytes) -> None:
-    """Fill `content`, which is as large as all parts together, with the parts one after the other."""
+def copy_end_to_end(parts: Sequence[Bytes], content: Bytes, *, check: Check | None = None) -> None:
+    """Fill `content`, which is as large as all parts together, with the parts one after the other.
+
+    Args:
+        check: called once with the number of each part that has bytes; what it raises is raised here. In large copies
+            other parts are copied meanwhile, and the part itself when it has just come into the cache.
+    """
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0))) if content.nbytes >= PARALLEL_BYTES else 1
     if threads == 1:
+        if check is not None:
+            for number in range(len(parts)):
+                check(number)
         if parts:
             np.concatenate(parts, out=content)
         return
     starts = [0, *accumulate(part.size for part in parts)]
     bounds = [content.nbytes * i // threads for i in range(threads + 1)]
     # Numpy holds no lock while it copies. Threads for one copy cost a hundredth of it, and none is left to a fork.
-    with ThreadPoolExecutor(threads, thread_name_prefix="copy") as pool:
-        list(pool.map(lambda low, high: _copy_range(parts, starts, content, low, high), bounds, bounds[1:]))
+    with ThreadPoolExecutor(threads - 1, thread_name_prefix="copy") as pool:
+        copy = partial(_copy_range, parts, starts, content, check)
+        others = [pool.submit(copy, low, high) for low, high in pairwise(bounds[1:])]
+        copy(*bounds[:2])
+        for other in others:
+            other.result()
 
 
-def _copy_range(parts: Sequence[Bytes], starts: Sequence[int], content: Bytes, low: int, high: int) -> None:
-    """The bytes `low` to `high` of all parts laid end to end."""
+def _copy_range(
+    parts: Sequence[Bytes], starts: Sequence[int], content: Bytes, check: Check | None, low: int, high: int
+) -> None:
+    """The bytes `low` to `high` of all parts laid end to end; checks the parts that begin there."""
     index = bisect_right(starts, low) - 1
     while low < high:
+        if check is not None and low == starts[index]:
+            check(index)
         stop = min(high, starts[index + 1])
         np.copyto(content[low:stop], parts[index][low - starts[index] : stop - starts[index]])
         low, index = stop, index + 1
@@ -176,13 +197,13 @@ def pad_rows(
         _copy_by_mask(dense, sources, lengths)
         return dense
     rows = flat.reshape(num_rows, row_bytes)
-    _copy_by_row(rows, sources, entry)
-    if pad == 0:
-        for row, used in zip(rows, (lengths * entry).tolist(), strict=True):
-            row[used:] = 0
+    if row_bytes <= FILLED_ROW_BYTES:
+        dense.fill_(pad)
     else:
-        for i, length in enumerate(lengths.tolist()):
-            dense[i, length:] = pad
+        padding = torch.full((target, *trailing), pad, dtype=dtype).view(-1).view(torch.uint8).numpy()
+        for row, used in zip(rows, (lengths * entry).tolist(), strict=True):
+            row[used:] = padding[used:]
+    _copy_by_row(rows, sources, entry)
     return dense
 
 

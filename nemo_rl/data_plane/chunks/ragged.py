@@ -130,9 +130,10 @@ def materialize(
     pad_values: Mapping[str, float],
     pad_to: int | None = None,
     token_aligned: Collection[str] = TOKEN_ALIGNED_FIELDS,
+    jagged: Collection[str] = (),
 ) -> BatchedDataDict:
-    """Return dense columns: ragged ones padded (to `pad_to` when token-aligned, else to their longest row), objects as
-    lists.
+    """Return dense columns: ragged ones padded (to `pad_to` when token-aligned, else to their longest row) but for
+    those in `jagged`, objects as lists.
 
     Columns that are dense already stay as they are, whatever their dims are.
     """
@@ -141,7 +142,7 @@ def materialize(
         column = rows.get(name) if is_table(rows) else rows[name]
         if not isinstance(column, torch.Tensor):
             columns[name] = object_rows(column)
-        elif column.is_nested:
+        elif column.is_nested and name not in jagged:
             width = pad_to if name in token_aligned else None
             columns[name] = pad_nested(column, pad=pad_values.get(name, 0.0), width=width)
         else:

@@ -2,7 +2,7 @@
 
 Used by the reading half of a client. A chunk arrives whole, as one buffer or as header and columns, or as some of its
 blocks, each with the columns of consecutive rows. Invariant: bytes that have a checksum are compared with it before
-they are copied.
+they are given out.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ SMALL_PIECE_BYTES = 64 << 10
 
 Run = Sequence[int]
 """`[chunk, first row, rows]`."""
+
+Piece = tuple[Bytes, int, int]
+"""Bytes of consecutive rows of a column, the rows, and the number of the block that they are in."""
 
 
 class ChecksumError(Exception):
@@ -91,8 +94,8 @@ class ChunkReader:
     _blocks: dict[int, list[Bytes]] = field(init=False)
     """The columns of each block that is here, or one array of all."""
     _checksums: list[int] = field(init=False)
-    _contents: dict[int, dict[int, Bytes]] = field(init=False, default_factory=dict)
-    """Column -> block -> its bytes, of columns that were read, whose checksums are right."""
+    _checked: set[tuple[str, int]] = field(init=False, default_factory=set)
+    """Columns of blocks whose checksums are right."""
 
     @classmethod
     def of_payload(cls, parts: Parts) -> ChunkReader:
@@ -156,42 +159,47 @@ class ChunkReader:
                     f"{found} bytes were read back"
                 )
 
-    def pieces(self, name: str, first: int, count: int) -> list[tuple[Bytes, int]]:
-        """Return the bytes of `count` rows of a column, block by block: bytes, and how many rows they are."""
+    @property
+    def has_checksums(self) -> bool:
+        """True where `check` compares."""
+        return bool(self._checksums)
+
+    def pieces(self, name: str, first: int, count: int) -> list[Piece]:
+        """Return the bytes of `count` rows of a column, block by block; `check` each before it is given out."""
         cuts, starts, stop = self._cuts, self.columns[name].starts, first + count
-        contents = self.read(name)
         self.num_bytes_used += int(starts[stop] - starts[first])
         if not count:
             return []
         low, high = bisect_right(cuts, first) - 1, bisect_left(cuts, stop)
-        found = [(contents[block], cuts[block + 1] - cuts[block]) for block in range(low, high)]
+        found = [(self._column(name, block), cuts[block + 1] - cuts[block], block) for block in range(low, high)]
         if stop < cuts[high]:
-            content, rows = found[-1]
-            at = int(starts[cuts[high - 1]])
-            found[-1] = content[: int(starts[stop]) - at], rows - (cuts[high] - stop)
+            content, rows, block = found[-1]
+            at = int(starts[cuts[block]])
+            found[-1] = content[: int(starts[stop]) - at], rows - (cuts[high] - stop), block
         if first > cuts[low]:
-            content, rows = found[0]
-            found[0] = content[int(starts[first]) - int(starts[cuts[low]]) :], rows - (first - cuts[low])
+            content, rows, block = found[0]
+            found[0] = content[int(starts[first]) - int(starts[cuts[low]]) :], rows - (first - cuts[low]), block
         return found
 
-    def read(self, name: str) -> Mapping[int, Bytes]:
-        """Return a column of each block that is here, once its checksums are found right."""
-        number = self.columns[name].number
-        known = self._contents.get(number)
-        if known is not None:
-            return known
-        low, high, num_columns = self._edges[number], self._edges[number + 1], len(self.columns)
-        contents = {
-            block: arrays[number] if len(arrays) == num_columns else arrays[0][low[block] : high[block]]
-            for block, arrays in self._blocks.items()
-        }
-        expected = self._checksums
-        if expected and any(
-            checksum(content.data) != expected[1 + block * num_columns + number] for block, content in contents.items()
-        ):
+    def check(self, name: str, block: int) -> None:
+        """Compare a column of a block with its checksum, the first time it is asked for."""
+        if not self._checksums or (name, block) in self._checked:
+            return
+        place = 1 + block * len(self.columns) + self.columns[name].number
+        if checksum(self._column(name, block).data) != self._checksums[place]:
             raise ChecksumError(self.chunk_id, name, f"the checksum of its column {name!r} differs")
-        self._contents[number] = contents
-        return contents
+        self._checked.add((name, block))
+
+    def check_column(self, name: str) -> None:
+        """Compare a column of each block that is here with its checksum."""
+        for block in self._blocks:
+            self.check(name, block)
+
+    def _column(self, name: str, block: int) -> Bytes:
+        arrays, number = self._blocks[block], self.columns[name].number
+        if len(arrays) == len(self.columns):
+            return arrays[number]
+        return arrays[0][self._edges[number][block] : self._edges[number + 1][block]]
 
 
 def _as_bytes(content: memoryview) -> Bytes:
@@ -213,12 +221,21 @@ class GatheredColumn:
 def gather(spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Run]) -> GatheredColumn:
     """Return the rows that `runs` name, copied once; no runs give an empty column."""
     indexes = [readers[run[0]].columns[spec.name] for run in runs]
-    parts = [content for chunk, first, count in runs for content, _ in readers[chunk].pieces(spec.name, first, count)]
+    found = [
+        (readers[chunk], piece)
+        for chunk, first, count in runs
+        for piece in readers[chunk].pieces(spec.name, first, count)
+    ]
     lengths: Lengths | None = None
     if spec.is_object or spec.is_ragged:
         tables = [_lengths_in(index, run[1], run[2]) for index, run in zip(indexes, runs, strict=True)]
         lengths = np.concatenate(tables) if tables else np.zeros(0, dtype=np.int64)
-    content = lay_end_to_end(parts)
+    content = lay_end_to_end(
+        [piece[0] for _, piece in found],
+        check=(lambda number: found[number][0].check(spec.name, found[number][1][2]))
+        if any(reader.has_checksums for reader in readers)
+        else None,
+    )
     if spec.is_object:
         assert lengths is not None
         starts = starts_of(lengths).tolist()
@@ -243,10 +260,12 @@ def gather_padded(
     sources: list[RowBytes] = []
     for (chunk, first, count), index in zip(runs, indexes, strict=True):
         pieces, lengths = readers[chunk].pieces(spec.name, first, count), _lengths_in(index, first, count)
-        if len(pieces) > 1 and sum([content.size for content, _ in pieces]) < len(pieces) * SMALL_PIECE_BYTES:
-            pieces = [(np.concatenate([content for content, _ in pieces]), count)]
+        for _, _, block in pieces:
+            readers[chunk].check(spec.name, block)
+        if len(pieces) > 1 and sum([content.size for content, _, _ in pieces]) < len(pieces) * SMALL_PIECE_BYTES:
+            pieces = [(np.concatenate([content for content, _, _ in pieces]), count, 0)]
         at = 0
-        for content, rows in pieces:
+        for content, rows, _ in pieces:
             sources.append((content, lengths[at : at + rows]))
             at += rows
     return pad_rows(sources, dtype=torch_dtype(dtype), trailing=trailing, pad=pad, width=width)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
@@ -227,12 +227,13 @@ class LedgerClient(DataPlaneClient):
         *,
         pad_values: Mapping[str, float],
         pad_to: int | None = None,
+        jagged: Collection[str] = (),
     ) -> BatchedDataDict:
-        build = partial(assemble_padded, pad_values=pad_values, pad_to=pad_to)
+        build = partial(assemble_padded, pad_values=pad_values, pad_to=pad_to, jagged=jagged)
         with self._meter.measure("get_data", meta.partition_id, rows=len(meta), fields=select_fields) as cost:
             rows = self._read(Read.of_meta(meta, select_fields, build=build))
             per_token = {spec.name for spec in self.partition_fields(meta.partition_id) if spec.is_token_aligned}
-            cost.add_padded(rows, meta.sequence_lengths, per_token)
+            cost.add_padded(rows, meta.sequence_lengths, per_token - set(jagged))
             cost.add_rows(meta.keys)
         return rows
 

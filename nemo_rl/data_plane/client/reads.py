@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
@@ -47,6 +47,7 @@ from nemo_rl.errors import (
     SchemaMismatch,
     name_some,
 )
+from nemo_rl.torch_private import jagged_view
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -205,12 +206,15 @@ def assemble(located: Located) -> TensorDict:
     return rows
 
 
-def assemble_padded(located: Located, *, pad_values: Mapping[str, float], pad_to: int | None = None) -> BatchedDataDict:
+def assemble_padded(
+    located: Located, *, pad_values: Mapping[str, float], pad_to: int | None = None, jagged: Collection[str] = ()
+) -> BatchedDataDict:
     """Return the columns as a dense batch; see `DataPlaneClient.get_padded`."""
     batch = BatchedDataDict()
+    offsets: list[tuple[Lengths, torch.Tensor]] = []
     for spec in located.specs:
         runs = located.runs[spec.name]
-        if spec.is_ragged:
+        if spec.is_ragged and spec.name not in jagged:
             width = pad_to if spec.is_token_aligned else None
             pad = pad_values.get(spec.name, 0.0)
             batch[spec.name] = gather_padded(spec, readers=located.readers, runs=runs, pad=pad, width=width)
@@ -218,6 +222,8 @@ def assemble_padded(located: Located, *, pad_values: Mapping[str, float], pad_to
         column = gather(spec, readers=located.readers, runs=runs)
         rows = column.values if column.objects is None else column.objects
         assert rows is not None
+        if column.lengths is not None and isinstance(rows, torch.Tensor):
+            rows = _nest_shared(rows, column.lengths, offsets)
         batch[spec.name] = rows
     return batch
 
@@ -225,11 +231,11 @@ def assemble_padded(located: Located, *, pad_values: Mapping[str, float], pad_to
 def _nest_shared(values: torch.Tensor, lengths: Lengths, known: list[tuple[Lengths, torch.Tensor]]) -> torch.Tensor:
     for other, offsets in known:
         if np.array_equal(other, lengths):
-            return torch.nested.nested_tensor_from_jagged(values, offsets)
+            return jagged_view(values, offsets)
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=starts[1:])
     known.append((lengths, torch.from_numpy(starts)))
-    return torch.nested.nested_tensor_from_jagged(values, known[-1][1])
+    return jagged_view(values, known[-1][1])
 
 
 Adopt: TypeAlias = "Callable[[ClientCall, str, Declaration, Sequence[str], Sequence[str] | None], bool]"
@@ -326,7 +332,7 @@ class RowReader:
             found = store.get([stored[block] for block in blocks], timeout_s=call.left(), handles=places.handles)
             again = ChunkReader(dict(zip(blocks, found, strict=True)), places.forms[number], error.chunk_id)
             if error.field_name:
-                again.read(error.field_name)
+                again.check_column(error.field_name)
             hop = f"on the way from the store to {self._link.label}: a second read was right"
         except (ChecksumError, DataPlaneError) as second:
             logger.debug("a second read of chunk %s is wrong too: %s", error.chunk_id, second)

@@ -15,6 +15,7 @@ from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.chunks.ragged import object_rows
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.collectives import Fields
+from nemo_rl.jagged import values_of
 
 __all__ = ["ShardCache", "ShardReads"]
 
@@ -68,12 +69,23 @@ class ShardReads:
                 self._keep(keys, name, columns[name])
         return {name: columns[name] for name in names}
 
-    def padded(self, meta: KVBatchMeta, names: Sequence[str], *, pad_values: Mapping[str, float], width: int) -> Fields:
-        """Return the columns dense, per-token ones `[N, width, ...]`; do not change them in place: they are kept."""
-        keys = self._keys(meta, names, width=width)
+    def padded(
+        self,
+        meta: KVBatchMeta,
+        names: Sequence[str],
+        *,
+        pad_values: Mapping[str, float],
+        width: int,
+        jagged: Sequence[str] = (),
+    ) -> Fields:
+        """Return the columns dense, per-token ones `[N, width, ...]`, but for those in `jagged`, which stay as they are
+        stored; do not change them in place: they are kept."""
+        dense = [name for name in names if name not in jagged]
+        keys = self._keys(meta, dense, width=width) | self._keys(meta, jagged, width=None)
         columns = self._kept(keys)
         if missing := [name for name in names if name not in columns]:
-            for name, column in self._client.get_padded(meta, missing, pad_values=pad_values, pad_to=width).items():
+            found = self._client.get_padded(meta, missing, pad_values=pad_values, pad_to=width, jagged=jagged)
+            for name, column in found.items():
                 columns[name] = column
                 self._keep(keys, name, column)
         return {name: columns[name] for name in names}
@@ -102,5 +114,5 @@ class ShardReads:
 def _num_bytes(column: Column) -> int:
     if not isinstance(column, torch.Tensor):
         return sum(len(str(row)) for row in column)
-    values = column.values() if column.is_nested else column
+    values = values_of(column) if column.is_nested else column
     return values.numel() * values.element_size()

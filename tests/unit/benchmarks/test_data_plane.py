@@ -159,7 +159,8 @@ def test_a_small_run_reports_samples_figures_and_where_they_come_from(tmp_path: 
     assert data_plane.main(["--json", str(target), "--turns", "1", "--only", "tuned"]) == 1
     report = json.loads(target.read_text())
     assert {one["way"] for one in report["samples"]} == {*ways, "transfer_queue_unchecked"}
-    assert all(len(one["put"]) == len(one["get"]) == 1 for one in report["samples"])
+    turns = {"large": 1, "small": data_plane.SMALL_TURNS}
+    assert all(len(one["put"]) == len(one["get"]) == turns[one["batch"]] for one in report["samples"])
     assert {"versions", "commit", "load_average", "figures", "raw"} <= report.keys()
     assert not any("mooncake" in line for line in report["missed"]), "a session that was not asked for holds nothing"
     assert not [line for line in report["missed"] if "brought" in line]

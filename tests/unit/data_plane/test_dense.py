@@ -26,7 +26,7 @@ def sources(rows: list[torch.Tensor], splits: int) -> list:
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.bfloat16, torch.float32, torch.bool])
-@pytest.mark.parametrize("trailing", [(), (3, 5), (400,)])
+@pytest.mark.parametrize("trailing", [(), (3, 5), (400,), (1200,)])
 @pytest.mark.parametrize("pad", [0.0, 1.0])
 def test_rows_are_padded_on_the_right_whatever_their_size(dtype: torch.dtype, trailing: tuple, pad: float) -> None:
     lengths = [4, 0, 7, 1, 7, 2]
