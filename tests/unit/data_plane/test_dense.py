@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_rl.data_plane.chunks import dense
-from nemo_rl.data_plane.chunks.dense import LEAST_BYTES, WarmMemory, lay_end_to_end, pad_rows
+from nemo_rl.data_plane.chunks.dense import LEAST_BYTES, PARALLEL_BYTES, WarmMemory, lay_end_to_end, pad_rows
 from nemo_rl.errors import SchemaMismatch
 
 
@@ -79,3 +79,20 @@ def test_parts_are_laid_end_to_end_by_any_number_of_threads(threads: int, monkey
         sizes = random.integers(0, 9, random.integers(0, 7))
         parts = [random.integers(0, 256, size, dtype=np.uint8) for size in sizes]
         assert lay_end_to_end(parts).tobytes() == b"".join(part.tobytes() for part in parts)
+
+
+@pytest.mark.parametrize("size", [1 << 10, PARALLEL_BYTES])
+def test_each_part_is_checked_once_and_a_wrong_one_is_not_given_out(size: int) -> None:
+    rng = np.random.default_rng(0)
+    parts = [rng.integers(0, 255, part, dtype=np.uint8) for part in (size // 2, size // 4, 7, size // 2)]
+    checked: list[int] = []
+    laid = lay_end_to_end(parts, check=checked.append)
+    assert laid.tobytes() == b"".join(part.tobytes() for part in parts) and sorted(checked) == [0, 1, 2, 3]
+
+    def refuse(number: int) -> None:
+        if number == wrong:
+            raise ValueError(f"part {number}")
+
+    for wrong in range(4):
+        with pytest.raises(ValueError, match=f"part {wrong}"):
+            lay_end_to_end(parts, check=refuse)
