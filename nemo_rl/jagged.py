@@ -14,7 +14,7 @@ import torch
 from nemo_rl.errors import SchemaMismatch, name_some
 from nemo_rl.torch_private import jagged_parts, jagged_view
 
-__all__ = ["is_packed", "lengths_of", "nest", "offsets_of", "stack_or_nest", "values_of"]
+__all__ = ["lengths_of", "nest", "offsets_of", "stack_or_nest", "values_of"]
 
 
 def nest(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -36,11 +36,6 @@ def lengths_of(nested: torch.Tensor) -> torch.Tensor:
     if parts is not None:
         return parts[1].diff()
     return torch.tensor([row.shape[0] for row in nested.unbind()], dtype=torch.int64)
-
-
-def is_packed(nested: torch.Tensor) -> bool:
-    """Return whether the rows lie end to end, ragged in their first dim and without holes between them."""
-    return jagged_parts(nested) is not None
 
 
 def values_of(nested: torch.Tensor) -> torch.Tensor:

@@ -28,8 +28,8 @@ __all__ = [
 def jagged_view(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return a jagged nested tensor over rows that lie end to end.
 
-    `nested_tensor_from_jagged` gives the same a third of a millisecond later, by way of the dispatcher, which only
-    tensors with a gradient need.
+    `nested_tensor_from_jagged` gives the same by way of the dispatcher, which takes several times as long and is needed
+    for tensors with a gradient alone.
     """
     if values.requires_grad:
         return torch.nested.nested_tensor_from_jagged(values, offsets)

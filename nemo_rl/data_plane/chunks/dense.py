@@ -111,8 +111,8 @@ def copy_end_to_end(parts: Sequence[Bytes], content: Bytes, *, check: Check | No
     """Fill `content`, which is as large as all parts together, with the parts one after the other.
 
     Args:
-        check: called once with the number of each part that has bytes; what it raises is raised here. In large copies
-            other parts are copied meanwhile, and the part itself when it has just come into the cache.
+        check: called once with the number of each part, but perhaps not of one without bytes; what it raises is raised
+            here. In large copies other parts are copied meanwhile.
     """
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0))) if content.nbytes >= PARALLEL_BYTES else 1
     if threads == 1:

@@ -19,7 +19,8 @@ from nemo_rl.data_plane.chunks.ragged import (
     unwrap_wire_stripped_payload,
 )
 from nemo_rl.errors import SchemaMismatch
-from nemo_rl.jagged import is_packed, lengths_of, nest, stack_or_nest, values_of
+from nemo_rl.jagged import lengths_of, nest, stack_or_nest, values_of
+from nemo_rl.torch_private import jagged_parts
 from tests.helpers.data_planes import rows_of
 
 DTYPES = [torch.int32, torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int16]
@@ -86,7 +87,7 @@ def test_a_response_slice_of_rows_with_holes_between_them_is_the_same() -> None:
     source = torch.arange(24).reshape(2, 12)
     starts, lengths = torch.tensor([1, 4]), torch.tensor([3, 5])
     holes = torch.nested.narrow(source, 1, starts, lengths, layout=torch.jagged)
-    assert not is_packed(holes)
+    assert jagged_parts(holes) is None
     mask = nest(torch.tensor([0, 1, 1, 0, 0, 0, 0, 1], dtype=torch.bool), lengths)
     assert rows_of(response_from_nested(holes, mask)) == [[1, 2], [19]]
     with pytest.raises(SchemaMismatch, match="row lengths of the full column"):
