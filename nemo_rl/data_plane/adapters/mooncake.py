@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -34,6 +34,7 @@ from nemo_rl.data_plane.adapters.mooncake_master import (
     is_listening,
     start_servers,
 )
+from nemo_rl.data_plane.chunks.dense import copy_end_to_end
 from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, name_some
 from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
@@ -205,13 +206,12 @@ class MooncakeStore(PayloadStore):
     def _stage(self, chunks: Mapping[str, Parts], sizes: Mapping[str, int]) -> _OpenPut:
         """Copy the parts into registered memory: the caller's may be freed while a late call still reads."""
         lease = self._link.buffers.lease(sum(sizes.values()))
-        pointers: dict[str, int] = {}
-        at = 0
-        for chunk_id, parts in chunks.items():
-            pointers[chunk_id] = lease.address + at
-            for part in parts:
-                lease.view[at : at + part.nbytes] = np.frombuffer(part, dtype=np.uint8)
-                at += part.nbytes
+        starts = accumulate(sizes.values(), initial=lease.address)
+        pointers = dict(zip(sizes, starts, strict=False))
+        copy_end_to_end(
+            [np.frombuffer(part, dtype=np.uint8) for parts in chunks.values() for part in parts if part.nbytes],
+            lease.view,
+        )
         return _OpenPut(lease=lease, pointers=pointers, sizes=sizes)
 
     def _put_once(self, call: _OpenPut, chunk_ids: list[str], deadline: float) -> list[int]:
