@@ -34,7 +34,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels test-gpu clean
+.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills store-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -230,6 +230,9 @@ async-kills: $(VENV)/.dev $(STARTER)/config.json ## 100 SIGKILLs of workers, eng
 
 ledger-kills: $(VENV)/.dev ## 100 SIGKILLs of the ledger under work and 6 in a training run: no row lost, no call counted twice, the same numbers
 	$(BIN)/python -m tests.helpers.ledger_kills $(ARGS)
+
+store-kills: $(VENV)/.system ## 200 SIGKILLs of processes that hold payloads, over five stores: no wrong row, no hang, nothing left
+	$(BIN)/python -m tests.helpers.store_kills $(ARGS)
 
 replay-draw: $(VENV)/.dev ## four recipes that keep their steps; 20 of these at random, replayed to the last bit and in one process
 	$(BIN)/python -m tests.helpers.random_replays $(ARGS)
