@@ -33,16 +33,16 @@ from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, Pa
 from tests.helpers import mooncake
 from tests.helpers.data_planes import CONFIGS, ids_column, keys_of, ray_cluster, rows_of, segments, wait_until
 
-UNITS = ("ray::SimpleStorageUnit", "ray::TransferQueueController")
+UNITS = ("TransferQueueStorageUnit#0", "TransferQueueController")
 SERVERS = ("mooncake_master", "mooncake_client")
 VICTIMS: Mapping[str, tuple[str, ...]] = {
-    "ray-holder": ("ray::_Holder",),
+    "ray-holder": ("holder-",),
     "transfer_queue": UNITS,
     "transfer_queue-native": UNITS,
     "mooncake": SERVERS,
     "transfer_queue-mooncake": (*SERVERS, UNITS[1]),
 }
-"""Store -> titles of the processes that may die."""
+"""Store -> how the names of the actors and of the programs begin that may die."""
 PARTITION, GROUP_ROWS, MOST_GROUPS = "p", 4, 20
 TIMEOUT_S = 10.0
 CALL_S = 3 * TIMEOUT_S
@@ -137,14 +137,18 @@ class _Work:
         self._client.kv_clear(self._keys(group), PARTITION)
 
 
-def _processes(titles: tuple[str, ...]) -> dict[int, str]:
-    """Return process id -> title of the live processes of this run: Ray's workers wipe their environment."""
+def _processes(names: tuple[str, ...]) -> dict[int, str]:
+    """Return process id -> beginning of the name of the store's processes."""
     found = {}
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess, IndexError):
-            title = process.cmdline()[0].strip().rpartition("/")[2]
-            if title in titles and process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = title
+        with suppress(psutil.NoSuchProcess):
+            if process.name() in set(names).intersection(SERVERS):
+                found[process.pid] = process.name()
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        for name in names:
+            if actor["name"].startswith(name):
+                handle = ray.get_actor(actor["name"], namespace=actor["namespace"])
+                found[ray.get(handle.__ray_call__.remote(lambda _: os.getpid()), timeout=CALL_S)] = name
     return found
 
 
@@ -160,11 +164,12 @@ def kill_store(name: str, result: StoreKills, chance: random.Random) -> None:
         try:
             wait_until(lambda: all(work.has_read for work in works))
             time.sleep(chance.uniform(0.0, AFTER_S))
-            victim, title = chance.choice(sorted(_processes(VICTIMS[name]).items()))
+            processes = _processes(VICTIMS[name])
+            victim = chance.choice(sorted(processes))
             for work in works:
                 work.is_killed.set()
             os.kill(victim, signal.SIGKILL)
-            result.kills[title] += 1
+            result.kills[processes[victim]] += 1
             time.sleep(AFTER_S)
         finally:
             for work in works:
@@ -176,7 +181,7 @@ def kill_store(name: str, result: StoreKills, chance: random.Random) -> None:
         if time.monotonic() - began > CLOSE_S:
             result.problems.append(f"{name}: its close took {time.monotonic() - began:.0f} s")
     for what, left in {
-        "processes": lambda: list(_processes(VICTIMS[name]).values()),
+        "processes": lambda: [processes[pid] for pid in processes if mooncake.is_alive(pid)],
         "actors": lambda: [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)],
         "shared memory": lambda: segments(run_id),
     }.items():
