@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nemo_rl.cluster.recipe_import.convert import as_record, import_recipe, report_lines, to_recipe
+from nemo_rl.cluster.recipe_import import as_record, import_recipe, report_lines, to_recipe
 from nemo_rl.errors import ConfigError, UserError, boundary
 from nemo_rl.utils.console import make_console
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from nemo_rl.cli.main import app
-from nemo_rl.cluster.recipe_import.convert import import_recipe, report_lines, rule_of, to_recipe
+from nemo_rl.cluster.recipe_import import import_recipe, report_lines, rule_of, to_recipe
 from nemo_rl.cluster.recipe_import.keys import Fate
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema_walk import place_of
