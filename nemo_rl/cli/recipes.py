@@ -154,7 +154,7 @@ def doctor(
 
     Exit code 0: in order, or only yellow; 2: something is red.
     """
-    from nemo_rl.cluster.doctor.checks import (  # noqa: PLC0415 - psutil and packaging
+    from nemo_rl.cluster.doctor import (  # noqa: PLC0415 - psutil and packaging
         State,
         examine,
         show,
