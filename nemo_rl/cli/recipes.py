@@ -14,7 +14,7 @@ from nemo_rl.errors import ConfigError, UserError, boundary
 from nemo_rl.utils.console import make_console
 
 if TYPE_CHECKING:
-    from nemo_rl.cluster.shrink.checks import ShrinkReport
+    from nemo_rl.cluster.shrink.run import ShrinkReport
 
 __all__ = ["app", "doctor", "plan", "shrink"]
 
