@@ -74,8 +74,11 @@ def plan(
     Exit code: 0 it fits, 2 it does not, or the recipe cannot run.
     """
     # torch takes seconds to import, and other commands need none.
-    from nemo_rl.cluster.plan.command import PlanRequest, plan_recipe  # noqa: PLC0415
-    from nemo_rl.cluster.plan.report import show_plan  # noqa: PLC0415
+    from nemo_rl.cluster.plan.command import (  # noqa: PLC0415
+        PlanRequest,
+        plan_recipe,
+        show_plan,
+    )
 
     request = PlanRequest(
         recipe=recipe, overrides=tuple(overrides or ()), gpu=gpu, nodes=nodes, model_config=model_config
