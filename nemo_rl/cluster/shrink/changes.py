@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.distillation import teacher_policy
 from nemo_rl.config.policy import ParallelSizes
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.config.schema_walk import lookup
@@ -59,15 +60,8 @@ class SmallLayout:
 
 def small_layout(real: ParallelSizes, workers: int, *, max_workers: int) -> SmallLayout:
     """Return the layout here of a recipe with so many workers."""
-    sizes = ParallelSizes(
-        tensor=min(real.tensor, KEPT),
-        pipeline=min(real.pipeline, KEPT),
-        context=min(real.context, KEPT),
-        expert=min(real.expert, KEPT),
-        expert_tensor=min(real.expert_tensor, KEPT),
-        sequence_parallel=real.sequence_parallel,
-    )
-    kept, given_up = sizes, list[str]()
+    sizes = kept = _capped(real)
+    given_up = list[str]()
     for name in GIVEN_UP_IN_TURN:
         if _fewest(sizes) > max_workers:
             sizes = _without(sizes, name)
@@ -88,6 +82,10 @@ def small_layout(real: ParallelSizes, workers: int, *, max_workers: int) -> Smal
         else:
             reduced.append(f"data parallel: {fewest * KEPT} processes are more than {max_workers}")
     return SmallLayout(sizes=sizes, workers=fewest, real=real, real_workers=workers, reduced=tuple(reduced))
+
+
+def _capped(real: ParallelSizes) -> ParallelSizes:
+    return replace(real, **{axis: min(getattr(real, axis), KEPT) for axis in GIVEN_UP_IN_TURN})  # type: ignore[arg-type]
 
 
 def _fewest(sizes: ParallelSizes) -> int:
@@ -278,15 +276,7 @@ def _teacher(changes: Changes, config: MasterConfig, model: Path) -> None:
 
 def teacher_sizes(config: MasterConfig) -> ParallelSizes:
     """Return the sizes of the axes of a teacher here."""
-    given = config.loss_fn.distillation.teacher
-    return ParallelSizes(
-        tensor=min(given.tensor_parallel_size, KEPT),
-        pipeline=min(given.pipeline_parallel_size, KEPT),
-        context=min(given.context_parallel_size, KEPT),
-        expert=min(given.expert_parallel_size, KEPT),
-        expert_tensor=min(given.tensor_parallel_size, KEPT),
-        sequence_parallel=given.sequence_parallel,
-    )
+    return _capped(teacher_policy(config).parallel_sizes)
 
 
 def _megatron(changes: Changes, config: MasterConfig, layout: SmallLayout, num_layers: int) -> None:
