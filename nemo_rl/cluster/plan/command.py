@@ -18,10 +18,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from nemo_rl.cluster.known_models import planned_model_config
-from nemo_rl.cluster.plan import RunPlan, make_plan
+from nemo_rl.cluster.plan import Balance, RunPlan, make_plan
 from nemo_rl.cluster.plan.memory import RankMemory
 from nemo_rl.cluster.plan.setting import GPU, GPUS, Model, PlanSetting, gpu_named
-from nemo_rl.cluster.plan.times import Balance
 from nemo_rl.config.distillation import teacher_config
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
