@@ -26,7 +26,7 @@ from nemo_rl.cluster.recipe_import.sections import convert_sections
 from nemo_rl.cluster.recipe_import.table import NEMO_RL
 from nemo_rl.config.rule import Ignored
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.config.schema_walk import lookup, place_of, section_class, suggest
+from nemo_rl.config.schema_walk import lookup, place_of, put, section_class, suggest
 from nemo_rl.config.validate import RULES
 from nemo_rl.config.yaml_text import YamlProblem, parse_yaml, yaml_line
 from nemo_rl.errors import ConfigError
@@ -70,7 +70,7 @@ def import_recipe(path: Path) -> Imported:
     tree: dict[str, Any] = {}
     for outcome in outcomes:
         if outcome.to:
-            _put(tree, outcome.to.split("."), outcome.value)
+            put(tree, outcome.to.split("."), copy.deepcopy(outcome.value))
     outcomes = _typed(tree, outcomes)
     outcomes, problems = _without_effect(tree, outcomes)
     problems = list(dict.fromkeys([*_to_decide(given, tree, outcomes), *problems]))
@@ -140,16 +140,6 @@ def _is_dictionary(key: str) -> bool:
     return field is not None and section_class(field.annotation) is None
 
 
-def _put(tree: dict[str, Any], path: list[str], value: object) -> None:
-    for name in path[:-1]:
-        below = tree.get(name)
-        if not isinstance(below, dict):
-            below = {}
-            tree[name] = below
-        tree = below
-    tree[path[-1]] = copy.deepcopy(value)
-
-
 def _to_decide(given: Given, tree: Mapping[str, Any], outcomes: list[KeyOutcome]) -> Iterator[str]:
     for parent in given.lost_parents:
         yield f"defaults: {parent} is not here, and what it sets is missing: import the recipe where its parents are"
@@ -176,7 +166,7 @@ def _typed(tree: dict[str, Any], outcomes: list[KeyOutcome]) -> list[KeyOutcome]
         except ValidationError as error:
             details = [detail for detail in error.errors() if detail["type"] != "missing"]
             if not details:
-                _put(tree, ["policy", DECIDE], MANDATORY)
+                put(tree, ["policy", DECIDE], MANDATORY)
                 return outcomes
             for detail in details:
                 key, value = _cut(tree, [str(part) for part in detail["loc"]])
@@ -217,7 +207,7 @@ def _without_effect(tree: dict[str, Any], outcomes: list[KeyOutcome]) -> tuple[l
     for _ in range(MAX_ROUNDS):
         whole = copy.deepcopy(tree)
         if lookup(whole, ["policy", DECIDE]) == (False, None):
-            _put(whole, ["policy", DECIDE], MANDATORY)
+            put(whole, ["policy", DECIDE], MANDATORY)
         config = MasterConfig.model_validate_json(json.dumps(whole), strict=True)
         lines = [line for rule in RULES for line in rule(config)]
         ignored = [line for line in lines if isinstance(line, Ignored)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_rl.config.compose import Layer, Recipe, compose
 from nemo_rl.config.interpolate import resolve_interpolations
-from nemo_rl.config.schema_walk import lookup
+from nemo_rl.config.schema_walk import drop, lookup
 from nemo_rl.config.yaml_text import parse_yaml
 from nemo_rl.errors import ConfigError, boundary
 
@@ -244,7 +244,7 @@ def read_recipe(path: Path) -> Given:
     unresolved = {".".join(place): text for place, text in resolve_interpolations(recipe, defaults={}).items()}
     unresolved |= {".".join(place): "must be set" for place, value in recipe.leaves() if value == MANDATORY}
     for key in unresolved:
-        _remove(recipe.tree, key.split("."))
+        drop(recipe.tree, key.split("."))
     return Given(
         file=path, tree=recipe.tree, missing=tuple(recipe.missing), assumed=tuple(assumed), unresolved=unresolved
     )
@@ -258,13 +258,3 @@ def _is_left(tree: Mapping[str, Any], path: Sequence[str]) -> bool:
         if not isinstance(node, dict):
             return False
     return path[-1] not in node
-
-
-def _remove(tree: dict[str, Any], path: list[str]) -> None:
-    node: Any = tree
-    for name in path[:-1]:
-        if not isinstance(node, dict) or not isinstance(node.get(name), dict):
-            break
-        node = node[name]
-    if isinstance(node, dict):
-        node.pop(path[-1], None)

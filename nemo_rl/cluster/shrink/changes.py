@@ -17,7 +17,7 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.distillation import teacher_policy
 from nemo_rl.config.policy import ParallelSizes
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
-from nemo_rl.config.schema_walk import lookup
+from nemo_rl.config.schema_walk import lookup, put
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.errors import UserError
 
@@ -191,12 +191,8 @@ class Changes:
         """Return the changes as a recipe that inherits from the real one."""
         tree: dict[str, Any] = {}
         for change in self.found:
-            *sections, name = change.key.split(".")
-            node = tree
-            for section in sections:
-                node = node.setdefault(section, {})
-            is_section = isinstance(change.now, Mapping)
-            node[name] = {"_override_": True, **change.now} if is_section else change.now  # type: ignore[dict-item]
+            now = {"_override_": True, **change.now} if isinstance(change.now, Mapping) else change.now
+            put(tree, change.key.split("."), now)
         return tree
 
 

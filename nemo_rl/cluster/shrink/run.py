@@ -35,7 +35,7 @@ from nemo_rl.cluster.shrink.changes import TEACHER, Changes, ShrinkChange, chang
 from nemo_rl.config.compose import COMMAND_LINE, apply_overrides, compose
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.config.schema_walk import default_tree, lookup, place_of
+from nemo_rl.config.schema_walk import default_tree, lookup, place_of, put
 from nemo_rl.data.datasets import raw_prompts
 from nemo_rl.diagnostics.step_replay.chain import checkpoints_of
 from nemo_rl.diagnostics.step_replay.replay import replay_step
@@ -77,22 +77,16 @@ def _overridden(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
     apply_overrides(composed, overrides)
     for path, layer in composed.layers.items():
         if layer is COMMAND_LINE:
-            _set(tree, path, lookup(composed.tree, path)[1])
+            put(tree, path, lookup(composed.tree, path)[1])
     for text in overrides:
         path = tuple(text.removeprefix(DELETES).split("."))
         if not text.startswith(DELETES) or lookup(composed.tree, path)[0]:
             continue
         if place_of(path).is_free:
-            _set(tree, path[:-1], {"_override_": True, **lookup(composed.tree, path[:-1])[1]})
+            put(tree, path[:-1], {"_override_": True, **lookup(composed.tree, path[:-1])[1]})
         else:
-            _set(tree, path, lookup(default_tree(), path)[1])
+            put(tree, path, lookup(default_tree(), path)[1])
     return tree
-
-
-def _set(tree: dict[str, Any], path: Sequence[str], value: object) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = value
 
 
 def _write(path: Path, head: Sequence[str], tree: Mapping[str, Any]) -> None:

@@ -201,6 +201,12 @@ def test_unknown_keys_get_a_suggestion_and_references_without_a_value_are_left_o
     assert any("logger.log_dir: cannot resolve" in problem for problem in imported.problems)
 
 
+def test_a_list_with_an_element_without_a_value_is_left_out(tmp_path: Path) -> None:
+    imported = import_recipe(write(tmp_path, merged({"policy": {"generation": {"stop_strings": ["a", "${no.key}"]}}})))
+    assert list(imported.given.unresolved) == ["policy.generation.stop_strings.1"]
+    assert loaded(tmp_path, imported).policy.generation.stop_strings == []
+
+
 def test_values_that_no_key_here_takes_are_named(tmp_path: Path) -> None:
     imported = import_recipe(write(tmp_path, merged({"policy": {"precision": "fp8"}})))
     [outcome] = [one for one in imported.of(Fate.NOT_SUPPORTED) if one.key == "policy.precision"]

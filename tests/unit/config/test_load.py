@@ -103,6 +103,7 @@ def test_a_key_of_another_section_is_offered_with_its_path() -> None:
         (DEMO, "grpo.lr=1e-4", "did you mean 'policy.optimizer.kwargs.lr'?"),
         (MEGATRON, "lr=1e-4", "did you mean 'policy.megatron_cfg.optimizer.lr'?"),
         (MEGATRON, "policy.optimizer.lr=1e-4", "did you mean 'policy.megatron_cfg.optimizer.lr'?"),
+        (DEMO, "policy.peft.dim=8", "adapters (LoRA) have the section policy.lora"),
         (
             DEMO,
             "backend=vllm",
