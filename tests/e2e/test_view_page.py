@@ -38,7 +38,7 @@ def write_run(folder: Path, *, lr: float, steps: int = 20, name: str = "train/lo
     folder.joinpath("config.yaml").write_text(f"policy:\n  optimizer: {{lr: {lr}}}\ngrpo: {{seed: 1}}\n")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results")
     write_run(folder / "a", lr=0.5)
