@@ -1,4 +1,4 @@
-"""`ViewServer`: the page of `nemo-rl view` over HTTP on loopback, for whoever has its token.
+"""`ViewServer`: the page of `nemo-rl view` over HTTP on loopback, for a browser that has its token.
 
 The first request brings the token in the address and gets a cookie in exchange. Requests whose host is not this machine
 are refused, so that no page of another site can reach the server by a name of its own.
@@ -37,7 +37,7 @@ HEADERS = {
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 )
-"""Of the page itself; that of rollouts brings a stricter one."""
+"""Policy of the page itself; the page of rollouts brings a stricter one."""
 CLOSE_S = 2
 """Seconds that open requests have at the end."""
 
