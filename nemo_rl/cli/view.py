@@ -24,7 +24,7 @@ def view(
 ) -> None:
     """Show the runs below RESULTS on one page: a table, their curves over each other, settings that differ, rollouts.
 
-    The page is served on 127.0.0.1 until Ctrl-C, for the reader who opens the printed address; a reload shows new steps.
+    The page is served on 127.0.0.1 until Ctrl-C, at the printed address, which has a token; a reload shows new steps.
     """
     console = make_console()
     runs = find_runs(results)
