@@ -27,6 +27,7 @@ from nemo_rl.cli.recipes import doctor, plan, shrink
 from nemo_rl.cli.steps import app as rollouts_app
 from nemo_rl.cli.steps import replay
 from nemo_rl.cli.trace import app as trace_app
+from nemo_rl.cli.view import view
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils.exits import INTERRUPTED, crash_line, machine_problem, text_of
 
@@ -46,6 +47,7 @@ app.command()(plan)
 app.command()(replay)
 app.command()(shrink)
 app.command()(train)
+app.command()(view)
 
 
 def _show_version(asked: bool) -> None:
