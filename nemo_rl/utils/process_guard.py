@@ -24,7 +24,7 @@ __all__ = ["APART", "GRACE_S", "LIBC", "MARK", "SWEEP_S", "die_with_parent", "sw
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG = 1
 APART = "--apart"
-"""In place of a command: the guard is no child of its owner. Ray kills the children of a worker that dies."""
+"""Makes the guard no child of its owner, in place of a command: Ray kills the children of a worker that dies."""
 MARK = "NEMO_RL_RUN_FOLDER"
 """Variable that processes inherit which must end with a folder; its value is the folder."""
 GRACE_S = 3.0
