@@ -21,8 +21,8 @@ from nemo_rl.utils.process_guard import MARK
 from tests.helpers.data_planes import wait_until
 from tests.helpers.mooncake import is_alive, kill
 
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-LISTEN = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(60)"
+STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+LISTEN = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(600)"
 
 
 ECHO = "import sys; print('up', flush=True); sys.stderr.write(sys.stdin.read()); sys.exit(3)"
@@ -47,7 +47,7 @@ def guarded(*command: str) -> Guard:
 
 
 def test_stop_ends_the_command_and_its_guard_and_removes_the_folder() -> None:
-    process = guarded("sleep", "60")
+    process = guarded("sleep", "600")
     guard, folder = process._child.pid, process.folder
     assert process.is_alive() and is_alive(process.pid) and folder.exists()
     process.close()
@@ -64,7 +64,7 @@ def test_a_command_that_ignores_the_request_is_killed_after_the_grace() -> None:
 
 
 def test_a_killed_guard_takes_the_command_along() -> None:
-    process = guarded("sleep", "60")
+    process = guarded("sleep", "600")
     kill(process._child.pid)
     wait_until(lambda: not is_alive(process.pid))
     process.close()
@@ -84,7 +84,7 @@ def test_a_command_that_cannot_be_run_is_an_error() -> None:
 
 
 def test_a_command_that_does_not_listen_is_given_up_after_the_deadline() -> None:
-    process = guarded("sleep", "60")
+    process = guarded("sleep", "600")
     with pytest.raises(ResourceError, match="does not listen on 127.0.0.1:.* after 0.3 s"):
         wait_for_port(process, "127.0.0.1", free_port("127.0.0.1"), timeout_s=0.3)
     process.close()
@@ -104,7 +104,7 @@ def test_a_port_is_waited_for() -> None:
 
 def test_a_stopped_guard_does_not_keep_the_command_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "CLOSE_S", 0.5)
-    process = guarded("sleep", "60")
+    process = guarded("sleep", "600")
     os.kill(process._child.pid, signal.SIGSTOP)
     process.close()
     wait_until(lambda: not is_alive(process.pid))
@@ -135,7 +135,7 @@ def test_a_child_hears_a_last_word_and_its_code_and_errors_are_kept(tmp_path: Pa
 
 
 def test_a_child_that_does_not_end_is_killed_after_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
-    child = ChildProcess(["sleep", "60"], name="the sleeper")
+    child = ChildProcess(["sleep", "600"], name="the sleeper")
     started = time.monotonic()
     assert child.stop(timeout_s=0.2) == -signal.SIGKILL and time.monotonic() - started < 10
     assert f"the sleeper (process {child.pid}) did not end within 0.2 s and is killed" in caplog.text
@@ -148,7 +148,7 @@ def test_a_folder_is_swept_at_the_end_also_when_its_guard_hangs(
     monkeypatch.setattr(child_process, "CLOSE_S", 0.5)
     (tmp_path / "folder").mkdir()
     guard = Guard(tmp_path / "folder", start_timeout_s=60, is_apart=is_apart)
-    with subprocess.Popen(["sleep", "60"], env={MARK: str(tmp_path / "folder")}) as marked:
+    with subprocess.Popen(["sleep", "600"], env={MARK: str(tmp_path / "folder")}) as marked:
         os.kill(guard.pid, signal.SIGSTOP)
         guard.close()
     guard.close()
