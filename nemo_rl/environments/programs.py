@@ -218,16 +218,13 @@ async def _read_lines(stream: asyncio.StreamReader, hear: Callable[[str], None])
 
 async def _end(process: asyncio.subprocess.Process, folder: str) -> None:
     """End the program and what it has started, whatever has happened."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(_END_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
+    for ask in (process.terminate, process.kill):
+        if process.returncode is None:
             with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+                ask()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_END_TIMEOUT_S):
+                    await process.wait()
     remove_folder(folder)
 
 
