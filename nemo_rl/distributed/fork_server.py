@@ -7,17 +7,15 @@ that has looked at a GPU must not be forked.
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 
 from nemo_rl.distributed import fork_stub
 from nemo_rl.distributed.run_folder import RunFolder
+from nemo_rl.utils.child_process import ChildProcess
 
 __all__ = ["ForkServer"]
 
@@ -38,30 +36,22 @@ class ForkServer:
     def __init__(self, modules: Sequence[str], *, environment: Mapping[str, str], deadline_s: float) -> None:
         self.folder = RunFolder()
         self._path, self._deadline_s = self.folder.path / "fork.sock", deadline_s
-        with (
-            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
-            (self.folder.path / "fork_server.log").open("wb") as log,
-            self.folder.marking(),
-        ):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, self.folder.marking():
             # Bound here, so that stubs can wait in line while the modules are imported.
             listener.bind(str(self._path))
             listener.listen(128)
-            self._process = subprocess.Popen(
+            self._process = ChildProcess(
                 [sys.executable, "-m", "nemo_rl.distributed.fork_server_process", str(listener.fileno()), *modules],
+                name="the fork server",
+                log=self.folder.path / "fork_server.log",
+                environment=environment,
                 pass_fds=[listener.fileno()],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, **environment},
             )
 
     def __enter__(self) -> ForkServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -78,12 +68,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End it, and workers that are left, and remove the folder. Idempotent."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         try:
-            self._process.wait(EXIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(EXIT_S)
+            self._process.stop(timeout_s=EXIT_S)
         finally:
             self.folder.close()

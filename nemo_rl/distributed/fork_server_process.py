@@ -7,7 +7,6 @@ that has started it ends; its workers end with it.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import json
@@ -24,8 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nemo_rl.distributed.fork_stub import LENGTH, STATUS
+from nemo_rl.utils.files import receive_exactly
+from nemo_rl.utils.process_guard import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 REQUEST_S = 10.0
 """A stub sends its request in one go."""
 REQUEST_BYTES = 16 << 20
@@ -72,9 +72,9 @@ class Server:
                 os.close(file)
             stub.close()
             return
-        process_id = os.fork()
+        server, process_id = os.getpid(), os.fork()
         if process_id == 0:
-            self._become_worker(stub, files, request)
+            self._become_worker(server, stub, files, request)
         for file in files:
             os.close(file)
         worker = _ForkedWorker(process_id, os.pidfd_open(process_id), stub)
@@ -103,11 +103,13 @@ class Server:
             self.selector.unregister(worker.stub)
             os.kill(worker.process_id, signal.SIGKILL)
 
-    def _become_worker(self, stub: socket.socket, files: Sequence[int], request: dict[str, object]) -> None:
+    def _become_worker(
+        self, server: int, stub: socket.socket, files: Sequence[int], request: dict[str, object]
+    ) -> None:
         """Run the worker in the child; does not return."""
         code = 1
         try:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent(server)
             # Ray ends the process group of a worker that has died.
             os.setsid()
             self.selector.close()
@@ -140,15 +142,8 @@ def _receive(stub: socket.socket, files: list[int]) -> dict[str, object]:
     files += found
     if len(header) != LENGTH.size or LENGTH.unpack(header)[0] > REQUEST_BYTES:
         raise ValueError(f"expected a length of at most {REQUEST_BYTES} bytes, got {header!r}")
-    content, deadline = bytearray(), time.monotonic() + REQUEST_S
-    while (missing := LENGTH.unpack(header)[0] - len(content)) > 0:
-        stub.settimeout(max(deadline - time.monotonic(), 1e-3))
-        part = stub.recv(missing)
-        if not part:
-            raise EOFError(f"its connection ended {missing} bytes too early")
-        content += part
+    request = json.loads(receive_exactly(stub, LENGTH.unpack(header)[0], deadline=time.monotonic() + REQUEST_S))
     stub.settimeout(None)
-    request = json.loads(content)
     if not isinstance(request, dict) or len(files) != 3:
         raise ValueError(f"expected an object and 3 descriptors, got {type(request).__name__} and {len(files)}")
     return request

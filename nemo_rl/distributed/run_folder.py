@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nemo_rl.config.base import START_TIMEOUT_S
-from nemo_rl.distributed import run_reaper
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import ResourceError
-from nemo_rl.utils.files import read_line
+from nemo_rl.utils.child_process import Guard
+from nemo_rl.utils.process_guard import MARK, sweep
 
 __all__ = ["RunFolder", "make_owned_folder"]
 
@@ -31,7 +29,6 @@ logger = logging.getLogger(__name__)
 OWNER_FILE = "owner.json"
 LONGEST_ROOT = 30
 """Characters: a Unix socket's path has 107 at most, and Ray's own part of it takes 62."""
-REAPER_EXIT_S = 10.0
 
 
 class RunFolder:
@@ -39,35 +36,20 @@ class RunFolder:
 
     def __init__(self) -> None:
         self.path = make_owned_folder()
-        self._reaper = subprocess.Popen(
-            [sys.executable, "-I", "-S", run_reaper.__file__, str(self.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal goes to the whole group of the driver
-        )
-        assert self._reaper.stdout is not None
-        with self._reaper.stdout as said:
-            if not read_line(said.fileno(), timeout_s=START_TIMEOUT_S):
-                logger.warning("the reaper of %s (process %d) does not start", self.path, self._reaper.pid)
+        self.reaper = Guard(self.path, start_timeout_s=START_TIMEOUT_S)
 
     @contextmanager
     def marking(self) -> Iterator[None]:
         """Mark the processes that are started inside the block: they and their descendants end with the run."""
-        os.environ[run_reaper.MARK] = str(self.path)
+        os.environ[MARK] = str(self.path)
         try:
             yield
         finally:
-            del os.environ[run_reaper.MARK]
+            del os.environ[MARK]
 
     def close(self) -> None:
         """End what is left of the run's marked processes, and remove the folder. Idempotent."""
-        if self._reaper.returncode is not None:
-            return
-        run_reaper.sweep(str(self.path))
-        try:
-            self._reaper.communicate(run_reaper.LEFT_IN_PEACE, timeout=REAPER_EXIT_S)
-        except subprocess.TimeoutExpired:
-            logger.warning("the reaper of %s (process %d) does not end", self.path, self._reaper.pid)
+        self.reaper.close()
 
 
 def make_owned_folder() -> Path:
@@ -106,4 +88,4 @@ def _remove_dead(root: Path) -> None:
             continue
         if is_dead:
             logger.info("removing %s, left by a run that was killed", folder)
-            run_reaper.sweep(str(folder))
+            sweep(str(folder))

@@ -15,7 +15,7 @@ from nemo_rl.data.reasoning_gym_wrapper import has_reasoning_gym
 from nemo_rl.environments.interfaces import Environment, EnvReport, Response
 from nemo_rl.environments.process_environment import ProcessEnvironment
 from nemo_rl.environments.rewards import answer_problem, exact_match, has_math_verify
-from nemo_rl.environments.scorer_process import ScorerSpec
+from nemo_rl.environments.scorer_pool import ScorerSpec
 from nemo_rl.errors import ConfigError
 
 __all__ = ["EnvironmentStart", "SortEnvironment", "build_environment", "reward_identity"]

@@ -7,13 +7,13 @@ asks for it or dies.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import resource
 import shutil
@@ -23,18 +23,21 @@ import stat
 import struct
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from nemo_rl.utils.process_guard import LIBC, die_with_parent
+
 __all__ = [
     "CHANNEL_CLOSED_CODE",
+    "Lines",
     "NetworkState",
     "become_subreaper",
     "children_of",
     "cut",
-    "die_with_parent",
     "digest_of",
     "kill_descendants",
     "limit_memory",
@@ -43,11 +46,11 @@ __all__ = [
     "out_of_reach",
     "places_of",
     "remove_folder",
+    "serve",
     "start_guarded",
     "turn_network_off",
 ]
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
@@ -60,7 +63,6 @@ _CHANNEL_FROM = 500
 _TEXT_LIMIT = 2000
 """Characters of an error's text."""
 _FRAMES_SHOWN = 5
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 NetworkState = Literal["on", "namespace", "audit_hook"]
 """`namespace`: no program of the process reaches any network; `audit_hook`: no Python code of the process does."""
@@ -88,9 +90,7 @@ def start_guarded(parent: int, *, folder: str | None = None) -> None:
         os._exit(128 + number)
 
     signal.signal(signal.SIGTERM, end_everything)
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(0)
+    die_with_parent(parent, signal.SIGTERM)
     # Ctrl-C reaches the whole foreground group; the parent decides when the work ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     guard = os.getpid()
@@ -116,14 +116,7 @@ def _guard(guarded: int, folder: str | None) -> None:
 
 def become_subreaper() -> None:
     """Make orphans among the descendants of this process its children."""
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent(parent: int) -> None:
-    """Get SIGKILL when the parent dies; exit at once if it has died already."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
+    LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_descendants() -> None:
@@ -195,6 +188,67 @@ def main() -> None:
         sys.exit(f"{command[0]}: {error.strerror}")
 
 
+# ---- messages
+
+
+class Lines:
+    """Puts lines together of what comes in pieces.
+
+    Args:
+        limit_bytes: most bytes of a line: more come from something else that writes there.
+    """
+
+    def __init__(self, limit_bytes: int = 1 << 30) -> None:
+        self._rest, self._limit_bytes = bytearray(), limit_bytes
+
+    def add(self, piece: bytes) -> list[bytes]:
+        """Return the lines that are whole now.
+
+        Raises:
+            OSError: one is longer than the limit.
+        """
+        first, *others = piece.split(b"\n")
+        self._rest += first
+        if len(self._rest) > self._limit_bytes:
+            raise OSError(errno.EMSGSIZE, f"more than {self._limit_bytes} bytes came where a reply was expected")
+        if not others:
+            return []
+        lines = [bytes(self._rest), *others[:-1]]
+        self._rest = bytearray(others[-1])
+        return lines
+
+
+def serve(fd: int, answer: Callable[[dict[str, Any]], Mapping[str, object]], *, besides: str) -> None:
+    """Answer requests, a JSON object per line, until the owner closes the socket; does not return.
+
+    Args:
+        besides: file whose frames are not shown where user code raised.
+    """
+    with socket.socket(fileno=fd) as channel, channel.makefile("rwb") as stream:
+        for line in stream:
+            request = json.loads(line)
+            try:
+                reply = answer(request)
+            except SystemExit as error:
+                if not isinstance(error.code, int | None):
+                    sys.stderr.write(f"{error.code}\n")
+                sys.stdout.flush()
+                os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
+            except Exception as error:  # noqa: BLE001 - user code; the owner reports it
+                kind = type(error).__name__
+                reply = {"error": cut(f"{kind}: {error}"), "places": places_of(error, besides=besides), "kind": kind}
+            # Prints must have left before the reply, so that they are reported with the right step.
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+            # The line feed before it ends whatever else was written there.
+            try:
+                stream.write(b"\n" + json.dumps({"id": request["id"], **reply}).encode() + b"\n")
+                stream.flush()
+            except OSError:
+                os._exit(CHANNEL_CLOSED_CODE)
+    os._exit(0)
+
+
 # ---- limits
 
 
@@ -220,7 +274,7 @@ def turn_network_off() -> NetworkState:
     other than AF_UNIX in this process and its forks; other programs that they run are not hindered. Neither is a wall
     against code that wants to break out.
     """
-    if _LIBC.unshare(_CLONE_NEWNET) == 0 or _unshare_as_user():
+    if LIBC.unshare(_CLONE_NEWNET) == 0 or _unshare_as_user():
         _start_loopback()
         return "namespace"
     sys.addaudithook(_refuse_network)
@@ -229,7 +283,7 @@ def turn_network_off() -> NetworkState:
 
 def _unshare_as_user() -> bool:
     user, group = os.getuid(), os.getgid()
-    if _LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
+    if LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
         return False
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         try:

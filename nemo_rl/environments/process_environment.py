@@ -17,8 +17,7 @@ from pathlib import Path
 from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.interfaces import EnvReport, Response
-from nemo_rl.environments.scorer_pool import Score, ScoreOutcome, ScorerItem, ScorerPool
-from nemo_rl.environments.scorer_process import ScorerSpec
+from nemo_rl.environments.scorer_pool import Score, ScoreOutcome, ScorerItem, ScorerPool, ScorerSpec
 from nemo_rl.errors import RewardError, name_some
 from nemo_rl.utils.console import printable
 

@@ -26,13 +26,12 @@ from pathlib import Path
 from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailure
 from nemo_rl.environments.endpoint import Answer, ChatEndpoint
 from nemo_rl.environments.isolation import remove_folder
-from nemo_rl.environments.scorer_process import PrintedLines, python_command
+from nemo_rl.environments.user_process import PART_BYTES, PrintedLines, python_command
 
 __all__ = ["ProgramHost", "ProgramResult", "ProgramSpec", "absolute_command", "run_program"]
 
 _END_TIMEOUT_S = 10.0
 """Seconds from the request to end a program to SIGKILL: its guard first ends what it has started."""
-_PART_BYTES = 1 << 16
 _PREFIX = "nemo-rl-program-"
 
 
@@ -212,23 +211,20 @@ async def _talk(
 
 async def _read_lines(stream: asyncio.StreamReader, hear: Callable[[str], None]) -> None:
     lines = PrintedLines(hear)
-    while part := await stream.read(_PART_BYTES):
+    while part := await stream.read(PART_BYTES):
         lines.add(part)
     lines.end()
 
 
 async def _end(process: asyncio.subprocess.Process, folder: str) -> None:
     """End the program and what it has started, whatever has happened."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(_END_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
+    for ask in (process.terminate, process.kill):
+        if process.returncode is None:
             with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+                ask()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_END_TIMEOUT_S):
+                    await process.wait()
     remove_folder(folder)
 
 

@@ -15,16 +15,12 @@ told apart. `arguments` holds one list per parameter, a value per row; a score i
 from __future__ import annotations
 
 import inspect
-import json
 import math
-import socket
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
-from types import ModuleType
 from typing import Any
 
-from nemo_rl.environments.isolation import cut, digest_of, load_target, out_of_reach, places_of, start_guarded
+from nemo_rl.environments.isolation import cut, digest_of, load_target, out_of_reach, serve, start_guarded
 
 _POSITIONAL = ("prompt", "response", "answer")
 _ANSWER_CHECK = "check_answer"
@@ -38,42 +34,39 @@ def main() -> None:
     """Serve a scorer: the arguments are SOCKET_FD PARENT_PID."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     start_guarded(parent)
-    _serve(out_of_reach(fd))
-
-
-def _serve(fd: int) -> None:
-    # Prints must have left before the reply, so that they are reported with the right step.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    with socket.socket(fileno=fd) as channel, channel.makefile("rwb") as stream:
-        first = json.loads(stream.readline())
-        sys.path[:] = list(dict.fromkeys([*first["paths"], *sys.path]))
+    serve(out_of_reach(fd), _RewardFunction().answer, besides=__file__)
+
+
+class _RewardFunction:
+    """The reward function of this process, once it is loaded."""
+
+    def answer(self, request: dict[str, Any]) -> dict[str, object]:
+        """Return the reply to one request, of which the first loads the function."""
+        if "target" in request:
+            try:
+                return self._load(request)
+            except Exception as error:  # noqa: BLE001 - user code; the owner reports it
+                return {"failed": cut(f"{type(error).__name__}: {error}")}
+        if "answers" in request:
+            problems = map(self._check, request["answers"])
+            return {"problems": [None if problem is None else str(problem) for problem in problems]}
         try:
-            module, function = _load(first["target"], is_factory=first["is_factory"])
-            wants, source = _wanted(function), digest_of(module, function)
-        except Exception as error:  # noqa: BLE001  (user code; the parent reports it)
-            _send(stream, first, {"failed": cut(f"{type(error).__name__}: {error}")})
-            return
-        check = inspect.getattr_static(function, _ANSWER_CHECK, None) and getattr(function, _ANSWER_CHECK)
-        ready = {"ready": True, "wants": wants, "source": source, "checks_answers": check is not None}
-        _send(stream, first, ready)
-        score = _score_batch if first["in_batches"] else _score_one
-        for line in stream:
-            request = json.loads(line)
-            if "answers" in request:
-                reply = partial(_problems, check, request["answers"])
-            else:
-                reply = partial(_scores, score, function, request["arguments"])
-            _send(stream, request, _guarded(reply))
+            return {"scores": self._score(self._function, request["arguments"])}
+        except _BadScore as error:
+            return {"error": cut(str(error))}
 
-
-def _load(target: str, *, is_factory: bool) -> tuple[ModuleType, Callable[..., Any]]:
-    module, found = load_target(target)
-    if is_factory:
-        found = found()
-    if not callable(found):
-        raise TypeError(f"expected a function, got {type(found).__name__}")
-    function: Callable[..., Any] = found
-    return module, function
+    def _load(self, request: dict[str, Any]) -> dict[str, object]:
+        sys.path[:] = list(dict.fromkeys([*request["paths"], *sys.path]))
+        module, function = load_target(request["target"])
+        if request["is_factory"]:
+            function = function()
+        if not callable(function):
+            raise TypeError(f"expected a function, got {type(function).__name__}")
+        self._function, self._score = function, _score_batch if request["in_batches"] else _score_one
+        self._check = inspect.getattr_static(function, _ANSWER_CHECK, None) and getattr(function, _ANSWER_CHECK)
+        wants, source = _wanted(function), digest_of(module, function)
+        return {"ready": True, "wants": wants, "source": source, "checks_answers": self._check is not None}
 
 
 def _wanted(function: Callable[..., Any]) -> list[str]:
@@ -137,30 +130,3 @@ def _number(value: Any, where: str) -> float:
     if not math.isfinite(number):
         raise _BadScore(f"returned {where}{cut(repr(value))}, expected a finite number")
     return number
-
-
-def _problems(check: Callable[[Any], object], answers: list[Any]) -> dict[str, object]:
-    return {"problems": [None if (problem := check(answer)) is None else str(problem) for answer in answers]}
-
-
-def _scores(
-    score: Callable[..., list[object]], function: Callable[..., Any], arguments: dict[str, list[Any]]
-) -> dict[str, object]:
-    return {"scores": score(function, arguments)}
-
-
-def _guarded(reply: Callable[[], dict[str, object]]) -> dict[str, object]:
-    """Return the reply of `reply`, or the reason why user code failed in it."""
-    try:
-        return reply()
-    except _BadScore as error:
-        return {"error": cut(str(error))}
-    except Exception as error:  # noqa: BLE001  (user code; the parent reports it)
-        return {"error": cut(f"raised {type(error).__name__}: {error}") + places_of(error, besides=__file__)}
-
-
-def _send(stream: Any, request: dict[str, Any], message: dict[str, object]) -> None:
-    sys.stdout.flush()
-    # The line feed before it ends whatever else was written there.
-    stream.write(b"\n" + json.dumps({"id": request["id"], **message}).encode() + b"\n")
-    stream.flush()

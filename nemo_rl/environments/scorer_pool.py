@@ -1,27 +1,57 @@
 """`ScorerPool`: scores responses in several processes at once; used by `ProcessEnvironment`.
 
 One process per thread of the pool; a process that takes too long or dies is ended, and the next call gets a new one.
-Processes die with the threads of the pool, so none is left when this process is killed.
+Processes die with the threads of the pool, so none is left when this process is killed. Every wait has a deadline; what
+a process prints is read while its reply is waited for, so that it never blocks on a full pipe.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from typing import cast
 
-from nemo_rl.environments.scorer_process import ScorerProcess, ScorerSpec
+from nemo_rl.environments.user_process import (
+    LEFTOVER_TIMEOUT_S,
+    PART_BYTES,
+    Exchange,
+    PrintedLines,
+    UserProcess,
+    import_paths,
+)
 from nemo_rl.errors import RewardError
+from nemo_rl.utils.console import printable
+from nemo_rl.utils.files import time_left, wait_readable
 
-__all__ = ["Score", "ScoreOutcome", "ScorerItem", "ScorerPool"]
+__all__ = ["Score", "ScoreOutcome", "ScorerItem", "ScorerPool", "ScorerSpec"]
 
 ANSWERS_AT_ONCE = 32
 """Gold answers of one call: each takes milliseconds, and a response that is to be scored waits for a call at most."""
+_REPLY_LIMIT_BYTES = 64 * 1024 * 1024
+"""A reply is a few numbers; more comes from something else that writes to the channel."""
+_ERROR_LIMIT = 4000
+"""Characters of an error's text."""
+_PIPE_BYTES = 1 << 16
+"""Bytes that a pipe holds: no more can wait there of what was printed before a reply."""
 Score = float | dict[str, float]
 """A number, or parts by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScorerSpec:
+    """The function that scores, and the form of its calls."""
+
+    target: str
+    """`module:function`, looked up in the working directory too, or `FILE.py:function`."""
+    is_factory: bool = False
+    """True: the function takes nothing and returns the one that scores."""
+    in_batches: bool = False
+    """True: the function gets lists, and returns one score for each of their items."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +140,7 @@ class ScorerPool:
             self._is_closed = True
             processes = list(self._processes)
         for process in processes:
-            process.end()
+            process.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
         for process in processes:
             process.close()
@@ -118,7 +148,7 @@ class ScorerPool:
     def _score_call(self, items: Sequence[ScorerItem]) -> list[ScoreOutcome]:
         process = self._process()
         names = ("prompt", "response", "answer", *sorted(process.wants))
-        arguments = {name: [_field(item, name) for item in items] for name in names}
+        arguments = {name: [getattr(item, name) for item in items] for name in names}
         try:
             reply = process.ask({"arguments": arguments}, timeout_s=self._timeout_s)
         except TimeoutError:
@@ -131,7 +161,7 @@ class ScorerPool:
             self._drop(process)
             return [ScoreOutcome(error=f"ended its process: {error}")] * len(items)
         if "error" in reply:
-            return [ScoreOutcome(error=str(reply["error"]))] * len(items)
+            return [ScoreOutcome(error=_cause(reply))] * len(items)
         return [ScoreOutcome(score=score) for score in cast("list[Score]", reply["scores"])]
 
     def _check_answers(self, answers: Sequence[object]) -> list[str | None]:
@@ -148,7 +178,7 @@ class ScorerPool:
                 f"takes longer than env.timeout_s {self._timeout_s:g} s" if is_late else f"ends its reader: {error}"
             ]
         if "error" in reply:
-            return [str(reply["error"])] * len(answers)
+            return [_cause(reply)] * len(answers)
         return cast("list[str | None]", reply["problems"])
 
     def _process(self) -> ScorerProcess:
@@ -156,14 +186,14 @@ class ScorerPool:
         present: ScorerProcess | None = vars(self._mine).get("process")
         if present is not None:
             return present
-        process = ScorerProcess(self._spec, start_timeout_s=self._start_timeout_s, hear=self._hear)
+        process = ScorerProcess(self._hear)
         with self._lock:
             if self._is_closed:
                 process.close()
                 raise RewardError("scoring: the environment has been shut down")
             self._processes.add(process)
         try:
-            process.load()
+            process.load(self._spec, timeout_s=self._start_timeout_s)
         except RewardError:
             self._drop(process)
             raise
@@ -177,6 +207,110 @@ class ScorerPool:
             self._processes.discard(process)
 
 
-def _field(item: ScorerItem, name: str) -> object:
-    value: object = getattr(item, name)
-    return value
+def _cause(reply: Mapping[str, object]) -> str:
+    """Return why there is no score: what user code raised, or what else is wrong with its reply."""
+    return f"raised {reply['error']}{reply['places']}" if "kind" in reply else str(reply["error"])
+
+
+class ScorerProcess(UserProcess):
+    """A process that scores, and everything that it starts.
+
+    Args:
+        hear: gets what the process prints, line by line.
+    """
+
+    def __init__(self, hear: Callable[[str], None]) -> None:
+        super().__init__("nemo_rl.environments.scorer_child", name="the scoring process")
+        self._printed = self.output.fileno()
+        os.set_blocking(self._printed, False)
+        self._prints = PrintedLines(hear)
+        self._exchange = Exchange(_REPLY_LIMIT_BYTES)
+        self.wants: frozenset[str] = frozenset()
+        """Further arguments that the function takes."""
+        self.source = ""
+        """Digest of the function's source."""
+        self.checks_answers = False
+        """True where the function can say which gold answers it cannot read."""
+
+    def load(self, spec: ScorerSpec, *, timeout_s: float) -> None:
+        """Wait until the function is loaded; apart from the start, so that a wait can be ended by `kill`.
+
+        Raises:
+            RewardError: the function cannot be loaded, or takes other arguments.
+        """
+        request = {
+            "paths": import_paths(),
+            "target": spec.target,
+            "is_factory": spec.is_factory,
+            "in_batches": spec.in_batches,
+        }
+        try:
+            reply = self.ask(request, timeout_s=timeout_s)
+        except TimeoutError:
+            reply = {"failed": f"not loaded within {timeout_s:.0f} s"}
+        except (OSError, EOFError) as error:
+            reply = {"failed": f"its process ended while loading it: {error}"}
+        if "failed" in reply:
+            cause = printable(str(reply["failed"]), limit=_ERROR_LIMIT, keep_lines=True)
+            raise RewardError(f"reward function {spec.target!r}: cannot be loaded: {cause}")
+        self.wants = frozenset(cast("list[str]", reply["wants"]))
+        self.source, self.checks_answers = str(reply["source"]), bool(reply["checks_answers"])
+
+    def ask(self, request: Mapping[str, object], *, timeout_s: float) -> Mapping[str, object]:
+        """Send a request and wait for its reply.
+
+        Raises:
+            TimeoutError: no reply in time.
+            EOFError: the process ended, or was killed.
+            TypeError: the request is no JSON.
+        """
+        deadline = time.monotonic() + timeout_s
+        request_line = self._exchange.request(request)
+        self.channel.settimeout(timeout_s)
+        self.channel.sendall(request_line)
+        while True:
+            reply = self._exchange.reply_in(self._next_part(deadline))
+            if reply is not None:
+                self._hear_rest()
+                return reply
+
+    def close(self) -> None:
+        """End the process and close its channels; no thread may wait for it any more. Idempotent."""
+        self.kill()
+        if self.channel.fileno() != -1:
+            self._hear_rest()
+            self._prints.end()
+            self.channel.close()
+            self.output.close()
+
+    def _next_part(self, deadline: float) -> bytes:
+        """Return what comes over the channel; what is printed meanwhile is handed on, so that it blocks nobody."""
+        while True:
+            channel = self.channel.fileno()
+            readable = wait_readable(channel, self._printed, timeout_s=time_left(deadline))
+            if self._printed in readable and self._hear_part() == 0:
+                # Nobody prints any more: the process is gone, or has closed its outputs.
+                readable = wait_readable(channel, timeout_s=time_left(deadline))
+            if channel not in readable:
+                continue
+            if part := self.channel.recv(PART_BYTES):
+                return part
+            # Its guard exits with the code of the scorer, once it has ended what that has left.
+            self.wait(LEFTOVER_TIMEOUT_S)
+            self.kill()
+            raise EOFError(f"exit code {self.exit_code}")
+
+    def _hear_rest(self) -> None:
+        """Hand on what waits in the pipe."""
+        count = 0
+        while count < _PIPE_BYTES and (heard := self._hear_part()):
+            count += heard
+
+    def _hear_part(self) -> int | None:
+        """Hand on what was printed, as far as it is read at once; its bytes, 0 at the end, None: nothing waits."""
+        try:
+            part = os.read(self._printed, PART_BYTES)
+        except BlockingIOError:
+            return None
+        self._prints.add(part)
+        return len(part)

@@ -7,24 +7,28 @@ thread that started the zygote, also when that is killed; see `zygote_child` for
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
-import secrets
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
 from nemo_rl.environments.conversation import EnvironmentFailure
-from nemo_rl.environments.isolation import CHANNEL_CLOSED_CODE, remove_folder
-from nemo_rl.environments.scorer_process import PrintedLines, python_command, reply_in
+from nemo_rl.environments.isolation import CHANNEL_CLOSED_CODE, Lines, remove_folder
+from nemo_rl.environments.user_process import (
+    LEFTOVER_TIMEOUT_S,
+    PART_BYTES,
+    Exchange,
+    PrintedLines,
+    UserProcess,
+    import_paths,
+)
 
 __all__ = ["Fork", "ForkError", "ForkLate", "HostLimits", "Zygote", "ZygoteFailed"]
 
@@ -32,11 +36,8 @@ FORKS_AT_ONCE = 16
 """Forks that a zygote is asked for at one time: others wait here, where no deadline of theirs runs."""
 _END_TIMEOUT_S = 10.0
 """Seconds from the request to end a process until its end; then everything of the zygote is ended."""
-_LEFTOVER_TIMEOUT_S = 5.0
-"""Seconds from the end of a fork's channel to its exit code: more means that user code has closed the channel."""
 _REPLY_LIMIT_BYTES = 16 << 20
 """A reply has at most a million characters, six bytes each; more comes from something else that writes there."""
-_PART_BYTES = 1 << 16
 _PREFIX = "nemo-rl-environment-"
 """Beginning of the name of the folder that holds the working folders."""
 
@@ -93,7 +94,7 @@ class Zygote:
         self._forks: dict[int, Fork] = {}
         self._folder: str | None = None
         self._control: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: UserProcess | None = None
         self._listener: asyncio.Task[None] | None = None
         self._hearing: threading.Thread | None = None
         self._ready: asyncio.Future[Mapping[str, object]] | None = None
@@ -116,34 +117,22 @@ class Zygote:
         """
         loop = asyncio.get_running_loop()
         self._folder = tempfile.mkdtemp(prefix=_PREFIX)
-        self._control, theirs = socket.socketpair()
-        reading, writing = os.pipe()
         try:
-            command = python_command("nemo_rl.environments.zygote_child")
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), self._folder, str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=writing,
-                stderr=writing,
-                start_new_session=True,
-            )
+            child = "nemo_rl.environments.zygote_child"
+            self._process = UserProcess(child, self._folder, name="the process of user code")
         except OSError as error:
-            self._control.close()
-            os.close(reading)
             remove_folder(self._folder)
             raise ZygoteFailed(f"its process cannot be started: {error}") from error
-        finally:
-            theirs.close()
-            os.close(writing)
-        self._hearing = threading.Thread(target=_hear_all, args=(reading, self._hear), name="prints", daemon=True)
+        self._control = self._process.channel
+        printed = self._process.output.fileno()
+        self._hearing = threading.Thread(target=_hear_all, args=(printed, self._hear), name="prints", daemon=True)
         self._hearing.start()
         self._control.setblocking(False)
         self._ready = loop.create_future()
         self._listener = loop.create_task(self._listen(self._control))
         limits = self._limits
         request = {
-            "paths": [path for path in sys.path if path] + [os.getcwd()],
+            "paths": import_paths(),
             "memory_mib": limits.memory_mib,
             "network": limits.network,
             **self._request,
@@ -187,7 +176,7 @@ class Zygote:
             ours, theirs = socket.socketpair()
         except OSError as error:
             raise EnvironmentFailure(f"no socket for its process: {error}; raise `ulimit -n`") from error
-        fork = Fork(ours, end=lambda: self._end_fork(number), give_up=lambda: self._signal(signal.SIGTERM))
+        fork = Fork(ours, end=lambda: self._end_fork(number), give_up=self._ask_to_end)
         self._forks[number] = fork
         try:
             socket.send_fds(self._control, [json.dumps({"fork": number}).encode() + b"\n"], [theirs.fileno()])
@@ -204,48 +193,40 @@ class Zygote:
             if self._control is not None:
                 self._control.send(json.dumps({"end": number}).encode() + b"\n")
         except OSError:
-            self._signal(signal.SIGTERM)  # the zygote is dead or stuck
+            self._ask_to_end()  # the zygote is dead or stuck
 
     async def shutdown(self) -> None:
         """End every process and remove the folders. Idempotent."""
         await asyncio.to_thread(self.kill)
         if self._listener is not None:
-            await asyncio.wait([self._listener], timeout=_LEFTOVER_TIMEOUT_S)
+            await asyncio.wait([self._listener], timeout=LEFTOVER_TIMEOUT_S)
             self._listener.cancel()
 
     def kill(self) -> None:
         """End every process and remove the folders, from any thread; requests that wait fail. Idempotent."""
-        process = self._process
-        if process is None:
+        if self._process is None or self._hearing is None:
             return
-        self._signal(signal.SIGTERM)
-        try:
-            process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(_END_TIMEOUT_S)
+        self._process.kill()
         remove_folder(self._folder)
-        if self._hearing is not None:
-            self._hearing.join(_END_TIMEOUT_S)
+        self._hearing.join(_END_TIMEOUT_S)
+        if not self._hearing.is_alive():
+            self._process.output.close()
 
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+    def _ask_to_end(self) -> None:
+        if self._process is not None:
+            self._process.ask_to_end()
 
     async def _listen(self, control: socket.socket) -> None:
         """Take what the zygote says until it ends; then every fork has ended too."""
-        loop, buffer = asyncio.get_running_loop(), bytearray()
+        loop, lines = asyncio.get_running_loop(), Lines(_REPLY_LIMIT_BYTES)
         try:
-            while part := await loop.sock_recv(control, _PART_BYTES):
-                *whole, rest = (buffer + part).split(b"\n")
-                buffer = bytearray(rest)
-                for line in whole:
+            while part := await loop.sock_recv(control, PART_BYTES):
+                for line in lines.add(part):
                     self._take(json.loads(line))
         except OSError:
             pass
         finally:
-            self._signal(signal.SIGTERM)
+            self._ask_to_end()
             if self._ready is not None and not self._ready.done():
                 self._ready.set_exception(ZygoteFailed("its process ended while loading it"))
                 self._ready.exception()  # taken, also when nobody waits any more
@@ -280,7 +261,7 @@ class Fork:
     def __init__(self, channel: socket.socket, *, end: Callable[[], None], give_up: Callable[[], None]) -> None:
         channel.setblocking(False)
         self._channel, self._end, self._give_up = channel, end, give_up
-        self._buffer = bytearray()
+        self._replies = Exchange(_REPLY_LIMIT_BYTES)
         loop = asyncio.get_running_loop()
         self.forked: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
@@ -319,17 +300,16 @@ class Fork:
         """
         if not self.can_answer:
             raise EnvironmentFailure(f"its process {self._state}")
-        number, started = secrets.token_hex(8), time.monotonic()
-        line = json.dumps({"id": number, **request}).encode() + b"\n"
+        started, line = time.monotonic(), self._replies.request(request)
         self._is_busy = self._is_exchanging = True
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await self._exchange(line, number)
+                reply = await self._exchange(line)
         except TimeoutError:
             self.request_end()
             seconds = time.monotonic() - started
             raise ForkLate(f"gave no reply within its limit of {timeout_s:g} s (ended after {seconds:.2f} s)") from None
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError) as error:
             raise await self._failure(error) from error
         finally:
             self._is_exchanging = False
@@ -366,30 +346,22 @@ class Fork:
             return self.exit_text
         return "is being ended" if self._is_ending else "has not answered the request before"
 
-    async def _exchange(self, line: bytes, number: str) -> Mapping[str, object]:
+    async def _exchange(self, line: bytes) -> Mapping[str, object]:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._channel, line)
         while True:
-            end = self._buffer.find(b"\n")
-            if end >= 0:
-                found = reply_in(bytes(self._buffer[:end]), number)
-                del self._buffer[: end + 1]
-                if found is not None:
-                    return found
-                continue
-            if len(self._buffer) > _REPLY_LIMIT_BYTES:
-                raise ValueError(f"more than {_REPLY_LIMIT_BYTES} bytes came where a reply was expected")
-            part = await loop.sock_recv(self._channel, _PART_BYTES)
+            part = await loop.sock_recv(self._channel, PART_BYTES)
             if not part:
                 raise EOFError
-            self._buffer += part
+            if (reply := self._replies.reply_in(part)) is not None:
+                return reply
 
     async def _failure(self, error: Exception) -> EnvironmentFailure:
         """Return why there is no reply, once the process has ended."""
-        if isinstance(error, ValueError):
+        if isinstance(error, OSError) and error.errno == errno.EMSGSIZE:
             self.request_end()
-            return EnvironmentFailure(f"sent no reply: {error}")
-        await asyncio.wait([self._ended], timeout=_LEFTOVER_TIMEOUT_S)
+            return EnvironmentFailure(f"sent no reply: {error.strerror}")
+        await asyncio.wait([self._ended], timeout=LEFTOVER_TIMEOUT_S)
         if self._ended.done():
             return EnvironmentFailure(f"its process {self.exit_text}")
         self.request_end()
@@ -411,7 +383,6 @@ def _exit_text(code: int) -> str:
 def _hear_all(descriptor: int, hear: Callable[[str], None]) -> None:
     """Hand on what is printed until nobody can print any more."""
     lines = PrintedLines(hear)
-    while part := os.read(descriptor, _PART_BYTES):
+    while part := os.read(descriptor, PART_BYTES):
         lines.add(part)
     lines.end()
-    os.close(descriptor)

@@ -36,22 +36,23 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from nemo_rl.environments.isolation import (
-    CHANNEL_CLOSED_CODE,
+    Lines,
     become_subreaper,
     children_of,
     cut,
-    die_with_parent,
     digest_of,
     limit_memory,
     load_target,
     out_of_reach,
     places_of,
     remove_folder,
+    serve,
     start_guarded,
     turn_network_off,
 )
 from nemo_rl.environments.tool_schema import options_problem, schema_of
 from nemo_rl.environments.wire import MalformedReply, plain_reply, plain_text, read_row, read_turn
+from nemo_rl.utils.process_guard import die_with_parent
 
 __all__ = ["EnvironmentService", "Service", "ToolService", "main"]
 
@@ -141,8 +142,8 @@ _SERVICES: Mapping[str, type[EnvironmentService] | type[ToolService]] = {
 
 
 def main() -> None:
-    """Serve a zygote: the arguments are SOCKET_FD FOLDER PARENT_PID."""
-    fd, folder, parent = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    """Serve a zygote: the arguments are SOCKET_FD PARENT_PID FOLDER."""
+    fd, parent, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     start_guarded(parent, folder=folder)
     become_subreaper()
     # Prints must have left before the reply; what is no Unicode must not end the process.
@@ -172,7 +173,7 @@ class _ControlLines:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._buffer = bytearray()
+        self._lines = Lines()
         self.sockets: deque[int] = deque()
 
     def wait(self) -> dict[str, Any]:
@@ -187,9 +188,7 @@ class _ControlLines:
         self.sockets += descriptors
         if not part:
             os._exit(0)
-        *whole, rest = (self._buffer + part).split(b"\n")
-        self._buffer = bytearray(rest)
-        return [json.loads(line) for line in whole if line]
+        return [json.loads(line) for line in self._lines.add(part) if line]
 
 
 class _Forks:
@@ -263,7 +262,7 @@ class _Forks:
         os.chdir(folder)
         os.environ["TMPDIR"], tempfile.tempdir = folder, None
         limit_memory(self._memory_mib)
-        _serve_fork(out_of_reach(fd), self._service)
+        serve(out_of_reach(fd), self._service.answer, besides=__file__)
 
     def _reap(self) -> None:
         ended = []
@@ -297,29 +296,6 @@ class _Forks:
 
 def _folder_of(folder: str, number: int) -> str:
     return os.path.join(folder, str(number))
-
-
-def _serve_fork(fd: int, service: Service) -> None:
-    with socket.socket(fileno=fd) as channel, channel.makefile("rwb") as stream:
-        for line in stream:
-            request = json.loads(line)
-            try:
-                reply = service.answer(request)
-            except SystemExit as error:
-                sys.stdout.flush()
-                os._exit(error.code if isinstance(error.code, int) else 0 if error.code is None else 1)
-            except Exception as error:  # noqa: BLE001 - user code; the owner reports it
-                kind = type(error).__name__
-                reply = {"error": cut(f"{kind}: {error}"), "places": places_of(error, besides=__file__), "kind": kind}
-            with suppress(OSError, ValueError):
-                sys.stdout.flush()
-            # The line feed before it ends whatever else was written there.
-            try:
-                stream.write(b"\n" + json.dumps({"id": request["id"], **reply}).encode() + b"\n")
-                stream.flush()
-            except OSError:
-                os._exit(CHANNEL_CLOSED_CODE)
-    os._exit(0)
 
 
 def _send(control: socket.socket, message: dict[str, object]) -> None:

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from nemo_rl.errors import ResourceError, RunFolderError
 from nemo_rl.tracer.link import HubAddress, HubLink, OnMessage
 from nemo_rl.tracer.protocol import HubLimits, Role
 from nemo_rl.tracer.tokens import HubTokens, token_path, write_private
-from nemo_rl.utils.files import read_line, write_text
+from nemo_rl.utils.child_process import ChildProcess
+from nemo_rl.utils.files import write_text
 
 __all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec", "TracedJob", "open_job"]
 
@@ -32,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
 """Seconds that the hub may take to write what waits and to end."""
-KILL_S = 5.0
 HUB_FILE, OPEN_FILE, LOG_FILE = "hub.json", "open.html", "hub.log"
 ANY_HOST = ("0.0.0.0", "::", "")
 """All addresses of the machine."""
@@ -90,7 +87,7 @@ class HubProcess:
     def __init__(self, spec: HubSpec) -> None:
         self.spec, self.tokens = spec, HubTokens.draw()
         self.port = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
 
     def __enter__(self) -> HubProcess:
         """Raises:
@@ -107,9 +104,7 @@ class HubProcess:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -137,27 +132,16 @@ class HubProcess:
     @property
     def is_alive(self) -> bool:
         """Return whether the process runs."""
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._process.exit_code is None
 
     def close(self) -> None:
         """End the hub, which first writes what waits; raise nothing."""
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(OSError):
-            if process.stdin is not None:
-                process.stdin.close()
-        try:
-            process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            logger.warning("the tracer's hub (pid %d) did not end within %g s and is killed", process.pid, CLOSE_S)
-            process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(KILL_S)
-        if process.returncode:
-            logger.warning(
-                "the tracer's hub ended with code %s; see %s", process.returncode, self.spec.folder / LOG_FILE
-            )
+        code = process.stop(timeout_s=CLOSE_S)
+        if code:
+            logger.warning("the tracer's hub ended with code %s; see %s", code, self.spec.folder / LOG_FILE)
         for name in (HUB_FILE, OPEN_FILE):
             with suppress(OSError):
                 (self.spec.folder / name).unlink(missing_ok=True)
@@ -167,17 +151,13 @@ class HubProcess:
         # Readable by its owner only: prompts may be private.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.tokens.write(folder)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with (folder / LOG_FILE).open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "nemo_rl.tracer.hub.main"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                # Ctrl-C in the terminal ends the job, which ends the hub.
-                start_new_session=True,
-            )
+        self._process = ChildProcess(
+            [sys.executable, "-m", "nemo_rl.tracer.hub.main"],
+            name="the tracer's hub",
+            log=folder / LOG_FILE,
+            is_read=True,
+            environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
         said = self._talk(self._process)
         if "port" not in said:
             raise ResourceError(
@@ -189,15 +169,11 @@ class HubProcess:
         write_text(folder / HUB_FILE, f"{json.dumps(facts)}\n")
         write_private(folder / OPEN_FILE, self._open_page())
 
-    def _talk(self, process: subprocess.Popen[bytes]) -> Mapping[str, Any]:
+    def _talk(self, process: ChildProcess) -> Mapping[str, Any]:
         """Send the settings to the process and return its answer, which has the port; empty where the process ended."""
-        assert process.stdin is not None and process.stdout is not None
         orders = json.dumps({"spec": self.spec.as_record(), "tokens": asdict(self.tokens)})
-        with suppress(OSError):
-            process.stdin.write(f"{orders}\n".encode())
-            process.stdin.flush()
-        with process.stdout as said:
-            line = read_line(said.fileno(), timeout_s=self.spec.start_timeout_s)
+        process.tell(f"{orders}\n".encode())
+        line = process.read_line(timeout_s=self.spec.start_timeout_s)
         try:
             found = json.loads(line)
         except (ValueError, RecursionError):

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import select
+import socket
 import stat
 import time
 from collections.abc import Callable
@@ -20,7 +21,9 @@ __all__ = [
     "read_line",
     "read_plain",
     "read_tail",
+    "receive_exactly",
     "replace_file",
+    "time_left",
     "wait_readable",
     "write_text",
 ]
@@ -119,3 +122,24 @@ def read_line(descriptor: int, *, timeout_s: float, limit_bytes: int = 1 << 16) 
         line += part
     first, feed, _ = line.partition(b"\n")
     return first + feed
+
+
+def receive_exactly(connection: socket.socket, size: int, *, deadline: float | None) -> bytearray:
+    """Return the next bytes of a connection; raise EOFError at its end, and TimeoutError after the deadline, if any."""
+    content = bytearray()
+    while len(content) < size:
+        if deadline is not None:
+            connection.settimeout(time_left(deadline))
+        part = connection.recv(min(size - len(content), 1 << 20))
+        if not part:
+            raise EOFError(f"the peer closed the connection, {size - len(content)} bytes too early")
+        content += part
+    return content
+
+
+def time_left(deadline: float) -> float:
+    """Return the seconds until a moment of the monotonic clock; raise TimeoutError when it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline has passed")
+    return left

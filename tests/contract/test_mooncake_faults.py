@@ -309,7 +309,7 @@ import sys
 from tests.helpers.mooncake import small_config
 from nemo_rl.data_plane.factory import start_store
 store = start_store(small_config(), run_id="run-a")
-print(*store.process_ids.values(), store._servers._processes[0]._folder, flush=True)
+print(*store.process_ids.values(), store._servers._processes[0].folder, flush=True)
 sys.stdin.readline()
 """
 

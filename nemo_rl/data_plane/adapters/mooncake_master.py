@@ -2,8 +2,7 @@
 
 Started by the owner of a run (`mooncake.MooncakeStore.start`, and `transfer_queue` with backend `mooncake_cpu`). The
 programs are taken from the installed package, never from PATH; they end with their owner, also when it is killed, and
-no others are touched. A `GuardedProcess` runs its command under `process_guard`, in a session of its own, with its
-output in a file of a temporary folder; `stop` ends it by process id and removes the folder.
+no others are touched.
 """
 
 from __future__ import annotations
@@ -12,27 +11,20 @@ import importlib.util
 import logging
 import os
 import shlex
-import shutil
-import signal
 import socket
 import stat
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import MooncakeConfig
-from nemo_rl.data_plane.adapters import process_guard
 from nemo_rl.errors import DataPlaneClosed, ResourceError
+from nemo_rl.utils.child_process import Guard
 from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
-from nemo_rl.utils.files import read_line, read_tail
 
 __all__ = [
-    "GuardedProcess",
     "MooncakeServers",
     "StoreAddress",
     "answers",
@@ -42,91 +34,31 @@ __all__ = [
     "is_listening",
     "own_address",
     "start_servers",
+    "wait_for_port",
 ]
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 CONNECT_S = 1.0
-STOP_S = process_guard.GRACE_S + 3.0
-"""The guard itself needs a moment after the grace that it gives."""
-LOG_TAIL_BYTES = 400
 
 
-class GuardedProcess:
-    """One running command.
+def wait_for_port(process: Guard, host: str, port: int, *, timeout_s: float) -> None:
+    """Wait until a process listens on the port.
 
-    Example:
-        >>> process = GuardedProcess("sleep", ["sleep", "60"])
-        >>> process.stop()
-        >>> process.is_alive()
-        False
+    Raises:
+        ResourceError: the command ended, or nothing listens after `timeout_s`; the text has the end of its log.
     """
-
-    def __init__(self, name: str, command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
-        self.name = name
-        self._folder = Path(tempfile.mkdtemp(prefix=f"nemo_rl-{name}-"))
-        self._log = self._folder / f"{name}.log"
-        # -I -S: the guard needs neither site-packages nor the user's environment.
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", process_guard.__file__, str(self._log), *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **(environment or {})},
-            start_new_session=True,
-        )
-        assert self._guard.stdout is not None
-        with self._guard.stdout as said:
-            first = read_line(said.fileno(), timeout_s=START_TIMEOUT_S).strip()
-        if not first.isdigit():
-            self.stop()
+    give_up = time.monotonic() + timeout_s
+    while not answers(host, port):
+        if not process.is_alive():
+            raise ResourceError(f"{process.name} ended while it started: {process.log_tail()}")
+        if time.monotonic() > give_up:
             raise ResourceError(
-                f"cannot run {command[0]!r}: its guard gave {first[:100]!r} within {START_TIMEOUT_S:g} s, no process "
-                f"id, and ended with code {self._guard.returncode}"
+                f"{process.name} (process {process.pid}) does not listen on {host}:{port} after {timeout_s:.1f} s: "
+                f"{process.log_tail()}"
             )
-        self.pid = int(first)
-
-    def is_alive(self) -> bool:
-        """Return whether the command runs."""
-        return self._guard.poll() is None
-
-    def wait_for_port(self, host: str, port: int, *, timeout_s: float) -> None:
-        """Wait until a process listens on the port.
-
-        Raises:
-            ResourceError: the command ended, or nothing listens after `timeout_s`; the text has the end of its log.
-        """
-        give_up = time.monotonic() + timeout_s
-        while not answers(host, port):
-            if not self.is_alive():
-                raise ResourceError(f"{self.name} ended while it started: {self.log_tail()}")
-            if time.monotonic() > give_up:
-                raise ResourceError(
-                    f"{self.name} (process {self.pid}) does not listen on {host}:{port} after {timeout_s:.1f} s: "
-                    f"{self.log_tail()}"
-                )
-            time.sleep(POLL_S)
-
-    def log_tail(self) -> str:
-        """Return the end of what the command wrote."""
-        try:
-            content = read_tail(self._log, LOG_TAIL_BYTES)
-        except OSError as error:
-            return f"(no log: {error})"
-        return content.decode(errors="replace").strip() or "(it wrote nothing)"
-
-    def stop(self) -> None:
-        """End the command: SIGTERM, and SIGKILL after a grace. Idempotent."""
-        assert self._guard.stdin is not None
-        self._guard.stdin.close()
-        try:
-            self._guard.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            logger.warning("the guard of %s (process %d) does not end; killing it", self.name, self._guard.pid)
-            # The guard is its session's only other process: the kernel kills the command with it.
-            os.kill(self._guard.pid, signal.SIGKILL)
-            self._guard.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        time.sleep(POLL_S)
 
 
 def free_port(host: str) -> int:
@@ -187,7 +119,7 @@ class StoreAddress:
 class MooncakeServers:
     """The processes that a run owns."""
 
-    def __init__(self, *, address: StoreAddress, processes: list[GuardedProcess]) -> None:
+    def __init__(self, *, address: StoreAddress, processes: list[Guard]) -> None:
         self.address, self._processes = address, processes
 
     @property
@@ -198,7 +130,7 @@ class MooncakeServers:
     def stop(self) -> None:
         """End what this run started. Idempotent."""
         for process in reversed(self._processes):
-            process.stop()
+            process.close()
 
 
 def start_servers(config: MooncakeConfig, *, has_holder: bool, start: StartUp = DEFAULT_START) -> MooncakeServers:
@@ -208,7 +140,7 @@ def start_servers(config: MooncakeConfig, *, has_holder: bool, start: StartUp = 
         ResourceError: Mooncake is not installed, a named master does not answer, or a program does not start.
     """
     check_installed()
-    processes: list[GuardedProcess] = []
+    processes: list[Guard] = []
     try:
         master = config.master_address
         if master is None:
@@ -218,7 +150,7 @@ def start_servers(config: MooncakeConfig, *, has_holder: bool, start: StartUp = 
         holder = _start_holder(config, master, processes, start) if has_holder else ""
     except BaseException:
         for process in processes:
-            process.stop()
+            process.close()
         raise
     address = StoreAddress(master=master, holder=holder)
     servers = MooncakeServers(address=address, processes=processes)
@@ -296,7 +228,7 @@ def own_address(master: str) -> str:
         raise DataPlaneClosed(f"no route from this node to the Mooncake master at {master}: {error}") from error
 
 
-def _start_master(config: MooncakeConfig, processes: list[GuardedProcess], start: StartUp) -> str:
+def _start_master(config: MooncakeConfig, processes: list[Guard], start: StartUp) -> str:
     program = executable(check_installed() / "mooncake_master")
 
     def command(port: int) -> list[str]:
@@ -318,7 +250,7 @@ def _start_master(config: MooncakeConfig, processes: list[GuardedProcess], start
     return _start("mooncake_master", command, config, processes, start)
 
 
-def _start_holder(config: MooncakeConfig, master: str, processes: list[GuardedProcess], start: StartUp) -> str:
+def _start_holder(config: MooncakeConfig, master: str, processes: list[Guard], start: StartUp) -> str:
     program = executable(check_installed() / "mooncake_client")
 
     def command(port: int) -> list[str]:
@@ -340,7 +272,7 @@ def _start(
     name: str,
     command: Callable[[int], list[str]],
     config: MooncakeConfig,
-    processes: list[GuardedProcess],
+    processes: list[Guard],
     start: StartUp,
 ) -> str:
     """Start a program, which binds its port itself: on one that is free now, or is taken by then and another is tried.
@@ -349,12 +281,14 @@ def _start(
     """
     for attempt in range(1, START_ATTEMPTS + 1):
         port = _free_port(config.host)
-        process = GuardedProcess(name, command(port), environment={"MC_TCP_BIND_ADDRESS": config.host})
+        folder = Path(tempfile.mkdtemp(prefix=f"nemo_rl-{name}-"))
+        variables = {"MC_TCP_BIND_ADDRESS": config.host}
+        process = Guard(folder, command(port), start_timeout_s=start.timeout_s, environment=variables)
         try:
             with start.waiting_for(name):
-                process.wait_for_port(config.host, port, timeout_s=start.timeout_s)
+                wait_for_port(process, config.host, port, timeout_s=start.timeout_s)
         except BaseException as error:
-            process.stop()
+            process.close()
             if attempt == START_ATTEMPTS or not isinstance(error, ResourceError):
                 raise
             logger.warning("%s; trying another port", error)

@@ -1,7 +1,7 @@
 """`shm`: payloads in the node's shared memory, without Ray.
 
 Serves plain processes, and Ray's with `ray.owner: node`. Segments are files that processes map, pass on and reuse; they
-belong to the node and outlive the process that wrote them. The run's owner removes them at close, and a watcher process
+belong to the node and outlive the process that wrote them. The run's owner removes them at close, and a reaper process
 removes them when the owner dies first.
 
     <folder>/nrl-<run>/live/<chunk>         a chunk's bytes behind a 64-byte head
@@ -16,13 +16,9 @@ reader that finds the same tag before and after it copied has copied that chunk.
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
-import shutil
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,10 +34,10 @@ from nemo_rl.data_plane.chunks.dense import copy_end_to_end
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
 from nemo_rl.data_plane.keys import chunk_tag, owner_of, process_of
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, DataPlaneError, KeysNotFound
+from nemo_rl.utils.child_process import Guard
 from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
-from nemo_rl.utils.files import wait_readable
 
-__all__ = ["SegmentFolder", "SegmentWatcher", "SharedMemoryStore", "folder_of"]
+__all__ = ["SegmentFolder", "SharedMemoryStore", "folder_of"]
 
 HEAD_BYTES = 64
 LEAST_BYTES = 64 << 10
@@ -269,52 +265,11 @@ def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // step) * step
 
 
-logger = logging.getLogger(__name__)
-
-WATCHER_EXIT_S = 10.0
-# Ends with its owner's end of the pipe, whatever ended the owner. It forks away from it, because Ray kills the
-# children of a worker that dies. `-S -E`: it needs the standard library only.
-_WATCH = """
-import os, shutil, sys
-if os.fork():
-    os._exit(0)
-sys.stdin.buffer.read()
-shutil.rmtree(sys.argv[1], ignore_errors=True)
-"""
-
-
-class SegmentWatcher:
-    """A process that removes a folder when this process ends, also by SIGKILL."""
-
-    def __init__(self, folder: Path, *, start: StartUp) -> None:
-        self._folder = folder
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", _WATCH, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        with start.waiting_for(f"the watcher of {folder}"):
-            self._process.wait(timeout=start.timeout_s)
-
-    def close(self) -> None:
-        """Remove the folder and end the process."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        stdin.close()
-        # The watcher writes nothing: its output ends when it does.
-        if not wait_readable(stdout.fileno(), timeout_s=WATCHER_EXIT_S):
-            logger.warning("the watcher of %s did not end within %.0f s", self._folder, WATCHER_EXIT_S)
-        stdout.close()
-
-
 class SharedMemoryStore(PayloadStore):
     """Chunks in segments of one node."""
 
-    def __init__(self, config: SharedMemoryConfig, *, run_id: str, watcher: SegmentWatcher | None) -> None:
-        self._config, self._run_id, self._watcher = config, run_id, watcher
+    def __init__(self, config: SharedMemoryConfig, *, run_id: str, reaper: Guard | None) -> None:
+        self._config, self._run_id, self._reaper = config, run_id, reaper
         self._folder = folder_of(config.folder, run_id)
         self._segments = SegmentFolder(self._folder, keep_bytes=config.keep_bytes)
         self._lock = threading.Lock()
@@ -337,7 +292,10 @@ class SharedMemoryStore(PayloadStore):
                 f"cannot make {folder} for shared-memory segments: {error}; set data_plane.shm.folder to a tmpfs that "
                 "this user can write to"
             ) from error
-        return cls(config, run_id=run_id, watcher=SegmentWatcher(folder, start=start))
+        with start.waiting_for(f"the reaper of {folder}"):
+            # Apart, since Ray kills the children of a worker that dies.
+            reaper = Guard(folder, start_timeout_s=start.timeout_s, is_apart=True)
+        return cls(config, run_id=run_id, reaper=reaper)
 
     @classmethod
     def join(cls, config: SharedMemoryConfig, *, run_id: str) -> SharedMemoryStore:
@@ -346,7 +304,7 @@ class SharedMemoryStore(PayloadStore):
         Raises:
             DataPlaneClosed: the run has no segments on this node (any more).
         """
-        store = cls(config, run_id=run_id, watcher=None)
+        store = cls(config, run_id=run_id, reaper=None)
         store._check_open()
         return store
 
@@ -401,8 +359,8 @@ class SharedMemoryStore(PayloadStore):
                 return
             self._is_closed = True
         self._segments.clear_cache()
-        if self._watcher is not None:
-            self._watcher.close()
+        if self._reaper is not None:
+            self._reaper.close()
 
     @contextmanager
     def _while_folder_exists(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from nemo_rl.data_plane.adapters.mooncake_master import (
     own_address,
     start_servers,
 )
-from nemo_rl.data_plane.adapters.transfer_queue_guard import Guard
+from nemo_rl.data_plane.adapters.transfer_queue_guard import CLOSE_S, CLOSED, start_guard
 from nemo_rl.data_plane.adapters.transfer_queue_guest import (
     find_queue,
     leave_clean,
@@ -71,6 +71,7 @@ from nemo_rl.errors import (
     ResourceError,
     name_some,
 )
+from nemo_rl.utils.child_process import ChildProcess
 from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
 __all__ = ["CONTROLLER", "CONTROLLER_NAMESPACE", "CPU_WAIT_S", "TransferQueueStore"]
@@ -111,7 +112,7 @@ class TransferQueueStore(PayloadStore):
         self._partition, self._config, layout = queue_partition(run_id), config, config.transfer_queue.layout
         self._has_own_units = session.guest is None and session.mooncake is None
         self._rows = QueueRows(session, run_id=run_id) if layout == "native" else None
-        self._guard: Guard | None = None
+        self._guard: ChildProcess | None = None
         self._is_closed = False
 
     @classmethod
@@ -171,7 +172,7 @@ class TransferQueueStore(PayloadStore):
         store = cls(session, run_id=run_id, config=config, owns="partitions")
         try:
             node = ray.util.get_node_ip_address()
-            store._guard = Guard(run_id=run_id, ray_address=ray.get_runtime_context().gcs_address, node=node)
+            store._guard = start_guard(run_id=run_id, ray_address=ray.get_runtime_context().gcs_address, node=node)
             deadline = time.monotonic() + timeout_s
             remove_dead_runs(session, deadline=deadline)
             mark_owner(session, run_id=run_id, deadline=deadline)
@@ -314,7 +315,7 @@ class TransferQueueStore(PayloadStore):
                 self._rows.is_closed = True
             _process.give_up(self._session, is_owner=self._owns == "service")
         if self._guard is not None:
-            self._guard.close()
+            self._guard.stop(CLOSED, timeout_s=CLOSE_S)
 
     def _check_accepted(self, keys: list[str], deadline: float) -> None:
         """A put reports success even when the controller refused it; its own record of the keys says so."""

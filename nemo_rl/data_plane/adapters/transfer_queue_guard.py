@@ -2,17 +2,19 @@
 
 `python -m nemo_rl.data_plane.adapters.transfer_queue_guard RUN_ID RAY_ADDRESS NODE` waits for its standard input: a
 word means that the run has closed, its end without one that the owner has died, which the kernel reports however it
-dies. Until then it has imported the standard library alone. `Guard` is the owner's side.
+dies. Until then it has imported neither torch nor Ray.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
+from subprocess import DEVNULL
 
-__all__ = ["Guard", "main"]
+from nemo_rl.utils.child_process import ChildProcess
+
+__all__ = ["CLOSED", "CLOSE_S", "main", "start_guard"]
 
 CLOSED = b"closed"
 CLOSE_S = 10.0
@@ -20,36 +22,16 @@ REMOVE_S = 60.0
 """Seconds in which TransferQueue must answer a guard."""
 
 
-class Guard:
-    """The guard of one run."""
+def start_guard(*, run_id: str, ray_address: str, node: str) -> ChildProcess:
+    """Start the guard of one run; `stop(CLOSED, ..)` ends it when the run has removed its partitions itself.
 
-    def __init__(self, *, run_id: str, ray_address: str, node: str) -> None:
-        """Args:
+    Args:
         node: address of this node in the Ray cluster.
-        """
-        # Ray takes a loopback address for that of another card, where its driver is to join a cluster.
-        loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if node.startswith("127.") else {}
-        # A session of its own: what ends the owner's process group must not end the guard.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, run_id, ray_address, node],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **loopback},
-            start_new_session=True,
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def close(self) -> None:
-        """The run has removed its partitions itself."""
-        try:
-            self._process.communicate(CLOSED, timeout=CLOSE_S)
-        except (OSError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
+    """
+    # Ray takes a loopback address for that of another card, where its driver is to join a cluster.
+    loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if node.startswith("127.") else {}
+    command = [sys.executable, "-m", __name__, run_id, ray_address, node]
+    return ChildProcess(command, name=f"the guard of run {run_id}", log=DEVNULL, environment=loopback)
 
 
 def main(run_id: str, ray_address: str, node: str) -> None:

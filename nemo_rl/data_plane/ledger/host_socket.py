@@ -22,6 +22,7 @@ from nemo_rl.data_plane.address import Handles, LedgerAddress
 from nemo_rl.data_plane.ledger.host import LedgerService, final_loss, read_reply
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, LedgerLost, to_record
+from nemo_rl.utils.files import receive_exactly, time_left
 
 __all__ = ["LedgerServer", "SocketLedgerHost"]
 
@@ -146,7 +147,7 @@ class SocketLedgerHost:
         connection = None
         try:
             connection = self._take(deadline)
-            connection.settimeout(_left(deadline))
+            connection.settimeout(time_left(deadline))
             _send(connection, {**request, "timeout_s": timeout_s})
             reply = _receive(connection, limit=MAX_FRAME_BYTES, deadline=deadline)
         except TimeoutError as error:
@@ -188,7 +189,7 @@ class SocketLedgerHost:
                 raise DataPlaneClosed(f"this client of run {self._address.run_id!r} is closed")
             if self._idle:
                 return self._idle.pop()
-        connection = socket.create_connection((LOOPBACK, self._address.port), timeout=_left(deadline))
+        connection = socket.create_connection((LOOPBACK, self._address.port), timeout=time_left(deadline))
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _send(connection, {"token": self._address.token})
@@ -220,29 +221,10 @@ def _send(connection: socket.socket, value: Mapping[str, object]) -> None:
 
 
 def _receive(connection: socket.socket, *, limit: int, deadline: float | None) -> object:
-    (size,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, deadline))
+    (size,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size, deadline=deadline))
     if size > limit:
         raise ValueError(f"a ledger frame of {size} bytes is over the limit of {limit}")
-    return msgpack.unpackb(_receive_exactly(connection, size, deadline))
-
-
-def _receive_exactly(connection: socket.socket, size: int, deadline: float | None) -> bytearray:
-    content = bytearray()
-    while len(content) < size:
-        if deadline is not None:
-            connection.settimeout(_left(deadline))
-        part = connection.recv(min(size - len(content), 1 << 20))
-        if not part:
-            raise EOFError("the peer closed the connection")
-        content += part
-    return content
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the deadline has passed")
-    return left
+    return msgpack.unpackb(receive_exactly(connection, size, deadline=deadline))
 
 
 def _drop(connection: socket.socket | None) -> None:

@@ -26,7 +26,7 @@ quiet = {"start_new_session": True, "stdout": subprocess.DEVNULL}
 with folder.marking():
     marked = subprocess.Popen(sleep, **quiet)
 other = subprocess.Popen(sleep, **quiet)
-print(folder.path, marked.pid, other.pid, folder._reaper.pid, flush=True)
+print(folder.path, marked.pid, other.pid, folder.reaper.pid, flush=True)
 time.sleep(600)
 """
 
@@ -110,7 +110,7 @@ def test_the_end_of_a_run_takes_what_is_left_of_its_processes_and_its_sweeper() 
     folder.close()
     folder.close()
     assert child.wait(60) == -signal.SIGKILL
-    assert not folder.path.exists() and folder._reaper.returncode == 0
+    assert not folder.path.exists() and not psutil.pid_exists(folder.reaper.pid)
 
 
 def test_a_folder_that_others_can_open_is_refused(root: Path) -> None:

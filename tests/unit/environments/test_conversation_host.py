@@ -223,7 +223,7 @@ def test_memory_and_network_are_limited(mark: str) -> None:
 
 def test_the_audit_hook_refuses_connections() -> None:
     code = (
-        "import socket; from nemo_rl.environments import isolation as i; i._LIBC = type('L', (), "
+        "import socket; from nemo_rl.environments import isolation as i; i.LIBC = type('L', (), "
         "{'unshare': lambda self, flags: -1})(); assert i.turn_network_off() == 'audit_hook'; "
         "socket.socketpair(); socket.create_connection(('127.0.0.1', 9))"
     )

@@ -136,7 +136,7 @@ def test_hub_that_is_killed_ends_nothing_but_itself(tmp_path, caplog):
             os.kill(hub.pid, signal.SIGKILL)
             with pytest.raises(ConnectionClosed):
                 rank.socket.recv(WAIT_S)
-        hub._process.wait(WAIT_S)
+        assert hub._process.wait(WAIT_S) == -signal.SIGKILL
         assert not hub.is_alive
     assert "ended with code -9" in caplog.text
 
@@ -196,7 +196,7 @@ def test_last_pictures_reach_viewers_after_the_job_has_ended(tmp_path):
         ):
             send_norm(rank, 1, 9.0)
             rank.socket.ping().wait(WAIT_S)
-            hub._process.stdin.close()
+            hub._process.ask_to_end()
             found = viewer.wait_for("frame")["frame"]
             assert isinstance(found, Frame) and found.missing == (1,)
     finally:
