@@ -35,9 +35,8 @@ from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.versions import find_weights
-from nemo_rl.diagnostics.step_replay.chain import ChainLink, read_link
+from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, ReplayRequest, read_link
 from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.worker_fleet import WorkerFleet

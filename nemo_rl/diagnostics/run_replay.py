@@ -19,7 +19,7 @@ from nemo_rl.algorithms.schedule_file import RunSchedule, read_schedule
 from nemo_rl.algorithms.scheduled_batches import ScheduledBatches
 from nemo_rl.algorithms.setup import FollowedSchedule, open_trainer
 from nemo_rl.config.load import load_config
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import CheckpointError
 from nemo_rl.utils.trackers import METRICS_FILE, read_metrics

@@ -19,8 +19,8 @@ from nemo_rl.algorithms.run import run
 from nemo_rl.algorithms.schedule_file import SCHEDULE_FILE
 from nemo_rl.cli.main import app
 from nemo_rl.diagnostics.run_replay import replay_run
+from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import CheckpointError, UserError, WorkerError
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -147,7 +147,7 @@ def test_a_replay_names_the_first_number_that_differs(tmp_path, model):
     )
     assert report.verdict is Verdict.MISMATCH and report.differences[0].step == 1
     assert "weights" in {each.what for each in report.differences if each.step == 1}
-    result = CliRunner().invoke(app, ["replay", str(logs), "--from", "0", "--to", "9"])
+    result = CliRunner().invoke(app, ["compare", str(logs), "replay", "--to", "9"])
     assert result.exit_code == Verdict.USAGE.value and "expected 1 to 3" in result.stderr
 
 

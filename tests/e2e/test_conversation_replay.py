@@ -19,8 +19,8 @@ from nemo_rl.algorithms.kept_steps.folder import CONVERSATION_FILE, StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.diagnostics.conversation_replay import replay_conversations
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.utils.manifest import Manifest
 from tests.helpers.chat_templates import QWEN3

@@ -16,8 +16,8 @@ from nemo_rl.cli.main import app
 from nemo_rl.data_plane.column_io import read_column_file
 from nemo_rl.data_plane.extra_columns import rows_as_list
 from nemo_rl.data_plane.schema import FIELDS
+from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError
 from tests.helpers import mooncake
@@ -106,7 +106,7 @@ def test_rows_keep_what_prompt_and_environment_gave(alone: Path) -> None:
         assert len({len(row) for row in columns["image"] if isinstance(row, list)}) > 1
     lines = [json.loads(line) for line in (alone / "rollouts" / "step_1.jsonl").read_text().splitlines()]
     assert all(set(line["extras"]) == {"weight", "note"} for line in lines)
-    shown = CliRunner().invoke(app, ["rollouts", "show", str(alone), "--step", "1"]).output
+    shown = CliRunner().invoke(app, ["inspect", str(alone), "step", "1", "rollouts"]).output
     assert "weight 1.5" in shown and 'note {"number": ' in " ".join(shown.split())
 
 

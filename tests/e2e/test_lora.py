@@ -23,8 +23,8 @@ from nemo_rl.algorithms.schedule_file import SCHEDULE_FILE
 from nemo_rl.algorithms.setup import open_parts
 from nemo_rl.cli.main import app, main
 from nemo_rl.diagnostics.run_replay import replay_run
+from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.calls import ask
 from nemo_rl.models.adapter_folder import base_identity, base_of, load_model_at

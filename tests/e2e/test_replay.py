@@ -21,9 +21,9 @@ from nemo_rl.algorithms.kept_steps.record import StepStatus
 from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
 from nemo_rl.diagnostics.compare.folders import compare_folders
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.compare import ReplayReport
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError, NonFiniteError, UserError
 from nemo_rl.utils.manifest import Manifest
@@ -181,7 +181,7 @@ def test_an_edited_record_is_corrupt_though_its_checksums_are_right(name: str, c
     (step / STEP_FILE).write_text(json.dumps(record))
     Manifest.write(step)
     (step / "manifest.json").write_text(_without_itself((step / "manifest.json").read_text()))
-    done = CliRunner().invoke(app, ["replay", str(copied), "--step", "4"])
+    done = CliRunner().invoke(app, ["compare", str(copied), "replay", "step", "4"])
     assert done.exit_code == Verdict.CORRUPT.value, done.output
     assert str(step / STEP_FILE) in done.output.replace("\n", "") and "Traceback" not in done.output
 
@@ -195,13 +195,13 @@ def _without_itself(text: str) -> str:
 def test_a_missing_step_and_a_torn_file_have_exit_codes_of_their_own(copied: Path) -> None:
     shutil.rmtree(copied / "steps" / "step_3")
     cli = CliRunner()
-    gone = cli.invoke(app, ["replay", str(copied), "--step", "4"])
+    gone = cli.invoke(app, ["compare", str(copied), "replay", "step", "4"])
     assert gone.exit_code == Verdict.INCOMPLETE.value and "step 3" in gone.output
     content = (copied / "steps" / "step_4" / UPDATE_FILE).read_bytes()
     (copied / "steps" / "step_4" / UPDATE_FILE).write_bytes(content[:-5])
-    torn = cli.invoke(app, ["replay", str(copied), "--step", "4"])
+    torn = cli.invoke(app, ["compare", str(copied), "replay", "step", "4"])
     assert torn.exit_code == Verdict.CORRUPT.value and UPDATE_FILE in torn.output
-    assert cli.invoke(app, ["replay", str(copied), "--step", "9"]).exit_code == Verdict.INCOMPLETE.value
+    assert cli.invoke(app, ["compare", str(copied), "replay", "step", "9"]).exit_code == Verdict.INCOMPLETE.value
 
 
 def planted_row(log_dir: Path) -> int:

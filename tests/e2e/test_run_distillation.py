@@ -12,8 +12,8 @@ from rich.console import Console
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.run import run
 from nemo_rl.data.tokenizer import build_tokenizer
+from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError
 from tests.helpers.runs import LOCAL, ROOT, load_recipe, logged_steps, write_recipe

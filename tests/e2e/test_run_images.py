@@ -13,8 +13,8 @@ from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.data_plane.column_io import read_column_file
 from nemo_rl.data_plane.extra_columns import rows_as_list
+from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError
 from tests.helpers import mooncake

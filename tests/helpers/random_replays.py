@@ -22,9 +22,9 @@ from rich.console import Console
 
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.run import run
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.compare import ReplayReport
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from tests.helpers.model_families import write_family
 from tests.helpers.runs import ROOT, SMALL, load_recipe, logged_steps

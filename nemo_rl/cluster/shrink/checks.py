@@ -16,9 +16,8 @@ import torch
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.cluster.shrink.changes import ShrinkChange
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.diagnostics.step_replay.chain import checkpoints_of
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest, checkpoints_of
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.models.adapter_folder import is_adapter_folder, read_adapter
 from nemo_rl.models.loading import build_meta_model, load_causal_lm, named_weights

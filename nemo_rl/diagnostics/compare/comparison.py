@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from nemo_rl.diagnostics.compare.measurement import Metric
-from nemo_rl.diagnostics.compare.side import SideFinding
-from nemo_rl.diagnostics.compare.site import ComparedSite
+from nemo_rl.diagnostics.compare.side import ComparedSite, SideFinding
 from nemo_rl.diagnostics.compare.site_result import RowName, SiteResult, WorstToken
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.records.sites import SiteKind

@@ -29,8 +29,7 @@ from nemo_rl.diagnostics.compare.comparison import (
 from nemo_rl.diagnostics.compare.limits import DEFAULT, ToleranceRules, limits_text
 from nemo_rl.diagnostics.compare.measurement import Metric
 from nemo_rl.diagnostics.compare.merge import SampleMap, match_samples, merge
-from nemo_rl.diagnostics.compare.side import Side, SideFinding, gravest, token_texts
-from nemo_rl.diagnostics.compare.site import PHASES, ComparedSite
+from nemo_rl.diagnostics.compare.side import PHASES, ComparedSite, Side, SideFinding, gravest, token_texts
 from nemo_rl.diagnostics.compare.site_result import SiteResult, compare_site
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError, name_some

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from nemo_rl.diagnostics.compare.limits import ToleranceRules, coarsest
 from nemo_rl.diagnostics.compare.measurement import Measurement, Metric, measure, take_rows
 from nemo_rl.diagnostics.compare.merge import MatchedRows, Merged, SampleMap, match_rows
-from nemo_rl.diagnostics.compare.side import POSITIONS, Side
-from nemo_rl.diagnostics.compare.site import ComparedSite
+from nemo_rl.diagnostics.compare.side import POSITIONS, ComparedSite, Side
 
 __all__ = ["RowName", "SiteResult", "WorstToken", "compare_site", "finite_or_text"]
 

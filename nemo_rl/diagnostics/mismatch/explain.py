@@ -28,8 +28,7 @@ from nemo_rl.diagnostics.mismatch.scorer import Scorer
 from nemo_rl.diagnostics.mismatch.setting import ScoreSetting, Stated
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens, read_tokens, route_columns
 from nemo_rl.diagnostics.mismatch.versions import Versions, find_versions
-from nemo_rl.diagnostics.step_replay.chain import ChainLink, read_link
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
+from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, ReplayRequest, read_link
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import CheckpointError

@@ -124,7 +124,7 @@ HINTS: Mapping[Cause, str] = {
     "(generation_config.json), and whether its log-probabilities are those of the cut distribution",
     "sets": "set policy.generation.record_support=true, so that the trainer scores under the embedded engine's sets, "
     "or leave the filter out: policy.generation.top_p=1 and top_k=null",
-    "routes": "set policy.router_replay.enabled=true and see `nemo-rl trace verify` for where routes are lost",
+    "routes": "set policy.router_replay.enabled=true and see `nemo-rl inspect DIR routes` for where routes are lost",
     "precision": "compare policy.precision with policy.generation.precision and with what the engine really "
     "computes in; raise the lower one, or correct for it with importance weights",
     "batching": "compare the trainer's pass with rows alone: `nemo-rl probe`, the layout of the run against one rank",

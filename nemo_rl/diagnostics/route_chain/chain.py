@@ -1,4 +1,4 @@
-"""The verifier behind `nemo-rl trace verify`: compares the routes of the rollout with those that the routers used.
+"""The verifier behind `nemo-rl inspect DIR routes`: routes of the rollout, and those that the routers used.
 
     rollout -> fetch -> shard -> assignment -> action -> forward -> recompute
 

@@ -1,4 +1,4 @@
-"""`ReplayChain`: the kept steps that lead to the one that is asked for, and the start from which they go.
+"""`ReplayRequest` and `ReplayChain`: what is to be replayed, the kept steps that lead to it, and their start.
 
 Invariant: the steps of a chain are those that the run did between its start and the target, all of them.
 """
@@ -8,19 +8,61 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from nemo_rl.algorithms.kept_steps.folder import STEP_FILE, SnapshotFolder, StepsFolder
 from nemo_rl.algorithms.kept_steps.record import StepSnapshot, StepStatus
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.errors import CheckpointError, SchemaMismatch, name_some, shorten
+from nemo_rl.errors import CheckpointError, SchemaMismatch, UserError, name_some, shorten
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 
-__all__ = ["ChainLink", "ReplayChain", "checkpoints_of", "find_chain", "read_link", "read_target"]
+__all__ = [
+    "ChainLink",
+    "ReplayChain",
+    "ReplayProblem",
+    "ReplayRequest",
+    "Worker",
+    "checkpoints_of",
+    "find_chain",
+    "read_link",
+    "read_target",
+]
 
 MOST_RANKS = 1 << 16
+Worker = Literal["dtensor", "megatron"]
+
+
+class ReplayProblem(UserError):
+    """A step cannot be replayed; `verdict` says for which kind of reason."""
+
+    def __init__(self, text: str, *, verdict: Verdict) -> None:
+        super().__init__(text)
+        self.verdict = verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayRequest:
+    """The step of a run to replay, and the options of the replay."""
+
+    run: Path
+    """`logger.log_dir` of the run."""
+    step: int
+    in_one_process: bool = False
+    """False: as many ranks as the run had, in its layout."""
+    worker: Worker | None = None
+    """The worker, or None for that of the run."""
+    overrides: tuple[str, ...] = ()
+    """`KEY=VALUE` of the config: what would have been."""
+    rows: tuple[str, ...] = ()
+    """Keys of rows of the step: only these, without an update of theirs."""
+    dump: str | None = None
+    """Sites to record in the passes of `step`."""
+    allows_code: bool = False
+    """True where modules outside the library that the kept config names may be imported."""
+    out: Path | None = None
+    """Folder of these records; they need one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

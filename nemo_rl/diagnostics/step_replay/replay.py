@@ -21,10 +21,16 @@ import torch
 
 from nemo_rl.algorithms.kept_steps.record import StepSnapshot, StepStatus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
-from nemo_rl.diagnostics.step_replay.chain import ReplayChain, checkpoints_of, find_chain, read_target
+from nemo_rl.diagnostics.step_replay.chain import (
+    ReplayChain,
+    ReplayProblem,
+    ReplayRequest,
+    checkpoints_of,
+    find_chain,
+    read_target,
+)
 from nemo_rl.diagnostics.step_replay.compare import ReplayReport, StepFindings, compare_step
 from nemo_rl.diagnostics.step_replay.rank import RankJob, RankStep, replay_rank
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
 from nemo_rl.diagnostics.verdict import Verdict

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nemo_rl.diagnostics.compare.comparison import RecordingComparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.measurement import Metric
-from nemo_rl.diagnostics.compare.site import ComparedSite
+from nemo_rl.diagnostics.compare.side import ComparedSite
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError
 from nemo_rl.records.record import RecordPlace
