@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from nemo_rl.algorithms.kept_steps.record import SnapshotOutcome, StepSnapshot
+from nemo_rl.diagnostics.compare.comparison import RecordingComparison
 from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
 from nemo_rl.diagnostics.step_replay.rank import Logprobs, RankStep
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
@@ -336,6 +337,8 @@ class ReplayReport:
     notes: tuple[str, ...]
     steps: tuple[StepFindings, ...]
     seconds: float
+    sites: RecordingComparison | None = None
+    """The records of the last step against those of its replay; None where the run has none."""
 
     @property
     def first_difference(self) -> tuple[int, str] | None:
@@ -354,9 +357,10 @@ class ReplayReport:
             return Verdict.VACUOUS
         if self.what_if:
             return Verdict.PASS
-        if self.first_difference is not None:
+        of_sites = Verdict.PASS if self.sites is None else self.sites.verdict
+        if self.first_difference is not None or of_sites is Verdict.MISMATCH:
             return Verdict.MISMATCH
-        return Verdict.INCOMPLETE if None in looked_at else Verdict.PASS
+        return Verdict.INCOMPLETE if None in looked_at and of_sites is Verdict.PASS else of_sites
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report."""
@@ -374,13 +378,17 @@ class ReplayReport:
         first = self.first_difference
         if first is not None:
             yield f"first stage that differs: {first[1]} of step {first[0]}"
+        if self.sites is not None:
+            yield f"recorded sites of step {self.step}, A as the run recorded them, B replayed"
+            yield from (f"  {line}" for line in self.sites.lines())
         yield f"{self.verdict.label} in {self.seconds:.1f} s"
 
     def as_record(self) -> dict[str, object]:
         """Return the report as JSON-like values."""
         return {
-            **asdict(self),
+            **asdict(replace(self, sites=None)),
             "verdict": self.verdict.label,
+            "sites": None if self.sites is None else self.sites.as_record(),
             "first_difference": None
             if self.first_difference is None
             else {"step": self.first_difference[0], "stage": self.first_difference[1]},

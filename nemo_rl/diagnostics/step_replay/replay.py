@@ -21,6 +21,8 @@ import torch
 
 from nemo_rl.algorithms.kept_steps.record import StepSnapshot, StepStatus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
+from nemo_rl.algorithms.run_folder import RECORDS
+from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.step_replay.chain import (
     ReplayChain,
     ReplayProblem,
@@ -38,9 +40,10 @@ from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import CheckpointError, NonFiniteError
 from nemo_rl.models.policy.recording import RecordSpec, recorded_model
-from nemo_rl.records.reader import TensorRecord, read_folder
+from nemo_rl.records.reader import CorruptRecord, TensorRecord, UnsupportedRecord, read_folder
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import SiteKind, execution_order
+from nemo_rl.records.writer import MANIFEST
 
 __all__ = ["NonFiniteValue", "first_non_finite", "replay_step"]
 
@@ -115,23 +118,39 @@ def _named(record: TensorRecord, value: torch.Tensor) -> NonFiniteValue:
     )
 
 
-EVERYTHING, RECORDS = "*", "records"
+EVERYTHING = "*"
 
 
 def replay_step(request: ReplayRequest) -> ReplayReport:
-    """Replay a step and compare it; of one that failed with a NaN, name the site where it came from.
+    """Replay a step and compare it, site by site where the run has recorded it too.
+
+    Of a step that failed with a NaN, name the site where it came from.
 
     Raises:
         ReplayProblem: it cannot be replayed; says why. ConfigError: an override is wrong.
         ChildFailed: a rank ended with something that is no error of a step.
     """
     target = read_target(request.run, request.step)
-    if target.error is None or target.error.kind != NonFiniteError.__name__ or request.dump is not None:
+    is_nan = target.error is not None and target.error.kind == NonFiniteError.__name__
+    theirs = request.run / RECORDS / f"step_{request.step}"
+    # Records of all rows say nothing of some of them, and those of the run nothing of another config.
+    is_recorded = (theirs / MANIFEST).is_file() and not request.rows and not request.overrides
+    if request.dump is not None or not (is_nan or is_recorded):
         return _replay(request, target)
     with tempfile.TemporaryDirectory(prefix="nemo_rl_replay_") as folder:
-        recorded = replace(request, dump=EVERYTHING, out=Path(folder) / RECORDS)
-        report = _replay(recorded, target)
-        return replace(report, notes=(*report.notes, *_first_nan(Path(folder) / RECORDS)))
+        ours = Path(folder) / RECORDS
+        report = _replay(replace(request, dump=EVERYTHING if is_nan else _selector(theirs), out=ours), target)
+        if is_nan:
+            report = replace(report, notes=(*report.notes, *_first_nan(ours)))
+        return replace(report, sites=compare_folders(theirs, ours)) if is_recorded and ours.is_dir() else report
+
+
+def _selector(recorded: Path) -> str:
+    """Return the sites that a run has recorded; all where its manifest is damaged, which the comparison says."""
+    try:
+        return read_folder(recorded).manifest.selector
+    except (CorruptRecord, UnsupportedRecord):
+        return EVERYTHING
 
 
 def _first_nan(folder: Path) -> tuple[str, ...]:
