@@ -20,15 +20,13 @@ import typer
 
 from nemo_rl.algorithms.run_folder import RECORDS
 from nemo_rl.cli.doors import AsJson, Door, Selected, end_with, selected, show, with_records
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.diagnostics.verdict import Comparison, Verdict
 from nemo_rl.errors import UserError
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.files import write_text
 
 if TYPE_CHECKING:
-    from nemo_rl.diagnostics.conversation_replay import ConversationReport
     from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
-    from nemo_rl.diagnostics.step_replay.compare import ReplayReport
 
 __all__ = ["ComparisonOptions", "ReplayOptions", "app", "show_comparison", "tell", "verdict_of_problem"]
 
@@ -198,9 +196,7 @@ def replay(
     end_with(report, as_json=options.as_json)
 
 
-def _replayed(
-    request: ReplayRequest, *, conversations: bool, num_engines: int | None
-) -> ReplayReport | ConversationReport:
+def _replayed(request: ReplayRequest, *, conversations: bool, num_engines: int | None) -> Comparison:
     from nemo_rl.diagnostics.conversation_replay import replay_conversations  # noqa: PLC0415
     from nemo_rl.diagnostics.step_replay.replay import replay_step  # noqa: PLC0415
     from nemo_rl.distributed.local_job import quiet_libraries  # noqa: PLC0415

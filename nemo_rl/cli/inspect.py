@@ -35,7 +35,7 @@ from nemo_rl.errors import UserError, boundary, name_some
 from nemo_rl.tracer.stream_reader import RECORDING_FOLDER, stream_files
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.rollout_file import steps_with_rollouts
-from nemo_rl.utils.trackers import METRICS_FILE, read_metrics
+from nemo_rl.utils.trackers import METRICS_FILE, metrics_by_step
 
 __all__ = ["app"]
 
@@ -87,7 +87,7 @@ def summary(ctx: typer.Context, as_json: AsJson = False) -> None:
     if found.rows:
         show_row(run, found.rows[0], as_json=as_json)
         return
-    numbers = _numbers(run)
+    numbers = metrics_by_step(run / METRICS_FILE) if (run / METRICS_FILE).is_file() else {}
     parts = [part for part in _parts(run, tuple(numbers), found.step) if found.step in (None, *part.steps)]
     if not parts:
         step = "" if found.step is None else f" with step {found.step}"
@@ -103,15 +103,6 @@ def summary(ctx: typer.Context, as_json: AsJson = False) -> None:
         if name.startswith(SHOWN)
     ]
     show(record, [*lines, *(part.line for part in parts)], as_json=as_json)
-
-
-def _numbers(run: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics of each step; those of several lines are joined."""
-    found: dict[int, dict[str, float]] = {}
-    if (run / METRICS_FILE).is_file():
-        for row in read_metrics(run / METRICS_FILE):
-            found.setdefault(int(row["step"]), {}).update(row)
-    return found
 
 
 def _parts(run: Path, logged: tuple[int, ...], step: int | None) -> Iterator[RunPart]:

@@ -127,7 +127,7 @@ def test_every_store_gives_the_numbers_of_one_process(tmp_path: Path, model: Pat
 def test_a_step_with_extra_columns_is_replayed_to_the_last_bit(alone: Path) -> None:
     report = replay_step(ReplayRequest(run=alone, step=2, allows_code=True))
     assert report.verdict is Verdict.PASS, list(report.lines())
-    assert not any(finding.difference for step in report.steps for finding in step.findings)
+    assert not any(site.difference for site in report.sites)
 
 
 def test_columns_that_no_pass_reads_move_once_and_change_no_other_traffic(tmp_path: Path, model: Path) -> None:

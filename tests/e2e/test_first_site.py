@@ -65,12 +65,12 @@ def test_two_commands_lead_from_a_wrong_loss_to_the_first_site_that_differs(tmp_
     assert command == f"nemo-rl compare {logs} replay step 2"
     found = nemo_rl(command)
     assert found.exit_code == Verdict.MISMATCH.value, found.output
-    assert "first stage that differs: prev_logprobs of step 2" in found.output
+    assert "sites differ, first prev_logprobs of step 2: 96 of 320 tokens" in found.output
     assert "first divergence: prev_logprobs/mlp.out[1]; prev_logprobs/" in found.output
     assert "mlp.act[1] -> train/mlp.out[1]: rms_rel from 0 to 0.0099" in found.output
-    sites = json.loads(nemo_rl(f"{command} --json").output)["sites"]
+    sites = json.loads(nemo_rl(f"{command} --json").output)["recorded"]
     assert sites["first_divergence"]["site"] == "prev_logprobs/mlp.out[1]"
     # Where the kernel is wrong still, run and replay agree at every site to the last bit.
     with wrong_kernel():
         again = nemo_rl(command)
-    assert again.exit_code == Verdict.PASS.value and "0 fail" in again.output, again.output
+    assert again.exit_code == Verdict.PASS.value and "208 sites compared, 0 fail" in again.output, again.output

@@ -105,7 +105,7 @@ def test_engine_and_trainer_agree_on_rows_with_images(alone: dict[str, Path], fa
 def test_a_step_with_images_is_replayed_to_the_last_bit(alone: dict[str, Path], family: str) -> None:
     report = replay_step(ReplayRequest(run=alone[family], step=2))
     assert report.verdict is Verdict.PASS, list(report.lines())
-    assert not any(finding.difference for step in report.steps for finding in step.findings)
+    assert not any(site.difference for site in report.sites)
 
 
 @pytest.mark.parametrize(

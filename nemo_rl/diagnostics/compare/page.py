@@ -150,7 +150,7 @@ def page_text(comparison: RecordingComparison) -> str:
     shade = {"class": f"verdict {comparison.verdict.label}"}
     body = tag(
         "body",
-        tag("h1", tag("span", shade, comparison.verdict.name), " ", comparison.reason),
+        tag("h1", tag("span", shade, comparison.verdict.name), " ", comparison.outcome.text),
         *_summary(comparison),
         tag("h2", "Recordings"),
         _manifests(comparison),
@@ -162,8 +162,7 @@ def page_text(comparison: RecordingComparison) -> str:
 
 def _summary(comparison: RecordingComparison) -> list[Markup]:
     lines: list[object] = []
-    if comparison.first is not None:
-        first = comparison.first
+    if (first := comparison.divergence) is not None:
         lines.append(f"First divergence: {first.result.site.label}: {'; '.join(first.result.failures)}")
         after = "nothing" if first.after is None else first.after.label
         lines.append(f"Agrees before it: {after}")

@@ -1,19 +1,18 @@
 """`Side`: a folder of records opened for a comparison: its sites, its tokens, and what was wrong with it.
 
 A `ComparedSite` is a site over all ranks and microbatches, in the order in which passes meet it.
-A `SideFinding` is one thing that is wrong; `gravest` is the verdict that follows from all of them. Invariant: nothing
-that a folder holds raises; it becomes a finding, and what is left is compared.
+Invariant: nothing that a folder holds raises; it becomes a finding, and what is left is compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.diagnostics.verdict import Finding, Verdict
 from nemo_rl.errors import UserError, boundary, shorten
 from nemo_rl.records.reader import CorruptRecord, RecordFolder, TensorRecord
 from nemo_rl.records.record import RecordPlace, TokenTable
@@ -22,7 +21,7 @@ from nemo_rl.records.sites import Direction, SiteKind, execution_order
 from nemo_rl.records.writer import bytes_of, digest_of
 from nemo_rl.tracer.watch import GENERATION
 
-__all__ = ["PHASES", "POSITIONS", "ComparedSite", "Side", "SideFinding", "SideTokens", "gravest", "token_texts"]
+__all__ = ["PHASES", "POSITIONS", "ComparedSite", "Side", "SideTokens", "token_texts"]
 
 PHASES = ("prev_logprobs", "reference_logprobs", "forward", "train")
 """Passes in the order in which a step runs them."""
@@ -96,24 +95,6 @@ class ComparedSite:
         return selector.takes(self.kind, self.layer, self.direction)
 
 
-_GRAVITY = (Verdict.CORRUPT, Verdict.UNSUPPORTED, Verdict.VACUOUS, Verdict.MISMATCH, Verdict.INCOMPLETE)
-"""Verdicts, gravest first. Damaged bytes prove nothing; a difference beyond its limit is one, whatever else is
-missing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SideFinding:
-    """A reason for which two recordings cannot be said to agree."""
-
-    verdict: Verdict
-    text: str
-
-
-def gravest(findings: Sequence[SideFinding]) -> SideFinding | None:
-    """Return the first of those of the gravest kind; None where nothing is wrong."""
-    return min(findings, key=lambda finding: _GRAVITY.index(finding.verdict), default=None)
-
-
 POSITIONS = 1 << 40
 """More than a row has; a token's code is its sample's number times this plus its position."""
 
@@ -142,7 +123,7 @@ class Side:
         self.renamed: dict[str, str] = {}
         """Name of a pass in the comparison -> its own."""
         self.findings = [
-            SideFinding(
+            Finding(
                 verdict=Verdict.CORRUPT if problem.is_corrupt else Verdict.INCOMPLETE, text=f"{name}: {problem.text}"
             )
             for problem in folder.problems
@@ -162,7 +143,7 @@ class Side:
 
     def found(self, verdict: Verdict, text: str) -> None:
         """Note something wrong with this side."""
-        finding = SideFinding(verdict=verdict, text=f"{self.name}: {text}")
+        finding = Finding(verdict=verdict, text=f"{self.name}: {text}")
         if finding not in self.findings:
             self.findings.append(finding)
 

@@ -31,11 +31,11 @@ from nemo_rl.diagnostics.step_replay.chain import (
     find_chain,
     read_target,
 )
-from nemo_rl.diagnostics.step_replay.compare import ReplayReport, StepFindings, compare_step
+from nemo_rl.diagnostics.step_replay.compare import compare_step
 from nemo_rl.diagnostics.step_replay.rank import RankJob, RankStep, replay_rank
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.diagnostics.verdict import Comparison, Verdict
 from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import CheckpointError, NonFiniteError
@@ -121,7 +121,7 @@ def _named(record: TensorRecord, value: torch.Tensor) -> NonFiniteValue:
 EVERYTHING = "*"
 
 
-def replay_step(request: ReplayRequest) -> ReplayReport:
+def replay_step(request: ReplayRequest) -> Comparison:
     """Replay a step and compare it, site by site where the run has recorded it too.
 
     Of a step that failed with a NaN, name the site where it came from.
@@ -142,7 +142,7 @@ def replay_step(request: ReplayRequest) -> ReplayReport:
         report = _replay(replace(request, dump=EVERYTHING if is_nan else _selector(theirs), out=ours), target)
         if is_nan:
             report = replace(report, notes=(*report.notes, *_first_nan(ours)))
-        return replace(report, sites=compare_folders(theirs, ours)) if is_recorded and ours.is_dir() else report
+        return replace(report, recorded=compare_folders(theirs, ours)) if is_recorded and ours.is_dir() else report
 
 
 def _selector(recorded: Path) -> str:
@@ -161,7 +161,7 @@ def _first_nan(folder: Path) -> tuple[str, ...]:
     return ("every recorded site is finite",) if found is None else (f"first NaN or infinity: {found.text}",)
 
 
-def _replay(request: ReplayRequest, target: StepSnapshot) -> ReplayReport:
+def _replay(request: ReplayRequest, target: StepSnapshot) -> Comparison:
     started = time.perf_counter()
     settings = replay_settings(request, target)
     checkpoints = checkpoints_of(settings.config, request.run)
@@ -181,18 +181,19 @@ def _replay(request: ReplayRequest, target: StepSnapshot) -> ReplayReport:
         timeout_s = settings.config.cluster.stage_timeout_s
         results = run_job(settings.layout.world_size, replay_rank, job, timeout_s=timeout_s)
         ranks = cast("list[list[RankStep]]", results)
-        steps = _findings(works, ranks, settings)
+        sites = [
+            check
+            for place, work in enumerate(works[: len(ranks[0])])
+            for check in compare_step(work, [steps[place] for steps in ranks], settings)
+        ]
     except CheckpointError as error:
         raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
-    return ReplayReport(
-        run=str(request.run),
-        step=request.step,
-        start=chain.start,
-        how=_how(settings),
-        differences=settings.differences,
+    return Comparison(
+        title=f"replay of step {request.step} of {request.run}: from {chain.start}, {_how(settings)}",
+        inexact=settings.differences,
         what_if=request.overrides,
         notes=(*_notes(request, chain, settings), *_unmeasured(works)),
-        steps=steps,
+        sites=sites,
         seconds=time.perf_counter() - started,
     )
 
@@ -211,14 +212,6 @@ def _record_spec(request: ReplayRequest, settings: ReplaySettings, target: StepS
         weights=f"run {request.run}, step {request.step}",
         has_backward=not request.rows,
     )
-
-
-def _findings(works: list[StepWork], ranks: list[list[RankStep]], settings: ReplaySettings) -> tuple[StepFindings, ...]:
-    found = []
-    for place, work in enumerate(works[: len(ranks[0])]):
-        of_ranks = [steps[place] for steps in ranks]
-        found.append(StepFindings(number=work.step.number, findings=tuple(compare_step(work, of_ranks, settings))))
-    return tuple(found)
 
 
 def _how(settings: ReplaySettings) -> str:

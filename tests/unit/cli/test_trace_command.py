@@ -42,7 +42,7 @@ def without_forward_checks(folder: Path) -> None:
 def test_the_verdict_is_the_exit_code(tmp_path: Path, capsys) -> None:
     right, wrong = RouteRun(tmp_path / "right").write(), WrongLayerMap(tmp_path / "wrong").write()
     code, shown = run(capsys, right, "--require-forward-verify", "--require-cp-identity")
-    assert code == 0 and shown.startswith("PASS: every router used the routes of the rollout\n")
+    assert code == 0 and shown.startswith("PASS: all 6 sites agree\n")
     code, shown = run(capsys, wrong)
     assert code == 3 and shown.startswith("MISMATCH: ")
     assert "first bad hop: assignment, stage prev_logprobs, step 0, microbatch 0\n" in shown
