@@ -35,8 +35,7 @@ from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.versions import find_weights
-from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, ReplayRequest, read_link
-from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
+from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, ReplayRequest, SnapshotColumns, read_link
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.verdict import Comparison, SiteCheck, Verdict
 from nemo_rl.distributed.worker_fleet import WorkerFleet

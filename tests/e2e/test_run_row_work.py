@@ -20,8 +20,7 @@ from nemo_rl.algorithms.stages.bodies import PrevLogprobs
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.rollouts.row import RolloutRow, read_rows
-from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
-from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest, SnapshotColumns
 from nemo_rl.diagnostics.step_replay.replay import replay_step
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import WorkerError

@@ -21,11 +21,11 @@ from nemo_rl.diagnostics.step_replay.chain import (
     ReplayChain,
     ReplayProblem,
     ReplayRequest,
+    SnapshotColumns,
     checkpoints_of,
     find_chain,
     read_link,
 )
-from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
 from nemo_rl.diagnostics.step_replay.rank import RankJob, ReplayRank, replay_rank
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork, make_work

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from nemo_rl.algorithms.kept_steps.record import SnapshotOutcome, StepSnapshot
-from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
+from nemo_rl.diagnostics.step_replay.chain import SnapshotColumns
 from nemo_rl.diagnostics.step_replay.rank import Logprobs, RankStep
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork

@@ -13,16 +13,15 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
-
-import torch
 
 from nemo_rl.algorithms.kept_steps.record import StepSnapshot, StepStatus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.run_folder import RECORDS
 from nemo_rl.diagnostics.compare.folders import compare_folders
+from nemo_rl.diagnostics.compare.side import ComparedSite
 from nemo_rl.diagnostics.step_replay.chain import (
     ReplayChain,
     ReplayProblem,
@@ -42,80 +41,36 @@ from nemo_rl.errors import CheckpointError, NonFiniteError
 from nemo_rl.models.policy.recording import RecordSpec, recorded_model
 from nemo_rl.records.reader import CorruptRecord, TensorRecord, UnsupportedRecord, read_folder
 from nemo_rl.records.selector import Selector
-from nemo_rl.records.sites import SiteKind, execution_order
 from nemo_rl.records.writer import MANIFEST
 
-__all__ = ["NonFiniteValue", "first_non_finite", "replay_step"]
+__all__ = ["first_non_finite", "replay_step"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NonFiniteValue:
-    """The place of a value that is not finite."""
-
-    phase: str
-    site: str
-    """Name with layer and direction, such as `mlp.out[1] backward`."""
-    microbatch: int
-    rank: int
-    key: str | None = None
-    """Row; None at a site without tokens."""
-    position: int | None = None
-    num_values: int
-    """Number of values in this record that are not finite."""
-
-    @property
-    def text(self) -> str:
-        """The text shown in reports."""
-        where = f", sample {self.key!r}, position {self.position}" if self.key is not None else ""
-        return (
-            f"{self.phase}/{self.site}, microbatch {self.microbatch}, rank {self.rank}{where} "
-            f"({self.num_values} values that are not finite)"
-        )
-
-
-def first_non_finite(folder: Path) -> NonFiniteValue | None:
-    """Find the first NaN or infinity; None where all is finite. Recordings that ended early are read as far as they go.
+def first_non_finite(folder: Path) -> str | None:
+    """Return the first NaN or infinity in words; None where all is finite. What ended early is read as far as it goes.
 
     Raises:
         UserError: no folder of records.
         CorruptRecord: a record is not what was written.
     """
-    found = read_folder(folder)
-    order = {phase: place for place, phase in enumerate(found.manifest.phases)}
-    for record in sorted(found.records, key=lambda record: _order(record, order)):
+    sites = [(ComparedSite.of_place(record.place), record) for record in read_folder(folder).records]
+    for site, record in sorted(sites, key=lambda pair: _order(*pair)):
         value = record.load()
         if value.is_floating_point() and not bool(value.isfinite().all()):
-            return _named(record, value)
+            is_bad, tokens, sample = ~value.isfinite(), record.tokens(), ""
+            if tokens is not None and len(tokens):
+                row = int(is_bad.reshape(len(is_bad), -1).any(1).nonzero()[0])
+                key, position = tokens.keys[int(tokens.row_R[row])], int(tokens.position_R[row])
+                sample = f", sample {key!r}, position {position}"
+            where = f"microbatch {record.place.microbatch}, rank {record.rank}{sample}"
+            return f"{site.label}, {where} ({int(is_bad.sum())} values that are not finite)"
     return None
 
 
-def _order(record: TensorRecord, phases: dict[str, int]) -> tuple[int, ...]:
-    place = record.place
-    at = execution_order(place.kind, place.layer, place.direction)
-    return (phases.get(place.phase, len(phases)), place.update, place.microbatch, *at, record.rank, record.seq)
-
-
-def _named(record: TensorRecord, value: torch.Tensor) -> NonFiniteValue:
-    place = record.place
-    is_bad = ~value.isfinite()
-    at = place.layer if place.kind is not SiteKind.GRAD else place.name
-    site = f"{place.kind.value}{'' if at is None else f'[{at}]'}"
-    found = {
-        "phase": place.phase,
-        "site": site if place.direction == "forward" else f"{site} {place.direction.value}",
-        "microbatch": place.microbatch,
-        "rank": record.rank,
-        "num_values": int(is_bad.sum()),
-    }
-    tokens = record.tokens()
-    if tokens is None or not len(tokens):
-        return NonFiniteValue(**found)  # type: ignore[arg-type]
-    row = int(is_bad.flatten(1).any(1).nonzero()[0]) if is_bad.dim() > 1 else int(is_bad.nonzero()[0])
-    return NonFiniteValue(
-        **found,  # type: ignore[arg-type]
-        key=tokens.keys[int(tokens.row_R[row])],
-        position=int(tokens.position_R[row]),
-    )
+def _order(site: ComparedSite, record: TensorRecord) -> tuple[object, ...]:
+    """Sort records as the passes of a step make them."""
+    phase, *_, place, _ = site.order
+    return phase, site.update, record.place.microbatch, place, record.rank, record.seq
 
 
 EVERYTHING = "*"
@@ -158,7 +113,7 @@ def _first_nan(folder: Path) -> tuple[str, ...]:
     if not folder.is_dir():
         return ()
     found = first_non_finite(folder)
-    return ("every recorded site is finite",) if found is None else (f"first NaN or infinity: {found.text}",)
+    return ("every recorded site is finite",) if found is None else (f"first NaN or infinity: {found}",)
 
 
 def _replay(request: ReplayRequest, target: StepSnapshot) -> Comparison:

@@ -21,9 +21,8 @@ from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
 from nemo_rl.data_plane.column_io import read_column_file, write_column_file
 from nemo_rl.diagnostics.mismatch import progress
-from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
+from nemo_rl.diagnostics.mismatch.explain import MismatchReport, explain_mismatch, look_at
 from nemo_rl.diagnostics.mismatch.parts import divergence
-from nemo_rl.diagnostics.mismatch.report import MismatchReport, look_at
 from nemo_rl.diagnostics.mismatch.scorer import scaled_rope
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
