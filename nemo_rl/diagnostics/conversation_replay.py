@@ -251,17 +251,31 @@ def _only_version(spans: Sequence[Sequence[Any]], start: int, end: int) -> int |
     return held.pop() if len(held) == 1 else None
 
 
-class RecordedReplies:
-    """An environment with the replies of one conversation."""
+class _NoProcess:
+    """The host of an environment or of tools that runs nothing."""
 
     source = ""
+
+    async def start(self) -> None:
+        """Do nothing: there is no process."""
+
+    async def close(self) -> None:
+        """Do nothing: there is no process."""
+
+    async def shutdown(self) -> None:
+        """Do nothing: there is no process."""
+
+    def kill(self) -> None:
+        """Do nothing: there is no process."""
+
+
+class RecordedReplies(_NoProcess):
+    """An environment with the replies of one conversation."""
+
     num_open = 0
 
     def __init__(self, log: ConversationLog, pause: Pause | None) -> None:
         self._log, self._pause = log, pause
-
-    async def start(self) -> None:
-        """Do nothing: there is no process."""
 
     async def open(self, row: ConversationRow) -> RecordedReplies:
         """Return the conversation."""
@@ -282,20 +296,10 @@ class RecordedReplies:
             stop=kept.stop,
         )
 
-    async def close(self) -> None:
-        """Do nothing: there is no process."""
 
-    async def shutdown(self) -> None:
-        """Do nothing: there is no process."""
-
-    def kill(self) -> None:
-        """Do nothing: there is no process."""
-
-
-class RecordedResults:
+class RecordedResults(_NoProcess):
     """Tools with the results of one conversation."""
 
-    source = ""
     has_cut = True
 
     def __init__(self, log: ConversationLog, schemas: tuple[Mapping[str, Any], ...], pause: Pause | None) -> None:
@@ -303,9 +307,6 @@ class RecordedResults:
         self._numbers = {turn_seed(log.seed, number): number for number in range(len(log.turns))}
         self._made: Counter[int] = Counter()
         """Calls of each turn so far."""
-
-    async def start(self) -> None:
-        """Do nothing: there is no process."""
 
     async def call(self, call: ToolCall, *, seed: int) -> ToolResult:
         """Return the recorded result of the next call of the turn that has this seed."""
@@ -317,12 +318,6 @@ class RecordedResults:
         if place >= len(results):
             raise EnvironmentFailure(f"no result of call {place} of {call.name!r} was recorded")
         return results[place]
-
-    async def shutdown(self) -> None:
-        """Do nothing: there is no process."""
-
-    def kill(self) -> None:
-        """Do nothing: there is no process."""
 
 
 @dataclass(kw_only=True)
