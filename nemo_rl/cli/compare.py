@@ -1,6 +1,6 @@
 """`nemo-rl compare A B`: two sides, and the first site at which they differ.
 
-    A B                two recordings, or two runs that recorded `step N`
+    A B                two recordings, what two runs recorded of `step N`, or the numbers of two runs
     RUN replay         a kept step of a run against the same step run again; also its conversations, or a whole
                        asynchronous run from its schedule
 
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nemo_rl.algorithms.run_folder import RECORDS
 from nemo_rl.cli.doors import AsJson, Door, Selected, end_with, selected, show, with_records
 from nemo_rl.diagnostics.verdict import Comparison, Verdict
 from nemo_rl.errors import UserError
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.files import write_text
+from nemo_rl.utils.trackers import METRICS_FILE
 
 if TYPE_CHECKING:
     from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
@@ -32,8 +32,8 @@ __all__ = ["ComparisonOptions", "ReplayOptions", "app", "show_comparison", "tell
 
 HELP = """Compare two sides, and name the first site at which they differ: A B [step N] [row KEY]...
 
-A and B are folders of records, or the log folders of two runs with `step N`. With the word `replay` in place of B, side
-B is A run again.
+A and B are folders of records, or the log folders of two runs: their numbers, or what they recorded of `step N`. With
+the word `replay` in place of B, side B is A run again.
 """
 
 app = typer.Typer(
@@ -125,17 +125,25 @@ def recordings(
 ) -> None:
     """Match the records of A and B token by token. A is what is relied on.
 
+    Of two runs without a step: their numbers, to the last bit, and the records of the first step that differs.
+
     Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7 unsupported.
     """
     found = selected(ctx, what="folders of records, or of runs with `step N`", num=2, step=True)
     if propose is not None and not noise:
         raise UserError("--propose: limits are proposed out of recordings like A; name them with --noise DIR")
+    if found.step is None and all((folder / METRICS_FILE).is_file() for folder in found.folders):
+        from nemo_rl.diagnostics.run_replay import compare_runs  # noqa: PLC0415
+
+        end_with(compare_runs(*found.folders), as_json=options.as_json)
     a, b = (_records(folder, found.step) for folder in found.folders)
     raise typer.Exit(show_comparison(a, b, options, noise=noise or (), propose=propose).value)
 
 
 def _records(folder: Path, step: int | None) -> Path:
     """Return the folder of records that is meant: itself, or what a run has recorded of a step."""
+    from nemo_rl.algorithms.run_folder import RECORDS  # noqa: PLC0415
+
     below = folder / RECORDS
     if step is None or not below.is_dir():
         return folder

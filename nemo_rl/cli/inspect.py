@@ -21,7 +21,6 @@ from typing import Annotated
 
 import typer
 
-from nemo_rl.algorithms.run_folder import RECORDS
 from nemo_rl.cli.compare import ReplayOptions, tell, verdict_of_problem
 from nemo_rl.cli.data_plane import show_row
 from nemo_rl.cli.doors import AsJson, Door, end_with, selected, show, with_records
@@ -108,6 +107,7 @@ def summary(ctx: typer.Context, as_json: AsJson = False) -> None:
 def _parts(run: Path, logged: tuple[int, ...], step: int | None) -> Iterator[RunPart]:
     # torch takes seconds to import, and other commands need none.
     from nemo_rl.algorithms.kept_steps.folder import StepsFolder  # noqa: PLC0415
+    from nemo_rl.algorithms.run_folder import RECORDS  # noqa: PLC0415
 
     at = f"step {'N' if step is None else step}"
     kept = tuple(folder.number for folder in StepsFolder(run).all())

@@ -1,7 +1,7 @@
 """`replay_run`: an asynchronous run again, from its prompts and its schedule, and the first thing that differs.
 
 Everything is done anew: groups are sampled, scored, trained and sent to the engines. What each step reports, and a
-digest of the weights after it, are compared with those of the run, to the last bit.
+digest of the weights after it, are compared with those of the run, to the last bit. `compare_runs` compares two runs.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_rl.algorithms.processes import worker_forks
-from nemo_rl.algorithms.run_folder import CONFIG_FILE
+from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS
 from nemo_rl.algorithms.schedule_file import RunSchedule, read_schedule
 from nemo_rl.algorithms.scheduled_batches import ScheduledBatches
 from nemo_rl.algorithms.setup import FollowedSchedule, open_trainer
 from nemo_rl.config.load import load_config
+from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.step_replay.chain import ReplayProblem
 from nemo_rl.diagnostics.verdict import Comparison, Finding, SiteCheck, Verdict
-from nemo_rl.errors import CheckpointError
+from nemo_rl.errors import CheckpointError, name_some
+from nemo_rl.records.writer import MANIFEST
 from nemo_rl.utils.trackers import METRICS_FILE, metrics_by_step
 
-__all__ = ["replay_run"]
+__all__ = ["compare_runs", "replay_run"]
 
 QUIET = (
     "logger.overwrite=true",
@@ -107,23 +109,9 @@ def _compared(run: Path, again: Path, schedule: RunSchedule, digests: Mapping[in
     found, expected = (metrics_by_step(folder / METRICS_FILE) for folder in (again, run))
     sites: list[SiteCheck] = []
     for step in range(1, stop + 1):
-        theirs, ours = expected.get(step, {}), found.get(step, {})
-        pairs: list[tuple[str, object, object]] = [
-            (name, theirs[name], ours.get(name)) for name in COMPARED if name in theirs
-        ]
+        sites += _numbers(step, expected.get(step, {}), found.get(step, {}))
         if step in schedule.weights:
-            pairs.append((WEIGHTS, schedule.weights[step], digests.get(step)))
-        sites += [
-            SiteCheck(
-                name=name,
-                step=step,
-                a=repr(kept),
-                b=repr(made),
-                agrees=kept == made,
-                difference="" if kept == made else f"expected {kept!r}, got {made!r}",
-            )
-            for name, kept, made in pairs
-        ]
+            sites.append(_number(step, WEIGHTS, schedule.weights[step], digests.get(step)))
     num_weights = sum(site.name == WEIGHTS for site in sites)
     num_groups = sum(len(schedule.steps.get(step, ())) for step in range(1, stop + 1))
     is_whole = 0 < num_weights < len(sites) or not all(site.agrees for site in sites)
@@ -133,3 +121,25 @@ def _compared(run: Path, again: Path, schedule: RunSchedule, digests: Mapping[in
         findings=() if is_whole else [Finding(verdict=Verdict.VACUOUS, text="the run has no numbers or no weights")],
         facts={"last_step": stop, "num_groups": num_groups, "num_weights": num_weights},
     )
+
+
+def _numbers(step: int, kept: Mapping[str, float], made: Mapping[str, float]) -> list[SiteCheck]:
+    return [_number(step, name, kept[name], made.get(name)) for name in COMPARED if name in kept]
+
+
+def _number(step: int, name: str, kept: object, made: object) -> SiteCheck:
+    difference = "" if kept == made else f"expected {kept!r}, got {made!r}"
+    return SiteCheck(name=name, step=step, a=repr(kept), b=repr(made), agrees=not difference, difference=difference)
+
+
+def compare_runs(a: Path, b: Path) -> Comparison:
+    """Compare the numbers of two runs, to the last bit, and what both have recorded of the first step that differs."""
+    theirs, ours = (metrics_by_step(folder / METRICS_FILE) for folder in (a, b))
+    sites = [site for step in sorted({*theirs} & {*ours}) for site in _numbers(step, theirs[step], ours[step])]
+    apart = sorted({*theirs} ^ {*ours})
+    missing = [Finding(verdict=Verdict.INCOMPLETE, text=f"one run alone has steps {name_some(apart)}")] if apart else []
+    first = next((site for site in sites if not site.agrees), None)
+    folders = [] if first is None else [folder / RECORDS / f"step_{first.step}" for folder in (a, b)]
+    has_records = folders and all((folder / MANIFEST).is_file() for folder in folders)
+    recorded = compare_folders(*folders) if has_records else None
+    return Comparison(title=f"numbers of A {a}, B {b}", sites=sites, findings=missing, recorded=recorded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,23 @@ def test_what_two_runs_recorded_of_a_step_is_compared(log_dir: Path, tmp_path: P
     assert "has step_2; run with diagnostics.record.steps=[1]" in refused(
         capsys, monkeypatch, f"compare {log_dir} {other} step 1"
     )
+
+
+def test_of_two_runs_the_first_number_that_differs_is_named_with_its_records(log_dir: Path, tmp_path, capsys) -> None:
+    other = Path(shutil.copytree(log_dir, tmp_path / "other", ignore=shutil.ignore_patterns("records")))
+    code, shown = run(capsys, "compare", log_dir, other)
+    assert code == 0 and shown.startswith("PASS: all 3 sites agree\n")
+    rows = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+    rows[1]["train/loss"] += 1e-15
+    rows.append({"step": 3, "train/loss": 1.0})
+    (other / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_recording(other / "records" / "step_2", one_site(torch.zeros(4)), run_id="other")
+    code, shown = run(capsys, "compare", log_dir, other, "--json")
+    told = json.loads(shown)
+    assert (code, told["first"]) == (3, "train/loss of step 2")
+    assert "expected 9.25, got 9.250000000000002" in told["reason"]
+    assert told["recorded"]["first_divergence"]["site"] == "train/logprob"
+    assert told["findings"][0]["text"] == "one run alone has steps 3"
 
 
 @pytest.mark.parametrize(
