@@ -24,6 +24,8 @@ SUMS := checkpoints/sums
 # The rollout engine of `make demo-llm`: torch (the embedded one) or vllm.
 ENGINE ?= torch
 GPU_WHEELS := build/gpu-wheels
+UPLOT := 1.6.32
+VIEW_PAGE := nemo_rl/diagnostics/view/page
 GPU_WHEELS_MIB := 40
 # A target that trains starts over in its folder, unless it is told to go on: make demo ARGS="checkpointing.resume=true"
 RUN_ARGS = $(if $(findstring checkpointing.resume=true,$(ARGS)),,logger.overwrite=true) $(ARGS)
@@ -34,7 +36,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels test-gpu clean
+.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support uplot picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills store-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -171,6 +173,13 @@ configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema
 model-support: $(VENV)/.dev ## write docs/model_support.md: which models of transformers run, tried one by one
 	$(BIN)/python -m tests.repo.model_support docs/model_support.md
 
+uplot: ## fetch uPlot, the chart library of `nemo-rl view`, from npm again, with its licence
+	mkdir -p build
+	cd build && npm pack --silent uplot@$(UPLOT) && tar xzf uplot-$(UPLOT).tgz
+	cp build/package/dist/uPlot.iife.min.js $(VIEW_PAGE)/uPlot.js
+	cp build/package/dist/uPlot.min.css $(VIEW_PAGE)/uPlot.css
+	cp build/package/LICENSE $(VIEW_PAGE)/uPlot.LICENSE
+
 learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo with three seeds, and with learning rate 0
 	for seed in 1 2 3; do \
 	  $(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml grpo.seed=$$seed \
@@ -230,6 +239,9 @@ async-kills: $(VENV)/.dev $(STARTER)/config.json ## 100 SIGKILLs of workers, eng
 
 ledger-kills: $(VENV)/.dev ## 100 SIGKILLs of the ledger under work and 6 in a training run: no row lost, no call counted twice, the same numbers
 	$(BIN)/python -m tests.helpers.ledger_kills $(ARGS)
+
+store-kills: $(VENV)/.system ## 200 SIGKILLs of processes that hold payloads, over five stores: no wrong row, no hang, nothing left
+	$(BIN)/python -m tests.helpers.store_kills $(ARGS)
 
 replay-draw: $(VENV)/.dev ## four recipes that keep their steps; 20 of these at random, replayed to the last bit and in one process
 	$(BIN)/python -m tests.helpers.random_replays $(ARGS)

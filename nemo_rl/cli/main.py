@@ -28,6 +28,7 @@ from nemo_rl.cli.probe import app as probe_app
 from nemo_rl.cli.recipes import app as config_app
 from nemo_rl.cli.recipes import doctor, plan, shrink
 from nemo_rl.cli.trace import app as trace_app
+from nemo_rl.cli.view import view
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils.exits import INTERRUPTED, crash_line, machine_problem, text_of
 
@@ -47,6 +48,7 @@ app.command()(export)
 app.command()(plan)
 app.command()(shrink)
 app.command()(train)
+app.command()(view)
 rollouts_app = typer.Typer()
 app.add_typer(rollouts_app, name="rollouts", hidden=True)
 answer_old_names(

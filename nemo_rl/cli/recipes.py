@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nemo_rl.cluster.recipe_import.convert import as_record, import_recipe, report_lines, to_recipe
+from nemo_rl.cluster.recipe_import import as_record, import_recipe, report_lines, to_recipe
 from nemo_rl.errors import ConfigError, UserError, boundary
 from nemo_rl.utils.console import make_console
 
 if TYPE_CHECKING:
-    from nemo_rl.cluster.shrink.checks import ShrinkReport
+    from nemo_rl.cluster.shrink.run import ShrinkReport
 
 __all__ = ["app", "doctor", "plan", "shrink"]
 
@@ -74,8 +74,11 @@ def plan(
     Exit code: 0 it fits, 2 it does not, or the recipe cannot run.
     """
     # torch takes seconds to import, and other commands need none.
-    from nemo_rl.cluster.plan.command import PlanRequest, plan_recipe  # noqa: PLC0415
-    from nemo_rl.cluster.plan.report import show_plan  # noqa: PLC0415
+    from nemo_rl.cluster.plan.command import (  # noqa: PLC0415
+        PlanRequest,
+        plan_recipe,
+        show_plan,
+    )
 
     request = PlanRequest(
         recipe=recipe, overrides=tuple(overrides or ()), gpu=gpu, nodes=nodes, model_config=model_config
@@ -154,7 +157,7 @@ def doctor(
 
     Exit code 0: in order, or only yellow; 2: something is red.
     """
-    from nemo_rl.cluster.doctor.checks import (  # noqa: PLC0415 - psutil and packaging
+    from nemo_rl.cluster.doctor import (  # noqa: PLC0415 - psutil and packaging
         State,
         examine,
         show,

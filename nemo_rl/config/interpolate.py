@@ -2,8 +2,9 @@
 
 Called by the loader after overrides. A key that the recipe leaves alone resolves to its default in the schema.
 `${a.b}` is the value at a.b, `${.b}` that of a neighbour, `${..b}` one section further up; `${mul:2,${a.b}}` calls one
-of `FUNCTIONS`; a backslash before it leaves it as text. Every key is resolved once, and what comes out is bounded, so
-references that multiply end.
+of `FUNCTIONS`; a backslash before it leaves it as text. Every key is resolved once, and all that references
+bring is counted each time, so references that multiply end. OmegaConf reads the same language, but has no such bounds
+and ends at the first problem.
 """
 
 from __future__ import annotations
@@ -87,10 +88,20 @@ class _Resolver:
                 raise _Unresolved(f"there is no {'.'.join(path[: index + 1])}")
         return node
 
-    def _plain(self, value: Any, path: tuple[str, ...]) -> Any:
+    def _counted(self, value: Any) -> Any:
+        """Return a value that a reference brings, which is written out in each place that refers to it."""
         self._num_values += 1
+        self._num_characters += len(value) if isinstance(value, str) else 0
         if self._num_values > MAX_VALUES:
             raise _Unresolved(f"more than {MAX_VALUES} values come from references")
+        if self._num_characters > MAX_TEXT:
+            raise _Unresolved(f"more than {MAX_TEXT} characters come from references")
+        if isinstance(value, (dict, list)):
+            for item in value.values() if isinstance(value, dict) else value:
+                self._counted(item)
+        return value
+
+    def _plain(self, value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, dict):
             return {key: self._plain(item, (*path, key)) for key, item in value.items()}
         if isinstance(value, list):
@@ -116,11 +127,7 @@ class _Resolver:
         filled = [part for part in parts if part != ""]
         if len(filled) == 1:
             return filled[0]
-        joined = "".join(str(part) for part in filled)
-        self._num_characters += len(joined)
-        if self._num_characters > MAX_TEXT:
-            raise _Unresolved(f"more than {MAX_TEXT} characters come from references")
-        return joined
+        return self._counted("".join(str(part) for part in filled))
 
     def _reference(self, body: str, section: tuple[str, ...], *, depth: int) -> Any:
         name, colon, arguments = body.partition(":")
@@ -132,7 +139,7 @@ class _Resolver:
         if num_dots > len(section) + 1 or not named:
             raise _Unresolved(f"expected a key, got {body[:80]!r}")
         above = section[: len(section) - num_dots + 1] if num_dots else ()
-        return self.value_at((*above, *_INDEX.sub(r".\1", named).split(".")))
+        return self._counted(self.value_at((*above, *_INDEX.sub(r".\1", named).split("."))))
 
     def _argument(self, text: str, section: tuple[str, ...], depth: int) -> Any:
         if "${" in text:

@@ -23,7 +23,7 @@ from nemo_rl.config.parts import UNKNOWN_PART
 from nemo_rl.config.r3_trace_env import r3_trace_verify_forward_enabled
 from nemo_rl.config.rule import Ignored
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.config.schema_walk import default_tree, lookup, place_of, suggest, suggest_path
+from nemo_rl.config.schema_walk import default_tree, drop, lookup, place_of, suggest, suggest_path
 from nemo_rl.config.validate import RULES
 from nemo_rl.errors import ConfigError, shorten
 
@@ -70,7 +70,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig
     problems += [f"{recipe.source_of(place)}: {'.'.join(place)}: {text}" for place, text in unusable.items()]
     problems += carry_optimizer(recipe)
     for place in unusable:
-        _remove(recipe.tree, place)
+        drop(recipe.tree, place)
     try:
         config = _parse(recipe.tree)
     except ValidationError as error:
@@ -141,17 +141,6 @@ def _unset(recipe: Recipe) -> dict[tuple[str, ...], str]:
 def _must_be_set(path: Sequence[str]) -> str:
     field = place_of(path).field
     return f"must be set; {field.description}" if field is not None and field.description else "must be set"
-
-
-def _remove(tree: dict[str, Any], path: Sequence[str]) -> None:
-    """Remove a key; of a list with an unusable element, the whole list."""
-    node: Any = tree
-    for part in path[:-1]:
-        if not isinstance(node.get(part), dict):
-            node.pop(part, None)
-            return
-        node = node[part]
-    node.pop(path[-1], None)
 
 
 # ---- pydantic's errors as lines

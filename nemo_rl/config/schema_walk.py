@@ -1,6 +1,7 @@
 """Questions about the config schema: what a dotted path leads to, what a misspelt name may have meant.
 
-Called by the loader, the overrides and the renderer. The schema itself is the only source: nothing here names a key.
+Called by the loader, the overrides and the renderer. The schema itself is the only source: nothing here names a key. A
+recipe is a plain tree until it is validated; `lookup`, `put` and `drop` follow a path in one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from nemo_rl.config.base import keys_of
 from nemo_rl.config.parts import PluginKind
 from nemo_rl.config.schema import MasterConfig
 
-__all__ = ["SchemaPlace", "default_tree", "iter_fields", "place_of", "section_class", "suggest", "suggest_path"]
+__all__ = [
+    "SchemaPlace",
+    "default_tree",
+    "drop",
+    "iter_fields",
+    "lookup",
+    "place_of",
+    "put",
+    "section_class",
+    "suggest",
+    "suggest_path",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +107,8 @@ def suggest(name: str, candidates: Iterable[str]) -> str:
 
 
 _KNOWN_ELSEWHERE: Mapping[str, str] = {
-    "lora": "adapters (LoRA) are not here: all weights are trained",
-    "peft": "adapters (LoRA) are not here: all weights are trained",
+    "lora": "adapters (LoRA) have the section policy.lora",
+    "peft": "adapters (LoRA) have the section policy.lora",
     "kl": "the KL penalty is loss_fn.reference_policy_kl_penalty, its estimate loss_fn.reference_policy_kl_type",
 }
 """Words in names of other frameworks' keys -> where it is here."""
@@ -165,6 +177,25 @@ def lookup(tree: Mapping[str, Any], path: Sequence[str]) -> tuple[bool, Any]:
             return False, None
         node = node[part]
     return True, node
+
+
+def put(tree: dict[str, Any], path: Sequence[str], value: object) -> None:
+    """Set `path` in a plain tree; sections are made where there are none, also in place of a value."""
+    for part in path[:-1]:
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    tree[path[-1]] = value
+
+
+def drop(tree: dict[str, Any], path: Sequence[str]) -> None:
+    """Remove `path` from a plain tree, where it is there; of a list with this element, the whole list."""
+    for part in path[:-1]:
+        if not isinstance(tree.get(part), dict):
+            tree.pop(part, None)
+            return
+        tree = tree[part]
+    tree.pop(path[-1], None)
 
 
 def _is_union(annotation: object) -> bool:

@@ -16,6 +16,7 @@ ledger keeps its header: a reader of some rows moves their blocks alone.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -84,8 +85,8 @@ class EncodedChunk:
     """uint64 bytes of each row, of the fields whose rows differ in size."""
     cuts: Sequence[int] = ()
     """First row of each block, and the number of rows; empty for a chunk that is stored whole."""
-    offsets: Sequence[Sequence[int]] = ()
-    """Column -> its byte at each cut."""
+    blocks: Sequence[Parts] = ()
+    """The columns of each block, views of `columns`."""
     has_checksums: bool = False
 
     @property
@@ -105,11 +106,11 @@ class EncodedChunk:
     @property
     def num_blocks(self) -> int:
         """Blocks that are stored by themselves; 0 for a chunk that is stored whole."""
-        return max(len(self.cuts) - 1, 0)
+        return len(self.blocks)
 
     def payloads(self, chunk_id: str) -> dict[str, Parts]:
         """Return what goes to the store, by the ids under which it lies there."""
-        return dict(zip(block_ids(chunk_id), self._blocks() if self.cuts else [self.parts], strict=True))
+        return dict(zip(block_ids(chunk_id), self.blocks or [self.parts], strict=True))
 
     def form(self) -> ChunkForm:
         """Return what readers need besides the payloads; empty for a whole chunk without checksums."""
@@ -117,17 +118,9 @@ class EncodedChunk:
         if self.cuts:
             form |= {"head": bytes(self.head), "cuts": np.array(self.cuts, dtype=np.uint32).tobytes()}
         if self.has_checksums:
-            blocks = self._blocks() if self.cuts else [self.columns]
-            sums = [checksum(self.head), *(checksum(part) for block in blocks for part in block)]
+            sums = [checksum(self.head), *[checksum(part) for block in self.blocks or [self.columns] for part in block]]
             form["checksums"] = np.array(sums, dtype=np.uint64).tobytes()
         return form
-
-    def _blocks(self) -> list[Parts]:
-        by_column = [
-            [column[low:high] for low, high in pairwise(at)]
-            for column, at in zip(self.columns, self.offsets, strict=True)
-        ]
-        return list(zip(*by_column, strict=True))
 
 
 def join(parts: Parts) -> memoryview:
@@ -213,7 +206,7 @@ def encode_rows(
                     columns=contents,
                     row_sizes=_row_sizes(sources, first, stop),
                     cuts=cuts,
-                    offsets=[(s.starts[first:][cuts] - s.starts[first]).tolist() for s in sources] if cuts else (),
+                    blocks=_blocks(sources, contents, first, cuts),
                     has_checksums=has_checksums,
                 )
             )
@@ -252,13 +245,25 @@ def starts_of(sizes: Lengths) -> Lengths:
 def _split(starts: Lengths, chunk_bytes: int) -> list[tuple[int, int]]:
     """Return row ranges whose bytes stay within the target; one row at least."""
     ranges: list[tuple[int, int]] = []
-    first, num_rows = 0, len(starts) - 1
+    first, num_rows, at = 0, len(starts) - 1, starts.tolist()  # bisect beats numpy's search: there is a call per block
     while first < num_rows:
-        stop = int(np.searchsorted(starts, starts[first] + chunk_bytes, side="right")) - 1
-        stop = max(stop, first + 1)
+        stop = max(bisect_right(at, at[first] + chunk_bytes, first) - 1, first + 1)
         ranges.append((first, stop))
         first = stop
     return ranges
+
+
+def _blocks(
+    sources: Sequence[_ColumnBytes], contents: Sequence[memoryview], first: int, cuts: Sequence[int]
+) -> list[Parts]:
+    """Cut the columns of a chunk that begins at row `first` of the put; no cuts give no blocks."""
+    if not cuts:
+        return []
+    by_column = []
+    for source, content in zip(sources, contents, strict=True):
+        at = (source.starts[first:][cuts] - source.starts[first]).tolist()
+        by_column.append([content[low:high] for low, high in pairwise(at)])
+    return list(zip(*by_column, strict=True))
 
 
 def _encode_chunk(sources: Sequence[_ColumnBytes], first: int, stop: int) -> tuple[memoryview, tuple[memoryview, ...]]:

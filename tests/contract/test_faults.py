@@ -5,6 +5,7 @@ TransferQueue's own actors and Mooncake's own processes have files of their own.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from tests.helpers.data_planes import (
     segments,
     wait_until,
 )
+from tests.helpers.store_kills import StoreKills, kill_store
 
 pytestmark = pytest.mark.slow
 
@@ -256,3 +258,12 @@ def test_the_holder_actor_is_the_owner_of_all_rows(cluster: None) -> None:
         plane.owner.kv_clear(None, partition)
         assert plane.owner.stats()["live_rows"] == 0
     wait_until(lambda: not ray.util.list_named_actors(all_namespaces=True))
+
+
+@pytest.mark.parametrize("name", ["ray-holder", pytest.param("transfer_queue-native", marks=pytest.mark.full)])
+def test_a_storage_process_that_is_killed_under_work_gives_no_wrong_row_and_leaves_nothing(
+    cluster: None, name: str
+) -> None:
+    result = StoreKills()
+    kill_store(name, result, random.Random(0))
+    assert result.problems == [] and sum(result.kills.values()) == 1 and result.reads and result.errors, result

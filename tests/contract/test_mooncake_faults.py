@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.data_plane.adapters.mooncake_codes import TRANSFER_FAILED
 from nemo_rl.data_plane.adapters.mooncake_master import start_servers
 from nemo_rl.data_plane.factory import build_data_plane_client, start_store
 from nemo_rl.data_plane.interfaces import PayloadStore
@@ -145,6 +146,14 @@ def test_a_killed_holder_loses_its_rows_and_says_so() -> None:
             store.get(IDS, timeout_s=6, handles=handles)
         with within(10), pytest.raises(DataPlaneClosed, match="has lost its holder"):
             store.put({chunk("run-a", 9): (memoryview(b"x"),)}, timeout_s=6)
+
+
+def test_a_holder_whose_socket_goes_a_moment_after_its_transfer_failed_is_named() -> None:
+    with open_store(timeout_s=6) as store:
+        late = threading.Timer(0.3, kill, [store.process_ids["mooncake_client"]])
+        late.start()
+        assert [name.partition(" at ")[0] for name in store._dead_servers([TRANSFER_FAILED])] == ["its holder"]
+        late.join(6)
 
 
 def test_a_holder_that_does_not_answer_ends_calls_by_their_deadline_and_close_is_safe() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.cluster.recipe_import.convert import Imported, to_recipe
+from nemo_rl.cluster.recipe_import import Imported, to_recipe
 from nemo_rl.cluster.recipe_import.keys import Fate
 from nemo_rl.config.load import load_config
 from nemo_rl.config.yaml_text import yaml_line

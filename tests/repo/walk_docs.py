@@ -80,6 +80,7 @@ TARGETS: Mapping[str, str] = {
     "resume-kills": "--kills 2 --saves 1",
     "async-kills": "--kills 2",
     "ledger-kills": "--kills 2 --run-kills 1",
+    "store-kills": "--kills 2",
     "replay-draw": "--steps 4 --draws 2 --only tp2",
     "leaks": "--steps 8 --stores ray",
     "check-ledger": "--depth 4",

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, PlanSetting
+from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, PassTokens, PlanSetting
 from nemo_rl.cluster.plan.weights import NOTHING_GATHERED, GatheredBytes
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.models.logprobs import CHUNK_ELEMENTS, Sampling
 
-__all__ = ["LayerBytes", "PassActivations", "PassTokens", "layer_bytes", "pass_activations", "scores_bytes"]
+__all__ = ["LayerBytes", "PassActivations", "layer_bytes", "pass_activations", "scores_bytes"]
 
 OWN_GATED, OWN_GATED_MEGATRON, FUSED_GATED = 4, 5, 3
 """Widths of a gated MLP that are kept: both halves, the activation, the product; megatron-core copies one half;
@@ -28,27 +28,6 @@ EXPERT_BYTES = 5
 """Per token and expert, of the scores and the map of a router."""
 ROUTES_SORTED = 24
 """Per token and chosen expert: places in three orders, in int64."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassTokens:
-    """Sizes of one forward pass on one context rank."""
-
-    rows: int
-    """Rows of the pass: 1 when they are packed."""
-    width: int
-    """Positions of a row on this rank."""
-    predicted: int
-    """Positions of a row whose logits are computed."""
-    selected: int
-    """Tokens of all rows whose log-probabilities are computed."""
-    sequence: int
-    """Longest sequence over all context ranks."""
-    is_packed: bool
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

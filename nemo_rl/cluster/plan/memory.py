@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from nemo_rl.cluster.plan.activations import PassActivations, pass_activations
-from nemo_rl.cluster.plan.batches import Batches, passes_of
-from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, PlanSetting
+from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Batches, PlanSetting, passes_of
 from nemo_rl.cluster.plan.weights import GatheredBytes, RestMemory, gathered_weights, local_weights, rest_memory
 from nemo_rl.config.generation import KEEPS_WEIGHTS
 from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities

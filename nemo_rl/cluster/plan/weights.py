@@ -139,11 +139,16 @@ def _of_dtensor(setting: PlanSetting) -> Iterator[LocalWeight]:
     """Split over the tensor axis, then shared by FSDP along the first dimension, each part padded to the largest."""
     layout = setting.layout
     split = _dtensor_splits(setting)
-    units = {name: unit for prefix, unit in setting.model.units.items() for name in _under(setting, prefix)}
-    for name, whole in setting.model.full_weights.items():
+    weights = setting.model.full_weights
+    units = {name: unit for prefix, unit in setting.model.units.items() for name in weights if name.startswith(prefix)}
+    for name, whole in weights.items():
         shape, dim = list(whole), split.get(name)
         if dim is not None:
-            _check_divides(name, shape[dim], layout.tp)
+            if shape[dim] % layout.tp:
+                raise ConfigError(
+                    f"policy.dtensor_cfg.tensor_parallel_size: {shape[dim]} of {name} do not divide by {layout.tp} "
+                    f"ranks; use a divisor of {shape[dim]}"
+                )
             shape[dim] //= layout.tp
         rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         at_rest = math.ceil(rows / (layout.dp * layout.cp)) * rest
@@ -168,23 +173,11 @@ def _dtensor_splits(setting: PlanSetting) -> Mapping[str, int | None]:
     return _splits(setting.model, tuple(plan.items()))
 
 
-def _check_divides(name: str, size: int, ranks: int) -> None:
-    if size % ranks:
-        raise ConfigError(
-            f"policy.dtensor_cfg.tensor_parallel_size: {size} of {name} do not divide by {ranks} ranks; use a divisor "
-            f"of {size}"
-        )
-
-
 @lru_cache(maxsize=4)
 def _splits(model: Model, plan: tuple[tuple[str, str], ...]) -> Mapping[str, int | None]:
     """Return the splits of all weights, cached: a plan of styles names every layer, which takes seconds for a deep
     model."""
     return split_dims(model.hf, dict(plan))
-
-
-def _under(setting: PlanSetting, prefix: str) -> list[str]:
-    return [name for name in setting.model.full_weights if name.startswith(prefix)]
 
 
 # ---- Megatron

@@ -7,20 +7,19 @@ the exemplar recipe that all others inherit from is missing, its values of Augus
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.compose import Layer, compose
+from nemo_rl.config.compose import Layer, Recipe, compose
 from nemo_rl.config.interpolate import resolve_interpolations
-from nemo_rl.config.schema_walk import lookup
+from nemo_rl.config.schema_walk import drop, lookup
+from nemo_rl.config.yaml_text import parse_yaml
 from nemo_rl.errors import ConfigError, boundary
 
 __all__ = [
-    "EXEMPLAR",
-    "EXEMPLAR_NAME",
     "MANDATORY",
     "MANY",
     "OFF",
@@ -30,6 +29,7 @@ __all__ = [
     "KeyRule",
     "Table",
     "becomes",
+    "each",
     "lacks",
     "moved",
     "no_effect",
@@ -129,6 +129,19 @@ def with_others(why: str) -> KeyRule:
     return KeyRule(fate=Fate.MAPPED, why=why, is_with_others=True)
 
 
+def each(rule: KeyRule, *lines: str) -> Table:
+    """Return one rule for many keys.
+
+    Args:
+        lines: `section: name name ...`, or whole keys.
+    """
+    found: dict[str, KeyRule] = {}
+    for line in lines:
+        section, colon, names = line.rpartition(": ")
+        found |= {f"{section}.{name}" if colon else name: rule for name in names.split()}
+    return found
+
+
 def becomes(key: str, here: str, value: object, why: str) -> KeyOutcome:
     """Return the outcome of a key that becomes one of ours; an empty one is added."""
     return KeyOutcome(key=key, fate=Fate.MAPPED, to=here, value=value, why=why)
@@ -142,59 +155,42 @@ def lacks(key: str, why: str, *, must_decide: bool = False) -> KeyOutcome:
 TOML = ".toml"
 EXEMPLAR_NAME = "grpo_math_1B.yaml"
 MANDATORY = "???"
-MB_TOKENS = "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"
-EXEMPLAR: Mapping[str, object] = {
-    "grpo.num_prompts_per_step": 32,
-    "grpo.num_generations_per_prompt": 16,
-    "grpo.max_num_epochs": 1,
-    "grpo.max_num_steps": 1000000,
-    "grpo.normalize_rewards": True,
-    "grpo.use_leave_one_out_baseline": True,
-    "grpo.val_period": 10,
-    "grpo.val_at_start": False,
-    "grpo.val_at_end": False,
-    "grpo.max_val_samples": 256,
-    "grpo.seed": 42,
-    "loss_fn.reference_policy_kl_penalty": 0.01,
-    "loss_fn.reference_policy_kl_type": "k3",
-    "loss_fn.ratio_clip_min": 0.2,
-    "loss_fn.ratio_clip_max": 0.2,
-    "loss_fn.token_level_loss": True,
-    "policy.model_name": "Qwen/Qwen2.5-1.5B",
-    "policy.train_global_batch_size": 512,
-    "policy.train_micro_batch_size": 4,
-    "policy.max_total_sequence_length": 512,
-    "policy.precision": "bfloat16",
-    "policy.max_grad_norm": 1.0,
-    "policy.sequence_packing.enabled": True,
-    "policy.sequence_packing.train_mb_tokens": MB_TOKENS,
-    "policy.sequence_packing.logprob_mb_tokens": "${policy.sequence_packing.train_mb_tokens}",
-    "policy.sequence_packing.algorithm": "modified_first_fit_decreasing",
-    "policy.dynamic_batching.enabled": False,
-    "policy.dtensor_cfg.enabled": True,
-    "policy.megatron_cfg.enabled": False,
-    "policy.megatron_cfg.freeze_moe_router": True,
-    "policy.megatron_cfg.moe_router_dtype": "fp64",
-    "policy.generation.backend": "vllm",
-    "policy.generation.max_new_tokens": "${policy.max_total_sequence_length}",
-    "policy.generation.temperature": 1.0,
-    "policy.generation.top_p": 1.0,
-    "policy.generation.vllm_cfg.tensor_parallel_size": 1,
-    "data.max_input_seq_length": "${policy.max_total_sequence_length}",
-    "data.shuffle": True,
-    "data.train.dataset_name": "OpenMathInstruct-2",
-    "data.train.split_validation_size": 0.05,
-    "data.default.prompt_file": "examples/prompts/cot.txt",
-    "data.default.env_name": "math",
-    "env.math.num_workers": 8,
-    "checkpointing.enabled": True,
-    "checkpointing.metric_name": "val:accuracy",
-    "checkpointing.keep_top_k": 3,
-    "checkpointing.save_period": 10,
-    "data_plane.enabled": False,
-    "cluster.gpus_per_node": 1,
-    "cluster.num_nodes": 1,
-}
+EXEMPLAR = """
+grpo:
+  {num_prompts_per_step: 32, num_generations_per_prompt: 16, max_num_epochs: 1, max_num_steps: 1000000,
+   normalize_rewards: true, use_leave_one_out_baseline: true, val_period: 10, val_at_start: false, val_at_end: false,
+   max_val_samples: 256, seed: 42}
+loss_fn:
+  {reference_policy_kl_penalty: 0.01, reference_policy_kl_type: k3, ratio_clip_min: 0.2, ratio_clip_max: 0.2,
+   token_level_loss: true}
+policy:
+  model_name: Qwen/Qwen2.5-1.5B
+  train_global_batch_size: 512
+  train_micro_batch_size: 4
+  max_total_sequence_length: 512
+  precision: bfloat16
+  max_grad_norm: 1.0
+  sequence_packing:
+    enabled: true
+    train_mb_tokens: ${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}
+    logprob_mb_tokens: ${policy.sequence_packing.train_mb_tokens}
+    algorithm: modified_first_fit_decreasing
+  dynamic_batching: {enabled: false}
+  dtensor_cfg: {enabled: true}
+  megatron_cfg: {enabled: false, freeze_moe_router: true, moe_router_dtype: fp64}
+  generation:
+    {backend: vllm, max_new_tokens: "${policy.max_total_sequence_length}", temperature: 1.0, top_p: 1.0,
+     vllm_cfg: {tensor_parallel_size: 1}}
+data:
+  max_input_seq_length: ${policy.max_total_sequence_length}
+  shuffle: true
+  train: {dataset_name: OpenMathInstruct-2, split_validation_size: 0.05}
+  default: {prompt_file: examples/prompts/cot.txt, env_name: math}
+env: {math: {num_workers: 8}}
+checkpointing: {enabled: true, metric_name: "val:accuracy", keep_top_k: 3, save_period: 10}
+data_plane: {enabled: false}
+cluster: {gpus_per_node: 1, num_nodes: 1}
+"""
 """Values of NeMo-RL's grpo_math_1B.yaml that decide numbers or layout."""
 
 
@@ -241,20 +237,20 @@ def read_recipe(path: Path) -> Given:
     recipe = compose(path, needs_parents=False)
     assumed = []
     if any(Path(parent).name == EXEMPLAR_NAME for parent in recipe.missing):
-        for key, value in EXEMPLAR.items():
-            if _is_left(recipe.tree, key.split(".")):
-                recipe.set(key.split("."), value, layer=Layer(order=0, name=EXEMPLAR_NAME))
-                assumed.append(key)
+        for place, value in Recipe(file=EXEMPLAR_NAME, tree=parse_yaml(EXEMPLAR)).leaves():
+            if _is_left(recipe.tree, place):
+                recipe.set(place, value, layer=Layer(order=0, name=EXEMPLAR_NAME))
+                assumed.append(".".join(place))
     unresolved = {".".join(place): text for place, text in resolve_interpolations(recipe, defaults={}).items()}
     unresolved |= {".".join(place): "must be set" for place, value in recipe.leaves() if value == MANDATORY}
     for key in unresolved:
-        _remove(recipe.tree, key.split("."))
+        drop(recipe.tree, key.split("."))
     return Given(
         file=path, tree=recipe.tree, missing=tuple(recipe.missing), assumed=tuple(assumed), unresolved=unresolved
     )
 
 
-def _is_left(tree: Mapping[str, Any], path: list[str]) -> bool:
+def _is_left(tree: Mapping[str, Any], path: Sequence[str]) -> bool:
     """Return whether neither the key nor a section above it is null or a value."""
     node: Any = tree
     for name in path[:-1]:
@@ -262,13 +258,3 @@ def _is_left(tree: Mapping[str, Any], path: list[str]) -> bool:
         if not isinstance(node, dict):
             return False
     return path[-1] not in node
-
-
-def _remove(tree: dict[str, Any], path: list[str]) -> None:
-    node: Any = tree
-    for name in path[:-1]:
-        if not isinstance(node, dict) or not isinstance(node.get(name), dict):
-            break
-        node = node[name]
-    if isinstance(node, dict):
-        node.pop(path[-1], None)

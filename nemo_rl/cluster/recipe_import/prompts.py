@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
+from nemo_rl.cluster.recipe_import.dialects import GAME
 from nemo_rl.cluster.recipe_import.keys import OFF, Fate, Given, KeyOutcome, becomes, lacks
-from nemo_rl.cluster.recipe_import.turns import GAME
 from nemo_rl.config.compose import find_path
 from nemo_rl.errors import ConfigError, boundary
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from nemo_rl.cluster.recipe_import.adapters import convert_adapters
+from nemo_rl.cluster.recipe_import.dialects import convert_adapters, convert_turns
 from nemo_rl.cluster.recipe_import.keys import Fate, Given, KeyOutcome, becomes, lacks
 from nemo_rl.cluster.recipe_import.prompts import convert_environments, convert_prompts
-from nemo_rl.cluster.recipe_import.turns import convert_turns
 from nemo_rl.config.generation import VllmConfig
 
 __all__ = ["convert_sections"]

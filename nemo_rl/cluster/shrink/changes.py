@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.distillation import teacher_policy
 from nemo_rl.config.policy import ParallelSizes
-from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
-from nemo_rl.config.schema_walk import lookup
+from nemo_rl.config.schema import GRPOConfig, MasterConfig
+from nemo_rl.config.schema_walk import lookup, put
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.errors import UserError
 
@@ -59,15 +60,8 @@ class SmallLayout:
 
 def small_layout(real: ParallelSizes, workers: int, *, max_workers: int) -> SmallLayout:
     """Return the layout here of a recipe with so many workers."""
-    sizes = ParallelSizes(
-        tensor=min(real.tensor, KEPT),
-        pipeline=min(real.pipeline, KEPT),
-        context=min(real.context, KEPT),
-        expert=min(real.expert, KEPT),
-        expert_tensor=min(real.expert_tensor, KEPT),
-        sequence_parallel=real.sequence_parallel,
-    )
-    kept, given_up = sizes, list[str]()
+    sizes = kept = _capped(real)
+    given_up = list[str]()
     for name in GIVEN_UP_IN_TURN:
         if _fewest(sizes) > max_workers:
             sizes = _without(sizes, name)
@@ -88,6 +82,10 @@ def small_layout(real: ParallelSizes, workers: int, *, max_workers: int) -> Smal
         else:
             reduced.append(f"data parallel: {fewest * KEPT} processes are more than {max_workers}")
     return SmallLayout(sizes=sizes, workers=fewest, real=real, real_workers=workers, reduced=tuple(reduced))
+
+
+def _capped(real: ParallelSizes) -> ParallelSizes:
+    return replace(real, **{axis: min(getattr(real, axis), KEPT) for axis in GIVEN_UP_IN_TURN})  # type: ignore[arg-type]
 
 
 def _fewest(sizes: ParallelSizes) -> int:
@@ -115,7 +113,7 @@ def _said(sizes: ParallelSizes, workers: int) -> str:
     return f"{workers} worker{'s' if workers > 1 else ''}" + (f" ({', '.join(shown)})" if shown else "")
 
 
-REWARD = "nemo_rl.cluster.shrink.reward:odd_share"
+REWARD = "nemo_rl.cluster.shrink:odd_share"
 PROMPT_TOKENS, NEW_TOKENS = 40, 16
 SMALL_RANK = 4
 TEACHER, SMALL_TOP_K = "teacher", 16
@@ -133,8 +131,10 @@ SEGMENT_BYTES = 1 << 26
 TRAIN_SEED, VALIDATION_SEED = 20_000_042, 777
 NO_GPU = "there is no GPU here"
 ONE_MACHINE = "one machine"
+TWO = "two ranks along each axis"
 SMALL_BATCH = "a small step"
 SMALL_ROWS = "short rows"
+OWN = "a run of its own"
 ON_GPUS = (
     *("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion"),
     "distributed_data_parallel_config.overlap_param_gather",
@@ -171,6 +171,10 @@ class Changes:
         if not is_set or was != now:
             self.found.append(ShrinkChange(key=key, was=was, now=now, why=why))
 
+    def set_all(self, section: str, values: Mapping[str, object], why: str) -> None:
+        for name, now in values.items():
+            self.set(f"{section}.{name}", now, why)
+
     def cap(self, key: str, most: float, why: str) -> None:
         """Lower a number to at most so much; null stays."""
         _, was = lookup(self._tree, key.split("."))
@@ -187,12 +191,8 @@ class Changes:
         """Return the changes as a recipe that inherits from the real one."""
         tree: dict[str, Any] = {}
         for change in self.found:
-            *sections, name = change.key.split(".")
-            node = tree
-            for section in sections:
-                node = node.setdefault(section, {})
-            is_section = isinstance(change.now, Mapping)
-            node[name] = {"_override_": True, **change.now} if is_section else change.now  # type: ignore[dict-item]
+            now = {"_override_": True, **change.now} if isinstance(change.now, Mapping) else change.now
+            put(tree, change.key.split("."), now)
         return tree
 
 
@@ -229,8 +229,8 @@ def _model(changes: Changes, config: MasterConfig, model: Path) -> None:
     if lora.adapter is not None:
         changes.set("policy.lora.adapter", None, "it is of the real model")
         changes.set("policy.lora.reference", "base", "no adapter to start from")
-    for name in ("tokenizer.name", "tokenizer.chat_template", "generation.stop_token_ids"):
-        changes.set(f"policy.{name}", None, "the tokenizer of the small model")
+    own = ("tokenizer.name", "tokenizer.chat_template", "generation.stop_token_ids")
+    changes.set_all("policy", dict.fromkeys(own), "the tokenizer of the small model")
     changes.set("policy.precision", "float32", "one process must give the same numbers")
 
 
@@ -240,26 +240,24 @@ def _layout(changes: Changes, config: MasterConfig, layout: SmallLayout, num_lay
     changes.set("cluster.gpus_per_node", 0, NO_GPU)
     if config.cluster.launcher == "ray":
         changes.set("cluster.cpu_workers_per_node", layout.workers, "gloo ranks in place of GPUs")
-    for name, value in (("address", None), ("num_cpus", None), ("threads_per_worker", 1)):
-        changes.set(f"cluster.{name}", value, ONE_MACHINE)
+    changes.set_all("cluster", {"address": None, "num_cpus": None, "threads_per_worker": 1}, ONE_MACHINE)
     changes.cap("cluster.stage_timeout_s", STAGE_S, "a layout that hangs ends")
     changes.cap("cluster.collective_timeout_s", COLLECTIVE_S, "a layout that hangs ends")
-    two = "two ranks along each axis"
+    same = {"context_parallel_size": sizes.context, "sequence_parallel": sizes.sequence_parallel}
     if not policy.megatron_cfg.enabled:
         section = "policy.dtensor_cfg"
-        changes.set(f"{section}.tensor_parallel_size", sizes.tensor, two)
-        changes.set(f"{section}.context_parallel_size", sizes.context, two)
-        changes.set(f"{section}.sequence_parallel", sizes.sequence_parallel, two)
+        changes.set_all(section, {"tensor_parallel_size": sizes.tensor, **same}, TWO)
         changes.set(f"{section}.cpu_offload", False, NO_GPU)
         return
-    section = "policy.megatron_cfg"
-    changes.set(f"{section}.tensor_model_parallel_size", sizes.tensor, two)
-    changes.set(f"{section}.pipeline_model_parallel_size", sizes.pipeline, two)
-    changes.set(f"{section}.context_parallel_size", sizes.context, two)
-    changes.set(f"{section}.expert_model_parallel_size", sizes.expert, two)
+    axes: dict[str, object] = {
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "context_parallel_size": sizes.context,
+        "expert_model_parallel_size": sizes.expert,
+    }
     if policy.megatron_cfg.expert_tensor_parallel_size is not None or sizes.expert_tensor != sizes.tensor:
-        changes.set(f"{section}.expert_tensor_parallel_size", sizes.expert_tensor, two)
-    changes.set(f"{section}.sequence_parallel", sizes.sequence_parallel, two)
+        axes["expert_tensor_parallel_size"] = sizes.expert_tensor
+    changes.set_all("policy.megatron_cfg", {**axes, **same}, TWO)
     _megatron(changes, config, layout, num_layers)
 
 
@@ -267,23 +265,14 @@ def _teacher(changes: Changes, config: MasterConfig, model: Path) -> None:
     section, sizes = "loss_fn.distillation", teacher_sizes(config)
     changes.set(f"{section}.teacher.model_name", str(model), "a small random model of the policy's family")
     changes.set(f"{section}.teacher.precision", None, "that of the policy")
-    changes.set(f"{section}.teacher.num_workers", _fewest(sizes), "two ranks along each axis")
-    for name in ("tensor", "context", "pipeline", "expert"):
-        changes.set(f"{section}.teacher.{name}_parallel_size", getattr(sizes, name), "two ranks along each axis")
+    axes = {f"{name}_parallel_size": getattr(sizes, name) for name in ("tensor", "context", "pipeline", "expert")}
+    changes.set_all(f"{section}.teacher", {"num_workers": _fewest(sizes), **axes}, TWO)
     changes.cap(f"{section}.top_k", SMALL_TOP_K, "the vocabulary of the small model")
 
 
 def teacher_sizes(config: MasterConfig) -> ParallelSizes:
     """Return the sizes of the axes of a teacher here."""
-    given = config.loss_fn.distillation.teacher
-    return ParallelSizes(
-        tensor=min(given.tensor_parallel_size, KEPT),
-        pipeline=min(given.pipeline_parallel_size, KEPT),
-        context=min(given.context_parallel_size, KEPT),
-        expert=min(given.expert_parallel_size, KEPT),
-        expert_tensor=min(given.tensor_parallel_size, KEPT),
-        sequence_parallel=given.sequence_parallel,
-    )
+    return _capped(teacher_policy(config).parallel_sizes)
 
 
 def _megatron(changes: Changes, config: MasterConfig, layout: SmallLayout, num_layers: int) -> None:
@@ -320,8 +309,8 @@ def _batches(changes: Changes, config: MasterConfig, layout: SmallLayout) -> Non
     # Each rank has two microbatches in each update, and updates begin with whole groups.
     unit = math.lcm(layout.data * rows_per_pass * 2, group)
     batch = unit * -(-ROWS // (updates * unit))
-    changes.set("grpo.num_generations_per_prompt", group, SMALL_BATCH)
-    changes.set("grpo.num_prompts_per_step", batch * updates // group, SMALL_BATCH)
+    rows = {"num_generations_per_prompt": group, "num_prompts_per_step": batch * updates // group}
+    changes.set_all("grpo", rows, SMALL_BATCH)
     changes.set("policy.train_global_batch_size", batch, SMALL_BATCH)
     if not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
         changes.cap("policy.train_micro_batch_size", rows_per_pass, SMALL_BATCH)
@@ -342,39 +331,28 @@ def _lengths(changes: Changes, config: MasterConfig, layout: SmallLayout) -> Non
         changes.set("policy.make_sequence_length_divisible_by", 2 * layout.sizes.length_multiple, SMALL_ROWS)
         multiple = 2 * layout.sizes.length_multiple
     total = -(-(PROMPT_TOKENS + NEW_TOKENS) // multiple) * multiple
-    real_longest = policy.max_total_sequence_length
     changes.set("policy.max_total_sequence_length", total, SMALL_ROWS)
     changes.set("policy.generation.max_new_tokens", NEW_TOKENS, SMALL_ROWS)
     changes.set("data.max_input_seq_length", PROMPT_TOKENS, SMALL_ROWS)
-    for name, section in (
-        ("sequence_packing", policy.sequence_packing),
-        ("dynamic_batching", policy.dynamic_batching),
-    ):
+    for name, section in (("sequence_packing", policy.sequence_packing), ("dynamic_batching", policy.dynamic_batching)):
         if section.enabled:
-            for key, cap in (
-                ("train_mb_tokens", section.train_mb_tokens),
-                ("logprob_mb_tokens", section.logprob_mb_tokens),
-            ):
-                sequences = max(1, min(cap // real_longest, CAP_SEQUENCES))
+            caps = {"train_mb_tokens": section.train_mb_tokens, "logprob_mb_tokens": section.logprob_mb_tokens}
+            for key, cap in caps.items():
+                sequences = max(1, min(cap // policy.max_total_sequence_length, CAP_SEQUENCES))
                 changes.set(f"policy.{name}.{key}", sequences * total, SMALL_ROWS)
 
 
 def _prompts(changes: Changes, config: MasterConfig) -> None:
     why = "prompts that a small tokenizer can write"
-    sources: tuple[tuple[str, DatasetConfig | None, int, int], ...] = (
-        ("data.train", config.data.train, 256, TRAIN_SEED),
-        ("data.validation", config.data.validation, VALIDATION_ROWS, VALIDATION_SEED),
-    )
-    for key, source, size, seed in sources:
-        if source is not None:
+    for name, size, seed in (("train", 256, TRAIN_SEED), ("validation", VALIDATION_ROWS, VALIDATION_SEED)):
+        if getattr(config.data, name) is not None:
             options = {"min_digits": 4, "max_digits": 8}
             generated = {"dataset_name": "sort_digits", "size": size, "seed": seed, "options": options}
-            changes.set(key, generated, why)
+            changes.set(f"data.{name}", generated, why)
     if config.data.validation_sets:
         changes.set("data.validation_sets", {}, why)
     _sampling(changes, config.grpo)
-    reward = {"name": "custom", "reward_function": REWARD}
-    changes.set("env", reward, "a reward that differs from sample to sample")
+    changes.set("env", {"name": "custom", "reward_function": REWARD}, "a reward that differs from sample to sample")
     changes.set("grpo.stop_at_validation_accuracy", None, "all steps run")
     if config.env.is_accuracy and config.checkpointing.metric_name.endswith(":accuracy"):
         metric = config.checkpointing.metric_name.removesuffix("accuracy") + "reward"
@@ -388,22 +366,20 @@ def _sampling(changes: Changes, grpo: GRPOConfig) -> None:
         changes.set("grpo.use_dynamic_sampling", False, why)
         for name in ("batch_multiplier", "dynamic_sampling_max_gen_batches"):
             changes.set(f"grpo.{name}", type(grpo).model_fields[name].default, why)
-    shaping, key = grpo.reward_shaping, "grpo.reward_shaping"
+    shaping = grpo.reward_shaping
     if shaping.enabled and shaping.stop_properly_penalty_coef is None:
-        changes.set(f"{key}.max_response_length", NEW_TOKENS, SMALL_ROWS)
-        changes.set(f"{key}.overlong_buffer_length", NEW_TOKENS // 4, SMALL_ROWS)
+        lengths = {"max_response_length": NEW_TOKENS, "overlong_buffer_length": NEW_TOKENS // 4}
+        changes.set_all("grpo.reward_shaping", lengths, SMALL_ROWS)
 
 
 def _steps(changes: Changes, config: MasterConfig, steps: int) -> None:
-    changes.set("grpo.max_num_steps", steps, "few steps")
-    changes.set("grpo.max_num_epochs", None, "few steps")
+    changes.set_all("grpo", {"max_num_steps": steps, "max_num_epochs": None}, "few steps")
     if config.data.validation is not None:
         changes.cap("grpo.max_val_samples", VALIDATION_ROWS, SMALL_BATCH)
         changes.cap("grpo.val_period", steps, "few steps")
     if config.checkpointing.enabled:
         changes.set("checkpointing.save_period", steps, "one checkpoint, of the last step")
-    for name, value in (("resume", False), ("load_optimizer", True), ("checkpoint_dir", None)):
-        changes.set(f"checkpointing.{name}", value, "a run of its own")
+    changes.set_all("checkpointing", {"resume": False, "load_optimizer": True, "checkpoint_dir": None}, OWN)
     _rates(changes, config)
 
 
@@ -438,8 +414,8 @@ def _store(changes: Changes, config: MasterConfig) -> None:
         else:
             changes.set("data_plane.impl", "transfer_queue", missing)
         return
-    for name, value in (("host", "127.0.0.1"), ("master_address", None), ("protocol", "tcp"), ("device_name", "")):
-        changes.set(f"data_plane.mooncake.{name}", value, ONE_MACHINE)
+    local = {"host": "127.0.0.1", "master_address": None, "protocol": "tcp", "device_name": ""}
+    changes.set_all("data_plane.mooncake", local, ONE_MACHINE)
     for name in ("segment_bytes", "local_buffer_bytes"):
         changes.cap(f"data_plane.mooncake.{name}", SEGMENT_BYTES, SMALL_BATCH)
 
@@ -453,14 +429,10 @@ def _is_installed(plane: DataPlaneConfig) -> bool:
 
 
 def _outputs(changes: Changes, out: Path) -> None:
-    own = "a run of its own"
-    changes.set("logger.log_dir", str(out / "run"), own)
-    changes.set("logger.overwrite", True, own)
-    for name in ("tensorboard_enabled", "wandb_enabled", "mlflow_enabled", "reward_curve", "live_panel"):
-        changes.set(f"logger.{name}", False, own)
-    changes.set("logger.trackers", [], own)
-    changes.set("diagnostics.tracer.enabled", False, own)
-    changes.set("diagnostics.record.steps", [], own)
+    off = ("tensorboard_enabled", "wandb_enabled", "mlflow_enabled", "reward_curve", "live_panel")
+    logger = {"log_dir": str(out / "run"), "overwrite": True, **dict.fromkeys(off, False), "trackers": []}
+    changes.set_all("logger", logger, OWN)
+    changes.set_all("diagnostics", {"tracer.enabled": False, "record.steps": []}, OWN)
     changes.set("diagnostics.keep_steps.enabled", True, "the steps are run again in one process")
 
 

@@ -7,6 +7,9 @@
 
 Whatever ends first decides: the command, a node that is lost, Ray, a signal. Invariant: when this process ends, also
 after an error or a kill, nothing that it started is left, neither processes nor files outside the job's folder.
+
+`ray symmetric-run` promises less: it ends with 0 where Ray cannot start, notices a lost node or Ray only when the
+command ends, leaves both behind at SIGTERM, keeps no logs, and its end stops every Ray of the user on the machine.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from nemo_rl.data_plane.adapters.mooncake_codes import (
     NO_SPACE,
     NOT_FOUND,
     OK,
+    TRANSFER_FAILED,
     call_error,
     read_error,
 )
@@ -34,6 +35,7 @@ from nemo_rl.data_plane.adapters.mooncake_master import (
     is_listening,
     start_servers,
 )
+from nemo_rl.data_plane.chunks.dense import copy_end_to_end
 from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, name_some
 from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
@@ -205,13 +207,12 @@ class MooncakeStore(PayloadStore):
     def _stage(self, chunks: Mapping[str, Parts], sizes: Mapping[str, int]) -> _OpenPut:
         """Copy the parts into registered memory: the caller's may be freed while a late call still reads."""
         lease = self._link.buffers.lease(sum(sizes.values()))
-        pointers: dict[str, int] = {}
-        at = 0
-        for chunk_id, parts in chunks.items():
-            pointers[chunk_id] = lease.address + at
-            for part in parts:
-                lease.view[at : at + part.nbytes] = np.frombuffer(part, dtype=np.uint8)
-                at += part.nbytes
+        starts = accumulate(sizes.values(), initial=lease.address)
+        pointers = dict(zip(sizes, starts, strict=False))
+        copy_end_to_end(
+            [np.frombuffer(part, dtype=np.uint8) for parts in chunks.values() for part in parts if part.nbytes],
+            lease.view,
+        )
         return _OpenPut(lease=lease, pointers=pointers, sizes=sizes)
 
     def _put_once(self, call: _OpenPut, chunk_ids: list[str], deadline: float) -> list[int]:
@@ -245,27 +246,29 @@ class MooncakeStore(PayloadStore):
         """Return the run's servers that do not listen any more.
 
         Args:
-            codes: of the call that failed. A connection breaks a moment before the socket of a killed process goes, so
-                with such a code among them the look is repeated for a while.
+            codes: of the call that failed. A connection breaks, and a transfer fails, a moment before the socket of a
+                killed process goes, so with such a code among them the look is repeated for a while.
 
         Raises:
             DataPlaneClosed: the master is among them, which ends this client.
         """
-        give_up = time.monotonic() + (DYING_S if CONNECTION_BROKEN in codes else 0.0)
-        while (is_alive := is_listening(self._address.master)) and time.monotonic() < give_up:
+        master, holder = self._address.master, self._address.holder
+        give_up = time.monotonic() + (DYING_S if {CONNECTION_BROKEN, TRANSFER_FAILED}.intersection(codes) else 0.0)
+        while True:
+            if not is_listening(master):
+                self._link.ended = f"Mooncake has lost its master at {master}"
+                raise DataPlaneClosed(f"{self._link.ended}; its rows are gone")
+            if holder and not is_listening(holder):
+                return [f"its holder at {holder}"]
+            if time.monotonic() >= give_up:
+                return []
             time.sleep(DYING_POLL_S)
-        if not is_alive:
-            self._link.ended = f"Mooncake has lost its master at {self._address.master}"
-            raise DataPlaneClosed(f"{self._link.ended}; its rows are gone")
-        holder = self._address.holder
-        return [f"its holder at {holder}"] if holder and not is_listening(holder) else []
 
     def _dead_holders(self, chunk_ids: Sequence[str], codes: Sequence[int], handles: Handles) -> list[str]:
         """Return the holders of the chunks that listen no more; `codes` are those of `_dead_servers`."""
         endpoints = {str(handles[chunk_id][1]) for chunk_id in chunk_ids} - {""}  # type: ignore[index]
-        return self._dead_servers(codes) + [
-            f"a producer at {where}" for where in sorted(endpoints) if not is_listening(where)
-        ]
+        producers = [f"a producer at {where}" for where in sorted(endpoints) if not is_listening(where)]
+        return self._dead_servers(() if producers else codes) + producers
 
     def _name(self, chunk_id: str) -> str:
         # A named master serves several runs.

@@ -94,8 +94,8 @@ class ChunkReader:
     _blocks: dict[int, list[Bytes]] = field(init=False)
     """The columns of each block that is here, or one array of all."""
     _checksums: list[int] = field(init=False)
-    _checked: set[tuple[str, int]] = field(init=False, default_factory=set)
-    """Columns of blocks whose checksums are right."""
+    _checked: set[int] = field(init=False, default_factory=set)
+    """Places of the checksums that were found to be right."""
 
     @classmethod
     def of_payload(cls, parts: Parts) -> ChunkReader:
@@ -151,7 +151,10 @@ class ChunkReader:
 
     def _check_sizes(self) -> None:
         """Check that each block has the bytes that the header says."""
+        ends = self._edges[-1]
         for block, arrays in self._blocks.items():
+            if len(arrays) == 1 and arrays[0].size == ends[block]:
+                continue
             found, at = [array.size for array in arrays], [edge[block] for edge in self._edges]
             if found != [at[-1]] and found != [high - low for low, high in pairwise(at)]:
                 raise SchemaMismatch(
@@ -164,14 +167,21 @@ class ChunkReader:
         """True where `check` compares."""
         return bool(self._checksums)
 
-    def pieces(self, name: str, first: int, count: int) -> list[Piece]:
-        """Return the bytes of `count` rows of a column, block by block; `check` each before it is given out."""
+    def pieces(self, name: str, first: int, count: int, *, checks: bool) -> list[Piece]:
+        """Return the bytes of `count` rows of a column, block by block.
+
+        Args:
+            checks: compare them with their checksums; otherwise `check` each block before its bytes are given out.
+        """
         cuts, starts, stop = self._cuts, self.columns[name].starts, first + count
         self.num_bytes_used += int(starts[stop] - starts[first])
         if not count:
             return []
         low, high = bisect_right(cuts, first) - 1, bisect_left(cuts, stop)
-        found = [(self._column(name, block), cuts[block + 1] - cuts[block], block) for block in range(low, high)]
+        contents = self._contents(name, low, high)
+        if checks:
+            self._check(name, low, contents)
+        found = [(content, cuts[i + 1] - cuts[i], i) for i, content in enumerate(contents, low)]
         if stop < cuts[high]:
             content, rows, block = found[-1]
             at = int(starts[cuts[block]])
@@ -183,23 +193,34 @@ class ChunkReader:
 
     def check(self, name: str, block: int) -> None:
         """Compare a column of a block with its checksum, the first time it is asked for."""
-        if not self._checksums or (name, block) in self._checked:
-            return
-        place = 1 + block * len(self.columns) + self.columns[name].number
-        if checksum(self._column(name, block).data) != self._checksums[place]:
-            raise ChecksumError(self.chunk_id, name, f"the checksum of its column {name!r} differs")
-        self._checked.add((name, block))
+        self._check(name, block, self._contents(name, block, block + 1))
 
     def check_column(self, name: str) -> None:
         """Compare a column of each block that is here with its checksum."""
         for block in self._blocks:
             self.check(name, block)
 
-    def _column(self, name: str, block: int) -> Bytes:
-        arrays, number = self._blocks[block], self.columns[name].number
-        if len(arrays) == len(self.columns):
-            return arrays[number]
-        return arrays[0][self._edges[number][block] : self._edges[number + 1][block]]
+    def _check(self, name: str, first: int, contents: Sequence[Bytes]) -> None:
+        """Compare a column of neighbouring blocks, from block `first` on, with their checksums."""
+        if not self._checksums:
+            return
+        place = 1 + first * len(self.columns) + self.columns[name].number
+        for content in contents:
+            if place not in self._checked:
+                if checksum(content.data) != self._checksums[place]:
+                    raise ChecksumError(self.chunk_id, name, f"the checksum of its column {name!r} differs")
+                self._checked.add(place)
+            place += len(self.columns)
+
+    def _contents(self, name: str, first: int, stop: int) -> list[Bytes]:
+        """Return a column of the blocks from `first` to `stop`."""
+        number, num_columns = self.columns[name].number, len(self.columns)
+        lows, highs = self._edges[number], self._edges[number + 1]
+        found: list[Bytes] = []
+        for block in range(first, stop):
+            arrays = self._blocks[block]
+            found.append(arrays[number] if len(arrays) == num_columns else arrays[0][lows[block] : highs[block]])
+        return found
 
 
 def _as_bytes(content: memoryview) -> Bytes:
@@ -224,7 +245,7 @@ def gather(spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Ru
     found = [
         (readers[chunk], piece)
         for chunk, first, count in runs
-        for piece in readers[chunk].pieces(spec.name, first, count)
+        for piece in readers[chunk].pieces(spec.name, first, count, checks=False)
     ]
     lengths: Lengths | None = None
     if spec.is_object or spec.is_ragged:
@@ -259,9 +280,8 @@ def gather_padded(
     dtype, trailing = _layout(spec, indexes)
     sources: list[RowBytes] = []
     for (chunk, first, count), index in zip(runs, indexes, strict=True):
-        pieces, lengths = readers[chunk].pieces(spec.name, first, count), _lengths_in(index, first, count)
-        for _, _, block in pieces:
-            readers[chunk].check(spec.name, block)
+        pieces = readers[chunk].pieces(spec.name, first, count, checks=True)
+        lengths = _lengths_in(index, first, count)
         if len(pieces) > 1 and sum([content.size for content, _, _ in pieces]) < len(pieces) * SMALL_PIECE_BYTES:
             pieces = [(np.concatenate([content for content, _, _ in pieces]), count, 0)]
         at = 0

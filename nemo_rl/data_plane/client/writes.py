@@ -6,7 +6,9 @@ The one invariant: rows become visible by the commit that follows a complete sto
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -18,7 +20,7 @@ from nemo_rl.data_plane.chunks.tags import Tags, TagTable
 from nemo_rl.data_plane.client.keyed_rows import ForeignColumns, KeyedRowsLink
 from nemo_rl.data_plane.client.leases import LeaseRenewer
 from nemo_rl.data_plane.client.link import ClientCall, ClientLink, Declaration, RoomWait, names_of, versions_of
-from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
+from nemo_rl.data_plane.codec import ChunkForm, EncodedChunk, encode_rows
 from nemo_rl.data_plane.interfaces import Columns, Parts
 from nemo_rl.data_plane.keys import chunk_in_blocks
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
@@ -27,6 +29,9 @@ from nemo_rl.errors import CapacityExceeded, DataPlaneError, DataPlaneTimeout, L
 __all__ = ["PutRequest", "RowWriter"]
 
 logger = logging.getLogger(__name__)
+
+BESIDE_BYTES = 4 << 20
+"""Checksums of at least so many bytes are made in a thread of their own, which holds no lock meanwhile."""
 
 Flat: TypeAlias = Mapping[str, FlatColumn]
 Names: TypeAlias = Collection[str]
@@ -146,20 +151,21 @@ class RowWriter:
         payloads: dict[str, Parts] = {}
         for name, chunk in zip(ids, chunks, strict=True):
             payloads |= chunk.payloads(name) if chunk.family not in in_place else {}
-        args: Args = {**put, "chunks": [_chunk_record(i, c, types) for i, c in zip(ids, chunks, strict=True)]}
         wait = RoomWait(ask=partial(self._link.ask, call), deadline=call.deadline, what=call.what)
-        reservation = self._reserve(wait, args, chunks)
+        reservation = self._reserve(wait, put, chunks)
         handles: Handles | None = None
         try:
-            if payloads:
-                with self._link.clock.measure("store_put"), self._link.errors_of(call):
-                    handles = self._link.store.put(payloads, timeout_s=call.left())
+            with _forms_of(chunks) as forms:
+                if payloads:
+                    with self._link.clock.measure("store_put"), self._link.errors_of(call):
+                        handles = self._link.store.put(payloads, timeout_s=call.left())
         except DataPlaneError:
             self._unreserve(reservation, wait)
             raise
         try:
             wait.ask = partial(self._link.ask, call, handles=handles)
-            reply = wait.granted(op, {**args, "reservation": reservation})
+            records = [_chunk_record(i, c, f, types) for i, c, f in zip(ids, chunks, forms(), strict=True)]
+            reply = wait.granted(op, {**put, "chunks": records, "reservation": reservation})
         except (DataPlaneTimeout, LedgerLost):
             raise  # the commit may still count: rows it makes visible must keep their chunks
         except DataPlaneError:
@@ -203,8 +209,18 @@ class RowWriter:
             logger.warning("could not give a reservation back: %s", error)
 
 
-def _chunk_record(chunk_id: str, chunk: EncodedChunk, types: ColumnTypes) -> Args:
-    form = chunk.form()
+@contextmanager
+def _forms_of(chunks: Sequence[EncodedChunk]) -> Iterator[Callable[[], list[ChunkForm]]]:
+    """Yield a call that gives the forms of the chunks; checksums of much are made while the block runs."""
+    if sum(chunk.nbytes for chunk in chunks if chunk.has_checksums) < BESIDE_BYTES:
+        forms = [chunk.form() for chunk in chunks]
+        yield lambda: forms
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
+        yield pool.submit(lambda: [chunk.form() for chunk in chunks]).result
+
+
+def _chunk_record(chunk_id: str, chunk: EncodedChunk, form: ChunkForm, types: ColumnTypes) -> Args:
     return {
         **({"form": form} if form else {}),
         "id": chunk_id,

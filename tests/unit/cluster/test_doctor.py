@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.cluster.doctor.checks import (
+from nemo_rl.cluster.doctor import (
     DoctorFinding,
     State,
     examine,
@@ -19,11 +19,11 @@ from nemo_rl.cluster.doctor.checks import (
     look_at_machine,
     look_at_network,
     look_at_packages,
+    look_at_self_test,
     red,
     worst,
     yellow,
 )
-from nemo_rl.cluster.doctor.self_test import look_at_self_test
 from nemo_rl.config.data_plane import DataPlaneConfig, SharedMemoryConfig
 
 DEADLINE_S = 180.0
@@ -65,7 +65,7 @@ def test_the_worst_finding_decides_and_a_look_that_fails_is_one(monkeypatch: pyt
     def broken() -> list[DoctorFinding]:
         raise ValueError("the disk is on fire")
 
-    monkeypatch.setattr("nemo_rl.cluster.doctor.checks.LOOKS", (("packages", broken), ("machine", look_at_machine)))
+    monkeypatch.setattr("nemo_rl.cluster.doctor.LOOKS", (("packages", broken), ("machine", look_at_machine)))
     found = list(examine(with_self_test=False))
     assert (found[0].state, found[0].found) == (State.RED, "ValueError: the disk is on fire") and len(found) > 3
 

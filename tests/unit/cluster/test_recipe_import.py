@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from nemo_rl.cli.main import app
-from nemo_rl.cluster.recipe_import.convert import import_recipe, report_lines, rule_of, to_recipe
+from nemo_rl.cluster.recipe_import import import_recipe, report_lines, rule_of, to_recipe
 from nemo_rl.cluster.recipe_import.keys import Fate
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema_walk import place_of
@@ -199,6 +199,12 @@ def test_unknown_keys_get_a_suggestion_and_references_without_a_value_are_left_o
     assert list(imported.given.unresolved) == ["logger.log_dir"]
     assert "unknown: grpo.num_generation_per_prompt" in to_recipe(imported)
     assert any("logger.log_dir: cannot resolve" in problem for problem in imported.problems)
+
+
+def test_a_list_with_an_element_without_a_value_is_left_out(tmp_path: Path) -> None:
+    imported = import_recipe(write(tmp_path, merged({"policy": {"generation": {"stop_strings": ["a", "${no.key}"]}}})))
+    assert list(imported.given.unresolved) == ["policy.generation.stop_strings.1"]
+    assert loaded(tmp_path, imported).policy.generation.stop_strings == []
 
 
 def test_values_that_no_key_here_takes_are_named(tmp_path: Path) -> None:

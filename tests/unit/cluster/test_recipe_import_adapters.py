@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.cluster.recipe_import.convert import import_recipe
+from nemo_rl.cluster.recipe_import import import_recipe
 from nemo_rl.cluster.recipe_import.keys import Fate
 from nemo_rl.errors import ConfigError
 from tests.helpers.foreign_recipe import fates_of, loaded, merged, write

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from nemo_rl.cli.main import app
+from nemo_rl.cluster.shrink import odd_share
 from nemo_rl.cluster.shrink.changes import changes_of, small_layout
-from nemo_rl.cluster.shrink.reward import odd_share
 from nemo_rl.cluster.shrink.run import SHRUNK, ShrinkRequest, shrink, write_recipe
 from nemo_rl.config.load import load_config
 from nemo_rl.config.policy import ParallelSizes

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 from nemo_rl.config.load import load_config
 from nemo_rl.config.render import to_yaml
+from nemo_rl.config.yaml_text import yaml_line
 from nemo_rl.errors import ConfigError
 
 DEMO = "configs/grpo_sort_cpu.yaml"
+REFUSED_S = 10.0
+"""Most seconds for a recipe of any content, of which a hundredth is needed."""
 MEGATRON = "configs/recipes/grpo_sort_megatron_tp2_cpu.yaml"
 
 
@@ -99,6 +103,7 @@ def test_a_key_of_another_section_is_offered_with_its_path() -> None:
         (DEMO, "grpo.lr=1e-4", "did you mean 'policy.optimizer.kwargs.lr'?"),
         (MEGATRON, "lr=1e-4", "did you mean 'policy.megatron_cfg.optimizer.lr'?"),
         (MEGATRON, "policy.optimizer.lr=1e-4", "did you mean 'policy.megatron_cfg.optimizer.lr'?"),
+        (DEMO, "policy.peft.dim=8", "adapters (LoRA) have the section policy.lora"),
         (
             DEMO,
             "backend=vllm",
@@ -181,6 +186,18 @@ def test_interpolation_reaches_defaults_lists_and_sums(tmp_path: Path) -> None:
     assert config.logger.wandb.project == "p42"
     assert config.logger.wandb.name == "n6"
     assert config.policy.generation.stop_strings == ["sort"]
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [(["x"] * 10, "more than 5000 values come from references"), ("x" * 999, "more than 262144 characters come from")],
+)
+def test_references_that_multiply_end(tmp_path: Path, first: object, told: str) -> None:
+    """Ten references to the key before, and so five times, are a million values."""
+    kwargs = {f"a{n}": [f"${{policy.optimizer.kwargs.a{n - 1}}}"] * 10 for n in range(1, 6)}
+    started = time.monotonic()
+    lines = problems(overlay(tmp_path, f"policy: {{optimizer: {{kwargs: {yaml_line({'a0': first, **kwargs})}}}}}"))
+    assert any(told in line for line in lines) and time.monotonic() - started < REFUSED_S
 
 
 def test_what_is_rendered_loads_again_to_the_same_config(tmp_path: Path) -> None:

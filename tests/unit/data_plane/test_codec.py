@@ -78,7 +78,7 @@ def test_rows_of_chunks_in_blocks_are_those_of_whole_chunks() -> None:
     (chunk,) = encode_rows(flat, num_rows=10, chunk_bytes=1 << 20, block_bytes=40, has_checksums=True)
     stored = list(chunk.payloads(chunk_in_blocks("r/c/1", chunk.num_blocks)))
     assert len(stored) == chunk.num_blocks > 4 and stored[:2] == ["r/c/1#0", "r/c/1#1"]
-    parts = chunk._blocks()
+    parts = chunk.blocks
     for first in range(10):
         for count in range(10 - first + 1):
             runs = [(0, first, count)]

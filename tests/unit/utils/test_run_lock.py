@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -13,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.errors import RunFolderError
-from nemo_rl.utils import run_lock
-from nemo_rl.utils.run_lock import LOCK_FILE, lock_folder
+from nemo_rl.utils.run_lock import LOCK_FILE, lock_folder, lock_problem
 
 HOLD = """
 import os, subprocess, sys, time
@@ -131,15 +132,26 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_a_file_that_its_holder_removed_before_it_was_locked_is_not_the_lock(tmp_path, monkeypatch):
-    lock, removed = run_lock._lock, []
+    lock, removed = fcntl.flock, []
 
-    def lock_late(descriptor: int, path: Path) -> None:
+    def lock_late(descriptor: int, operation: int) -> None:
         if not removed:
-            path.unlink()
-            removed.append(path)
-        lock(descriptor, path)
+            removed.append(tmp_path / LOCK_FILE)
+            removed[0].unlink()
+        lock(descriptor, operation)
 
-    monkeypatch.setattr(run_lock, "_lock", lock_late)
-    with run_lock.lock_folder(tmp_path):
-        assert removed and (tmp_path / run_lock.LOCK_FILE).is_file()
-        assert "in use by another run" in str(run_lock.lock_problem(tmp_path))
+    monkeypatch.setattr("fcntl.flock", lock_late)
+    with lock_folder(tmp_path):
+        assert removed and (tmp_path / LOCK_FILE).is_file()
+        assert "in use by another run" in str(lock_problem(tmp_path))
+    assert lock_problem(tmp_path) is None
+
+
+def test_a_file_system_without_locks_is_told_and_keeps_no_file(tmp_path, monkeypatch, caplog):
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with lock_folder(tmp_path):
+        assert "this file system has no locks" in caplog.text
+    assert list(tmp_path.iterdir()) == []

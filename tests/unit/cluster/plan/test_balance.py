@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nemo_rl.cli.main import app
+from nemo_rl.cluster.plan import RunPlan
 from nemo_rl.cluster.plan.command import PlanRequest, plan_recipe
-from nemo_rl.cluster.plan.plan import RunPlan
 from tests.repo.walk_docs import ROOT
 
 MATH, DEMO = ROOT / "configs" / "recipes" / "grpo_math_1b.yaml", ROOT / "configs" / "grpo_sort_cpu.yaml"

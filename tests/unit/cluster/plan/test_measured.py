@@ -23,8 +23,7 @@ from nemo_rl.algorithms.grpo import plan_logprobs, plan_train
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.cluster.known_models import planned_model_config
 from nemo_rl.cluster.plan.activations import pass_activations
-from nemo_rl.cluster.plan.batches import pass_tokens
-from nemo_rl.cluster.plan.setting import Model, PlanSetting
+from nemo_rl.cluster.plan.setting import Model, PlanSetting, pass_tokens
 from nemo_rl.cluster.plan.weights import gathered_weights, local_weights, rest_memory
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.generation import GenerationConfig

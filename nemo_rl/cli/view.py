@@ -1,0 +1,36 @@
+"""`nemo-rl view`: a page with the runs of a folder, served on loopback or written as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nemo_rl.diagnostics.view.pages import write_pages
+from nemo_rl.diagnostics.view.runs import find_runs
+from nemo_rl.diagnostics.view.server import ViewServer
+from nemo_rl.utils.console import make_console
+
+__all__ = ["view"]
+
+
+def view(
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="log folder of a run, or a folder above several")],
+    export: Annotated[
+        Path | None, typer.Option("--export", metavar="DIR", help="write the page as files that need no server")
+    ] = None,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one")] = 0,
+) -> None:
+    """Show the runs below RESULTS on one page: a table, their curves over each other, settings that differ, rollouts.
+
+    The page is served on 127.0.0.1 until Ctrl-C, at the printed address, which has a token; a reload shows new steps.
+    """
+    console = make_console()
+    runs = find_runs(results)
+    if export is not None:
+        console.print(f"{write_pages(export, runs)}  {len(runs)} runs", soft_wrap=True)
+        return
+    server = ViewServer(lambda: find_runs(results), port=port)
+    console.print(f"{server.address}  {len(runs)} runs; Ctrl-C ends", soft_wrap=True)
+    server.serve()

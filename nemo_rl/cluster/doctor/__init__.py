@@ -1,1 +1,0 @@
-"""`nemo-rl doctor`: whether this machine is in order for a run."""
