@@ -282,5 +282,5 @@ class MismatchWarning(StepObserver):
         return (
             f"WARNING: {MISMATCH_METRIC} is {error:.4f} in step {step}, above {MISMATCH_THRESHOLD}: trainer and "
             f"rollout differ on the tokens that were sampled. Likely causes: {'; '.join(causes)}. To find it: "
-            f"nemo-rl replay {config.logger.log_dir} --step {step} --explain-mismatch{kept}"
+            f"nemo-rl inspect {config.logger.log_dir} step {step} mismatch{kept}"
         )

@@ -1,6 +1,6 @@
 """`ScheduleFile`: what the engines, the trainer and the refits of an asynchronous run did, in `schedule.jsonl`.
 
-Written while the run goes on; `read_schedule` gives it to `nemo-rl replay RUN --from 0 --to N`, which does it again.
+Written while the run goes on; `read_schedule` gives it to `nemo-rl compare RUN replay --to N`, which does it again.
 One line is one event: `start` of the run (again, where it was resumed), events of the engines' batches
 (`ScheduleEntry`), `step` with the groups that it trained, and `weights` with a digest of what the engines were sent.
 """

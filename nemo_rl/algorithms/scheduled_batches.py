@@ -1,6 +1,6 @@
 """`ScheduledBatches`: the batches of an asynchronous run once more, from its schedule.
 
-Used by `nemo-rl replay RUN --from 0 --to N`. Engines follow their scripts (`EngineSpec.script`), so the batch of each
+Used by `nemo-rl compare RUN replay --to N`. Engines follow their scripts (`EngineSpec.script`), so the batch of each
 turn is that of the run; here every group is handed to the engine that had it, before the weights change after which the
 run's engine had it too. Invariant: a step has the groups of the run's step, in its order.
 """

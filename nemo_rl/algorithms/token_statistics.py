@@ -1,8 +1,8 @@
 """`TokenStatistics`: what the driver must know of the tokens of a row, as one number each, measured by the workers.
 
-The stage `measure_rows` sends it; `nemo-rl replay` calls it on kept columns. Invariant: a number of a row depends on
-the row's tokens alone, to the last bit: not on padding, on other rows or on which rank measures. Shapes: N rows, T
-tokens.
+The stage `measure_rows` sends it; `nemo-rl compare RUN replay` calls it on kept columns. Invariant: a number of a row
+depends on the row's tokens alone, to the last bit: not on padding, on other rows or on which rank measures. Shapes: N
+rows, T tokens.
 """
 
 from __future__ import annotations

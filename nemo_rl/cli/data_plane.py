@@ -1,4 +1,4 @@
-"""`nemo-rl data-plane stat|top|ls|explain|bench`: looks into the data plane of a running job, or of a finished one.
+"""`nemo-rl data-plane stat|top|ls|bench`, `inspect RUN row KEY`: the data plane of a running or of a finished job.
 
 A running job is asked through its ledger, read-only (`stats`, `watch`, `list`, `explain`); what is over is read from
 the event log in the run's folder. No payload store is opened.
@@ -6,7 +6,6 @@ the event log in the run's folder. No payload store is opened.
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from nemo_rl.cli.doors import AsJson, show
 from nemo_rl.data_plane.address import ATTACH_FILE, AttachPoint, read_attach_file
 from nemo_rl.data_plane.chunks.tags import TagTable
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE, expand_keys, names_key, read_events
@@ -28,7 +28,7 @@ from nemo_rl.data_plane.ledger.host import LedgerHost
 from nemo_rl.errors import DataPlaneClosed, UserError, name_some
 from nemo_rl.utils.console import make_console
 
-__all__ = ["RowHistory", "RunHistory", "app", "history_of_key", "read_history"]
+__all__ = ["RowHistory", "RunHistory", "app", "history_of_key", "read_history", "show_row"]
 
 TIMEOUT_S = 10.0
 """One question to a running ledger."""
@@ -41,7 +41,6 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look into t
 RunFolder = Annotated[
     Path, typer.Option("--run", help=f"logger.log_dir of the run: holds {ATTACH_FILE} or {EVENTS_FILE}")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 
 @app.command()
@@ -50,10 +49,10 @@ def stat(run: RunFolder, as_json: AsJson = False) -> None:
     with _ledger(run) as ledger:
         if ledger is not None:
             stats = ledger.call("stats", {}, timeout_s=TIMEOUT_S)
-            _show(stats, _stat_lines(ledger.address.run_id, stats), as_json=as_json)
+            show(stats, _stat_lines(ledger.address.run_id, stats), as_json=as_json)
             return
     history = read_history(_events(run))
-    _show(history.as_record(), history.lines(), as_json=as_json)
+    show(history.as_record(), history.lines(), as_json=as_json)
 
 
 @app.command()
@@ -112,7 +111,7 @@ def list_rows(
     with _ledger(run) as ledger:
         if ledger is not None:
             rows = _live_rows(ledger, partition)
-            _show(
+            show(
                 rows,
                 [f"{r['partition']}  {r['key']}  {r['owner']}  {_words(r['tags'])}" for r in rows],
                 as_json=as_json,
@@ -120,12 +119,15 @@ def list_rows(
             return
     left = read_history(_events(run)).left
     found = [{"partition": p, "key": key} for p, keys in left.items() if partition in (None, p) for key in keys]
-    _show(found, [f"{row['partition']}  {row['key']}" for row in found] or ["no row is left"], as_json=as_json)
+    show(found, [f"{row['partition']}  {row['key']}" for row in found] or ["no row is left"], as_json=as_json)
 
 
-@app.command()
-def explain(key: str, run: RunFolder, as_json: AsJson = False) -> None:
-    """Show the life of one sample: made, put, read by whom, trained or dropped and why, cleared."""
+def show_row(run: Path, key: str, *, as_json: bool) -> None:
+    """Show the life of one row: made, put, read by whom, trained or dropped and why, cleared.
+
+    Raises:
+        UserError: no event names it, and it is not in a running job.
+    """
     events = run / EVENTS_FILE
     with _ledger(run) as ledger:
         live = [] if ledger is None else ledger.call("explain", {"key": key}, timeout_s=TIMEOUT_S)["rows"]
@@ -143,7 +145,7 @@ def explain(key: str, run: RunFolder, as_json: AsJson = False) -> None:
     }
     lines = history.lines() if history else [line for row in live for line in _history_lines(row)]
     lines += [line for row in live for line in _state_lines(row)]
-    _show({**record, "live": live}, lines, as_json=as_json)
+    show({**record, "live": live}, lines, as_json=as_json)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -252,15 +254,6 @@ def _history_lines(row: Mapping[str, object]) -> list[str]:
     history = row["history"]
     assert isinstance(history, list)
     return [f"{event['age_s']:.1f} s ago: {event['event']} by {event['who']}" for event in history]
-
-
-def _show(record: object, lines: list[str], as_json: bool) -> None:
-    console = make_console()
-    if as_json:
-        console.print_json(json.dumps(record))
-        return
-    for line in lines:
-        console.print(line)
 
 
 def _number(value: object) -> str:

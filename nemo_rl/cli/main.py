@@ -18,14 +18,15 @@ if __name__ == "__main__" or sys.argv[0].endswith("nemo-rl"):
     interrupt.end_at_once()
 
 from nemo_rl.cli.checkpoints import evaluate, export
+from nemo_rl.cli.compare import app as compare_app
 from nemo_rl.cli.data_plane import app as data_plane_app
+from nemo_rl.cli.doors import answer_old_names
+from nemo_rl.cli.inspect import app as inspect_app
 from nemo_rl.cli.launch import app as launch_app
 from nemo_rl.cli.launch import train
 from nemo_rl.cli.probe import app as probe_app
 from nemo_rl.cli.recipes import app as config_app
 from nemo_rl.cli.recipes import doctor, plan, shrink
-from nemo_rl.cli.steps import app as rollouts_app
-from nemo_rl.cli.steps import replay
 from nemo_rl.cli.trace import app as trace_app
 from nemo_rl.cli.view import view
 from nemo_rl.errors import NemoRLError, UserError
@@ -34,20 +35,25 @@ from nemo_rl.utils.exits import INTERRUPTED, crash_line, machine_problem, text_o
 __all__ = ["app", "main"]
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
+app.add_typer(inspect_app, name="inspect")
+app.add_typer(compare_app, name="compare")
 app.add_typer(config_app, name="config")
 app.add_typer(data_plane_app, name="data-plane")
 app.add_typer(launch_app, name="launch")
 app.add_typer(probe_app, name="probe")
-app.add_typer(rollouts_app, name="rollouts")
 app.add_typer(trace_app, name="trace")
 app.command()(doctor)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(plan)
-app.command()(replay)
 app.command()(shrink)
 app.command()(train)
 app.command()(view)
+rollouts_app = typer.Typer()
+app.add_typer(rollouts_app, name="rollouts", hidden=True)
+answer_old_names(
+    {"": app, "trace": trace_app, "data-plane": data_plane_app, "rollouts": rollouts_app, "probe": probe_app}
+)
 
 
 def _show_version(asked: bool) -> None:

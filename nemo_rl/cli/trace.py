@@ -1,4 +1,4 @@
-"""`nemo-rl trace verify|ls|...`: routes of router replay, and the pictures and recordings of the live tracer."""
+"""`nemo-rl inspect RUN tracer`: what a recording of the live tracer holds; `nemo-rl trace` has what it shows live."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from nemo_rl.cli.trace_watch import play, serve, watch
-from nemo_rl.diagnostics.route_chain.chain import verify_trace
+from nemo_rl.cli.doors import AsJson, selected, show
+from nemo_rl.cli.trace_watch import RECORDING, serve, watch
 from nemo_rl.errors import UserError, name_some
 from nemo_rl.records.sites import execution_order
 from nemo_rl.tracer.entry import EntryKind
@@ -26,7 +26,7 @@ from nemo_rl.tracer.summary import RUN_ORDER, Reading, RecordingSummary, SiteKey
 from nemo_rl.utils.console import bytes_text, make_console, printable
 from nemo_rl.utils.files import write_text
 
-__all__ = ["app", "ls"]
+__all__ = ["app", "tracer"]
 
 SHOWN = 300
 """Characters of a text that the run has written."""
@@ -34,33 +34,28 @@ QUIET_S = 300.0
 """A run that is not finished and has written nothing for so long may be dead."""
 
 
-def ls(
-    recording: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_FOLDER", help="log folder of a run, or folder of a recording")
-    ],
+def tracer(
+    ctx: typer.Context,
     site: Annotated[
         str | None, typer.Option("--site", help="numbers of this site over steps, such as 'mlp.out[2]'")
     ] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="with --site: write them to a file")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show runs, steps, sites, what is missing and the first NaN of a recording. Exit code: 0, or 2 for no
-    recording."""
+    """Show runs, steps, sites, what is missing and the first NaN of a recording of the live tracer.
+
+    RUN is the log folder of a run or the folder of a recording. Exit code: 0, or 2 for no recording.
+    """
     if csv_file is not None and site is None:
         raise UserError("--csv: expected --site, too: name the site whose numbers are wanted, such as 'mlp.out[2]'")
-    reader = StreamReader(find_recording(recording))
-    console = make_console()
+    reader = StreamReader(find_recording(selected(ctx, what=RECORDING).folders[0]))
     if site is not None:
-        _show_site(reader, site, console, csv_file=csv_file, as_json=as_json)
+        _show_site(reader, site, make_console(), csv_file=csv_file, as_json=as_json)
         return
     summary = summarize(reader)
     if not summary.num_entries:
         raise UserError(f"{reader.folder}: expected a recording, got files without one whole entry")
-    if as_json:
-        console.print_json(json.dumps(_record(summary)))
-        return
-    for line in _lines(summary):
-        console.print(line)
+    show(_record(summary), _lines(summary), as_json=as_json)
 
 
 def _lines(summary: RecordingSummary) -> Iterator[str]:
@@ -273,38 +268,12 @@ def _as_csv(readings: Sequence[Reading]) -> str:
     return text.getvalue()
 
 
-HELP = "Watch a model train, read recordings of it, check traces of router replay."
-
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Watch a model train.")
 
 
 @app.callback()
 def _root() -> None:
-    """Watch a model train, read recordings of it, check traces of router replay."""
-
-
-@app.command(short_help="whether training used the routes of the rollout")
-def verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="NRL_R3_TRACE_DIR of a run")],
-    require_forward_verify: Annotated[
-        bool, typer.Option("--require-forward-verify", help="every forward must have checked its routes")
-    ] = False,
-    require_cp_identity: Annotated[
-        bool, typer.Option("--require-cp-identity", help="every shard must name its samples and tokens")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
-) -> None:
-    """Follow the routes of every sample hop by hop. Exit code: 0 pass, 3 mismatch, 4 incomplete, 5 vacuous."""
-    report = verify_trace(
-        folder, require_forward_verify=require_forward_verify, require_cp_identity=require_cp_identity
-    )
-    console = make_console()
-    if as_json:
-        console.print_json(json.dumps(report.as_record()))
-    else:
-        for line in report.lines():
-            console.print(line)
-    raise typer.Exit(report.verdict.value)
+    """Watch a model train."""
 
 
 @app.command(short_help="a vector saved with torch, as one to project on")
@@ -322,7 +291,5 @@ def vector(
     )
 
 
-app.command(short_help="what a recording holds")(ls)
 app.command(short_help="look on at a running job")(watch)
 app.command(short_help="recordings on the page again")(serve)
-app.command(short_help="a recording at the speed at which it was made")(play)

@@ -1,4 +1,4 @@
-"""`nemo-rl trace watch|serve|play`: the live page of a running job, and recordings shown again."""
+"""`nemo-rl trace watch|serve`, `inspect RUN play`: the live page of a running job, and recordings shown again."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from nemo_rl.cli.doors import selected
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.tracer.client import HubGone, LiveClient
 from nemo_rl.tracer.entry import EntryKind
@@ -31,7 +32,9 @@ from nemo_rl.tracer.tokens import read_token, token_path
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.console import make_console, printable
 
-__all__ = ["Printer", "play", "serve", "watch"]
+__all__ = ["RECORDING", "Printer", "play", "serve", "watch"]
+
+RECORDING = "log folder of a run, or folder of a recording"
 
 SHOWN = 300
 """Characters of a text that somebody else wrote."""
@@ -235,8 +238,8 @@ def _find_hub(run: Path) -> tuple[str, Path]:
             raise UserError(f"{path}: expected JSON with the address of a hub: {error}") from error
     raise UserError(
         f"{run}: expected the log folder of a run that is on and is traced ({RECORDING_FOLDER}/{HUB_FILE}), found "
-        f"none; has it ended, or does its recipe lack diagnostics.tracer.enabled: true? `nemo-rl trace ls {run}` reads "
-        f"its recording"
+        f"none; has it ended, or does its recipe lack diagnostics.tracer.enabled: true? `nemo-rl inspect {run} "
+        f"tracer` reads its recording"
     )
 
 
@@ -262,9 +265,7 @@ def serve(
 
 
 def play(
-    recording: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_FOLDER", help="log folder of a run, or folder of a recording")
-    ],
+    ctx: typer.Context,
     speed: Annotated[float, typer.Option("--speed", help="2.0 takes half the time that the run took")] = 1.0,
     headless: Annotated[bool, typer.Option("--headless", help="print stats here instead of serving the page")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="with --headless: one JSON object per line")] = False,
@@ -273,7 +274,7 @@ def play(
 ) -> None:
     """Play a recording at the speed at which it was made, from when the first page looks on. Ends on Ctrl-C. Exit code:
     0, 2 usage."""
-    folder = find_recording(recording)
+    folder = find_recording(selected(ctx, what=RECORDING).folders[0])
     if as_json and not headless:
         raise UserError("--json: expected --headless, too")
     if not 0 < speed < float("inf"):

@@ -74,7 +74,7 @@ Phase = Literal["prev_logprobs", "reference_logprobs", "train", "generation"]
 
 
 class KeepStepsConfig(Section):
-    """Steps kept whole in `steps/` of the log folder, so that `nemo-rl replay` can run them again."""
+    """Steps kept whole in `steps/` of the log folder, so that `nemo-rl compare RUN replay` can run them again."""
 
     enabled: bool = False
     """Keep the columns, plans, seeds and outcome of every step."""
@@ -86,7 +86,7 @@ class KeepStepsConfig(Section):
 
 
 class RecordConfig(Section):
-    """Tensors that the policy workers write to `records/step_N` of the log folder; `nemo-rl probe compare` reads them.
+    """Tensors that the policy workers write to `records/step_N` of the log folder; `nemo-rl compare` reads them.
 
     A disk that refuses ends the recording of a step, never the step.
     """

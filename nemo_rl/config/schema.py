@@ -421,7 +421,7 @@ class LoggerConfig(Section):
     num_rollouts_to_log: NonNegativeInt = 16
     """Readable rollouts per step written to `rollouts/step_N.jsonl`, and per validation to `rollouts/val_step_N.jsonl`:
     text, reward and its components, and of training rows advantage, masks, weight version, tokens and the
-    log-probabilities of rollout and trainer; `nemo-rl rollouts show` reads them."""
+    log-probabilities of rollout and trainer; `nemo-rl inspect RUN rollouts` reads them."""
     reward_curve: bool = True
     """Write `reward_curve.png` at the end."""
     worker_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"

@@ -18,9 +18,9 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,9 @@ from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.versions import find_weights
-from nemo_rl.diagnostics.step_replay.chain import ChainLink, read_link
-from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
+from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, ReplayRequest, SnapshotColumns, read_link
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.diagnostics.verdict import Comparison, SiteCheck, Verdict
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailure, Reply, ToolResult, Turn
@@ -55,12 +53,10 @@ from nemo_rl.models.adapter_folder import policy_at
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.generation.turn_batch import DEADLINE_S, ContinuousSpec
 
-__all__ = ["ConversationReport", "KeptConversation", "KeptTurn", "TurnDifference", "replay_conversations"]
+__all__ = ["KeptConversation", "KeptTurn", "replay_conversations"]
 
 LOGPROBS_BOUND = 1e-4
 """Largest difference of a log-probability where rows of a batch share their rounding."""
-SHOWN = 10
-"""Differences that a report names."""
 Pause = Callable[[], Awaitable[None]]
 """Awaited before each recorded reply."""
 
@@ -91,78 +87,13 @@ class KeptConversation:
     """Turns by their numbers."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnDifference:
-    """The first thing in a conversation that is not as it was."""
-
-    key: str
-    turn: int
-    what: str
-
-    @property
-    def text(self) -> str:
-        return f"{self.key} turn {self.turn}: {self.what}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConversationReport:
-    """The outcome of the replay of conversations."""
-
-    run: str
-    step: int
-    how: str
-    differences: tuple[str, ...]
-    """Reasons for which log-probabilities need not be the same to the last bit."""
-    notes: tuple[str, ...]
-    num_conversations: int
-    num_turns: int
-    """Turns that were kept."""
-    num_compared: int
-    num_tokens: int
-    """Tokens that were compared."""
-    largest: float
-    """Largest difference of a log-probability."""
-    found: tuple[TurnDifference, ...]
-    seconds: float
-
-    @property
-    def verdict(self) -> Verdict:
-        if self.found:
-            return Verdict.MISMATCH
-        if not self.num_compared:
-            return Verdict.VACUOUS
-        return Verdict.PASS if self.num_compared == self.num_turns else Verdict.INCOMPLETE
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the report."""
-        yield f"conversations of step {self.step} of {self.run}: {self.how}"
-        for text in self.differences:
-            yield f"  not to the last bit: {text}"
-        for text in self.notes:
-            yield f"  note: {text}"
-        bits = "bits of log-probabilities" if not self.differences else f"log-probabilities to {LOGPROBS_BOUND:g}"
-        yield (
-            f"{self.num_conversations} conversations, {self.num_compared} of {self.num_turns} turns sampled again: "
-            f"{self.num_tokens} tokens and their {bits} compared, at most {self.largest:.2g} apart"
-        )
-        for difference in self.found[:SHOWN]:
-            yield f"DIFFERS {difference.text}"
-        if len(self.found) > SHOWN:
-            yield f"... and {len(self.found) - SHOWN} conversations more"
-        yield f"{self.verdict.label} in {self.seconds:.1f} s"
-
-    def as_record(self) -> dict[str, object]:
-        """Return the report as JSON-like values."""
-        return {**asdict(self), "verdict": self.verdict.label}
-
-
 def replay_conversations(
     request: ReplayRequest,
     *,
     num_engines: int | None = None,
     report: Callable[[str], None] = lambda _: None,
     pause: Pause | None = None,
-) -> ConversationReport:
+) -> Comparison:
     """Sample the conversations of a step again and compare them token by token.
 
     Args:
@@ -199,19 +130,25 @@ def replay_conversations(
     notes = [*settings.notes]
     if mixed:
         notes.append(f"{mixed} turns were sampled while the weights were replaced; they are taken as they were kept")
-    return ConversationReport(
-        run=str(request.run),
-        step=request.step,
-        how=f"{count} embedded engine{'s' if count > 1 else ''}, weights of version "
-        f"{', '.join(map(str, sorted(versions))) or 'none'}, recorded replies",
-        differences=tuple(differences),
-        notes=tuple(notes),
-        num_conversations=len(kept),
-        num_turns=sum(len(each.turns) for each in kept),
-        num_compared=sum(each.num_compared for each in found),
-        num_tokens=sum(each.num_tokens for each in found),
-        largest=max((each.largest for each in found), default=0.0),
-        found=tuple(difference for each in found if (difference := each.difference(exact=not differences)) is not None),
+    facts = {
+        "num_conversations": len(kept),
+        "num_turns": sum(len(each.turns) for each in kept),
+        "num_compared": sum(each.num_compared for each in found),
+        "num_tokens": sum(each.num_tokens for each in found),
+        "largest": max((each.largest for each in found), default=0.0),
+    }
+    notes.append(
+        "{num_compared} of {num_turns} turns sampled again: {num_tokens} tokens and their log-probabilities compared, "
+        "at most {largest:.2g} apart".format(**facts)
+    )
+    return Comparison(
+        title=f"conversations of step {request.step} of {request.run}: {count} embedded "
+        f"engine{'s' if count > 1 else ''}, weights of version {', '.join(map(str, sorted(versions))) or 'none'}, "
+        "recorded replies",
+        sites=[each.check(exact=not differences) for each in found if each.kept.turns],
+        inexact=differences,
+        notes=notes,
+        facts=facts,
         seconds=time.perf_counter() - started,
     )
 
@@ -314,17 +251,31 @@ def _only_version(spans: Sequence[Sequence[Any]], start: int, end: int) -> int |
     return held.pop() if len(held) == 1 else None
 
 
-class RecordedReplies:
-    """An environment with the replies of one conversation."""
+class _NoProcess:
+    """The host of an environment or of tools that runs nothing."""
 
     source = ""
+
+    async def start(self) -> None:
+        """Do nothing: there is no process."""
+
+    async def close(self) -> None:
+        """Do nothing: there is no process."""
+
+    async def shutdown(self) -> None:
+        """Do nothing: there is no process."""
+
+    def kill(self) -> None:
+        """Do nothing: there is no process."""
+
+
+class RecordedReplies(_NoProcess):
+    """An environment with the replies of one conversation."""
+
     num_open = 0
 
     def __init__(self, log: ConversationLog, pause: Pause | None) -> None:
         self._log, self._pause = log, pause
-
-    async def start(self) -> None:
-        """Do nothing: there is no process."""
 
     async def open(self, row: ConversationRow) -> RecordedReplies:
         """Return the conversation."""
@@ -345,20 +296,10 @@ class RecordedReplies:
             stop=kept.stop,
         )
 
-    async def close(self) -> None:
-        """Do nothing: there is no process."""
 
-    async def shutdown(self) -> None:
-        """Do nothing: there is no process."""
-
-    def kill(self) -> None:
-        """Do nothing: there is no process."""
-
-
-class RecordedResults:
+class RecordedResults(_NoProcess):
     """Tools with the results of one conversation."""
 
-    source = ""
     has_cut = True
 
     def __init__(self, log: ConversationLog, schemas: tuple[Mapping[str, Any], ...], pause: Pause | None) -> None:
@@ -366,9 +307,6 @@ class RecordedResults:
         self._numbers = {turn_seed(log.seed, number): number for number in range(len(log.turns))}
         self._made: Counter[int] = Counter()
         """Calls of each turn so far."""
-
-    async def start(self) -> None:
-        """Do nothing: there is no process."""
 
     async def call(self, call: ToolCall, *, seed: int) -> ToolResult:
         """Return the recorded result of the next call of the turn that has this seed."""
@@ -380,12 +318,6 @@ class RecordedResults:
         if place >= len(results):
             raise EnvironmentFailure(f"no result of call {place} of {call.name!r} was recorded")
         return results[place]
-
-    async def shutdown(self) -> None:
-        """Do nothing: there is no process."""
-
-    def kill(self) -> None:
-        """Do nothing: there is no process."""
 
 
 @dataclass(kw_only=True)
@@ -400,10 +332,10 @@ class ComparedTurns:
     num_tokens: int = 0
     largest: float = 0.0
     _number: int = 0
-    _differs: TurnDifference | None = None
-    _bits: TurnDifference | None = None
+    _differs: str = ""
+    _bits: str = ""
     """The first log-probability that has other bits."""
-    _bound: TurnDifference | None = field(default=None)
+    _bound: str = ""
     """The first one beyond `LOGPROBS_BOUND`."""
 
     async def sample(self, request: TurnRequest) -> TurnSample:
@@ -429,9 +361,17 @@ class ComparedTurns:
         self.num_tokens += len(kept.ids)
         return sample
 
-    def difference(self, *, exact: bool) -> TurnDifference | None:
-        """Return the first difference; with `exact` in any bit of a log-probability."""
-        return self._differs or (self._bits if exact else self._bound)
+    def check(self, *, exact: bool) -> SiteCheck:
+        """Return the conversation as a site; with `exact` any bit of a log-probability counts."""
+        difference = self._differs or (self._bits if exact else self._bound)
+        is_whole = self.num_compared == len(self.kept.turns)
+        return SiteCheck(
+            name=self.kept.key,
+            a=f"{len(self.kept.turns)} turns",
+            b=f"{self.num_compared} turns",
+            agrees=False if difference else True if is_whole else None,
+            difference=difference or (self._bits and f"within {LOGPROBS_BOUND:g}"),
+        )
 
     def _same(self, number: int, what: str, kept: tuple[int, ...], made: tuple[int, ...]) -> None:
         if kept == made:
@@ -443,7 +383,7 @@ class ComparedTurns:
         ]
         where = f"token {place} of the row, which it {what}" if what == "read" else f"token {place} that it {what}"
         text = f"{where}: expected {shown[0]} as kept, got {shown[1]}"
-        self._differs = TurnDifference(key=self.kept.key, turn=number, what=text)
+        self._differs = f"turn {number}: {text}"
         raise WorkerError(text, stage="replay")
 
     def _same_values(self, number: int, kept: KeptTurn, sample: TurnSample) -> None:
@@ -455,7 +395,7 @@ class ComparedTurns:
                 f"log-probability of token {place} that it sampled: expected {float(kept.logprobs[place])!r} as kept, "
                 f"got {float(sample.logprobs[place])!r}"
             )
-            found = TurnDifference(key=self.kept.key, turn=number, what=text)
+            found = f"turn {number}: {text}"
             self._bits = self._bits or found
             if not float(apart[place]) <= LOGPROBS_BOUND:
                 self._bound = self._bound or found

@@ -1,30 +1,31 @@
 """`replay_run`: an asynchronous run again, from its prompts and its schedule, and the first thing that differs.
 
 Everything is done anew: groups are sampled, scored, trained and sent to the engines. What each step reports, and a
-digest of the weights after it, are compared with those of the run, to the last bit.
+digest of the weights after it, are compared with those of the run, to the last bit. `compare_runs` compares two runs.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from nemo_rl.algorithms.processes import worker_forks
-from nemo_rl.algorithms.run_folder import CONFIG_FILE
+from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS
 from nemo_rl.algorithms.schedule_file import RunSchedule, read_schedule
 from nemo_rl.algorithms.scheduled_batches import ScheduledBatches
 from nemo_rl.algorithms.setup import FollowedSchedule, open_trainer
 from nemo_rl.config.load import load_config
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem
-from nemo_rl.diagnostics.verdict import Verdict
-from nemo_rl.errors import CheckpointError
-from nemo_rl.utils.trackers import METRICS_FILE, read_metrics
+from nemo_rl.diagnostics.compare.folders import compare_folders
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem
+from nemo_rl.diagnostics.verdict import Comparison, Finding, SiteCheck, Verdict
+from nemo_rl.errors import CheckpointError, name_some
+from nemo_rl.records.writer import MANIFEST
+from nemo_rl.utils.trackers import METRICS_FILE, metrics_by_step
 
-__all__ = ["RunReplayReport", "StepDifference", "replay_run"]
+__all__ = ["compare_runs", "replay_run"]
 
 QUIET = (
     "logger.overwrite=true",
@@ -60,67 +61,10 @@ COMPARED = (
     "rollout/staleness_mean",
 )
 """Metrics of a step that are compared where the run has them: rows, versions, losses."""
+WEIGHTS = "weights"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepDifference:
-    """A number of a step that is not that of the run."""
-
-    step: int
-    what: str
-    expected: object
-    got: object
-
-    @property
-    def text(self) -> str:
-        return f"step {self.step}: {self.what}: expected {self.expected!r}, got {self.got!r}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunReplayReport:
-    """The outcome of the replay of a run."""
-
-    run: Path
-    last_step: int
-    num_groups: int
-    num_values: int
-    """Numbers that were compared."""
-    num_weights: int
-    """Versions of the weights that were compared."""
-    differences: tuple[StepDifference, ...]
-    """Differences by step; the first one is the place to look at."""
-
-    @property
-    def verdict(self) -> Verdict:
-        if self.differences:
-            return Verdict.MISMATCH
-        return Verdict.PASS if self.num_values and self.num_weights else Verdict.VACUOUS
-
-    def lines(self) -> list[str]:
-        """Return the report for people."""
-        what = (
-            f"{self.verdict.label}: steps 1 to {self.last_step} of {self.run}: {self.num_groups} groups sampled and "
-            f"trained again, {self.num_values} numbers and the weights of {self.num_weights} versions compared"
-        )
-        return [what, *(difference.text for difference in self.differences)]
-
-    def as_record(self) -> dict[str, object]:
-        """Return the report as a JSON object."""
-        return {
-            "verdict": self.verdict.label,
-            "run": str(self.run),
-            "last_step": self.last_step,
-            "num_groups": self.num_groups,
-            "num_values": self.num_values,
-            "num_weights": self.num_weights,
-            "differences": [
-                {"step": each.step, "what": each.what, "expected": each.expected, "got": each.got}
-                for each in self.differences
-            ],
-        }
-
-
-def replay_run(run: Path, *, start: int, stop: int, overrides: Sequence[str] = (), console: Console) -> RunReplayReport:
+def replay_run(run: Path, *, start: int, stop: int, overrides: Sequence[str] = (), console: Console) -> Comparison:
     """Do the steps `start` + 1 to `stop` of an asynchronous run again.
 
     Raises:
@@ -161,35 +105,41 @@ def replay_run(run: Path, *, start: int, stop: int, overrides: Sequence[str] = (
         return _compared(run, Path(folder), schedule, digests, stop)
 
 
-def _compared(run: Path, again: Path, schedule: RunSchedule, digests: Mapping[int, str], stop: int) -> RunReplayReport:
-    found, expected = _steps(again), _steps(run)
-    differences: list[StepDifference] = []
-    num_values = 0
+def _compared(run: Path, again: Path, schedule: RunSchedule, digests: Mapping[int, str], stop: int) -> Comparison:
+    found, expected = (metrics_by_step(folder / METRICS_FILE) for folder in (again, run))
+    sites: list[SiteCheck] = []
     for step in range(1, stop + 1):
-        theirs, ours = expected.get(step, {}), found.get(step, {})
-        names = [name for name in COMPARED if name in theirs]
-        num_values += len(names)
-        differences += [
-            StepDifference(step=step, what=name, expected=theirs[name], got=ours.get(name))
-            for name in names
-            if theirs[name] != ours.get(name)
-        ]
-        if step in schedule.weights and schedule.weights[step] != digests.get(step):
-            digest = digests.get(step)
-            differences.append(StepDifference(step=step, what="weights", expected=schedule.weights[step], got=digest))
-    return RunReplayReport(
-        run=run,
-        last_step=stop,
-        num_groups=sum(len(schedule.steps.get(step, ())) for step in range(1, stop + 1)),
-        num_values=num_values,
-        num_weights=sum(step in schedule.weights for step in range(1, stop + 1)),
-        differences=tuple(differences),
+        sites += _numbers(step, expected.get(step, {}), found.get(step, {}))
+        if step in schedule.weights:
+            sites.append(_number(step, WEIGHTS, schedule.weights[step], digests.get(step)))
+    num_weights = sum(site.name == WEIGHTS for site in sites)
+    num_groups = sum(len(schedule.steps.get(step, ())) for step in range(1, stop + 1))
+    is_whole = 0 < num_weights < len(sites) or not all(site.agrees for site in sites)
+    return Comparison(
+        title=f"steps 1 to {stop} of {run}: {num_groups} groups sampled and trained again",
+        sites=sites,
+        findings=() if is_whole else [Finding(verdict=Verdict.VACUOUS, text="the run has no numbers or no weights")],
+        facts={"last_step": stop, "num_groups": num_groups, "num_weights": num_weights},
     )
 
 
-def _steps(folder: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics of each step; those of several lines are joined."""
-    steps: dict[int, dict[str, float]] = {}
-    for row in read_metrics(folder / METRICS_FILE):
-        steps.setdefault(int(row["step"]), {}).update(row)
-    return steps
+def _numbers(step: int, kept: Mapping[str, float], made: Mapping[str, float]) -> list[SiteCheck]:
+    return [_number(step, name, kept[name], made.get(name)) for name in COMPARED if name in kept]
+
+
+def _number(step: int, name: str, kept: object, made: object) -> SiteCheck:
+    difference = "" if kept == made else f"expected {kept!r}, got {made!r}"
+    return SiteCheck(name=name, step=step, a=repr(kept), b=repr(made), agrees=not difference, difference=difference)
+
+
+def compare_runs(a: Path, b: Path) -> Comparison:
+    """Compare the numbers of two runs, to the last bit, and what both have recorded of the first step that differs."""
+    theirs, ours = (metrics_by_step(folder / METRICS_FILE) for folder in (a, b))
+    sites = [site for step in sorted({*theirs} & {*ours}) for site in _numbers(step, theirs[step], ours[step])]
+    apart = sorted({*theirs} ^ {*ours})
+    missing = [Finding(verdict=Verdict.INCOMPLETE, text=f"one run alone has steps {name_some(apart)}")] if apart else []
+    first = next((site for site in sites if not site.agrees), None)
+    folders = [] if first is None else [folder / RECORDS / f"step_{first.step}" for folder in (a, b)]
+    has_records = folders and all((folder / MANIFEST).is_file() for folder in folders)
+    recorded = compare_folders(*folders) if has_records else None
+    return Comparison(title=f"numbers of A {a}, B {b}", sites=sites, findings=missing, recorded=recorded)

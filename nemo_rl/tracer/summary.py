@@ -1,8 +1,8 @@
 """`StreamSummary`: what a recording holds of each run, read once from its beginning to its end, and its readings.
 
 `Reading` has the numbers of one frame of `stats`, `FirstNonFinite` finds the site that was the first to hold NaN or
-infinities, out of frames that come in any order. Called by `nemo-rl trace ls|watch|play` and by the hub. Invariant: the
-first site does not depend on the order of frames.
+infinities, out of frames that come in any order. Called by `nemo-rl inspect RUN tracer`, by `play` and `trace watch`,
+and by the hub. Invariant: the first site does not depend on the order of frames.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     trace_rollout_payload -> trace_tq_fetch_payload -> trace_cp_routed_experts -> trace_router_replay_assignment
     -> trace_router_replay_action -> trace_router_replay_forward_verify       (the last three inside `r3_trace_stage`)
 
-Off unless NRL_R3_TRACE says so. `nemo-rl trace verify` joins the files of all processes by sample, position, layer and
-stage, and names the first hop at which routes changed. The stage is an object that callers hand along: recomputation
-runs on other threads, where a context variable would be empty. Imports neither torch nor numpy. Shapes: N samples,
-T tokens, S slots (tokens that this rank holds, padding included), L layers, K chosen experts. Layers are numbered in
-the model, from 0.
+Off unless NRL_R3_TRACE says so. `nemo-rl inspect DIR routes` joins the files of all processes by sample, position,
+layer and stage, and names the first hop at which routes changed. The stage is an object that callers hand along:
+recomputation runs on other threads, where a context variable would be empty. Imports neither torch nor numpy. Shapes: N
+samples, T tokens, S slots (tokens that this rank holds, padding included), L layers, K chosen experts. Layers are
+numbered in the model, from 0.
 """
 
 from __future__ import annotations

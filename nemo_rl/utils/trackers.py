@@ -33,6 +33,7 @@ __all__ = [
     "WandbTracker",
     "has_mlflow",
     "has_wandb",
+    "metrics_by_step",
     "read_metrics",
 ]
 
@@ -94,6 +95,14 @@ def read_metrics(path: Path) -> Iterator[dict[str, float]]:
     out."""
     for _, row in _rows(path):
         yield {name: value for name, value in row.items() if value is not None}
+
+
+def metrics_by_step(path: Path) -> dict[int, dict[str, float]]:
+    """Return the metrics of each step; those of several lines are joined."""
+    steps: dict[int, dict[str, float]] = {}
+    for row in read_metrics(path):
+        steps.setdefault(int(row["step"]), {}).update(row)
+    return steps
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, float | None]]]:

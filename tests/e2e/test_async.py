@@ -19,8 +19,8 @@ from nemo_rl.algorithms.run import run
 from nemo_rl.algorithms.schedule_file import SCHEDULE_FILE
 from nemo_rl.cli.main import app
 from nemo_rl.diagnostics.run_replay import replay_run
+from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import CheckpointError, UserError, WorkerError
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -134,7 +134,7 @@ def test_no_row_is_older_than_the_bound_and_the_schedule_replays_to_the_last_bit
     assert set(counts.values()) == {1} and len(counts) == 8 * PROMPTS
     report = replay_run(logs, start=0, stop=8, console=Console(file=io.StringIO()))
     assert report.verdict is Verdict.PASS, "\n".join(report.lines())
-    assert report.num_weights == 8 and report.num_groups == 8 * PROMPTS
+    assert report.facts == {"last_step": 8, "num_groups": 8 * PROMPTS, "num_weights": 8}
     if in_flight == "recompute":
         assert replay_step(ReplayRequest(run=logs, step=6, in_one_process=True)).verdict is Verdict.PASS
 
@@ -145,9 +145,9 @@ def test_a_replay_names_the_first_number_that_differs(tmp_path, model):
     report = replay_run(
         logs, start=0, stop=3, overrides=["policy.optimizer.kwargs.lr=2e-3"], console=Console(file=io.StringIO())
     )
-    assert report.verdict is Verdict.MISMATCH and report.differences[0].step == 1
-    assert "weights" in {each.what for each in report.differences if each.step == 1}
-    result = CliRunner().invoke(app, ["replay", str(logs), "--from", "0", "--to", "9"])
+    assert report.verdict is Verdict.MISMATCH and report.first.step == 1
+    assert "weights" in {site.name for site in report.sites if site.step == 1 and not site.agrees}
+    result = CliRunner().invoke(app, ["compare", str(logs), "replay", "--to", "9"])
     assert result.exit_code == Verdict.USAGE.value and "expected 1 to 3" in result.stderr
 
 

@@ -19,8 +19,8 @@ from nemo_rl.algorithms.kept_steps.folder import CONVERSATION_FILE, StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.diagnostics.conversation_replay import replay_conversations
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.utils.manifest import Manifest
 from tests.helpers.chat_templates import QWEN3
@@ -102,7 +102,7 @@ def test_a_step_with_conversations_is_trained_again_to_the_last_bit(
     log_dir = train(tmp_path, overrides, with_thoughts=history == "new_row")
     report = replay_step(ReplayRequest(run=log_dir, step=2))
     assert report.verdict is Verdict.PASS, list(report.lines())
-    assert not any(finding.difference for step in report.steps for finding in step.findings)
+    assert not any(site.difference for site in report.sites)
     rows = StepsFolder(log_dir).all()[0].read().rows
     assert rows is not None and rows.conversations is not None
     assert {*rows.conversations["is_scored"]} == {True, False}
@@ -120,7 +120,8 @@ def test_conversations_are_sampled_again_to_the_last_bit_in_any_order_of_replies
     for step in (1, 2):
         report = replay_conversations(ReplayRequest(run=kept, step=step), num_engines=num_engines, pause=pause)
         assert report.verdict is Verdict.PASS, list(report.lines())
-        assert report.largest == 0.0 and report.num_compared == report.num_turns > 30 and not report.differences
+        assert report.facts["largest"] == 0.0 and not report.inexact
+        assert report.facts["num_compared"] == report.facts["num_turns"] > 30
 
 
 def test_a_reply_that_was_changed_is_named(tmp_path: Path, kept: Path) -> None:
@@ -136,9 +137,9 @@ def test_a_reply_that_was_changed_is_named(tmp_path: Path, kept: Path) -> None:
     sign(folder)
     report = replay_conversations(ReplayRequest(run=log_dir, step=1))
     assert report.verdict is Verdict.MISMATCH
-    [found] = report.found
-    assert found.key == line["key"] and found.turn == 1
-    assert "which it read: expected" in found.what and "'0' as kept" in found.what and "'7'" in found.what
+    [found] = [site for site in report.sites if site.agrees is False]
+    assert found.name == line["key"] and found.difference.startswith("turn 1: ")
+    assert all(said in found.difference for said in ("which it read: expected", "'0' as kept", "'7'"))
 
 
 def test_weights_of_another_run_are_named_by_the_first_token(tmp_path: Path, kept: Path) -> None:
@@ -149,13 +150,13 @@ def test_weights_of_another_run_are_named_by_the_first_token(tmp_path: Path, kep
     path.write_text(json.dumps(record))
     sign(path.parent)
     report = replay_conversations(ReplayRequest(run=log_dir, step=2))
-    assert report.verdict is Verdict.MISMATCH and "sampled: expected" in report.found[0].what
+    assert report.verdict is Verdict.MISMATCH and "sampled: expected" in report.first.difference
 
 
 def test_a_run_without_batch_invariance_is_compared_to_rounding_and_says_so(tmp_path: Path) -> None:
     log_dir = train(tmp_path, {"policy.generation.batch_invariant": "false", "env.options": "{turns: 2}"})
     report = replay_conversations(ReplayRequest(run=log_dir, step=2))
-    assert report.verdict is Verdict.PASS and report.largest < 1e-4
+    assert report.verdict is Verdict.PASS and report.facts["largest"] < 1e-4
     assert any("policy.generation.batch_invariant is false" in line for line in report.lines())
 
 
@@ -190,12 +191,12 @@ def test_turns_of_an_asynchronous_run_are_sampled_again_from_their_own_weights(t
         again = replay_step(ReplayRequest(run=log_dir, step=step))
         assert again.verdict is Verdict.PASS, list(again.lines())
         report = replay_conversations(ReplayRequest(run=log_dir, step=step))
-        assert not report.found and report.largest == 0.0, list(report.lines())
-        assert report.num_compared > 50
+        assert report.first is None and report.facts["largest"] == 0.0, list(report.lines())
+        assert report.facts["num_compared"] > 50
         assert (report.verdict is Verdict.PASS) or any(
             "while the weights were replaced" in text for text in report.notes
         )
-        held.add(report.how)
+        held.add(report.title)
     assert any("version 0, 1" in how or "version 1, 2" in how for how in held), held
 
 

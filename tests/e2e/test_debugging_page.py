@@ -35,7 +35,7 @@ def test_every_command_of_the_page_does_what_it_says(tmp_path: Path, monkeypatch
         assert program == "nemo-rl", command
         result = CliRunner().invoke(app, arguments)
         # A random model sorts nothing, so no group has unequal rewards.
-        expected = Verdict.VACUOUS if "--explain-mismatch" in arguments else Verdict.PASS
+        expected = Verdict.VACUOUS if "mismatch" in arguments else Verdict.PASS
         assert result.exit_code == expected.value, f"{command}\n{result.output}\n{result.exception!r}"
     assert (tmp_path / "results" / "ab.html").is_file()
     assert (tmp_path / "results" / "debug" / "records" / "step_2" / "manifest.json").is_file()

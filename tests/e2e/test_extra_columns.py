@@ -16,8 +16,8 @@ from nemo_rl.cli.main import app
 from nemo_rl.data_plane.column_io import read_column_file
 from nemo_rl.data_plane.extra_columns import rows_as_list
 from nemo_rl.data_plane.schema import FIELDS
+from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError
 from tests.helpers import mooncake
@@ -106,7 +106,7 @@ def test_rows_keep_what_prompt_and_environment_gave(alone: Path) -> None:
         assert len({len(row) for row in columns["image"] if isinstance(row, list)}) > 1
     lines = [json.loads(line) for line in (alone / "rollouts" / "step_1.jsonl").read_text().splitlines()]
     assert all(set(line["extras"]) == {"weight", "note"} for line in lines)
-    shown = CliRunner().invoke(app, ["rollouts", "show", str(alone), "--step", "1"]).output
+    shown = CliRunner().invoke(app, ["inspect", str(alone), "step", "1", "rollouts"]).output
     assert "weight 1.5" in shown and 'note {"number": ' in " ".join(shown.split())
 
 
@@ -127,7 +127,7 @@ def test_every_store_gives_the_numbers_of_one_process(tmp_path: Path, model: Pat
 def test_a_step_with_extra_columns_is_replayed_to_the_last_bit(alone: Path) -> None:
     report = replay_step(ReplayRequest(run=alone, step=2, allows_code=True))
     assert report.verdict is Verdict.PASS, list(report.lines())
-    assert not any(finding.difference for step in report.steps for finding in step.findings)
+    assert not any(site.difference for site in report.sites)
 
 
 def test_columns_that_no_pass_reads_move_once_and_change_no_other_traffic(tmp_path: Path, model: Path) -> None:

@@ -23,8 +23,8 @@ from nemo_rl.algorithms.schedule_file import SCHEDULE_FILE
 from nemo_rl.algorithms.setup import open_parts
 from nemo_rl.cli.main import app, main
 from nemo_rl.diagnostics.run_replay import replay_run
+from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.calls import ask
 from nemo_rl.models.adapter_folder import base_identity, base_of, load_model_at
@@ -333,9 +333,9 @@ def test_the_recipe_of_an_asynchronous_run_evaluates_adapters_and_whole_models(
 def test_steps_of_an_adapter_are_replayed_to_the_last_bit(trained: Trained) -> None:
     report = replay_step(ReplayRequest(run=trained.logs, step=3))
     assert report.verdict is Verdict.PASS, list(report.lines())
-    assert not any(finding.difference for step in report.steps for finding in step.findings)
+    assert not any(site.difference for site in report.sites)
     assert {"prev_logprobs", "reference_logprobs", "grad_norm", "weights"} <= {
-        finding.stage for finding in report.steps[-1].findings
+        site.name for site in report.sites if site.step == 3
     }
     digests = [step.read().outcome.weights for step in StepsFolder(trained.logs).all()]
     assert len({digest.bits for digest in digests}) == STEPS, "of what is trained, which changes in each step"
@@ -359,9 +359,9 @@ def test_a_replay_finds_another_adapter(copied: Path, planted: str) -> None:
     write_manifest(folder)
     report = replay_step(ReplayRequest(run=copied, step=3))
     assert report.verdict is Verdict.MISMATCH, list(report.lines())
-    assert report.first_difference is not None and report.first_difference[0] == 3
+    assert report.first is not None and report.first.step == 3
     if planted == "kept digest":
-        assert report.first_difference == (3, "weights")
+        assert report.first.name == "weights"
 
 
 @pytest.mark.slow
@@ -497,4 +497,4 @@ def test_rows_of_two_versions_are_trained_in_one_step_and_the_schedule_replays_t
     ), "rows run while the adapter changes"
     report = replay_run(logs, start=0, stop=3, console=Console(file=io.StringIO()))
     assert report.verdict is Verdict.PASS, "\n".join(report.lines())
-    assert report.num_weights == 3 and report.num_groups == 3 * 8
+    assert report.facts == {"last_step": 3, "num_groups": 3 * 8, "num_weights": 3}

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from nemo_rl.algorithms.run import run
 from nemo_rl.diagnostics.conversation_replay import replay_conversations
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
+from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.models.starter import STARTER_TASKS, make_starter
 from tests.helpers.processes import MARK, marked
@@ -55,5 +55,5 @@ def test_an_agent_with_the_openai_client_is_trained(tmp_path: Path, monkeypatch:
     # The turns are sampled again without the program.
     monkeypatch.setenv("PATH", "")
     report = replay_conversations(ReplayRequest(run=config.logger.log_dir, step=2))
-    assert report.verdict is Verdict.PASS and report.num_compared > 12, list(report.lines())
+    assert report.verdict is Verdict.PASS and report.facts["num_compared"] > 12, list(report.lines())
     assert not marked(str(tmp_path))

@@ -21,10 +21,9 @@ from nemo_rl.algorithms.kept_steps.record import StepStatus
 from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
 from nemo_rl.diagnostics.compare.folders import compare_folders
-from nemo_rl.diagnostics.step_replay.compare import ReplayReport
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.diagnostics.verdict import Comparison, Verdict
 from nemo_rl.errors import ConfigError, NonFiniteError, UserError
 from nemo_rl.utils.manifest import Manifest
 from tests.helpers.faulty_loss import row_sums
@@ -73,17 +72,17 @@ def copied(tmp_path: Path, kept: Path) -> Path:
     return Path(shutil.copytree(kept, tmp_path / "logs"))
 
 
-def words(report: ReplayReport) -> dict[tuple[int, str], bool | None]:
-    return {(step.number, finding.stage): finding.agrees for step in report.steps for finding in step.findings}
+def words(report: Comparison) -> dict[tuple[int, str], bool | None]:
+    return {(site.step, site.name): site.agrees for site in report.sites}
 
 
 def test_a_step_after_a_checkpoint_and_one_after_the_start_are_replayed_to_the_last_bit(kept: Path) -> None:
     for number, start in ((4, "step_2"), (2, "the initial model")):
         report = replay_step(ReplayRequest(run=kept, step=number))
         assert report.verdict is Verdict.PASS, list(report.lines())
-        assert start in report.start and [step.number for step in report.steps] == [number - 1, number]
-        assert not any(finding.difference for step in report.steps for finding in step.findings)
-        stages = [finding.stage for finding in report.steps[-1].findings]
+        assert start in report.title and {site.step for site in report.sites} == {number - 1, number}
+        assert not any(site.difference for site in report.sites)
+        stages = [site.name for site in report.sites if site.step == number]
         for stage in ("plan", "prev_logprobs", "reference_logprobs", "loss per microbatch", "grad_norm", "weights"):
             assert stage in stages
         assert report.seconds < 300
@@ -102,11 +101,11 @@ def test_keeping_changes_no_number_of_the_run(tmp_path: Path, model: Path, kept:
 
 def test_another_config_answers_what_if(kept: Path) -> None:
     same = replay_step(ReplayRequest(run=kept, step=4, overrides=("loss_fn.ratio_clip_max=0.2",)))
-    assert same.verdict is Verdict.PASS and same.first_difference is None
+    assert same.verdict is Verdict.PASS and same.first is None
     with pytest.raises(ConfigError, match=r"did you mean 'ratio_clip_max'"):
         replay_step(ReplayRequest(run=kept, step=4, overrides=("loss_fn.ratio_clip_mx=0.2",)))
     other = replay_step(ReplayRequest(run=kept, step=4, overrides=("loss_fn.reference_policy_kl_penalty=0.5",)))
-    assert other.verdict is Verdict.PASS and other.first_difference == (3, "loss per microbatch")
+    assert other.verdict is Verdict.PASS and other.first.label == "loss per microbatch of step 3"
     assert any("what if" in line and "loss_fn.reference_policy_kl_penalty=0.5" in line for line in other.lines())
 
 
@@ -123,7 +122,7 @@ def test_some_rows_alone_are_scored_without_an_update(kept: Path) -> None:
 def test_the_other_worker_is_within_the_bounds(kept: Path) -> None:
     report = replay_step(ReplayRequest(run=kept, step=2, worker="megatron"))
     assert report.verdict is Verdict.PASS, list(report.lines())
-    assert "the megatron worker in place of dtensor" in report.differences
+    assert "the megatron worker in place of dtensor" in report.inexact
     found = words(report)
     assert found[2, "columns"] and found[2, "plan"] and found[2, "weights"]
     with pytest.raises(ReplayProblem, match=r"cannot read the optimizer's state") as caught:
@@ -156,7 +155,7 @@ def test_what_is_not_as_it_was_kept_is_named(change: Callable[[dict], None], sta
     Manifest.write(step)
     (step / "manifest.json").write_text(_without_itself((step / "manifest.json").read_text()))
     report = replay_step(ReplayRequest(run=copied, step=4))
-    assert report.verdict is Verdict.MISMATCH and report.first_difference == (4, stage)
+    assert report.verdict is Verdict.MISMATCH and (report.first.step, report.first.name) == (4, stage)
 
 
 EDITS: dict[str, Callable[[dict], None]] = {
@@ -181,7 +180,7 @@ def test_an_edited_record_is_corrupt_though_its_checksums_are_right(name: str, c
     (step / STEP_FILE).write_text(json.dumps(record))
     Manifest.write(step)
     (step / "manifest.json").write_text(_without_itself((step / "manifest.json").read_text()))
-    done = CliRunner().invoke(app, ["replay", str(copied), "--step", "4"])
+    done = CliRunner().invoke(app, ["compare", str(copied), "replay", "step", "4"])
     assert done.exit_code == Verdict.CORRUPT.value, done.output
     assert str(step / STEP_FILE) in done.output.replace("\n", "") and "Traceback" not in done.output
 
@@ -195,13 +194,13 @@ def _without_itself(text: str) -> str:
 def test_a_missing_step_and_a_torn_file_have_exit_codes_of_their_own(copied: Path) -> None:
     shutil.rmtree(copied / "steps" / "step_3")
     cli = CliRunner()
-    gone = cli.invoke(app, ["replay", str(copied), "--step", "4"])
+    gone = cli.invoke(app, ["compare", str(copied), "replay", "step", "4"])
     assert gone.exit_code == Verdict.INCOMPLETE.value and "step 3" in gone.output
     content = (copied / "steps" / "step_4" / UPDATE_FILE).read_bytes()
     (copied / "steps" / "step_4" / UPDATE_FILE).write_bytes(content[:-5])
-    torn = cli.invoke(app, ["replay", str(copied), "--step", "4"])
+    torn = cli.invoke(app, ["compare", str(copied), "replay", "step", "4"])
     assert torn.exit_code == Verdict.CORRUPT.value and UPDATE_FILE in torn.output
-    assert cli.invoke(app, ["replay", str(copied), "--step", "9"]).exit_code == Verdict.INCOMPLETE.value
+    assert cli.invoke(app, ["compare", str(copied), "replay", "step", "9"]).exit_code == Verdict.INCOMPLETE.value
 
 
 def planted_row(log_dir: Path) -> int:
@@ -241,7 +240,7 @@ def test_sites_are_recorded_on_the_way(kept: Path, tmp_path: Path) -> None:
     assert replay_step(request).verdict is Verdict.PASS
     assert replay_step(replace(request, in_one_process=True, out=tmp_path / "again")).verdict is Verdict.PASS
     found = compare_folders(tmp_path / "a 'dump'", tmp_path / "again")
-    assert found.verdict is Verdict.PASS, found.reason
+    assert found.verdict is Verdict.PASS, found.outcome.text
     assert {result.site.phase for result in found.sites} >= {"prev_logprobs", "train"}
     with pytest.raises(UserError, match="selector"):
         replay_step(replace(request, dump="layers"))
@@ -287,7 +286,7 @@ def test_kept_routes_are_replayed_with_their_step(tmp_path: Path, source: str) -
     assert "routed_experts" in (rollout if source == "rollout" else update)
     report = replay_step(ReplayRequest(run=log_dir, step=4))
     assert report.verdict is Verdict.PASS, list(report.lines())
-    assert not any(finding.difference for step in report.steps for finding in step.findings)
+    assert not any(site.difference for site in report.sites)
     assert ((4, "routes") in words(report)) is (source == "prev_logprobs"), "those that the replay records again"
 
 
@@ -311,6 +310,6 @@ def test_a_run_on_two_ranks_is_replayed_on_two_and_on_one(tmp_path: Path, model:
     config = load_recipe(write_recipe(tmp_path, model), {**FOUR_STEPS, **SAVES, **KEEP, **LAYOUTS[name]})
     run(config, console=Console(file=io.StringIO()))
     exact = replay_step(ReplayRequest(run=config.logger.log_dir, step=4))
-    assert exact.verdict is Verdict.PASS and not exact.differences, list(exact.lines())
+    assert exact.verdict is Verdict.PASS and not exact.inexact, list(exact.lines())
     alone = replay_step(ReplayRequest(run=config.logger.log_dir, step=4, in_one_process=True))
-    assert alone.verdict is Verdict.PASS and alone.differences, list(alone.lines())
+    assert alone.verdict is Verdict.PASS and alone.inexact, list(alone.lines())

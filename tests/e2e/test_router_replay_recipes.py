@@ -18,7 +18,7 @@ from tests.helpers.runs import ROOT, SMALL, load_recipe, logged_steps
 pytestmark = pytest.mark.slow
 
 PACKED = {"policy.sequence_packing.train_mb_tokens": "128", "policy.sequence_packing.logprob_mb_tokens": "256"}
-VERIFY = [sys.executable, "-m", "nemo_rl.cli.main", "trace", "verify"]
+INSPECT = [sys.executable, "-m", "nemo_rl.cli.main", "inspect"]
 
 
 @pytest.mark.parametrize("engine", [pytest.param("megatron", marks=pytest.mark.full), "dtensor"])
@@ -38,7 +38,7 @@ def test_the_recipe_replays_what_its_rollouts_recorded(
     assert ["route", "trace", str(trace)] in [line.split() for line in printed.getvalue().splitlines()]
     reset_r3_trace()
     flags = ["--require-forward-verify", "--require-cp-identity"]
-    checked = subprocess.run([*VERIFY, str(trace), *flags], capture_output=True, text=True, timeout=60)
+    checked = subprocess.run([*INSPECT, str(trace), "routes", *flags], capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert len(list(trace.glob("r3_trace_*_pid*.jsonl"))) == 4, "driver, rollout worker and two policy workers"
     steps = logged_steps(config.logger.log_dir)

@@ -12,8 +12,8 @@ from rich.console import Console
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.run import run
 from nemo_rl.data.tokenizer import build_tokenizer
+from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError
 from tests.helpers.runs import LOCAL, ROOT, load_recipe, logged_steps, write_recipe
@@ -78,7 +78,7 @@ def test_the_teacher_is_learned_without_a_policy_term(local: Path) -> None:
 def test_a_replay_takes_the_kept_columns_of_the_teacher(local: Path) -> None:
     report = replay_step(ReplayRequest(run=local, step=2))
     assert report.verdict is Verdict.PASS, list(report.lines())
-    assert not any(finding.difference for step in report.steps for finding in step.findings)
+    assert not any(site.difference for site in report.sites)
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.data_plane.column_io import read_column_file
 from nemo_rl.data_plane.extra_columns import rows_as_list
+from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError
 from tests.helpers import mooncake
@@ -105,7 +105,7 @@ def test_engine_and_trainer_agree_on_rows_with_images(alone: dict[str, Path], fa
 def test_a_step_with_images_is_replayed_to_the_last_bit(alone: dict[str, Path], family: str) -> None:
     report = replay_step(ReplayRequest(run=alone[family], step=2))
     assert report.verdict is Verdict.PASS, list(report.lines())
-    assert not any(finding.difference for step in report.steps for finding in step.findings)
+    assert not any(site.difference for site in report.sites)
 
 
 @pytest.mark.parametrize(

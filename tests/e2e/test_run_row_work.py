@@ -20,9 +20,8 @@ from nemo_rl.algorithms.stages.bodies import PrevLogprobs
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.rollouts.row import RolloutRow, read_rows
-from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest, SnapshotColumns
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import WorkerError
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
@@ -211,7 +210,7 @@ def test_the_token_baseline_has_the_squares_of_the_pass_before_the_update(kept_r
 def test_a_step_with_row_work_is_replayed_to_the_last_bit(kept_runs: dict[str, KeptRun], name: str) -> None:
     report = replay_step(ReplayRequest(run=kept_runs[name].log_dir, step=2))
     assert report.verdict is Verdict.PASS, list(report.lines())
-    stages = {finding.stage: finding for finding in report.steps[-1].findings}
+    stages = {site.name: site for site in report.sites if site.step == 2}
     column = "advantages" if name == "grpo" else "token_advantages"
     for stage in (column, "sample_mask", "loss per microbatch", "grad_norm", "weights"):
         assert stages[stage].agrees is True and not stages[stage].difference

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from nemo_rl.algorithms.run import run
 from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
+from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_vllm(), reason=NO_VLL
 
 TWO = {"policy.generation.num_replicas": "2"}
 PACKED = {"policy.sequence_packing.train_mb_tokens": "128", "policy.sequence_packing.logprob_mb_tokens": "256"}
-VERIFY = [sys.executable, "-m", "nemo_rl.cli.main", "trace", "verify"]
+INSPECT = [sys.executable, "-m", "nemo_rl.cli.main", "inspect"]
 
 
 def _heads_of_8(folder: Path) -> Path:
@@ -80,7 +80,9 @@ def test_routes_of_vllm_are_replayed(tmp_path: Path) -> None:
         PACKED | {"policy.model_name": str(model)},
         **{f"NRL_R3_TRACE{name}": value for name, value in switches.items()},
     )
-    checked = subprocess.run([*VERIFY, str(trace), "--require-forward-verify"], capture_output=True, text=True)
+    checked = subprocess.run(
+        [*INSPECT, str(trace), "routes", "--require-forward-verify"], capture_output=True, text=True
+    )
     assert checked.returncode == 0, checked.stdout + checked.stderr
     for step in steps:
         assert step["data_plane/live_rows"] == 0 and step["r3/train_missing_share"] == 0

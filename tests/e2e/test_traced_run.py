@@ -84,7 +84,7 @@ def test_a_watched_run_has_the_numbers_of_one_that_is_not(tmp_path: Path, model:
     assert {frame.where.step for frame in frames} == {1, 2, 3}
     assert not any(frame.missing or frame.dropped or frame.num_not_finite for frame in frames)
     assert not (tmp_path / "plain" / "logs" / "tracer").exists()
-    listed = CliRunner().invoke(app, ["trace", "ls", str(tmp_path / "watched" / "logs"), "--json"])
+    listed = CliRunner().invoke(app, ["inspect", str(tmp_path / "watched" / "logs"), "tracer", "--json"])
     assert json.loads(listed.output)["runs"][0]["state"].startswith("ended")
 
 
@@ -128,13 +128,13 @@ def test_a_planted_nan_is_named_with_its_layer_and_step(tmp_path: Path, model: P
         with torch.no_grad():
             worker_of(trainer).engine.model.hf.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
         trainer.step()
-    listed = CliRunner().invoke(app, ["trace", "ls", str(tmp_path / "logs"), "--json"])
+    listed = CliRunner().invoke(app, ["inspect", str(tmp_path / "logs"), "tracer", "--json"])
     assert listed.exit_code == 0, listed.output
     [found] = json.loads(listed.output)["runs"]
     assert found["first_non_finite"]["step"] == 5
     assert found["first_non_finite"]["site"] == {"kind": "mlp.out", "layer": 1, "direction": "forward"}
     assert "failed" in json.dumps(found)
-    shown = CliRunner().invoke(app, ["trace", "ls", str(tmp_path / "logs")])
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "logs"), "tracer"])
     assert "step 5" in shown.output and "mlp.out[1]" in shown.output
 
 
@@ -150,7 +150,7 @@ def test_sites_that_a_model_cannot_show_are_said_with_the_reason(tmp_path: Path)
     fused = write_with_tokenizer(tmp_path / "phi3", AutoModelForCausalLM.from_config(Phi3Config(**FAMILY_SIZES)))
     with opened(tmp_path, fused, {}) as trainer:
         trainer.step()
-    listed = CliRunner().invoke(app, ["trace", "ls", str(tmp_path / "logs"), "--json"])
+    listed = CliRunner().invoke(app, ["inspect", str(tmp_path / "logs"), "tracer", "--json"])
     [found] = json.loads(listed.output)["runs"]
     assert found["unobserved"]["attn.k"] == "attention has no part named k_proj"
     assert "attn.out" not in found["unobserved"]

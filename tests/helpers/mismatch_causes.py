@@ -27,10 +27,9 @@ from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE
 from nemo_rl.algorithms.kept_steps.record import StepSnapshot, record_text
 from nemo_rl.algorithms.run import run
 from nemo_rl.data_plane.column_io import write_column_file
-from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
-from nemo_rl.diagnostics.mismatch.report import MismatchReport
+from nemo_rl.diagnostics.mismatch.explain import MismatchReport, explain_mismatch
 from nemo_rl.diagnostics.mismatch.scorer import scaled_rope
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
+from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.jagged import nest
 from nemo_rl.models.generation.interfaces import GenerationRequest, RecordedRoutes, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine

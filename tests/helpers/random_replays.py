@@ -22,10 +22,9 @@ from rich.console import Console
 
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.run import run
-from nemo_rl.diagnostics.step_replay.compare import ReplayReport
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.diagnostics.verdict import Comparison, Verdict
 from tests.helpers.model_families import write_family
 from tests.helpers.runs import ROOT, SMALL, load_recipe, logged_steps
 from tests.helpers.tiny_model import write_tiny_folder
@@ -74,11 +73,11 @@ def requests(log_dir: Path, step: int, *, other_worker: bool) -> Iterator[tuple[
         yield f"{worker}, one process", ReplayRequest(run=log_dir, step=step, in_one_process=True, worker=worker)
 
 
-def problem_of(report: ReplayReport, seconds: float) -> str:
+def problem_of(report: Comparison, seconds: float) -> str:
     """Return the problem of a replay, or an empty text."""
     if report.verdict is not Verdict.PASS:
         return "\n".join(report.lines())
-    if not report.differences and any(finding.difference for step in report.steps for finding in step.findings):
+    if not report.inexact and any(site.difference for site in report.sites):
         return "not to the last bit:\n" + "\n".join(report.lines())
     return f"took more than {MOST_S:.0f} s" if seconds > MOST_S else ""
 

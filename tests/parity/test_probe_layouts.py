@@ -135,7 +135,7 @@ def test_other_weights_differ_from_the_embedding_on(base: ProbeSpec, one: dict[s
     assert alone is not None
     found = compare_folders(alone / RECORDS, tmp_path / RECORDS)
     assert found.verdict is Verdict.MISMATCH
-    assert found.first is not None and found.first.result.site.kind is SiteKind.EMBED
+    assert found.divergence is not None and found.divergence.result.site.kind is SiteKind.EMBED
 
 
 def _assert_same_pictures(one: Path, other: Path) -> None:

@@ -94,7 +94,7 @@ def test_script_and_nemo_rl_train_check_a_recipe_alike(arguments: list[str], cod
         (["examples/run_grpo.py", "--config", "configs/grpo_sort_cpu.yaml", "--validate-only"], "ok"),
         (["nemo_rl/cli/main.py", "--help"], "data-plane"),
         (["nemo_rl/cli/main.py", "--version"], "nemo-rl 0."),
-        (["nemo_rl/cli/main.py", "data-plane", "--help"], "explain"),
+        (["nemo_rl/cli/main.py", "inspect", "--help"], "rollouts"),
         (["nemo_rl/cli/main.py", "train", "configs/grpo_sort_cpu.yaml", "--validate-only"], "ok"),
     ],
 )

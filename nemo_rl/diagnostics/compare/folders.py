@@ -19,20 +19,13 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from nemo_rl.diagnostics.compare.comparison import (
-    RecordingComparison,
-    SideFacts,
-    first_divergence,
-    first_non_finite,
-    largest_contribution,
-)
+from nemo_rl.diagnostics.compare.comparison import RecordingComparison, SideFacts
 from nemo_rl.diagnostics.compare.limits import DEFAULT, ToleranceRules, limits_text
 from nemo_rl.diagnostics.compare.measurement import Metric
 from nemo_rl.diagnostics.compare.merge import SampleMap, match_samples, merge
-from nemo_rl.diagnostics.compare.side import Side, SideFinding, gravest, token_texts
-from nemo_rl.diagnostics.compare.site import PHASES, ComparedSite
+from nemo_rl.diagnostics.compare.side import PHASES, ComparedSite, Side, token_texts
 from nemo_rl.diagnostics.compare.site_result import SiteResult, compare_site
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.diagnostics.verdict import Finding, Verdict
 from nemo_rl.errors import UserError, name_some
 from nemo_rl.records.reader import CorruptRecord, RecordFolder, UnsupportedRecord, read_folder
 from nemo_rl.records.selector import Selector
@@ -161,17 +154,16 @@ def compare_folders(a: Path, b: Path, *, limits: ToleranceRules = DEFAULT) -> Re
         UserError: a path is no folder of records.
     """
     folders: list[RecordFolder] = []
-    failed: list[SideFinding] = []
+    failed: list[Finding] = []
     for name, path in (("A", a), ("B", b)):
         found = _open(path, name)
-        if isinstance(found, SideFinding):
+        if isinstance(found, Finding):
             failed.append(found)
         else:
             folders.append(found)
-    worst = gravest(failed)
-    if worst is not None:
+    if failed:
         facts = [SideFacts(path=str(path), manifest={}) for path in (a, b)]
-        return RecordingComparison(verdict=worst.verdict, reason=worst.text, a=facts[0], b=facts[1], findings=failed)
+        return RecordingComparison(title=f"A {a}, B {b}", a=facts[0], b=facts[1], findings=failed)
     sides = (Side(folders[0], name="A"), Side(folders[1], name="B"))
     for side in sides:
         side.read_samples()
@@ -191,38 +183,38 @@ def _pair_passes(a: Side, b: Side) -> None:
                 worker.rename_phase(passes[0], to=GENERATION)
 
 
-def _open(path: Path, name: str) -> RecordFolder | SideFinding:
+def _open(path: Path, name: str) -> RecordFolder | Finding:
     try:
         return read_folder(path)
     except CorruptRecord as error:
-        return SideFinding(verdict=Verdict.CORRUPT, text=f"{name}: {error}")
+        return Finding(verdict=Verdict.CORRUPT, text=f"{name}: {error}")
     except UnsupportedRecord as error:
-        return SideFinding(verdict=Verdict.UNSUPPORTED, text=f"{name}: {error}")
+        return Finding(verdict=Verdict.UNSUPPORTED, text=f"{name}: {error}")
 
 
-def _refusals(a: Side, b: Side) -> list[SideFinding]:
+def _refusals(a: Side, b: Side) -> list[Finding]:
     """Return the reasons for which there is nothing to compare."""
     if a.folder.manifest.run_id == b.folder.manifest.run_id:
         text = f"both folders hold the recording {a.folder.manifest.run_id!r}: it was compared with itself"
-        return [SideFinding(verdict=Verdict.VACUOUS, text=text)]
+        return [Finding(verdict=Verdict.VACUOUS, text=text)]
     empty = [side.name for side in (a, b) if not side.sites]
     if empty:
-        return [SideFinding(verdict=Verdict.VACUOUS, text=f"{' and '.join(empty)} recorded nothing")]
+        return [Finding(verdict=Verdict.VACUOUS, text=f"{' and '.join(empty)} recorded nothing")]
     models = (a.folder.manifest.model, b.folder.manifest.model)
     differing = [name for name in sorted({*models[0], *models[1]}) if models[0].get(name) != models[1].get(name)]
     if differing:
         texts = [f"{name} is {models[0].get(name)!r} in A, {models[1].get(name)!r} in B" for name in differing]
-        return [SideFinding(verdict=Verdict.UNSUPPORTED, text=f"the models differ: {'; '.join(texts)}")]
+        return [Finding(verdict=Verdict.UNSUPPORTED, text=f"the models differ: {'; '.join(texts)}")]
     return []
 
 
 def _compare(a: Side, b: Side, limits: ToleranceRules) -> RecordingComparison:
     samples = match_samples(a, b)
     coverage = common_sites(a, b)
-    refused: list[SideFinding] = []
+    refused: list[Finding] = []
     if a.samples and b.samples and not samples.num_common:
         text = "A and B have no sample in common, neither by key nor by its tokens"
-        refused.append(SideFinding(verdict=Verdict.VACUOUS, text=text))
+        refused.append(Finding(verdict=Verdict.VACUOUS, text=text))
         return _judge((a, b), [], refused, coverage.notes)
     if samples.is_by_tokens:
         unmatched = f"{len(b.samples) - samples.num_common} of {len(b.samples)} samples of B have no partner"
@@ -231,7 +223,7 @@ def _compare(a: Side, b: Side, limits: ToleranceRules) -> RecordingComparison:
     _verify_others((a, b), coverage.common)
     check_rows(a, b, results, coverage.notes)
     if not any(result.num_rows or result.failures for result in results):
-        refused.append(SideFinding(verdict=Verdict.VACUOUS, text="A and B have no row of any site in common"))
+        refused.append(Finding(verdict=Verdict.VACUOUS, text="A and B have no row of any site in common"))
     return _judge((a, b), results, refused, coverage.notes)
 
 
@@ -253,39 +245,22 @@ def _verify_others(sides: tuple[Side, Side], compared: Sequence[ComparedSite]) -
 
 
 def _judge(
-    sides: tuple[Side, Side], results: list[SiteResult], own: list[SideFinding], notes: list[str]
+    sides: tuple[Side, Side], results: list[SiteResult], own: list[Finding], notes: list[str]
 ) -> RecordingComparison:
     findings = [*own, *sides[0].findings, *sides[1].findings]
     tokens = {worst.row.token for result in results for worst in result.worst if worst.row.token is not None}
     tokenizer = sides[0].folder.manifest.tokenizer or sides[1].folder.manifest.tokenizer
     texts, why = token_texts(str(tokenizer), tokens)
-    verdict, reason = _verdict(findings, results)
+    a, b = map(_facts, sides)
     return RecordingComparison(
-        verdict=verdict,
-        reason=reason,
-        a=_facts(sides[0]),
-        b=_facts(sides[1]),
+        title=f"A {a.path}, B {b.path}",
+        a=a,
+        b=b,
         sites=results,
-        first=first_divergence(results),
-        contribution=largest_contribution(results),
-        non_finite=first_non_finite(results),
         findings=findings,
         notes=notes if why is None else [*notes, why],
         texts=texts,
     )
-
-
-def _verdict(findings: Sequence[SideFinding], results: Sequence[SiteResult]) -> tuple[Verdict, str]:
-    failing = [result for result in results if result.failures]
-    own = []
-    if failing:
-        text = f"{len(failing)} of {len(results)} sites differ, first {failing[0].site.label}: {failing[0].failures[0]}"
-        own.append(SideFinding(verdict=Verdict.MISMATCH, text=text))
-    worst = gravest([*own, *findings])
-    if worst is not None:
-        return worst.verdict, worst.text
-    equal = sum(result.measurement is not None and result.measurement.is_bit_equal for result in results)
-    return Verdict.PASS, f"all {len(results)} sites agree within their limits, {equal} of them bit by bit"
 
 
 def _facts(side: Side) -> SideFacts:
@@ -343,7 +318,7 @@ def propose_limits(folders: Sequence[Path]) -> Proposal:
             result.is_noise or not result.failures for result in comparison.sites
         )
         if comparison.verdict is not Verdict.PASS and not only_limits:
-            raise UserError(f"noise: {a} and {b} are not recordings of the same run: {comparison.reason}")
+            raise UserError(f"noise: {a} and {b} are not recordings of the same run: {comparison.outcome.text}")
         for result in comparison.sites:
             found = {} if result.measurement is None else result.measurement.metrics
             for metric in result.limits:

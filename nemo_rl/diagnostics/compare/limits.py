@@ -17,7 +17,7 @@ from pathlib import Path
 from nemo_rl.config.schema_walk import suggest
 from nemo_rl.config.yaml_text import YamlProblem, parse_yaml
 from nemo_rl.diagnostics.compare.measurement import Metric
-from nemo_rl.diagnostics.compare.site import ComparedSite
+from nemo_rl.diagnostics.compare.side import ComparedSite
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.diagnostics.compare.measurement import as_rows, row_stats, take_rows
-from nemo_rl.diagnostics.compare.side import POSITIONS, Side
-from nemo_rl.diagnostics.compare.site import ComparedSite
+from nemo_rl.diagnostics.compare.side import POSITIONS, ComparedSite, Side
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.records.reader import TensorRecord
 from nemo_rl.records.sites import SiteKind

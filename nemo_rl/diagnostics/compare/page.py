@@ -150,7 +150,7 @@ def page_text(comparison: RecordingComparison) -> str:
     shade = {"class": f"verdict {comparison.verdict.label}"}
     body = tag(
         "body",
-        tag("h1", tag("span", shade, comparison.verdict.name), " ", comparison.reason),
+        tag("h1", tag("span", shade, comparison.verdict.name), " ", comparison.outcome.text),
         *_summary(comparison),
         tag("h2", "Recordings"),
         _manifests(comparison),
@@ -161,17 +161,9 @@ def page_text(comparison: RecordingComparison) -> str:
 
 
 def _summary(comparison: RecordingComparison) -> list[Markup]:
-    lines: list[object] = []
-    if comparison.first is not None:
-        first = comparison.first
-        lines.append(f"First divergence: {first.result.site.label}: {'; '.join(first.result.failures)}")
-        after = "nothing" if first.after is None else first.after.label
-        lines.append(f"Agrees before it: {after}")
-    if comparison.contribution is not None:
-        lines.append(f"Largest contribution: {comparison.contribution.text}")
-    lines += [f"First values that are not finite, {found.text}" for found in comparison.non_finite]
+    lines = comparison.details()
     lines += [f"{finding.verdict.label}: {finding.text}" for finding in comparison.findings]
-    lines += [f"Note: {note}" for note in comparison.notes]
+    lines += [f"note: {note}" for note in comparison.notes]
     return [tag("ul", *(tag("li", line) for line in lines))] if lines else []
 
 

@@ -1,43 +1,98 @@
 """`Side`: a folder of records opened for a comparison: its sites, its tokens, and what was wrong with it.
 
-A `SideFinding` is one thing that is wrong; `gravest` is the verdict that follows from all of them. Invariant: nothing
-that a folder holds raises; it becomes a finding, and what is left is compared.
+A `ComparedSite` is a site over all ranks and microbatches, in the order in which passes meet it.
+Invariant: nothing that a folder holds raises; it becomes a finding, and what is left is compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from nemo_rl.diagnostics.compare.site import ComparedSite
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.diagnostics.verdict import Finding, Verdict
 from nemo_rl.errors import UserError, boundary, shorten
 from nemo_rl.records.reader import CorruptRecord, RecordFolder, TensorRecord
-from nemo_rl.records.record import TokenTable
+from nemo_rl.records.record import RecordPlace, TokenTable
+from nemo_rl.records.selector import Selector
+from nemo_rl.records.sites import Direction, SiteKind, execution_order
 from nemo_rl.records.writer import bytes_of, digest_of
 from nemo_rl.tracer.watch import GENERATION
 
-__all__ = ["POSITIONS", "Side", "SideFinding", "SideTokens", "gravest", "token_texts"]
+__all__ = ["PHASES", "POSITIONS", "ComparedSite", "Side", "SideTokens", "token_texts"]
 
-_GRAVITY = (Verdict.CORRUPT, Verdict.UNSUPPORTED, Verdict.VACUOUS, Verdict.MISMATCH, Verdict.INCOMPLETE)
-"""Verdicts, gravest first. Damaged bytes prove nothing; a difference beyond its limit is one, whatever else is
-missing."""
+PHASES = ("prev_logprobs", "reference_logprobs", "forward", "train")
+"""Passes in the order in which a step runs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SideFinding:
-    """A reason for which two recordings cannot be said to agree."""
+class ComparedSite:
+    """A `RecordPlace` without its microbatch.
 
-    verdict: Verdict
-    text: str
+    Example:
+        >>> ComparedSite(phase="train", kind=SiteKind.MLP_OUT, layer=3, direction=Direction.BACKWARD).label
+        'train/mlp.out[3] backward'
+    """
 
+    phase: str
+    kind: SiteKind
+    layer: int | None = None
+    name: str | None = None
+    direction: Direction = Direction.FORWARD
+    update: int = 0
+    is_recomputed: bool = False
 
-def gravest(findings: Sequence[SideFinding]) -> SideFinding | None:
-    """Return the first of those of the gravest kind; None where nothing is wrong."""
-    return min(findings, key=lambda finding: _GRAVITY.index(finding.verdict), default=None)
+    @classmethod
+    def of_place(cls, place: RecordPlace) -> ComparedSite:
+        """Raises:
+        ValueError: the record names no such place.
+        """
+        layer, name = place.layer, place.name
+        numbers = (place.update, place.microbatch, 0 if layer is None else layer)
+        if not all(isinstance(number, int) and number >= 0 for number in numbers) or not isinstance(place.phase, str):
+            raise ValueError(f"unknown site: {place}")
+        return cls(
+            phase=place.phase,
+            kind=place.kind,
+            layer=layer,
+            name=None if name is None else str(name),
+            direction=place.direction,
+            update=place.update,
+            is_recomputed=bool(place.is_recomputed),
+        )
+
+    @property
+    def short(self) -> str:
+        """The name without its pass."""
+        at = self.layer if self.name is None else self.name
+        return f"{self.kind.value}{'' if at is None else f'[{at}]'}"
+
+    @property
+    def label(self) -> str:
+        """The name shown in reports."""
+        update = f"#{self.update}" if self.update else ""
+        backward = " backward" if self.direction is Direction.BACKWARD else ""
+        return f"{self.phase}{update}/{self.short}{backward}{' recomputed' if self.is_recomputed else ''}"
+
+    @property
+    def order(self) -> tuple[int, str, int, bool, tuple[int, int, int], str]:
+        """Sorts sites as a step meets them; what is recomputed comes after all that is not."""
+        phase = PHASES.index(self.phase) if self.phase in PHASES else len(PHASES)
+        place = execution_order(self.kind, self.layer, self.direction)
+        return (phase, self.phase, self.update, self.is_recomputed, place, self.name or "")
+
+    @property
+    def in_pass(self) -> tuple[str, int, bool, Direction]:
+        """The identity of a pass, which sites share when one runs into the next."""
+        return (self.phase, self.update, self.is_recomputed, self.direction)
+
+    def is_taken_by(self, selector: Selector) -> bool:
+        """Return whether a selector asks for the site."""
+        if self.kind is SiteKind.GRAD and self.name is not None:
+            return selector.takes_parameter(self.name)
+        return selector.takes(self.kind, self.layer, self.direction)
 
 
 POSITIONS = 1 << 40
@@ -68,7 +123,7 @@ class Side:
         self.renamed: dict[str, str] = {}
         """Name of a pass in the comparison -> its own."""
         self.findings = [
-            SideFinding(
+            Finding(
                 verdict=Verdict.CORRUPT if problem.is_corrupt else Verdict.INCOMPLETE, text=f"{name}: {problem.text}"
             )
             for problem in folder.problems
@@ -88,7 +143,7 @@ class Side:
 
     def found(self, verdict: Verdict, text: str) -> None:
         """Note something wrong with this side."""
-        finding = SideFinding(verdict=verdict, text=f"{self.name}: {text}")
+        finding = Finding(verdict=verdict, text=f"{self.name}: {text}")
         if finding not in self.findings:
             self.findings.append(finding)
 

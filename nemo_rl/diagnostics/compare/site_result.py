@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_rl.diagnostics.compare.limits import ToleranceRules, coarsest
 from nemo_rl.diagnostics.compare.measurement import Measurement, Metric, measure, take_rows
 from nemo_rl.diagnostics.compare.merge import MatchedRows, Merged, SampleMap, match_rows
-from nemo_rl.diagnostics.compare.side import POSITIONS, Side
-from nemo_rl.diagnostics.compare.site import ComparedSite
+from nemo_rl.diagnostics.compare.side import POSITIONS, ComparedSite, Side
 
-__all__ = ["RowName", "SiteResult", "WorstToken", "compare_site", "finite_or_text"]
+__all__ = ["COLUMNS", "RowName", "SiteResult", "WorstToken", "compare_site", "finite_or_text"]
+
+
+COLUMNS = (Metric.TOKEN_REL, Metric.MAX_ABS, Metric.RMS_REL, Metric.COSINE_DISTANCE, Metric.DIFFERING_FRACTION)
+"""Numbers of the table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +78,39 @@ class SiteResult:
     bad_a: RowName | None = None
     """First row that is not all finite."""
     bad_b: RowName | None = None
+
+    @property
+    def label(self) -> str:
+        """The name in reports."""
+        return self.site.label
+
+    @property
+    def agrees(self) -> bool:
+        """True where nothing fails."""
+        return not self.failures
+
+    @property
+    def difference(self) -> str:
+        """The first failure; empty where there is none."""
+        return self.failures[0] if self.failures else ""
+
+    @property
+    def is_bit_equal(self) -> bool:
+        """True where all values were compared and are equal bit by bit."""
+        return self.measurement is not None and self.measurement.is_bit_equal
+
+    @property
+    def severity(self) -> float:
+        """The distance from the limits; 1 is at the limit."""
+        metrics = {} if self.measurement is None else self.measurement.metrics
+        return max((metrics[metric] / limit for metric, limit in self.limits.items() if limit), default=0.0)
+
+    @property
+    def cells(self) -> Sequence[str]:
+        """A row of the table."""
+        metrics = {} if self.measurement is None else self.measurement.metrics
+        numbers = (f"{metrics[metric]:.2e}" if metric in metrics else "-" for metric in COLUMNS)
+        return [self.label, str(self.num_rows), *numbers, "; ".join(self.failures) or "ok"]
 
     @property
     def is_noise(self) -> bool:

@@ -1,1 +1,1 @@
-"""`nemo-rl replay --explain-mismatch`: what the KL between rollout and trainer of a kept step comes from."""
+"""`nemo-rl inspect RUN step N mismatch`: what the KL between rollout and trainer of a kept step comes from."""

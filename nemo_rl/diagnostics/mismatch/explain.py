@@ -3,8 +3,11 @@
 explain_mismatch
   |- read_tokens        rows, both sides' log-probabilities      (tokens)
   |- find_versions      weights: checkpoints, or kept steps replayed  (versions)
-  |- split              one change after another                 (parts, hypotheses, scorer)
-  `- MismatchReport     table, main cause, tokens, hint         (report, evidence)
+  |- split              one change after another                 (parts, scorer)
+  `- MismatchReport     table, main cause, tokens, hint
+
+The `Evidence` concerns the part that no change has removed: which tokens are furthest apart, and what they have in
+common.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,21 +24,19 @@ import torch
 
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
-from nemo_rl.diagnostics.mismatch.parts import split
+from nemo_rl.diagnostics.mismatch.parts import MismatchPart, TokenDivergence, named_first, split
 from nemo_rl.diagnostics.mismatch.progress import Progress
-from nemo_rl.diagnostics.mismatch.report import MismatchReport, far_tokens, look_at
 from nemo_rl.diagnostics.mismatch.scorer import Scorer
-from nemo_rl.diagnostics.mismatch.setting import ScoreSetting, Stated
+from nemo_rl.diagnostics.mismatch.setting import CAUSES, Cause, ScoreSetting, Stated
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens, read_tokens, route_columns
 from nemo_rl.diagnostics.mismatch.versions import Versions, find_versions
-from nemo_rl.diagnostics.step_replay.chain import ChainLink, read_link
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
+from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, ReplayRequest, read_link
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models.logprobs import Sampling
+from nemo_rl.models.logprobs import Sampling, k3
 
-__all__ = ["explain_mismatch"]
+__all__ = ["Evidence", "FarToken", "MismatchReport", "explain_mismatch", "far_tokens", "look_at"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,3 +140,198 @@ def _words(setting: ScoreSetting, *, is_fresh: bool) -> str:
     routes = {"own": "its own routes", "replayed": "replayed routes"}[setting.routes]
     whose = "its pass run again" if is_fresh else "its kept log-probabilities"
     return f"{whose}: {setting.precision}, {support}, {routes}"
+
+
+SHOWN_TOKENS = 8
+CONTEXT = 6
+"""Tokens before one that is shown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """The places in the rows where a difference lies."""
+
+    first_tokens: float
+    """Mean k3 of the first sampled token of each row."""
+    early: float
+    """Mean over the first third of each row's sampled tokens."""
+    late: float
+    """Mean over the last third."""
+    top_share: float
+    """Share of the sum in the 1 % of tokens that are furthest apart."""
+
+    @property
+    def text(self) -> str:
+        grows = "grows along the row" if self.late > GROWTH * max(self.early, self.first_tokens) else "is everywhere"
+        return (
+            f"it {grows}: {self.first_tokens:.3g} at the first token of a row, {self.early:.3g} in the first third, "
+            f"{self.late:.3g} in the last; {self.top_share:.0%} of it in 1 % of the tokens"
+        )
+
+
+GROWTH = 3.0
+"""Late to early, beyond which a difference grows along the row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FarToken:
+    """One token."""
+
+    key: str
+    position: int
+    """Position of the token in its row."""
+    text: str
+    before: str
+    """Text of the tokens before it."""
+    rollout: float
+    trainer: float
+
+    @property
+    def apart(self) -> float:
+        return self.trainer - self.rollout
+
+
+def look_at(tokens: StepTokens, logprobs_M: torch.Tensor) -> Evidence:
+    """Compare log-probabilities with those of the rollout."""
+    each_M = k3((logprobs_M - tokens.rollout_M).double()).nan_to_num(0.0)
+    row_M = tokens.row_M
+    counts_N = torch.bincount(row_M, minlength=len(tokens.rows))
+    # Counted over sampled tokens: replies of a conversation lie between them.
+    number_M = torch.arange(len(row_M)) - (counts_N.cumsum(0) - counts_N)[row_M]
+    place_M = number_M.double() / counts_N[row_M].clamp(min=1)
+    ranked = each_M.sort(descending=True).values
+    top = ranked[: max(1, len(ranked) // 100)].sum()
+    return Evidence(
+        first_tokens=_mean(each_M[number_M == 0]),
+        early=_mean(each_M[place_M < 1 / 3]),
+        late=_mean(each_M[place_M >= 2 / 3]),
+        top_share=float(top / ranked.sum()) if float(ranked.sum()) else 0.0,
+    )
+
+
+def far_tokens(
+    tokens: StepTokens, logprobs_M: torch.Tensor, decode: Callable[[list[int]], str]
+) -> tuple[FarToken, ...]:
+    """Return the tokens with the largest |d|, one of each row."""
+    apart_M = (logprobs_M - tokens.rollout_M).abs().nan_to_num(0.0)
+    row_M, column_M = tokens.row_M, tokens.column_M
+    found: dict[int, FarToken] = {}
+    for place in apart_M.argsort(descending=True).tolist():
+        row, column = int(row_M[place]), int(column_M[place])
+        if row in found:
+            continue
+        ids = tokens.ids_NT[row].tolist()
+        found[row] = FarToken(
+            key=tokens.keys[row],
+            position=column,
+            text=decode(ids[column : column + 1]),
+            before=decode(ids[max(0, column - CONTEXT) : column]),
+            rollout=float(tokens.rollout_M[place]),
+            trainer=float(logprobs_M[place]),
+        )
+        if len(found) == SHOWN_TOKENS:
+            break
+    return tuple(found.values())
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+HINTS: Mapping[Cause, str] = {
+    "weights": "compare the tags of the rows with what the engines hold: is a refit late, or lost on one replica?",
+    "temperature": "give trainer and engine the same policy.generation.temperature; look for an engine's own default",
+    "top_k": "give trainer and engine the same policy.generation.top_k; look for an engine's own default "
+    "(generation_config.json)",
+    "top_p": "give trainer and engine the same policy.generation.top_p; look for an engine's own default "
+    "(generation_config.json), and whether its log-probabilities are those of the cut distribution",
+    "sets": "set policy.generation.record_support=true, so that the trainer scores under the embedded engine's sets, "
+    "or leave the filter out: policy.generation.top_p=1 and top_k=null",
+    "routes": "set policy.router_replay.enabled=true and see `nemo-rl inspect DIR routes` for where routes are lost",
+    "precision": "compare policy.precision with policy.generation.precision and with what the engine really "
+    "computes in; raise the lower one, or correct for it with importance weights",
+    "batching": "compare the trainer's pass with rows alone: `nemo-rl probe`, the layout of the run against one rank",
+    "shift": "the engine's log-probabilities belong to the neighbouring token: look at how its output is aligned",
+    "rope": "compare rope_theta and rope_scaling of the engine's model with config.json; are positions right after the "
+    "prompt?",
+    "engine": "compare the engine's weights with the trainer's after a refit, name by name, then its layers: `nemo-rl "
+    "probe` records both sides at every site",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MismatchReport:
+    """One step."""
+
+    run: str
+    step: int
+    num_rows: int
+    total: TokenDivergence
+    floor: float
+    """Nats per token, below which a KL is noise."""
+    trainer: str
+    """The trainer's way of scoring, by its own numbers."""
+    parts: tuple[MismatchPart, ...]
+    evidence: Evidence
+    """Evidence of the rest."""
+    far: tuple[FarToken, ...]
+    notes: tuple[str, ...]
+    seconds: float = 0.0
+    """Duration of the whole command."""
+
+    @property
+    def first(self) -> MismatchPart | None:
+        """The cause that is named first; None for a total within noise."""
+        return None if self.total.kl <= self.floor else named_first(self.parts)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of the explanation."""
+        if not self.total.num_tokens:
+            return Verdict.VACUOUS
+        return Verdict.PASS if self.first is None else Verdict.MISMATCH
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report."""
+        total = self.total
+        yield f"mismatch of step {self.step} of {self.run}: {self.num_rows} rows, {total.num_tokens} sampled tokens"
+        yield f"  trainer: {self.trainer}"
+        for note in self.notes:
+            yield f"  note: {note}"
+        yield (
+            f"KL(rollout || trainer) {total.kl:.4g} +- {total.std_error:.2g} nats per token (k3); |d| mean "
+            f"{total.mean_abs:.3g}, largest {total.largest:.3g}; noise up to {self.floor:.2g}"
+        )
+        first = self.first
+        if first is not None:
+            yield from self._causes(first)
+        yield f"{self.verdict.label} in {self.seconds:.1f} s"
+
+    def as_record(self) -> dict[str, object]:
+        """Return the report as JSON-like values."""
+        first = self.first
+        return {
+            **asdict(self),
+            "first": None if first is None else first.cause,
+            "hint": None if first is None else HINTS[first.cause],
+            "verdict": self.verdict.label,
+        }
+
+    def _causes(self, first: MismatchPart) -> Iterator[str]:
+        yield f"  {'cause':<42} {'part':>11} {'share':>7}  changed"
+        for part in [*sorted(self.parts[:-1], key=lambda part: -part.kl), self.parts[-1]]:
+            yield f"  {CAUSES[part.cause]:<42} {part.kl:>11.4g} {part.share:>7.1%}  {part.what}"
+        added = sum(part.kl for part in self.parts)
+        yield f"  {'sum':<42} {added:>11.4g} {sum(part.share for part in self.parts):>7.1%}"
+        if any(part.kl < 0 for part in self.parts):
+            yield "  a negative part: the change made the two sides differ more, other causes have hidden it"
+        if self.parts[-1].kl > self.floor:
+            yield f"  of the rest: {self.evidence.text}"
+        yield f"main cause: {CAUSES[first.cause]} ({first.share:.0%}): {first.what}"
+        yield "tokens furthest apart (log-probability of rollout -> trainer):"
+        for token in self.far:
+            yield (
+                f"  {token.key}[{token.position}] {token.rollout:9.4f} -> {token.trainer:9.4f}  "
+                f"{token.before!r} then {token.text!r}"
+            )
+        yield f"hint: {HINTS[first.cause]}"

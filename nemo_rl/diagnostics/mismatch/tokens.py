@@ -15,8 +15,7 @@ from nemo_rl.algorithms.kept_steps.folder import SnapshotFolder
 from nemo_rl.algorithms.kept_steps.record import SnapshotRows, StepSnapshot
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
-from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, SnapshotColumns
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import name_some

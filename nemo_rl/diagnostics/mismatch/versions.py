@@ -16,10 +16,17 @@ from nemo_rl.algorithms.kept_steps.record import StepStatus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
-from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayChain, checkpoints_of, find_chain, read_link
-from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
+from nemo_rl.diagnostics.step_replay.chain import (
+    ChainLink,
+    ReplayChain,
+    ReplayProblem,
+    ReplayRequest,
+    SnapshotColumns,
+    checkpoints_of,
+    find_chain,
+    read_link,
+)
 from nemo_rl.diagnostics.step_replay.rank import RankJob, ReplayRank, replay_rank
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
 from nemo_rl.diagnostics.verdict import Verdict

@@ -1,16 +1,15 @@
-"""The verifier behind `nemo-rl trace verify`: compares the routes of the rollout with those that the routers used.
+"""The verifier behind `nemo-rl inspect DIR routes`: routes of the rollout, and those that the routers used.
 
     rollout -> fetch -> shard -> assignment -> action -> forward -> recompute
 
 Every record says which token of which sample lies in which slot, so each hop is compared with the rollout itself, not
-with the hop before it. Hashes of whole tensors are not used. `Report` is the verdict over a trace, for people and for
-machines.
+with the hop before it. Hashes of whole tensors are not used. `RouteReport` is the comparison of a trace.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -20,10 +19,10 @@ from nemo_rl.diagnostics.route_chain.compare import RouteComparison, compare, gu
 from nemo_rl.diagnostics.route_chain.coverage import Gap, TraceCoverage
 from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, RolloutSample, named_layers, observe, read_sample
 from nemo_rl.diagnostics.route_chain.records import Trace, read_trace
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.diagnostics.verdict import Comparison, Finding, SiteCheck, Verdict
 from nemo_rl.errors import UserError, name_some
 
-__all__ = ["Mismatch", "Report", "verify_trace"]
+__all__ = ["Mismatch", "RouteReport", "verify_trace"]
 
 GAPS_SHOWN = 12
 
@@ -66,41 +65,36 @@ class Mismatch:
         ]
 
 
-@dataclass(kw_only=True, slots=True)
-class Report:
-    """All that is known about a trace."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteReport(Comparison):
+    """A comparison whose sites are hops: it also names the first token whose routes differ."""
 
-    verdict: Verdict
-    reason: str
     mismatch: Mismatch | None = None
-    bad_records: dict[str, int] = field(default_factory=dict)
+    bad_records: Mapping[str, int] = field(default_factory=dict)
     """Hop -> records that differ from the rollout."""
-    gaps: list[Gap] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """Remarks that do not change the verdict, such as torn lines and retired samples."""
+    gaps: Sequence[Gap] = ()
     num_files: int = 0
     num_processes: int = 0
     num_samples: int = 0
     """Number of samples that the rollout recorded."""
-    events: dict[str, int] = field(default_factory=dict)
+    events: Mapping[str, int] = field(default_factory=dict)
     """Event -> records."""
-    compared: dict[str, int] = field(default_factory=dict)
+    compared: Mapping[str, int] = field(default_factory=dict)
     """`<hop>/<stage>` -> routes of one token and layer that were compared."""
 
-    def as_record(self) -> dict[str, object]:
-        """Return the report as JSON-like values."""
-        return {**asdict(self), "verdict": self.verdict.label, "exit_code": self.verdict.value}
+    def more(self) -> Mapping[str, object]:
+        """Return what JSON has besides."""
+        own = ("bad_records", "num_files", "num_processes", "num_samples", "events", "compared")
+        record: dict[str, object] = {name: getattr(self, name) for name in own}
+        mismatch = None if self.mismatch is None else asdict(self.mismatch)
+        return {**record, "mismatch": mismatch, "gaps": [asdict(gap) for gap in self.gaps]}
 
-    def lines(self) -> list[str]:
-        """Return the lines of the report."""
-        lines = [f"{self.verdict.name}: {self.reason}"]
-        lines += [] if self.mismatch is None else self.mismatch.lines()
-        lines += [f"  {count} bad records at hop {hop}" for hop, count in self.bad_records.items()]
+    def details(self) -> list[str]:
+        """Return the first bad hop, and what is missing."""
+        lines = [] if self.mismatch is None else self.mismatch.lines()
         lines += [f"missing: {gap.text}" for gap in self.gaps[:GAPS_SHOWN]]
         if len(self.gaps) > GAPS_SHOWN:
             lines.append(f"missing: {len(self.gaps) - GAPS_SHOWN} things more")
-        lines += [f"note: {note}" for note in self.notes]
-        lines += [f"compared {count:>10,} routes at {place}" for place, count in self.compared.items()]
         read = f"read {self.num_files} files of {self.num_processes} processes, {self.num_samples} samples; records:"
         return [*lines, f"{read} {name_some([f'{count} {event}' for event, count in self.events.items()], limit=20)}"]
 
@@ -109,7 +103,9 @@ USED = (Hop.ASSIGNMENT, Hop.FORWARD, Hop.RECOMPUTE)
 """Hops at a router."""
 
 
-def verify_trace(folder: Path, *, require_forward_verify: bool = False, require_cp_identity: bool = False) -> Report:
+def verify_trace(
+    folder: Path, *, require_forward_verify: bool = False, require_cp_identity: bool = False
+) -> RouteReport:
     """Read the files of all processes and close the chain.
 
     Args:
@@ -176,46 +172,66 @@ class _TraceCheck:
             text = "the forward used the routes of the rollout, but the digests that travelled with them differ"
             self.wrong_verdicts.append(f"{seen.record.where}: {text}")
 
-    def report(self, *, require_forward_verify: bool, require_cp_identity: bool) -> Report:
-        """Return the verdict: a mismatch before anything missing, anything missing before nothing compared."""
+    def report(self, *, require_forward_verify: bool, require_cp_identity: bool) -> RouteReport:
+        """Return the report: a mismatch before anything missing, anything missing before nothing compared."""
         events = Counter(record.event for record in self.trace.records)
-        report = Report(
-            verdict=Verdict.PASS,
-            reason="every router used the routes of the rollout",
+        gaps = [Gap(what="record", text=text) for text in self.trace.damaged]
+        gaps += self.coverage.gaps(
+            require_forward_verify=require_forward_verify, require_cp_identity=require_cp_identity
+        )
+        is_empty = not events.keys() - {"trace_started", "trace_plan"}
+        finding = self._finding(gaps, is_empty=is_empty)
+        first = self.twice if self.first_bad is None else self.twice or _mismatch(self.first_bad, self.samples)
+        return RouteReport(
+            title=f"routes of {len(self.samples)} samples, A of the rollout, B at each hop",
+            sites=self._sites(),
+            findings=() if finding is None else (finding,),
+            notes=self._notes(),
+            mismatch=first,
+            bad_records={hop.name.lower(): n for hop, n in sorted(self.bad_records.items()) if n},
+            gaps=() if is_empty else gaps,
             num_files=len(self.trace.files),
             num_processes=len({record.process for record in self.trace.records}),
             num_samples=len(self.samples),
             events=dict(sorted(events.items())),
             compared={f"{hop.name.lower()}/{stage}": n for (hop, stage), n in sorted(self.compared.items())},
-            notes=self._notes(),
         )
-        gaps = [Gap(what="record", text=text) for text in self.trace.damaged]
-        gaps += self.coverage.gaps(
-            require_forward_verify=require_forward_verify, require_cp_identity=require_cp_identity
-        )
-        report.gaps = gaps
-        self._judge(report)
-        return report
 
-    def _judge(self, report: Report) -> None:
-        first = self.twice if self.first_bad is None else self.twice or _mismatch(self.first_bad, self.samples)
-        if first is not None:
-            report.verdict, report.reason = Verdict.MISMATCH, "routes differ from those of the rollout"
-            report.mismatch = first
-            report.bad_records = {hop.name.lower(): n for hop, n in sorted(self.bad_records.items()) if n}
-        elif self.wrong_verdicts:
-            report.verdict, report.reason = Verdict.MISMATCH, "a forward was found wrong when it ran"
-        elif not report.events.keys() - {"trace_started", "trace_plan"}:
-            report.verdict, report.reason, report.gaps = Verdict.VACUOUS, "the folder holds no trace of routes", []
-        elif report.gaps and not self._is_all_retired():
-            report.verdict, report.reason = Verdict.INCOMPLETE, f"{len(report.gaps)} things are missing"
-        elif not any(self.compared[key] for key in self.compared if key[0] in USED):
-            report.verdict, report.reason = Verdict.VACUOUS, "no route at a router was compared"
-        elif self._is_uniform():
-            report.verdict, report.reason = (
-                Verdict.VACUOUS,
-                "all tokens have the same routes: nothing can be distinguished",
+    def _sites(self) -> list[SiteCheck]:
+        """Return the hops at which something was compared, in causal order."""
+        counts: Counter[Hop] = Counter()
+        for (hop, _), count in self.compared.items():
+            counts[hop] += count
+        return [
+            SiteCheck(
+                name=hop.name.lower(),
+                a=f"{counts[hop]:,} routes",
+                b=f"{counts[hop]:,} routes",
+                agrees=not self.bad_records[hop],
+                difference=f"{self.bad_records[hop]} bad records" if self.bad_records[hop] else "",
             )
+            for hop in Hop
+            if counts[hop] or self.bad_records[hop]
+        ]
+
+    def _finding(self, gaps: Sequence[Gap], *, is_empty: bool) -> Finding | None:
+        """Return why routes that agree are not enough; None where they are, or where a hop differs."""
+        if self.twice is not None:
+            return Finding(verdict=Verdict.MISMATCH, text="two rollouts of one sample differ")
+        if self.first_bad is not None:
+            return None
+        if self.wrong_verdicts:
+            return Finding(verdict=Verdict.MISMATCH, text="a forward was found wrong when it ran")
+        if is_empty:
+            return Finding(verdict=Verdict.VACUOUS, text="the folder holds no trace of routes")
+        if gaps and not self._is_all_retired():
+            return Finding(verdict=Verdict.INCOMPLETE, text=f"{len(gaps)} things are missing")
+        if not any(self.compared[key] for key in self.compared if key[0] in USED):
+            return Finding(verdict=Verdict.VACUOUS, text="no route at a router was compared")
+        if self._is_uniform():
+            text = "all tokens have the same routes: nothing can be distinguished"
+            return Finding(verdict=Verdict.VACUOUS, text=text)
+        return None
 
     def _is_all_retired(self) -> bool:
         """No sample is left that could be missing anywhere."""

@@ -65,43 +65,51 @@ class RouteComparison:
 
 
 def lookup(
-    samples: Mapping[str, RolloutSample], seen: Observation, kind: Kind, key_index: np.ndarray, positions: np.ndarray
+    samples: Mapping[str, RolloutSample],
+    seen: Observation,
+    kind: Kind,
+    key_index: np.ndarray,
+    positions: np.ndarray,
+    layers: Sequence[int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Look up the rollout's values at any places, and whether it has one: both `[n, L]`.
 
     Args:
         key_index: `[n]` int64, into the keys of the observation; -1 for none.
         positions: `[n]` int64, any values.
+        layers: None takes those of the observation.
     """
-    width = 1 if kind == "tokens" else len(seen.layers)
-    found = np.zeros((len(positions), width), dtype=np.int64)
+    layers = seen.layers if layers is None else layers
+    found = np.zeros((len(positions), 1 if kind == "tokens" else len(layers)), dtype=np.int64)
     is_there = np.zeros(found.shape, dtype=bool)
     for index, key in enumerate(seen.keys):
-        sample = samples.get(key)
-        if sample is None:
-            continue
-        slots = np.flatnonzero((key_index == index) & (positions >= 0) & (positions < len(sample.digests)))
-        if kind == "tokens":
-            found[slots, 0], is_there[slots] = sample.tokens[positions[slots]], True
-            continue
-        for column, source in enumerate(sample.columns(seen.layers)):
-            if source >= 0:
-                found[slots, column] = sample.digests[positions[slots], source]
-                is_there[slots, column] = True
+        if key in samples:
+            values, is_known = _values(samples[key], kind, layers)
+            slots = np.flatnonzero((key_index == index) & (positions >= 0) & (positions < len(values)))
+            found[slots], is_there[slots] = values[positions[slots]], is_known
     return found, is_there
+
+
+def _values(sample: RolloutSample, kind: Kind, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return `[T, L]` int64 of a sample, 0 in layers that it does not have, and `[L]` bool: which it has."""
+    if kind == "tokens":
+        return sample.tokens.astype(np.int64)[:, None], np.ones(1, dtype=bool)
+    sources = np.array(sample.columns(layers), dtype=np.int64)
+    return np.where(sources >= 0, sample.digests[:, sources], 0), sources >= 0
 
 
 def compare(samples: Mapping[str, RolloutSample], seen: Observation) -> list[RouteComparison]:
     """Compare tokens, where the record has them, and routes; slots of samples that no rollout recorded are left out."""
     known = np.array([key in samples for key in seen.keys] + [False])[seen.key_index]
     found: list[RouteComparison] = []
-    is_missing = _is_missing(samples, seen)
+    no_route = [digest_of([-1] * top_k) for top_k in {sample.top_k for sample in samples.values()}]
     kinds: list[tuple[Kind, np.ndarray]] = [("routes", seen.digests)]
     if seen.tokens is not None:
         kinds.insert(0, ("tokens", seen.tokens.astype(np.int64)[:, None]))
     for kind, got in kinds:
         expected, is_there = lookup(samples, seen, kind, seen.key_index, seen.positions)
         is_compared = np.repeat(known[:, None], got.shape[1], axis=1)
+        is_missing = is_there & np.isin(expected, no_route)
         num_routes = int((is_compared & is_there & ~is_missing).sum()) if kind == "routes" else 0
         if seen.hop in (Hop.FORWARD, Hop.RECOMPUTE) and kind == "routes":
             # Where the rollout has no route the model uses its own choice.
@@ -120,21 +128,6 @@ def compare(samples: Mapping[str, RolloutSample], seen: Observation) -> list[Rou
             )
         )
     return found
-
-
-def _is_missing(samples: Mapping[str, RolloutSample], seen: Observation) -> np.ndarray:
-    """Return `[S, L]` bool: tokens whose route the rollout does not have."""
-    missing = np.zeros(seen.digests.shape, dtype=bool)
-    for index, key in enumerate(seen.keys):
-        if key not in samples:
-            continue
-        sample = samples[key]
-        slots = np.flatnonzero((seen.key_index == index) & (seen.positions < len(sample.digests)))
-        lost = sample.is_missing
-        for column, source in enumerate(sample.columns(seen.layers)):
-            if source >= 0:
-                missing[slots, column] = lost[seen.positions[slots], source]
-    return missing
 
 
 Samples = Mapping[str, RolloutSample]
@@ -195,23 +188,10 @@ def _layer_map(found: RouteComparison, samples: Samples) -> str | None:
     layer = seen.layers[column]
     slots = np.flatnonzero(found.is_compared[:, column])
     for other in samples[found.first.key].layers:
-        values, is_there = _in_layer(found, samples, other)
-        if other != layer and _explains(found.got[slots, column], values[slots], is_there[slots]):
+        values, is_there = lookup(samples, seen, found.kind, seen.key_index[slots], seen.positions[slots], [other])
+        if other != layer and _explains(found.got[slots, column], values[:, 0], is_there[:, 0]):
             return f"wrong layer map: layer {layer} holds the routes of layer {other}"
     return None
-
-
-def _in_layer(found: RouteComparison, samples: Samples, layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `[S]` digests of another layer at the places of the record, and where there are some."""
-    seen = found.seen
-    values, is_there = np.zeros(len(seen.positions), dtype=np.int64), np.zeros(len(seen.positions), dtype=bool)
-    for index, key in enumerate(seen.keys):
-        if key in samples and layer in samples[key].layers:
-            sample = samples[key]
-            slots = np.flatnonzero((seen.key_index == index) & (seen.positions < len(sample.digests)))
-            values[slots] = sample.digests[seen.positions[slots], sample.layers.index(layer)]
-            is_there[slots] = True
-    return values, is_there
 
 
 def _shift(found: RouteComparison, samples: Samples) -> str | None:
@@ -251,7 +231,8 @@ def _swapped_samples(found: RouteComparison, samples: Samples) -> str | None:
     for other, sample in samples.items():
         positions = np.minimum(seen.positions[slots], len(sample.digests) - 1)
         is_inside = np.repeat((seen.positions[slots] < len(sample.digests))[:, None], found.got.shape[1], axis=1)
-        if other != key and _explains(found.got[slots], _rows(sample, found)[positions], is_inside):
+        values, _ = _values(sample, found.kind, seen.layers)
+        if other != key and _explains(found.got[slots], values[positions], is_inside):
             return f"swapped rows: {key} holds the {found.kind} of {other}"
     return None
 
@@ -262,7 +243,7 @@ def _moved(found: RouteComparison, samples: Samples) -> str | None:
     places = {
         row.tobytes(): (key, position)
         for key, sample in reversed(list(samples.items()))
-        for position, row in reversed(list(enumerate(_rows(sample, found))))
+        for position, row in reversed(list(enumerate(_values(sample, found.kind, seen.layers)[0])))
     }
     slots = np.flatnonzero(found.is_bad.any(axis=1))
     origins = [places.get(row.tobytes()) for row in np.ascontiguousarray(found.got[slots])]
@@ -292,18 +273,6 @@ MISTAKES: Sequence[Callable[[RouteComparison, Samples], str | None]] = (
     _swapped_samples,
     _moved,
 )
-
-
-def _rows(sample: RolloutSample, found: RouteComparison) -> np.ndarray:
-    """Return `[T, L]` int64 of a sample, in the columns of the comparison; 0 in layers that it does not have."""
-    if found.kind == "tokens":
-        tokens: np.ndarray = sample.tokens.astype(np.int64)[:, None]
-        return tokens
-    rows = np.zeros((len(sample.digests), found.got.shape[1]), dtype=np.int64)
-    for column, source in enumerate(sample.columns(found.seen.layers)):
-        if source >= 0:
-            rows[:, column] = sample.digests[:, source]
-    return rows
 
 
 def _explains(got: np.ndarray, values: np.ndarray, is_there: np.ndarray) -> bool:

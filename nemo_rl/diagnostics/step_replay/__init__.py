@@ -1,1 +1,1 @@
-"""`nemo-rl replay`: kept steps run again through the optimizer, and compared stage by stage."""
+"""`nemo-rl compare RUN replay`: kept steps run again through the optimizer, and compared stage by stage."""

@@ -17,8 +17,7 @@ from nemo_rl.algorithms.kept_steps.record import StepError
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.extra_columns import extra_names
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
-from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, SnapshotColumns
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork
 from nemo_rl.diagnostics.verdict import Verdict

@@ -13,119 +13,99 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-import torch
-
 from nemo_rl.algorithms.kept_steps.record import StepSnapshot, StepStatus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
-from nemo_rl.diagnostics.step_replay.chain import ReplayChain, checkpoints_of, find_chain, read_target
-from nemo_rl.diagnostics.step_replay.compare import ReplayReport, StepFindings, compare_step
+from nemo_rl.algorithms.run_folder import RECORDS
+from nemo_rl.diagnostics.compare.folders import compare_folders
+from nemo_rl.diagnostics.compare.side import ComparedSite
+from nemo_rl.diagnostics.step_replay.chain import (
+    ReplayChain,
+    ReplayProblem,
+    ReplayRequest,
+    checkpoints_of,
+    find_chain,
+    read_target,
+)
+from nemo_rl.diagnostics.step_replay.compare import compare_step
 from nemo_rl.diagnostics.step_replay.rank import RankJob, RankStep, replay_rank
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.diagnostics.verdict import Comparison, Verdict
 from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import CheckpointError, NonFiniteError
 from nemo_rl.models.policy.recording import RecordSpec, recorded_model
-from nemo_rl.records.reader import TensorRecord, read_folder
+from nemo_rl.records.reader import CorruptRecord, TensorRecord, UnsupportedRecord, read_folder
 from nemo_rl.records.selector import Selector
-from nemo_rl.records.sites import SiteKind, execution_order
+from nemo_rl.records.writer import MANIFEST
 
-__all__ = ["NonFiniteValue", "first_non_finite", "replay_step"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NonFiniteValue:
-    """The place of a value that is not finite."""
-
-    phase: str
-    site: str
-    """Name with layer and direction, such as `mlp.out[1] backward`."""
-    microbatch: int
-    rank: int
-    key: str | None = None
-    """Row; None at a site without tokens."""
-    position: int | None = None
-    num_values: int
-    """Number of values in this record that are not finite."""
-
-    @property
-    def text(self) -> str:
-        """The text shown in reports."""
-        where = f", sample {self.key!r}, position {self.position}" if self.key is not None else ""
-        return (
-            f"{self.phase}/{self.site}, microbatch {self.microbatch}, rank {self.rank}{where} "
-            f"({self.num_values} values that are not finite)"
-        )
+__all__ = ["first_non_finite", "replay_step"]
 
 
-def first_non_finite(folder: Path) -> NonFiniteValue | None:
-    """Find the first NaN or infinity; None where all is finite. Recordings that ended early are read as far as they go.
+def first_non_finite(folder: Path) -> str | None:
+    """Return the first NaN or infinity in words; None where all is finite. What ended early is read as far as it goes.
 
     Raises:
         UserError: no folder of records.
         CorruptRecord: a record is not what was written.
     """
-    found = read_folder(folder)
-    order = {phase: place for place, phase in enumerate(found.manifest.phases)}
-    for record in sorted(found.records, key=lambda record: _order(record, order)):
+    sites = [(ComparedSite.of_place(record.place), record) for record in read_folder(folder).records]
+    for site, record in sorted(sites, key=lambda pair: _order(*pair)):
         value = record.load()
         if value.is_floating_point() and not bool(value.isfinite().all()):
-            return _named(record, value)
+            is_bad, tokens, sample = ~value.isfinite(), record.tokens(), ""
+            if tokens is not None and len(tokens):
+                row = int(is_bad.reshape(len(is_bad), -1).any(1).nonzero()[0])
+                key, position = tokens.keys[int(tokens.row_R[row])], int(tokens.position_R[row])
+                sample = f", sample {key!r}, position {position}"
+            where = f"microbatch {record.place.microbatch}, rank {record.rank}{sample}"
+            return f"{site.label}, {where} ({int(is_bad.sum())} values that are not finite)"
     return None
 
 
-def _order(record: TensorRecord, phases: dict[str, int]) -> tuple[int, ...]:
-    place = record.place
-    at = execution_order(place.kind, place.layer, place.direction)
-    return (phases.get(place.phase, len(phases)), place.update, place.microbatch, *at, record.rank, record.seq)
+def _order(site: ComparedSite, record: TensorRecord) -> tuple[object, ...]:
+    """Sort records as the passes of a step make them."""
+    phase, *_, place, _ = site.order
+    return phase, site.update, record.place.microbatch, place, record.rank, record.seq
 
 
-def _named(record: TensorRecord, value: torch.Tensor) -> NonFiniteValue:
-    place = record.place
-    is_bad = ~value.isfinite()
-    at = place.layer if place.kind is not SiteKind.GRAD else place.name
-    site = f"{place.kind.value}{'' if at is None else f'[{at}]'}"
-    found = {
-        "phase": place.phase,
-        "site": site if place.direction == "forward" else f"{site} {place.direction.value}",
-        "microbatch": place.microbatch,
-        "rank": record.rank,
-        "num_values": int(is_bad.sum()),
-    }
-    tokens = record.tokens()
-    if tokens is None or not len(tokens):
-        return NonFiniteValue(**found)  # type: ignore[arg-type]
-    row = int(is_bad.flatten(1).any(1).nonzero()[0]) if is_bad.dim() > 1 else int(is_bad.nonzero()[0])
-    return NonFiniteValue(
-        **found,  # type: ignore[arg-type]
-        key=tokens.keys[int(tokens.row_R[row])],
-        position=int(tokens.position_R[row]),
-    )
+EVERYTHING = "*"
 
 
-EVERYTHING, RECORDS = "*", "records"
+def replay_step(request: ReplayRequest) -> Comparison:
+    """Replay a step and compare it, site by site where the run has recorded it too.
 
-
-def replay_step(request: ReplayRequest) -> ReplayReport:
-    """Replay a step and compare it; of one that failed with a NaN, name the site where it came from.
+    Of a step that failed with a NaN, name the site where it came from.
 
     Raises:
         ReplayProblem: it cannot be replayed; says why. ConfigError: an override is wrong.
         ChildFailed: a rank ended with something that is no error of a step.
     """
     target = read_target(request.run, request.step)
-    if target.error is None or target.error.kind != NonFiniteError.__name__ or request.dump is not None:
+    is_nan = target.error is not None and target.error.kind == NonFiniteError.__name__
+    theirs = request.run / RECORDS / f"step_{request.step}"
+    # Records of all rows say nothing of some of them, and those of the run nothing of another config.
+    is_recorded = (theirs / MANIFEST).is_file() and not request.rows and not request.overrides
+    if request.dump is not None or not (is_nan or is_recorded):
         return _replay(request, target)
     with tempfile.TemporaryDirectory(prefix="nemo_rl_replay_") as folder:
-        recorded = replace(request, dump=EVERYTHING, out=Path(folder) / RECORDS)
-        report = _replay(recorded, target)
-        return replace(report, notes=(*report.notes, *_first_nan(Path(folder) / RECORDS)))
+        ours = Path(folder) / RECORDS
+        report = _replay(replace(request, dump=EVERYTHING if is_nan else _selector(theirs), out=ours), target)
+        if is_nan:
+            report = replace(report, notes=(*report.notes, *_first_nan(ours)))
+        return replace(report, recorded=compare_folders(theirs, ours)) if is_recorded and ours.is_dir() else report
+
+
+def _selector(recorded: Path) -> str:
+    """Return the sites that a run has recorded; all where its manifest is damaged, which the comparison says."""
+    try:
+        return read_folder(recorded).manifest.selector
+    except (CorruptRecord, UnsupportedRecord):
+        return EVERYTHING
 
 
 def _first_nan(folder: Path) -> tuple[str, ...]:
@@ -133,10 +113,10 @@ def _first_nan(folder: Path) -> tuple[str, ...]:
     if not folder.is_dir():
         return ()
     found = first_non_finite(folder)
-    return ("every recorded site is finite",) if found is None else (f"first NaN or infinity: {found.text}",)
+    return ("every recorded site is finite",) if found is None else (f"first NaN or infinity: {found}",)
 
 
-def _replay(request: ReplayRequest, target: StepSnapshot) -> ReplayReport:
+def _replay(request: ReplayRequest, target: StepSnapshot) -> Comparison:
     started = time.perf_counter()
     settings = replay_settings(request, target)
     checkpoints = checkpoints_of(settings.config, request.run)
@@ -156,18 +136,19 @@ def _replay(request: ReplayRequest, target: StepSnapshot) -> ReplayReport:
         timeout_s = settings.config.cluster.stage_timeout_s
         results = run_job(settings.layout.world_size, replay_rank, job, timeout_s=timeout_s)
         ranks = cast("list[list[RankStep]]", results)
-        steps = _findings(works, ranks, settings)
+        sites = [
+            check
+            for place, work in enumerate(works[: len(ranks[0])])
+            for check in compare_step(work, [steps[place] for steps in ranks], settings)
+        ]
     except CheckpointError as error:
         raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
-    return ReplayReport(
-        run=str(request.run),
-        step=request.step,
-        start=chain.start,
-        how=_how(settings),
-        differences=settings.differences,
+    return Comparison(
+        title=f"replay of step {request.step} of {request.run}: from {chain.start}, {_how(settings)}",
+        inexact=settings.differences,
         what_if=request.overrides,
         notes=(*_notes(request, chain, settings), *_unmeasured(works)),
-        steps=steps,
+        sites=sites,
         seconds=time.perf_counter() - started,
     )
 
@@ -186,14 +167,6 @@ def _record_spec(request: ReplayRequest, settings: ReplaySettings, target: StepS
         weights=f"run {request.run}, step {request.step}",
         has_backward=not request.rows,
     )
-
-
-def _findings(works: list[StepWork], ranks: list[list[RankStep]], settings: ReplaySettings) -> tuple[StepFindings, ...]:
-    found = []
-    for place, work in enumerate(works[: len(ranks[0])]):
-        of_ranks = [steps[place] for steps in ranks]
-        found.append(StepFindings(number=work.step.number, findings=tuple(compare_step(work, of_ranks, settings))))
-    return tuple(found)
 
 
 def _how(settings: ReplaySettings) -> str:

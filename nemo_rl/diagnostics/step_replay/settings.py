@@ -26,7 +26,7 @@ from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig, Meg
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest, Worker
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest, Worker
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ConfigError, shorten

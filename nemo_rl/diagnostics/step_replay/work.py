@@ -20,9 +20,7 @@ from nemo_rl.algorithms.token_statistics import KlInReward, TokenStatistics, dec
 from nemo_rl.algorithms.token_work import TokenEstimator, TokenWork, advantages_in_process, token_estimator
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.keys import group_uid
-from nemo_rl.diagnostics.step_replay.chain import ChainLink
-from nemo_rl.diagnostics.step_replay.columns import SnapshotColumns
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem
+from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, SnapshotColumns
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.pack_plan import PackPlan

@@ -32,7 +32,7 @@ def test_it_is_said_once_with_the_command() -> None:
     assert said.lines(2, {}) == []
     (line,) = said.lines(3, ABOVE)
     assert "is 1.0600 in step 3, above 1.05" in line
-    assert line.endswith("nemo-rl replay results/mine --step 3 --explain-mismatch")
+    assert line.endswith("nemo-rl inspect results/mine step 3 mismatch")
     assert said.lines(4, ABOVE) == []
 
 

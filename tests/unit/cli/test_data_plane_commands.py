@@ -35,7 +35,7 @@ def job(tmp_path: Path) -> Iterator[DataPlaneClient]:
 def run(capsys: pytest.CaptureFixture[str], *args: object) -> str:
     """Standard output of a command that ends well."""
     with pytest.raises(SystemExit) as ended:
-        app(["data-plane", *map(str, args)])
+        app(list(map(str, args)))
     assert ended.value.code == 0
     return capsys.readouterr().out
 
@@ -49,26 +49,26 @@ def fail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
 
 
 def test_a_running_job_shows_its_rows_and_bytes(job, tmp_path: Path, capsys) -> None:
-    shown = run(capsys, "stat", "--run", tmp_path)
+    shown = run(capsys, "data-plane", "stat", "--run", tmp_path)
     assert "run job, running" in shown and "partition train: 4 rows" in shown and "input_ids" in shown
-    stats = json.loads(run(capsys, "stat", "--run", tmp_path, "--json"))
+    stats = json.loads(run(capsys, "data-plane", "stat", "--run", tmp_path, "--json"))
     assert stats == {**job.stats(), "oldest_row_age_s": stats["oldest_row_age_s"], "partitions": stats["partitions"]}
     assert stats["partitions"]["train"]["fields"] == {"input_ids": 32, "sample_mask": 16}
-    listed = run(capsys, "ls", "--run", tmp_path)
+    listed = run(capsys, "data-plane", "ls", "--run", tmp_path)
     assert listed.count("\n") == 4 and "u0_g3" in listed and "std=0.5" in listed
 
 
 def test_a_sample_is_explained_while_it_lives_and_after(job, tmp_path: Path, capsys) -> None:
-    live = run(capsys, "explain", "u0_g0", "--run", tmp_path)
+    live = run(capsys, "inspect", tmp_path, "row", "u0_g0")
     assert "made" in live and "stage rollout" in live and "now: live in partition train" in live
     assert "outcome: trained by" in live and "not cleared yet" in live
     job.kv_clear(["u0_g3"], "train", reason="equal rewards in its group")
     job.kv_clear(None, "train", reason="step end")
-    dropped = run(capsys, "explain", "u0_g3", "--run", tmp_path)
+    dropped = run(capsys, "inspect", tmp_path, "row", "u0_g3")
     assert "outcome: dropped: equal rewards in its group" in dropped and "now: live" not in dropped
-    assert "cleared: step end" in run(capsys, "explain", "u0_g0", "--run", tmp_path)
+    assert "cleared: step end" in run(capsys, "inspect", tmp_path, "row", "u0_g0")
     job.close()
-    told = json.loads(run(capsys, "explain", "u0_g0", "--run", tmp_path, "--json"))
+    told = json.loads(run(capsys, "inspect", tmp_path, "row", "u0_g0", "--json"))
     assert [event["event"] for event in told["events"]] == ["commit", "read", "clear"] and told["live"] == []
 
 
@@ -76,17 +76,17 @@ def test_a_finished_run_is_told_from_its_log(job, tmp_path: Path, capsys) -> Non
     job.kv_batch_put(["u0_g2"], "train", {"sample_mask": torch.zeros(1)})  # a row that is rewritten is not made again
     job.kv_clear(["u0_g0", "u0_g1"], "train", reason="step end")
     job.close()
-    told = json.loads(run(capsys, "stat", "--run", tmp_path, "--json"))
+    told = json.loads(run(capsys, "data-plane", "stat", "--run", tmp_path, "--json"))
     assert (told["run_id"], told["rows_made"], told["cleared"]) == ("job", 4, {"step end": 2})
     assert told["left"] == {"train": ["u0_g2", "u0_g3"]}
-    assert run(capsys, "ls", "--run", tmp_path).split() == ["train", "u0_g2", "train", "u0_g3"]
-    assert "rows never cleared 2" in run(capsys, "stat", "--run", tmp_path)
+    assert run(capsys, "data-plane", "ls", "--run", tmp_path).split() == ["train", "u0_g2", "train", "u0_g3"]
+    assert "rows never cleared 2" in run(capsys, "data-plane", "stat", "--run", tmp_path)
 
 
 def test_of_several_runs_in_a_folder_the_last_is_told(job, tmp_path: Path, capsys) -> None:
     job.close()
     build_data_plane_client(DataPlaneConfig(impl="noop"), run_id="later", log_dir=tmp_path).close()
-    told = json.loads(run(capsys, "stat", "--run", tmp_path, "--json"))
+    told = json.loads(run(capsys, "data-plane", "stat", "--run", tmp_path, "--json"))
     assert (told["run_id"], told["rows_made"], told["events"]) == ("later", 0, {"open": 1})
 
 
@@ -94,24 +94,36 @@ def test_a_killed_job_is_told_from_its_log(job, tmp_path: Path, capsys) -> None:
     left_behind = (tmp_path / ATTACH_FILE).read_text()
     job.close()
     (tmp_path / ATTACH_FILE).write_text(left_behind)
-    assert "run job, ended" in run(capsys, "stat", "--run", tmp_path)
+    assert "run job, ended" in run(capsys, "data-plane", "stat", "--run", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("stat", "--run", "nowhere"), "nowhere is not a directory"),
-        (("stat", "--run", "{empty}"), f"holds neither {ATTACH_FILE}"),
-        (("explain", "u9_g9", "--run", "{run}"), "unknown key 'u9_g9'"),
-        (("ls", "--run", "{run}", "--partition", "nope"), "unknown 'nope'; registered: train"),
-        (("stat",), "Missing option '--run'"),
-        (("statt",), "No such command 'statt'"),
+        (("data-plane", "stat", "--run", "nowhere"), "nowhere is not a directory"),
+        (("data-plane", "stat", "--run", "{empty}"), f"holds neither {ATTACH_FILE}"),
+        (("inspect", "{run}", "row", "u9_g9"), "unknown key 'u9_g9'"),
+        (("data-plane", "ls", "--run", "{run}", "--partition", "nope"), "unknown 'nope'; registered: train"),
+        (
+            (
+                "data-plane",
+                "stat",
+            ),
+            "Missing option '--run'",
+        ),
+        (
+            (
+                "data-plane",
+                "statt",
+            ),
+            "No such command 'statt'",
+        ),
     ],
 )
 def test_user_errors_are_one_line_and_exit_with_2(job, tmp_path: Path, capsys, monkeypatch, args, text: str) -> None:
     (tmp_path / "empty").mkdir()
     filled = [arg.format(empty=tmp_path / "empty", run=tmp_path) for arg in args]
-    code, shown = fail(capsys, monkeypatch, "data-plane", *filled)
+    code, shown = fail(capsys, monkeypatch, *filled)
     assert code == 2 and text in shown and "Traceback" not in shown
     assert len([line for line in shown.splitlines() if "rror" in line]) == 1
 
@@ -125,8 +137,8 @@ def test_a_job_on_another_machine_is_named(job, tmp_path: Path, capsys, monkeypa
 
 def test_a_run_without_events_says_how_to_get_them(job, tmp_path: Path, capsys, monkeypatch) -> None:
     (tmp_path / EVENTS_FILE).unlink()
-    assert "u0_g0" in run(capsys, "ls", "--run", tmp_path)
-    assert "ago: commit by" in run(capsys, "explain", "u0_g0", "--run", tmp_path)
+    assert "u0_g0" in run(capsys, "data-plane", "ls", "--run", tmp_path)
+    assert "ago: commit by" in run(capsys, "inspect", tmp_path, "row", "u0_g0")
     job.close()
     code, shown = fail(capsys, monkeypatch, "data-plane", "stat", "--run", tmp_path)
     assert code == 2 and "observability.event_log=true" in shown

@@ -1,4 +1,4 @@
-"""`nemo-rl probe compare`: exit codes, outputs, and paths that cannot be read or written."""
+"""`nemo-rl compare`: exit codes, outputs, and paths that cannot be read or written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """Exit code, standard output, standard error."""
 
     def run(*args: object) -> tuple[object, str, str]:
-        monkeypatch.setattr("sys.argv", ["nemo-rl", "probe", "compare", *map(str, args)])
+        monkeypatch.setattr("sys.argv", ["nemo-rl", "compare", *map(str, args)])
         with pytest.raises(SystemExit) as ended:
             main()
         return ended.value.code, *capsys.readouterr()

@@ -1,4 +1,4 @@
-"""`nemo-rl rollouts show`: which rows it takes, what it says where there are none, colour and pipes, the page."""
+"""`nemo-rl inspect RUN rollouts`: the rows it takes, what it says where there are none, colour, pipes and the page."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.helpers.rollout_rows import token_row, usual_rows, write_rows
 
 def run(capsys: pytest.CaptureFixture[str], *args: object) -> str:
     """Standard output of a command that ends well."""
-    app(["rollouts", "show", *map(str, args)], standalone_mode=False)
+    app(["inspect", str(args[0]), "rollouts", *map(str, args[1:])], standalone_mode=False)
     return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: object) -> str:
     """What a command says that ends with exit code 2."""
-    monkeypatch.setattr("sys.argv", ["nemo-rl", "rollouts", "show", *map(str, args)])
+    monkeypatch.setattr("sys.argv", ["nemo-rl", "inspect", str(args[0]), "rollouts", *map(str, args[1:])])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""`nemo-rl trace verify`: exit codes, output for people and machines, the trace of a real job of several processes."""
+"""`nemo-rl inspect DIR routes`: exit codes, output for people and machines, a real job of several processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WrongLayerMap(RouteRun):
 def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
     """Exit code and standard output."""
     with pytest.raises(SystemExit) as ended:
-        app(["trace", "verify", *map(str, args)])
+        app(["inspect", str(args[0]), "routes", *map(str, args[1:])])
     return int(ended.value.code or 0), capsys.readouterr().out
 
 
@@ -42,7 +42,7 @@ def without_forward_checks(folder: Path) -> None:
 def test_the_verdict_is_the_exit_code(tmp_path: Path, capsys) -> None:
     right, wrong = RouteRun(tmp_path / "right").write(), WrongLayerMap(tmp_path / "wrong").write()
     code, shown = run(capsys, right, "--require-forward-verify", "--require-cp-identity")
-    assert code == 0 and shown.startswith("PASS: every router used the routes of the rollout\n")
+    assert code == 0 and shown.startswith("PASS: all 6 sites agree\n")
     code, shown = run(capsys, wrong)
     assert code == 3 and shown.startswith("MISMATCH: ")
     assert "first bad hop: assignment, stage prev_logprobs, step 0, microbatch 0\n" in shown
@@ -68,7 +68,7 @@ def test_json_holds_the_whole_report(tmp_path: Path, capsys) -> None:
 def test_a_folder_that_is_none_is_an_error_of_the_user(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "absent", tmp_path / "file"):
-        monkeypatch.setattr("sys.argv", ["nemo-rl", "trace", "verify", str(place)])
+        monkeypatch.setattr("sys.argv", ["nemo-rl", "inspect", str(place), "routes"])
         with pytest.raises(SystemExit) as ended:
             main()
         error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`nemo-rl trace ls`: what a recording holds, for people and machines."""
+"""`nemo-rl inspect RUN tracer`: what a recording holds, for people and machines."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.helpers.tracer_recordings import RUN_MESSAGE, small_recording, stats_
 
 def run(capsys: pytest.CaptureFixture[str], *args: object) -> str:
     """Standard output of a command that ends well."""
-    app(["trace", "ls", *map(str, args)], standalone_mode=False)
+    app(["inspect", str(args[0]), "tracer", *map(str, args[1:])], standalone_mode=False)
     return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], monkeypatch, *args: object) -> str:
     """What a command says that ends with exit code 2."""
-    monkeypatch.setattr("sys.argv", ["nemo-rl", "trace", "ls", *map(str, args)])
+    monkeypatch.setattr("sys.argv", ["nemo-rl", "inspect", str(args[0]), "tracer", *map(str, args[1:])])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nemo_rl.diagnostics.compare.comparison import RecordingComparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.measurement import Metric
-from nemo_rl.diagnostics.compare.site import ComparedSite
+from nemo_rl.diagnostics.compare.side import ComparedSite
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError
 from nemo_rl.records.record import RecordPlace
@@ -277,7 +277,7 @@ def test_every_fault_has_its_verdict(name: str, right: Path, tmp_path: Path) -> 
     spoil(folder)
     found = compare_folders(right, folder)
     assert (found.verdict, found.verdict.value == 0) == (verdict, verdict is Verdict.PASS), found.lines()
-    assert words in found.reason
+    assert words in found.outcome.text
     json.dumps(found.as_record(), allow_nan=False)
 
 
@@ -285,7 +285,7 @@ def test_a_folder_is_not_compared_with_itself(right: Path, tmp_path: Path) -> No
     (tmp_path / "link").symlink_to(right)
     for other in (right, right / ".." / right.name, tmp_path / "link"):
         found = compare_folders(right, other)
-        assert found.verdict is Verdict.VACUOUS and "with itself" in found.reason
+        assert found.verdict is Verdict.VACUOUS and "with itself" in found.outcome.text
     with pytest.raises(UserError, match="not a folder of records"):
         compare_folders(right, tmp_path / "absent")
 
@@ -300,8 +300,8 @@ def test_one_bad_token_in_a_thousand_does_not_hide(tmp_path: Path) -> None:
     worse[617] -= 0.9
     for precision in ("float32", "bfloat16", "float16"):
         found = pair(tmp_path / precision, one_site(logprobs), one_site(worse), precision=precision)
-        assert found.verdict is Verdict.MISMATCH and found.first is not None
-        assert found.first.result.worst[0].row.position == 617
+        assert found.verdict is Verdict.MISMATCH and found.divergence is not None
+        assert found.divergence.result.worst[0].row.position == 617
         assert found.sites[0].measurement is not None and found.sites[0].measurement.metrics[Metric.MEAN_ABS] < 1e-3
 
 
@@ -312,7 +312,7 @@ def test_a_shifted_position_is_another_token(tmp_path: Path) -> None:
         values={LOGPROB: {"s0": truth.values[LOGPROB]["s0"]}},
     )
     found = pair(tmp_path, truth, later)
-    assert found.verdict is Verdict.MISMATCH and "token ids differ at 9 positions" in found.reason
+    assert found.verdict is Verdict.MISMATCH and "token ids differ at 9 positions" in found.outcome.text
 
 
 def test_zeros_are_equal_and_nan_on_both_sides_is_not(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_zeros_are_equal_and_nan_on_both_sides_is_not(tmp_path: Path) -> None:
     bad = zeros.clone()
     bad[3] = torch.nan
     found = pair(tmp_path / "nan", one_site(bad), one_site(bad))
-    assert found.verdict is Verdict.MISMATCH and "NaN on both sides (1 values)" in found.reason
+    assert found.verdict is Verdict.MISMATCH and "NaN on both sides (1 values)" in found.outcome.text
     assert [(place.side, place.row.position) for place in found.non_finite] == [("A", 3), ("B", 3)]
     bad[3] = -torch.inf
     assert pair(tmp_path / "inf", one_site(bad), one_site(bad)).verdict is Verdict.PASS
@@ -349,7 +349,7 @@ def test_replicas_that_differ_are_named(tmp_path: Path) -> None:
             (folder / f"rank_{rank:05d}.{suffix}").write_bytes((b / f"rank_{rank:05d}.{suffix}").read_bytes())
         found = compare_folders(a, folder)
         assert found.verdict is Verdict.MISMATCH
-        assert f"B: train/layer.out[{layer}]: replicas differ: {other}, 1 of 38 rows" in found.reason
+        assert f"B: train/layer.out[{layer}]: replicas differ: {other}, 1 of 38 rows" in found.outcome.text
 
 
 def test_a_token_that_pieces_of_other_tokens_hold_must_be_the_same(tmp_path: Path) -> None:
@@ -370,9 +370,10 @@ def test_a_token_that_pieces_of_other_tokens_hold_must_be_the_same(tmp_path: Pat
         lines_path(target, 0).write_text(lines_path(b, 0).read_text())
         found = compare_folders(a, target)
         if verdict is Verdict.PASS:
-            assert "no loss of data ranks [1]" in found.reason and found.num_failing == 0
+            assert "no loss of data ranks [1]" in found.outcome.text and found.first is None
         else:
-            assert found.verdict is verdict and "ranks 0 and 1 hold the same token, first sample 's0'" in found.reason
+            assert found.verdict is verdict
+            assert "ranks 0 and 1 hold the same token, first sample 's0'" in found.outcome.text
 
 
 def test_samples_of_equal_tokens_are_not_guessed(tmp_path: Path) -> None:
@@ -382,7 +383,7 @@ def test_samples_of_equal_tokens_are_not_guessed(tmp_path: Path) -> None:
         each.values = {where: {**own, "s1": own["s1"][:5]} for where, own in each.values.items()}
     renamed(other)
     found = pair(tmp_path, truth, other)
-    assert found.verdict is Verdict.INCOMPLETE and found.num_failing == 0
+    assert found.verdict is Verdict.INCOMPLETE and found.first is None
     (note,) = found.notes
     assert "matched by their tokens; 2 of 4 samples of B have no partner" in note
 
@@ -401,7 +402,7 @@ def test_what_was_not_asked_for_is_a_note(tmp_path: Path) -> None:
         assert found.verdict is verdict, (name, found.lines())
         assert any(words in note for note in found.notes) or not words
     found = compare_folders(write_recording(tmp_path / "c", less), a)
-    assert found.reason == "A: train/attn.q[0] is missing, B has it"
+    assert found.outcome.text == "A: train/attn.q[0] is missing, B has it"
 
 
 def test_recomputed_passes_are_compared_with_each_other_only(tmp_path: Path) -> None:
@@ -416,7 +417,7 @@ def test_recomputed_passes_are_compared_with_each_other_only(tmp_path: Path) -> 
     a, b, without = (recording(name, offset=value) for name, value in (("a", 0.0), ("b", 0.5), ("none", None)))
     assert compare_folders(a, recording("c", offset=0.0)).verdict is Verdict.PASS
     found = compare_folders(a, b)
-    assert found.verdict is Verdict.MISMATCH and "train/layer.out[0] recomputed" in found.reason
+    assert found.verdict is Verdict.MISMATCH and "train/layer.out[0] recomputed" in found.outcome.text
     found = compare_folders(a, without)
     assert found.verdict is Verdict.PASS
     assert "in A only, where B recomputed nothing: train/layer.out[0] recomputed" in found.notes
@@ -447,9 +448,9 @@ def test_the_first_divergence_and_the_largest_contribution_name_the_layer(tmp_pa
         factor = 1 + (3e-2 if grown else 1e-6)
         drifted.values[where] = {key: value * factor for key, value in own.items()}
     found = pair(tmp_path, truth, drifted)
-    assert found.first is not None and found.contribution is not None and found.contribution.start is not None
-    assert found.first.result.site.label == "train/mlp.out[0]"
-    assert found.first.after is not None and found.first.after.label == "train/moe.topk_ids[0]"
+    assert found.divergence is not None and found.contribution is not None and found.contribution.start is not None
+    assert found.divergence.result.site.label == "train/mlp.out[0]"
+    assert found.divergence.after is not None and found.divergence.after.label == "train/moe.topk_ids[0]"
     assert found.contribution.start.label == "train/mlp.in[0]"
     assert found.contribution.end.label == "train/mlp.out[0]"
     assert found.contribution.added == pytest.approx(3e-2, rel=1e-3)
@@ -464,7 +465,7 @@ def test_a_backward_pass_runs_the_other_way(tmp_path: Path) -> None:
         worse.values[where] = {key: value * 1.5 for key, value in worse.values[where].items()}
     worse.values[(SiteKind.LAYER_OUT, 0, BACKWARD)]["s0"] *= 4
     found = pair(tmp_path, truth, worse)
-    assert found.first is not None and found.first.result.site.label == "train/layer.out[1] backward"
+    assert found.divergence is not None and found.divergence.result.site.label == "train/layer.out[1] backward"
     assert found.contribution is not None and found.contribution.start is not None
     labels = (found.contribution.start.label, found.contribution.end.label)
     assert labels == ("train/layer.out[1] backward", "train/layer.out[0] backward")
@@ -517,7 +518,7 @@ def test_passes_come_in_the_order_of_a_step(tmp_path: Path) -> None:
     assert [result.site.label for result in found.sites] == [
         *("prev_logprobs/layer.out[0]", "train/logprob", "train#1/layer.out[0]"),
     ]
-    assert found.first is not None and found.first.result.site.phase == "prev_logprobs"
+    assert found.divergence is not None and found.divergence.result.site.phase == "prev_logprobs"
 
 
 def test_recomputed_sites_come_after_all_others_of_an_update() -> None:

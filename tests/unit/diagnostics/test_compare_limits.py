@@ -12,7 +12,7 @@ from nemo_rl.diagnostics.compare import folders
 from nemo_rl.diagnostics.compare.folders import compare_folders, propose_limits
 from nemo_rl.diagnostics.compare.limits import DEFAULT, ToleranceRules, coarsest, limits_text, read_limits
 from nemo_rl.diagnostics.compare.measurement import ULP_BUCKETS, Metric, measure, ulp_counts
-from nemo_rl.diagnostics.compare.site import ComparedSite
+from nemo_rl.diagnostics.compare.side import ComparedSite
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.records.sites import Direction, SiteKind

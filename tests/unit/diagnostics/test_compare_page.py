@@ -62,7 +62,7 @@ def test_the_page_holds_everything_and_needs_nothing(tmp_path: Path) -> None:
     page = read(write_page(tmp_path / "out 'quoted' \"twice\"" / "page.html", differing(tmp_path)).read_text())
     for words in ("MISMATCH", "train/mlp.out[1]", "token_rel, train, update 0, forward", "sample 's2', position 3"):
         assert words in page.text
-    assert "First divergence: train/attn.q[1]" in page.text and "not finite, B: train/attn.q[1]" in page.text
+    assert "first divergence: train/attn.q[1]" in page.text and "not finite, B: train/attn.q[1]" in page.text
     assert {"dtensor", "megatron"} <= {word.strip('"') for word in page.text.replace('"', ' " ').split()}
     assert page.tags.count("polyline") == 7 and page.tags.count("rect") == 18 * 9
     assert ("class", "differs") in page.attributes and ("stroke", "#d00000") in page.attributes

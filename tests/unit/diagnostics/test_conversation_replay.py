@@ -101,13 +101,14 @@ def test_calls_get_the_results_that_were_recorded_and_results_that_were_changed_
         assert record.ending is Ending.ANSWERED and len(record.turns) == 4
         kept = kept_of(record, setting)
         found = replayed(kept, setting, tools=tools)
-        assert found.num_compared == 4 and found.largest == 0.0 and found.difference(exact=True) is None
+        assert found.num_compared == 4 and found.largest == 0.0 and found.check(exact=True).agrees
         text = kept.log.turns[0].results[1].text
         object.__setattr__(kept.log.turns[0].results[1], "text", text.replace("2", "3"))
         other = replayed(kept, setting, tools=tools)
-        difference = other.difference(exact=False)
-        assert difference is not None and difference.turn == 1 and "which it read" in difference.what
-        assert "'2' as kept, got" in difference.what and other.num_compared == 1
+        check = other.check(exact=False)
+        assert check.agrees is False and check.difference.startswith("turn 1: ")
+        assert "which it read" in check.difference and "'2' as kept, got" in check.difference
+        assert other.num_compared == 1
 
 
 def test_a_result_that_was_not_recorded_is_a_failure() -> None:
@@ -164,9 +165,9 @@ def test_bits_are_compared_where_they_must_be_equal_and_values_elsewhere(apart: 
     compared = ComparedTurns(kept=kept, samplers={0: Shifted(turn, apart)}, text_of=str)
     sampling = setting.task().sampling
     asyncio.run(compared.sample(TurnRequest(prompt_ids=turn.before, seed=0, sampling=sampling)))
-    exact, close = compared.difference(exact=True), compared.difference(exact=False)
-    assert exact is not None and "log-probability of token 0" in exact.what
-    assert (close is None) == is_rounding
+    exact, close = compared.check(exact=True), compared.check(exact=False)
+    assert exact.agrees is False and "log-probability of token 0" in exact.difference
+    assert close.agrees == is_rounding
     same = ComparedTurns(kept=kept, samplers={0: Shifted(turn, 0.0)}, text_of=str)
     asyncio.run(same.sample(TurnRequest(prompt_ids=turn.before, seed=0, sampling=sampling)))
-    assert same.difference(exact=True) is None
+    assert same.check(exact=True).agrees

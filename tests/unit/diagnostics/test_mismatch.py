@@ -21,12 +21,11 @@ from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
 from nemo_rl.data_plane.column_io import read_column_file, write_column_file
 from nemo_rl.diagnostics.mismatch import progress
-from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
+from nemo_rl.diagnostics.mismatch.explain import MismatchReport, explain_mismatch, look_at
 from nemo_rl.diagnostics.mismatch.parts import divergence
-from nemo_rl.diagnostics.mismatch.report import MismatchReport, look_at
 from nemo_rl.diagnostics.mismatch.scorer import scaled_rope
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.jagged import nest
 from nemo_rl.models.logprobs import Sampling
@@ -117,7 +116,7 @@ HALF = "policy.generation.precision=bfloat16"
 
 def test_the_command_prints_causes_tokens_and_a_hint_and_says_what_is_missing(base: Base, tmp_path: Path) -> None:
     log_dir = CASES["token shift by one"].plant(base, tmp_path / "run")
-    cli, arguments = CliRunner(), ["replay", str(log_dir), "--step", str(STEP), "--explain-mismatch"]
+    cli, arguments = CliRunner(), ["inspect", str(log_dir), "step", str(STEP), "mismatch"]
     shown = cli.invoke(app, arguments)
     assert shown.exit_code == Verdict.MISMATCH.value, shown.output
     assert f"rows of step {STEP} again, one change at a time" in shown.stderr
@@ -129,7 +128,7 @@ def test_the_command_prints_causes_tokens_and_a_hint_and_says_what_is_missing(ba
         " 100.0%",
     ):
         assert word in shown.output
-    found = json.loads(cli.invoke(app, [*arguments, "--json", "--rows", "row0_g0", "--rows", "row1_g0"]).stdout)
+    found = json.loads(cli.invoke(app, [*arguments, "--json", "row", "row0_g0", "row", "row1_g0"]).stdout)
     assert found["first"] == "shift" and found["verdict"] == "mismatch" and found["num_rows"] == 2
     step = log_dir / "steps" / f"step_{STEP}"
     columns = read_column_file(step / ROLLOUT_FILE)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.kept_steps.record import RunFacts, StepSnapshot
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError

@@ -30,10 +30,10 @@ SAID = re.compile(r"http://(\S+)/ .* token is in (\S+); Ctrl-C ends")
 
 
 class Serving:
-    """`nemo-rl trace serve|play` in a process of its own, which listens."""
+    """`nemo-rl trace serve` or `inspect RUN play` in a process of its own, which listens."""
 
     def __init__(self, *args: object) -> None:
-        command = [sys.executable, "-m", "nemo_rl.cli.main", "trace", *map(str, args)]
+        command = [sys.executable, "-m", "nemo_rl.cli.main", *map(str, args)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while (found := SAID.match(line := self.process.stdout.readline())) is None:
             assert line, self.process.stderr.read()
@@ -77,7 +77,7 @@ def history(client: LiveClient, run: str, first: int, last: int) -> list[bytes]:
 
 def test_every_step_of_a_recording_is_served_byte_for_byte(tmp_path) -> None:
     folder = small_recording(tmp_path / "logs" / "tracer", num_steps=4, num_layers=3, bad=(1, 3))
-    with Serving("serve", tmp_path / "logs") as served, served.connect() as client:
+    with Serving("trace", "serve", tmp_path / "logs") as served, served.connect() as client:
         (run,) = client.welcome["runs"]
         assert (run["state"], run["name"], run["step"]) == ("recorded", "exp_001", 4)
         assert run["text"] == f"ended: completed; {folder}"
@@ -96,7 +96,7 @@ def test_every_step_of_a_recording_is_served_byte_for_byte(tmp_path) -> None:
 
 def test_two_recordings_of_one_run_are_apart(tmp_path) -> None:
     a, b = (small_recording(tmp_path / name, num_steps=2) for name in "ab")
-    with Serving("serve", a, b) as served, served.connect() as client:
+    with Serving("trace", "serve", a, b) as served, served.connect() as client:
         assert [run["run"] for run in client.welcome["runs"]] == [RUN, f"{RUN} (2)"]
         frames = [decode(each) for each in history(client, f"{RUN} (2)", 1, 2)]
         assert {each.where.run for each in frames if isinstance(each, Frame)} == {f"{RUN} (2)"}
@@ -107,7 +107,7 @@ def test_a_run_whose_end_nobody_wrote_is_shown_as_recorded(tmp_path) -> None:
     small_recording(tmp_path, state="running")
     for path in tmp_path.iterdir():
         os.utime(path, (0, 0))
-    with Serving("serve", tmp_path) as served, served.connect() as client:
+    with Serving("trace", "serve", tmp_path) as served, served.connect() as client:
         (run,) = client.welcome["runs"]
         assert (run["state"], run["text"]) == ("recorded", f"no end is recorded; {tmp_path}")
 
@@ -116,7 +116,7 @@ def test_a_run_that_is_on_is_followed(tmp_path) -> None:
     with StreamWriter(tmp_path, 1 << 20) as writer:
         writer.message(RUN_MESSAGE)
         writer.frame(stats_frame(1).encode())
-        with Serving("serve", tmp_path) as served, served.connect() as client:
+        with Serving("trace", "serve", tmp_path) as served, served.connect() as client:
             assert client.welcome["runs"][0]["state"] == "running"
             assert client.receive(timeout_s=5) == stats_frame(1).encode()
             writer.frame(stats_frame(2).encode())
@@ -129,7 +129,7 @@ def test_a_run_that_is_on_is_followed(tmp_path) -> None:
 
 def test_playing_sends_frames_in_order_and_in_time(tmp_path) -> None:
     folder = small_recording(tmp_path, num_steps=4, num_layers=1, step_s=0.4)
-    with Serving("play", folder, "--speed", 2) as served, served.connect() as client:
+    with Serving("inspect", folder, "play", "--speed", 2) as served, served.connect() as client:
         found, times = [], []
         while len(found) < len(recorded(folder)):
             received = client.receive(timeout_s=5)
@@ -161,9 +161,9 @@ def test_headless_playing_prints_the_stats(tmp_path, capsys) -> None:
     small_recording(tmp_path, num_steps=2, num_layers=1, step_s=0.0)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        app(["trace", "play", str(tmp_path), "--headless"], standalone_mode=False)
+        app(["inspect", str(tmp_path), "play", "--headless"], standalone_mode=False)
         lines = capsys.readouterr().out.splitlines()
-        app(["trace", "play", str(tmp_path), "--headless", "--json"], standalone_mode=False)
+        app(["inspect", str(tmp_path), "play", "--headless", "--json"], standalone_mode=False)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -176,13 +176,13 @@ def test_what_the_user_can_mend_ends_with_exit_code_2(tmp_path, capsys, monkeypa
     small_recording(tmp_path / "r")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for command, said in (
-            (("serve", tmp_path), "expected a recording"),
-            (("serve", tmp_path / "r", tmp_path / "r"), "expected each recording once"),
-            (("serve", tmp_path / "r", "--port", taken.getsockname()[1]), "that is free"),
-            (("play", tmp_path / "r", "--speed", 0), "expected a positive number"),
-            (("play", tmp_path / "r", "--json"), "expected --headless"),
+            (("trace", "serve", tmp_path), "expected a recording"),
+            (("trace", "serve", tmp_path / "r", tmp_path / "r"), "expected each recording once"),
+            (("trace", "serve", tmp_path / "r", "--port", taken.getsockname()[1]), "that is free"),
+            (("inspect", tmp_path / "r", "play", "--speed", 0), "expected a positive number"),
+            (("inspect", tmp_path / "r", "play", "--json"), "expected --headless"),
         ):
-            monkeypatch.setattr("sys.argv", ["nemo-rl", "trace", *map(str, command)])
+            monkeypatch.setattr("sys.argv", ["nemo-rl", *map(str, command)])
             with pytest.raises(SystemExit) as ended:
                 main()
             shown = capsys.readouterr().err

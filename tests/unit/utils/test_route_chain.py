@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_rl.diagnostics.route_chain.chain import Report, verify_trace
+from nemo_rl.diagnostics.route_chain.chain import RouteReport, verify_trace
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.utils.r3_trace import trace_retired
 from tests.helpers.route_traces import RouteRun
 
 
-def check(run: type[RouteRun], folder: Path, **options: bool) -> Report:
+def check(run: type[RouteRun], folder: Path, **options: bool) -> RouteReport:
     return verify_trace(run(folder / "trace").write(), **options)
 
 
@@ -37,7 +37,7 @@ def trace(right_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(right_run, tmp_path / "trace"))
 
 
-def expect(report: Report, *, hop: str, guess: str, **places: object) -> None:
+def expect(report: RouteReport, *, hop: str, guess: str, **places: object) -> None:
     """A mismatch at this hop with this guess."""
     assert report.verdict is Verdict.MISMATCH, report.lines()
     assert report.mismatch is not None
@@ -231,7 +231,7 @@ def without(folder: Path, *events: str, stage: str | None = None, pid: str = "")
         path.write_text("".join(kept))
 
 
-def expect_gap(report: Report, what: str, text: str) -> None:
+def expect_gap(report: RouteReport, what: str, text: str) -> None:
     assert report.verdict is Verdict.INCOMPLETE, report.lines()
     assert any(gap.what == what and text in gap.text for gap in report.gaps), report.lines()
 

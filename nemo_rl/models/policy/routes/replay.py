@@ -201,7 +201,7 @@ class RouteReplayer:
         if matches is False:
             raise WorkerError(
                 f"router replay, {action} of microbatch {routes.number}, layer {layer}: ids of shape "
-                f"{list(ids_TK.shape)} are not those that the rollout recorded; see `nemo-rl trace verify`",
+                f"{list(ids_TK.shape)} are not those that the rollout recorded; see `nemo-rl inspect DIR routes`",
                 stage=self._stage,
             )
         return ids_TK

@@ -1,0 +1,151 @@
+"""`nemo-rl inspect` and `compare`: words in any order, what a run holds, and the answers to the old names."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl.cli.doors import RENAMED
+from nemo_rl.cli.main import app, main
+from tests.helpers.probe_recordings import one_site, write_recording
+from tests.helpers.rollout_rows import usual_rows, write_rows
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
+    """Exit code and standard output."""
+    with pytest.raises(SystemExit) as ended:
+        app(list(map(str, args)))
+    return int(ended.value.code or 0), capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str) -> str:
+    """What a command says that ends with exit code 2."""
+    monkeypatch.setattr("sys.argv", ["nemo-rl", *shlex.split(line)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def log_dir(tmp_path: Path) -> Path:
+    """Two logged steps, readable rollouts and records of the second."""
+    run = tmp_path / "logs"
+    write_rows(run, 2, usual_rows())
+    rows = ({"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 9.25}, {"step": 2, "train/grad_norm": 3.0})
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_recording(run / "records" / "step_2", one_site(torch.ones(4)))
+    return run
+
+
+def test_a_run_says_what_it_holds_and_which_command_shows_it(log_dir: Path, capsys) -> None:
+    code, shown = run(capsys, "inspect", log_dir)
+    assert code == 0 and f"nemo-rl inspect {log_dir} step N rollouts" in shown and "steps 1 to 2" in shown
+    assert f"nemo-rl compare {log_dir} OTHER_RUN step N" in shown and "kept steps" not in shown
+    told = json.loads(run(capsys, "inspect", log_dir, "--json")[1])
+    assert {part["name"]: part["steps"] for part in told["parts"]} == {
+        "numbers": [1, 2],
+        "rollouts": [2],
+        "records": [2],
+    }
+
+
+def test_a_step_is_shown_beside_the_one_before_it(log_dir: Path, capsys) -> None:
+    code, shown = run(capsys, "inspect", log_dir, "step", "2")
+    assert code == 0 and ["train/loss", "0.5", "9.25"] in [line.split() for line in shown.splitlines()]
+    assert ["train/grad_norm", "nan", "3"] in [line.split() for line in shown.splitlines()]
+    assert f"nemo-rl inspect {log_dir} step 2 rollouts" in shown
+    assert "rollouts" not in run(capsys, "inspect", log_dir, "step", "1")[1]
+
+
+def test_words_stand_in_any_order(log_dir: Path, capsys) -> None:
+    lines = (
+        "step 2 rollouts --limit 1",
+        "rollouts step 2 --limit 1",
+        "rollouts --limit 1 --step 2",
+        "rollouts --step=2 --limit 1",
+    )
+    shown = {run(capsys, "inspect", log_dir, *shlex.split(line)) for line in lines}
+    assert len(shown) == 1 and shown.pop()[0] == 0
+
+
+def test_what_two_runs_recorded_of_a_step_is_compared(log_dir: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    other = tmp_path / "other"
+    write_recording(other / "records" / "step_2", one_site(torch.tensor([1.0, 1.0, 2.0, 1.0])), run_id="other")
+    code, shown = run(capsys, "compare", log_dir, other, "step", 2)
+    assert code == 3 and "first train/logprob" in shown
+    assert "has step_2; run with diagnostics.record.steps=[1]" in refused(
+        capsys, monkeypatch, f"compare {log_dir} {other} step 1"
+    )
+
+
+def test_of_two_runs_the_first_number_that_differs_is_named_with_its_records(log_dir: Path, tmp_path, capsys) -> None:
+    other = Path(shutil.copytree(log_dir, tmp_path / "other", ignore=shutil.ignore_patterns("records")))
+    code, shown = run(capsys, "compare", log_dir, other)
+    assert code == 0 and shown.startswith("PASS: all 3 sites agree\n")
+    rows = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+    rows[1]["train/loss"] += 1e-15
+    rows.append({"step": 3, "train/loss": 1.0})
+    (other / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_recording(other / "records" / "step_2", one_site(torch.zeros(4)), run_id="other")
+    code, shown = run(capsys, "compare", log_dir, other, "--json")
+    told = json.loads(shown)
+    assert (code, told["first"]) == (3, "train/loss of step 2")
+    assert "expected 9.25, got 9.250000000000002" in told["reason"]
+    assert told["recorded"]["first_divergence"]["site"] == "train/logprob"
+    assert told["findings"][0]["text"] == "one run alone has steps 3"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("inspect {run} step", "expected one whole number"),
+        ("inspect {run} step 7", "expected the log folder of a run with step 7"),
+        ("inspect {run} rollouts row a_g0", "takes no row"),
+        ("inspect {run} tracer step 1", "takes no step"),
+        ("inspect {run} rollouts routes", "expected one view, got rollouts and routes"),
+        ("inspect {run} row", "expected the key of a row"),
+        ("inspect {run} row a_g0 row b_g0", "expected one row and no step"),
+        ("inspect nowhere", "got no folder"),
+        ("inspect {run}/records", "got step_2"),
+        ("inspect {run} mismatch", "expected the number of a kept step"),
+        ("compare {run}", "expected 2 of: folders of records"),
+        ("compare {run} replay", "expected the number of a kept step"),
+        ("compare {run} replay step 2 --to 4", "expected one of the two"),
+        ("compare {run} replay step 2 --engines 4", "expected --conversations, too"),
+    ],
+)
+def test_wrong_words_are_told(line: str, said: str, log_dir: Path, capsys, monkeypatch) -> None:
+    assert said in refused(capsys, monkeypatch, line.format(run=log_dir)).replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("trace ls results/a --site 'mlp.out[1]'", "inspect results/a tracer --site 'mlp.out[1]'"),
+        ("trace play results/a --headless", "inspect results/a play --headless"),
+        ("trace verify logs/r3 --json", "inspect logs/r3 routes --json"),
+        ("data-plane explain a_g0 --run results/a --json", "inspect results/a row a_g0 --json"),
+        ("data-plane explain --run results/a a_g0", "inspect results/a row a_g0"),
+        ("rollouts show results/a --step 3 --limit 2", "inspect results/a rollouts step 3 --limit 2"),
+        ("replay results/a --step 3 --layout one --rows a_g0", "compare results/a replay step 3 --layout one row a_g0"),
+        ("replay results/a --step 3 --explain-mismatch", "inspect results/a mismatch step 3"),
+        ("probe compare a b --all", "compare a b --all"),
+        ("probe compare --all a b", "compare A B --all a b"),
+        ("replay", "compare RUN replay"),
+        ("trace ls --help", "inspect RUN tracer --help"),
+    ],
+)
+def test_an_old_name_answers_with_the_line_to_type(old: str, new: str, capsys, monkeypatch) -> None:
+    assert refused(capsys, monkeypatch, old).rstrip().endswith(f"is now: nemo-rl {new}")
+
+
+def test_every_old_name_answers_and_no_help_shows_one(capsys, monkeypatch) -> None:
+    for old in RENAMED:
+        assert f"`nemo-rl {old.split(' --')[0]}` is now: nemo-rl" in refused(capsys, monkeypatch, old)
+    assert "replay" not in run(capsys, "--help")[1] and "verify" not in run(capsys, "trace", "--help")[1]
