@@ -109,6 +109,7 @@ TARGETS_LEFT_OUT = {
     "mutants": "takes ten minutes; its list is checked in the suite",
     "walk-docs": "this is it",
     "same-numbers": "needs the repository's history, which the copy lacks",
+    "uplot": "needs npm; what it fetches lies in the repository",
     "gpu-wheels": "for a GPU machine",
     "test-gpu": "for a GPU machine",
 }
