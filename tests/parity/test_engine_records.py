@@ -147,7 +147,7 @@ def test_an_engine_agrees_with_the_trainer_and_a_fault_is_named(
             record(engine, request, step)
             comparison = compared(step)
             assert comparison.verdict is Verdict.MISMATCH and comparison.first is not None
-            found[fault] = comparison.first.result.site.short
+            found[fault] = comparison.first.site.short
         assert found == dict(FAULTS)
 
 

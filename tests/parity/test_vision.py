@@ -29,8 +29,8 @@ LOGPROBS, RELATIVE, GRADIENTS = 2e-6, 1e-5, 5e-5
 """Bounds: absolute of log-probabilities, relative of the loss, relative to the largest element of gradients."""
 SMALLEST = 1e-3
 """Share of the largest gradient of all below which a gradient is compared with that."""
-ROUNDING = 2.0
-"""As many times what Hugging Face itself is off in float32 may log-probabilities be off."""
+ROUNDING = 3.0
+"""As many times what Hugging Face itself is off in float32 may log-probabilities be off: 2.3 on some processors."""
 FAMILY_BY_DTYPE = [(family, is_packed) for family in FAMILIES for is_packed in (False, True)]
 LONG = pytest.mark.timeout(JOB_S + 100)
 
