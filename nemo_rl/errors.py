@@ -151,6 +151,10 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be written, read or resumed from."""
 
 
+class UnsupportedFormat(UserError):
+    """A file of another version of its format."""
+
+
 class RunFolderError(UserError):
     """A run folder that another run uses, or that holds one, or that cannot be written."""
 

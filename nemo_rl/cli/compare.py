@@ -20,7 +20,7 @@ import typer
 
 from nemo_rl.cli.doors import AsJson, Door, Selected, end_with, selected, show, with_records
 from nemo_rl.diagnostics.verdict import Comparison, Verdict
-from nemo_rl.errors import UserError
+from nemo_rl.errors import UnsupportedFormat, UserError
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.trackers import METRICS_FILE
@@ -222,9 +222,10 @@ def verdict_of_problem() -> Iterator[None]:
 
     try:
         yield
-    except ReplayProblem as problem:
-        make_console(stderr=True).print(f"{problem.verdict.label}: {problem}", style="red")
-        raise typer.Exit(problem.verdict.value) from problem
+    except (ReplayProblem, UnsupportedFormat) as problem:
+        verdict = problem.verdict if isinstance(problem, ReplayProblem) else Verdict.UNSUPPORTED
+        make_console(stderr=True).print(f"{verdict.label}: {problem}", style="red")
+        raise typer.Exit(verdict.value) from problem
 
 
 def tell(text: str) -> None:

@@ -26,7 +26,7 @@ from nemo_rl.data.conversation import Message
 from nemo_rl.errors import CheckpointError, shorten
 from nemo_rl.experience.conversation_attempt import ConversationRecord, TurnRecord
 from nemo_rl.jagged import nest, offsets_of
-from nemo_rl.utils.files import read_plain, write_text
+from nemo_rl.utils.files import FileFormat, check_format, read_plain, write_text
 
 __all__ = [
     "CONVERSATION",
@@ -39,8 +39,6 @@ __all__ = [
 
 CONVERSATION = "conversation"
 """Column: JSON of a `ConversationLog` in UTF-8, on the first row of its conversation; other rows have none."""
-FORMAT = 1
-"""Format of the file; another one is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +129,7 @@ def _texts(column: torch.Tensor) -> list[bytes]:
 class ConversationFile:
     """The conversations of a step on disk, and what their messages are rendered with."""
 
-    format: int = FORMAT
+    format: int = FileFormat.CONVERSATIONS.version
     schemas: tuple[Mapping[str, Any], ...] = ()
     """Schemas of the tools, as the chat template takes them."""
     now: datetime
@@ -153,12 +151,11 @@ class ConversationFile:
         """Read the file.
 
         Raises:
-            CheckpointError: it is not as it was written.
+            CheckpointError: it is not as it was written. UnsupportedFormat: it is of another version.
         """
         try:
             header, *lines = map(json.loads, read_plain(path).decode("utf-8").splitlines())
-            if header["format"] != FORMAT:
-                raise CheckpointError(f"{path}: expected format {FORMAT}, got {header['format']!r}")
+            check_format(FileFormat.CONVERSATIONS, header["format"], where=path)
             keys = [line.pop("key") for line in lines]
             return cls(
                 schemas=tuple(header["schemas"]),

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.errors import NemoRLError, UserError
-from nemo_rl.records.record import FORMAT, FORMAT_VERSION, DimSplit, RecordManifest, RecordPlace, TokenTable
+from nemo_rl.errors import NemoRLError, UnsupportedFormat, UserError
+from nemo_rl.records.record import FORMAT, DimSplit, RecordManifest, RecordPlace, TokenTable
 from nemo_rl.records.writer import MANIFEST, digest_of, end_path, lines_path, payload_path
-from nemo_rl.utils.files import open_plain, read_plain
+from nemo_rl.utils.files import FileFormat, check_format, open_plain, read_plain
 
-__all__ = ["CorruptRecord", "RecordFolder", "RecordProblem", "TensorRecord", "UnsupportedRecord", "read_folder"]
+__all__ = ["CorruptRecord", "RecordFolder", "RecordProblem", "TensorRecord", "read_folder"]
 
 MOST_RANKS = 1 << 16
 """More have never recorded; a damaged manifest may say any number."""
@@ -34,10 +34,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 class CorruptRecord(NemoRLError):
     """The bytes differ from those that were written."""
-
-
-class UnsupportedRecord(NemoRLError):
-    """A folder of another format or version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +138,7 @@ def read_folder(path: Path) -> RecordFolder:
 
     Raises:
         UserError: no folder of records.
-        UnsupportedRecord: of a format or version that is not known here.
+        UnsupportedFormat: of a format or version that is not known here.
         CorruptRecord: its manifest cannot be read.
     """
     manifest = _manifest(path)
@@ -174,11 +170,8 @@ def _manifest(path: Path) -> RecordManifest:
     except (ValueError, RecursionError) as error:
         raise CorruptRecord(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise UnsupportedRecord(f"{where}: expected a manifest of {FORMAT!r}")
-    if record.get("version") != FORMAT_VERSION:
-        raise UnsupportedRecord(
-            f"{where}: expected version {FORMAT_VERSION} of the format, got {record.get('version')!r}; record anew"
-        )
+        raise UnsupportedFormat(f"{where}: expected a manifest of {FORMAT!r}")
+    check_format(FileFormat.TENSORS, record.get("version"), where=where)
     try:
         return RecordManifest.of_record(record)
     except (TypeError, ValueError, KeyError, AttributeError) as error:

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field, fields
 import torch
 
 from nemo_rl.records.sites import Direction, SiteKind
+from nemo_rl.utils.files import FileFormat
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "DimSplit", "RecordManifest", "RecordPlace", "TokenTable"]
+__all__ = ["FORMAT", "DimSplit", "RecordManifest", "RecordPlace", "TokenTable"]
 
-FORMAT, FORMAT_VERSION = "nemo_rl.record", 1
+FORMAT = "nemo_rl.record"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +114,7 @@ class RecordManifest:
     settings: Mapping[str, object] = field(default_factory=dict)
     """Anything else that a reader may want to see."""
     format: str = FORMAT
-    version: int = FORMAT_VERSION
+    version: int = FileFormat.TENSORS.version
 
     def as_record(self) -> dict[str, object]:
         """Return the record as a JSON object."""

@@ -23,12 +23,12 @@ from nemo_rl.errors import RecordingError, UserError
 from nemo_rl.tracer.entry import HEAD, EntryKind, StreamEntry, entry_at, pack_entry, pack_message, size_of
 from nemo_rl.tracer.frame import BadFrame, Frame, FrameTable, header_of
 from nemo_rl.utils.exits import machine_problem
+from nemo_rl.utils.files import FileFormat
 
-__all__ = ["VERSION", "StreamWriter", "quiet_s", "stream_files"]
+__all__ = ["StreamWriter", "quiet_s", "stream_files"]
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
 FILE = re.compile(r"stream_(\d{5,})\.nrt")
 NUM_FILES = 8
 """A recording has about so many files when it is full: one of so many parts falls out at a time."""
@@ -241,7 +241,7 @@ class StreamWriter:
     def _begin_file(self) -> None:
         self._close_file()
         number, path = self._number + 1, self._path(self._number + 1)
-        entries = [pack_entry(EntryKind.BEGIN, pack_message({"version": VERSION}))]
+        entries = [pack_entry(EntryKind.BEGIN, pack_message({"version": FileFormat.RECORDING.version}))]
         entries += [pack_entry(EntryKind.MESSAGE, body, is_repeat=True) for body in self._lasting.values()]
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)

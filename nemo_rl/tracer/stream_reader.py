@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 from nemo_rl.errors import UserError
 from nemo_rl.tracer.entry import EntryKind, EntryProblem, StreamEntry, entry_at, find_entry, size_of
-from nemo_rl.tracer.store import VERSION, stream_files
-from nemo_rl.utils.console import printable
+from nemo_rl.tracer.store import stream_files
+from nemo_rl.utils.files import FileFormat, check_format
 
 __all__ = ["RECORDING_FOLDER", "Follow", "StreamReader", "find_recording"]
 
@@ -82,7 +82,7 @@ class StreamReader:
             follow: waits for more at the end, also for the first file; None: ends there.
 
         Raises:
-            UserError: the recording was made by a newer version.
+            UnsupportedFormat: the recording is of another version.
         """
         self.num_damaged = self.num_torn = 0
         seen: set[Seen] = set()
@@ -135,7 +135,8 @@ class StreamReader:
                 size = size_of(file)
                 found = entry_at(file, at, size=size)
                 if isinstance(found, StreamEntry):
-                    _check_version(found, self.folder)
+                    if found.kind is EntryKind.BEGIN:
+                        check_format(FileFormat.RECORDING, found.message().get("version"), where=self.folder)
                     wait.has_come()
                     yield found
                     at = found.end
@@ -206,11 +207,3 @@ def _unseen(entries: Iterator[StreamEntry], seen: set[Seen]) -> Iterator[StreamE
                 continue
             seen.add(mark)
         yield entry
-
-
-def _check_version(entry: StreamEntry, folder: Path) -> None:
-    if entry.kind is EntryKind.BEGIN and (version := entry.message().get("version")) != VERSION:
-        raise UserError(
-            f"recording {folder}: expected version {VERSION} of the files, got {printable(str(version), limit=40)}; "
-            f"read it with the version of nemo-rl that wrote it"
-        )

@@ -1,4 +1,5 @@
-"""Files for people and for later runs: replaced at once or not at all, and readable by whom the umask says."""
+"""Files for people and for later runs: replaced at once or not at all, readable by whom the umask says, and refused
+where they are of another version (`check_format`)."""
 
 from __future__ import annotations
 
@@ -11,10 +12,15 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from typing import BinaryIO
 
+from nemo_rl.errors import UnsupportedFormat
+
 __all__ = [
+    "FileFormat",
+    "check_format",
     "give_usual_mode",
     "give_usual_modes",
     "open_plain",
@@ -27,6 +33,41 @@ __all__ = [
     "wait_readable",
     "write_text",
 ]
+
+
+class FileFormat(Enum):
+    """What a run leaves to look at, and the version of each that is written and read."""
+
+    STEP = "kept steps", 1
+    CONVERSATIONS = "conversations of kept steps", 1
+    TENSORS = "records of tensors", 1
+    ROUTES = "routes of a model", 1
+    ROUTE_TRACE = "route traces", 1
+    RECORDING = "recordings of the tracer", 1
+
+    @property
+    def version(self) -> int:
+        """Return the version that this release writes, the only one that it reads."""
+        return self.value[1]
+
+
+def check_format(kind: FileFormat, found: object, *, where: object) -> None:
+    """Refuse a file of another version: nothing is guessed from one.
+
+    Args:
+        found: the version that the file names.
+        where: the file, for the error.
+
+    Raises:
+        UnsupportedFormat: it is another one.
+    """
+    name, version = kind.value
+    if type(found) is int and found == version:
+        return
+    raise UnsupportedFormat(
+        f"{where}: expected version {version} of the format of {name}, got {ascii(found)[:40]}; read it with the "
+        "release of nemo-rl that wrote it, or write it anew"
+    )
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> Path:

@@ -22,9 +22,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from nemo_rl.config.r3_trace_env import r3_trace_verify_forward_enabled, trace_folder, trace_limits
 from nemo_rl.routes.digest import route_digests
+from nemo_rl.utils.files import FileFormat
 
 __all__ = [
-    "FORMAT",
     "TraceFile",
     "as_array",
     "describe",
@@ -114,10 +114,6 @@ def _no_layers(num: int) -> Sequence[int]:
     return [0] * num
 
 
-FORMAT = 1
-"""Version of the records; a reader refuses others."""
-
-
 def file_name(host: str, pid: int) -> str:
     """Return the file name of the trace of one process."""
     return f"r3_trace_{host}_pid{pid}.jsonl"
@@ -173,7 +169,8 @@ class TraceFile:
             os.write(self._descriptor, b"\n")
         limits = trace_limits().as_record()
         verify = r3_trace_verify_forward_enabled()
-        self._append("trace_started", {"format": FORMAT, "limits": limits, "verify_forward": verify})
+        version = FileFormat.ROUTE_TRACE.version
+        self._append("trace_started", {"format": version, "limits": limits, "verify_forward": verify})
 
     def _append(self, event: str, fields: Mapping[str, object]) -> None:
         assert self._descriptor is not None

@@ -20,9 +20,9 @@ from nemo_rl.distributed.packing import DEFAULT_COST
 from nemo_rl.errors import SchemaMismatch, shorten
 from nemo_rl.experience.payload import SampleStats
 from nemo_rl.models.weights_digest import WeightsDigest
+from nemo_rl.utils.files import FileFormat, check_format
 
 __all__ = [
-    "FORMAT",
     "RunFacts",
     "SnapshotOutcome",
     "SnapshotPlan",
@@ -35,8 +35,6 @@ __all__ = [
     "tag_columns",
 ]
 
-FORMAT = 1
-"""Format of `step.json`; another one is refused."""
 SCALARS = ("rewards", "truncated", "response_lengths", "components", "conversations")
 """Columns of rows that are those of `SampleStats.to_json`."""
 
@@ -166,7 +164,7 @@ class StepSnapshot:
         (True, <StepStatus.PARTIAL: 'partial'>)
     """
 
-    format: int = FORMAT
+    format: int = FileFormat.STEP.version
     number: int
     status: StepStatus = StepStatus.PARTIAL
     partition: str
@@ -212,13 +210,12 @@ def read_record(text: str, *, where: str = "step.json") -> StepSnapshot:
     """The inverse of `record_text`.
 
     Raises:
-        SchemaMismatch: damaged, or of another format.
+        SchemaMismatch: damaged. UnsupportedFormat: of another version.
     """
     try:
         found = json.loads(text)
-        number = found.get("format") if isinstance(found, dict) else None
-        if number != FORMAT:
-            raise SchemaMismatch(f"{where}: expected format {FORMAT}, got {number!r}; it is of another version")
+        if isinstance(found, dict) and "format" in found:
+            check_format(FileFormat.STEP, found["format"], where=where)
         return _ADAPTER.validate_python(found)
     except (ValidationError, ValueError, RecursionError) as error:
         raise SchemaMismatch(f"{where} is damaged: {shorten(str(error))}") from error

@@ -26,8 +26,8 @@ from nemo_rl.diagnostics.compare.merge import SampleMap, match_samples, merge
 from nemo_rl.diagnostics.compare.side import PHASES, ComparedSite, Side, token_texts
 from nemo_rl.diagnostics.compare.site_result import SiteResult, compare_site
 from nemo_rl.diagnostics.verdict import Finding, Verdict
-from nemo_rl.errors import UserError, name_some
-from nemo_rl.records.reader import CorruptRecord, RecordFolder, UnsupportedRecord, read_folder
+from nemo_rl.errors import UnsupportedFormat, UserError, name_some
+from nemo_rl.records.reader import CorruptRecord, RecordFolder, read_folder
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.watch import GENERATION
@@ -188,7 +188,7 @@ def _open(path: Path, name: str) -> RecordFolder | Finding:
         return read_folder(path)
     except CorruptRecord as error:
         return Finding(verdict=Verdict.CORRUPT, text=f"{name}: {error}")
-    except UnsupportedRecord as error:
+    except UnsupportedFormat as error:
         return Finding(verdict=Verdict.UNSUPPORTED, text=f"{name}: {error}")
 
 

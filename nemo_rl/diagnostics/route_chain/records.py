@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl.utils.r3_trace_records import FORMAT
+from nemo_rl.errors import UnsupportedFormat
+from nemo_rl.utils.files import FileFormat, check_format
 
 __all__ = ["RecordError", "Trace", "TraceRecord", "decode_array", "read_trace"]
 
@@ -141,8 +142,10 @@ def _read_file(path: Path, trace: Trace) -> None:
             continue
         if fields["event"] == STARTED:
             num_started += 1
-            if fields.get("format") != FORMAT:
-                trace.damaged.append(f"{where}: expected records of format {FORMAT}, got {fields.get('format')!r}")
+            try:
+                check_format(FileFormat.ROUTE_TRACE, fields.get("format"), where=where)
+            except UnsupportedFormat as error:
+                trace.damaged.append(str(error))
         process = f"{fields.get('host')}/{fields.get('pid')}" + (f"#{num_started}" if num_started > 1 else "")
         record = TraceRecord(event=fields["event"], fields=fields, process=process, where=where)
         try:

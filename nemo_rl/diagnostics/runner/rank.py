@@ -39,11 +39,11 @@ from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.routes.columns import validate_routes
 from nemo_rl.routes.digest import route_digests
 from nemo_rl.routes.shape import RouteShape
-from nemo_rl.utils.files import give_usual_mode, replace_file
+from nemo_rl.utils.files import FileFormat, check_format, give_usual_mode, replace_file
 
 __all__ = ["STEP", "RankResult", "RankWork", "RoutesFile", "probe_rank", "read_routes", "write_routes"]
 
-FORMAT, VERSION = "nemo_rl.routes", 1
+FORMAT = "nemo_rl.routes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +99,7 @@ def write_routes(
     tokens = torch.tensor([token for row in rows.ids for token in row])
     manifest = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": FileFormat.ROUTES.version,
         "model": dict(model),
         "layers": list(shape.layers),
         "top_k": shape.top_k,
@@ -125,8 +125,7 @@ def read_routes(path: Path) -> RoutesFile:
         with safe_open(str(path), framework="pt") as file:
             manifest = json.loads((file.metadata() or {})[FORMAT])
             tensors = {name: file.get_tensor(name) for name in ("ids", "tokens", "lengths")}
-        if manifest["version"] != VERSION:
-            raise UserError(f"{path}: expected version {VERSION} of the routes format, got {manifest['version']!r}")
+        check_format(FileFormat.ROUTES, manifest["version"], where=path)
         shape = RouteShape(
             layers=tuple(manifest["layers"]), top_k=manifest["top_k"], num_experts=manifest["num_experts"]
         )

@@ -23,7 +23,7 @@ from nemo_rl.data_plane.schema import ROUTE_FIELDS, FieldSpec
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.errors import CheckpointError, SchemaMismatch, UserError, name_some, shorten
+from nemo_rl.errors import CheckpointError, SchemaMismatch, UnsupportedFormat, UserError, name_some, shorten
 from nemo_rl.jagged import nest, offsets_of
 from nemo_rl.models.policy.routes.worker_replay import ROUTES
 from nemo_rl.routes.columns import decode_routes
@@ -183,10 +183,9 @@ def _read(folder: SnapshotFolder) -> ChainLink:
         if problem is not None:
             raise CheckpointError(f"{folder.path / STEP_FILE}: {problem}")
         return ChainLink(folder=folder, step=step)
-    except SchemaMismatch as error:
-        is_other = "of another version" in str(error)
-        raise ReplayProblem(str(error), verdict=Verdict.UNSUPPORTED if is_other else Verdict.CORRUPT) from error
-    except CheckpointError as error:
+    except UnsupportedFormat as error:
+        raise ReplayProblem(str(error), verdict=Verdict.UNSUPPORTED) from error
+    except (CheckpointError, SchemaMismatch) as error:
         raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
 
 

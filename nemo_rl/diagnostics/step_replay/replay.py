@@ -37,9 +37,9 @@ from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
 from nemo_rl.diagnostics.verdict import Comparison, Verdict
 from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.errors import CheckpointError, NonFiniteError
+from nemo_rl.errors import CheckpointError, NonFiniteError, UnsupportedFormat
 from nemo_rl.models.policy.recording import RecordSpec, recorded_model
-from nemo_rl.records.reader import CorruptRecord, TensorRecord, UnsupportedRecord, read_folder
+from nemo_rl.records.reader import CorruptRecord, TensorRecord, read_folder
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.writer import MANIFEST
 
@@ -104,7 +104,7 @@ def _selector(recorded: Path) -> str:
     """Return the sites that a run has recorded; all where its manifest is damaged, which the comparison says."""
     try:
         return read_folder(recorded).manifest.selector
-    except (CorruptRecord, UnsupportedRecord):
+    except (CorruptRecord, UnsupportedFormat):
         return EVERYTHING
 
 

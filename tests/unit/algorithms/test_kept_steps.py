@@ -30,7 +30,7 @@ from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.config.load import load_config
 from nemo_rl.data_plane.column_io import read_column_file, write_column_file
 from nemo_rl.data_plane.factory import open_step
-from nemo_rl.errors import CheckpointError, ConfigError, ResourceError, SchemaMismatch
+from nemo_rl.errors import CheckpointError, ConfigError, ResourceError, SchemaMismatch, UnsupportedFormat
 from nemo_rl.jagged import lengths_of, nest, values_of
 from nemo_rl.models.weights_digest import digest_weights
 from tests.helpers.runs import LOCAL, ROOT, load_recipe, write_recipe
@@ -108,7 +108,7 @@ def test_a_damaged_record_is_refused(text: str) -> None:
 
 
 def test_a_record_of_another_format_is_refused() -> None:
-    with pytest.raises(SchemaMismatch, match="expected format 1, got 2; it is of another version"):
+    with pytest.raises(UnsupportedFormat, match="expected version 1 of the format of kept steps, got 2; read"):
         read_record(record_text(a_step()).replace('"format":1', '"format":2'))
 
 

@@ -258,7 +258,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "version": (
         *(nothing, lambda f: set_json(f / "manifest.json", version=9), Layout(), {}),
-        *(Verdict.UNSUPPORTED, "expected version 1 of the format, got 9"),
+        *(Verdict.UNSUPPORTED, "expected version 1 of the format of records of tensors, got 9"),
     ),
 }
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.errors import UserError
-from nemo_rl.records.reader import CorruptRecord, RecordFolder, UnsupportedRecord, read_folder
+from nemo_rl.errors import UnsupportedFormat, UserError
+from nemo_rl.records.reader import CorruptRecord, RecordFolder, read_folder
 from nemo_rl.records.record import DimSplit, RecordManifest, RecordPlace, TokenTable
 from nemo_rl.records.sites import Direction, SiteKind, execution_order
 from nemo_rl.records.writer import MANIFEST, RecordWriter, end_path, lines_path, new_folder, payload_path
@@ -98,7 +98,7 @@ def test_a_number_of_ranks_that_no_job_has_is_corrupt_at_once(world: int, folder
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b'{"format": 1e999}', b""])
 def test_a_manifest_that_cannot_be_read_is_named(content: bytes, folder: Path) -> None:
     (folder / MANIFEST).write_bytes(content)
-    with pytest.raises((CorruptRecord, UnsupportedRecord), match=MANIFEST):
+    with pytest.raises((CorruptRecord, UnsupportedFormat), match=MANIFEST):
         read_folder(folder)
 
 
@@ -170,9 +170,9 @@ def _changed(folder: Path, old: str, new: str) -> RecordFolder:
 
 
 def test_other_formats_are_unsupported_and_other_folders_are_none(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedRecord, match="version 1"):
+    with pytest.raises(UnsupportedFormat, match="version 1"):
         _changed(folder, '"version": 1', '"version": 2')
-    with pytest.raises(UnsupportedRecord, match=r"nemo_rl\.record"):
+    with pytest.raises(UnsupportedFormat, match=r"nemo_rl\.record"):
         _changed(folder, "nemo_rl.record", "other")
     with pytest.raises(CorruptRecord, match="layout"):
         _changed(folder, '"world": 1', '"world": "1"')

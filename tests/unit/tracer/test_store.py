@@ -214,7 +214,7 @@ def test_files_of_a_newer_version_are_refused(tmp_path):
     from nemo_rl.tracer.entry import pack_entry, pack_message
 
     (tmp_path / "stream_00001.nrt").write_bytes(pack_entry(EntryKind.BEGIN, pack_message({"version": 9})))
-    with pytest.raises(UserError, match="expected version 1 of the files, got 9"):
+    with pytest.raises(UserError, match="expected version 1 of the format of recordings of the tracer, got 9"):
         list(StreamReader(tmp_path).entries())
 
 
