@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS
-from nemo_rl.algorithms.run_folder import RECORDS
+from nemo_rl.algorithms.kept_steps.folder import RECORDS
+from nemo_rl.algorithms.run_folder import STEPS
 from nemo_rl.config.parts import ENGINES
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.layout import engine_places
@@ -106,7 +107,7 @@ def _record_spec(config: MasterConfig) -> RecordSpec | None:
         return None
     model = recorded_model(config.policy)
     return RecordSpec(
-        folder=(config.logger.log_dir / RECORDS / "step_{step}" / GENERATION).absolute(),
+        folder=(config.logger.log_dir / STEPS / "step_{step}" / RECORDS / GENERATION).absolute(),
         sites=section.sites,
         phases=(GENERATION,),
         model=replace(model, engine=generation.backend, precision=generation.precision or config.policy.precision),

@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from nemo_rl.algorithms.kept_steps.folder import RECORDS
 from nemo_rl.algorithms.losses.policy_loss import build_loss
-from nemo_rl.algorithms.run_folder import PROFILES, RECORDS
+from nemo_rl.algorithms.run_folder import PROFILES, STEPS
 from nemo_rl.algorithms.stages.columns import ROLLOUT, stage_columns
 from nemo_rl.algorithms.stages.stage import Stage
 from nemo_rl.algorithms.stages.state import StepState
@@ -142,7 +143,7 @@ def record_spec(config: MasterConfig) -> RecordSpec | None:
         return None
     return RecordSpec(
         # Workers have directories of their own.
-        folder=(config.logger.log_dir / RECORDS / "step_{step}").absolute(),
+        folder=(config.logger.log_dir / STEPS / "step_{step}" / RECORDS).absolute(),
         sites=section.sites,
         phases=tuple(phase for phase in section.phases if phase in passes),
         model=recorded_model(config.policy),

@@ -31,7 +31,6 @@ __all__ = [
     "CONFIG_FILE",
     "CURVE_FILE",
     "PROFILES",
-    "RECORDS",
     "STEPS",
     "TRACER",
     "open_run_folders",
@@ -44,11 +43,9 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE, CURVE_FILE = "config.yaml", "reward_curve.png"
 STEPS = "steps"
-"""Folder of the steps that a run keeps."""
+"""Folder of what a run keeps and records of its steps."""
 PROFILES = "profile"
 """Folder of the traces of torch's profiler, one for each policy worker."""
-RECORDS = "records"
-"""Folder of the tensors that the policy workers have written."""
 TRACER = "tracer"
 """Folder of the live tracer: address, tokens, and what its page has shown."""
 WRITTEN = (
@@ -63,7 +60,7 @@ WRITTEN = (
     f"{ROLLOUTS}/*.jsonl",
     f"{STEPS}/step_[0-9]*",
     f"{PROFILES}/step_[0-9]*",
-    f"{RECORDS}/step_[0-9]*",
+    "records/step_[0-9]*",  # of earlier releases
     *(f"{TRACER}/{name}" for name in ("stream_[0-9]*.nrt", "*.token", "hub.json", "hub.log", "open.html")),
     f"{WORKER_LOGS}/*.log",
     "tensorboard/events.out.tfevents.*",
@@ -124,11 +121,11 @@ def used_folder_problems(config: MasterConfig) -> list[str]:
 
 
 def truncate_rollouts(log_dir: Path, *, resume_step: int) -> None:
-    """Removes rollouts, records and profiles of steps after the one that a run resumes from: it makes them again."""
+    """Removes rollouts and profiles of steps after the one that a run resumes from: it makes them again."""
     for path in (log_dir / ROLLOUTS).glob("*.jsonl"):
         if _step_of(path) > resume_step:
             path.unlink(missing_ok=True)
-    for path in [*(log_dir / RECORDS).glob("step_*"), *(log_dir / PROFILES).glob("step_*")]:
+    for path in (log_dir / PROFILES).glob("step_*"):
         if _step_of(path) > resume_step:
             shutil.rmtree(path)
 

@@ -20,7 +20,7 @@ import typer
 
 from nemo_rl.cli.doors import AsJson, Door, Selected, end_with, selected, show, with_records
 from nemo_rl.diagnostics.verdict import Comparison, Verdict
-from nemo_rl.errors import UnsupportedFormat, UserError
+from nemo_rl.errors import UnsupportedFormat, UserError, name_some
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.trackers import METRICS_FILE
@@ -142,15 +142,16 @@ def recordings(
 
 def _records(folder: Path, step: int | None) -> Path:
     """Return the folder of records that is meant: itself, or what a run has recorded of a step."""
-    from nemo_rl.algorithms.run_folder import RECORDS  # noqa: PLC0415
+    from nemo_rl.algorithms.kept_steps.folder import StepsFolder  # noqa: PLC0415
 
-    below = folder / RECORDS
-    if step is None or not below.is_dir():
+    there = StepsFolder(folder).records()
+    if step is None or not there:
         return folder
-    if not (below / f"step_{step}").is_dir():
-        there = ", ".join(sorted(path.name for path in below.iterdir())) or "nothing"
-        raise UserError(f"step {step}: {below} has {there}; run with diagnostics.record.steps=[{step}]")
-    return below / f"step_{step}"
+    if step not in there:
+        raise UserError(
+            f"step {step}: {folder} has records of step {name_some(there)}; run with diagnostics.record.steps=[{step}]"
+        )
+    return there[step]
 
 
 @app.command(short_help="a step of a run, and the same step run again")

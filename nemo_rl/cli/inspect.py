@@ -107,17 +107,16 @@ def summary(ctx: typer.Context, as_json: AsJson = False) -> None:
 def _parts(run: Path, logged: tuple[int, ...], step: int | None) -> Iterator[RunPart]:
     # torch takes seconds to import, and other commands need none.
     from nemo_rl.algorithms.kept_steps.folder import StepsFolder  # noqa: PLC0415
-    from nemo_rl.algorithms.run_folder import RECORDS  # noqa: PLC0415
 
     at = f"step {'N' if step is None else step}"
-    kept = tuple(folder.number for folder in StepsFolder(run).all())
-    recorded = (path.name.removeprefix("step_") for path in (run / RECORDS).glob("step_*"))
+    there = StepsFolder(run)
+    kept = tuple(folder.number for folder in there.all())
     for name, steps, command in (
         ("numbers", logged, f"inspect {run} {at}"),
         ("rollouts", steps_with_rollouts(run), f"inspect {run} {at} rollouts"),
         ("kept steps", kept, f"compare {run} replay {at}"),
         ("mismatch", kept, f"inspect {run} {at} mismatch"),
-        ("records", tuple(sorted(int(name) for name in recorded if name.isdecimal())), f"compare {run} OTHER_RUN {at}"),
+        ("records", tuple(there.records()), f"compare {run} OTHER_RUN {at}"),
     ):
         if steps:
             yield RunPart(name=name, steps=steps, command=f"nemo-rl {command}")

@@ -86,7 +86,7 @@ class KeepStepsConfig(Section):
 
 
 class RecordConfig(Section):
-    """Tensors that the policy workers write to `records/step_N` of the log folder; `nemo-rl compare` reads them.
+    """Tensors that the policy workers write to `steps/step_N/records` of the log folder; `nemo-rl compare` reads them.
 
     A disk that refuses ends the recording of a step, never the step.
     """
@@ -97,7 +97,7 @@ class RecordConfig(Section):
     """The recorded tensors; a selector such as `attn.* & layer in 0..3; logits`, see docs/debugging.md."""
     phases: Annotated[list[Phase], Field(min_length=1)] = ["prev_logprobs", "reference_logprobs", "train"]
     """Passes of the workers that are recorded; `generation` records the engines while they decode, into
-    `records/step_N/generation`."""
+    `steps/step_N/records/generation`."""
 
     @property
     def has_generation(self) -> bool:

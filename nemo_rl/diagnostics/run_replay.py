@@ -12,8 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.processes import worker_forks
-from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS
+from nemo_rl.algorithms.run_folder import CONFIG_FILE
 from nemo_rl.algorithms.schedule_file import RunSchedule, read_schedule
 from nemo_rl.algorithms.scheduled_batches import ScheduledBatches
 from nemo_rl.algorithms.setup import FollowedSchedule, open_trainer
@@ -22,7 +23,6 @@ from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.step_replay.chain import ReplayProblem
 from nemo_rl.diagnostics.verdict import Comparison, Finding, SiteCheck, Verdict
 from nemo_rl.errors import CheckpointError, name_some
-from nemo_rl.records.writer import MANIFEST
 from nemo_rl.utils.trackers import METRICS_FILE, metrics_by_step
 
 __all__ = ["compare_runs", "replay_run"]
@@ -139,7 +139,7 @@ def compare_runs(a: Path, b: Path) -> Comparison:
     apart = sorted({*theirs} ^ {*ours})
     missing = [Finding(verdict=Verdict.INCOMPLETE, text=f"one run alone has steps {name_some(apart)}")] if apart else []
     first = next((site for site in sites if not site.agrees), None)
-    folders = [] if first is None else [folder / RECORDS / f"step_{first.step}" for folder in (a, b)]
-    has_records = folders and all((folder / MANIFEST).is_file() for folder in folders)
-    recorded = compare_folders(*folders) if has_records else None
+    tensors = [] if first is None else [StepsFolder(folder).records().get(first.step or 0) for folder in (a, b)]
+    found = [folder for folder in tensors if folder is not None]
+    recorded = compare_folders(*found) if len(found) == 2 else None
     return Comparison(title=f"numbers of A {a}, B {b}", sites=sites, findings=missing, recorded=recorded)

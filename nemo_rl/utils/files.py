@@ -36,7 +36,7 @@ __all__ = [
 
 
 class FileFormat(Enum):
-    """What a run leaves to look at, and the version of each that is written and read."""
+    """Formats of the files that a run leaves to look at, with the version that is written and read."""
 
     STEP = "kept steps", 1
     CONVERSATIONS = "conversations of kept steps", 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import stat
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,13 +47,15 @@ class Manifest:
         return tuple(self.entries)
 
     @classmethod
-    def write(cls, folder: Path) -> Manifest:
-        """Read every file of `folder` back and write the manifest next to them.
+    def write(cls, folder: Path, names: Iterable[str] | None = None) -> Manifest:
+        """Read every file of `folder` back, or those named, and write the manifest next to them.
 
         Raises:
             OSError: a file cannot be read, or the manifest not written.
         """
-        paths = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        if names is None:
+            names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        paths = sorted(names)
         entries = _in_threads(lambda name: _entry(folder / name), paths)
         files = {name: {"bytes": entry.num_bytes, "crc32": entry.crc32} for name, entry in entries.items()}
         write_text(folder / MANIFEST_FILE, json.dumps({"files": files}, indent=1))

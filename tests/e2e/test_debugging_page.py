@@ -38,5 +38,5 @@ def test_every_command_of_the_page_does_what_it_says(tmp_path: Path, monkeypatch
         expected = Verdict.VACUOUS if "mismatch" in arguments else Verdict.PASS
         assert result.exit_code == expected.value, f"{command}\n{result.output}\n{result.exception!r}"
     assert (tmp_path / "results" / "ab.html").is_file()
-    assert (tmp_path / "results" / "debug" / "records" / "step_2" / "manifest.json").is_file()
+    assert (tmp_path / "results" / "debug" / "steps" / "step_2" / "records" / "manifest.json").is_file()
     assert len(ours) == sum(line.startswith(("nemo-rl", RUN)) for line in commands) >= 11

@@ -256,7 +256,7 @@ def test_a_run_killed_in_mid_step_is_replayed_to_the_step_that_it_was_in(
     plants = {"loss_fn.name": PLANTED, "loss_fn.options": f"{{row: {planted_row(kept)}, what: hang}}"}
     changes = {**LOCAL, **FOUR_STEPS, **SAVES, **KEEP, **plants}
     process = start_cli(recipe, *(f"{name}={value}" for name, value in changes.items()))
-    partial = tmp_path / "logs" / "steps" / "step_3.partial"
+    partial = tmp_path / "logs" / "steps" / "step_3"
     try:
         deadline = time.monotonic() + 240
         while not (partial / UPDATE_FILE).is_file():

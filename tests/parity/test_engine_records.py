@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
@@ -199,9 +200,9 @@ def test_a_run_records_its_engine_beside_its_workers(tmp_path: Path, monkeypatch
     )
     config = load_recipe(recipe, LOCAL)
     run(config, console=Console(file=io.StringIO()))
-    records = config.logger.log_dir / "records"
-    assert [path.name for path in records.iterdir()] == ["step_2"]
-    found = compare_folders(records / "step_2" / "generation", records / "step_2")
+    records = StepsFolder(config.logger.log_dir).records()
+    assert list(records) == [2]
+    found = compare_folders(records[2] / "generation", records[2])
     assert found.verdict is Verdict.PASS, list(found.lines())
     rows = {result.site.short: result.num_rows for result in found.sites}
     assert rows["logprob"] > 16 and rows["layer.out[1]"] > rows["logprob"]

@@ -1,45 +1,51 @@
-"""`StepsFolder`: the kept steps of a run on disk, and which of them fall out under the limit.
+"""`StepsFolder`: what a run has left of each step, and which kept steps fall out under the limit.
 
-    RUN/steps/step_N/            a step that has ended; its manifest is written last
+    RUN/steps/step_N/
+      step.json                  plan, settings, outcome: everything but columns   (`StepSnapshot`)
       rollout.safetensors        columns of the rollout, all rows
       update.safetensors         columns of the update, the trained rows in its order
-      conversations.jsonl        replies of environments and tools   (`ConversationFile`)
-      step.json                  everything else (`StepSnapshot`)
-      manifest.json              size and checksum of each file
-    RUN/steps/step_N.partial/    the step in flight, or where a killed run was: a step without outcome
+      conversations.jsonl        replies of environments and tools                 (`ConversationFile`)
+      manifest.json              size and checksum of each file above; written last
+      records/                   tensors of the policy workers                     (`nemo_rl.records`)
+      records/generation/        tensors of the engines
 
-The trainer writes through `StepRecorder`; the replay only reads. Invariant: a folder named `step_N` is whole.
+`StepRecorder` writes the kept step, workers and engines write their records; every reader asks here where they are.
+Records have a digest for each tensor, and may be removed. Invariant: a step with a manifest is whole; one without was
+in flight when its run was killed, or still is.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from nemo_rl.algorithms.kept_steps.record import StepSnapshot, read_record
+from nemo_rl.algorithms.kept_steps.record import StepSnapshot, StepStatus, read_record
 from nemo_rl.algorithms.run_folder import STEPS
 from nemo_rl.data_plane.column_io import read_column_file
 from nemo_rl.distributed.batched_data_dict import Column
 from nemo_rl.errors import CheckpointError, SchemaMismatch
 from nemo_rl.utils.files import read_plain
-from nemo_rl.utils.manifest import Manifest
+from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
 
-__all__ = ["CONVERSATION_FILE", "ROLLOUT_FILE", "STEP_FILE", "UPDATE_FILE", "SnapshotFolder", "StepsFolder"]
+__all__ = ["CONVERSATION_FILE", "RECORDS", "ROLLOUT_FILE", "STEP_FILE", "UPDATE_FILE", "SnapshotFolder", "StepsFolder"]
 
 logger = logging.getLogger(__name__)
 
 ROLLOUT_FILE, UPDATE_FILE, STEP_FILE = "rollout.safetensors", "update.safetensors", "step.json"
 CONVERSATION_FILE = "conversations.jsonl"
 """File of a step with conversations whose replies are kept."""
-PARTIAL = ".partial"
-NAME = re.compile(rf"step_([0-9]{{1,18}})({re.escape(PARTIAL)})?")
+KEPT = (MANIFEST_FILE, STEP_FILE, ROLLOUT_FILE, UPDATE_FILE, CONVERSATION_FILE)
+"""Files of a kept step. The manifest is removed first: without it the step is not taken for a whole one."""
+RECORDS = "records"
+"""Folder of recorded tensors, in that of a step; earlier releases had a folder of each step in it."""
+NAME = re.compile(r"step_([0-9]{1,18})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,27 +54,35 @@ class SnapshotFolder:
 
     number: int
     path: Path
-    is_partial: bool
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether the step was in flight when its run was killed, or still is."""
+        return not (self.path / MANIFEST_FILE).exists()
 
     @property
     def num_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.path.glob("*") if path.is_file())
+        return sum(path.stat().st_size for name in KEPT if (path := self.path / name).is_file())
 
     def read(self) -> StepSnapshot:
-        """The record; of a whole folder all files are compared with the manifest.
+        """The record; of a whole step all files are compared with the manifest.
 
         Raises:
             CheckpointError: a file is missing or is not as it was written.
-            SchemaMismatch: the record is damaged, or of another format.
+            SchemaMismatch: the record is damaged. UnsupportedFormat: it is of another version.
         """
+        is_partial = self.is_partial
         try:
-            problem = None if self.is_partial else Manifest.read(self.path).damage(self.path)
-            if problem is not None:
-                raise CheckpointError(f"kept step {self.path}: {problem}")
+            problem = None if is_partial else Manifest.read(self.path).damage(self.path)
             text = read_plain(self.path / STEP_FILE).decode("utf-8")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"kept step {self.path} cannot be read: {error}") from error
-        return read_record(text, where=str(self.path / STEP_FILE))
+        if problem is None:
+            found = read_record(text, where=str(self.path / STEP_FILE))
+            if not is_partial or found.status is StepStatus.PARTIAL:
+                return found
+            problem = f"{MANIFEST_FILE} is missing: its run was killed while it wrote it, or it was removed"
+        raise CheckpointError(f"kept step {self.path}: {problem}")
 
     def columns(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the tensor columns of the rollout and of the update; empty where they were not written.
@@ -91,7 +105,7 @@ def _tensors(columns: Mapping[str, Column]) -> dict[str, torch.Tensor]:
 
 
 class StepsFolder:
-    """The kept steps of one run.
+    """The steps of one run.
 
     Args:
         log_dir: `logger.log_dir` of the run.
@@ -99,46 +113,47 @@ class StepsFolder:
 
     def __init__(self, log_dir: Path) -> None:
         self.path = log_dir / STEPS
+        self._old_records = log_dir / RECORDS
 
     def all(self) -> list[SnapshotFolder]:
-        """Return the steps in order; a step in flight only where there is no whole one."""
-        found: dict[int, SnapshotFolder] = {}
-        for path in sorted(self.path.glob("step_*"), reverse=True):
-            name = NAME.fullmatch(path.name)
-            # A run that is killed at once leaves an empty folder.
-            if name is not None and (path / STEP_FILE).is_file():
-                # In reverse order `step_7.partial` comes before `step_7`.
-                found[int(name[1])] = SnapshotFolder(number=int(name[1]), path=path, is_partial=name[2] is not None)
-        return [found[number] for number in sorted(found)]
+        """Return the kept steps in order, the one in flight among them."""
+        found = [SnapshotFolder(number=number, path=path) for number, path in _numbered(self.path)]
+        # A run that is killed at once leaves an empty folder; one with records alone is no kept step.
+        return [kept for kept in found if (kept.path / STEP_FILE).is_file()]
+
+    def records(self) -> dict[int, Path]:
+        """Return step -> folder of its records, in order of the steps; `records/step_N` of earlier releases
+        is read, too."""
+        found = dict(_numbered(self._old_records))
+        found |= {number: path / RECORDS for number, path in _numbered(self.path) if (path / RECORDS).is_dir()}
+        return dict(sorted(found.items()))
 
     def begin(self, number: int) -> Path:
-        """An empty folder for the step in flight."""
-        path = self.path / f"step_{number}{PARTIAL}"
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
+        """A folder for the step in flight, without what another run of it has kept."""
+        path = self._step(number)
+        _forget(path)
+        path.mkdir(parents=True, exist_ok=True)
         return path
 
     def end(self, number: int) -> SnapshotFolder:
         """The step in flight becomes a whole one; its files are all there."""
-        source, target = self.path / f"step_{number}{PARTIAL}", self.path / f"step_{number}"
-        Manifest.write(source)
-        # One that an earlier run of this folder has left is of other rows.
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(source, target)
-        return SnapshotFolder(number=number, path=target, is_partial=False)
+        path = self._step(number)
+        Manifest.write(path, [name for name in KEPT if (path / name).is_file()])
+        return SnapshotFolder(number=number, path=path)
 
     def drop(self, number: int) -> None:
-        """Forgets the step in flight."""
-        shutil.rmtree(self.path / f"step_{number}{PARTIAL}", ignore_errors=True)
+        """Forgets the step in flight. Raises nothing."""
+        with suppress(OSError):
+            _forget(self._step(number))
 
     def cut(self, *, resume_step: int) -> None:
-        """Removes the steps after the one that a run resumes from: it makes them again."""
-        for kept in self.all():
-            if kept.number > resume_step:
-                shutil.rmtree(kept.path, ignore_errors=True)
+        """Removes the steps after the one that a run resumes from, with their records: it makes them again."""
+        for number, path in (*_numbered(self.path), *_numbered(self._old_records)):
+            if number > resume_step:
+                shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, *, max_bytes: int, since: int) -> list[int]:
-        """Removes the oldest steps until the others fit; those after step `since` only if they alone do not.
+        """Removes the oldest kept steps until the others fit; those after step `since` only if they alone do not.
 
         Returns:
             Removed steps that came after `since`: without them nothing from that checkpoint on can be replayed.
@@ -150,8 +165,25 @@ class StepsFolder:
             # The newest one stays: a limit below a single step would otherwise keep none and say so every step.
             if total <= max_bytes or number == max(sizes):
                 break
-            shutil.rmtree(kept.path, ignore_errors=True)
+            _forget(kept.path)
             total -= size
             if number > since:
                 needed.append(number)
         return needed
+
+    def _step(self, number: int) -> Path:
+        return self.path / f"step_{number}"
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Return the folders of steps with their numbers, in order."""
+    names = ((NAME.fullmatch(path.name), path) for path in folder.glob("step_*"))
+    return sorted((int(name[1]), path) for name, path in names if name is not None and path.is_dir())
+
+
+def _forget(path: Path) -> None:
+    """Remove a kept step; what else its folder holds stays."""
+    for name in KEPT:
+        (path / name).unlink(missing_ok=True)
+    with suppress(OSError):  # records are in it, or it never was
+        path.rmdir()

@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from nemo_rl.algorithms.kept_steps.folder import RECORDS, StepsFolder
 from nemo_rl.algorithms.kept_steps.record import StepSnapshot, StepStatus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
-from nemo_rl.algorithms.run_folder import RECORDS
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.side import ComparedSite
 from nemo_rl.diagnostics.step_replay.chain import (
@@ -41,7 +41,6 @@ from nemo_rl.errors import CheckpointError, NonFiniteError, UnsupportedFormat
 from nemo_rl.models.policy.recording import RecordSpec, recorded_model
 from nemo_rl.records.reader import CorruptRecord, TensorRecord, read_folder
 from nemo_rl.records.selector import Selector
-from nemo_rl.records.writer import MANIFEST
 
 __all__ = ["first_non_finite", "replay_step"]
 
@@ -87,17 +86,18 @@ def replay_step(request: ReplayRequest) -> Comparison:
     """
     target = read_target(request.run, request.step)
     is_nan = target.error is not None and target.error.kind == NonFiniteError.__name__
-    theirs = request.run / RECORDS / f"step_{request.step}"
-    # Records of all rows say nothing of some of them, and those of the run nothing of another config.
-    is_recorded = (theirs / MANIFEST).is_file() and not request.rows and not request.overrides
-    if request.dump is not None or not (is_nan or is_recorded):
+    # Tensors of all rows say nothing of some of them, and those of the run nothing of another config.
+    is_same = not request.rows and not request.overrides
+    theirs = StepsFolder(request.run).records().get(request.step) if is_same else None
+    if request.dump is not None or not (is_nan or theirs):
         return _replay(request, target)
     with tempfile.TemporaryDirectory(prefix="nemo_rl_replay_") as folder:
         ours = Path(folder) / RECORDS
-        report = _replay(replace(request, dump=EVERYTHING if is_nan else _selector(theirs), out=ours), target)
+        sites = EVERYTHING if is_nan or theirs is None else _selector(theirs)
+        report = _replay(replace(request, dump=sites, out=ours), target)
         if is_nan:
             report = replace(report, notes=(*report.notes, *_first_nan(ours)))
-        return replace(report, recorded=compare_folders(theirs, ours)) if is_recorded and ours.is_dir() else report
+        return replace(report, recorded=compare_folders(theirs, ours)) if theirs and ours.is_dir() else report
 
 
 def _selector(recorded: Path) -> str:

@@ -1,6 +1,6 @@
 """`WorkersRecording`: the tensors of an engine while it decodes, in the format of the policy workers' records.
 
-    logger.log_dir/records/step_N/generation/    one rank per engine, or per rank of a vLLM engine
+    logger.log_dir/steps/step_N/records/generation/    one rank per engine, or per rank of a vLLM engine
 
 The driver says which step begins and when it has ended. A request is recorded where it names the keys of its rows, as
 those of training rollouts do. The last token of a row is never fed. The embedded engine has `DecodeRecording`.

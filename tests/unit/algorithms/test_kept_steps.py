@@ -158,28 +158,55 @@ def test_a_step_in_flight_is_one_without_outcome_until_it_has_its_name(tmp_path:
     assert steps.all()[1].read().status is StepStatus.PARTIAL and steps.all()[1].columns()[1] == {}
     write_step(steps, 10)
     assert [(kept.number, kept.is_partial) for kept in steps.all()] == [(2, False), (10, False)]
-    assert not list(steps.path.glob("*.partial"))
     write_step(steps, 10, size=7)
     assert len(steps.all()[1].columns()[0]["input_ids"]) == 7, "a run that comes to the step again"
     steps.begin(11)
     assert numbers(steps) == [2, 10], "killed before anything was written"
     steps.cut(resume_step=2)
-    assert numbers(steps) == [2]
+    assert numbers(steps) == [2] and [path.name for path in steps.path.iterdir()] == ["step_2"]
 
 
-@pytest.mark.parametrize("what", ["missing", "changed", "no manifest"])
+def test_records_of_a_step_lie_in_its_folder_and_stay_when_the_kept_step_goes(tmp_path: Path) -> None:
+    steps = StepsFolder(tmp_path)
+    for number in (1, 2, 3):
+        folder = steps.path / f"step_{number}" / "records"
+        folder.mkdir(parents=True)
+        (folder / "rank_00000.bin").write_bytes(b"x" * 5000)
+        if number > 1:
+            write_step(steps, number)
+    (tmp_path / "records" / "step_7").mkdir(parents=True)
+    assert numbers(steps) == [2, 3] and list(steps.records()) == [1, 2, 3, 7]
+    (steps.records()[3] / "rank_00000.bin").unlink()
+    assert steps.all()[1].read().number == 3, "records may be removed"
+    assert steps.all()[0].num_bytes < 5000
+    assert steps.prune(max_bytes=1, since=9) == [] and numbers(steps) == [3] and list(steps.records()) == [1, 2, 3, 7]
+    steps.begin(3)
+    assert numbers(steps) == [] and (steps.path / "step_3" / "records").is_dir()
+    steps.cut(resume_step=1)
+    assert list(steps.records()) == [1] and not (tmp_path / "records" / "step_7").exists()
+
+
+def test_a_manifest_is_what_makes_a_step_whole(tmp_path: Path) -> None:
+    steps = StepsFolder(tmp_path)
+    write_step(steps, 1)
+    path = steps.all()[0].path
+    (path / STEP_FILE).write_text(record_text(a_step(1).ended(outcome=SnapshotOutcome())))
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest.json is missing: its run was killed while it wrote it"):
+        steps.all()[0].read()
+
+
+@pytest.mark.parametrize("what", ["missing", "changed"])
 def test_a_whole_folder_with_another_content_is_refused(tmp_path: Path, what: str) -> None:
     steps = StepsFolder(tmp_path)
     write_step(steps, 1)
     path = steps.all()[0].path
     if what == "missing":
         (path / ROLLOUT_FILE).unlink()
-    elif what == "changed":
+    else:
         content = bytearray((path / ROLLOUT_FILE).read_bytes())
         content[-1] ^= 1
         (path / ROLLOUT_FILE).write_bytes(content)
-    else:
-        (path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="step_1"):
         steps.all()[0].read()
 

@@ -39,7 +39,7 @@ def log_dir(tmp_path: Path) -> Path:
     write_rows(run, 2, usual_rows())
     rows = ({"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 9.25}, {"step": 2, "train/grad_norm": 3.0})
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    write_recording(run / "records" / "step_2", one_site(torch.ones(4)))
+    write_recording(run / "steps" / "step_2" / "records", one_site(torch.ones(4)))
     return run
 
 
@@ -76,10 +76,12 @@ def test_words_stand_in_any_order(log_dir: Path, capsys) -> None:
 
 def test_what_two_runs_recorded_of_a_step_is_compared(log_dir: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     other = tmp_path / "other"
-    write_recording(other / "records" / "step_2", one_site(torch.tensor([1.0, 1.0, 2.0, 1.0])), run_id="other")
+    write_recording(
+        other / "steps" / "step_2" / "records", one_site(torch.tensor([1.0, 1.0, 2.0, 1.0])), run_id="other"
+    )
     code, shown = run(capsys, "compare", log_dir, other, "step", 2)
     assert code == 3 and "first train/logprob" in shown
-    assert "has step_2; run with diagnostics.record.steps=[1]" in refused(
+    assert "has records of step 2; run with diagnostics.record.steps=[1]" in refused(
         capsys, monkeypatch, f"compare {log_dir} {other} step 1"
     )
 
@@ -112,7 +114,7 @@ def test_of_two_runs_the_first_number_that_differs_is_named_with_its_records(log
         ("inspect {run} row", "expected the key of a row"),
         ("inspect {run} row a_g0 row b_g0", "expected one row and no step"),
         ("inspect nowhere", "got no folder"),
-        ("inspect {run}/records", "got step_2"),
+        ("inspect {run}/steps", "got step_2"),
         ("inspect {run} mismatch", "expected the number of a kept step"),
         ("compare {run}", "expected 2 of: folders of records"),
         ("compare {run} replay", "expected the number of a kept step"),
