@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +26,7 @@ from nemo_rl.utils.files import write_text
 from nemo_rl.utils.trackers import METRICS_FILE
 
 if TYPE_CHECKING:
+    from nemo_rl.diagnostics.compare.limits import ToleranceRules
     from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 
 __all__ = ["ComparisonOptions", "ReplayOptions", "app", "show_comparison", "tell", "verdict_of_problem"]
@@ -174,6 +175,9 @@ def replay(
         bool,
         typer.Option("--conversations", help="sample the conversations of the step again with their recorded replies"),
     ] = False,
+    limits: Annotated[
+        Path | None, typer.Option("--limits", help="file of limits, for another layout or worker and for records")
+    ] = None,
     engines: Annotated[
         int | None, typer.Option("--engines", min=1, help="engines for --conversations; default: as in the run")
     ] = None,
@@ -193,6 +197,8 @@ def replay(
         if stop is not None:
             if found.step is not None:
                 raise UserError("--to N replays a run, `step N` a kept step: expected one of the two")
+            if limits is not None:
+                raise UserError("--limits: a whole run again is compared to the last bit; leave it out")
             from nemo_rl.diagnostics.run_replay import replay_run  # noqa: PLC0415
 
             console, changes = make_console(stderr=True), options.overrides or ()
@@ -200,9 +206,16 @@ def replay(
             end_with(run, as_json=options.as_json)
         if engines is not None and not conversations:
             raise UserError("--engines N: expected --conversations, too")
-        request = options.request(found, dump=dump, out=out)
+        request = replace(options.request(found, dump=dump, out=out), limits=_limits(limits))
         report = _replayed(request, conversations=conversations, num_engines=engines)
     end_with(report, as_json=options.as_json)
+
+
+def _limits(path: Path | None) -> ToleranceRules:
+    """Return the rules of a file; those of the precision without one."""
+    from nemo_rl.diagnostics.compare.limits import DEFAULT, read_limits  # noqa: PLC0415
+
+    return DEFAULT if path is None else read_limits(path)
 
 
 def _replayed(request: ReplayRequest, *, conversations: bool, num_engines: int | None) -> Comparison:
@@ -248,11 +261,9 @@ def show_comparison(
     """
     # torch takes seconds to import, and other commands need none.
     from nemo_rl.diagnostics.compare.folders import compare_folders, propose_limits  # noqa: PLC0415
-    from nemo_rl.diagnostics.compare.limits import DEFAULT, read_limits  # noqa: PLC0415
     from nemo_rl.diagnostics.compare.page import write_page  # noqa: PLC0415
 
-    chosen = DEFAULT if options.limits is None else read_limits(options.limits)
-    comparison = compare_folders(a, b, limits=chosen)
+    comparison = compare_folders(a, b, limits=_limits(options.limits))
     proposal = propose_limits([a, *noise]) if noise else None
     if propose is not None and proposal is not None:
         write_text(propose, proposal.text)

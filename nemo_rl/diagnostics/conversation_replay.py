@@ -33,6 +33,7 @@ from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
 from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.data_plane.keys import group_uid
+from nemo_rl.diagnostics.compare.limits import DEFAULT
 from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.versions import find_weights
 from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, ReplayRequest, SnapshotColumns, read_link
@@ -52,11 +53,11 @@ from nemo_rl.experience.turn_sampler import SamplesTurns, TurnRequest, TurnSampl
 from nemo_rl.models.adapter_folder import policy_at
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.generation.turn_batch import DEADLINE_S, ContinuousSpec
+from nemo_rl.records.sites import SiteKind
+from nemo_rl.tracer.watch import GENERATION
 
 __all__ = ["KeptConversation", "KeptTurn", "replay_conversations"]
 
-LOGPROBS_BOUND = 1e-4
-"""Largest difference of a log-probability where rows of a batch share their rounding."""
 Pause = Callable[[], Awaitable[None]]
 """Awaited before each recorded reply."""
 
@@ -328,6 +329,8 @@ class ComparedTurns:
     samplers: Mapping[int, SamplesTurns]
     """Samplers by the version of their weights."""
     text_of: Callable[[int], str]
+    limit: float = DEFAULT.of_stage(SiteKind.LOGPROB, phase=GENERATION)
+    """Largest difference of a log-probability where rows of a batch share their rounding."""
     num_compared: int = 0
     num_tokens: int = 0
     largest: float = 0.0
@@ -336,7 +339,7 @@ class ComparedTurns:
     _bits: str = ""
     """The first log-probability that has other bits."""
     _bound: str = ""
-    """The first one beyond `LOGPROBS_BOUND`."""
+    """The first one beyond the limit."""
 
     async def sample(self, request: TurnRequest) -> TurnSample:
         """Return the turn as it is sampled now.
@@ -370,7 +373,7 @@ class ComparedTurns:
             a=f"{len(self.kept.turns)} turns",
             b=f"{self.num_compared} turns",
             agrees=False if difference else True if is_whole else None,
-            difference=difference or (self._bits and f"within {LOGPROBS_BOUND:g}"),
+            difference=difference or (self._bits and f"within {self.limit:g}"),
         )
 
     def _same(self, number: int, what: str, kept: tuple[int, ...], made: tuple[int, ...]) -> None:
@@ -397,7 +400,7 @@ class ComparedTurns:
             )
             found = f"turn {number}: {text}"
             self._bits = self._bits or found
-            if not float(apart[place]) <= LOGPROBS_BOUND:
+            if not float(apart[place]) <= self.limit:
                 self._bound = self._bound or found
 
 
@@ -458,7 +461,8 @@ class _ConversationReplay:
             now=self._file.now,
             history=self._settings.config.data.history,
         )
-        found = [ComparedTurns(kept=each, samplers=samplers, text_of=self._text_of) for each in kept]
+        limit = self._settings.limits.of_stage(SiteKind.LOGPROB, phase=GENERATION)
+        found = [ComparedTurns(kept=each, samplers=samplers, text_of=self._text_of, limit=limit) for each in kept]
         async with asyncio.TaskGroup() as group:
             for each in found:
                 if each.kept.turns:

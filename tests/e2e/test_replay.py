@@ -21,6 +21,7 @@ from nemo_rl.algorithms.kept_steps.record import StepStatus
 from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
 from nemo_rl.diagnostics.compare.folders import compare_folders
+from nemo_rl.diagnostics.compare.limits import read_limits
 from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
 from nemo_rl.diagnostics.verdict import Comparison, Verdict
@@ -119,12 +120,15 @@ def test_some_rows_alone_are_scored_without_an_update(kept: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_other_worker_is_within_the_bounds(kept: Path) -> None:
+def test_the_other_worker_is_within_the_limits(kept: Path, tmp_path: Path) -> None:
     report = replay_step(ReplayRequest(run=kept, step=2, worker="megatron"))
     assert report.verdict is Verdict.PASS, list(report.lines())
     assert "the megatron worker in place of dtensor" in report.inexact
     found = words(report)
     assert found[2, "columns"] and found[2, "plan"] and found[2, "weights"]
+    (tmp_path / "limits").write_text("- {sites: logprob, metric: max_abs, max: 0}\n")
+    tight = replay_step(ReplayRequest(run=kept, step=2, worker="megatron", limits=read_limits(tmp_path / "limits")))
+    assert tight.verdict is Verdict.MISMATCH and tight.first.label.startswith("prev_logprobs")
     with pytest.raises(ReplayProblem, match=r"cannot read the optimizer's state") as caught:
         folder = StepsFolder(kept).path
         (folder / "step_1").rename(folder / "aside")

@@ -3,7 +3,8 @@
     - {sites: "layer.*, mlp.out", layers: "0..3", direction: forward, metric: token_rel, max: 1e-4}
 
 A file is a list of such rules; `sites` is what a selector takes, `layers` and `direction` may be left out. Of the rules
-for a site and metric the first counts; a site that no rule takes has the default of its precision.
+for a site and metric the first counts; a site that no rule takes has the default of its precision. The stages of a
+replayed step are sites without a layer, each with the one metric that `STAGES` gives it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
 
-__all__ = ["DEFAULT", "Precision", "Rule", "ToleranceRules", "coarsest", "limits_text", "read_limits"]
+__all__ = ["DEFAULT", "STAGES", "Precision", "Rule", "ToleranceRules", "coarsest", "limits_text", "read_limits"]
 
 KEYS = ("sites", "layers", "direction", "metric", "max")
 Precision = str
@@ -47,6 +48,19 @@ _LOGPROB: Mapping[Precision, float] = {"float32": 1e-4, "float64": 1e-9, "bfloat
 _LOSS: Mapping[Precision, float] = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 2e-2, "float16": 5e-3}
 # Advantages of both signs cancel each other in a gradient, but not their rounding.
 _BACKWARD: Mapping[Precision, float] = {"float32": 1e-3, "float64": 1e-8, "bfloat16": 0.2, "float16": 5e-2}
+
+
+STAGES: Mapping[SiteKind, tuple[Metric, float]] = {
+    # Of one token.
+    SiteKind.LOGPROB: (Metric.MAX_ABS, 1e-4),
+    # Of a microbatch or a step; relative to a loss above 1.
+    SiteKind.LOSS: (Metric.MAX_ABS, 1e-6),
+    # Of the gradient's norm.
+    SiteKind.GRAD: (Metric.MAX_REL, 1e-5),
+    # The distance of all weights relative to their norm, by their projections.
+    SiteKind.PARAM: (Metric.RMS_REL, 2e-5),
+}
+"""Stages of a replayed step that need not be equal to the last bit in another layout: metric and limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +92,20 @@ class ToleranceRules:
             if is_meant and site.is_taken_by(rule.selector):
                 limits.setdefault(rule.metric, rule.limit)
         return limits or _default(site, precision, is_integer=is_integer)
+
+    def of_stage(self, kind: SiteKind, *, phase: str) -> float:
+        """Return the largest difference of a stage of a replayed step that passes, in float32.
+
+        Args:
+            kind: one of `STAGES`, in whose metric the rules are asked.
+
+        Example:
+            >>> DEFAULT.of_stage(SiteKind.LOGPROB, phase="prev_logprobs")
+            0.0001
+        """
+        metric, limit = STAGES[kind]
+        site = ComparedSite(phase=phase, kind=kind)
+        return next((r.limit for r in self.rules if r.metric is metric and site.is_taken_by(r.selector)), limit)
 
 
 DEFAULT = ToleranceRules()

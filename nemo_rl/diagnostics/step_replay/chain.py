@@ -20,6 +20,7 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.extra_columns import is_listed, rows_as_list
 from nemo_rl.data_plane.schema import ROUTE_FIELDS, FieldSpec
+from nemo_rl.diagnostics.compare.limits import DEFAULT, ToleranceRules
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -76,6 +77,7 @@ class ReplayRequest:
     """True where modules outside the library that the kept config names may be imported."""
     out: Path | None = None
     """Folder of these records; they need one."""
+    limits: ToleranceRules = DEFAULT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """`compare_step`: the stages of a kept step against those of its replay, as sites of a `Comparison`.
 
 In the layout of the run every number must be the same to the last bit; in another layout or with the other worker
-columns, routes and plans must be, and the others lie within bounds, which hold for float32.
+columns, routes and plans must be, and the others lie within the limits of `ToleranceRules.of_stage`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,13 @@ from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork
 from nemo_rl.diagnostics.verdict import SiteCheck
 from nemo_rl.distributed.pack_plan import PackPlan
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES
 from nemo_rl.models.policy.lm_policy import TrainSummary, summarize
+from nemo_rl.records.sites import SiteKind
 
 __all__ = ["compare_step"]
 
-LOSS_BOUND = 1e-6
-"""Absolute, or relative to a loss above 1."""
-NORM_BOUND = 1e-5
-"""Relative."""
-WEIGHTS_BOUND = 2e-5
-"""Distance relative to the norm of all weights, by their projections."""
-LOGPROBS_BOUND = 1e-4
-"""Absolute, of one token."""
 SHOWN = 4
 """Numbers of a stage that a line shows."""
 
@@ -133,7 +127,8 @@ def _logprobs(name: str, parts: Sequence[Logprobs | None], settings: ReplaySetti
         return [_not_kept(name, f"{count} tokens")]
     worst = max(found, key=lambda part: part.largest)
     difference = f"{different} of {count} tokens, at most {worst.largest:.2g} ({worst.key})" if different else ""
-    agrees = different == 0 if settings.is_exact else worst.largest <= LOGPROBS_BOUND
+    limit = settings.limits.of_stage(SiteKind.LOGPROB, phase=name)
+    agrees = different == 0 if settings.is_exact else worst.largest <= limit
     return [replace(_same(name, f"{count} tokens", difference), agrees=agrees)]
 
 
@@ -141,15 +136,18 @@ def _update(
     summary: TrainSummary, work: StepWork, kept: SnapshotOutcome | None, settings: ReplaySettings
 ) -> list[SiteCheck]:
     exact, losses = settings.is_exact, [loss for part in summary.microbatch_losses for loss in part]
+    of_loss, of_norm = (
+        settings.limits.of_stage(kind, phase=WorkerPass.TRAIN) for kind in (SiteKind.LOSS, SiteKind.GRAD)
+    )
     # A step without outcome has nothing to compare with.
     rate = None if kept is None or kept.learning_rate is None else [kept.learning_rate]
     order = None if kept is None else _in_replay_order(kept.microbatch_losses, work)
     loss, norms = (None, None) if kept is None else (kept.losses, kept.grad_norms)
     return [
         _numbers("learning_rate", rate, [summary.learning_rate], exact=True, bound=0),
-        _numbers("loss per microbatch", order, losses, exact=exact, bound=LOSS_BOUND),
-        _numbers("loss", loss, summary.losses, exact=exact, bound=LOSS_BOUND),
-        _numbers("grad_norm", norms, summary.grad_norms, exact=exact, bound=NORM_BOUND, relative=True),
+        _numbers("loss per microbatch", order, losses, exact=exact, bound=of_loss),
+        _numbers("loss", loss, summary.losses, exact=exact, bound=of_loss),
+        _numbers("grad_norm", norms, summary.grad_norms, exact=exact, bound=of_norm, relative=True),
     ]
 
 
@@ -174,7 +172,8 @@ def _weights(outcome: SnapshotOutcome | None, rank: RankStep, settings: ReplaySe
     if kept is None:
         return _not_kept("weights", made.bits[:12])
     is_same, apart = kept.bits == made.bits, kept.distance(made)
-    agrees = is_same if settings.is_exact else apart <= WEIGHTS_BOUND
+    limit = settings.limits.of_stage(SiteKind.PARAM, phase=WorkerPass.TRAIN)
+    agrees = is_same if settings.is_exact else apart <= limit
     furthest = kept.furthest(made)
     difference = "" if is_same else f"{apart:.2g} of their norm apart" + (f", most in {furthest}" if furthest else "")
     return SiteCheck(name="weights", a=kept.bits[:12], b=made.bits[:12], agrees=agrees, difference=difference)

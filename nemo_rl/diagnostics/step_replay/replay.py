@@ -97,7 +97,9 @@ def replay_step(request: ReplayRequest) -> Comparison:
         report = _replay(replace(request, dump=sites, out=ours), target)
         if is_nan:
             report = replace(report, notes=(*report.notes, *_first_nan(ours)))
-        return replace(report, recorded=compare_folders(theirs, ours)) if theirs and ours.is_dir() else report
+        if theirs is None or not ours.is_dir():
+            return report
+        return replace(report, recorded=compare_folders(theirs, ours, limits=request.limits))
 
 
 def _selector(recorded: Path) -> str:
@@ -195,6 +197,6 @@ def _notes(request: ReplayRequest, chain: ReplayChain, settings: ReplaySettings)
         notes.append(f"step {request.step} failed in {chain.target.error.stage}: {chain.target.error.text}")
     if request.rows:
         notes.append(f"{len(request.rows)} rows of step {request.step} alone: no update, and no loss to compare with")
-    if settings.config.policy.precision != "float32" and not settings.is_exact:
-        notes.append(f"the bounds hold for float32, this run computes in {settings.config.policy.precision}")
+    if settings.config.policy.precision != "float32" and not settings.is_exact and not settings.limits.rules:
+        notes.append(f"the limits are those of float32, this run computes in {settings.config.policy.precision}")
     return tuple(notes)

@@ -26,6 +26,7 @@ from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig, Meg
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
+from nemo_rl.diagnostics.compare.limits import ToleranceRules
 from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest, Worker
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.layout import ParallelLayout
@@ -60,6 +61,8 @@ class ReplaySettings:
     uses_gpu: bool
     differences: tuple[str, ...]
     """Reasons for which the numbers need not be the same to the last bit; empty without any."""
+    limits: ToleranceRules
+    """Limits of numbers that need not be the same to the last bit."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -113,6 +116,7 @@ def replay_settings(request: ReplayRequest, step: StepSnapshot) -> ReplaySetting
         is_other_worker=worker != own,
         uses_gpu=uses_gpu,
         differences=tuple(differences),
+        limits=request.limits,
         notes=tuple(changed),
     )
 

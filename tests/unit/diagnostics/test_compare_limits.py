@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl.diagnostics.compare import folders
 from nemo_rl.diagnostics.compare.folders import compare_folders, propose_limits
-from nemo_rl.diagnostics.compare.limits import DEFAULT, ToleranceRules, coarsest, limits_text, read_limits
+from nemo_rl.diagnostics.compare.limits import DEFAULT, STAGES, ToleranceRules, coarsest, limits_text, read_limits
 from nemo_rl.diagnostics.compare.measurement import ULP_BUCKETS, Metric, measure, ulp_counts
 from nemo_rl.diagnostics.compare.side import ComparedSite
 from nemo_rl.diagnostics.verdict import Verdict
@@ -100,6 +100,17 @@ def test_the_coarsest_precision_of_both_sides_counts() -> None:
     found = [DEFAULT.of(site, precision=p, is_integer=False)[Metric.TOKEN_REL] for p in ("float64", "float32")]
     found += [DEFAULT.of(site, precision=p, is_integer=False)[Metric.TOKEN_REL] for p in ("float16", "bfloat16")]
     assert found == sorted(found)
+
+
+def test_the_stages_of_a_replayed_step_have_limits_of_the_same_files(tmp_path: Path) -> None:
+    rules = """\
+- {sites: "loss", metric: token_rel, max: 7}
+- {sites: "loss, logprob", metric: max_abs, max: 1e-2}
+- {sites: "param", metric: rms_rel, max: 0}
+"""
+    limits = limits_of(tmp_path / "limits.yaml", rules)
+    found = {kind: limits.of_stage(kind, phase="train") for kind in STAGES}
+    assert found == {SiteKind.LOGPROB: 1e-2, SiteKind.LOSS: 1e-2, SiteKind.GRAD: 1e-5, SiteKind.PARAM: 0}
 
 
 def test_limits_of_a_file_decide(tmp_path: Path) -> None:
