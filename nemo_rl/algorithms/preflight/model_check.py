@@ -38,7 +38,7 @@ from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.config.dtensor import OptimizerConfig
 from nemo_rl.config.policy import ParallelSizes, PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.collectives import RankSpec, init_process_group
+from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.local_job import quiet_libraries, run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -50,7 +50,7 @@ from nemo_rl.models.hf_writing import ModelDescription, write_folder
 from nemo_rl.models.loading import load_causal_lm, load_model_config, model_class, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import Capture, HookObserver
-from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.tiny_model import WINDOW, language_config, write_small_model
 from nemo_rl.models.vision import SMALL_FEATURES, PromptImages, family_of
@@ -384,25 +384,20 @@ def _changed(rank: _RankFound, change: Callable[[Any], Any]) -> _RankFound:
 def _on_rank(spec: RankSpec, folder: Path, policy: PolicyConfig) -> _RankFound:
     """(collective) Log-probabilities in evaluation mode, then an update in training mode."""
     policy = policy.model_copy(update={"model_name": str(folder)})
-    if spec.world_size > 1:
-        init_process_group(spec, device=torch.device("cpu"), timeout_s=TIMEOUT_S)
     collector = _Collector()
-    worker = compose_worker(
+    with worker_of_job(
+        spec,
         policy,
-        rank=spec.rank,
-        world_size=spec.world_size,
+        uses_gpu=False,
+        num_threads=torch.get_num_threads(),
+        timeout_s=TIMEOUT_S,
         num_steps=1,
-        collective_timeout_s=TIMEOUT_S,
         seed=SEED,
-        device="cpu",
         hook_observers=[collector],
-    )
-    try:
+    ) as worker:
         return _RankFound(
             found=_passes(worker, policy), seen=collector.seen, is_writer=worker.layout.is_writer(spec.rank)
         )
-    finally:
-        worker.shutdown()
 
 
 def _passes(worker: PolicyWorker, policy: PolicyConfig) -> Found:

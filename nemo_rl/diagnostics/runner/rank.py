@@ -11,8 +11,7 @@ pass.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -27,14 +26,14 @@ from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.diagnostics.runner.prompts import RunnerRows, batch_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.collectives import RankSpec, init_process_group
+from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import UserError, WorkerError
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
 from nemo_rl.models.policy.tracing import TraceSpec
-from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.routes.columns import validate_routes
 from nemo_rl.routes.digest import route_digests
@@ -209,7 +208,18 @@ def probe_rank(spec: RankSpec, work: RankWork) -> RankResult:
     Raises:
         UserError: model, layout, routes or disk do not allow it.
     """
-    with _worker(spec, work) as worker:
+    with worker_of_job(
+        spec,
+        work.policy,
+        uses_gpu=work.use_gpu,
+        num_threads=1,
+        timeout_s=work.timeout_s,
+        num_steps=1,
+        seed=work.seed,
+        layout=work.layout,
+        record=work.record,
+        trace=work.trace,
+    ) as worker:
         plan = _plan(work)
         dp = work.layout.coordinates(spec.rank).dp
         mine, own = list(plan.rows_of_rank(dp)), plan.for_rank(dp)
@@ -234,32 +244,6 @@ def probe_rank(spec: RankSpec, work: RankWork) -> RankResult:
         grad_norm=grad_norm,
         top_k=top_k,
     )
-
-
-@contextmanager
-def _worker(spec: RankSpec, work: RankWork) -> Iterator[PolicyWorker]:
-    torch.set_num_threads(1)
-    device = torch.device("cuda", spec.local_rank) if work.use_gpu else torch.device("cpu")
-    if work.use_gpu:
-        torch.cuda.set_device(device)
-    if spec.world_size > 1:
-        init_process_group(spec, device=device, timeout_s=work.timeout_s)
-    worker = compose_worker(
-        work.policy,
-        rank=spec.rank,
-        world_size=spec.world_size,
-        num_steps=1,
-        collective_timeout_s=work.timeout_s,
-        seed=work.seed,
-        device=str(device),
-        layout=work.layout,
-        record=work.record,
-        trace=work.trace,
-    )
-    try:
-        yield worker
-    finally:
-        worker.shutdown()
 
 
 def _plan(work: RankWork) -> PackPlan:

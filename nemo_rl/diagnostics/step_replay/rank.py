@@ -22,7 +22,7 @@ from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.collectives import RankSpec, init_process_group
+from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NonFiniteError
@@ -31,7 +31,7 @@ from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES, LossFunction, Tra
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
 from nemo_rl.models.policy.workers.base import WorkerState
-from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.engine import Schedule
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.support import SUPPORT
@@ -131,10 +131,20 @@ class RankStep:
 
 def replay_rank(spec: RankSpec, job: RankJob) -> list[RankStep]:
     """(collective) Every step up to the last, or to the one that fails."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(job.settings.config.cluster.threads_per_worker)
-    worker = _worker(spec, job)
-    try:
+    settings, config = job.settings, job.settings.config
+    with worker_of_job(
+        spec,
+        settings.policy,
+        uses_gpu=settings.uses_gpu,
+        num_threads=config.cluster.threads_per_worker,
+        timeout_s=config.cluster.collective_timeout_s,
+        num_steps=config.grpo.max_num_steps,
+        seed=config.grpo.seed,
+        keep_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+        layout=settings.layout,
+        record=job.record,
+    ) as worker:
+        _start(worker, job)
         rank = ReplayRank(worker, job)
         rank.visit(0 if job.checkpoint is None else job.checkpoint.step)
         found: list[RankStep] = []
@@ -144,32 +154,11 @@ def replay_rank(spec: RankSpec, job: RankJob) -> list[RankStep]:
                 break
             rank.visit(work.step.number)
         return found
-    finally:
-        worker.shutdown()
-        torch.set_num_threads(before)
 
 
-def _worker(spec: RankSpec, job: RankJob) -> PolicyWorker:
-    settings, config = job.settings, job.settings.config
-    device = torch.device("cuda", spec.rank) if settings.uses_gpu else torch.device("cpu")
-    if settings.uses_gpu:
-        torch.cuda.set_device(device)
-    if spec.world_size > 1:
-        timeout_s = config.cluster.collective_timeout_s
-        init_process_group(spec, device=device, timeout_s=timeout_s)
-    worker = compose_worker(
-        settings.policy,
-        rank=spec.rank,
-        world_size=spec.world_size,
-        num_steps=config.grpo.max_num_steps,
-        collective_timeout_s=config.cluster.collective_timeout_s,
-        seed=config.grpo.seed,
-        keep_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-        device=str(device),
-        layout=settings.layout,
-        record=job.record,
-    )
-    if settings.is_other_worker:
+def _start(worker: PolicyWorker, job: RankJob) -> None:
+    """(collective) Give a fresh worker the kept rates, and the checkpoint of the start."""
+    if job.settings.is_other_worker:
         # Its schedules have other shapes. Nothing else of a worker is changed after it was made.
         rates = [work.step.outcome.learning_rate for work in job.steps if work.step.outcome is not None]
         given = [rate for rate in rates if rate is not None]
@@ -177,7 +166,6 @@ def _worker(spec: RankSpec, job: RankJob) -> PolicyWorker:
     if job.checkpoint is not None:
         optimizer = job.checkpoint.optimizer if job.with_optimizer else None
         worker.load_checkpoint(weights=job.checkpoint.weights, optimizer=optimizer)
-    return worker
 
 
 class ReplayRank:

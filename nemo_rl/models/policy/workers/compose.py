@@ -1,12 +1,14 @@
 """Putting a policy worker together: engine, device states, router replay, passes, refit source, saving, in that order.
 
-`compose_worker` makes a worker without a data plane, also where none is installed; `launch` makes those of a run.
+`compose_worker` makes a worker without a data plane, also where none is installed, `worker_of_job` that of a rank of a
+job on this machine; `launch` makes those of a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,44 @@ __all__ = [
     "compose_worker",
     "ensure_process_group",
     "pick_device",
+    "worker_of_job",
 ]
+
+
+@contextmanager
+def worker_of_job(
+    spec: RankSpec, config: PolicyConfig, *, uses_gpu: bool, num_threads: int, timeout_s: float, **parts: Any
+) -> Iterator[PolicyWorker]:
+    """(collective) Make the worker of one rank of `run_job`, which is shut down at the end of the block.
+
+    Args:
+        uses_gpu: the rank takes the GPU of its number.
+        num_threads: of torch, within the block.
+        timeout_s: deadline of each collective.
+        parts: what else `compose_worker` takes.
+    """
+    device = torch.device("cuda", spec.local_rank) if uses_gpu else torch.device("cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        if uses_gpu:
+            torch.cuda.set_device(device)
+        if spec.world_size > 1:
+            init_process_group(spec, device=device, timeout_s=timeout_s)
+        worker = compose_worker(
+            config,
+            rank=spec.rank,
+            world_size=spec.world_size,
+            device=str(device),
+            collective_timeout_s=timeout_s,
+            **parts,
+        )
+        try:
+            yield worker
+        finally:
+            worker.shutdown()
+    finally:
+        torch.set_num_threads(before)
 
 
 def compose_worker(  # noqa: PLR0913 - the parts of a worker
