@@ -24,6 +24,7 @@ SUMS := checkpoints/sums
 # The rollout engine of `make demo-llm`: torch (the embedded one) or vllm.
 ENGINE ?= torch
 GPU_WHEELS := build/gpu-wheels
+WHEELS := build/wheels
 UPLOT := 1.6.32
 VIEW_PAGE := nemo_rl/diagnostics/view/page
 GPU_WHEELS_MIB := 40
@@ -36,7 +37,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support uplot picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills store-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels test-gpu clean
+.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports wheels configs model-support uplot picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills store-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -166,6 +167,10 @@ constraints: $(VENV)/.mooncake ## write constraints.txt from the packages in .ve
 	  { sed -n '/; python_version/p' constraints.txt; \
 	    $(BIN)/pip freeze --all --exclude pip --exclude nemo-rl | sed 's/+cpu$$//' | grep -vE "^($$by_python|$$of_vllm)=="; } | sort -f; } > constraints.new
 	mv constraints.new constraints.txt
+
+wheels: $(VENV)/.base ## build the wheels of nemo-rl and nemo-rl-tools into build/wheels
+	rm -rf $(WHEELS)
+	$(BIN)/python -m tests.repo.wheels $(WHEELS)
 
 configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema
 	$(BIN)/python -m nemo_rl.config.render configs/grpo_base.yaml

@@ -14,18 +14,18 @@ import json
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
+from enum import Enum
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Protocol, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
-from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError
 from nemo_rl.utils.console import make_console
 
-__all__ = ["AsJson", "Door", "Selected", "answer_old_names", "end_with", "selected", "show", "with_records"]
+__all__ = ["AsJson", "Door", "Selected", "answer_old_names", "end_with", "refuse", "selected", "show", "with_records"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
@@ -116,7 +116,9 @@ class Verdicted(Protocol):
     """The outcome of a check."""
 
     @property
-    def verdict(self) -> Verdict: ...
+    def verdict(self) -> Enum:
+        """The member whose value is the exit code."""
+
     def lines(self) -> Iterable[str]: ...
     def as_record(self) -> Mapping[str, object]: ...
 
@@ -179,19 +181,31 @@ def answer_old_names(groups: Mapping[str, typer.Typer]) -> None:
     """Have each command of `RENAMED` end as bad usage, with the line to type.
 
     Args:
-        groups: the commands by the first words of the old names; "" has those of one word.
+        groups: the commands by the first words of the old names; "" has those of one word. Old names in other
+            groups are left out.
     """
     for old in RENAMED:
-        *group, name = old.split(" --")[0].split(" ")
-        settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-        groups[" ".join(group)].command(name, hidden=True, context_settings=settings)(_answer(" ".join([*group, name])))
+        *words, name = old.split(" --")[0].split(" ")
+        if (group := " ".join(words)) in groups:
+            refuse(groups[group], name, partial(_new_name, " ".join([*words, name])))
 
 
-def _answer(old: str) -> Callable[[typer.Context], None]:
+def refuse(group: typer.Typer, name: str, reason: Callable[[Sequence[str]], str]) -> None:
+    """Give a group a hidden command that takes any words and ends as bad usage.
+
+    Args:
+        reason: returns the message; its argument is these words.
+    """
+
     def answer(ctx: typer.Context) -> None:
-        raise UserError(f"`nemo-rl {old}` is now: {_new_line(old, ctx.args)}")
+        raise UserError(reason(ctx.args))
 
-    return answer
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    group.command(name, hidden=True, context_settings=settings)(answer)
+
+
+def _new_name(old: str, given: Sequence[str]) -> str:
+    return f"`nemo-rl {old}` is now: {_new_line(old, given)}"
 
 
 def _new_line(old: str, given: Sequence[str]) -> str:

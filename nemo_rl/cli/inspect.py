@@ -24,7 +24,7 @@ import typer
 from nemo_rl.cli.compare import ReplayOptions, tell, verdict_of_problem
 from nemo_rl.cli.data_plane import show_row
 from nemo_rl.cli.doors import AsJson, Door, end_with, selected, show, with_records
-from nemo_rl.cli.trace import tracer
+from nemo_rl.cli.recording import tracer
 from nemo_rl.cli.trace_watch import play
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE
 from nemo_rl.diagnostics.rollouts.choice import choose_rollouts

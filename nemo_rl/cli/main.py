@@ -1,12 +1,18 @@
 """The `nemo-rl` command: its subcommands and exit codes.
 
+Those of `TOOLS` are in a package of their own, which need not be installed.
+
 User errors end with exit code 2 and one line, never with a traceback; a job that is gone or does not answer with 1.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -18,42 +24,63 @@ if __name__ == "__main__" or sys.argv[0].endswith("nemo-rl"):
     interrupt.end_at_once()
 
 from nemo_rl.cli.checkpoints import evaluate, export
-from nemo_rl.cli.compare import app as compare_app
 from nemo_rl.cli.data_plane import app as data_plane_app
-from nemo_rl.cli.doors import answer_old_names
-from nemo_rl.cli.inspect import app as inspect_app
+from nemo_rl.cli.doors import answer_old_names, refuse
 from nemo_rl.cli.launch import app as launch_app
 from nemo_rl.cli.launch import train
-from nemo_rl.cli.probe import app as probe_app
-from nemo_rl.cli.recipes import app as config_app
-from nemo_rl.cli.recipes import doctor, plan, shrink
-from nemo_rl.cli.trace import app as trace_app
-from nemo_rl.cli.view import view
+from nemo_rl.cli.trace_watch import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils.exits import INTERRUPTED, crash_line, machine_problem, text_of
 
-__all__ = ["app", "main"]
+__all__ = ["TOOLS", "app", "main"]
+
+TOOLS = {
+    "inspect": "nemo_rl.cli.inspect:app",
+    "compare": "nemo_rl.cli.compare:app",
+    "config": "nemo_rl.cli.recipes:app",
+    "probe": "nemo_rl.cli.probe:app",
+    "doctor": "nemo_rl.cli.recipes:doctor",
+    "plan": "nemo_rl.cli.recipes:plan",
+    "shrink": "nemo_rl.cli.recipes:shrink",
+    "view": "nemo_rl.cli.view:view",
+}
+"""Subcommands of the package nemo-rl-tools -> `module:name` of each, a group or a function."""
+TOOLS_PACKAGE = "nemo-rl-tools"
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
-app.add_typer(inspect_app, name="inspect")
-app.add_typer(compare_app, name="compare")
-app.add_typer(config_app, name="config")
 app.add_typer(data_plane_app, name="data-plane")
 app.add_typer(launch_app, name="launch")
-app.add_typer(probe_app, name="probe")
 app.add_typer(trace_app, name="trace")
-app.command()(doctor)
 app.command("eval")(evaluate)
 app.command()(export)
-app.command()(plan)
-app.command()(shrink)
 app.command()(train)
-app.command()(view)
 rollouts_app = typer.Typer()
 app.add_typer(rollouts_app, name="rollouts", hidden=True)
-answer_old_names(
-    {"": app, "trace": trace_app, "data-plane": data_plane_app, "rollouts": rollouts_app, "probe": probe_app}
-)
+
+
+def _add_tools() -> dict[str, typer.Typer]:
+    """Add the subcommands of `TOOLS`, or in their place the sentence that says what to install; return their groups."""
+    groups = {}
+    for name, place in TOOLS.items():
+        module, _, attribute = place.partition(":")
+        if find_spec(module) is None:
+            refuse(app, name, partial(_not_installed, name))
+        elif isinstance(found := getattr(import_module(module), attribute), typer.Typer):
+            app.add_typer(found, name=name)
+            groups[name] = found
+        else:
+            app.command(name)(found)
+    return groups
+
+
+def _not_installed(name: str, _given: Sequence[str]) -> str:
+    return (
+        f"`nemo-rl {name}` is part of the package {TOOLS_PACKAGE}, which is not installed; install it: "
+        f"pip install {TOOLS_PACKAGE}=={version('nemo-rl')}"
+    )
+
+
+answer_old_names({"": app, "trace": trace_app, "data-plane": data_plane_app, "rollouts": rollouts_app, **_add_tools()})
 
 
 def _show_version(asked: bool) -> None:

@@ -1,4 +1,4 @@
-"""`nemo-rl trace watch|serve`, `inspect RUN play`: the live page of a running job, and recordings shown again."""
+"""`nemo-rl trace watch|serve|vector`, `inspect RUN play`: a running job as it is traced, and recordings shown again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from nemo_rl.tracer.tokens import read_token, token_path
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.console import make_console, printable
 
-__all__ = ["RECORDING", "Printer", "play", "serve", "watch"]
+__all__ = ["RECORDING", "app", "play"]
 
 RECORDING = "log folder of a run, or folder of a recording"
 
@@ -47,7 +47,15 @@ QUIET_S = 0.3
 RECORD_BYTES = 10 << 30
 MAX_HUB_FILE = 65_536
 
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Watch a model train.")
 
+
+@app.callback()
+def _root() -> None:
+    """Watch a model train."""
+
+
+@app.command(short_help="look on at a running job")
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="log folder of a run that is on (logger.log_dir)")],
     watches: Annotated[
@@ -249,6 +257,7 @@ TURN_S = 0.2
 """Seconds between two checks whether the job is over."""
 
 
+@app.command(short_help="recordings on the page again")
 def serve(
     recordings: Annotated[
         list[Path], typer.Argument(metavar="RUN_OR_FOLDER...", help="log folders of runs, or folders of recordings")
@@ -262,6 +271,21 @@ def serve(
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UserError("expected each recording once")
     asyncio.run(_serve(folders, make_console(), host=host, port=port))
+
+
+@app.command(short_help="a vector saved with torch, as one to project on")
+def vector(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="tensor [h] or [layers, h] of torch.save")],
+    out: Annotated[Path, typer.Option("--out", metavar="NAME.safetensors", help="in diagnostics.tracer.artifacts")],
+    normalize: Annotated[bool, typer.Option("--normalize", help="give each vector length 1")] = False,
+) -> None:
+    """Convert a vector of another tracer into one that project(NAME) takes. Nothing in the file is run."""
+    from nemo_rl.models.policy.trace_parts import convert_vector  # noqa: PLC0415  (torch takes seconds)
+
+    shape = convert_vector(source, out, normalize=normalize)
+    make_console().print(
+        printable(f"{out}: {' x '.join(map(str, shape))}{', of length 1' if normalize else ''}", limit=SHOWN)
+    )
 
 
 def play(

@@ -58,6 +58,7 @@ TARGETS: Mapping[str, str] = {
     "imports": "",
     "configs": "",
     "picture": "",
+    "wheels": "",
     "step-trace": "",
     "model-support": "llama qwen3",
     "constraints": "",

@@ -1,4 +1,4 @@
-"""`nemo-rl inspect RUN tracer`: what a recording of the live tracer holds; `nemo-rl trace` has what it shows live."""
+"""`nemo-rl inspect RUN tracer`: what a recording of the live tracer holds; `nemo-rl trace` shows it live."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from nemo_rl.cli.doors import AsJson, selected, show
-from nemo_rl.cli.trace_watch import RECORDING, serve, watch
+from nemo_rl.cli.trace_watch import RECORDING
 from nemo_rl.errors import UserError, name_some
 from nemo_rl.records.sites import execution_order
 from nemo_rl.tracer.entry import EntryKind
@@ -26,7 +26,7 @@ from nemo_rl.tracer.summary import RUN_ORDER, Reading, RecordingSummary, SiteKey
 from nemo_rl.utils.console import bytes_text, make_console, printable
 from nemo_rl.utils.files import write_text
 
-__all__ = ["app", "tracer"]
+__all__ = ["tracer"]
 
 SHOWN = 300
 """Characters of a text that the run has written."""
@@ -266,30 +266,3 @@ def _as_csv(readings: Sequence[Reading]) -> str:
     writer.writerow(names)
     writer.writerows([getattr(reading, name) for name in names] for reading in readings)
     return text.getvalue()
-
-
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Watch a model train.")
-
-
-@app.callback()
-def _root() -> None:
-    """Watch a model train."""
-
-
-@app.command(short_help="a vector saved with torch, as one to project on")
-def vector(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="tensor [h] or [layers, h] of torch.save")],
-    out: Annotated[Path, typer.Option("--out", metavar="NAME.safetensors", help="in diagnostics.tracer.artifacts")],
-    normalize: Annotated[bool, typer.Option("--normalize", help="give each vector length 1")] = False,
-) -> None:
-    """Convert a vector of another tracer into one that project(NAME) takes. Nothing in the file is run."""
-    from nemo_rl.models.policy.trace_parts import convert_vector  # noqa: PLC0415  (torch takes seconds)
-
-    shape = convert_vector(source, out, normalize=normalize)
-    make_console().print(
-        printable(f"{out}: {' x '.join(map(str, shape))}{', of length 1' if normalize else ''}", limit=SHOWN)
-    )
-
-
-app.command(short_help="look on at a running job")(watch)
-app.command(short_help="recordings on the page again")(serve)
