@@ -45,7 +45,8 @@ KEPT = (MANIFEST_FILE, STEP_FILE, ROLLOUT_FILE, UPDATE_FILE, CONVERSATION_FILE)
 """Files of a kept step. The manifest is removed first: without it the step is not taken for a whole one."""
 RECORDS = "records"
 """Folder of recorded tensors, in that of a step; earlier releases had a folder of each step in it."""
-NAME = re.compile(r"step_([0-9]{1,18})")
+NAME = re.compile(r"step_([0-9]{1,18})(\.partial)?")
+"""Earlier releases had another name for the step in flight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,16 +118,15 @@ class StepsFolder:
 
     def all(self) -> list[SnapshotFolder]:
         """Return the kept steps in order, the one in flight among them."""
-        found = [SnapshotFolder(number=number, path=path) for number, path in _numbered(self.path)]
+        found = [SnapshotFolder(number=number, path=path) for number, path in _numbered(self.path).items()]
         # A run that is killed at once leaves an empty folder; one with records alone is no kept step.
         return [kept for kept in found if (kept.path / STEP_FILE).is_file()]
 
     def records(self) -> dict[int, Path]:
         """Return step -> folder of its records, in order of the steps; `records/step_N` of earlier releases
         is read, too."""
-        found = dict(_numbered(self._old_records))
-        found |= {number: path / RECORDS for number, path in _numbered(self.path) if (path / RECORDS).is_dir()}
-        return dict(sorted(found.items()))
+        found = {number: path / RECORDS for number, path in _numbered(self.path).items() if (path / RECORDS).is_dir()}
+        return dict(sorted((_numbered(self._old_records) | found).items()))
 
     def begin(self, number: int) -> Path:
         """A folder for the step in flight, without what another run of it has kept."""
@@ -148,7 +148,7 @@ class StepsFolder:
 
     def cut(self, *, resume_step: int) -> None:
         """Removes the steps after the one that a run resumes from, with their records: it makes them again."""
-        for number, path in (*_numbered(self.path), *_numbered(self._old_records)):
+        for number, path in (*_numbered(self.path).items(), *_numbered(self._old_records).items()):
             if number > resume_step:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -175,10 +175,12 @@ class StepsFolder:
         return self.path / f"step_{number}"
 
 
-def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Return the folders of steps with their numbers, in order."""
-    names = ((NAME.fullmatch(path.name), path) for path in folder.glob("step_*"))
-    return sorted((int(name[1]), path) for name, path in names if name is not None and path.is_dir())
+def _numbered(folder: Path) -> dict[int, Path]:
+    """Return the folders of steps by their numbers, in order."""
+    # In reverse order `step_7.partial` comes before `step_7`, which counts.
+    paths = sorted((path for path in folder.glob("step_*") if path.is_dir()), reverse=True)
+    found = {int(name[1]): path for path in paths if (name := NAME.fullmatch(path.name)) is not None}
+    return dict(sorted(found.items()))
 
 
 def _forget(path: Path) -> None:

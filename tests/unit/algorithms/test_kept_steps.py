@@ -186,6 +186,17 @@ def test_records_of_a_step_lie_in_its_folder_and_stay_when_the_kept_step_goes(tm
     assert list(steps.records()) == [1] and not (tmp_path / "records" / "step_7").exists()
 
 
+def test_the_step_in_flight_of_an_earlier_release_is_found(tmp_path: Path) -> None:
+    steps = StepsFolder(tmp_path)
+    write_step(steps, 7, whole=False)
+    (steps.path / "step_7").rename(steps.path / "step_7.partial")
+    assert [(kept.number, kept.is_partial, kept.read().status) for kept in steps.all()] == [
+        (7, True, StepStatus.PARTIAL)
+    ]
+    write_step(steps, 7)
+    assert [(kept.number, kept.is_partial) for kept in steps.all()] == [(7, False)]
+
+
 def test_a_manifest_is_what_makes_a_step_whole(tmp_path: Path) -> None:
     steps = StepsFolder(tmp_path)
     write_step(steps, 1)
