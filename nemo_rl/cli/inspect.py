@@ -73,7 +73,9 @@ class RunPart:
 
 def _steps_text(steps: tuple[int, ...]) -> str:
     is_whole = len(steps) > 1 and len(steps) == steps[-1] - steps[0] + 1
-    return f"steps {steps[0]} to {steps[-1]}" if is_whole else f"steps {name_some(steps)}" if steps else ""
+    if is_whole:
+        return f"steps {steps[0]} to {steps[-1]}"
+    return f"step{'s' if len(steps) > 1 else ''} {name_some(steps)}" if steps else ""
 
 
 @app.command(short_help="what there is to look at; the view without a name")
@@ -91,7 +93,8 @@ def summary(ctx: typer.Context, as_json: AsJson = False) -> None:
     if not parts:
         step = "" if found.step is None else f" with step {found.step}"
         raise UserError(f"{run}: expected the log folder of a run{step} (logger.log_dir), got {_content(run)}")
-    before, now = (numbers.get(number, {}) for number in ((found.step or 0) - 1, found.step or 0))
+    shown = () if found.step is None else (found.step - 1, found.step)
+    before, now = (numbers.get(number, {}) for number in shown) if shown else ({}, {})
     record = {"run": str(run), "step": found.step, "metrics": now, "parts": [asdict(part) for part in parts]}
     lines = [f"{run}{'' if found.step is None else f', step {found.step}'}"]
     if now:

@@ -37,7 +37,12 @@ def log_dir(tmp_path: Path) -> Path:
     """Two logged steps, readable rollouts and records of the second."""
     run = tmp_path / "logs"
     write_rows(run, 2, usual_rows())
-    rows = ({"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 9.25}, {"step": 2, "train/grad_norm": 3.0})
+    rows = (
+        {"step": 0, "validation/accuracy": 0.25},
+        {"step": 1, "train/loss": 0.5},
+        {"step": 2, "train/loss": 9.25},
+        {"step": 2, "train/grad_norm": 3.0},
+    )
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     write_recording(run / "steps" / "step_2" / "records", one_site(torch.ones(4)))
     return run
@@ -45,11 +50,12 @@ def log_dir(tmp_path: Path) -> Path:
 
 def test_a_run_says_what_it_holds_and_which_command_shows_it(log_dir: Path, capsys) -> None:
     code, shown = run(capsys, "inspect", log_dir)
-    assert code == 0 and f"nemo-rl inspect {log_dir} step N rollouts" in shown and "steps 1 to 2" in shown
+    assert code == 0 and f"nemo-rl inspect {log_dir} step N rollouts" in shown and "steps 0 to 2" in shown
+    assert "step before" not in shown and ["records", "step", "2"] in [line.split()[:3] for line in shown.splitlines()]
     assert f"nemo-rl compare {log_dir} OTHER_RUN step N" in shown and "kept steps" not in shown
     told = json.loads(run(capsys, "inspect", log_dir, "--json")[1])
     assert {part["name"]: part["steps"] for part in told["parts"]} == {
-        "numbers": [1, 2],
+        "numbers": [0, 1, 2],
         "rollouts": [2],
         "records": [2],
     }
@@ -91,7 +97,7 @@ def test_of_two_runs_the_first_number_that_differs_is_named_with_its_records(log
     code, shown = run(capsys, "compare", log_dir, other)
     assert code == 0 and shown.startswith("PASS: all 3 sites agree\n")
     rows = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
-    rows[1]["train/loss"] += 1e-15
+    rows[2]["train/loss"] += 1e-15
     rows.append({"step": 3, "train/loss": 1.0})
     (other / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     write_recording(other / "records" / "step_2", one_site(torch.zeros(4)), run_id="other")
