@@ -1,4 +1,4 @@
-"""What the event log of a run tells: the life of one row (`RowHistory`), and the totals of the run (`RunHistory`).
+"""`RowHistory` and `RunHistory`: the life of one row, and the totals of a run, as its event log tells them.
 
 `nemo-rl data-plane`, `nemo-rl inspect RUN row KEY` and the page of `nemo-rl view` show them.
 """

@@ -32,7 +32,7 @@ __all__ = ["PageLinks", "page_text", "problem_text", "write_rollout_page"]
 STYLE = """
 body { margin: 2em auto; max-width: 1000px; padding: 0 1em; }
 nav { display: flex; flex-wrap: wrap; gap: .2em 1em; }
-h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin: 2em 0 .2em; overflow-wrap: anywhere; }
+h1 { font-size: 1.4em; overflow-wrap: anywhere; } h2 { font-size: 1.1em; margin: 2em 0 .2em; overflow-wrap: anywhere; }
 p { margin: .3em 0; color: var(--soft); overflow-wrap: anywhere; }
 pre { font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .4em 0;
   padding: .5em .7em; background: var(--box); border: 1px solid var(--line); border-radius: 5px; }
