@@ -22,11 +22,11 @@ from nemo_rl.tracer.client import HubGone, LiveClient
 from nemo_rl.tracer.entry import EntryKind
 from nemo_rl.tracer.frame import BadFrame, Frame, decode
 from nemo_rl.tracer.playback import Serving, paced, serving
-from nemo_rl.tracer.process import HUB_FILE
+from nemo_rl.tracer.process import find_hub
 from nemo_rl.tracer.protocol import Role, RunState
 from nemo_rl.tracer.reducer import Stats
 from nemo_rl.tracer.store import StreamWriter
-from nemo_rl.tracer.stream_reader import RECORDING_FOLDER, StreamReader, find_recording
+from nemo_rl.tracer.stream_reader import StreamReader, find_recording
 from nemo_rl.tracer.summary import Reading
 from nemo_rl.tracer.tokens import read_token, token_path
 from nemo_rl.utils import interrupt
@@ -45,7 +45,6 @@ DRAIN_S = 10.0
 QUIET_S = 0.3
 """Seconds of silence after which such a hub has nothing more to send."""
 RECORD_BYTES = 10 << 30
-MAX_HUB_FILE = 65_536
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Watch a model train.")
 
@@ -74,7 +73,7 @@ def watch(
     interrupt.install()
     printer = Printer(make_console(), as_json=as_json)
     try:
-        address, folder = _find_hub(run)
+        address, folder = find_hub(run)
         role = Role.CONTROLLER if watches else Role.VIEWER
         token = read_token(token_path(folder, role.value))
         with (
@@ -227,28 +226,6 @@ class _WatchSession:
         if isinstance(first, Mapping) and self.texts.get(run) != (text := str(first.get("text"))):
             self.texts[run] = text
             self.printer.say(f"first NaN or inf: {text}")
-
-
-def _find_hub(run: Path) -> tuple[str, Path]:
-    """Return the address of the hub and folder of its tokens.
-
-    Raises:
-        UserError: no hub has written where it is.
-    """
-    for folder in (run, run / RECORDING_FOLDER):
-        path = folder / HUB_FILE
-        if not path.is_file():
-            continue
-        try:
-            with path.open(encoding="utf-8") as file:
-                return str(json.loads(file.read(MAX_HUB_FILE))["address"]), folder
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: expected JSON with the address of a hub: {error}") from error
-    raise UserError(
-        f"{run}: expected the log folder of a run that is on and is traced ({RECORDING_FOLDER}/{HUB_FILE}), found "
-        f"none; has it ended, or does its recipe lack diagnostics.tracer.enabled: true? `nemo-rl inspect {run} "
-        f"tracer` reads its recording"
-    )
 
 
 Host = Annotated[str, typer.Option("--host", help="address of this machine that the page listens at")]

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from nemo_rl.diagnostics.view.pages import write_pages
-from nemo_rl.diagnostics.view.runs import find_runs
+from nemo_rl.diagnostics.view.pages import ViewPages
 from nemo_rl.diagnostics.view.server import ViewServer
 from nemo_rl.utils.console import make_console
 
@@ -22,15 +21,16 @@ def view(
     ] = None,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one")] = 0,
 ) -> None:
-    """Show the runs below RESULTS on one page: a table, their curves over each other, settings that differ, rollouts.
+    """Show the runs below RESULTS on one page: curves over each other, settings that differ, and of each run the time
+    of its stages, rollouts of any step, the life of a row, routes, and what the live tracer has recorded.
 
     The page is served on 127.0.0.1 until Ctrl-C, at the printed address, which has a token; a reload shows new steps.
     """
     console = make_console()
-    runs = find_runs(results)
+    pages = ViewPages(results, is_served=export is None)
     if export is not None:
-        console.print(f"{write_pages(export, runs)}  {len(runs)} runs", soft_wrap=True)
+        console.print(f"{pages.write(export)}  {pages.num_runs} runs", soft_wrap=True)
         return
-    server = ViewServer(lambda: find_runs(results), port=port)
-    console.print(f"{server.address}  {len(runs)} runs; Ctrl-C ends", soft_wrap=True)
+    server = ViewServer(pages, port=port)
+    console.print(f"{server.address}  {pages.num_runs} runs; Ctrl-C ends", soft_wrap=True)
     server.serve()

@@ -2,8 +2,9 @@
 
     entries of a folder -> paced (play)  -> Feed, a thread each -> Player.publish, on the hub's loop -> Hub
 
-Called by `nemo-rl trace serve|play`. Invariant: what viewers get of a recording is what was recorded: frames and tables
-byte for byte, but for the name of a run that another folder has, too.
+Called by `nemo-rl trace serve`, `nemo-rl inspect RUN play` and the page of `nemo-rl view`. Invariant: what viewers get
+of a recording is what was recorded: frames and tables byte for byte, but for the name of a run that another folder has,
+too.
 """
 
 from __future__ import annotations

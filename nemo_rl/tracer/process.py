@@ -17,20 +17,22 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.errors import ResourceError, RunFolderError
+from nemo_rl.errors import ResourceError, RunFolderError, UserError
 from nemo_rl.tracer.link import HubAddress, HubLink, OnMessage
 from nemo_rl.tracer.protocol import HubLimits, Role
+from nemo_rl.tracer.stream_reader import RECORDING_FOLDER
 from nemo_rl.tracer.tokens import HubTokens, token_path, write_private
 from nemo_rl.utils.child_process import ChildProcess
 from nemo_rl.utils.files import write_text
 
-__all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec", "TracedJob", "open_job"]
+__all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec", "TracedJob", "find_hub", "open_job"]
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
 """Seconds that the hub may take to write what waits and to end."""
 HUB_FILE, OPEN_FILE, LOG_FILE = "hub.json", "open.html", "hub.log"
+MAX_HUB_FILE = 65_536
 ANY_HOST = ("0.0.0.0", "::", "")
 """All addresses of the machine."""
 
@@ -187,6 +189,28 @@ class HubProcess:
             f'<title>Tracer</title><meta http-equiv="refresh" content="0; url={target}">'
             f'<a href="{target}">Open the tracer</a>\n'
         )
+
+
+def find_hub(run: Path) -> tuple[str, Path]:
+    """Return the address of a run's hub, and the folder of its tokens.
+
+    Raises:
+        UserError: no hub has written where it is.
+    """
+    for folder in (run, run / RECORDING_FOLDER):
+        path = folder / HUB_FILE
+        if not path.is_file():
+            continue
+        try:
+            with path.open(encoding="utf-8") as file:
+                return str(json.loads(file.read(MAX_HUB_FILE))["address"]), folder
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: expected JSON with the address of a hub: {error}") from error
+    raise UserError(
+        f"{run}: expected the log folder of a run that is on and is traced ({RECORDING_FOLDER}/{HUB_FILE}), found "
+        f"none; has it ended, or does its recipe lack diagnostics.tracer.enabled: true? `nemo-rl inspect {run} "
+        f"tracer` reads its recording"
+    )
 
 
 def _own_address(host: str) -> str:

@@ -90,10 +90,14 @@ class JsonlTracker(Tracker):
             self._file = None
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, float]]:
+def read_metrics(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, float]]:
     """Yield the rows of a metrics file without null values; lines that are none (cut off by a kill, damaged) are left
-    out."""
-    for _, row in _rows(path):
+    out.
+
+    Args:
+        last_bytes: reads so many bytes at the end of the file alone; None reads all.
+    """
+    for _, row in _rows(path, last_bytes=last_bytes):
         yield {name: value for name, value in row.items() if value is not None}
 
 
@@ -105,10 +109,13 @@ def metrics_by_step(path: Path) -> dict[int, dict[str, float]]:
     return steps
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, float | None]]]:
+def _rows(path: Path, *, last_bytes: int | None = None) -> Iterator[tuple[str, dict[str, float | None]]]:
     """Yield the line and row of every line that is whole."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
+    with path.open("rb") as file:
+        if last_bytes is not None:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
+        for encoded in file:
+            line = encoded.decode("utf-8", errors="replace")
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):

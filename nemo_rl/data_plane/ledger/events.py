@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 from nemo_rl.data_plane.keys import cut_key, index_of, key_of, split_key
 from nemo_rl.data_plane.ledger.state import Partition, Row, TaskCursor
+from nemo_rl.errors import UserError, boundary, shorten
 from nemo_rl.utils.files import read_tail
 
 __all__ = [
@@ -226,13 +227,26 @@ def names_key(event: Mapping[str, object], key: str) -> bool:
 
 
 def read_events(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the events of a file; a last line that was cut off by a kill is left out."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                event = json.loads(line)
-                assert isinstance(event, dict), f"malformed event: {line!r}"
+    """Yield the events of a file; a last line that was cut off by a kill is left out.
+
+    Raises:
+        UserError: a line is no event; its number is named.
+    """
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.endswith(b"\n"):
+                with boundary(UserError, f"{path}: line {number}: expected an event of the data plane"):
+                    event = _event(line)
                 yield event
+
+
+def _event(line: bytes) -> dict[str, object]:
+    event = json.loads(line)
+    if not (isinstance(event, dict) and isinstance(event.get("event"), str)):
+        raise ValueError(f"got {shorten(repr(line))}")
+    if not isinstance(event.get("time"), float | int):
+        raise ValueError(f"got no time in {shorten(repr(line))}")
+    return event
 
 
 def _cut_torn_line(path: Path) -> bytes:

@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 
 from nemo_rl.diagnostics.compare.comparison import RecordingComparison
-from nemo_rl.diagnostics.compare.markup import Markup, tag
 from nemo_rl.diagnostics.compare.measurement import ULP_BUCKETS, Metric
 from nemo_rl.diagnostics.compare.site_result import SiteResult, WorstToken
+from nemo_rl.diagnostics.markup import Markup, tag, whole_page
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.utils.files import write_text
 
@@ -22,7 +22,7 @@ __all__ = ["layer_plot", "page_text", "ulp_bars", "write_page"]
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 340, 60, 190, 16, 34
 """Sizes of a plot in pixels, with the legend to the right."""
-COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf", "#000000")
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf", "#c49c94")
 LOWEST, HIGHEST = -9, 1
 """Powers of ten of the axis at most: what is smaller is drawn at its foot, what is larger or infinite at its head."""
 BAR_WIDTH, BAR_HEIGHT = 9, 22
@@ -111,7 +111,7 @@ def _axes(last: int, low: int, high: int) -> Markup:
     parts = []
     for power in range(low, high + 1):
         y = f"{_y(10.0**power, low, high):.1f}"
-        parts.append(tag("line", {"x1": LEFT, "x2": WIDTH - RIGHT, "y1": y, "y2": y, "stroke": "#ddd"}))
+        parts.append(tag("line", {"x1": LEFT, "x2": WIDTH - RIGHT, "y1": y, "y2": y}))
         parts.append(tag("text", {"x": LEFT - 8, "y": y, "text-anchor": "end"}, f"1e{power}"))
     step = max(1, (last + 1) // 16)
     for layer in range(0, last + 1, step):
@@ -123,16 +123,16 @@ def _axes(last: int, low: int, high: int) -> Markup:
 
 
 STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em; color: #222; }
+body { margin: 2em auto; max-width: 1200px; padding: 0 1em; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
 .verdict { padding: .15em .5em; border-radius: 4px; color: #fff; background: #b00020; }
 .verdict.pass { background: #1b7f3b; }
-table { border-collapse: collapse; width: 100%; } td, th { padding: .2em .5em; text-align: left; vertical-align: top; }
-tr { border-bottom: 1px solid #e4e4e4; } th { border-bottom: 2px solid #999; } td.n { text-align: right; }
-td { overflow-wrap: anywhere; } td, code { font-variant-numeric: tabular-nums; }
-tr.fail td { background: #fdecec; } tr.differs td { background: #fff6d8; }
-tr.layer td { background: #f1f1f1; font-weight: 600; }
-svg text { font: 11px sans-serif; fill: #444; } svg.plot { width: 100%; } svg.ulps rect { fill: #1f77b4; }
+table { width: 100%; } td, th { padding: .2em .5em; text-align: left; vertical-align: top; overflow-wrap: anywhere; }
+tr { border-bottom: 1px solid var(--line); } th { border-bottom: 2px solid var(--soft); } td.n { text-align: right; }
+tr.fail td { background: var(--far); } tr.differs td { background: var(--apart); }
+tr.layer td { background: var(--box); font-weight: 600; }
+svg text { font: 11px sans-serif; fill: var(--soft); } svg.plot { width: 100%; }
+svg.plot g line { stroke: var(--line); } svg.ulps rect { fill: var(--mark); }
 """
 _METRICS = (Metric.TOKEN_REL, Metric.MAX_ABS, Metric.MAX_REL, Metric.RMS_REL, Metric.COSINE_DISTANCE)
 _HEADS = ("site", "rows", *_METRICS, "differing", "NaN a/b", "inf a/b", "ulps", "limits", "result", "worst tokens")
@@ -146,18 +146,17 @@ def write_page(path: Path, comparison: RecordingComparison) -> Path:
 def page_text(comparison: RecordingComparison) -> str:
     """Return the page."""
     title = f"{comparison.verdict.name}: {comparison.a.path} against {comparison.b.path}"
-    head = tag("head", tag("meta", {"charset": "utf-8"}), tag("title", title), tag("style", Markup(STYLE)))
     shade = {"class": f"verdict {comparison.verdict.label}"}
-    body = tag(
-        "body",
+    return whole_page(
+        title,
         tag("h1", tag("span", shade, comparison.verdict.name), " ", comparison.outcome.text),
         *_summary(comparison),
         tag("h2", "Recordings"),
         _manifests(comparison),
         *_plots(comparison),
         *_sites(comparison),
+        style=STYLE,
     )
-    return f"<!DOCTYPE html>\n{tag('html', {'lang': 'en'}, head, body)}\n"
 
 
 def _summary(comparison: RecordingComparison) -> list[Markup]:

@@ -5,13 +5,12 @@ The script filters rows; without it all are shown. The page's policy names it by
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from nemo_rl.diagnostics.compare.markup import Markup, tag
+from nemo_rl.diagnostics.markup import Markup, tag, whole_page
 from nemo_rl.diagnostics.rollouts.choice import ShownGroup, ShownRollouts
 from nemo_rl.diagnostics.rollouts.row import (
     BOUNDS,
@@ -28,23 +27,19 @@ from nemo_rl.diagnostics.rollouts.turns import RowTurn
 from nemo_rl.utils.console import printable
 from nemo_rl.utils.files import write_text
 
-__all__ = ["page_text", "write_rollout_page"]
+__all__ = ["PageLinks", "page_text", "problem_text", "write_rollout_page"]
 
 STYLE = """
-:root { color-scheme: light dark; --back: #fff; --text: #1f2328; --soft: #59636e; --line: #d1d9e0; --box: #f6f8fa;
-  --apart: #ffe9a8; --apart-line: #9a6700; --far: #ffc9c4; --far-line: #b42318; }
-@media (prefers-color-scheme: dark) { :root { --back: #0d1117; --text: #e6edf3; --soft: #9198a1; --line: #3d444d;
-  --box: #151b23; --apart: #4d3800; --apart-line: #e3b341; --far: #6b1a16; --far-line: #ff8f86; } }
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1000px; padding: 0 1em;
-  background: var(--back); color: var(--text); }
-h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin: 2em 0 .2em; overflow-wrap: anywhere; }
+body { margin: 2em auto; max-width: 1000px; padding: 0 1em; }
+nav { display: flex; flex-wrap: wrap; gap: .2em 1em; }
+h1 { font-size: 1.4em; overflow-wrap: anywhere; } h2 { font-size: 1.1em; margin: 2em 0 .2em; overflow-wrap: anywhere; }
 p { margin: .3em 0; color: var(--soft); overflow-wrap: anywhere; }
 pre { font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .4em 0;
   padding: .5em .7em; background: var(--box); border: 1px solid var(--line); border-radius: 5px; }
 article { border-left: 3px solid var(--line); padding-left: .8em; margin: 1em 0; }
 .time { display: flex; height: .7em; margin: .3em 0; border-radius: 3px; overflow: hidden; background: var(--line); }
 .time .engine { background: #3b82d0; } .time .tool { background: #2f9e66; } .time .waiting { background: #b0b6bd; }
-table.endings { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6em 0; }
+table.endings { margin: .6em 0; }
 table.endings :is(th, td) { border-bottom: 1px solid var(--line); padding: .1em .8em .1em 0; text-align: left; }
 details { margin: .2em 0 .2em .4em; color: var(--soft); } pre.said { border: 0; margin: .1em 0 .1em 1em; }
 pre.said.error { border-left: 3px solid var(--far-line); }
@@ -82,9 +77,6 @@ form.addEventListener("submit", event => event.preventDefault());
 form.hidden = false;
 filter();
 """
-_DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_DIGEST}'"
-"""Content that a browser may load: should something get past the escaping, it still can do nothing."""
 CLASSES = {Grade.CLOSE: "close", Grade.APART: "apart", Grade.FAR: "far"}
 SAID_SHOWN = 4000
 """Characters of what was said in a turn; the row has all of it, token by token."""
@@ -92,27 +84,39 @@ NAME_SHOWN = 200
 """Characters of a name that the file gives."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageLinks:
+    """Links of a page that lies among others."""
+
+    above: Mapping[str, str] = field(default_factory=dict)
+    """Links above the rows: their words and addresses."""
+    of_row: Callable[[str], str] | None = None
+    """Returns the address of a row's life by its key; None where there is none."""
+
+
+ALONE = PageLinks()
+"""A page that lies alone."""
+
+
 def write_rollout_page(path: Path, shown: ShownRollouts) -> Path:
     """`path` holds the page, or what it held before."""
     return write_text(path, page_text(shown))
 
 
-def page_text(shown: ShownRollouts) -> str:
+def problem_text(title: str, problem: str, links: PageLinks = ALONE) -> str:
+    """Return a page that says why there are no rows."""
+    return whole_page(_plain(title), *_above(links), tag("h1", _plain(title)), tag("p", problem), style=STYLE)
+
+
+def page_text(shown: ShownRollouts, links: PageLinks = ALONE) -> str:
     """Return the page."""
     title = f"Rollouts of {_plain(shown.run)}, {shown.title}"
     reason = shared_reason(row for group in shown.groups for row in group.rows)
     conversations = [row for group in shown.groups for row in group.rows if row.turns or row.cause]
-    head = tag(
-        "head",
-        tag("meta", {"charset": "utf-8"}),
-        tag("meta", {"http-equiv": "Content-Security-Policy", "content": POLICY}),
-        tag("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
-        tag("title", title),
-        tag("style", Markup(STYLE)),
-    )
     low, high = BOUNDS
-    body = tag(
-        "body",
+    return whole_page(
+        title,
+        *_above(links),
         tag("h1", title),
         tag(
             "p",
@@ -128,10 +132,18 @@ def page_text(shown: ShownRollouts) -> str:
         *([_endings(conversations)] if conversations else []),
         *([] if reason is None else [tag("p", {"class": "reason"}, reason)]),
         _filters(shown),
-        *(_group(group, of_step=len(shown.steps) > 1, is_said=reason is not None) for group in shown.groups),
-        tag("script", Markup(SCRIPT)),
+        *(
+            _group(group, of_step=len(shown.steps) > 1, is_said=reason is not None, links=links)
+            for group in shown.groups
+        ),
+        style=STYLE,
+        script=SCRIPT,
     )
-    return f"<!DOCTYPE html>\n{tag('html', {'lang': 'en'}, head, body)}\n"
+
+
+def _above(links: PageLinks) -> list[Markup]:
+    items = [tag("a", {"href": address}, word) for word, address in links.above.items()]
+    return [tag("nav", {"aria-label": "other pages"}, *items)] if items else []
 
 
 def _summary(shown: ShownRollouts) -> str:
@@ -165,7 +177,7 @@ def _filters(shown: ShownRollouts) -> Markup:
     )
 
 
-def _group(group: ShownGroup, *, of_step: bool, is_said: bool) -> Markup:
+def _group(group: ShownGroup, *, of_step: bool, is_said: bool, links: PageLinks) -> Markup:
     """
     Args:
         of_step: the page has several steps.
@@ -182,11 +194,11 @@ def _group(group: ShownGroup, *, of_step: bool, is_said: bool) -> Markup:
             tag("pre", {"class": "prompt"}, _lines(prompt))
             for prompt in dict.fromkeys(row.prompt for row in group.rows)
         ),
-        *(_row(row, is_said=is_said_here) for row in group.rows),
+        *(_row(row, is_said=is_said_here, links=links) for row in group.rows),
     )
 
 
-def _row(row: RolloutRow, *, is_said: bool) -> Markup:
+def _row(row: RolloutRow, *, is_said: bool, links: PageLinks) -> Markup:
     is_left_out = row.sample_mask == 0
     facts: list[tuple[str, object]] = [("reward", f"{row.reward:.4g}")]
     facts += [(_plain(name), "none" if part is None else f"{part:.4g}") for name, part in row.components.items()]
@@ -198,6 +210,8 @@ def _row(row: RolloutRow, *, is_said: bool) -> Markup:
     ends = [_plain(row.left_out)] if is_left_out else []
     ends += about
     ends += [] if is_said else [difference_text([row])]
+    name = _plain(row.key)
+    key = name if links.of_row is None else tag("a", {"href": links.of_row(row.key), "title": "its life"}, name)
     response = list(_tokens(row.tokens)) if row.tokens is not None else [_lines(row.response)]
     return tag(
         "article",
@@ -206,7 +220,7 @@ def _row(row: RolloutRow, *, is_said: bool) -> Markup:
             "data-reward": row.reward,
             "data-answer": "right" if row.is_right else "wrong",
         },
-        tag("p", tag("b", _plain(row.key)), ": ", *parts, "; ".join(ends)),
+        tag("p", tag("b", key), ": ", *parts, "; ".join(ends)),
         *([_time_bar(row)] if row.turns else []),
         *(_turn(turn) for turn in row.turns),
         tag("pre", {"class": "response"}, *response),

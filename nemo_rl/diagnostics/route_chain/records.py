@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 from nemo_rl.errors import UnsupportedFormat
 from nemo_rl.utils.files import FileFormat, check_format
 
-__all__ = ["RecordError", "Trace", "TraceRecord", "decode_array", "read_trace"]
+__all__ = ["RecordError", "Trace", "TraceRecord", "decode_array", "read_trace", "trace_folders"]
 
 DTYPES = frozenset({"<i4", "<i8"})
 FILES = "r3_trace_*_pid*.jsonl"
@@ -101,6 +102,19 @@ class Trace:
     def of(self, *events: str) -> Iterator[TraceRecord]:
         """Return records of these events, file by file, in the order in which they were written."""
         return (record for record in self.records if record.event in events)
+
+
+def trace_folders(folder: Path, *, depth: int) -> Iterator[Path]:
+    """Yield the folders that hold files of a trace: this one, and those up to `depth` levels below."""
+    if next(folder.glob(FILES), None) is not None:
+        yield folder
+    if depth:
+        try:
+            below = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+        except OSError:
+            return
+        for name in below:
+            yield from trace_folders(folder / name, depth=depth - 1)
 
 
 def read_trace(folder: Path) -> Trace:

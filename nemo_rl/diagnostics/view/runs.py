@@ -1,27 +1,51 @@
 """The runs below a folder, as plain values for the page of `nemo-rl view`.
 
-A run is a folder with `metrics.jsonl`. Its curves are thinned to `MOST_POINTS` points each, first and last kept, so
-that a page of many long runs stays small; the table of a run has the values of its newest step.
+A run is a folder with `metrics.jsonl`. The overview of a run takes the end of that file, its details all of it: curves
+are thinned to `MOST_POINTS` points each, first and last kept, so that the page of a long run stays small.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from nemo_rl.config.yaml_text import YamlProblem, parse_yaml, yaml_line
-from nemo_rl.diagnostics.rollouts.choice import steps_with_rollouts
+from nemo_rl.data_plane.ledger.events import EVENTS_FILE
 from nemo_rl.errors import UserError
+from nemo_rl.tracer.process import HUB_FILE, OPEN_FILE
+from nemo_rl.tracer.store import stream_files
+from nemo_rl.tracer.stream_reader import RECORDING_FOLDER
+from nemo_rl.utils.rollout_file import steps_with_rollouts
 from nemo_rl.utils.trackers import METRICS_FILE, read_metrics
 
-__all__ = ["MOST_POINTS", "ViewedRun", "find_runs"]
+__all__ = ["COLUMNS", "MOST_POINTS", "ViewedRun", "find_runs", "id_of"]
+
+Steps: TypeAlias = list[int]
+Curves: TypeAlias = dict[str, tuple[int, list[float | None]]]
+"""Metric -> the place of its steps in a list, and its values."""
 
 CONFIG_FILE = "config.yaml"
-MOST_POINTS = 1000
+COLUMNS = {
+    "reward": "train/reward",
+    "validation": "val/accuracy",
+    "loss": "train/loss",
+    "step s": "timing/step_s",
+    "tokens/s": "rollout/tokens_per_s",
+}
+"""Columns of the table of runs, and the metrics whose newest values they have."""
+TAIL_BYTES = 1 << 20
+"""End of the metrics file that the overview reads: some 200 steps."""
+MOST_POINTS = 500
 """Points of one curve."""
+DIGITS = 6
+"""Significant ones of a value of a curve; the page shows 4."""
 DEPTH = 4
 """Levels of folders that are searched for runs."""
 
@@ -34,26 +58,44 @@ class ViewedRun:
     """Its path below the folder that is shown."""
     folder: Path
 
-    def record(self) -> dict[str, Any]:
-        """Return name, settings, curves and newest values as JSON carries them."""
-        curves: dict[str, tuple[list[int], list[float]]] = {}
-        last: dict[str, float] = {}
-        for row in read_metrics(self.folder / METRICS_FILE):
-            step = int(row.pop("step"))
-            for name, value in row.items():
-                steps, values = curves.setdefault(name, ([], []))
-                if steps and step <= steps[-1]:
-                    continue  # a resumed run has written the step once more
-                steps.append(step)
-                values.append(value)
-            last |= row
+    @property
+    def id(self) -> str:
+        """Return the name of the run in paths of the page; the same whatever other runs there are."""
+        return id_of(self.name)
+
+    def overview(self) -> dict[str, Any]:
+        """Return a line of the table of runs, and the settings."""
+        step, newest = 0, dict[str, float]()
+        for row in read_metrics(self.folder / METRICS_FILE, last_bytes=TAIL_BYTES):
+            step = max(step, int(row["step"]))
+            newest |= row
         return {
+            "id": self.id,
             "name": self.name,
-            "steps": max((steps[-1] for steps, _ in curves.values()), default=0),
-            "last": last,
-            "curves": {name: [_thinned(part) for part in curve] for name, curve in sorted(curves.items())},
+            "changed": (self.folder / METRICS_FILE).stat().st_mtime,
+            "steps": step,
+            "numbers": [_number(newest.get(metric)) for metric in COLUMNS.values()],
+            "rollouts": max(steps_with_rollouts(self.folder), default=None),
             "settings": self.settings(),
-            "hasRollouts": bool(steps_with_rollouts(self.folder)),
+        }
+
+    def details(self) -> dict[str, Any]:
+        """Return curves, and what else the folder holds.
+
+        Curves of the same steps share them: a curve is the place of its steps in `axes`, and its values.
+        """
+        path = self.folder / METRICS_FILE
+        state = path.stat()
+        axes, curves = _curves(path, state.st_mtime_ns, state.st_size)
+        return {
+            "axes": axes,
+            "curves": curves,
+            "folder": str(self.folder),
+            "command": shlex.quote(str(self.folder)),
+            "rollouts": steps_with_rollouts(self.folder),
+            "kept": self._kept_steps(),
+            "hasEvents": (self.folder / EVENTS_FILE).is_file(),
+            "tracer": self._tracer(),
         }
 
     def settings(self) -> dict[str, str]:
@@ -63,6 +105,25 @@ class ViewedRun:
         except (OSError, ValueError, YamlProblem):
             return {}
         return dict(_flat(tree, "")) if isinstance(tree, Mapping) else {}
+
+    def _kept_steps(self) -> list[int]:
+        if self.settings().get("diagnostics.keep_steps.enabled") != "true":
+            return []
+        from nemo_rl.algorithms.kept_steps.folder import StepsFolder  # noqa: PLC0415  (torch takes seconds)
+
+        return [step.number for step in StepsFolder(self.folder).all()]
+
+    def _tracer(self) -> dict[str, str] | None:
+        """Return what there is of the live tracer: `running` with the file that opens it, or `recorded`."""
+        folder = self.folder / RECORDING_FOLDER
+        if (folder / HUB_FILE).is_file():
+            return {"state": "running", "file": str(folder / OPEN_FILE)}
+        return {"state": "recorded", "file": str(folder)} if stream_files(folder) else None
+
+
+def id_of(name: str) -> str:
+    """Return a short name of letters and digits for a path."""
+    return hashlib.blake2s(name.encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
 
 
 def find_runs(folder: Path) -> list[ViewedRun]:
@@ -96,6 +157,31 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
         return
     for name in below:
         yield from _walk(folder / name, depth - 1)
+
+
+@lru_cache(maxsize=16)
+def _curves(
+    path: Path, _mtime_ns: int, _size: int
+) -> tuple[list[list[int]], dict[str, tuple[int, list[float | None]]]]:
+    """Return the curves of a file, and the steps that they share; read once for each state of the file."""
+    found: dict[str, dict[int, float | None]] = {}
+    for row in read_metrics(path):
+        step = int(row.pop("step"))
+        for name, value in row.items():
+            found.setdefault(name, {})[step] = value
+    axes: dict[tuple[int, ...], int] = {}
+    curves: Curves = {}
+    for name, curve in sorted(found.items()):
+        steps = _thinned(sorted(curve))  # a run that went on from an earlier step has written some once more
+        axis = axes.setdefault(tuple(steps), len(axes))
+        curves[name] = axis, [_number(curve[step]) for step in steps]
+    return [list(steps) for steps in axes], curves
+
+
+def _number(value: object) -> float | None:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.{DIGITS}g}")
 
 
 def _thinned(values: list[Any]) -> list[Any]:

@@ -7,16 +7,16 @@ are refused, so that no page of another site can reach the server by a name of i
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 import socket
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl.diagnostics.view.pages import INDEX, read_file
-from nemo_rl.diagnostics.view.runs import ViewedRun
-from nemo_rl.errors import ResourceError
+from nemo_rl.diagnostics.view.pages import INDEX, ViewPages
+from nemo_rl.diagnostics.view.tracers import OpenTracers
+from nemo_rl.errors import NemoRLError, ResourceError
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ViewServer"]
 
+TRACER = re.compile("tracer-([0-9a-f]{12})")
+"""Path that leads to the tracer's page of a run."""
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost")
 CONTENT_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".LICENSE": "text/plain"}
@@ -46,15 +48,15 @@ class ViewServer:
     """A server whose port is taken when it is made.
 
     Args:
-        find: returns the runs at each load of the page.
+        pages: the files of the page.
         port: 0 takes a free one.
 
     Raises:
         ResourceError: the port is taken.
     """
 
-    def __init__(self, find: Callable[[], Sequence[ViewedRun]], *, port: int = 0) -> None:
-        self._find, self._token = find, secrets.token_urlsafe(32)
+    def __init__(self, pages: ViewPages, *, port: int = 0) -> None:
+        self._pages, self._tracers, self._token = pages, OpenTracers(), secrets.token_urlsafe(32)
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -88,6 +90,7 @@ class ViewServer:
                 uvicorn.Server(settings).run(sockets=[self._socket])
         finally:
             self._socket.close()
+            self._tracers.close()
 
     def _answer(self, request: Request) -> Response:
         """Answer one request; starlette runs it in a thread."""
@@ -101,7 +104,14 @@ class ViewServer:
         if not self._is_known(request.cookies.get(cookie, "")):
             return PlainTextResponse("open the address that nemo-rl view has printed\n", 401, headers=HEADERS)
         path = request.path_params["path"] or INDEX
-        content = read_file(path, self._find())
+        try:
+            traced = TRACER.fullmatch(path)
+            run = None if traced is None else self._pages.run(traced[1])
+            if run is not None:
+                return RedirectResponse(self._tracers.address(run.folder), headers=HEADERS)
+            content = self._pages.read(path, key=request.query_params.get("key", ""))
+        except (NemoRLError, OSError) as error:
+            return PlainTextResponse(f"{error}\n", 404, headers=HEADERS)
         if content is None:
             return PlainTextResponse("no such page\n", 404, headers=HEADERS)
         policy = {"Content-Security-Policy": POLICY} if path == INDEX else {}

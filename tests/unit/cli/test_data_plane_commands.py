@@ -97,6 +97,17 @@ def test_a_killed_job_is_told_from_its_log(job, tmp_path: Path, capsys) -> None:
     assert "run job, ended" in run(capsys, "data-plane", "stat", "--run", tmp_path)
 
 
+@pytest.mark.parametrize("line", ["{", "[1]", '{"event": 1}', '{"event": "read", "rows": 1}'])
+def test_a_damaged_log_is_named_with_its_line(job, tmp_path: Path, capsys, monkeypatch, line: str) -> None:
+    job.close()
+    with tmp_path.joinpath(EVENTS_FILE).open("a") as events:
+        events.write(f"{line}\n")
+    number = tmp_path.joinpath(EVENTS_FILE).read_text().count("\n")
+    for args in (("data-plane", "stat", "--run", tmp_path), ("inspect", tmp_path, "row", "u0_g0")):
+        code, said = fail(capsys, monkeypatch, *args)
+        assert code == 2 and f"{EVENTS_FILE}: line {number}: expected an event" in " ".join(said.split())
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
