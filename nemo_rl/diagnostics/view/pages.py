@@ -13,10 +13,16 @@ from nemo_rl.diagnostics.rollouts.choice import choose_rollouts
 from nemo_rl.diagnostics.rollouts.page import page_text
 from nemo_rl.diagnostics.view.runs import ViewedRun
 from nemo_rl.errors import UserError
+from nemo_rl.tracer import PAGE_FOLDER
 
 __all__ = ["DATA", "INDEX", "page_files", "read_file", "rollouts_path", "write_pages"]
 
-FOLDER = Path(__file__).parent / "page"
+FILES = {
+    path.name: path
+    for path in (*sorted((Path(__file__).parent / "page").iterdir()), *sorted(PAGE_FOLDER.glob("uPlot.*")))
+    if path.is_file()
+}
+"""The fixed files; both pages draw with one copy of uPlot."""
 INDEX, DATA = "index.html", "data.js"
 MOST_ROWS = 64
 """Rows of one step on the page of a run's rollouts."""
@@ -24,8 +30,7 @@ MOST_ROWS = 64
 
 def page_files(runs: Sequence[ViewedRun]) -> list[str]:
     """Return the paths of all files of the page."""
-    fixed = [path.name for path in sorted(FOLDER.iterdir()) if path.is_file()]
-    return [*fixed, DATA, *(rollouts_path(number) for number in range(len(runs)))]
+    return [*FILES, DATA, *(rollouts_path(number) for number in range(len(runs)))]
 
 
 def rollouts_path(number: int) -> str:
@@ -42,7 +47,7 @@ def read_file(path: str, runs: Sequence[ViewedRun]) -> bytes | None:
         if path == rollouts_path(number):
             return _rollouts(run)
     # Only names that the folder has: a path of a request never reaches the file system.
-    return (FOLDER / path).read_bytes() if path in {file.name for file in FOLDER.iterdir()} else None
+    return FILES[path].read_bytes() if path in FILES else None
 
 
 def _rollouts(run: ViewedRun) -> bytes | None:

@@ -22,6 +22,7 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
+from nemo_rl.tracer import PAGE_FOLDER
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.legacy import LEGACY_PATH, serve_legacy
 from nemo_rl.tracer.hub.ranks import Ranks
@@ -31,7 +32,6 @@ from nemo_rl.tracer.tokens import HubTokens
 
 __all__ = ["HubEndpoint", "HubServer", "Pages", "refuse"]
 
-FOLDER = Path(__file__).parent.parent / "page"
 CONTENT_TYPES: Mapping[str, str] = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -64,7 +64,7 @@ class Pages:
     """The files of a folder, below it too."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        folder = folder or FOLDER
+        folder = folder or PAGE_FOLDER
         found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
         files = [path for path in found if path.suffix in CONTENT_TYPES]
         self._files = {f"/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in files}

@@ -18,6 +18,40 @@ export function h(tag, properties = {}, ...children) {
   return element;
 }
 
+/** A button with a text, or with more inside. */
+export const button = (textContent, onclick, more = {}) => h("button", { type: "button", textContent, onclick, ...more });
+
+/** A label above an input or a select. */
+export const field = (label, input) => h("label", { className: "field" }, h("span", {}, label), input);
+
+/** A small text. */
+export const note = (textContent, more = {}) => h("p", { className: "key", textContent, ...more });
+
+/** A card with a heading, which is a text or an element. */
+export function pane(title, ...children) {
+  const head = typeof title === "string" ? h("h2", { className: "pane-title", textContent: title }) : title;
+  return h("section", { className: "pane" }, head, ...children);
+}
+
+/** The heading of a pane, for texts that change. */
+export const paneTitle = () => h("h2", { className: "pane-title" });
+
+/** A table in an element that scrolls; columns from `firstNumber` on are numbers. Rows are lists of texts and nodes, or rows. */
+export function table(names, rows, { firstNumber = names.length, className = "" } = {}) {
+  const kind = (i) => (i >= firstNumber ? "number" : "");
+  const head = names.map((textContent, i) => h("th", { scope: "col", className: kind(i), textContent }));
+  const line = (row) => (Array.isArray(row) ? h("tr", {}, ...row.map((cell, i) => h("td", { className: kind(i) }, cell))) : row);
+  const parts = [h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...rows.map(line))];
+  return h("div", { className: "scroll-x" }, h("table", { className }, ...parts));
+}
+
+/** A dialog with a heading and a button that closes it. */
+export function dialog(label, ...children) {
+  const close = button("Close", () => root.close(), { className: "primary" });
+  const root = h("dialog", { className: "help", "aria-label": label }, h("h2", { textContent: label }), ...children, close);
+  return root;
+}
+
 /**
  * A label and a select below it.
  * @param {string} label
@@ -26,7 +60,7 @@ export function h(tag, properties = {}, ...children) {
  */
 export function choice(label, onchange) {
   const select = h("select", { "aria-label": label, onchange: () => onchange(select.value) });
-  return { root: h("label", { className: "field" }, h("span", {}, label), select), select };
+  return { root: field(label, select), select };
 }
 
 /**

@@ -43,7 +43,7 @@ export function fileName(parts, suffix) {
  * @returns {Promise<Blob>}
  */
 export function pictureOf(view, heading) {
-  const pieces = view.canvases().filter(({ canvas }) => canvas.width > 1 && canvas.offsetParent !== null);
+  const pieces = view.canvases().filter(({ canvas }) => canvas?.width > 1 && canvas.offsetParent !== null);
   const ratio = window.devicePixelRatio || 1;
   const whole = document.createElement("canvas");
   const context = whole.getContext("2d");

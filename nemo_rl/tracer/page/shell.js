@@ -238,6 +238,7 @@ export class Shell {
 
   async png() {
     this.app.render();
+    await null; // uPlot draws when what runs now has ended
     download(this.name("png"), await pictureOf(this.app.view, this.heading()));
   }
 
