@@ -47,7 +47,7 @@ export function extremes(numbers) {
 }
 
 /** A line through places. */
-export function stroke(context, places) {
+function stroke(context, places) {
   context.beginPath();
   for (const [x, y] of places) context.lineTo(x, y);
   context.stroke();

@@ -85,13 +85,8 @@ function paste(whole, context, pieces, heading, ratio) {
 function list(whole, context, { columns, rows }, heading, ratio) {
   const lines = [columns, ...rows.slice(0, MOST_LINES)].map((row) => row.map(String));
   const widths = columns.map((_, i) => Math.min(24, Math.max(...lines.map((line) => line[i].length))) * 7.4 + 14);
-  begin(
-    whole,
-    context,
-    [widths.reduce((sum, width) => sum + width, 2 * MARGIN), HEAD + lines.length * 18 + MARGIN],
-    heading,
-    ratio,
-  );
+  const size = [widths.reduce((sum, width) => sum + width, 2 * MARGIN), HEAD + lines.length * 18 + MARGIN];
+  begin(whole, context, size, heading, ratio);
   context.font = MONO;
   lines.forEach((line, row) => {
     let x = MARGIN;

@@ -40,7 +40,6 @@ export class Picker {
    */
   update(watched, catalogue) {
     let left = [...watched.values()].filter(this.takes);
-    this.isEmpty = left.length === 0;
     const all = left;
     for (const kind of ["phase", "kind", "way", "reducer"]) {
       let options = [...new Set(left.map((seen) => seen[kind]))];
@@ -85,6 +84,4 @@ export function placesOf(chosen) {
   return places.sort((a, b) => (a.layer ?? -1) - (b.layer ?? -1) || (a.text < b.text ? -1 : 1));
 }
 
-const labelOf = (site) => (
-  site.layer !== null && site.layer !== undefined ? `layer ${site.layer}` : site.name ?? site.kind
-);
+const labelOf = ({ layer, name, kind }) => ((layer ?? null) !== null ? `layer ${layer}` : name ?? kind);

@@ -100,9 +100,6 @@ export function evenness(counts, numExperts) {
   const total = numbers.reduce((sum, count) => sum + count, 0);
   if (total <= 0) return NaN;
   if (numExperts < 2) return 1;
-  const entropy = numbers.reduce(
-    (sum, count) => (count > 0 ? sum - (count / total) * Math.log(count / total) : sum),
-    0,
-  );
-  return entropy / Math.log(numExperts);
+  const shares = numbers.filter((count) => count > 0).map((count) => count / total);
+  return shares.reduce((entropy, share) => entropy - share * Math.log(share), 0) / Math.log(numExperts);
 }

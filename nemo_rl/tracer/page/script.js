@@ -60,11 +60,7 @@ function functionsOf(app) {
     value({ run = app.run, step = app.step, phase = "train", update = 0, site, reducer }) {
       const frame = app.store.frame(run, step, { phase, update, reducer }, site);
       if (frame === undefined) return null;
-      return {
-        shape: [...frame.shape],
-        values: Array.from(frame.values, plain),
-        header: structuredClone(frame.header),
-      };
+      return { shape: [...frame.shape], values: Array.from(frame.values, plain), header: structuredClone(frame.header) };
     },
     /** Numbers that are shown, as the CSV has them. */
     csv: () => csvOf(app.numbers()),
