@@ -136,7 +136,7 @@ def test_a_chart_says_exact_numbers_goes_to_a_step_and_zooms(browser, feed):
     page.mouse.up()
     assert page.evaluate("() => tracer.step") == 7  # dragging is no click
     feed.step(run, 21)
-    page.wait_for_function(IS_HERE, arg=21)
+    page.wait_for_function("() => document.querySelector('.range').textContent.endsWith('21')")
     browser.settle(page)
     page.mouse.move(*place_of(11.8, first=10, last=13))  # zoomed, also after a new step
     assert page.locator(".tooltip strong").text_content() == "train/loss, step 12"
