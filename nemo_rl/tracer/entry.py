@@ -16,7 +16,6 @@ whole one is found again.
 from __future__ import annotations
 
 import json
-import math
 import os
 import zlib
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from struct import Struct
 from typing import Any, BinaryIO
 
 from nemo_rl.tracer.frame import BadFrame, Frame, FrameTable, decode
+from nemo_rl.tracer.protocol import dump
 
 __all__ = [
     "HEAD",
@@ -117,7 +117,7 @@ def pack_entry(kind: EntryKind, body: bytes, *, step: object = None, is_repeat: 
 
 def pack_message(record: Mapping[str, object]) -> bytes:
     """Return the body of a message: strict JSON, with null for numbers that are not finite."""
-    return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")).encode()
+    return dump(record).encode()
 
 
 def entry_at(file: BinaryIO, at: int, *, size: int, with_body: bool = True) -> StreamEntry | EntryProblem:
@@ -168,13 +168,3 @@ def find_entry(file: BinaryIO, start: int, *, size: int) -> int | None:
 def size_of(file: BinaryIO) -> int:
     """Return the size of an open file, in bytes."""
     return os.fstat(file.fileno()).st_size
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return value
