@@ -181,7 +181,7 @@ class HubProcess:
         return found if isinstance(found, dict) else {}
 
     def _open_page(self) -> str:
-        target = escape(f"http://{self.address}/#token={self.tokens.controller}", quote=True)
+        target = escape(f"http://{self.address}/#token={self.tokens.controller}")
         return (
             '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
             f'<title>Tracer</title><meta http-equiv="refresh" content="0; url={target}">'

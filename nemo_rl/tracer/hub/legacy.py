@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,9 @@ from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.frame import Frame, FrameTable, decode
 from nemo_rl.tracer.hub.history import Kept
 from nemo_rl.tracer.hub.hub import Hub
-from nemo_rl.tracer.hub.sessions import MAX_BAD_MESSAGES, Sessions, refuse
+from nemo_rl.tracer.hub.sessions import Sessions, refuse
 from nemo_rl.tracer.hub.viewer import Viewer
-from nemo_rl.tracer.protocol import BadMessage, ErrorCode, HubLimits, Role, dump, parse
+from nemo_rl.tracer.protocol import BadMessage, ErrorCode, HubLimits, Role, dump
 from nemo_rl.tracer.reducer import Full, Project, Reducer, Tiles
 from nemo_rl.tracer.watch import BY_FLAG, Classical
 
@@ -162,6 +164,10 @@ class LegacyViewer(Viewer):
         """Send a message of this protocol."""
         super().message(dump(message))
 
+    def refused(self, error: BadMessage) -> None:
+        """Send why a message was refused."""
+        self.say({"type": "error", "code": error.code.value, "text": str(error)})
+
     def ask(self, request: LegacyRequest) -> None:
         """Show this from now on."""
         self._request, self._started = request, dump(self._start())
@@ -221,27 +227,11 @@ class LegacyViewer(Viewer):
 async def serve_legacy(connection: ServerConnection, hub: Hub, sessions: Sessions) -> None:
     """Serve one viewer until the connection ends; its token was checked before."""
     viewer = LegacyViewer(connection, hub.limits, hub)
-    try:
-        sessions.enter(viewer, is_taking_over=False)
-    except BadMessage as error:
-        await refuse(connection, error.code, str(error))
-        return
-    writing = asyncio.create_task(viewer.write())
-    num_bad = 0
-    try:
-        async for message in connection:
-            try:
-                _hear(viewer, sessions, parse(message if isinstance(message, str) else ""))
-            except BadMessage as error:
-                num_bad += 1
-                viewer.say({"type": "error", "code": error.code.value, "text": str(error)})
-                if num_bad > MAX_BAD_MESSAGES:
-                    await refuse(connection, error.code, "too many invalid messages")
-    except ConnectionClosed:
-        pass
-    finally:
-        writing.cancel()
-        sessions.leave(viewer)
+    with suppress(ConnectionClosed):
+        try:
+            await sessions.serve_viewer(viewer, partial(_hear, viewer, sessions))
+        except BadMessage as error:
+            await refuse(connection, error.code, str(error))
 
 
 def _hear(viewer: LegacyViewer, sessions: Sessions, said: Mapping[str, Any]) -> None:

@@ -209,11 +209,6 @@ class HubServer:
             self._server.close()
             await self._server.wait_closed()
 
-    @property
-    def has_waiting(self) -> bool:
-        """Return whether a message waits for a viewer."""
-        return any(viewer.has_waiting for viewer in self.sessions.viewers)
-
     def _answer(self, connection: ServerConnection, request: Request) -> Response | None:
         path, _, query = request.path.partition("?")
         is_legacy = self._endpoint.has_legacy and path == LEGACY_PATH

@@ -16,7 +16,7 @@ from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
 
 from nemo_rl.tracer.hub.history import Kept, Place
-from nemo_rl.tracer.protocol import ErrorCode, HubLimits, Role, dump, error_text
+from nemo_rl.tracer.protocol import BadMessage, ErrorCode, HubLimits, Role, dump, error_text
 
 __all__ = ["Viewer"]
 
@@ -76,6 +76,10 @@ class Viewer:
         if not self._is_stalled:
             self._put(text)
         self._wake.set()
+
+    def refused(self, error: BadMessage) -> None:
+        """Send why a message of the viewer was refused."""
+        self.message(error_text(error.code, str(error)))
 
     def frame(self, kept: Kept) -> None:
         """Send a frame; older ones give way where too much waits."""
