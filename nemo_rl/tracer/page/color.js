@@ -18,11 +18,7 @@ export const isDark = () => document.documentElement.dataset.theme === "dark";
 /** Colour of run A (0) or run B (1). */
 export const seriesColour = (side) => SERIES[isDark() ? "dark" : "light"][side];
 
-/**
- * 256 colours as `rgb(...)`.
- * @param {boolean} isDiverging
- * @returns {string[]}
- */
+/** 256 colours as `rgb(...)`. */
 export function colours(isDiverging) {
   const anchors = isDiverging ? DIVERGING[isDark() ? "dark" : "light"] : VIRIDIS;
   if (!tables.has(anchors)) tables.set(anchors, Array.from({ length: 256 }, (_, i) => between(anchors, i / 255)));

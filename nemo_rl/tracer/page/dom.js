@@ -2,13 +2,7 @@
 
 const DISTANCE = 14; // of the tooltip from the pointer, in pixels
 
-/**
- * An element with properties, attributes (those with a dash, `role` and `for`), listeners (`on...`) and children.
- * @param {string} tag
- * @param {Object} [properties]
- * @param {...(Node|string)} children
- * @returns {HTMLElement}
- */
+/** An element with properties, attributes (those with a dash, `role` and `for`), listeners (`on...`) and children. */
 export function h(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -56,8 +50,6 @@ export function dialog(label, ...children) {
 
 /**
  * A label and a select below it.
- * @param {string} label
- * @param {function(string): void} onchange
  * @returns {{root: HTMLElement, select: HTMLSelectElement}}
  */
 export function choice(label, onchange) {
@@ -67,9 +59,7 @@ export function choice(label, onchange) {
 
 /**
  * Puts options into a select, without touching it where they are there already.
- * @param {HTMLSelectElement} select
  * @param {Array<[string, string]>} options value and text
- * @param {string} value
  */
 export function setOptions(select, options, value) {
   const wanted = JSON.stringify(options);
@@ -112,8 +102,6 @@ export class Tooltip {
 
   /**
    * Shows pairs of a name and a text beside a place of the window.
-   * @param {string} title
-   * @param {Array<[string, string]>} pairs
    * @param {{clientX: number, clientY: number}} place
    */
   show(title, pairs, place) {

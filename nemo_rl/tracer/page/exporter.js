@@ -39,8 +39,6 @@ export function fileName(parts, suffix) {
 /**
  * One picture of all canvases of a view, with a heading; of a table where it has none.
  * @param {{canvases: function(): Array<{title: string, canvas: HTMLCanvasElement}>, numbers: function(): Object}} view
- * @param {string} heading
- * @returns {Promise<Blob>}
  */
 export function pictureOf(view, heading) {
   const pieces = view.canvases().filter(({ canvas }) => canvas?.width > 1 && canvas.offsetParent !== null);

@@ -5,13 +5,10 @@ import { choice, h, setOptions } from "./dom.js";
 const KINDS = ["phase", "kind", "way", "reducer", "update"];
 const LABELS = { phase: "Phase", kind: "Site", way: "Direction", reducer: "Reducer", update: "Update" };
 
-/**
- * Linked selects: what is chosen first narrows what follows. `chosen` is one of the watched pictures, or undefined.
- */
+/** Linked selects: what is chosen first narrows what follows. `chosen` is one of the watched pictures, or undefined. */
 export class Picker {
   /**
    * @param {function(Object): boolean} takes which of the watched pictures a view can show
-   * @param {function(): void} changed
    * @param {string[]} [first] kinds of sites that are chosen where nobody has chosen
    */
   constructor(takes, changed, first = []) {
@@ -35,7 +32,6 @@ export class Picker {
 
   /**
    * Reads what has been watched of a run.
-   * @param {Map<string, Object>} watched
    * @param {Object} catalogue site kind -> place in the order of a pass
    */
   update(watched, catalogue) {
@@ -76,7 +72,6 @@ function textOf(kind, name) {
 
 /**
  * Sites of a chosen picture by layer, ascending; those outside the layers first, by name.
- * @param {Object} chosen
  * @returns {Array<{text: string, label: string, layer: ?number}>}
  */
 export function placesOf(chosen) {

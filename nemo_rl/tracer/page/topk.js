@@ -76,7 +76,7 @@ export class TopKView extends View {
 
   rowOf(line) {
     const cells = line.best.map(({ value, feature, text }) => {
-      const className = this.isLogits && line.next === feature ? "candidate hit" : "candidate";
+      const className = this.isLogits && line.next === feature ? "hit" : "";
       const name = h("span", { className, textContent: this.isLogits ? text : `[${feature}]` });
       const number = h("small", { textContent: short(value), title: exact(value) });
       return h("td", { className: Number.isFinite(value) ? "" : "not-finite" }, name, number);
