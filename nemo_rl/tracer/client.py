@@ -174,7 +174,10 @@ class LiveClient:
         except TimeoutError:
             return None
         except ConnectionClosed as error:
-            raise HubGone(f"the hub at {self._address} is gone: {_reason(error)}") from error
+            why = "the connection was lost"
+            if (said := error.rcvd) is not None:
+                why = f"it closed the connection ({f'{said.code} {printable(said.reason, limit=200)}'.strip()})"
+            raise HubGone(f"the hub at {self._address} is gone: {why}") from error
         return found if isinstance(found, bytes) else _message(found)
 
     def _why_closed(self) -> NemoRLError:
@@ -201,9 +204,3 @@ def _message(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise HubGone("the hub sent an invalid message: expected a JSON object")
     return found
-
-
-def _reason(error: ConnectionClosed) -> str:
-    if error.rcvd is None:
-        return "the connection was lost"
-    return f"it closed the connection ({f'{error.rcvd.code} {printable(error.rcvd.reason, limit=200)}'.strip()})"

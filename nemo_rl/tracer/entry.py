@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from struct import Struct
@@ -120,11 +120,13 @@ def pack_message(record: Mapping[str, object]) -> bytes:
     return dump(record).encode()
 
 
-def entry_at(file: BinaryIO, at: int, *, size: int, with_body: bool = True) -> StreamEntry | EntryProblem:
+def entry_at(
+    file: BinaryIO, at: int, *, size: int, with_body: Set[EntryKind] = frozenset(EntryKind)
+) -> StreamEntry | EntryProblem:
     """Return the entry that begins at byte `at` of a file of `size` bytes, or the reason why there is none.
 
     Args:
-        with_body: reads it and checks the CRC; without, only the head is read, and a damaged body goes unnoticed.
+        with_body: kinds whose body is read and checked; of others a damaged body goes unnoticed.
     """
     if at + HEAD.size > size:
         return EntryProblem.INCOMPLETE
@@ -137,8 +139,8 @@ def entry_at(file: BinaryIO, at: int, *, size: int, with_body: bool = True) -> S
         return EntryProblem.DAMAGED
     if at + HEAD.size + length > size:
         return EntryProblem.INCOMPLETE
-    body = file.read(length) if with_body else b""
-    if with_body and (len(body) != length or zlib.crc32(body, zlib.crc32(head[: FIELDS.size])) != crc):
+    body = file.read(length) if kind in with_body else b""
+    if kind in with_body and (len(body) != length or zlib.crc32(body, zlib.crc32(head[: FIELDS.size])) != crc):
         return EntryProblem.DAMAGED
     return StreamEntry(
         kind=EntryKind(kind),

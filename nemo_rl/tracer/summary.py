@@ -274,7 +274,8 @@ class StreamSummary:
     def first_non_finite(self) -> Mapping[str, Any] | None:
         """Return the first of the frames that are here or, where these are later, of those that the hub has seen."""
         found, said = self.first.of(self.run), self.said.get("first_non_finite")
-        if isinstance(said, Mapping) and _is_before(said, found):
+        step = said.get("step") if isinstance(said, Mapping) else None
+        if type(step) is int and (found is None or step < found.where.step):
             return said
         return None if found is None else found.as_record()
 
@@ -344,8 +345,3 @@ def summarize(reader: StreamReader) -> RecordingSummary:
             summary.num_bytes += path.stat().st_size
     summary.age_s = quiet_s(reader.folder)
     return summary
-
-
-def _is_before(said: Mapping[str, Any], found: NonFiniteSite | None) -> bool:
-    step = said.get("step")
-    return type(step) is int and (found is None or step < found.where.step)

@@ -177,7 +177,8 @@ class Hub:
         self.problems: list[str] = []
         self.marks: list[Mapping[str, Any]] = []
         self._artifacts, self._sinks = artifacts, list[SinkThread]()
-        self._subscribers: list[Viewer] = []
+        self.subscribers: list[Viewer] = []
+        """Viewers that get what is published."""
         self._first = FirstNonFinite()
         self._loop = asyncio.get_running_loop()
 
@@ -205,7 +206,7 @@ class Hub:
     def publish_frame(self, frame: Frame) -> None:
         """Publish a picture."""
         kept = self.history.add_frame(frame)
-        for subscriber in self._subscribers:
+        for subscriber in self.subscribers:
             subscriber.frame(kept)
         for sink in self._sinks:
             sink.frame(kept.message)
@@ -244,7 +245,7 @@ class Hub:
     @property
     def is_ahead(self) -> bool:
         """Return whether a viewer that reads has not yet taken what was published."""
-        return any(subscriber.is_behind for subscriber in self._subscribers)
+        return any(subscriber.is_behind for subscriber in self.subscribers)
 
     # Watches.
 
@@ -282,15 +283,6 @@ class Hub:
         return dump({"type": "plan", "watches": list(self.plan.texts), "digest": self.plan.digest})
 
     # Viewers.
-
-    def add_subscriber(self, subscriber: Viewer) -> None:
-        """Get what is published from now on."""
-        self._subscribers.append(subscriber)
-
-    def remove_subscriber(self, subscriber: Viewer) -> None:
-        """Get nothing more."""
-        if subscriber in self._subscribers:
-            self._subscribers.remove(subscriber)
 
     def add_sink(self, sink: SinkThread) -> None:
         """Get what is published from now on, and the plan."""
@@ -347,7 +339,7 @@ class Hub:
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         text = dump(message)
-        for subscriber in self._subscribers:
+        for subscriber in self.subscribers:
             subscriber.message(text)
         for sink in self._sinks:
             sink.message(message)

@@ -80,17 +80,14 @@ class LegacyRequest:
         for name in (*flags, *compressors):
             if name not in FLAGS:
                 raise BadMessage(f"expected flags among {', '.join(FLAGS)}, got {shorten(name)!r}")
-        found = {FLAGS[name]: _reducer(name, compressors.get(name)) for name, value in flags.items() if _is_on(value)}
+        chosen = [name for name, value in flags.items() if str(value).lower() == "true"]
+        found = {FLAGS[name]: _reducer(name, compressors.get(name)) for name in chosen}
         return cls(reducers={each: reducer for each, reducer in found.items() if reducer is not None})
 
     @property
     def watches(self) -> list[str]:
         """Return texts of watches."""
         return [f"{each.sites} & forward | {reducer} | {PHASE}" for each, reducer in self.reducers.items()]
-
-
-def _is_on(value: object) -> bool:
-    return value is True or (isinstance(value, str) and value.lower() == "true")
 
 
 def _reducer(flag: str, config: object) -> Reducer | None:

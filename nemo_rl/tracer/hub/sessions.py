@@ -316,11 +316,11 @@ class Sessions:
         self.viewers.append(viewer)
         viewer.message(self._hub.welcome(viewer.role))
         self._hub.greet(viewer)
-        self._hub.add_subscriber(viewer)
+        self._hub.subscribers.append(viewer)
 
     def leave(self, viewer: Viewer) -> None:
         """Remove a viewer, which gets no more."""
-        self._hub.remove_subscriber(viewer)
+        self._hub.subscribers.remove(viewer)
         self.viewers.remove(viewer)
         # Another one may have taken over since.
         self.controller = None if self.controller is viewer else self.controller

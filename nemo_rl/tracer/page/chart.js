@@ -8,7 +8,7 @@ export const FONT = "11px ui-sans-serif, system-ui, sans-serif";
 export const MONO = "12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace";
 
 const MANY = 400; // steps in one line
-const WHOLE = Array.from({ length: 48 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3)); // distances of steps
+const ROUND = Array.from({ length: 180 }, (_, i) => Number(`${[1, 2, 5][i % 3]}e${Math.floor(i / 3) - 30}`)); // between numbers of an axis
 const MIN_WIDTH = 150;
 const DRAG_PX = 8;
 const LABEL_PX = 12; // from one number beside an axis to the next
@@ -136,15 +136,16 @@ export class Chart {
       legend: { show: false },
       cursor: { y: false, points: { show: false }, drag: { x: true, y: false, dist: DRAG_PX } },
       scales: {
-        x: { time: false, range: (_, low, high) => this.across(low, high) },
+        x: { time: false, range: (plot, low, high) => this.across(plot.data[0], low, high) },
         y: { distr: isLog ? 4 : 1, asinh: unit, range: (_, low, high) => this.upwards(low, high) },
       },
       axes: [
-        { ...axis, size: 22, space: 40, incrs: WHOLE, grid: { show: false }, values: label },
+        { ...axis, size: 22, space: 40, incrs: ROUND.filter((size) => size >= 1), grid: { show: false }, values: label },
         {
           ...axis,
           size: 52,
           space: 24,
+          incrs: ROUND,
           filter: kept,
           grid: { stroke: () => ink("line"), width: 1, filter: kept },
           values: (_, splits) => splits.map((y) => (y === null ? null : tick(Math.abs(y) < 1e-15 ? 0 : y))),
@@ -175,7 +176,8 @@ export class Chart {
     };
   }
 
-  across(low, high) {
+  across(xs, low, high) {
+    if (xs.length === 1) [low, high] = [xs[0], xs[0]]; // uPlot gives some range around it
     const align = this.what.lines.find(({ bars }) => bars)?.bars[1];
     if (align === 1) return [low, high + 1];
     return align === 0 || low === high ? [low - 0.5, high + 0.5] : [low, high];

@@ -215,15 +215,10 @@ class App {
     return at < 0 ? 0 : left[at] < right[at] ? -1 : 1;
   }
 
-  /** The first values that are not finite: as the hub says, or as seen here. */
+  /** The first values that are not finite, as the hub says. */
   firstNonFinite(run) {
-    const { info, notFinite } = this.store.run(run);
-    const said = info.first_non_finite;
-    if (said) return { step: said.step, phase: said.phase, site: said.site, num: said.num, text: siteText(said.site) };
-    const step = [...notFinite.keys()].sort((a, b) => a - b)[0];
-    if (step === undefined) return undefined;
-    const [first] = [...notFinite.get(step).values()].sort((a, b) => this.compareSites(a, b));
-    return { step, phase: first.phase, site: first.site, num: first.number, text: siteText(first.site) };
+    const said = this.store.run(run).info.first_non_finite;
+    return said ? { ...said, text: siteText(said.site) } : undefined;
   }
 
   goToNonFinite(run = this.run) {
