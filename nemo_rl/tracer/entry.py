@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from struct import Struct
@@ -74,15 +74,12 @@ class StreamEntry:
     """An earlier file holds it, too, unless that file has fallen out."""
     at: int
     """First byte of the entry in its file."""
-    length: int
-    """Size of the body, in bytes."""
     body: bytes
-    """Empty where only heads are read."""
 
     @property
     def end(self) -> int:
         """Return the byte at which the next entry begins."""
-        return self.at + HEAD.size + self.length
+        return self.at + HEAD.size + len(self.body)
 
     def frame(self) -> Frame | FrameTable:
         """
@@ -120,14 +117,8 @@ def pack_message(record: Mapping[str, object]) -> bytes:
     return dump(record).encode()
 
 
-def entry_at(
-    file: BinaryIO, at: int, *, size: int, with_body: Set[EntryKind] = frozenset(EntryKind)
-) -> StreamEntry | EntryProblem:
-    """Return the entry that begins at byte `at` of a file of `size` bytes, or the reason why there is none.
-
-    Args:
-        with_body: kinds whose body is read and checked; of others a damaged body goes unnoticed.
-    """
+def entry_at(file: BinaryIO, at: int, *, size: int) -> StreamEntry | EntryProblem:
+    """Return the entry that begins at byte `at` of a file of `size` bytes, or the reason why there is none."""
     if at + HEAD.size > size:
         return EntryProblem.INCOMPLETE
     file.seek(at)
@@ -139,15 +130,14 @@ def entry_at(
         return EntryProblem.DAMAGED
     if at + HEAD.size + length > size:
         return EntryProblem.INCOMPLETE
-    body = file.read(length) if kind in with_body else b""
-    if kind in with_body and (len(body) != length or zlib.crc32(body, zlib.crc32(head[: FIELDS.size])) != crc):
+    body = file.read(length)
+    if len(body) != length or zlib.crc32(body, zlib.crc32(head[: FIELDS.size])) != crc:
         return EntryProblem.DAMAGED
     return StreamEntry(
         kind=EntryKind(kind),
         step=None if step == NO_STEP else step,
         is_repeat=bool(is_repeat),
         at=at,
-        length=length,
         body=body,
     )
 

@@ -5,7 +5,7 @@ Invariant: damaged bytes cost the entries that they belong to and are counted, n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,29 +97,6 @@ class StreamReader:
             elif not wait.for_more():
                 return
 
-    def steps(self) -> list[int]:
-        """Return the steps that frames are of, ascending; only heads are read."""
-        return sorted({head.step for head in self._heads() if head.kind is EntryKind.FRAME and head.step is not None})
-
-    def messages(self) -> Iterator[StreamEntry]:
-        """Yield all messages, each once; reads no other bodies."""
-        heads = self._heads(with_body=frozenset({EntryKind.MESSAGE}))
-        yield from _unseen((head for head in heads if head.kind is EntryKind.MESSAGE), set())
-
-    def _heads(self, *, with_body: Set[EntryKind] = frozenset()) -> Iterator[StreamEntry]:
-        """Yield all entries; only those of these kinds have their bodies."""
-        for path in stream_files(self.folder).values():
-            with suppress(FileNotFoundError), path.open("rb") as file:
-                at, size = 0, size_of(file)
-                while at < size:
-                    found = entry_at(file, at, size=size, with_body=with_body)
-                    if isinstance(found, StreamEntry):
-                        yield found
-                        at = found.end
-                    else:
-                        after = find_entry(file, at + 1, size=size)
-                        at = size if after is None else after
-
     def _of_file(self, number: int, path: Path, wait: _Wait) -> Iterator[StreamEntry]:
         with path.open("rb") as file:
             at, tried, is_complete = 0, -1, not wait.is_following
@@ -180,7 +157,7 @@ def _unseen(entries: Iterator[StreamEntry], seen: set[Seen]) -> Iterator[StreamE
         if entry.kind is EntryKind.BEGIN:
             continue
         if entry.kind is not EntryKind.FRAME:
-            mark = (entry.kind, entry.length, hash(entry.body))
+            mark = (entry.kind, len(entry.body), hash(entry.body))
             if entry.is_repeat and mark in seen:
                 continue
             seen.add(mark)
