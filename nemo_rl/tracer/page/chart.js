@@ -170,6 +170,7 @@ export class Chart {
     // Of many steps a thick line would be a surface; steps without neighbours are dots.
     return {
       stroke: colour,
+      pxAlign: 0,
       dash,
       width: points.length > MANY ? Math.min(width, 0.8) : width,
       points: { show: () => false, filter: (plot, of) => alone(plot.data[of]), size: 4, fill: colour },
