@@ -289,7 +289,8 @@ function alone(numbers) {
 
 /** Of the places of a logarithmic axis powers of ten, or all where it has fewer than two of them; null for the rest. */
 function powers(plot, places) {
-  const isPower = (y) => y === 0 || /^-?1\.000e/.test(y.toExponential(3));
+  const { min, max } = plot.scales.y;
+  const isPower = (y) => y >= min && y <= max && (y === 0 || /^-?1\.000e/.test(y.toExponential(3)));
   const isFew = places.filter(isPower).length < 2;
   let last = Infinity;
   return places.map((y) => {
