@@ -13,8 +13,15 @@ const MIN_WIDTH = 150;
 const DRAG_PX = 8;
 const LABEL_PX = 12; // from one number beside an axis to the next
 
+const inks = new Map(); // theme and name -> colour: asking the browser takes longer than drawing a line
+
 /** A colour of the style sheet. */
-export const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+export function ink(name) {
+  const key = `${document.documentElement.dataset.theme} ${name}`;
+  const ask = () => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  if (!inks.has(key)) inks.set(key, ask());
+  return inks.get(key);
+}
 
 /**
  * Makes a canvas as sharp as the screen and clears it.
@@ -42,8 +49,12 @@ export function roomBelow(main, element, least, most) {
 
 /** Least and most of numbers, however many; 0 and 1 of none. */
 export function extremes(numbers) {
-  if (numbers.length === 0) return [0, 1];
-  return numbers.reduce(([low, high], x) => [Math.min(low, x), Math.max(high, x)], [Infinity, -Infinity]);
+  let [low, high] = numbers.length ? [Infinity, -Infinity] : [0, 1];
+  for (const x of numbers) {
+    if (x < low) low = x;
+    if (x > high) high = x;
+  }
+  return [low, high];
 }
 
 /** A line through places. */
@@ -107,8 +118,8 @@ export class Chart {
     if (what.text) this.root.setAttribute("aria-label", what.text);
     if (lines.every(({ points }) => points.length === 0)) return this.remove();
     this.root.style.height = `${height}px`; // it draws later, and others ask at once how much room is left
-    const { unit } = what.span ?? spanOf(lines, isLog);
-    const shape = JSON.stringify([isLog, unit, bands, lines.map(({ dash, bars }) => [dash, bars])]);
+    const { unit } = what.span ?? (isLog ? spanOf(lines, isLog) : { unit: 1 });
+    const shape = JSON.stringify([isLog, unit, bands, lines.map(({ dash, bars, points }) => [dash, bars, points.length > MANY])]);
     const data = uPlot.join(lines.map(({ points }) => [
       points.map(([x]) => x),
       points.map(([, y]) => (Number.isFinite(y) ? y : null)),
@@ -167,12 +178,13 @@ export class Chart {
       const [share, align] = bars;
       return { width: 0, fill: colour, paths: uPlot.paths.bars({ size: [share, Infinity], align, gap: 1 }), points: { show: false } };
     }
-    // Of many steps a thick line would be a surface; steps without neighbours are dots.
+    // Of many steps a thick line would be a surface, and is drawn once per pixel; steps without neighbours are dots.
+    const isMany = points.length > MANY;
     return {
       stroke: colour,
-      pxAlign: 0,
+      pxAlign: isMany ? 1 : 0,
       dash,
-      width: points.length > MANY ? Math.min(width, 0.8) : width,
+      width: isMany ? Math.min(width, 0.8) : width,
       points: { show: () => false, filter: (plot, of) => alone(plot.data[of]), size: 4, fill: colour },
     };
   }
