@@ -26,7 +26,7 @@ ENGINE ?= torch
 GPU_WHEELS := build/gpu-wheels
 WHEELS := build/wheels
 UPLOT := 1.6.32
-VIEW_PAGE := nemo_rl/diagnostics/view/page
+TRACER_PAGE := nemo_rl/tracer/page
 GPU_WHEELS_MIB := 40
 # A target that trains starts over in its folder, unless it is told to go on: make demo ARGS="checkpointing.resume=true"
 RUN_ARGS = $(if $(findstring checkpointing.resume=true,$(ARGS)),,logger.overwrite=true) $(ARGS)
@@ -178,12 +178,12 @@ configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema
 model-support: $(VENV)/.dev ## write docs/model_support.md: which models of transformers run, tried one by one
 	$(BIN)/python -m tests.repo.model_support docs/model_support.md
 
-uplot: ## fetch uPlot, the chart library of `nemo-rl view`, from npm again, with its licence
+uplot: ## fetch uPlot, the chart library of the pages, from npm again, with its licence
 	mkdir -p build
 	cd build && npm pack --silent uplot@$(UPLOT) && tar xzf uplot-$(UPLOT).tgz
-	cp build/package/dist/uPlot.iife.min.js $(VIEW_PAGE)/uPlot.js
-	cp build/package/dist/uPlot.min.css $(VIEW_PAGE)/uPlot.css
-	cp build/package/LICENSE $(VIEW_PAGE)/uPlot.LICENSE
+	cp build/package/dist/uPlot.iife.min.js $(TRACER_PAGE)/uPlot.js
+	cp build/package/dist/uPlot.min.css $(TRACER_PAGE)/uPlot.css
+	cp build/package/LICENSE $(TRACER_PAGE)/uPlot.LICENSE
 
 learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo with three seeds, and with learning rate 0
 	for seed in 1 2 3; do \

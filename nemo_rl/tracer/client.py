@@ -102,9 +102,8 @@ class LiveClient:
             raise HubGone(f"no hub answers at {address} ({said}); has the job ended?") from error
         client = cls(connection, address, opened)
         try:
-            client.send(
-                {"type": "hello", "v": PROTOCOL_VERSION, "role": role.value, "token": token} | _taking(takeover)
-            )
+            hello = {"type": "hello", "v": PROTOCOL_VERSION, "role": role.value, "token": token}
+            client.send(hello | ({"takeover": True} if takeover else {}))
             client.welcome = client.wait_for("welcome", timeout_s=max(0.1, until - time.monotonic()))
         except BaseException:
             client.close()
@@ -129,10 +128,7 @@ class LiveClient:
             HubGone: the connection is lost.
             Refused: the hub says so.
         """
-        found = self._waiting.popleft() if self._waiting else self._next(timeout_s)
-        if isinstance(found, dict) and found.get("type") == "error":
-            raise Refused(str(found.get("code")), str(found.get("text")))
-        return found
+        return _unless_refused(self._waiting.popleft() if self._waiting else self._next(timeout_s))
 
     def wait_for(self, kind: str, *, timeout_s: float = ANSWER_S, **said: object) -> dict[str, Any]:
         """Return the next message of this type with these fields; what comes before it stays for `receive`.
@@ -143,12 +139,10 @@ class LiveClient:
         """
         until = time.monotonic() + timeout_s
         while (left := until - time.monotonic()) > 0:
-            found = self._next(left)
-            if isinstance(found, dict):
-                if found.get("type") == "error":
-                    raise Refused(str(found.get("code")), str(found.get("text")))
-                if found.get("type") == kind and all(found.get(name) == value for name, value in said.items()):
-                    return found
+            found = _unless_refused(self._next(left))
+            wanted = {"type": kind, **said}
+            if isinstance(found, dict) and all(found.get(name) == value for name, value in wanted.items()):
+                return found
             if found is not None:
                 self._waiting.append(found)
         raise HubGone(f"the hub at {self._address} did not answer with {kind!r} within {timeout_s:g} s")
@@ -180,22 +174,26 @@ class LiveClient:
         except TimeoutError:
             return None
         except ConnectionClosed as error:
-            raise HubGone(f"the hub at {self._address} is gone: {_reason(error)}") from error
+            why = "the connection was lost"
+            if (said := error.rcvd) is not None:
+                why = f"it closed the connection ({f'{said.code} {printable(said.reason, limit=200)}'.strip()})"
+            raise HubGone(f"the hub at {self._address} is gone: {why}") from error
         return found if isinstance(found, bytes) else _message(found)
 
     def _why_closed(self) -> NemoRLError:
         """Return the error for the text that the hub sent before it closed."""
         try:
-            while (found := self._next(0.0)) is not None:
-                if isinstance(found, dict) and found.get("type") == "error":
-                    return Refused(str(found.get("code")), str(found.get("text")))
-        except HubGone as gone:
-            return gone
+            while _unless_refused(self._next(0.0)) is not None:
+                pass
+        except (HubGone, Refused) as error:
+            return error
         return HubGone(f"the hub at {self._address} is gone")
 
 
-def _taking(takeover: bool) -> dict[str, object]:
-    return {"takeover": True} if takeover else {}
+def _unless_refused(found: bytes | dict[str, Any] | None) -> bytes | dict[str, Any] | None:
+    if isinstance(found, dict) and found.get("type") == "error":
+        raise Refused(str(found.get("code")), str(found.get("text")))
+    return found
 
 
 def _message(text: str) -> dict[str, Any]:
@@ -206,12 +204,3 @@ def _message(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise HubGone("the hub sent an invalid message: expected a JSON object")
     return found
-
-
-def _reason(error: ConnectionClosed) -> str:
-    closed = error.rcvd
-    if closed is None:
-        return "the connection was lost"
-    return (
-        f"it closed the connection ({closed.code}{f' {printable(closed.reason, limit=200)}' if closed.reason else ''})"
-    )

@@ -16,7 +16,6 @@ whole one is found again.
 from __future__ import annotations
 
 import json
-import math
 import os
 import zlib
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from struct import Struct
 from typing import Any, BinaryIO
 
 from nemo_rl.tracer.frame import BadFrame, Frame, FrameTable, decode
+from nemo_rl.tracer.protocol import dump
 
 __all__ = [
     "HEAD",
@@ -74,15 +74,12 @@ class StreamEntry:
     """An earlier file holds it, too, unless that file has fallen out."""
     at: int
     """First byte of the entry in its file."""
-    length: int
-    """Size of the body, in bytes."""
     body: bytes
-    """Empty where only heads are read."""
 
     @property
     def end(self) -> int:
         """Return the byte at which the next entry begins."""
-        return self.at + HEAD.size + self.length
+        return self.at + HEAD.size + len(self.body)
 
     def frame(self) -> Frame | FrameTable:
         """
@@ -117,15 +114,11 @@ def pack_entry(kind: EntryKind, body: bytes, *, step: object = None, is_repeat: 
 
 def pack_message(record: Mapping[str, object]) -> bytes:
     """Return the body of a message: strict JSON, with null for numbers that are not finite."""
-    return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")).encode()
+    return dump(record).encode()
 
 
-def entry_at(file: BinaryIO, at: int, *, size: int, with_body: bool = True) -> StreamEntry | EntryProblem:
-    """Return the entry that begins at byte `at` of a file of `size` bytes, or the reason why there is none.
-
-    Args:
-        with_body: reads it and checks the CRC; without, only the head is read, and a damaged body goes unnoticed.
-    """
+def entry_at(file: BinaryIO, at: int, *, size: int) -> StreamEntry | EntryProblem:
+    """Return the entry that begins at byte `at` of a file of `size` bytes, or the reason why there is none."""
     if at + HEAD.size > size:
         return EntryProblem.INCOMPLETE
     file.seek(at)
@@ -137,15 +130,14 @@ def entry_at(file: BinaryIO, at: int, *, size: int, with_body: bool = True) -> S
         return EntryProblem.DAMAGED
     if at + HEAD.size + length > size:
         return EntryProblem.INCOMPLETE
-    body = file.read(length) if with_body else b""
-    if with_body and (len(body) != length or zlib.crc32(body, zlib.crc32(head[: FIELDS.size])) != crc):
+    body = file.read(length)
+    if len(body) != length or zlib.crc32(body, zlib.crc32(head[: FIELDS.size])) != crc:
         return EntryProblem.DAMAGED
     return StreamEntry(
         kind=EntryKind(kind),
         step=None if step == NO_STEP else step,
         is_repeat=bool(is_repeat),
         at=at,
-        length=length,
         body=body,
     )
 
@@ -168,13 +160,3 @@ def find_entry(file: BinaryIO, start: int, *, size: int) -> int | None:
 def size_of(file: BinaryIO) -> int:
     """Return the size of an open file, in bytes."""
     return os.fstat(file.fileno()).st_size
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return value

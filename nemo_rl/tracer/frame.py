@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -45,6 +45,9 @@ MAX_HEADER_BYTES = 1 << 20
 DTYPES: Mapping[str, np.dtype[Any]] = {
     name: np.dtype(name).newbyteorder("<") for name in ("float32", "float64", "int32", "int64")
 }
+
+
+Reader = Callable[[Any], object]
 
 
 class BadFrame(ValueError):
@@ -108,25 +111,12 @@ class Where:
     """Optimizer step within the phase."""
 
     def as_record(self) -> dict[str, object]:
-        return {
-            "run": self.run,
-            "step": self.step,
-            "phase": self.phase,
-            "update": self.update,
-            "site": self.site.as_record(),
-            "reducer": str(self.reducer),
-        }
+        return _record(self, WHERE_FIELDS) | {"site": self.site.as_record(), "reducer": str(self.reducer)}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Where:
-        return cls(
-            run=_text(record, "run"),
-            step=_count(record, "step"),
-            phase=_text(record, "phase"),
-            site=FrameSite.of_record(record["site"]),
-            reducer=parse_reducer(_text(record, "reducer")),
-            update=_count(record, "update"),
-        )
+        reducer = parse_reducer(_text(record["reducer"]))
+        return cls(site=FrameSite.of_record(record["site"]), reducer=reducer, **_fields(record, WHERE_FIELDS))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -151,23 +141,13 @@ class FramePart:
     dropped_before: int = 0
     """Frames that this rank has dropped so far, since the run began."""
 
-    def header(self) -> dict[str, object]:
-        return {
-            **self.where.as_record(),
-            "span": [self.span.start, self.span.stop, self.span.whole],
-            "table": self.table,
-            "num_rows": None if self.rows is None else len(self.rows),
-            "microbatch": self.microbatch,
-            "rank": self.rank,
-            "axes": dict(self.axes),
-            "num_not_finite": self.num_not_finite,
-            "dropped_before": self.dropped_before,
-        }
-
     def encode(self) -> bytes:
         """Return the message."""
+        header = self.where.as_record() | _record(self, PART_FIELDS)
+        header["span"] = [self.span.start, self.span.stop, self.span.whole]
+        header["num_rows"] = None if self.rows is None else len(self.rows)
         tail = b"" if self.rows is None else self.rows.astype("<i4").tobytes()
-        return _encode(self.what, self.header(), self.payload) + tail
+        return _encode(self.what, header, self.payload) + tail
 
     @classmethod
     def of(cls, header: Mapping[str, Any], payload: np.ndarray, tail: bytes) -> FramePart:
@@ -184,13 +164,8 @@ class FramePart:
             where=Where.of_record(header),
             payload=payload,
             span=Span(start, stop, whole),
-            table=_optional_text(header, "table"),
             rows=None if num_rows is None else np.frombuffer(tail, dtype="<i4"),
-            microbatch=_count(header, "microbatch"),
-            rank=_count(header, "rank"),
-            axes={str(axis): _whole(place) for axis, place in header["axes"].items()},
-            num_not_finite=_count(header, "num_not_finite"),
-            dropped_before=_count(header, "dropped_before"),
+            **_fields(header, PART_FIELDS),
         )
 
 
@@ -215,17 +190,7 @@ class Frame:
 
     def encode(self) -> bytes:
         """Return the message."""
-        header: dict[str, object] = {
-            **self.where.as_record(),
-            "table": self.table,
-            "num_features": self.num_features,
-            "num_parts": self.num_parts,
-            "num_not_finite": self.num_not_finite,
-            "missing": list(self.missing),
-            "dropped": self.dropped,
-            "wall_s": self.wall_s,
-        }
-        return _encode(self.what, header, self.payload)
+        return _encode(self.what, self.where.as_record() | _record(self, FRAME_FIELDS), self.payload)
 
     @classmethod
     def of(cls, header: Mapping[str, Any], payload: np.ndarray, tail: bytes) -> Frame:
@@ -236,13 +201,7 @@ class Frame:
         return cls(
             where=Where.of_record(header),
             payload=payload,
-            table=_optional_text(header, "table"),
-            num_features=_count(header, "num_features"),
-            num_parts=_count(header, "num_parts"),
-            num_not_finite=_count(header, "num_not_finite"),
-            missing=tuple(_whole(rank) for rank in header["missing"]),
-            dropped=_count(header, "dropped"),
-            wall_s=float(header["wall_s"]),
+            **_fields(header, FRAME_FIELDS),
         )
 
 
@@ -267,14 +226,7 @@ class FrameTable:
 
     def encode(self) -> bytes:
         """Return the message."""
-        header: dict[str, object] = {
-            "run": self.run,
-            "name": self.name,
-            "step": self.step,
-            "keys": list(self.keys),
-            "texts": dict(self.texts),
-        }
-        return _encode(self.what, header, self.tokens)
+        return _encode(self.what, _record(self, TABLE_FIELDS), self.tokens)
 
     @classmethod
     def of(cls, header: Mapping[str, Any], payload: np.ndarray, tail: bytes) -> FrameTable:
@@ -282,19 +234,12 @@ class FrameTable:
         BadFrame, KeyError, TypeError, ValueError: no such table.
         """
         _no_tail(tail)
-        keys = tuple(str(key) for key in header["keys"])
+        fields = _fields(header, TABLE_FIELDS)
+        num_keys = len(fields["keys"])
         is_table = payload.ndim == 2 and len(payload) == 3 and payload.dtype == np.int32
-        if not is_table or (payload.size and not (payload[0].min() >= 0 and payload[0].max() < len(keys))):
-            raise BadFrame(f"expected [3, R] int32 row numbers below {len(keys)}, positions and ids")
-        texts = {str(token): str(text) for token, text in header["texts"].items()}
-        return cls(
-            run=_text(header, "run"),
-            name=_text(header, "name"),
-            step=_count(header, "step"),
-            keys=keys,
-            tokens=payload,
-            texts=texts,
-        )
+        if not is_table or (payload.size and not (payload[0].min() >= 0 and payload[0].max() < num_keys)):
+            raise BadFrame(f"expected [3, R] int32 row numbers below {num_keys}, positions and ids")
+        return cls(tokens=payload, **fields)
 
 
 KINDS: Mapping[str, type[FramePart | Frame | FrameTable]] = {kind.what: kind for kind in (FramePart, Frame, FrameTable)}
@@ -352,15 +297,32 @@ def _encode(what: str, header: Mapping[str, object], payload: np.ndarray) -> byt
     return b"".join((MAGIC, LENGTH.pack(len(text)), text, values.tobytes()))
 
 
-def _text(record: Mapping[str, Any], name: str) -> str:
-    value = record[name]
+def _record(of: object, fields: Mapping[str, Reader]) -> dict[str, object]:
+    values = {name: getattr(of, name) for name in fields}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+
+
+def _fields(record: Mapping[str, Any], fields: Mapping[str, Reader]) -> dict[str, Any]:
+    """Raises:
+    BadFrame, KeyError, TypeError, ValueError: a field is missing, or is none of its kind.
+    """
+    found: dict[str, Any] = {}
+    for name, read in fields.items():
+        try:
+            found[name] = read(record[name])
+        except BadFrame as error:
+            raise BadFrame(f"{name}: {error}") from error
+    return found
+
+
+def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise BadFrame(f"{name}: expected a text, got {str(value)[:100]}")
+        raise BadFrame(f"expected a text, got {str(value)[:100]}")
     return value
 
 
-def _optional_text(record: Mapping[str, Any], name: str) -> str | None:
-    return None if record.get(name) is None else _text(record, name)
+def _optional_text(value: object) -> str | None:
+    return None if value is None else _text(value)
 
 
 def _whole(value: object) -> int:
@@ -369,13 +331,40 @@ def _whole(value: object) -> int:
     return value
 
 
-def _count(record: Mapping[str, Any], name: str) -> int:
-    value = _whole(record[name])
-    if value < 0:
-        raise BadFrame(f"{name}: expected a number that is not negative, got {value}")
-    return value
+def _count(value: object) -> int:
+    if (number := _whole(value)) < 0:
+        raise BadFrame(f"expected a number that is not negative, got {number}")
+    return number
 
 
 def _no_tail(tail: bytes) -> None:
     if tail:
         raise BadFrame(f"expected nothing after the payload, got {len(tail)} bytes")
+
+
+WHERE_FIELDS: Mapping[str, Reader] = {"run": _text, "step": _count, "phase": _text, "update": _count}
+PART_FIELDS: Mapping[str, Reader] = {
+    "table": _optional_text,
+    "microbatch": _count,
+    "rank": _count,
+    "axes": lambda axes: {str(axis): _whole(place) for axis, place in axes.items()},
+    "num_not_finite": _count,
+    "dropped_before": _count,
+}
+FRAME_FIELDS: Mapping[str, Reader] = {
+    "table": _optional_text,
+    "num_features": _count,
+    "num_parts": _count,
+    "num_not_finite": _count,
+    "missing": lambda ranks: tuple(_whole(rank) for rank in ranks),
+    "dropped": _count,
+    "wall_s": float,
+}
+TABLE_FIELDS: Mapping[str, Reader] = {
+    "run": _text,
+    "name": _text,
+    "step": _count,
+    "keys": lambda keys: tuple(str(key) for key in keys),
+    "texts": lambda texts: {str(token): str(text) for token, text in texts.items()},
+}
+"""Fields of the headers, each with what reads it."""

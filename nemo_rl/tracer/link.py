@@ -11,7 +11,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -120,31 +119,34 @@ class HubLink:
         has_warned = False
         while not self._is_closing:
             try:
-                with self._connection() as connection:
+                with connect(
+                    self._address.uri,
+                    open_timeout=HANDSHAKE_S,
+                    close_timeout=1.0,
+                    ping_interval=SEND_S,
+                    ping_timeout=SEND_S,
+                    compression=None,
+                    max_size=MAX_MESSAGE_BYTES,
+                    # The proxy of the environment is not used for the hub.
+                    proxy=None,
+                ) as connection:
                     self._greet(connection)
-                    self._listen(connection)
+                    threading.Thread(
+                        target=self._listen, args=(connection,), name="tracer link ears", daemon=True
+                    ).start()
                     self._send_all(connection)
                 return
             except (OSError, WebSocketException, TimeoutError, ValueError) as error:
                 if not has_warned:
                     logger.warning("cannot reach the tracer's hub, training continues: %s", error)
                     has_warned = True
-                self._forget()
                 with self._state:
+                    # What waits for a hub that is gone is dropped.
+                    self.dropped += len(self._waiting)
+                    self.sent -= len(self._waiting)
+                    self._waiting.clear()
+                    self._bytes = 0
                     self._state.wait_for(lambda: self._is_closing, RETRY_S)
-
-    def _connection(self) -> AbstractContextManager[ClientConnection]:
-        return connect(
-            self._address.uri,
-            open_timeout=HANDSHAKE_S,
-            close_timeout=1.0,
-            ping_interval=SEND_S,
-            ping_timeout=SEND_S,
-            compression=None,
-            max_size=MAX_MESSAGE_BYTES,
-            # The proxy of the environment is not used for the hub.
-            proxy=None,
-        )
 
     def _greet(self, connection: ClientConnection) -> None:
         connection.send(json.dumps(self._hello))
@@ -154,14 +156,11 @@ class HubLink:
         self._hear(answer)
 
     def _listen(self, connection: ClientConnection) -> None:
-        def listen() -> None:
-            try:
-                for message in connection:
-                    self._hear(json.loads(message))
-            except (OSError, WebSocketException, ValueError) as error:
-                logger.debug("lost the connection to the tracer's hub: %s", error)
-
-        threading.Thread(target=listen, name="tracer link ears", daemon=True).start()
+        try:
+            for message in connection:
+                self._hear(json.loads(message))
+        except (OSError, WebSocketException, ValueError) as error:
+            logger.debug("lost the connection to the tracer's hub: %s", error)
 
     def _hear(self, record: object) -> None:
         if self._on_message is not None and isinstance(record, dict):
@@ -169,26 +168,15 @@ class HubLink:
 
     def _send_all(self, connection: ClientConnection) -> None:
         """Send messages until the link is closed and none waits."""
-        while (message := self._next()) is not None:
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._waiting or self._is_closing)
+                if not self._waiting:
+                    return
+                message = self._waiting.popleft()
             connection.send(message)
             with self._state:
                 self._bytes -= len(message)
-
-    def _next(self) -> str | bytes | None:
-        with self._state:
-            while not self._waiting:
-                if self._is_closing:
-                    return None
-                self._state.wait()
-            return self._waiting.popleft()
-
-    def _forget(self) -> None:
-        """Drop the waiting messages of a hub that is gone."""
-        with self._state:
-            self.dropped += len(self._waiting)
-            self.sent -= len(self._waiting)
-            self._waiting.clear()
-            self._bytes = 0
 
 
 GATHERED_BYTES = 1 << 20

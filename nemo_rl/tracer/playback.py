@@ -1,6 +1,6 @@
 """Playback: recordings published by a hub, all at once or at the speed at which they were made.
 
-    entries of a folder -> paced (play)  -> Feed, a thread each -> Player.publish, on the hub's loop -> Hub
+    entries of a folder -> paced (play)  -> Feed, a thread each -> Feed.publish, on the hub's loop -> Hub
 
 Called by `nemo-rl trace serve`, `nemo-rl inspect RUN play` and the page of `nemo-rl view`. Invariant: what viewers get
 of a recording is what was recorded: frames and tables byte for byte, but for the name of a run that another folder has,
@@ -32,7 +32,7 @@ from nemo_rl.tracer.stream_reader import Follow, StreamReader
 from nemo_rl.tracer.tokens import HubTokens, token_path
 from nemo_rl.tracer.watch import WatchPlan
 
-__all__ = ["Feed", "Player", "Serving", "paced", "serving"]
+__all__ = ["Feed", "Serving", "paced", "serving"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,17 +75,74 @@ def paced(entries: Iterator[StreamEntry], *, speed: float, stop: Event) -> Itera
         yield entry
 
 
-class Player:
-    """Publishes the contents of a recording on a hub, on the hub's loop."""
+class Feed:
+    """Publishes the entries of one folder, read by a thread of its own, on the hub's loop."""
 
-    def __init__(self, hub: Hub, folder: Path, *, is_live: bool, taken: set[str]) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        folder: Path,
+        entries: Iterator[StreamEntry],
+        *,
+        follow: Follow,
+        taken: set[str],
+        is_live: bool | None = None,
+    ) -> None:
         """Args:
-        is_live: runs without an end are shown as running.
+        follow: whose `stop` ends it, and whose `caught_up` is set at the end, too.
         taken: names of runs that other folders have; those of this one are added.
+        is_live: runs without an end are shown as running; None: where the folder was written lately.
         """
+        self.problem: NemoRLError | None = None
         self.num_unreadable = 0
-        self._hub, self._folder, self._is_live, self._taken = hub, folder, is_live, taken
+        """Entries that hold nothing this version knows."""
+        self._hub, self._folder, self._entries, self._follow, self._taken = hub, folder, entries, follow, taken
+        self._is_live = quiet_s(folder) < LIVE_S if is_live is None else is_live
         self._names: dict[str, str] = {}
+        self._loop = asyncio.get_running_loop()
+        self._room = BoundedSemaphore(WAITING)
+        self._thread = Thread(target=self._run, name="playback", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether no frame follows."""
+        return not self._thread.is_alive()
+
+    async def caught_up(self) -> None:
+        """Wait until all frames that the recording had are published."""
+        while not await asyncio.to_thread(self._follow.caught_up.wait, TURN_S):
+            pass
+        # What the thread has handed over before is published before this.
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        """End the thread."""
+        self._follow.stop.set()
+        await asyncio.to_thread(self._thread.join, JOIN_S)
+
+    def _run(self) -> None:
+        try:
+            for entry in self._entries:
+                while not self._room.acquire(timeout=TURN_S):
+                    if self._follow.stop.is_set():
+                        return
+                self._loop.call_soon_threadsafe(self._publish, entry)
+                if self._follow.stop.is_set():
+                    return
+        except NemoRLError as error:
+            self.problem = error
+        except RuntimeError:
+            # The loop has been closed meanwhile.
+            logger.debug("playback ended", exc_info=True)
+        finally:
+            self._follow.caught_up.set()
+
+    def _publish(self, entry: StreamEntry) -> None:
+        try:
+            self.publish(entry)
+        finally:
+            self._room.release()
 
     def publish(self, entry: StreamEntry) -> None:
         """Publish frames, tables and messages; what this version does not know is counted."""
@@ -133,61 +190,6 @@ class Player:
         return self._names[run]
 
 
-class Feed:
-    """Publishes the entries of one folder, read by a thread of its own."""
-
-    def __init__(self, player: Player, entries: Iterator[StreamEntry], *, follow: Follow) -> None:
-        """Args:
-        follow: whose `stop` ends it, and whose `caught_up` is set at the end, too.
-        """
-        self.problem: NemoRLError | None = None
-        self._player, self._entries, self._follow = player, entries, follow
-        self._loop = asyncio.get_running_loop()
-        self._room = BoundedSemaphore(WAITING)
-        self._thread = Thread(target=self._run, name="playback", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether no frame follows."""
-        return not self._thread.is_alive()
-
-    async def caught_up(self) -> None:
-        """Wait until all frames that the recording had are published."""
-        while not await asyncio.to_thread(self._follow.caught_up.wait, TURN_S):
-            pass
-        # What the thread has handed over before is published before this.
-        await asyncio.sleep(0)
-
-    async def close(self) -> None:
-        """End the thread."""
-        self._follow.stop.set()
-        await asyncio.to_thread(self._thread.join, JOIN_S)
-
-    def _run(self) -> None:
-        try:
-            for entry in self._entries:
-                while not self._room.acquire(timeout=TURN_S):
-                    if self._follow.stop.is_set():
-                        return
-                self._loop.call_soon_threadsafe(self._publish, entry)
-                if self._follow.stop.is_set():
-                    return
-        except NemoRLError as error:
-            self.problem = error
-        except RuntimeError:
-            # The loop has been closed meanwhile.
-            logger.debug("playback ended", exc_info=True)
-        finally:
-            self._follow.caught_up.set()
-
-    def _publish(self, entry: StreamEntry) -> None:
-        try:
-            self._player.publish(entry)
-        finally:
-            self._room.release()
-
-
 @dataclass(slots=True)
 class Serving:
     """A hub that shows recordings."""
@@ -222,8 +224,8 @@ class Serving:
         taken: set[str] = set()
         for folder in folders:
             follow = Follow(idle_s=FOLLOW_S, poll_s=POLL_S)
-            player = Player(self.server.hub, folder, is_live=quiet_s(folder) < LIVE_S, taken=taken)
-            feed = Feed(player, StreamReader(folder).entries(follow), follow=follow)
+            entries = StreamReader(folder).entries(follow)
+            feed = Feed(self.server.hub, folder, entries, follow=follow, taken=taken)
             self.feeds.append(feed)
             await feed.caught_up()
             self.raise_problem()
@@ -239,9 +241,8 @@ class Serving:
     def play(self, folder: Path, *, speed: float) -> None:
         """Publish a recording frame by frame, each at its time."""
         follow = Follow(idle_s=0.0)
-        player = Player(self.server.hub, folder, is_live=True, taken=set())
         entries = paced(StreamReader(folder).entries(), speed=speed, stop=follow.stop)
-        self.feeds.append(Feed(player, entries, follow=follow))
+        self.feeds.append(Feed(self.server.hub, folder, entries, follow=follow, taken=set(), is_live=True))
 
     async def close(self) -> None:
         """End what still publishes."""

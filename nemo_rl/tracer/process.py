@@ -169,7 +169,13 @@ class HubProcess:
         self.port = int(said["port"])
         facts = {"address": self.address, "port": self.port, "pid": self._process.pid, "run": self.spec.run}
         write_text(folder / HUB_FILE, f"{json.dumps(facts)}\n")
-        write_private(folder / OPEN_FILE, self._open_page())
+        target = escape(f"http://{self.address}/#token={self.tokens.controller}")
+        page = (
+            '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
+            f'<title>Tracer</title><meta http-equiv="refresh" content="0; url={target}">'
+            f'<a href="{target}">Open the tracer</a>\n'
+        )
+        write_private(folder / OPEN_FILE, page)
 
     def _talk(self, process: ChildProcess) -> Mapping[str, Any]:
         """Send the settings to the process and return its answer, which has the port; empty where the process ended."""
@@ -181,14 +187,6 @@ class HubProcess:
         except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
-
-    def _open_page(self) -> str:
-        target = escape(f"http://{self.address}/#token={self.tokens.controller}", quote=True)
-        return (
-            '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
-            f'<title>Tracer</title><meta http-equiv="refresh" content="0; url={target}">'
-            f'<a href="{target}">Open the tracer</a>\n'
-        )
 
 
 def find_hub(run: Path) -> tuple[str, Path]:

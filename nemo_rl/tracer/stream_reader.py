@@ -5,10 +5,9 @@ Invariant: damaged bytes cost the entries that they belong to and are counted, n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from threading import Event
 from time import monotonic
@@ -98,36 +97,6 @@ class StreamReader:
             elif not wait.for_more():
                 return
 
-    def steps(self) -> list[int]:
-        """Return the steps that frames are of, ascending; only heads are read."""
-        heads = (entry for _, entry in self._heads() if entry.kind is EntryKind.FRAME)
-        return sorted({entry.step for entry in heads if entry.step is not None})
-
-    def messages(self) -> Iterator[StreamEntry]:
-        """Yield all messages, each once; reads no other bodies."""
-        seen: set[Seen] = set()
-        for path, heads in self._heads_by_file():
-            wanted = [head.at for head in heads if head.kind is EntryKind.MESSAGE]
-            yield from _unseen(_at_places(path, wanted), seen)
-
-    def _heads_by_file(self) -> Iterator[tuple[Path, list[StreamEntry]]]:
-        for path, found in groupby(self._heads(), key=lambda item: item[0]):
-            yield path, [head for _, head in found]
-
-    def _heads(self) -> Iterator[tuple[Path, StreamEntry]]:
-        """Yield the heads of all entries with their file."""
-        for path in stream_files(self.folder).values():
-            with suppress(FileNotFoundError), path.open("rb") as file:
-                at, size = 0, size_of(file)
-                while at < size:
-                    found = entry_at(file, at, size=size, with_body=False)
-                    if isinstance(found, StreamEntry):
-                        yield path, found
-                        at = found.end
-                    else:
-                        after = find_entry(file, at + 1, size=size)
-                        at = size if after is None else after
-
     def _of_file(self, number: int, path: Path, wait: _Wait) -> Iterator[StreamEntry]:
         with path.open("rb") as file:
             at, tried, is_complete = 0, -1, not wait.is_following
@@ -155,14 +124,9 @@ class StreamReader:
                 if not is_complete and wait.for_more():
                     continue
                 if at < size:
-                    self._count_end(found)
+                    self.num_torn += found is EntryProblem.INCOMPLETE
+                    self.num_damaged += found is EntryProblem.DAMAGED
                 return
-
-    def _count_end(self, problem: EntryProblem) -> None:
-        if problem is EntryProblem.INCOMPLETE:
-            self.num_torn += 1
-        else:
-            self.num_damaged += 1
 
 
 class _Wait:
@@ -188,21 +152,13 @@ class _Wait:
         return not follow.stop.wait(follow.poll_s)
 
 
-def _at_places(path: Path, places: Sequence[int]) -> Iterator[StreamEntry]:
-    """Yield the entries at these places of a file that may have been deleted."""
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        size = size_of(file)
-        found = (entry_at(file, at, size=size) for at in places)
-        yield from (entry for entry in found if isinstance(entry, StreamEntry))
-
-
 def _unseen(entries: Iterator[StreamEntry], seen: set[Seen]) -> Iterator[StreamEntry]:
     """Yield the entries that earlier files have not had, without those that every file begins with."""
     for entry in entries:
         if entry.kind is EntryKind.BEGIN:
             continue
         if entry.kind is not EntryKind.FRAME:
-            mark = (entry.kind, entry.length, hash(entry.body))
+            mark = (entry.kind, len(entry.body), hash(entry.body))
             if entry.is_repeat and mark in seen:
                 continue
             seen.add(mark)

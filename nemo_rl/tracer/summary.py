@@ -57,10 +57,7 @@ class NonFiniteSite:
 
     @property
     def text(self) -> str:
-        """Return a text such as `step 5, train, mlp.out[2]: 4096 values are NaN or infinite; first seen there`.
-
-        Example: `step 5, train, mlp.out[2]: 4096 values are NaN or infinite; first seen there`.
-        """
+        """Return a text such as `step 5, train, mlp.out[2]: 4096 values are NaN or infinite; first seen there`."""
         at = self.where
         update = f", update {at.update}" if at.update else ""
         values = "1 value is" if self.num == 1 else f"{self.num} values are"
@@ -155,20 +152,20 @@ class Reading:
         if not isinstance(frame.where.reducer, Stats) or frame.payload.shape != (len(STATS),):
             raise BadFrame(f"expected stats of {len(STATS)} numbers, got {frame.where.reducer} {frame.payload.shape}")
         said = dict(zip(STATS, frame.payload.tolist(), strict=True))
-        bad = said["nan"] + said["posinf"] + said["neginf"]
-        finite, where = said["count"] - bad, frame.where
+        finite, where = said["count"] - said["nan"] - said["posinf"] - said["neginf"], frame.where
+        least, most, absmax = (said[name] if finite else math.nan for name in ("min", "max", "absmax"))
         return cls(
             run=where.run,
             step=where.step,
             phase=where.phase,
             update=where.update,
             site=where.site.text,
-            count=int(said["count"]),
             mean=said["sum"] / finite if finite else math.nan,
             rms=math.sqrt(said["sumsq"] / finite) if finite else math.nan,
-            min=said["min"] if finite else math.nan,
-            max=said["max"] if finite else math.nan,
-            absmax=said["absmax"] if finite else math.nan,
+            min=least,
+            max=most,
+            absmax=absmax,
+            count=int(said["count"]),
             zeros=int(said["zeros"]),
             nan=int(said["nan"]),
             inf=int(said["posinf"] + said["neginf"]),
@@ -193,14 +190,13 @@ class Reading:
     def lack(self) -> str:
         """Return what the numbers may lack, or an empty text."""
         missing = f"  without {self.missing} ranks" if self.missing else ""
-        return f"{missing}{f'  {self.dropped} dropped' if self.dropped else ''}"
+        return missing + (f"  {self.dropped} dropped" if self.dropped else "")
 
     def as_record(self) -> dict[str, object]:
         """Return the numbers as JSON holds them: null for NaN."""
-        record = asdict(self)
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
+            for name, value in asdict(self).items()
         }
 
 
@@ -257,7 +253,8 @@ class StreamSummary:
             at = (where.step, where.phase)
             self.dropped[at] = max(frame.dropped, self.dropped.get(at, 0))
         self.first.add(frame)
-        self.sites.setdefault(_site_key(where), SiteSummary()).add(frame)
+        key = (where.site.kind, where.site.direction, where.site.is_recomputed, str(where.reducer))
+        self.sites.setdefault(key, SiteSummary()).add(frame)
 
     @property
     def state(self) -> str:
@@ -277,7 +274,8 @@ class StreamSummary:
     def first_non_finite(self) -> Mapping[str, Any] | None:
         """Return the first of the frames that are here or, where these are later, of those that the hub has seen."""
         found, said = self.first.of(self.run), self.said.get("first_non_finite")
-        if isinstance(said, Mapping) and _is_before(said, found):
+        step = said.get("step") if isinstance(said, Mapping) else None
+        if type(step) is int and (found is None or step < found.where.step):
             return said
         return None if found is None else found.as_record()
 
@@ -347,12 +345,3 @@ def summarize(reader: StreamReader) -> RecordingSummary:
             summary.num_bytes += path.stat().st_size
     summary.age_s = quiet_s(reader.folder)
     return summary
-
-
-def _is_before(said: Mapping[str, Any], found: NonFiniteSite | None) -> bool:
-    step = said.get("step")
-    return type(step) is int and (found is None or step < found.where.step)
-
-
-def _site_key(where: Where) -> SiteKey:
-    return (where.site.kind, where.site.direction, where.site.is_recomputed, str(where.reducer))

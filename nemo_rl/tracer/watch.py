@@ -139,14 +139,8 @@ class WatchPlan:
 
     def reducers_of_parameter(self, kind: SiteKind, name: str, *, phase: str, step: int) -> tuple[Reducer, ...]:
         """Return the reducers of this parameter, or of its gradient."""
-        found = (
-            reducer
-            for watch in self.watches
-            if watch.is_due(phase, step) and watch.sites.takes_parameter(name, kind)
-            for reducer in watch.reducers
-            if applies(reducer, kind)
-        )
-        return tuple(dict.fromkeys(found))
+        watches = (watch for watch in self.watches if watch.is_due(phase, step))
+        return _reducers(kind, (watch for watch in watches if watch.sites.takes_parameter(name, kind)))
 
     def reducers_of(
         self,
@@ -159,14 +153,13 @@ class WatchPlan:
         recomputed: bool = False,
     ) -> tuple[Reducer, ...]:
         """Return the reducers of this site, each once."""
-        found = (
-            reducer
-            for watch in self.watches
-            if watch.takes(kind, layer, direction, phase=phase, step=step) and (watch.with_recomputed or not recomputed)
-            for reducer in watch.reducers
-            if applies(reducer, kind)
-        )
-        return tuple(dict.fromkeys(found))
+        watches = (watch for watch in self.watches if (watch.with_recomputed or not recomputed))
+        found = (watch for watch in watches if watch.takes(kind, layer, direction, phase=phase, step=step))
+        return _reducers(kind, found)
+
+
+def _reducers(kind: SiteKind, watches: Iterable[SiteWatch]) -> tuple[Reducer, ...]:
+    return tuple(dict.fromkeys(each for watch in watches for each in watch.reducers if applies(each, kind)))
 
 
 def _when(text: str) -> tuple[frozenset[str], int, bool]:

@@ -111,6 +111,56 @@ def test_a_cell_under_the_pointer_says_its_exact_number(browser, feed):
     assert page.locator(".reading").text_content().startswith("layer.out[3], token 8 “⏎”: ")
 
 
+def test_a_chart_says_exact_numbers_goes_to_a_step_and_zooms(browser, feed):
+    run = DemoRun()
+    feed.begin(run)
+    for step in range(1, 21):
+        feed.step(run, step)
+    page = opened(browser, feed, steps=20)
+    page.keyboard.press("6")
+    browser.settle(page)
+    chart = page.locator(".chart", has_text="train/loss")
+    box = chart.locator(".u-over").bounding_box()
+
+    def place_of(step, first=1, last=20):
+        return box["x"] + box["width"] * (step - first) / (last - first), box["y"] + box["height"] / 2
+
+    page.mouse.move(*place_of(7.2))
+    assert page.locator(".tooltip strong").text_content() == "train/loss, step 7"
+    assert float(page.locator(".tooltip dd").text_content()) == run.metrics(7)["train/loss"]
+    page.mouse.click(*place_of(7.2))
+    page.wait_for_function("() => tracer.step === 7 && !tracer.isFollowing")
+    page.mouse.move(*place_of(10))
+    page.mouse.down()
+    page.mouse.move(*place_of(13), steps=4)
+    page.mouse.up()
+    assert page.evaluate("() => tracer.step") == 7  # dragging is no click
+    feed.step(run, 21)
+    page.wait_for_function("() => document.querySelector('.range').textContent.endsWith('21')")
+    browser.settle(page)
+    page.mouse.move(*place_of(11.8, first=10, last=13))  # zoomed, also after a new step
+    assert page.locator(".tooltip strong").text_content() == "train/loss, step 12"
+    page.mouse.dblclick(*place_of(11.8, first=10, last=13))
+    page.wait_for_function("() => tracer.step !== 7")
+    browser.settle(page)
+    page.mouse.move(*place_of(3, last=21))
+    assert page.locator(".tooltip strong").text_content() == "train/loss, step 3"
+
+
+def test_colours_of_the_heat_map_are_chosen(browser, feed):
+    run = DemoRun()
+    feed.begin(run)
+    feed.step(run, 1)
+    page = opened(browser, feed)
+    drawn = "() => document.querySelector('.heat-scroll canvas').toDataURL()"
+    pictures = set()
+    for kind in ("log", "linear", "middle", "layer"):
+        page.get_by_label("Colours", exact=True).select_option(kind)
+        browser.settle(page)
+        pictures.add(page.evaluate(drawn))
+    assert len(pictures) == 4
+
+
 def test_the_csv_holds_what_the_views_show(browser, feed):
     run = DemoRun()
     feed.begin(run)

@@ -30,6 +30,7 @@ from nemo_rl.diagnostics.rollouts.choice import ShownRollouts, choose_rollouts
 from nemo_rl.diagnostics.rollouts.page import PageLinks, page_text, problem_text
 from nemo_rl.diagnostics.view.runs import COLUMNS, DEPTH, ViewedRun, find_runs, id_of
 from nemo_rl.errors import UserError, boundary
+from nemo_rl.tracer import PAGE_FOLDER
 from nemo_rl.utils.rollout_file import steps_with_rollouts
 
 __all__ = ["INDEX", "ViewPages"]
@@ -37,7 +38,12 @@ __all__ = ["INDEX", "ViewPages"]
 Fingerprint: TypeAlias = tuple[tuple[str, int, int], ...]
 """Name, time and size of each file of a folder."""
 
-FOLDER = Path(__file__).parent / "page"
+FILES = {
+    path.name: path
+    for path in (*sorted((Path(__file__).parent / "page").iterdir()), *sorted(PAGE_FOLDER.glob("uPlot.*")))
+    if path.is_file()
+}
+"""The fixed files; both pages draw with one copy of uPlot."""
 INDEX, DATA = "index.html", "data.js"
 PATH = re.compile(r"(run|rollouts|row|rows|trace)-([0-9a-f]{12})(?:-([0-9]{1,18}))?\.(?:js|html)")
 MOST_ROWS = 64
@@ -75,8 +81,8 @@ class ViewPages:
             key: the row that is asked for.
         """
         # Only names that the folder has: a path of a request never reaches the file system.
-        if path in {file.name for file in FOLDER.iterdir()}:
-            return (FOLDER / path).read_bytes()
+        if path in FILES:
+            return FILES[path].read_bytes()
         if path == DATA:
             return _script(path, self._data())
         match = PATH.fullmatch(path)
@@ -103,7 +109,7 @@ class ViewPages:
         Raises:
             UserError: the folder has other files already.
         """
-        fixed = {path.name for path in FOLDER.iterdir() if path.is_file()} | {DATA}
+        fixed = {*FILES, DATA}
         there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         others = sorted(name for name in there if name not in fixed and not PATH.fullmatch(name))
         if others:

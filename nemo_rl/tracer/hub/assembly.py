@@ -136,17 +136,8 @@ class Assembly:
         self._tables: dict[int, dict[str, tuple[int, RankTokens]]] = {}
         """Rank -> name of a table -> step and tokens."""
         self._told_dropped: Counter[int] = Counter()
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of all waiting parts."""
-        return self._num_bytes
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Return the connected ranks."""
-        return tuple(sorted(self._here))
+        self.num_bytes = 0
+        """Size of all waiting parts."""
 
     def connect(self, rank: int, world: int) -> None:
         """Add a rank, also one that comes again."""
@@ -174,7 +165,7 @@ class Assembly:
         for name, (of_step, tokens) in [*self._tables.get(rank, {}).items()]:
             if of_step < step:
                 del self._tables[rank][name]
-                self._num_bytes -= tokens.num_bytes
+                self.num_bytes -= tokens.num_bytes
         found = self._step(step)
         if found is None:
             self._current.pop(rank, None)
@@ -194,14 +185,14 @@ class Assembly:
             raise BadFrame(
                 f"table of run {table.run[:80]!r}, step {table.step}: this run is {self.run!r}, or is further"
             )
-        if self._num_bytes + 3 * table.tokens.nbytes > self._limits.assembly_bytes:
+        if self.num_bytes + 3 * table.tokens.nbytes > self._limits.assembly_bytes:
             raise BadFrame("too many tables wait")
         tokens = RankTokens.of(table, found.keys)
         mine = self._tables.setdefault(rank, {})
         if table.name in mine:
-            self._num_bytes -= mine[table.name][1].num_bytes
+            self.num_bytes -= mine[table.name][1].num_bytes
         mine[table.name] = (table.step, tokens)
-        self._num_bytes += tokens.num_bytes
+        self.num_bytes += tokens.num_bytes
 
     def add_part(self, rank: int, part: FramePart) -> None:
         """Raises:
@@ -216,7 +207,7 @@ class Assembly:
             self.num_late += 1
             return
         self._note_dropped(phase, rank, part.dropped_before)
-        if self._num_bytes + part.payload.nbytes > self._limits.assembly_bytes:
+        if self.num_bytes + part.payload.nbytes > self._limits.assembly_bytes:
             phase.dropped[-1] += 1
             return
         try:
@@ -225,7 +216,7 @@ class Assembly:
             phase.dropped[-1] += 1
             raise
         phase.num_bytes += added
-        self._num_bytes += added
+        self.num_bytes += added
 
     def end(self, rank: int, step: int, phase: str, dropped: int) -> None:
         """End a phase of a rank, which has sent all of it.
@@ -258,7 +249,7 @@ class Assembly:
 
     def release(self, phase: Phase) -> None:
         """Release a phase that was taken: its frames are out and its parts count no more."""
-        self._num_bytes -= phase.num_bytes
+        self.num_bytes -= phase.num_bytes
         phase.num_bytes = 0
 
     def seconds_left(self) -> float | None:
@@ -292,7 +283,7 @@ class Assembly:
         return self._steps.setdefault(step, _AssemblyStep())
 
     def _forget_tables(self, rank: int) -> None:
-        self._num_bytes -= sum(tokens.num_bytes for _, tokens in self._tables.pop(rank, {}).values())
+        self.num_bytes -= sum(tokens.num_bytes for _, tokens in self._tables.pop(rank, {}).values())
 
     def _note_dropped(self, phase: Phase, rank: int, dropped: int) -> None:
         phase.dropped[rank] = max(phase.dropped[rank], dropped - self._told_dropped[rank])

@@ -16,23 +16,40 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl.errors import UserError, name_some
 from nemo_rl.records.sites import SITES
 from nemo_rl.tracer.frame import Frame, FrameTable
-from nemo_rl.tracer.hub.history import History, Kept
+from nemo_rl.tracer.hub.history import History
+from nemo_rl.tracer.hub.viewer import Viewer
 from nemo_rl.tracer.protocol import PROTOCOL_VERSION, HubLimits, Role, RunState, dump
 from nemo_rl.tracer.reducer import REDUCERS, VECTOR_FILES, Project
 from nemo_rl.tracer.summary import FirstNonFinite
 from nemo_rl.tracer.watch import WatchPlan
 
-__all__ = ["Hub", "HubRunFacts", "Sink", "SinkThread", "Subscriber"]
+__all__ = ["Hub", "HubRunFacts", "Sink", "SinkThread"]
 
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 20.0
+"""Seconds to write what still waits when the hub ends."""
+MAX_RUNS = 64
+"""Runs whose facts are kept."""
+MAX_MARKS = 1000
+"""Last marks, for viewers that come later."""
+MAX_PROBLEMS = 20
+"""Last problems, for viewers that come later."""
 METRICS_KEPT = 1000
 """Steps whose metrics viewers that come later get."""
+FACTS: Mapping[str, type] = {
+    **dict.fromkeys(("name", "text"), str),
+    **dict.fromkeys(("step", "world"), int),
+    **dict.fromkeys(("model", "layout", "unobserved", "first_non_finite"), Mapping),
+}
+"""Facts of a run that a record may set, with their kinds."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,40 +75,17 @@ class HubRunFacts:
 
     def as_record(self) -> dict[str, object]:
         """Return the facts as messages hold them."""
-        return {
-            "run": self.run,
-            "name": self.name,
-            "model": dict(self.model),
-            "layout": dict(self.layout),
-            "unobserved": dict(self.unobserved),
-            "state": self.state.value,
-            "text": self.text,
-            "step": self.step,
-            "world": self.world,
-            "first_non_finite": self.first_non_finite,
-        }
+        record = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "metrics"}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in record.items()}
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Set the facts of a record, as far as it has them and they can be read."""
-        for name in ("name", "text"):
-            if isinstance(value := record.get(name), str):
-                setattr(self, name, value)
-        for name in ("model", "layout", "unobserved"):
-            if isinstance(value := record.get(name), Mapping):
-                setattr(self, name, dict(value))
+        for name, kind in FACTS.items():
+            value = record.get(name)
+            if isinstance(value, kind) and not isinstance(value, bool):
+                setattr(self, name, dict(value) if isinstance(value, Mapping) else value)
         if record.get("state") in list(RunState):
             self.state = RunState(record["state"])
-        for name in ("step", "world"):
-            if type(value := record.get(name)) is int:
-                setattr(self, name, value)
-        if isinstance(found := record.get("first_non_finite"), Mapping):
-            self.first_non_finite = dict(found)
-
-
-logger = logging.getLogger(__name__)
-
-CLOSE_S = 20.0
-"""Seconds to write what still waits when the hub ends."""
 
 
 class Sink(Protocol):
@@ -154,9 +148,6 @@ class SinkThread:
                     self._sink.message(item)
             except Exception as error:  # noqa: BLE001 - whatever a disk does: looking on goes on
                 self._tell(f"{self._name}: entries are skipped: {type(error).__name__}: {str(error)[:300]}")
-        self._close_sink()
-
-    def _close_sink(self) -> None:
         try:
             self._sink.close()
         except Exception as error:  # noqa: BLE001 - as above
@@ -166,28 +157,6 @@ class SinkThread:
         if not self._has_told:
             self._has_told = True
             self._problem(text)
-
-
-MAX_RUNS = 64
-"""Runs whose facts are kept."""
-MAX_MARKS = 1000
-"""Last marks, for viewers that come later."""
-MAX_PROBLEMS = 20
-"""Last problems, for viewers that come later."""
-
-
-class Subscriber(Protocol):
-    """Gets what is published, and never waits."""
-
-    def message(self, text: str) -> None:
-        """Send a JSON message."""
-
-    def frame(self, kept: Kept) -> None:
-        """Send a frame with its table."""
-
-    @property
-    def is_behind(self) -> bool:
-        """Return whether much waits for a subscriber that still takes what it gets."""
 
 
 class Hub:
@@ -204,11 +173,12 @@ class Hub:
         """First step that the plan counts for; None until the driver has applied it."""
         self.history = History(self.limits.history_bytes)
         self.runs: dict[str, HubRunFacts] = {}
-        self.driver: Subscriber | None = None
+        self.driver: Viewer | None = None
         self.problems: list[str] = []
         self.marks: list[Mapping[str, Any]] = []
         self._artifacts, self._sinks = artifacts, list[SinkThread]()
-        self._subscribers: list[Subscriber] = []
+        self.subscribers: list[Viewer] = []
+        """Viewers that get what is published."""
         self._first = FirstNonFinite()
         self._loop = asyncio.get_running_loop()
 
@@ -218,15 +188,12 @@ class Hub:
         """Return facts of a run (`run`, `name`, `model`, `layout`, `unobserved`, `state`, `text`, `step`, `world`,
         `first_non_finite`; what is left out stays as it is), told to all."""
         run = str(record["run"])
-        is_new = run not in self.runs
-        if is_new:
-            if len(self.runs) >= MAX_RUNS:
-                self.runs.pop(next(iter(self.runs)))
-            self.runs[run] = HubRunFacts(run=run)
-        facts = self.runs[run]
-        before = facts.as_record()
+        before = self.runs[run].as_record() if run in self.runs else None
+        if before is None and len(self.runs) >= MAX_RUNS:
+            self.runs.pop(next(iter(self.runs)))
+        facts = self.runs.setdefault(run, HubRunFacts(run=run))
         facts.take(record)
-        if facts.as_record() != before or is_new:
+        if facts.as_record() != before:
             self._tell_run(facts)
         return facts
 
@@ -239,7 +206,7 @@ class Hub:
     def publish_frame(self, frame: Frame) -> None:
         """Publish a picture."""
         kept = self.history.add_frame(frame)
-        for subscriber in self._subscribers:
+        for subscriber in self.subscribers:
             subscriber.frame(kept)
         for sink in self._sinks:
             sink.frame(kept.message)
@@ -264,11 +231,7 @@ class Hub:
                 facts.step = step
         if message.get("type") == "mark":
             self.marks = [*self.marks, dict(message)][-MAX_MARKS:]
-        text = dump(message)
-        for subscriber in self._subscribers:
-            subscriber.message(text)
-        for sink in self._sinks:
-            sink.message(message)
+        self._tell(message)
 
     def problem(self, text: str) -> None:
         """Tell all that something is wrong; from any thread."""
@@ -282,7 +245,7 @@ class Hub:
     @property
     def is_ahead(self) -> bool:
         """Return whether a viewer that reads has not yet taken what was published."""
-        return any(subscriber.is_behind for subscriber in self._subscribers)
+        return any(subscriber.is_behind for subscriber in self.subscribers)
 
     # Watches.
 
@@ -292,21 +255,19 @@ class Hub:
         """
         plan = WatchPlan.parse(texts)
         vectors = [each.vector for watch in plan.watches for each in watch.reducers if isinstance(each, Project)]
-        folder = self._artifacts
-        for vector in vectors:
-            if folder is not None and not any((folder / f"{vector}{end}").is_file() for end in VECTOR_FILES):
-                known = (
-                    name_some(sorted({path.stem for end in VECTOR_FILES for path in folder.glob(f"*{end}")})) or "none"
-                )
+        if self._artifacts is not None:
+            known = {path.stem for end in VECTOR_FILES for path in self._artifacts.glob(f"*{end}") if path.is_file()}
+            for vector in set(vectors) - known:
                 raise UserError(
-                    f"reducer project: expected a vector of the folder of artifacts ({known}), got {vector!r}"
+                    f"reducer project: expected a vector of the folder of artifacts "
+                    f"({name_some(sorted(known)) or 'none'}), got {vector!r}"
                 )
         return plan
 
     def set_plan(self, plan: WatchPlan) -> None:
         """Watch something else from the step on that the driver will name."""
         self.plan, self.effective_step = plan, None
-        self._tell_plan()
+        self._tell(self.plan_record())
         if self.driver is not None:
             self.driver.message(self.driver_plan())
 
@@ -315,22 +276,13 @@ class Hub:
         from."""
         if digest == self.plan.digest and self.effective_step is None:
             self.effective_step = step
-            self._tell_plan()
+            self._tell(self.plan_record())
 
     def driver_plan(self) -> str:
         """Return the `plan` message to the driver."""
         return dump({"type": "plan", "watches": list(self.plan.texts), "digest": self.plan.digest})
 
-    # Subscribers.
-
-    def add_subscriber(self, subscriber: Subscriber) -> None:
-        """Get what is published from now on."""
-        self._subscribers.append(subscriber)
-
-    def remove_subscriber(self, subscriber: Subscriber) -> None:
-        """Get nothing more."""
-        if subscriber in self._subscribers:
-            self._subscribers.remove(subscriber)
+    # Viewers.
 
     def add_sink(self, sink: SinkThread) -> None:
         """Get what is published from now on, and the plan."""
@@ -345,36 +297,23 @@ class Hub:
     def welcome(self, role: Role) -> str:
         """Return the `welcome` message."""
         return dump(
-            {
+            self.plan_record()
+            | {
                 "type": "welcome",
                 "v": PROTOCOL_VERSION,
                 "role": role.value,
                 "runs": [facts.as_record() for facts in self.runs.values()],
-                **{name: value for name, value in self.plan_record().items() if name != "type"},
-                "sites": [
-                    {
-                        "kind": kind.value,
-                        "text": site.text,
-                        "dims": site.dims,
-                        "in_layers": site.in_layers,
-                        "has_backward": site.has_backward,
-                    }
-                    for kind, site in SITES.items()
-                ],
+                "sites": [{"kind": kind.value, **asdict(site)} for kind, site in SITES.items()],
                 "reducers": {name: kind.text for name, kind in REDUCERS.items()},
                 "limits": asdict(self.limits),
             }
         )
 
-    def greet(self, subscriber: Subscriber) -> None:
+    def greet(self, subscriber: Viewer) -> None:
         """Send a viewer what it missed: metrics, marks, problems and the last frame of each place."""
-        for facts in self.runs.values():
-            for message in facts.metrics:
-                subscriber.message(dump(message))
-        for message in self.marks:
+        metrics = [message for facts in self.runs.values() for message in facts.metrics]
+        for message in (*metrics, *self.marks, *({"type": "problem", "text": text} for text in self.problems)):
             subscriber.message(dump(message))
-        for text in self.problems:
-            subscriber.message(dump({"type": "problem", "text": text}))
         for kept in self.history.latest():
             subscriber.frame(kept)
 
@@ -396,15 +335,14 @@ class Hub:
         return self.runs[run] if run in self.runs else self.set_run({"run": run})
 
     def _tell_run(self, facts: HubRunFacts) -> None:
-        record = facts.as_record()
-        text = dump({"type": "run", **record})
-        for subscriber in self._subscribers:
+        self._tell({"type": "run", **facts.as_record()})
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        text = dump(message)
+        for subscriber in self.subscribers:
             subscriber.message(text)
         for sink in self._sinks:
-            sink.message({"type": "run", **record})
-
-    def _tell_plan(self) -> None:
-        self.publish_message(self.plan_record())
+            sink.message(message)
 
     def _tell_problem(self, text: str) -> None:
         logger.warning("%s", text)

@@ -1,6 +1,6 @@
 """`LegacyViewer`: the text protocol of older public tensor tracers, at `/legacy`, where a recipe asks for it.
 
-    run_training_step    sets the watches (`LegacyRequest`)       -> start {micro_batch_size, seq_length, num_layers}
+    run_training_step    sets the watches (`read_request`)        -> start {micro_batch_size, seq_length, num_layers}
     frames of these      by layer, numbers row by row             -> update {update_type, layer_id, args, result}
 
 The numbers are `[B, S, n]`: rows of the step, tokens of a row one after the other, null beyond its end and for what is
@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,13 @@ from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.frame import Frame, FrameTable, decode
 from nemo_rl.tracer.hub.history import Kept
 from nemo_rl.tracer.hub.hub import Hub
-from nemo_rl.tracer.hub.sessions import MAX_BAD_MESSAGES, Sessions, refuse
+from nemo_rl.tracer.hub.sessions import Sessions, refuse
 from nemo_rl.tracer.hub.viewer import Viewer
-from nemo_rl.tracer.protocol import BadMessage, ErrorCode, HubLimits, Role, dump, parse
+from nemo_rl.tracer.protocol import BadMessage, ErrorCode, HubLimits, Role, dump
 from nemo_rl.tracer.reducer import Full, Project, Reducer, Tiles
 from nemo_rl.tracer.watch import BY_FLAG, Classical
 
-__all__ = ["LEGACY_PATH", "METHODS", "PHASE", "LegacyRequest", "LegacyViewer", "serve_legacy"]
+__all__ = ["LEGACY_PATH", "METHODS", "PHASE", "LegacyViewer", "read_request", "serve_legacy"]
 
 PHASE = "train"
 """The tracers show the forward passes of training steps."""
@@ -61,34 +62,21 @@ INPUT_TOKENS = Classical(switch="", flag="InputTokens", update_type=8, sites=Sit
 FLAGS: Mapping[str, Classical] = {**BY_FLAG, INPUT_TOKENS.flag: INPUT_TOKENS}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LegacyRequest:
-    """The watches that a message asks for."""
+def read_request(message: Mapping[str, Any]) -> dict[Classical, Reducer]:
+    """Return what a message asks for.
 
-    reducers: Mapping[Classical, Reducer]
-
-    @classmethod
-    def of(cls, message: Mapping[str, Any]) -> LegacyRequest:
-        """Raises:
+    Raises:
         BadMessage: a flag, compressor or method that is not known.
-        """
-        flags, compressors = message.get("visualization_flags"), message.get("compressor_config", {})
-        if not isinstance(flags, Mapping) or not isinstance(compressors, Mapping):
-            raise BadMessage("expected 'visualization_flags' and 'compressor_config' as objects")
-        for name in (*flags, *compressors):
-            if name not in FLAGS:
-                raise BadMessage(f"expected flags among {', '.join(FLAGS)}, got {shorten(name)!r}")
-        found = {FLAGS[name]: _reducer(name, compressors.get(name)) for name, value in flags.items() if _is_on(value)}
-        return cls(reducers={each: reducer for each, reducer in found.items() if reducer is not None})
-
-    @property
-    def watches(self) -> list[str]:
-        """Return texts of watches."""
-        return [f"{each.sites} & forward | {reducer} | {PHASE}" for each, reducer in self.reducers.items()]
-
-
-def _is_on(value: object) -> bool:
-    return value is True or (isinstance(value, str) and value.lower() == "true")
+    """
+    flags, compressors = message.get("visualization_flags"), message.get("compressor_config", {})
+    if not isinstance(flags, Mapping) or not isinstance(compressors, Mapping):
+        raise BadMessage("expected 'visualization_flags' and 'compressor_config' as objects")
+    for name in (*flags, *compressors):
+        if name not in FLAGS:
+            raise BadMessage(f"expected flags among {', '.join(FLAGS)}, got {shorten(name)!r}")
+    chosen = [name for name, value in flags.items() if str(value).lower() == "true"]
+    found = {FLAGS[name]: _reducer(name, compressors.get(name)) for name in chosen}
+    return {each: reducer for each, reducer in found.items() if reducer is not None}
 
 
 def _reducer(flag: str, config: object) -> Reducer | None:
@@ -148,7 +136,8 @@ class LegacyViewer(Viewer):
 
     def __init__(self, connection: ServerConnection, limits: HubLimits, hub: Hub) -> None:
         super().__init__(connection, Role.CONTROLLER, limits)
-        self._hub, self._request = hub, LegacyRequest(reducers={})
+        self._hub = hub
+        self._request: Mapping[Classical, Reducer] = {}
         self._last: dict[str, np.ndarray] = {}
         """Numbers of the sites of one flag that have come so far."""
         self._last_of: tuple[object, ...] = ()
@@ -162,7 +151,11 @@ class LegacyViewer(Viewer):
         """Send a message of this protocol."""
         super().message(dump(message))
 
-    def ask(self, request: LegacyRequest) -> None:
+    def refused(self, error: BadMessage) -> None:
+        """Send why a message was refused."""
+        self.say({"type": "error", "code": error.code.value, "text": str(error)})
+
+    def ask(self, request: Mapping[Classical, Reducer]) -> None:
         """Show this from now on."""
         self._request, self._started = request, dump(self._start())
         super().message(self._started)
@@ -176,7 +169,7 @@ class LegacyViewer(Viewer):
         where = kept.where
         if where.phase != PHASE or where.site.direction is not Direction.FORWARD or where.site.is_recomputed:
             return None
-        for flag, reducer in self._request.reducers.items():
+        for flag, reducer in self._request.items():
             if where.site.kind.value in _kinds(flag) and reducer == where.reducer:
                 return flag
         return None
@@ -221,27 +214,11 @@ class LegacyViewer(Viewer):
 async def serve_legacy(connection: ServerConnection, hub: Hub, sessions: Sessions) -> None:
     """Serve one viewer until the connection ends; its token was checked before."""
     viewer = LegacyViewer(connection, hub.limits, hub)
-    try:
-        sessions.enter(viewer, is_taking_over=False)
-    except BadMessage as error:
-        await refuse(connection, error.code, str(error))
-        return
-    writing = asyncio.create_task(viewer.write())
-    num_bad = 0
-    try:
-        async for message in connection:
-            try:
-                _hear(viewer, sessions, parse(message if isinstance(message, str) else ""))
-            except BadMessage as error:
-                num_bad += 1
-                viewer.say({"type": "error", "code": error.code.value, "text": str(error)})
-                if num_bad > MAX_BAD_MESSAGES:
-                    await refuse(connection, error.code, "too many invalid messages")
-    except ConnectionClosed:
-        pass
-    finally:
-        writing.cancel()
-        sessions.leave(viewer)
+    with suppress(ConnectionClosed):
+        try:
+            await sessions.serve_viewer(viewer, partial(_hear, viewer, sessions))
+        except BadMessage as error:
+            await refuse(connection, error.code, str(error))
 
 
 def _hear(viewer: LegacyViewer, sessions: Sessions, said: Mapping[str, Any]) -> None:
@@ -252,8 +229,8 @@ def _hear(viewer: LegacyViewer, sessions: Sessions, said: Mapping[str, Any]) -> 
         raise BadMessage(f"type: expected run_training_step, got {said['type'][:40]!r}")
     if sessions.controller is not viewer:
         raise BadMessage("another controller has taken over")
-    request = LegacyRequest.of(said)
-    sessions.watch(request.watches)
+    request = read_request(said)
+    sessions.watch([f"{each.sites} & forward | {reducer} | {PHASE}" for each, reducer in request.items()])
     viewer.ask(request)
 
 

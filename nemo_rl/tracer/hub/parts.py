@@ -6,7 +6,8 @@ split, nor on the order in which parts came; a token's features that came twice 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import ClassVar
@@ -18,16 +19,10 @@ from nemo_rl.tracer.reducer import (
     STATS,
     Counts,
     Digest,
-    Full,
     Histogram,
-    Norm,
     PerToken,
-    Project,
-    Reducer,
-    Sample,
     Span,
     Stats,
-    Tiles,
     TopK,
     WholeTensor,
     token_hashes,
@@ -109,21 +104,6 @@ class RankTokens:
         return RankTokens(self.codes[rows], self.ids[rows])
 
 
-SHAPES: Mapping[type[Reducer], Callable[[Reducer, FramePart], tuple[int, ...]]] = {
-    Stats: lambda reducer, part: (len(STATS),),
-    Histogram: lambda reducer, part: (reducer.size,) if isinstance(reducer, Histogram) else (),
-    Counts: lambda reducer, part: (part.payload.size,),
-    Norm: lambda reducer, part: (1,),
-    Digest: lambda reducer, part: (1,),
-    Tiles: lambda reducer, part: (reducer.n,) if isinstance(reducer, Tiles) else (),
-    TopK: lambda reducer, part: (*part.payload.shape[1:2], 2),
-    Full: lambda reducer, part: (part.span.stop - part.span.start,),
-    Sample: lambda reducer, part: (part.span.stop - part.span.start,),
-    Project: lambda reducer, part: (1,),
-}
-"""Reducer -> shape of a part's payload, less its tokens where there are some."""
-
-
 def check_part(part: FramePart, num_tokens: int | None) -> None:
     """Args:
         num_tokens: that the part has; None for reducers of whole tensors.
@@ -132,13 +112,25 @@ def check_part(part: FramePart, num_tokens: int | None) -> None:
         BadFrame: the payload has another shape or dtype than its reducer gives.
     """
     reducer = part.where.reducer
-    shape = (*(() if num_tokens is None else (num_tokens,)), *SHAPES[type(reducer)](reducer, part))
+    shape = (*(() if num_tokens is None else (num_tokens,)), *_shape_of(part))
     if part.payload.shape != shape or part.span.whole > MAX_FEATURES:
         raise BadFrame(
             f"{reducer}: expected a payload of shape {shape}, got {part.payload.shape}, features {part.span}"
         )
     if isinstance(reducer, WholeTensor) and (part.payload.dtype.kind == "i") is not isinstance(reducer, INTEGERS):
         raise BadFrame(f"{reducer}: got a payload of {part.payload.dtype}")
+
+
+def _shape_of(part: FramePart) -> tuple[int, ...]:
+    """Return the shape of a part's payload, less its tokens where there are some."""
+    reducer = part.where.reducer
+    if isinstance(reducer, TopK):
+        return (*part.payload.shape[1:2], 2)
+    if isinstance(reducer, PerToken):
+        return reducer.empty(0, part.span.stop - part.span.start).shape[1:]
+    if isinstance(reducer, Counts):
+        return (part.payload.size,)
+    return (reducer.size if isinstance(reducer, Histogram) else len(STATS) if isinstance(reducer, Stats) else 1,)
 
 
 @dataclass(slots=True)
@@ -225,12 +217,8 @@ class TokenParts:
 
     def fits(self, num_tokens: int, reducer: PerToken, limit: int) -> bool:
         """Return whether merging needs at most `limit` bytes."""
-        widths: Mapping[type[PerToken], int] = {
-            Tiles: reducer.n if isinstance(reducer, Tiles) else 0,
-            TopK: 2 * reducer.k if isinstance(reducer, TopK) else 0,
-            Project: 1,
-        }
-        return num_tokens * widths.get(type(reducer), self.num_features) * self.ITEM_BYTES <= limit
+        width = math.prod(reducer.empty(0, self.num_features).shape[1:])
+        return num_tokens * width * self.ITEM_BYTES <= limit
 
 
 @dataclass(frozen=True, slots=True)

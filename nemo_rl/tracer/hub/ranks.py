@@ -194,13 +194,10 @@ class Ranks:
                 self._hub.publish_table(replace(made, texts=self._texts.of(made.tokens[2])))
             else:
                 self._hub.publish_frame(made)
-            await self._let_viewers_read(until_s)
-
-    async def _let_viewers_read(self, until_s: float) -> None:
-        """Let others run; and while nothing else is to be published, viewers that read get the time to."""
-        await asyncio.sleep(0)
-        while self._hub.is_ahead and len(self._closed) == 1 and time.monotonic() < until_s:
-            await asyncio.sleep(PACE_S / 1000)
+            await asyncio.sleep(0)
+            # While nothing else is to be published, viewers that read get the time to.
+            while self._hub.is_ahead and len(self._closed) == 1 and time.monotonic() < until_s:
+                await asyncio.sleep(PACE_S / 1000)
 
     def _of(self, run: str, group: RankGroup) -> Assembly:
         if (run, group) not in self._assemblies:

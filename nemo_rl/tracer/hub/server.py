@@ -22,6 +22,7 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
+from nemo_rl.tracer import PAGE_FOLDER
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.legacy import LEGACY_PATH, serve_legacy
 from nemo_rl.tracer.hub.ranks import Ranks
@@ -31,7 +32,6 @@ from nemo_rl.tracer.tokens import HubTokens
 
 __all__ = ["HubEndpoint", "HubServer", "Pages", "refuse"]
 
-FOLDER = Path(__file__).parent.parent / "page"
 CONTENT_TYPES: Mapping[str, str] = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -64,7 +64,7 @@ class Pages:
     """The files of a folder, below it too."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        folder = folder or FOLDER
+        folder = folder or PAGE_FOLDER
         found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
         files = [path for path in found if path.suffix in CONTENT_TYPES]
         self._files = {f"/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in files}
@@ -103,41 +103,24 @@ SILENT = logging.getLogger(f"{__name__}.wire")
 SILENT.setLevel(logging.CRITICAL + 1)
 
 
-class Gate:
-    """Counts the connections that have not said hello yet."""
+class CountedConnection(ServerConnection):
+    """A connection that counts as waiting from its first moment on, before it sends anything, until it is known."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._waiting: set[ServerConnection] = set()
-
-    def enter(self, connection: ServerConnection) -> bool:
-        """Add a connection that waits, and return False where too many do."""
-        if len(self._waiting) >= self._limit:
-            return False
-        self._waiting.add(connection)
-        return True
-
-    def leave(self, connection: ServerConnection) -> None:
-        """Remove a connection that is known now, or gone."""
-        self._waiting.discard(connection)
-
-
-class GatedConnection(ServerConnection):
-    """A connection that the gate counts from its first moment on, before it sends anything."""
-
-    def __init__(self, gate: Gate, *args: Any, **more: Any) -> None:
+    def __init__(self, waiting: set[ServerConnection], limit: int, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._gate = gate
+        self._waiting, self._limit = waiting, limit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Count a peer that has connected."""
         super().connection_made(transport)
-        if not self._gate.enter(self):
+        if len(self._waiting) >= self._limit:
             self.transport.abort()
+        else:
+            self._waiting.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget a peer that is gone."""
-        self._gate.leave(self)
+        self._waiting.discard(self)
         super().connection_lost(exc)
 
 
@@ -183,7 +166,8 @@ class HubServer:
         self.ranks = Ranks(hub, tokenizer=tokenizer)
         self.sessions = Sessions(hub, self.ranks, tokens)
         self._tokens, self._endpoint, self._pages = tokens, endpoint, Pages()
-        self._gate = Gate(hub.limits.max_waiting)
+        self._waiting: set[ServerConnection] = set()
+        """Connections that have not said hello yet."""
         self._server: Server | None = None
         self._publishing: asyncio.Task[None] | None = None
 
@@ -198,7 +182,9 @@ class HubServer:
             self.port,
             process_request=self._answer,
             # A class by its type, but any factory by its meaning.
-            create_connection=cast(type[ServerConnection], partial(GatedConnection, self._gate)),
+            create_connection=cast(
+                type[ServerConnection], partial(CountedConnection, self._waiting, limits.max_waiting)
+            ),
             open_timeout=self._endpoint.handshake_s,
             ping_interval=PING_S,
             ping_timeout=max(PONG_S, limits.slow_viewer_s),
@@ -222,11 +208,6 @@ class HubServer:
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
-
-    @property
-    def has_waiting(self) -> bool:
-        """Return whether a message waits for a viewer."""
-        return any(viewer.has_waiting for viewer in self.sessions.viewers)
 
     def _answer(self, connection: ServerConnection, request: Request) -> Response | None:
         path, _, query = request.path.partition("?")
@@ -252,7 +233,7 @@ class HubServer:
     async def _serve(self, connection: ServerConnection) -> None:
         try:
             if connection.request is not None and connection.request.path.startswith(LEGACY_PATH):
-                self._gate.leave(connection)
+                self._waiting.discard(connection)
                 await serve_legacy(connection, self.hub, self.sessions)
                 return
             frame_bytes = self.hub.limits.max_frame_bytes
@@ -260,7 +241,7 @@ class HubServer:
                 connection, frame_bytes=frame_bytes, handshake_s=self._endpoint.handshake_s
             )
             if known is not None:
-                self._gate.leave(connection)
+                self._waiting.discard(connection)
                 await self.sessions.serve(connection, *known)
         except ConnectionClosed:
             pass

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,10 @@ LAST_WORDS_S, QUIET_S = 5.0, 0.2
 MAX_KIND, MAX_KINDS = 64, 64
 """Characters and number of the sites that a rank may say it cannot show."""
 MAX_PROBLEM = 2000
+NUMBERS = (int, float, type(None))
 POLICY_VIOLATION = 1008
 """WebSocket close code."""
+AGAIN = "connected again"
 REPLACED = 1012
 """WebSocket close code, `service restart`: the same rank or driver has connected again."""
 CONTROLLER_WORDS = frozenset({"watch", "mark"})
@@ -114,7 +117,9 @@ class Sessions:
                 elif role is Role.DRIVER:
                     await self._serve_driver(connection)
                 else:
-                    await self._serve_viewer(connection, role, is_taking_over=hello.get("takeover") is True)
+                    viewer = Viewer(connection, role, self._hub.limits)
+                    hear = partial(self.hear_viewer, viewer)
+                    await self.serve_viewer(viewer, hear, is_taking_over=hello.get("takeover") is True)
             except BadMessage as error:
                 await refuse(connection, error.code, str(error))
 
@@ -136,7 +141,8 @@ class Sessions:
         if not world:
             raise BadMessage("world: expected at least 1")
         peer = Peer(run, _group(hello), number(hello, "rank", limit=world - 1))
-        await self._replace(self._rank_connections.get(peer))
+        if (before := self._rank_connections.get(peer)) is not None:
+            await before.close(REPLACED, AGAIN)
         self._rank_connections[peer] = connection
         self._ranks.connect(peer, world)
         self._note_unobserved(peer, hello.get("unobserved"))
@@ -199,7 +205,8 @@ class Sessions:
 
     async def _serve_driver(self, connection: ServerConnection) -> None:
         link = Viewer(connection, Role.DRIVER, self._hub.limits)
-        await self._replace(None if self._driver is None else self._driver.connection)
+        if self._driver is not None:
+            await self._driver.connection.close(REPLACED, AGAIN)
         self._driver = self._hub.driver = link
         writing = asyncio.create_task(link.write())
         link.message(self._hub.welcome(Role.DRIVER))
@@ -257,7 +264,7 @@ class Sessions:
             given = said.get("metrics")
             if not isinstance(given, Mapping):
                 raise BadMessage(f"metrics: expected numbers by name, got {str(given)[:100]}")
-            metrics = {name: value for name, value in given.items() if _is_number(value)}
+            metrics = {name: value for name, value in given.items() if type(value) in NUMBERS}
             step = number(said, "step")
             self._hub.publish_message({"type": "metrics", "run": self.run, "step": step, "metrics": metrics})
         elif kind == "finish":
@@ -274,12 +281,24 @@ class Sessions:
         else:
             raise BadMessage(f"type: expected run, step, metrics, finish, applied or problem, got {kind[:40]!r}")
 
-    async def _serve_viewer(self, connection: ServerConnection, role: Role, *, is_taking_over: bool) -> None:
-        viewer = Viewer(connection, role, self._hub.limits)
+    async def serve_viewer(
+        self, viewer: Viewer, hear: Callable[[Mapping[str, Any]], None], *, is_taking_over: bool = False
+    ) -> None:
+        """Serve a viewer until its connection ends; `hear` takes its messages, or raises `BadMessage`."""
         self.enter(viewer, is_taking_over=is_taking_over)
-        writing = asyncio.create_task(viewer.write())
+        writing, num_bad = asyncio.create_task(viewer.write()), 0
         try:
-            await self._listen(viewer)
+            async for message in viewer.connection:
+                try:
+                    if isinstance(message, bytes):
+                        raise BadMessage("expected texts of a viewer", ErrorCode.FORBIDDEN)
+                    hear(parse(message))
+                except BadMessage as error:
+                    num_bad += 1
+                    if num_bad > MAX_BAD_MESSAGES:
+                        await refuse(viewer.connection, error.code, f"too many invalid messages: {error}")
+                        return
+                    viewer.refused(error)
         finally:
             writing.cancel()
             self.leave(viewer)
@@ -297,11 +316,11 @@ class Sessions:
         self.viewers.append(viewer)
         viewer.message(self._hub.welcome(viewer.role))
         self._hub.greet(viewer)
-        self._hub.add_subscriber(viewer)
+        self._hub.subscribers.append(viewer)
 
     def leave(self, viewer: Viewer) -> None:
         """Remove a viewer, which gets no more."""
-        self._hub.remove_subscriber(viewer)
+        self._hub.subscribers.remove(viewer)
         self.viewers.remove(viewer)
         # Another one may have taken over since.
         self.controller = None if self.controller is viewer else self.controller
@@ -313,20 +332,6 @@ class Sessions:
             self.controller.role = Role.VIEWER
             self.controller.message(dump({"type": "demoted"}))
         self.controller = viewer
-
-    async def _listen(self, viewer: Viewer) -> None:
-        num_bad = 0
-        async for message in viewer.connection:
-            try:
-                if isinstance(message, bytes):
-                    raise BadMessage("expected texts of a viewer", ErrorCode.FORBIDDEN)
-                self.hear_viewer(viewer, parse(message))
-            except BadMessage as error:
-                num_bad += 1
-                if num_bad > MAX_BAD_MESSAGES:
-                    await refuse(viewer.connection, error.code, f"too many invalid messages: {error}")
-                    return
-                viewer.message(error_text(error.code, str(error)))
 
     def hear_viewer(self, viewer: Viewer, said: Mapping[str, Any]) -> None:
         """Raises:
@@ -363,10 +368,6 @@ class Sessions:
             raise BadMessage(str(error), ErrorCode.BAD_WATCH) from error
         self._hub.set_plan(plan)
 
-    async def _replace(self, connection: ServerConnection | None) -> None:
-        if connection is not None:
-            await connection.close(REPLACED, "connected again")
-
 
 async def refuse(connection: ServerConnection, code: ErrorCode, text: str) -> None:
     """Say why, and close."""
@@ -384,7 +385,3 @@ def _group(message: Mapping[str, Any]) -> RankGroup:
     if group not in list(RankGroup):
         raise BadMessage(f"group: expected one of {', '.join(RankGroup)}, got {str(group)[:40]!r}")
     return RankGroup(group)
-
-
-def _is_number(value: object) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

@@ -16,7 +16,7 @@ from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
 
 from nemo_rl.tracer.hub.history import Kept, Place
-from nemo_rl.tracer.protocol import ErrorCode, HubLimits, Role, dump, error_text
+from nemo_rl.tracer.protocol import BadMessage, ErrorCode, HubLimits, Role, dump, error_text
 
 __all__ = ["Viewer"]
 
@@ -44,7 +44,9 @@ class Viewer:
         self._limits, self._told_dropped = limits, 0
         self._queue: OrderedDict[int, str | Kept] = OrderedDict()
         self._of_place: dict[Place, deque[int]] = {}
-        self._next = self._frame_bytes = self._text_size = 0
+        self._next = self._text_size = 0
+        self.num_bytes = 0
+        """Size of the frames and tables that wait."""
         self._waiting_tables: Counter[tuple[str, str]] = Counter()
         self._sent_tables: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._replays: deque[tuple[str, Iterator[Kept]]] = deque()
@@ -55,14 +57,9 @@ class Viewer:
         """Time at which the viewer last took a message."""
 
     @property
-    def num_bytes(self) -> int:
-        """Return the size of the messages that wait."""
-        return self._frame_bytes
-
-    @property
     def is_behind(self) -> bool:
         """Return whether much waits for a viewer that took a message a moment ago."""
-        return self._frame_bytes > self._limits.viewer_bytes // 2 and time.monotonic() - self._last_s < MOMENT_S
+        return self.num_bytes > self._limits.viewer_bytes // 2 and time.monotonic() - self._last_s < MOMENT_S
 
     @property
     def has_waiting(self) -> bool:
@@ -77,6 +74,10 @@ class Viewer:
             self._put(text)
         self._wake.set()
 
+    def refused(self, error: BadMessage) -> None:
+        """Send why a message of the viewer was refused."""
+        self.message(error_text(error.code, str(error)))
+
     def frame(self, kept: Kept) -> None:
         """Send a frame; older ones give way where too much waits."""
         if self.is_paused or self._is_stalled:
@@ -87,12 +88,12 @@ class Viewer:
             self._wake.set()
             return
         places = self._of_place.get(kept.place)
-        while places and self._frame_bytes + size > self._limits.viewer_bytes:
+        while places and self.num_bytes + size > self._limits.viewer_bytes:
             self._drop(places[0])
-        while self._of_place and self._frame_bytes + size > self._limits.viewer_bytes:
+        while self._of_place and self.num_bytes + size > self._limits.viewer_bytes:
             self._drop(self._oldest())
         self._of_place.setdefault(kept.place, deque()).append(self._put(kept))
-        self._frame_bytes += self._cost(kept, is_added=True)
+        self.num_bytes += self._cost(kept, is_added=True)
 
     def replay(self, name: str, frames: Iterator[Kept]) -> bool:
         """Send these, as fast as the viewer takes them, then `done`; False: too many wait already."""
@@ -148,7 +149,7 @@ class Viewer:
         places.remove(at)
         if not places:
             del self._of_place[item.place]
-        self._frame_bytes -= self._cost(item, is_added=False)
+        self.num_bytes -= self._cost(item, is_added=False)
         return item
 
     def _drop(self, at: int) -> None:

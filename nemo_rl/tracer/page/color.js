@@ -1,18 +1,6 @@
 /** Colour maps that the colour-blind can read, and scales that map numbers to them. */
 
-const VIRIDIS = [
-  "440154",
-  "482475",
-  "414487",
-  "355f8d",
-  "2a788e",
-  "21918c",
-  "22a884",
-  "44bf70",
-  "7ad151",
-  "bddf26",
-  "fde725",
-];
+const VIRIDIS = "440154 482475 414487 355f8d 2a788e 21918c 22a884 44bf70 7ad151 bddf26 fde725".split(" ");
 const DIVERGING = {
   light: ["0b4a8f", "2f74b5", "6fa5d3", "b3cfe6", "f3f2ef", "f3cfa6", "e39b55", "bf6415", "8a3d06"],
   dark: ["a8d1ff", "6ea9ea", "3d76bd", "254a7c", "20232b", "74401c", "b8631f", "eb9850", "ffd3a3"],
@@ -30,11 +18,7 @@ export const isDark = () => document.documentElement.dataset.theme === "dark";
 /** Colour of run A (0) or run B (1). */
 export const seriesColour = (side) => SERIES[isDark() ? "dark" : "light"][side];
 
-/**
- * 256 colours as `rgb(...)`.
- * @param {boolean} isDiverging
- * @returns {string[]}
- */
+/** 256 colours as `rgb(...)`. */
 export function colours(isDiverging) {
   const anchors = isDiverging ? DIVERGING[isDark() ? "dark" : "light"] : VIRIDIS;
   if (!tables.has(anchors)) tables.set(anchors, Array.from({ length: 256 }, (_, i) => between(anchors, i / 255)));
@@ -44,9 +28,7 @@ export function colours(isDiverging) {
 function between(anchors, share) {
   const place = share * (anchors.length - 1);
   const at = Math.min(Math.floor(place), anchors.length - 2);
-  const [from, to] = [anchors[at], anchors[at + 1]].map(
-    (text) => [0, 2, 4].map((i) => parseInt(text.slice(i, i + 2), 16))
-  );
+  const [from, to] = [anchors[at], anchors[at + 1]].map((text) => [0, 2, 4].map((i) => parseInt(text.slice(i, i + 2), 16)));
   return `rgb(${from.map((value, i) => Math.round(value + (to[i] - value) * (place - at))).join(",")})`;
 }
 
@@ -77,7 +59,7 @@ export function scaleOf(numbers, how) {
   const isDiverging = how.isSigned && low < 0;
   if (isDiverging) [low, high] = [-Math.max(-low, high), Math.max(-low, high)];
   if (low === high) [low, high] = isDiverging ? [low - 1, high + 1] : [low, low + Math.max(Math.abs(low), 1e-30)];
-  const [to, from] = how.kind === "log" ? logarithm(sorted, isDiverging) : [(x) => x, (x) => x];
+  const [to, from] = how.kind === "log" ? logarithm(sorted) : [(x) => x, (x) => x];
   const [first, last] = [to(low), to(high)];
   const place = (value) => Math.min(1, Math.max(0, (to(value) - first) / (last - first)));
   return { low, high, isDiverging, place, value: (share) => from(first + share * (last - first)) };

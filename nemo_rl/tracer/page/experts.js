@@ -1,219 +1,151 @@
 /** View: load of experts: how many tokens each got in each layer, and how even that is over steps. */
 
+import { Chart, FONT, fit, hatch, ink, roomBelow, valueAt, write } from "./chart.js";
 import { colours, inkOn, lineColour, scaleOf, seriesColour } from "./color.js";
-import { FONT, Plot, fit, hatch, ink, roomBelow } from "./chart.js";
-import { h, say, toggle } from "./dom.js";
+import { h, pane, paneTitle, say } from "./dom.js";
 import { exact, short, whole } from "./format.js";
 import { drawLegend } from "./heat_pane.js";
-import { Picker, placesOf } from "./picker.js";
 import { evenness } from "./reducer.js";
+import { View } from "./view.js";
 
 const LEFT = 66;
 const TOP = 24;
 const RIGHT = 76;
+const EVENNESS = "Evenness of the load over steps (entropy, 1 is even)";
 
 /** Loads as a heat map and their evenness as lines. */
-export class ExpertsView {
+export class ExpertsView extends View {
   constructor(app) {
-    this.app = app;
-    this.id = "experts";
-    this.title = "Experts";
-    this.picker = new Picker((seen) => seen.reducer === "counts", () => app.changed(), ["moe.topk_ids"]);
-    this.isCount = false;
-    const counts = toggle("tokens instead of shares", false, (isOn) => {
-      this.isCount = isOn;
-      app.changed();
+    super(app, {
+      id: "experts",
+      title: "Experts",
+      takes: (seen) => seen.reducer === "counts",
+      first: ["moe.topk_ids"],
+      missing: ["The load of experts is not watched, or the model has none.", "moe.topk_ids | counts"],
     });
-    this.tools = h("div", { className: "tools" }, this.picker.root, h("div", { className: "toggles" }, counts));
-    this.nothing = h("div");
-    this.sides = [0, 1].map((side) => this.makeSide(side));
+    this.sides = [0, 1].map((side) => {
+      const title = paneTitle();
+      const canvas = h("canvas", { role: "img", onpointermove: (event) => this.hover(side, event) });
+      canvas.addEventListener("pointerleave", () => app.tooltip.hide());
+      return { title, canvas, root: pane(title, canvas) };
+    });
     this.legend = h("canvas", { className: "legend", role: "img", "aria-label": "Legend of the colours" });
-    this.lineTitle = h(
-      "h2",
-      { className: "pane-title", textContent: "Evenness of the load over steps (entropy, 1 is even)" },
+    this.lines = new Chart(app, (step) => this.tell(step));
+    this.body = h(
+      "div",
+      {},
+      h("div", { className: "pair" }, ...this.sides.map((side) => side.root)),
+      this.legend,
+      pane(EVENNESS, this.lines.root),
     );
-    this.lines = h("canvas", { role: "img", "aria-label": "Evenness of the load over steps" });
-    this.lines.addEventListener("pointermove", (event) => this.hoverLines(event));
-    this.lines.addEventListener("pointerleave", () => app.tooltip.hide());
-    this.lines.addEventListener("click", (event) => app.time.go(this.stepAt(event)));
-    this.body = h("div", {}, h("div", { className: "pair" }, ...this.sides.map((side) => side.root)), this.legend,
-      h("section", { className: "pane" }, this.lineTitle, this.lines));
-    this.root = h("div", { className: "view" }, this.tools, this.nothing, this.body);
+    this.build({ toggles: [this.toggle("tokens instead of shares", "isCount")] }, this.body);
   }
 
-  makeSide(side) {
-    const title = h("h2", { className: "pane-title" });
-    const canvas = h("canvas", { role: "img" });
-    canvas.addEventListener("pointermove", (event) => this.hover(side, event));
-    canvas.addEventListener("pointerleave", () => this.app.tooltip.hide());
-    return { title, canvas, root: h("section", { className: "pane" }, title, canvas) };
-  }
-
-  choose(wanted) {
-    this.picker.choose(wanted);
-  }
-
-  isReady(run, step) {
-    const { chosen } = this.picker;
-    return chosen === undefined || placesOf(chosen).some(
-      (place) => this.app.store.frame(run, step, chosen, place.text)
-    );
-  }
-
-  prepare() {
-    this.picker.update(this.app.watchedOf(), this.app.order);
-  }
-
-  render() {
-    const { chosen } = this.picker;
-    this.body.hidden = chosen === undefined;
-    this.nothing.replaceChildren();
-    if (chosen === undefined) {
-      this.nothing.replaceChildren(
-        this.app.nothingYet("The load of experts is not watched, or the model has none.", "moe.topk_ids | counts")
-      );
-      return;
-    }
-    this.places = placesOf(chosen);
+  draw(chosen, places) {
+    this.places = places;
     this.collect(chosen);
-    this.loads = this.app.sides().map(
-      (side) => this.places.map((place) => this.app.store.frame(side.run, side.step, chosen, place.text))
-    );
-    const shown = this.loads.flat().filter(Boolean).flatMap((frame) => this.shown(frame));
+    const shown = this.loads.flat().filter(Boolean).flatMap((frame) => this.loadOf(frame));
     this.scale = this.isCount ? scaleOf(shown, { kind: "linear", isSigned: false }) : shareScale(shown);
     // Before anything is measured: what is hidden gives its room to the other.
     this.sides.forEach((side, i) => (side.root.hidden = i >= this.loads.length));
-    this.sides.forEach((side, i) => this.paintSide(side, i));
+    this.loads.forEach((_, i) => this.paintSide(i));
     const ends = this.isCount ? undefined : ["0", "even", `${short(this.scale.most)}×`];
     const missing = this.loads.flat().includes(undefined);
     drawLegend(this.legend, this.scale, { missing, ends }, Math.min(520, this.body.clientWidth - 24), 34);
     this.paintLines();
   }
 
-  /** Evenness per side, layer and step; the number of experts is the longest count seen. */
+  /** Loads at the step, and evenness per side, layer and step; the number of experts is the longest count seen. */
   collect(chosen) {
-    const { store } = this.app;
-    const frames = this.app.sides().map(({ run }) => this.places.map((place) => store.run(run).stepList
-      .map((step) => [step, store.frame(run, step, chosen, place.text)]).filter(([, frame]) => frame !== undefined)));
+    const sides = this.app.sides();
+    const frames = sides.map(({ run }) => this.places.map((place) => this.framesOf(run, chosen, place.text)));
     this.experts = Math.max(1, ...frames.flat(2).map(([, frame]) => frame.values.length));
-    this.even = frames.map(
-      (layers) => layers.map((points) => points.map(([step, frame]) => [step, evenness(frame.values, this.experts)]))
-    );
+    const evenOf = (points) => points.map(([step, frame]) => [step, evenness(frame.values, this.experts)]);
+    this.even = frames.map((layers) => layers.map(evenOf));
+    this.loads = frames.map((layers, i) => layers.map((points) => valueAt(points, sides[i].step)));
   }
 
   /** Loads of a layer: as counts, or as multiples of an even load. */
-  shown(frame) {
+  loadOf(frame) {
     const counts = Array.from({ length: this.experts }, (_, i) => Number(frame.values[i] ?? 0));
     if (this.isCount) return counts;
     const total = counts.reduce((sum, count) => sum + count, 0);
     return counts.map((count) => (total > 0 ? (count / total) * this.experts : NaN));
   }
 
-  paintSide(side, i) {
-    if (side.root.hidden) return;
-    const layers = this.loads[i];
-    say(
-      side.title,
-      `${this.app.sideText(i)}  ·  ${this.isCount ? "tokens per expert" : "share of each expert, 1 is an even share"}`,
-    );
+  paintSide(i) {
+    const [side, layers] = [this.sides[i], this.loads[i]];
+    const what = this.isCount ? "tokens per expert" : "share of each expert, 1 is an even share";
+    say(side.title, `${this.app.sideText(i)}  ·  ${what}`);
     const width = side.root.clientWidth - 26;
     const cell = Math.max(4, (width - LEFT - RIGHT) / this.experts);
     const deep = Math.max(14, Math.min(30, 200 / layers.length));
-    const height = TOP + deep * layers.length + 6;
-    const context = fit(side.canvas, width, height);
+    const context = fit(side.canvas, width, TOP + deep * layers.length + 6);
     side.at = { cell, deep };
-    context.textBaseline = "middle";
     layers.forEach((frame, row) => this.paintRow(context, frame, row, side.at, width));
-    context.fillStyle = ink("muted");
-    context.textAlign = "center";
-    const each = Math.ceil(26 / cell);
-    for (let expert = 0; expert < this.experts; expert += each) context.fillText(
-      String(expert),
-      LEFT + (expert + 0.5) * cell,
-      TOP - 12,
-    );
-    context.textAlign = "right";
-    context.fillText("evenness", width - 4, TOP - 12);
-    side.canvas.setAttribute(
-      "aria-label",
-      `Load of ${this.experts} experts in ${layers.length} layers, ${this.app.sideText(i)}`,
-    );
+    for (let expert = 0; expert < this.experts; expert += Math.ceil(26 / cell)) {
+      write(context, String(expert), LEFT + (expert + 0.5) * cell, TOP - 12, { align: "center" });
+    }
+    write(context, "evenness", width - 4, TOP - 12, { align: "right" });
+    const text = `Load of ${this.experts} experts in ${layers.length} layers, ${this.app.sideText(i)}`;
+    side.canvas.setAttribute("aria-label", text);
   }
 
   paintRow(context, frame, row, { cell, deep }, width) {
-    const y = TOP + row * deep;
+    const [y, middle] = [TOP + row * deep, TOP + (row + 0.5) * deep];
     context.font = FONT;
-    context.fillStyle = ink("muted");
-    context.textAlign = "right";
-    context.fillText(this.places[row].label, LEFT - 8, y + deep / 2);
-    if (frame === undefined) {
-      hatch(context, LEFT, y, cell * this.experts, deep - 1);
-      return;
-    }
-    const table = colours(this.scale.isDiverging);
-    this.shown(frame).forEach((value, expert) => {
-      const colour = Number.isFinite(value) ? table[Math.round(255 * this.scale.place(value))] : ink("line");
+    write(context, this.places[row].label, LEFT - 8, middle, { align: "right" });
+    if (frame === undefined) return hatch(context, LEFT, y, cell * this.experts, deep - 1);
+    const shades = colours(this.scale.isDiverging);
+    this.loadOf(frame).forEach((value, expert) => {
+      const isKnown = Number.isFinite(value);
+      const colour = isKnown ? shades[Math.round(255 * this.scale.place(value))] : ink("line");
       context.fillStyle = colour;
       context.fillRect(LEFT + expert * cell, y, cell - (cell > 6 ? 1 : 0), deep - 1);
-      if (cell < 40 || !Number.isFinite(value)) return;
-      context.fillStyle = inkOn(colour);
-      context.textAlign = "center";
-      context.fillText(this.isCount ? whole(value) : value.toFixed(2), LEFT + (expert + 0.5) * cell, y + deep / 2);
+      if (cell < 40 || !isKnown) return;
+      const text = this.isCount ? whole(value) : value.toFixed(2);
+      write(context, text, LEFT + (expert + 0.5) * cell, middle, { colour: inkOn(colour), align: "center" });
     });
-    context.fillStyle = ink("text");
-    context.textAlign = "right";
-    context.fillText(evenness(frame.values, this.experts).toFixed(4), width - 4, y + deep / 2);
+    const even = evenness(frame.values, this.experts).toFixed(4);
+    write(context, even, width - 4, middle, { colour: ink("text"), align: "right" });
   }
 
   paintLines() {
-    const width = this.body.clientWidth - 26;
-    const height = roomBelow(this.app.main, this.lines, 150, 340);
-    const context = fit(this.lines, width, height);
-    const points = this.even.flat(2);
-    if (points.length === 0) return;
-    const steps = points.map(([step]) => step);
-    const box = { left: 52, top: 8, right: width - RIGHT, bottom: height - 22 };
-    this.plot = new Plot(
-      context,
-      box,
-      [Math.min(...steps), Math.max(...steps)],
-      points.map(([, value]) => value),
-      false,
-    );
-    this.plot.axes();
-    this.even.forEach((layers, side) => layers.forEach((line, row) => {
-      const colour = this.even.length > 1 ? seriesColour(side) : lineColour(row, layers.length);
-      this.plot.line(line, colour, 1.6, side === 1 ? [4, 3] : []);
-    }));
+    const isTwo = this.even.length > 1;
+    this.lines.set({
+      lines: this.even.flatMap((layers, side) => layers.map((points, row) => ({
+        points,
+        colour: isTwo ? seriesColour(side) : lineColour(row, layers.length),
+        width: 1.6,
+        dash: side === 1 ? [4, 3] : undefined,
+      }))),
+      width: this.body.clientWidth - 26,
+      height: roomBelow(this.app.main, this.lines.root, 150, 340),
+      right: RIGHT,
+      text: EVENNESS,
+      paint: (context, box, y) => this.paintNames(context, box, y),
+    });
+  }
+
+  /** Names of the layers at the ends of their lines: they do not overlap, and those below still have room. */
+  paintNames(context, box, y) {
     const ends = this.even[0].map((line, row) => [row, line.at(-1)?.[1]]).filter(([, value]) => Number.isFinite(value));
-    context.textAlign = "left";
-    context.textBaseline = "middle";
     ends.sort((a, b) => b[1] - a[1]);
     let last = -Infinity;
     for (const [i, [row, value]] of ends.entries()) {
-      // Names do not overlap, and those below still have room.
       const lowest = box.bottom - 12 * (ends.length - 1 - i);
-      const y = (last = Math.max(Math.min(this.plot.y(value), lowest), last + 12));
-      context.fillStyle = this.even.length > 1 ? ink("muted") : lineColour(row, this.places.length);
-      context.fillText(this.places[row].label, width - RIGHT + 8, y);
+      last = Math.max(Math.min(y(value), lowest), last + 12);
+      const colour = this.even.length > 1 ? ink("muted") : lineColour(row, this.places.length);
+      write(context, this.places[row].label, box.right + 8, last, { colour });
     }
-    this.plot.cursor(this.app.step, this.app.marks);
   }
 
-  stepAt(event) {
-    const near = this.plot.stepAt(event.clientX - this.lines.getBoundingClientRect().left);
-    const steps = [...new Set(this.even.flat(2).map(([step]) => step))];
-    return steps.reduce((best, step) => (Math.abs(step - near) < Math.abs(best - near) ? step : best), steps[0]);
-  }
-
-  hoverLines(event) {
-    if (!this.plot) return;
-    const step = this.stepAt(event);
+  tell(step) {
     const pairs = this.even.flatMap((layers, side) => layers.map((line, row) => {
       const name = `${this.even.length > 1 ? `${"AB"[side]} ` : ""}${this.places[row].label}`;
-      return [name, exact(line.find(([at]) => at === step)?.[1] ?? "nothing")];
+      return [name, exact(valueAt(line, step) ?? "nothing")];
     }));
-    this.app.tooltip.show(`step ${step}`, pairs, event);
+    return [`step ${step}`, pairs];
   }
 
   hover(i, event) {
@@ -222,22 +154,21 @@ export class ExpertsView {
     const expert = Math.floor((event.clientX - box.left - LEFT) / at.cell);
     const row = Math.floor((event.clientY - box.top - TOP) / at.deep);
     const frame = this.loads[i][row];
-    if (frame === undefined || expert < 0 || expert >= this.experts) {
-      this.app.tooltip.hide();
-      return;
-    }
+    if (frame === undefined || expert < 0 || expert >= this.experts) return this.app.tooltip.hide();
     const count = frame.values[expert] ?? 0n;
     const total = Array.from(frame.values, Number).reduce((sum, number) => sum + number, 0);
     const share = total > 0 ? Number(count) / total : NaN;
-    this.app.tooltip.show(`${this.places[row].text}, expert ${expert}`,
-      [["tokens", exact(count)], ["share", exact(share)], ["of an even share", short(share * this.experts)]], event);
+    const pairs = [["tokens", exact(count)], ["share", exact(share)], ["of an even share", short(share * this.experts)]];
+    this.app.tooltip.show(`${this.places[row].text}, expert ${expert}`, pairs, event);
   }
 
   canvases() {
-    const maps = this.sides.filter((side) => !side.root.hidden).map(
-      (side) => ({ title: side.title.textContent, canvas: side.canvas })
-    );
-    return [...maps, { title: "", canvas: this.legend }, { title: this.lineTitle.textContent, canvas: this.lines }];
+    const maps = this.sides.filter((side) => !side.root.hidden);
+    return [
+      ...maps.map(({ title, canvas }) => ({ title: title.textContent, canvas })),
+      { title: "", canvas: this.legend },
+      { title: EVENNESS, canvas: this.lines.canvas },
+    ];
   }
 
   /** Counts per expert and layer of the step. */
@@ -246,19 +177,10 @@ export class ExpertsView {
     const rows = (this.loads ?? []).flatMap((layers, side) => layers.flatMap((frame, row) => {
       if (frame === undefined) return [];
       const { run, step } = this.app.sides()[side];
+      const start = [run, step, this.picker.chosen.phase, this.places[row].text];
       const even = exact(evenness(frame.values, this.experts));
-      return Array.from(
-        { length: this.experts },
-        (_, expert) => [
-          run,
-          step,
-          this.picker.chosen.phase,
-          this.places[row].text,
-          expert,
-          exact(frame.values[expert] ?? 0n),
-          even,
-        ],
-      );
+      const line = (_, expert) => [...start, expert, exact(frame.values[expert] ?? 0n), even];
+      return Array.from({ length: this.experts }, line);
     }));
     return { columns, rows };
   }

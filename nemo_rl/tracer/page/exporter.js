@@ -39,11 +39,9 @@ export function fileName(parts, suffix) {
 /**
  * One picture of all canvases of a view, with a heading; of a table where it has none.
  * @param {{canvases: function(): Array<{title: string, canvas: HTMLCanvasElement}>, numbers: function(): Object}} view
- * @param {string} heading
- * @returns {Promise<Blob>}
  */
 export function pictureOf(view, heading) {
-  const pieces = view.canvases().filter(({ canvas }) => canvas.width > 1 && canvas.offsetParent !== null);
+  const pieces = view.canvases().filter(({ canvas }) => canvas?.width > 1 && canvas.offsetParent !== null);
   const ratio = window.devicePixelRatio || 1;
   const whole = document.createElement("canvas");
   const context = whole.getContext("2d");
@@ -85,13 +83,8 @@ function paste(whole, context, pieces, heading, ratio) {
 function list(whole, context, { columns, rows }, heading, ratio) {
   const lines = [columns, ...rows.slice(0, MOST_LINES)].map((row) => row.map(String));
   const widths = columns.map((_, i) => Math.min(24, Math.max(...lines.map((line) => line[i].length))) * 7.4 + 14);
-  begin(
-    whole,
-    context,
-    [widths.reduce((sum, width) => sum + width, 2 * MARGIN), HEAD + lines.length * 18 + MARGIN],
-    heading,
-    ratio,
-  );
+  const size = [widths.reduce((sum, width) => sum + width, 2 * MARGIN), HEAD + lines.length * 18 + MARGIN];
+  begin(whole, context, size, heading, ratio);
   context.font = MONO;
   lines.forEach((line, row) => {
     let x = MARGIN;

@@ -32,7 +32,6 @@ export const count = (number, noun) => `${whole(number)} ${noun}${number === 1 ?
 /**
  * A token's text with white space shown: `·` for a space, `⏎` for a new line, `⇥` for a tab.
  * @param {?string} text undefined where it is not known
- * @param {number} id
  */
 export function tokenText(text, id) {
   if (text === undefined || text === null) return `#${id}`;

@@ -14,11 +14,7 @@ const OVERHEAD_BYTES = 600; // of a frame's header and its place in maps, roughl
  * @property {number} bytes
  */
 
-/**
- * Reads one binary message; numbers are looked at in place, not copied.
- * @param {ArrayBuffer} buffer
- * @returns {Message}
- */
+/** Reads one binary message; numbers are looked at in place, not copied. */
 export function decode(buffer) {
   const bytes = new Uint8Array(buffer);
   if (bytes.length < 8 || String.fromCharCode(...bytes.subarray(0, 4)) !== MAGIC) {
@@ -38,7 +34,6 @@ export function decode(buffer) {
 /**
  * A site for people, such as `mlp.out[3] backward`: the same text as the hub's.
  * @param {{kind: string, layer: ?number, name?: string, direction: string, recomputed?: boolean}} site
- * @returns {string}
  */
 export function siteText(site) {
   const at = site.layer ?? site.name;
@@ -48,20 +43,12 @@ export function siteText(site) {
 /**
  * Direction of a site, written after its kind; empty for the first forward pass.
  * @param {{direction: string, recomputed?: boolean}} site
- * @returns {string}
  */
 export function wayText(site) {
   return (site.direction === "forward" ? "" : ` ${site.direction}`) + (site.recomputed ? " recomputed" : "");
 }
 
-/**
- * Which picture of its step a frame is.
- * @param {string} phase
- * @param {number} update
- * @param {string} site
- * @param {string} reducer
- * @returns {string}
- */
+/** Which picture of its step a frame is. */
 export function frameKey(phase, update, site, reducer) {
   return `${phase}|${update}|${site}|${reducer}`;
 }

@@ -1,41 +1,32 @@
 /** View: layers times tokens of a sample. */
 
+import { fit, ink, write } from "./chart.js";
 import { scaleOf } from "./color.js";
-import { fit, ink } from "./chart.js";
-import { choice, empty, h, say, setOptions, toggle } from "./dom.js";
+import { empty, h, say, setOptions } from "./dom.js";
 import { exact, short } from "./format.js";
 import { HeatPane, drawLegend } from "./heat_pane.js";
 import { difference, numbersOf, pictureOf } from "./heat_model.js";
-import { Picker, placesOf } from "./picker.js";
+import { placesOf } from "./picker.js";
 import { isColour, isSigned } from "./reducer.js";
+import { View } from "./view.js";
 
-const SCALES = [
-  ["log", "logarithmic"],
-  ["linear", "linear"],
-  ["middle", "middle 98 %"],
-  ["layer", "each layer its own"],
-];
+const SCALES = [["log", "logarithmic"], ["linear", "linear"], ["middle", "middle 98 %"], ["layer", "each layer its own"]];
 
 /** The heat map. */
-export class HeatView {
+export class HeatView extends View {
   constructor(app) {
-    this.app = app;
-    this.id = "tokens";
-    this.title = "Tokens";
-    const changed = () => app.changed();
-    this.picker = new Picker((seen) => isColour(seen.reducer), changed, ["layer.out", "mlp.out"]);
-    this.row = choice("Sample", (value) => this.set({ key: value }));
-    this.stretch = choice("Shown of each token", (value) => this.set({ wantedStretch: value }));
-    this.scale = choice("Colours", (value) => this.set({ scale: value }));
-    this.isFit = false;
-    this.isDifference = false;
-    this.fitToggle = toggle("fit", false, (isOn) => this.set({ isFit: isOn }));
-    this.downToggle = toggle("tokens down", window.innerWidth < 640, (isOn) => this.set({ isDown: isOn }));
-    this.isDown = window.innerWidth < 640;
-    this.diffToggle = toggle("A − B", false, (isOn) => this.set({ isDifference: isOn }));
-    this.tools = h("div", { className: "tools" }, this.picker.root,
-      h("div", { className: "fields" }, this.row.root, this.stretch.root, this.scale.root),
-      h("div", { className: "toggles" }, this.fitToggle, this.downToggle, this.diffToggle));
+    super(app, {
+      id: "tokens",
+      title: "Tokens",
+      takes: (seen) => isColour(seen.reducer),
+      first: ["layer.out", "mlp.out"],
+      missing: ["Nothing is watched token by token yet.", "layer.out | tiles(1, rms) | train"],
+    });
+    this.row = this.choice("Sample", (key) => this.set({ key }));
+    this.stretch = this.choice("Shown of each token", (wantedStretch) => this.set({ wantedStretch }));
+    this.scale = this.choice("Colours");
+    this.diffToggle = this.toggle("A − B", "isDifference");
+    const toggles = [this.toggle("fit", "isFit"), this.toggle("tokens down", "isDown", window.innerWidth < 640), this.diffToggle];
     this.panes = [0, 1].map((side) => new HeatPane({
       hover: (cell, event) => this.hover(side, cell, event),
       pick: (cell) => this.set({ pin: cell, pinSide: side }),
@@ -44,11 +35,10 @@ export class HeatView {
     this.reading = h("p", { className: "reading", "aria-live": "polite" });
     this.strip = h("canvas", { className: "strip", role: "img", "aria-label": "All numbers of the chosen cell" });
     this.foot = h("div", { className: "heat-foot" }, h("div", {}, this.legend, this.reading), this.strip);
-    this.body = h("div", { className: "panes" }, this.panes[0].root, this.panes[1].root);
-    this.nothing = h("div", { hidden: true });
-    this.root = h("div", { className: "view heat" }, this.tools, this.nothing, this.body, this.foot);
-    this.panes[0].scroll.addEventListener("scroll", () => this.follow(0));
-    this.panes[1].scroll.addEventListener("scroll", () => this.follow(1));
+    this.body = h("div", { className: "panes" }, ...this.panes.map((pane) => pane.root));
+    this.build({ fields: [this.row.root, this.stretch.root, this.scale.root], toggles }, this.body, this.foot);
+    this.root.classList.add("heat");
+    this.panes.forEach(({ scroll }, side) => scroll.addEventListener("scroll", () => this.follow(side)));
   }
 
   /** Both maps scroll together. */
@@ -59,52 +49,29 @@ export class HeatView {
     if (Math.abs(to.scrollTop - from.scrollTop) > 1) to.scrollTop = from.scrollTop;
   }
 
-  set(values) {
-    Object.assign(this, values);
-    this.app.changed();
-  }
-
-  choose(wanted) {
-    this.picker.choose(wanted);
-  }
-
-  /** Whether a step has something to show, so that the newest step is not shown before its pictures have come. */
-  isReady(run, step) {
-    const { chosen } = this.picker;
-    return chosen === undefined || placesOf(chosen).some(
-      (place) => this.app.store.frame(run, step, chosen, place.text)
-    );
-  }
-
   prepare() {
-    this.picker.update(this.app.watchedOf(), this.app.order);
+    super.prepare();
     setOptions(this.scale.select, SCALES, this.scaleKind);
   }
 
   render() {
     const { chosen } = this.picker;
     this.pictures = chosen === undefined ? [] : this.app.sides().map((side) => this.pictureOf(side, chosen));
-    const first = this.pictures.find((picture) => picture !== null);
-    this.showChoices(first);
-    const hasPictures = first !== undefined && this.pictures[0] !== null;
-    [this.nothing.hidden, this.body.hidden, this.foot.hidden] = [hasPictures, !hasPictures, !hasPictures];
-    if (!hasPictures) {
-      this.nothing.replaceChildren(this.whyEmpty(chosen));
-      return;
-    }
-    if (this.isDifference && this.pictures[1]) this.pictures = [difference(this.pictures[0], this.pictures[1])];
+    this.showChoices(this.pictures.find((picture) => picture !== null));
+    const isEmpty = !this.pictures[0];
+    for (const element of this.shown) element.hidden = isEmpty;
+    this.nothing.replaceChildren(...(isEmpty ? [this.whyEmpty(chosen)] : []));
+    if (isEmpty) return;
+    if (this.isDifference && this.pictures[1]) this.pictures = [difference(...this.pictures)];
     this.paint(chosen);
   }
 
-  pictureOf(side, chosen) {
+  pictureOf({ run, step }, chosen) {
     const places = placesOf(chosen);
-    return pictureOf(
-      this.app.store,
-      { run: side.run, step: side.step, chosen, places, key: this.key, show: this.shown },
-    );
+    return pictureOf(this.app.store, { run, step, chosen, places, key: this.key, show: this.stretchKind });
   }
 
-  get shown() {
+  get stretchKind() {
     return this.stretch.select.value || "mean";
   }
 
@@ -128,7 +95,7 @@ export class HeatView {
   paint(chosen) {
     const isSide = this.pictures.filter((picture) => picture !== null);
     const flat = isSide.flatMap((picture) => Array.from(picture.values));
-    const signed = this.isDifference || (isSigned(chosen.reducer) && this.shown !== "absmax");
+    const signed = this.isDifference || (isSigned(chosen.reducer) && this.stretchKind !== "absmax");
     const kind = this.scaleKind;
     this.overall = scaleOf(flat, { kind: kind === "layer" ? "linear" : kind, isSigned: signed });
     const perLayer = kind === "layer" ? isSide[0].places.map((_, row) => this.layerScale(isSide, row, signed)) : null;
@@ -138,12 +105,9 @@ export class HeatView {
       pane.root.hidden = side >= this.pictures.length;
       if (pane.root.hidden) return;
       const what = this.isDifference ? "A − B" : this.app.sideText(side);
-      say(
-        pane.title,
-        `${what}  ·  ${chosen.phase}  ·  ${chosen.kind}${chosen.way}  ·  ${chosen.reducer}${this.gapText(picture)}`,
-      );
-      const pin = this.pinSide === side || this.pictures.length > 1 ? this.pin : this.pin ?? null;
-      const shape = { isFit: this.isFit, isDown: this.isDown, pin, isDiverging };
+      const title = [what, chosen.phase, chosen.kind + chosen.way, chosen.reducer, ...this.gaps(picture)];
+      say(pane.title, title.join("  ·  "));
+      const shape = { isFit: this.isFit, isDown: this.isDown, pin: this.pin, isDiverging };
       pane.canvas.setAttribute("aria-label", this.describe(picture, what));
       if (picture) pane.set(picture, { ...shape, scales: (row) => perLayer?.[row] ?? this.overall });
     });
@@ -155,13 +119,13 @@ export class HeatView {
     return `Heat map of ${what}: ${picture.places.length} layers times ${picture.tokens.length} tokens of ${picture.key}`;
   }
 
-  gapText(picture) {
-    if (picture === null) return "  ·  nothing at this step";
+  gaps(picture) {
+    if (picture === null) return ["nothing at this step"];
     const missing = [...new Set(picture.headers.flatMap((header) => header.missing))];
     const dropped = Math.max(...picture.headers.map((header) => header.dropped));
     const parts = missing.length ? [`ranks ${missing.join(", ")} missing`] : [];
     if (dropped > 0) parts.push(`${dropped} frames dropped`);
-    return parts.length ? `  ·  ${parts.join(", ")}` : "";
+    return parts.length ? [parts.join(", ")] : [];
   }
 
   layerScale(pictures, row, signed) {
@@ -176,13 +140,8 @@ export class HeatView {
     const notFinite = pictures.some((p) => p.values.some((value, i) => p.present[i] && !Number.isFinite(value)));
     const missing = pictures.some((picture) => picture.present.includes(0));
     const ends = isPerLayer ? ["least of its layer", "", "most"] : undefined;
-    drawLegend(
-      this.legend,
-      { ...this.overall, isDiverging },
-      { notFinite, missing, ends },
-      this.foot.clientWidth > 900 ? 520 : Math.min(520, this.foot.clientWidth - 24),
-      34,
-    );
+    const width = Math.min(520, this.foot.clientWidth > 900 ? 520 : this.foot.clientWidth - 24);
+    drawLegend(this.legend, { ...this.overall, isDiverging }, { notFinite, missing, ends }, width, 34);
     const picture = this.pictures[this.pinSide ?? 0] ?? this.pictures[0];
     this.say(picture, this.panes[0].hovered ?? this.pin);
     this.paintStrip(picture);
@@ -205,30 +164,21 @@ export class HeatView {
 
   /** All numbers of the kept cell, as bars. */
   paintStrip(picture) {
-    const numbers = this.pin && picture && !this.isDifference ? numbersOf(
-      picture,
-      this.pin.row,
-      this.pin.column,
-    ) : null;
+    const isKept = this.pin && picture && !this.isDifference;
+    const numbers = isKept ? numbersOf(picture, this.pin.row, this.pin.column) : null;
     this.strip.hidden = numbers === null || numbers.length < 2;
     if (this.strip.hidden) return;
     const width = Math.max(120, Math.min(420, this.foot.clientWidth - 560));
     const context = fit(this.strip, width, 66);
-    context.fillStyle = ink("muted");
-    context.textBaseline = "top";
-    context.fillText(`its ${numbers.length} numbers, from left to right`, 0, 0);
+    write(context, `its ${numbers.length} numbers, from left to right`, 0, 0, { base: "top" });
     const finite = Array.from(numbers).filter(Number.isFinite);
     const [low, high] = [Math.min(0, ...finite), Math.max(0, ...finite)];
     const y = (value) => 64 - ((value - low) / (high - low || 1)) * 46;
-    context.fillStyle = ink("accent");
     const bar = width / numbers.length;
+    context.fillStyle = ink("accent");
     numbers.forEach((value, i) => {
-      if (Number.isFinite(value)) context.fillRect(
-        i * bar,
-        Math.min(y(value), y(0)),
-        Math.max(1, bar - 1),
-        Math.max(1, Math.abs(y(value) - y(0))),
-      );
+      const height = Math.max(1, Math.abs(y(value) - y(0)));
+      if (Number.isFinite(value)) context.fillRect(i * bar, Math.min(y(value), y(0)), Math.max(1, bar - 1), height);
     });
   }
 
@@ -249,66 +199,35 @@ export class HeatView {
   }
 
   whyEmpty(chosen) {
-    if (chosen !== undefined) return empty(
-      "Nothing at this step",
-      `${chosen.kind}, ${chosen.reducer} was not looked at in ${chosen.phase} of this step.`,
-    );
-    return this.app.nothingYet("Nothing is watched token by token yet.", "layer.out | tiles(1, rms) | train");
+    if (chosen === undefined) return this.app.nothingYet(...this.missing);
+    const text = `${chosen.kind}, ${chosen.reducer} was not looked at in ${chosen.phase} of this step.`;
+    return empty("Nothing at this step", text);
   }
 
   canvases() {
-    const titles = this.panes.map((pane) => pane.title.textContent);
-    return [
-      ...this.panes.flatMap((pane, i) => (pane.root.hidden ? [] : [{ title: titles[i], canvas: pane.canvas }])),
-      { title: "", canvas: this.legend },
-    ];
+    const shown = this.panes.filter((pane) => !pane.root.hidden);
+    return [...shown.map(({ title, canvas }) => ({ title: title.textContent, canvas })), { title: "", canvas: this.legend }];
   }
 
   /** Every number of the maps, in columns. */
   numbers() {
-    const rows = (this.pictures ?? []).flatMap(
-      (picture, side) => (picture === null ? [] : this.numbersOfSide(picture, side))
-    );
-    return {
-      columns: [
-        "run",
-        "step",
-        "phase",
-        "site",
-        "reducer",
-        "sample",
-        "position",
-        "token_id",
-        "token",
-        "number",
-        "value",
-      ],
-      rows,
-    };
+    const sample = ["sample", "position", "token_id", "token", "number", "value"];
+    const ofSide = (picture, side) => (picture === null ? [] : this.numbersOfSide(picture, side));
+    return { columns: ["run", "step", "phase", "site", "reducer", ...sample], rows: (this.pictures ?? []).flatMap(ofSide) };
   }
 
   numbersOfSide(picture, side) {
-    const { chosen } = this.picker;
+    const { phase, reducer } = this.picker.chosen;
     const { run, step } = this.app.sides()[side];
     const of = this.isDifference ? "A - B" : run;
-    return picture.places.flatMap((place, row) => picture.tokens.flatMap((token, column) => {
+    const isOne = this.stretchKind !== "mean" && this.stretchKind !== "absmax";
+    return picture.places.flatMap((place, row) => picture.tokens.flatMap(({ position, id, text }, column) => {
       const at = row * picture.tokens.length + column;
       if (!picture.present[at]) return [];
-      const start = [
-        of,
-        step,
-        chosen.phase,
-        place.text,
-        chosen.reducer,
-        picture.key,
-        token.position,
-        token.id,
-        token.text,
-      ];
+      const start = [of, step, phase, place.text, reducer, picture.key, position, id, text];
       if (picture.width === 1) return [[...start, 0, exact(picture.values[at])]];
-      const isOne = this.shown !== "mean" && this.shown !== "absmax";
       const numbers = isOne ? null : numbersOf(picture, row, column);
-      if (numbers === null) return [[...start, this.shown, exact(picture.values[at])]];
+      if (numbers === null) return [[...start, this.stretchKind, exact(picture.values[at])]];
       return Array.from(numbers, (value, i) => [...start, i, exact(value)]);
     }));
   }

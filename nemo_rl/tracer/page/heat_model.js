@@ -16,15 +16,11 @@ import { tokensOf } from "./store.js";
  * @property {Object[]} headers of the frames
  */
 
-/**
- * Numbers per token of a frame.
- * @param {Object} frame
- */
+/** Numbers per token of a frame. */
 const widthOf = (frame) => frame.shape.slice(1).reduce((product, size) => product * size, 1);
 
 /**
  * One number for a token.
- * @param {Object} frame
  * @param {number} place of the token in its table
  * @param {string} show `mean`, `absmax`, or which of its numbers
  */
@@ -54,7 +50,6 @@ function isEmpty(frame, stretch, width) {
 
 /**
  * Puts the frames of a picture together.
- * @param {import("./store.js").Store} store
  * @param {{run: string, step: number, chosen: Object, places: Object[], key: ?string, show: string}} of
  * @returns {?Picture} null where no frame with tokens is there
  */
@@ -93,11 +88,7 @@ function tokensAt(tables, key) {
   return [...found.values()].sort((a, b) => a.position - b.position);
 }
 
-/**
- * All numbers of one cell, as they came.
- * @param {Picture} picture
- * @returns {?ArrayLike<number>}
- */
+/** All numbers of one cell, as they came. */
 export function numbersOf(picture, row, column) {
   const [frame, table] = [picture.frames[row], picture.tables[row]];
   if (frame === undefined || table === undefined) return null;
@@ -106,12 +97,7 @@ export function numbersOf(picture, row, column) {
   return place === undefined ? null : frame.values.subarray(place * picture.width, (place + 1) * picture.width);
 }
 
-/**
- * What differs: `a - b` where both have the same token at the same position of the same layer.
- * @param {Picture} a
- * @param {Picture} b
- * @returns {Picture}
- */
+/** What differs: `a - b` where both have the same token at the same position of the same layer. */
 export function difference(a, b) {
   const rowOf = new Map(b.places.map((place, row) => [place.text, row]));
   const columnOf = new Map(b.tokens.map((token, column) => [token.position, column]));

@@ -1,8 +1,8 @@
 /** Draws one heat map: only what is in sight, so that long samples and deep models scroll well. */
 
 import { NOT_FINITE, colours, inkOn } from "./color.js";
-import { FONT, MONO, fit, hatch, ink, stroke } from "./chart.js";
-import { h } from "./dom.js";
+import { FONT, MONO, fit, hatch, ink, write } from "./chart.js";
+import { h, pane, paneTitle } from "./dom.js";
 import { clip, short, tick } from "./format.js";
 
 const READABLE = 20; // along the tokens
@@ -17,8 +17,8 @@ export class HeatPane {
     this.canvas = h("canvas", { tabIndex: 0, role: "img" });
     this.space = h("div", { className: "heat-space" });
     this.scroll = h("div", { className: "heat-scroll" }, this.canvas, this.space);
-    this.title = h("h2", { className: "pane-title" });
-    this.root = h("section", { className: "pane" }, this.title, this.scroll);
+    this.title = paneTitle();
+    this.root = pane(this.title, this.scroll);
     this.on = on;
     this.hovered = null;
     this.scroll.addEventListener("scroll", () => this.draw());
@@ -39,10 +39,7 @@ export class HeatPane {
     const [width, height] = [this.scroll.clientWidth, this.scroll.clientHeight];
     const left = how.isDown ? 132 : 66;
     const along = (how.isDown ? height - 26 : width - left - 60) / Math.max(1, picture.tokens.length);
-    const size = how.isFit ? Math.max(1, Math.min(along, 40)) : Math.max(
-      READABLE,
-      Math.min(along, how.isDown ? 24 : 40),
-    );
+    const size = Math.max(how.isFit ? 1 : READABLE, Math.min(along, how.isDown && !how.isFit ? 24 : 40));
     const top = how.isDown || size < 11 ? 26 : headOf(picture.tokens);
     const [least, most] = how.isFit ? [4, 120] : LAYER_SIZE[how.isDown ? "down" : "across"];
     const room = (how.isDown ? width - left - 8 : height - top - 8) / Math.max(1, picture.places.length);
@@ -101,18 +98,14 @@ export class HeatPane {
       return;
     }
     const value = picture.values[place];
-    const colour = Number.isFinite(value) ? colours(how.isDiverging)[
-      Math.round(255 * how.scales(row).place(value))
-    ] : NOT_FINITE;
-    context.fillStyle = colour;
+    const isFinite = Number.isFinite(value);
+    const fill = isFinite ? colours(how.isDiverging)[Math.round(255 * how.scales(row).place(value))] : NOT_FINITE;
+    context.fillStyle = fill;
     context.fillRect(left, top, width + (gap ? 0 : 0.5), height + (gap ? 0 : 0.5));
-    const text = short(value);
-    if (at.cellHeight < 13 || at.cellWidth < (Number.isFinite(value) ? 46 : 24)) return;
+    if (at.cellHeight < 13 || at.cellWidth < (isFinite ? 46 : 24)) return;
     context.font = FONT;
-    context.textAlign = "center";
-    context.textBaseline = "middle";
-    context.fillStyle = Number.isFinite(value) ? inkOn(colour) : "#fff";
-    context.fillText(text, left + width / 2, top + height / 2 + 0.5);
+    const colour = isFinite ? inkOn(fill) : "#fff";
+    write(context, short(value), left + width / 2, top + height / 2 + 0.5, { colour, align: "center" });
   }
 
   mark(context, cell, width) {
@@ -125,77 +118,60 @@ export class HeatPane {
   }
 
   labels(context, first, last) {
-    const { how } = this;
-    for (let x = first[0]; x < last[0]; x++) {
-      if (how.isDown) this.layerAbove(context, x);
-      else this.tokenAbove(context, x);
-    }
-    for (let y = first[1]; y < last[1]; y++) {
-      if (how.isDown) this.tokenBeside(context, y);
-      else this.layerBeside(context, y);
-    }
+    const [above, beside] = this.how.isDown ? ["layerAbove", "tokenBeside"] : ["tokenAbove", "layerBeside"];
+    for (let x = first[0]; x < last[0]; x++) if (this.corner(x, 0)[0] >= this.at.left - 4) this[above](context, x);
+    for (let y = first[1]; y < last[1]; y++) if (this.corner(0, y)[1] >= this.at.top - 4) this[beside](context, y);
   }
 
-  emphasis(context, isIt, font) {
-    context.fillStyle = ink(isIt ? "text" : "muted");
+  /** Whether a layer or a token is under the pointer or kept: its text is then bold. */
+  emphasis(context, { row, column }, font) {
+    const isIt = [this.hovered, this.how.pin].some((cell) => cell && (row === undefined ? cell.column === column : cell.row === row));
     context.font = isIt ? `600 ${font}` : font;
+    return { isIt, colour: ink(isIt ? "text" : "muted") };
   }
 
   tokenAbove(context, column) {
     const { at, picture } = this;
-    const [left] = this.corner(column, 0);
-    if (left < at.left - 4) return;
-    const middle = left + at.cellWidth / 2;
-    const isIt = this.hovered?.column === column || this.how.pin?.column === column;
-    this.emphasis(context, isIt, MONO.replace("12px", "11px"));
+    const middle = this.corner(column, 0)[0] + at.cellWidth / 2;
+    const { isIt, colour } = this.emphasis(context, { column }, MONO.replace("12px", "11px"));
+    const { position, text } = picture.tokens[column];
     if (at.cellWidth < 11) {
       if (!isIt && column % Math.ceil(60 / at.cellWidth) !== 0) return;
-      context.textAlign = "center";
-      context.textBaseline = "bottom";
-      context.fillText(String(picture.tokens[column].position), middle, at.top - 6);
+      write(context, String(position), middle, at.top - 6, { colour, align: "center", base: "bottom" });
       return;
     }
     context.save();
     context.translate(middle, at.top - 6);
     context.rotate(SLANT);
-    context.textAlign = "left";
-    context.textBaseline = "middle";
-    context.fillText(clip(picture.tokens[column].text, LONGEST_ABOVE), 0, 0);
+    write(context, clip(text, LONGEST_ABOVE), 0, 0, { colour });
     context.restore();
   }
 
   tokenBeside(context, column) {
-    const [, top] = this.corner(0, column);
-    if (top < this.at.top - 4 || (this.at.cellHeight < 10 && column % Math.ceil(14 / this.at.cellHeight) !== 0)) return;
-    this.emphasis(context, this.hovered?.column === column || this.how.pin?.column === column, MONO);
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    const text = clip(this.picture.tokens[column].text, LONGEST);
-    context.fillText(text, this.at.left - 8, top + this.at.cellHeight / 2);
+    const { at, picture } = this;
+    if (at.cellHeight < 10 && column % Math.ceil(14 / at.cellHeight) !== 0) return;
+    const { colour } = this.emphasis(context, { column }, MONO);
+    const y = this.corner(0, column)[1] + at.cellHeight / 2;
+    write(context, clip(picture.tokens[column].text, LONGEST), at.left - 8, y, { colour, align: "right" });
   }
 
   layerBeside(context, row) {
-    const [, top] = this.corner(0, row);
-    const isThin = this.at.cellHeight < 12 && row % Math.ceil(14 / this.at.cellHeight) !== 0;
-    if (top < this.at.top - 4 || (isThin && this.hovered?.row !== row)) return;
-    this.emphasis(context, this.hovered?.row === row || this.how.pin?.row === row, FONT);
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    context.fillText(clip(this.picture.places[row].label, 10), this.at.left - 8, top + this.at.cellHeight / 2);
+    const { at, picture } = this;
+    const isThin = at.cellHeight < 12 && row % Math.ceil(14 / at.cellHeight) !== 0;
+    if (isThin && this.hovered?.row !== row) return;
+    const { colour } = this.emphasis(context, { row }, FONT);
+    const y = this.corner(0, row)[1] + at.cellHeight / 2;
+    write(context, clip(picture.places[row].label, 10), at.left - 8, y, { colour, align: "right" });
   }
 
   layerAbove(context, row) {
-    const [left] = this.corner(row, 0);
-    if (left < this.at.left - 4 || (this.at.cellWidth < 24 && row % Math.ceil(28 / this.at.cellWidth) !== 0)) return;
-    this.emphasis(context, this.hovered?.row === row || this.how.pin?.row === row, FONT);
-    context.textAlign = "center";
-    context.textBaseline = "bottom";
-    const { label, layer } = this.picture.places[row];
-    context.fillText(
-      layer !== null && this.at.cellWidth < 60 ? `L${layer}` : clip(label, 14),
-      left + this.at.cellWidth / 2,
-      this.at.top - 6,
-    );
+    const { at, picture } = this;
+    if (at.cellWidth < 24 && row % Math.ceil(28 / at.cellWidth) !== 0) return;
+    const { colour } = this.emphasis(context, { row }, FONT);
+    const { label, layer } = picture.places[row];
+    const text = layer !== null && at.cellWidth < 60 ? `L${layer}` : clip(label, 14);
+    const x = this.corner(row, 0)[0] + at.cellWidth / 2;
+    write(context, text, x, at.top - 6, { colour, align: "center", base: "bottom" });
   }
 
   /** Middle of a cell in the window. */
@@ -261,29 +237,20 @@ export function drawLegend(canvas, scale, flags, width, height) {
     context.fillStyle = table[Math.round((255 * i) / barWidth)];
     context.fillRect(i, 4, 1.5, 10);
   }
-  context.fillStyle = ink("muted");
-  context.textBaseline = "top";
-  const marks = [0, 0.5, 1];
-  marks.forEach((share) => {
-    context.textAlign = { 0: "left", 0.5: "center", 1: "right" }[share];
-    context.fillText(flags.ends?.[share * 2] ?? tick(scale.value(share)), share * barWidth, 19);
+  [0, 0.5, 1].forEach((share, i) => {
+    const text = flags.ends?.[i] ?? tick(scale.value(share));
+    write(context, text, share * barWidth, 19, { align: ["left", "center", "right"][i], base: "top" });
   });
-  context.textAlign = "left";
   let x = barWidth + 18;
-  for (const [text, isShown, colour] of [["NaN, ±∞", flags.notFinite, NOT_FINITE], ["nothing came", flags.missing, null]]) {
+  for (const [text, isShown, colour] of [["NaN, ±∞", flags.notFinite, NOT_FINITE], ["nothing came", flags.missing]]) {
     if (!isShown || x > width - 60) continue;
-    if (colour) {
-      context.fillStyle = colour;
-      context.fillRect(x, 4, 14, 10);
-    } else {
+    [context.fillStyle, context.strokeStyle, context.lineWidth] = [colour, ink("line"), 1];
+    if (colour) context.fillRect(x, 4, 14, 10);
+    else {
       hatch(context, x, 4, 14, 10);
-      context.strokeStyle = ink("line");
-      context.lineWidth = 1;
-      stroke(context, [[x, 4], [x + 14, 4], [x + 14, 14], [x, 14], [x, 4]]);
+      context.strokeRect(x, 4, 14, 10);
     }
-    context.fillStyle = ink("muted");
-    context.textBaseline = "middle";
-    context.fillText(text, x + 20, 9);
+    write(context, text, x + 20, 9);
     x += 34 + context.measureText(text).width;
   }
 }

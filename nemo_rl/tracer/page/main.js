@@ -1,7 +1,7 @@
 /** The page: what is known, what is shown, and who draws it. */
 
 import { BandsView } from "./bands.js";
-import { empty, h } from "./dom.js";
+import { Tooltip, button, empty, h } from "./dom.js";
 import { ExpertsView } from "./experts.js";
 import { siteText, wayText } from "./frame.js";
 import { HealthView } from "./health.js";
@@ -14,7 +14,6 @@ import { expose } from "./script.js";
 import { Shell } from "./shell.js";
 import { Store } from "./store.js";
 import { TimeBar } from "./time.js";
-import { Tooltip } from "./tooltip.js";
 import { TopKView } from "./topk.js";
 import { WatchPanel } from "./watches.js";
 
@@ -27,9 +26,11 @@ class App {
   constructor() {
     this.store = new Store(BUDGET_BYTES);
     this.store.pinned = (run, step) => this.sides().some((side) => side.run === run && side.step === step);
-    this.live = new Live(
-      { message: (message) => this.take(message), frame: (frame) => this.takeFrame(frame), state: () => this.changed() }
-    );
+    this.live = new Live({
+      message: (message) => this.take(message),
+      frame: (frame) => this.takeFrame(frame),
+      state: () => this.changed(),
+    });
     this.history = new History(this);
     this.catalogue = { sites: [], reducers: {} };
     this.order = {};
@@ -39,15 +40,8 @@ class App {
     this.tooltip = new Tooltip();
     this.time = new TimeBar(this);
     this.watches = new WatchPanel(this);
-    this.views = [
-      HeatView,
-      BandsView,
-      ExpertsView,
-      HistogramView,
-      TopKView,
-      MetricsView,
-      HealthView,
-    ].map((Kind) => new Kind(this));
+    const views = [HeatView, BandsView, ExpertsView, HistogramView, TopKView, MetricsView, HealthView];
+    this.views = views.map((Kind) => new Kind(this));
     this.view = this.views[0];
     this.shell = new Shell(this);
     this.main = this.shell.main;
@@ -190,15 +184,12 @@ class App {
     if (second === undefined) return first ?? new Map();
     const both = new Map(first);
     for (const [id, seen] of second) {
-      const there = both.get(id);
-      both.set(
-        id,
-        there ? {
-          ...there,
-          places: new Map([...there.places, ...seen.places]),
-          updates: new Set([...there.updates, ...seen.updates]),
-        } : seen,
-      );
+      const { places = [], updates = [] } = both.get(id) ?? {};
+      both.set(id, {
+        ...seen,
+        places: new Map([...places, ...seen.places]),
+        updates: new Set([...updates, ...seen.updates]),
+      });
     }
     return both;
   }
@@ -216,28 +207,18 @@ class App {
       const place = this.order[site.kind] ?? 99;
       const layer = site.layer ?? (place <= 1 ? -1 : 1 << 20);
       const sign = site.direction === "backward" ? -1 : 1;
-      return [
-        phase === "train" ? 1 : 0,
-        phase,
-        site.kind === "param" ? -1 : site.kind === "grad" ? 2 : sign < 0 ? 1 : 0,
-        sign * layer,
-        sign * place,
-      ];
+      const when = site.kind === "param" ? -1 : site.kind === "grad" ? 2 : sign < 0 ? 1 : 0;
+      return [phase === "train" ? 1 : 0, phase, when, sign * layer, sign * place];
     };
     const [left, right] = [key(a), key(b)];
     const at = left.findIndex((value, i) => value !== right[i]);
     return at < 0 ? 0 : left[at] < right[at] ? -1 : 1;
   }
 
-  /** The first values that are not finite: as the hub says, or as seen here. */
+  /** The first values that are not finite, as the hub says. */
   firstNonFinite(run) {
-    const { info, notFinite } = this.store.run(run);
-    const said = info.first_non_finite;
-    if (said) return { step: said.step, phase: said.phase, site: said.site, num: said.num, text: siteText(said.site) };
-    const step = [...notFinite.keys()].sort((a, b) => a - b)[0];
-    if (step === undefined) return undefined;
-    const [first] = [...notFinite.get(step).values()].sort((a, b) => this.compareSites(a, b));
-    return { step, phase: first.phase, site: first.site, num: first.number, text: siteText(first.site) };
+    const said = this.store.run(run).info.first_non_finite;
+    return said ? { ...said, text: siteText(said.site) } : undefined;
   }
 
   goToNonFinite(run = this.run) {
@@ -260,27 +241,14 @@ class App {
 
   /** What is said where a view has nothing, with the watch that would give it. */
   nothingYet(title, watch) {
+    if (this.run === undefined) return empty("Waiting for a run", "It appears as soon as a job connects to the hub.");
     const can = this.watches.canEdit;
     const isRecorded = this.runInfo().state === "recorded";
     const text = can
       ? "Add this watch, and it comes with one of the next steps:"
       : isRecorded ? "This watch would have given it:" : "The controller can add this watch:";
-    const add = h(
-      "button",
-      {
-        type: "button",
-        className: "primary",
-        textContent: "Add it to the watches",
-        onclick: () => this.watches.add(watch),
-      },
-    );
-    const waits = this.run === undefined ? "Waiting for a run" : title;
-    return empty(
-      waits,
-      this.run === undefined ? "It appears as soon as a job connects to the hub." : text,
-      ...(this.run === undefined ? [] : [h("code", { textContent: watch })]),
-      ...(can && this.run !== undefined ? [add] : []),
-    );
+    const add = button("Add it to the watches", () => this.watches.add(watch), { className: "primary" });
+    return empty(title, text, h("code", { textContent: watch }), ...(can ? [add] : []));
   }
 }
 

@@ -5,13 +5,10 @@ import { choice, h, setOptions } from "./dom.js";
 const KINDS = ["phase", "kind", "way", "reducer", "update"];
 const LABELS = { phase: "Phase", kind: "Site", way: "Direction", reducer: "Reducer", update: "Update" };
 
-/**
- * Linked selects: what is chosen first narrows what follows. `chosen` is one of the watched pictures, or undefined.
- */
+/** Linked selects: what is chosen first narrows what follows. `chosen` is one of the watched pictures, or undefined. */
 export class Picker {
   /**
    * @param {function(Object): boolean} takes which of the watched pictures a view can show
-   * @param {function(): void} changed
    * @param {string[]} [first] kinds of sites that are chosen where nobody has chosen
    */
   constructor(takes, changed, first = []) {
@@ -35,12 +32,10 @@ export class Picker {
 
   /**
    * Reads what has been watched of a run.
-   * @param {Map<string, Object>} watched
    * @param {Object} catalogue site kind -> place in the order of a pass
    */
   update(watched, catalogue) {
     let left = [...watched.values()].filter(this.takes);
-    this.isEmpty = left.length === 0;
     const all = left;
     for (const kind of ["phase", "kind", "way", "reducer"]) {
       let options = [...new Set(left.map((seen) => seen[kind]))];
@@ -77,7 +72,6 @@ function textOf(kind, name) {
 
 /**
  * Sites of a chosen picture by layer, ascending; those outside the layers first, by name.
- * @param {Object} chosen
  * @returns {Array<{text: string, label: string, layer: ?number}>}
  */
 export function placesOf(chosen) {
@@ -85,6 +79,4 @@ export function placesOf(chosen) {
   return places.sort((a, b) => (a.layer ?? -1) - (b.layer ?? -1) || (a.text < b.text ? -1 : 1));
 }
 
-const labelOf = (site) => (
-  site.layer !== null && site.layer !== undefined ? `layer ${site.layer}` : site.name ?? site.kind
-);
+const labelOf = ({ layer, name, kind }) => ((layer ?? null) !== null ? `layer ${layer}` : name ?? kind);

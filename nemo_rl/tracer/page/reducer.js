@@ -8,7 +8,6 @@ const NUM_EXPONENTS = 64;
 
 /**
  * Name and parameters of a reducer's text, such as `tiles(8, rms)`.
- * @param {string} text
  * @returns {{name: string, args: string[]}}
  */
 export function parseReducer(text) {
@@ -29,10 +28,7 @@ export function isSigned(text) {
   return name === "tiles" ? args[1] === "mean" || args[1] === "max" : name !== "topk";
 }
 
-/**
- * The ten numbers by name, with mean, standard deviation and rms of the finite values (NaN where there are none).
- * @param {Float64Array} values
- */
+/** The ten numbers by name, with mean, standard deviation and rms of the finite values (NaN where there are none). */
 export function statsOf(values) {
   const found = Object.fromEntries(STATS.map((name, place) => [name, values[place]]));
   const finite = found.count - found.nan - found.posinf - found.neginf;
@@ -68,10 +64,7 @@ export function histogramBins(text) {
 
 /**
  * Quantiles of a histogram, each by a straight line within its bin; bins that go to infinity give their finite edge.
- * @param {ArrayLike<number|bigint>} counts
- * @param {number[]} edges
  * @param {number[]} shares between 0 and 1
- * @returns {number[]}
  */
 export function quantiles(counts, edges, shares) {
   const numbers = Array.from(counts, Number);
@@ -90,19 +83,12 @@ export function quantiles(counts, edges, shares) {
   });
 }
 
-/**
- * Entropy of a load as a share of that of an even load: 1 is even, 0 is one expert alone; NaN without load.
- * @param {ArrayLike<number|bigint>} counts
- * @param {number} numExperts
- */
+/** Entropy of a load as a share of that of an even load: 1 is even, 0 is one expert alone; NaN without load. */
 export function evenness(counts, numExperts) {
   const numbers = Array.from(counts, Number);
   const total = numbers.reduce((sum, count) => sum + count, 0);
   if (total <= 0) return NaN;
   if (numExperts < 2) return 1;
-  const entropy = numbers.reduce(
-    (sum, count) => (count > 0 ? sum - (count / total) * Math.log(count / total) : sum),
-    0,
-  );
-  return entropy / Math.log(numExperts);
+  const shares = numbers.filter((count) => count > 0).map((count) => count / total);
+  return shares.reduce((entropy, share) => entropy - share * Math.log(share), 0) / Math.log(numExperts);
 }

@@ -6,65 +6,30 @@ import { connectionText, notices } from "./status.js";
 /** Numbers that JSON cannot hold become texts: `NaN`, `Infinity`, and whole numbers of 64 bits. */
 const plain = (value) => (typeof value === "bigint" || !Number.isFinite(value) ? String(value) : value);
 
-/**
- * Puts the object in place: what is known as properties, what can be asked and done as functions.
- * @param {Object} app
- */
+/** Puts the object in place: what is known as properties, what can be asked and done as functions. */
 export function expose(app) {
-  const tracer = Object.defineProperties(functionsOf(app), Object.getOwnPropertyDescriptors(stateOf(app)));
-  Object.defineProperty(window, "tracer", { value: Object.freeze(tracer) });
-}
-
-function stateOf(app) {
-  return {
+  const known = {
     /** `idle`, `connecting`, `connected`, `lost` or `refused`. */
-    get state() {
-      return app.live.state;
-    },
-    get role() {
-      return app.live.role;
-    },
-    get step() {
-      return app.step;
-    },
-    get isFollowing() {
-      return app.time.follow;
-    },
-    get view() {
-      return app.view.id;
-    },
+    state: () => app.live.state,
+    role: () => app.live.role,
+    step: () => app.step,
+    isFollowing: () => app.time.follow,
+    view: () => app.view.id,
     /** What the status line and the notices say. */
-    get said() {
-      return { connection: connectionText(app).text, notices: notices(app).map(({ text }) => text) };
-    },
-    get runs() {
-      return [...app.store.runs.values()].map((run) => ({ ...run.info, steps: [...run.stepList] }));
-    },
+    said: () => ({ connection: connectionText(app).text, notices: notices(app).map(({ text }) => text) }),
+    runs: () => [...app.store.runs.values()].map((run) => ({ ...run.info, steps: [...run.stepList] })),
     /** Whether all steps that were before have come. */
-    get isComplete() {
-      return app.live.state === "connected" && app.history.isComplete(app.shownRuns());
-    },
+    isComplete: () => app.live.state === "connected" && app.history.isComplete(app.shownRuns()),
     /** In memory, of frames and tables. */
-    get bytes() {
-      return app.store.bytes;
-    },
-    get plan() {
-      return structuredClone(app.plan);
-    },
+    bytes: () => app.store.bytes,
+    plan: () => structuredClone(app.plan),
   };
-}
-
-function functionsOf(app) {
-  return {
+  const tracer = {
     /** Numbers of a picture with their shape, or null: `value({run, step, phase, update, site, reducer})`. */
     value({ run = app.run, step = app.step, phase = "train", update = 0, site, reducer }) {
       const frame = app.store.frame(run, step, { phase, update, reducer }, site);
       if (frame === undefined) return null;
-      return {
-        shape: [...frame.shape],
-        values: Array.from(frame.values, plain),
-        header: structuredClone(frame.header),
-      };
+      return { shape: [...frame.shape], values: Array.from(frame.values, plain), header: structuredClone(frame.header) };
     },
     /** Numbers that are shown, as the CSV has them. */
     csv: () => csvOf(app.numbers()),
@@ -75,4 +40,6 @@ function functionsOf(app) {
     /** Middle of a cell of the heat map in the window, for pointers of tests. */
     cellPlace: (row, column, side = 0) => app.views[0].panes[side].placeOf(row, column),
   };
+  for (const [name, get] of Object.entries(known)) Object.defineProperty(tracer, name, { get, enumerable: true });
+  Object.defineProperty(window, "tracer", { value: Object.freeze(tracer) });
 }

@@ -1,6 +1,6 @@
 /** Around the views: heading, runs, tabs, notices, token form, help, keyboard and theme. */
 
-import { choice, h, say, setOptions } from "./dom.js";
+import { button, choice, dialog, h, note, say, setOptions } from "./dom.js";
 import { download, csvOf, fileName, pictureOf } from "./exporter.js";
 import { connectionText, notices, quietText } from "./status.js";
 
@@ -8,6 +8,7 @@ const TOKEN = "tracer.token";
 const THEME = "tracer.theme";
 const KEYS = [
   ["← →", "step back, step forward"], ["Home, End", "first step; follow the newest"], ["Space", "pause, follow"],
+  ["Drag, double click", "zoom a chart, all of it again"],
   ["N", "first NaN or infinity"], ["1 … 7", "views"], ["W", "watches"], ["P, C", "picture as PNG, numbers as CSV"],
   ["T", "dark, light"], ["Shift + arrows", "from cell to cell of the heat map"], ["?", "these keys"],
 ];
@@ -16,110 +17,61 @@ const KEYS = [
 export class Shell {
   constructor(app) {
     this.app = app;
-    const button = (text, title, onclick, name = "") => h(
-      "button",
-      { type: "button", className: name, textContent: text, title, onclick },
-    );
+    const tool = (text, title, onclick, className = "") => button(text, onclick, { title, className });
     this.runA = choice("Run A", (value) => app.setRuns(value, app.other));
     this.runB = choice("Compare with", (value) => app.setRuns(app.run, value || undefined));
     this.dot = h("span", { className: "dot", "aria-hidden": "true" });
     this.connection = h("span");
-    this.pill = h("span", { className: "pill", role: "status" }, this.dot, this.connection);
-    this.pill.addEventListener("click", () => app.live.hurry());
-    this.watchButton = button("Watches", "What is watched (W)", () => app.watches.toggle(), "wide");
+    const hurry = () => app.live.hurry();
+    this.pill = h("span", { className: "pill", role: "status", onclick: hurry }, this.dot, this.connection);
     this.tabs = h("nav", { role: "tablist", "aria-label": "Views" }, ...app.views.map((view, i) => this.tab(view, i)));
     this.notice = h("div", { className: "notice", role: "status" });
     this.main = h("main", { id: "main", role: "tabpanel", tabIndex: -1 });
-    this.help = this.makeHelp();
+    const keys = KEYS.flatMap(([key, text]) => [h("dt", {}, h("kbd", { textContent: key })), h("dd", { textContent: text })]);
+    this.help = dialog("Keys", h("dl", {}, ...keys));
     this.form = this.makeForm();
-    const tools = h("div", { className: "head-tools" }, this.watchButton, button(
-      "PNG",
-      "Picture as PNG (P)",
-      () => this.png(),
-    ), button(
-      "CSV",
-      "Numbers as CSV (C)",
-      () => this.csv(),
-    ),
-      button("◐", "Dark, light (T)", () => this.flip(), "icon"), button(
-        "?",
-        "Keys (?)",
-        () => this.help.showModal(),
-        "icon",
-      ));
-    const head = h(
-      "header",
-      { className: "head" },
-      h("h1", { textContent: "Tensor tracer" }),
-      h("div", { className: "runs" }, this.runA.root, this.runB.root),
-      this.pill,
-      tools,
+    const tools = h(
+      "div",
+      { className: "head-tools" },
+      tool("Watches", "What is watched (W)", () => app.watches.toggle(), "wide"),
+      tool("PNG", "Picture as PNG (P)", () => this.png()),
+      tool("CSV", "Numbers as CSV (C)", () => this.csv()),
+      tool("◐", "Dark, light (T)", () => this.flip(), "icon"),
+      tool("?", "Keys (?)", () => this.help.showModal(), "icon"),
     );
-    this.middle = h("div", { className: "middle" }, this.main, app.watches.root);
-    document.body.append(
-      h("div", { className: "app" }, head, this.tabs, this.notice, this.middle, app.time.root),
-      this.help,
-      this.form,
-    );
+    const runs = h("div", { className: "runs" }, this.runA.root, this.runB.root);
+    const head = h("header", { className: "head" }, h("h1", { textContent: "Tensor tracer" }), runs, this.pill, tools);
+    const middle = h("div", { className: "middle" }, this.main, app.watches.root);
+    const page = h("div", { className: "app" }, head, this.tabs, this.notice, middle, app.time.root);
+    document.body.append(page, this.help, this.form);
   }
 
   tab(view, i) {
-    const onclick = () => this.app.show(view.id);
-    return h(
-      "button",
-      {
-        type: "button",
-        role: "tab",
-        "aria-controls": "main",
-        title: `${view.title} (${i + 1})`,
-        textContent: view.title,
-        onclick,
-      },
-    );
-  }
-
-  makeHelp() {
-    const rows = KEYS.flatMap(
-      ([key, text]) => [h("dt", {}, h("kbd", { textContent: key })), h("dd", { textContent: text })]
-    );
-    const close = h(
-      "button",
-      { type: "button", className: "primary", textContent: "Close", onclick: () => this.help.close() },
-    );
-    return h(
-      "dialog",
-      { className: "help", "aria-label": "Keys" },
-      h("h2", { textContent: "Keys" }),
-      h("dl", {}, ...rows),
-      close,
-    );
+    const more = { role: "tab", "aria-controls": "main", title: `${view.title} (${i + 1})` };
+    return button(view.title, () => this.app.show(view.id), more);
   }
 
   makeForm() {
     this.tokenField = h("input", { type: "password", autocomplete: "off", spellcheck: false, id: "token" });
     this.tokenText = h("p", { className: "error", role: "alert" });
-    const form = h("form", { method: "dialog" }, h("h2", { textContent: "Tensor tracer" }), h(
-      "label",
-      { for: "token", textContent: "Token of the viewer or the controller" },
-    ), this.tokenField,
-      h(
-        "p",
-        {
-          className: "key",
-          textContent: "It lies in the folder of the run: tracer/viewer.token to watch, " +
-            "tracer/controller.token to choose what is watched; nemo-rl trace serve says where its own lies.",
-        },
-      ), this.tokenText,
-      h("button", { type: "submit", className: "primary", textContent: "Connect" }));
-    form.addEventListener("submit", (event) => {
+    const where = "It lies in the folder of the run: tracer/viewer.token to watch, tracer/controller.token to choose what " +
+      "is watched; nemo-rl trace serve says where its own lies.";
+    const onsubmit = (event) => {
       event.preventDefault();
       if (this.tokenField.value.trim()) this.connect(this.tokenField.value.trim());
-    });
-    return h(
-      "dialog",
-      { className: "token", "aria-label": "Token", oncancel: (event) => event.preventDefault() },
-      form,
+    };
+    const form = h(
+      "form",
+      { method: "dialog", onsubmit },
+      h("h2", { textContent: "Tensor tracer" }),
+      h("label", { for: "token", textContent: "Token of the viewer or the controller" }),
+      this.tokenField,
+      note(where),
+      this.tokenText,
+      h("button", { type: "submit", className: "primary", textContent: "Connect" }),
     );
+    const oncancel = (event) => event.preventDefault();
+    return h("dialog", { className: "token", "aria-label": "Token", oncancel }, form);
   }
 
   /** Reads the token, takes it out of the address, and connects. */
@@ -133,10 +85,8 @@ export class Shell {
     else this.app.changed();
     addEventListener("resize", () => this.app.changed());
     addEventListener("keydown", (event) => this.key(event));
-    matchMedia("(prefers-color-scheme: dark)").addEventListener(
-      "change",
-      () => this.theme(sessionStorage.getItem(THEME)),
-    );
+    const followSystem = () => this.theme(sessionStorage.getItem(THEME));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", followSystem);
     new ResizeObserver(() => this.app.changed()).observe(this.main);
     setInterval(() => this.sayState(), 1000);
   }
@@ -163,9 +113,8 @@ export class Shell {
   mount() {
     this.main.replaceChildren(this.app.view.root);
     this.main.scrollTop = 0;
-    [...this.tabs.children].forEach(
-      (tab, i) => tab.setAttribute("aria-selected", String(this.app.views[i] === this.app.view))
-    );
+    const isShown = (i) => String(this.app.views[i] === this.app.view);
+    [...this.tabs.children].forEach((tab, i) => tab.setAttribute("aria-selected", isShown(i)));
   }
 
   render() {
@@ -195,35 +144,22 @@ export class Shell {
     if (signature === this.notice.dataset.shown) return;
     this.notice.dataset.shown = signature;
     this.notice.dataset.level = worst?.level ?? "none";
-    if (worst === undefined) {
-      this.notice.replaceChildren(h("span", { className: "text", textContent: quietText(this.app) }));
-      return;
-    }
-    const parts = [
-      h("span", { className: "text", textContent: worst.text, title: worst.text, onclick: () => this.showAll(all) })
-    ];
-    if (worst.action) parts.push(h("button", { type: "button", textContent: worst.action, onclick: worst.go }));
-    const button = (textContent, title, onclick) => parts.push(h("button", { type: "button", title, textContent, onclick }));
-    for (const other of rest.filter(({ action }) => action)) button(other.action, other.text, other.go);
-    const others = rest.map(({ text }) => text).join("\n");
-    if (rest.length > 0) button(`${rest.length} more`, others, () => this.showAll(all));
+    const text = (of, more) => h("span", { className: "text", textContent: of, ...more });
+    if (worst === undefined) return this.notice.replaceChildren(text(quietText(this.app)));
+    const showAll = () => this.showAll(all);
+    const parts = [text(worst.text, { title: worst.text, onclick: showAll })];
+    if (worst.action) parts.push(button(worst.action, worst.go));
+    for (const { action, go, text: title } of rest) if (action) parts.push(button(action, go, { title }));
+    const others = rest.map((other) => other.text).join("\n");
+    if (rest.length > 0) parts.push(button(`${rest.length} more`, showAll, { title: others }));
     this.notice.replaceChildren(...parts);
   }
 
   showAll(all) {
-    const close = h(
-      "button",
-      { type: "button", className: "primary", textContent: "Close", onclick: () => dialog.remove() },
-    );
-    const dialog = h(
-      "dialog",
-      { className: "help", "aria-label": "Notices" },
-      h("h2", { textContent: "Notices" }),
-      h("ul", {}, ...all.map(({ text }) => h("li", { textContent: text }))),
-      close,
-    );
-    document.body.append(dialog);
-    dialog.showModal();
+    const shown = dialog("Notices", h("ul", {}, ...all.map(({ text }) => h("li", { textContent: text }))));
+    shown.addEventListener("close", () => shown.remove());
+    document.body.append(shown);
+    shown.showModal();
   }
 
   heading() {
@@ -238,6 +174,7 @@ export class Shell {
 
   async png() {
     this.app.render();
+    await null; // uPlot draws when what runs now has ended
     download(this.name("png"), await pictureOf(this.app.view, this.heading()));
   }
 
@@ -262,7 +199,8 @@ export class Shell {
       "?": () => this.help.showModal(),
       ...Object.fromEntries(app.views.map((view, i) => [String(i + 1), () => app.show(view.id)])),
     };
-    if (event.key === " " && event.target.tagName !== "BUTTON" && event.target.type !== "checkbox") actions[" "] = () => app.time.toggle();
+    const takesSpace = event.target.tagName === "BUTTON" || event.target.type === "checkbox";
+    if (event.key === " " && !takesSpace) actions[" "] = () => app.time.toggle();
     const act = actions[event.key.length === 1 ? event.key.toLowerCase() : event.key];
     if (act === undefined || event.shiftKey && event.key.startsWith("Arrow")) return;
     event.preventDefault();

@@ -87,20 +87,11 @@ export function quietText(app) {
 
 function ofHub(app) {
   const found = [];
+  const go = () => app.live.takeOver();
   if (app.live.role === "viewer" && app.live.busy) {
-    found.push(
-      {
-        level: "info",
-        text: "Somebody else is the controller; you watch.",
-        action: "Take over",
-        go: () => app.live.takeOver(),
-      }
-    );
+    found.push({ level: "info", text: "Somebody else is the controller; you watch.", action: "Take over", go });
   }
-  if (app.wasDemoted) {
-    const go = () => app.live.takeOver();
-    found.push({ level: "info", text: "Somebody has taken over; you watch.", action: "Take it back", go });
-  }
+  if (app.wasDemoted) found.push({ level: "info", text: "Somebody has taken over; you watch.", action: "Take it back", go });
   if (app.stats?.dropped > 0) {
     const frames = count(app.stats.dropped, "frame");
     found.push({ level: "warn", text: `${frames} dropped on the way to this page, which was slower than the run.` });

@@ -4,6 +4,12 @@ import { frameKey, siteText, wayText } from "./frame.js";
 
 const HEAVY_BYTES = 4096; // of numbers: such a frame goes before small ones, which pictures over steps need
 
+/** What a map has under a key, made where it is new. */
+function inside(map, key, make = () => new Map()) {
+  if (!map.has(key)) map.set(key, make());
+  return map.get(key);
+}
+
 /** One run: what the hub says of it, and what has come of it. */
 class Run {
   constructor(id) {
@@ -48,8 +54,7 @@ export class Store {
 
   /** The run, made where it is new. */
   run(id) {
-    if (!this.runs.has(id)) this.runs.set(id, new Run(id));
-    return this.runs.get(id);
+    return inside(this.runs, id, () => new Run(id));
   }
 
   /** What the hub says of a run. */
@@ -69,8 +74,7 @@ export class Store {
     const run = this.run(header.run);
     const site = siteText(header.site);
     const key = frameKey(header.phase, header.update, site, header.reducer);
-    if (!run.steps.has(header.step)) run.steps.set(header.step, new Map());
-    const frames = run.steps.get(header.step);
+    const frames = inside(run.steps, header.step);
     run.bytes += message.bytes - (frames.get(key)?.bytes ?? 0);
     frames.set(key, message);
     run.know(header.step);
@@ -81,51 +85,34 @@ export class Store {
   note(run, header, site) {
     const way = wayText(header.site);
     const id = `${header.phase}|${header.site.kind}|${way}|${header.reducer}`;
-    if (!run.watched.has(id)) {
-      const { phase, reducer } = header;
-      run.watched.set(id, { phase, kind: header.site.kind, way, reducer, places: new Map(), updates: new Set() });
-    }
-    const seen = run.watched.get(id);
+    const { phase, reducer } = header;
+    const none = () => ({ phase, kind: header.site.kind, way, reducer, places: new Map(), updates: new Set() });
+    const seen = inside(run.watched, id, none);
     seen.places.set(site, header.site);
     seen.updates.add(header.update);
     if (header.num_not_finite > 0) {
-      if (!run.notFinite.has(header.step)) run.notFinite.set(header.step, new Map());
-      const found = run.notFinite.get(header.step);
+      const [found, at] = [inside(run.notFinite, header.step), `${phase}|${site}`];
       // Several reducers look at the same values.
-      const number = Math.max(found.get(`${header.phase}|${site}`)?.number ?? 0, header.num_not_finite);
-      found.set(`${header.phase}|${site}`, { phase: header.phase, site: header.site, number, wall: header.wall_s });
+      const number = Math.max(found.get(at)?.number ?? 0, header.num_not_finite);
+      found.set(at, { phase, site: header.site, number });
     }
     if (header.dropped > 0 || header.missing.length > 0) {
-      if (!run.gaps.has(header.step)) run.gaps.set(header.step, new Map());
-      run.gaps.get(header.step).set(header.phase, { dropped: header.dropped, missing: header.missing });
+      inside(run.gaps, header.step).set(phase, { dropped: header.dropped, missing: header.missing });
     }
   }
 
   addTable(message) {
-    const { header, values } = message;
+    const { header, values, bytes } = message;
+    const { name, step, keys, texts } = header;
     const run = this.run(header.run);
-    const size = message.shape[1];
-    const old = run.tables.get(header.name);
-    run.bytes += message.bytes - (old?.bytes ?? 0);
-    run.tables.set(header.name, {
-      name: header.name,
-      step: header.step,
-      keys: header.keys,
-      texts: header.texts,
-      rows: values.subarray(0, size),
-      positions: values.subarray(size, 2 * size),
-      ids: values.subarray(2 * size),
-      bytes: message.bytes,
-      byRow: undefined,
-    });
+    const [rows, positions, ids] = [0, 1, 2].map((i) => values.subarray(i * message.shape[1], (i + 1) * message.shape[1]));
+    run.bytes += bytes - (run.tables.get(name)?.bytes ?? 0);
+    run.tables.set(name, { name, step, keys, texts, rows, positions, ids, bytes, byRow: undefined });
   }
 
   addMetrics(id, step, metrics) {
     const run = this.run(id);
-    for (const [name, value] of Object.entries(metrics)) {
-      if (!run.metrics.has(name)) run.metrics.set(name, new Map());
-      run.metrics.get(name).set(step, Number(value ?? NaN));
-    }
+    for (const [name, value] of Object.entries(metrics)) inside(run.metrics, name).set(step, Number(value ?? NaN));
     run.know(step);
   }
 
@@ -161,9 +148,7 @@ export class Store {
   /**
    * A frame, or undefined.
    * @param {string} id of the run
-   * @param {number} step
    * @param {{phase: string, update: number, reducer: string}} of
-   * @param {string} site
    */
   frame(id, step, of, site) {
     return this.runs.get(id)?.steps.get(step)?.get(frameKey(of.phase, of.update ?? 0, site, of.reducer));
@@ -183,9 +168,7 @@ export class Store {
 
 /**
  * Where the tokens of a row are in a table, by position.
- * @param {Object} table
  * @param {string} key of the row
- * @returns {number[]}
  */
 export function tokensOf(table, key) {
   if (table.byRow === undefined) {

@@ -1,6 +1,6 @@
 /** Time: which step is shown; follows the newest, or stays. */
 
-import { h, say } from "./dom.js";
+import { button, h, say } from "./dom.js";
 import { whole } from "./format.js";
 
 const LOOK_BACK = 64; // steps that may lack what is shown
@@ -11,32 +11,22 @@ export class TimeBar {
     this.app = app;
     this.follow = true;
     this.step = undefined; // where it does not follow
-    const button = (name, text, title, onclick) => h(
-      "button",
-      { type: "button", className: `icon ${name}`, textContent: text, title, "aria-label": title, onclick },
-    );
-    this.live = h("button", { type: "button", className: "live", onclick: () => this.toggle() });
-    this.slider = h(
-      "input",
-      { type: "range", min: "0", max: "0", value: "0", "aria-label": "Step", oninput: () => this.slide() },
-    );
+    const go = (name, text, title, onclick) => button(text, onclick, { className: `icon ${name}`, title, "aria-label": title });
+    this.live = button("", () => this.toggle(), { className: "live" });
+    const oninput = () => this.slide();
+    this.slider = h("input", { type: "range", min: "0", max: "0", value: "0", "aria-label": "Step", oninput });
     this.label = h("output", { className: "step" });
     this.range = h("span", { className: "range" });
-    this.root = h("footer", { className: "time", "aria-label": "Time" },
-      this.live,
-      h("div", { className: "buttons" }, button(
-        "first",
-        "|◀",
-        "First step (Home)",
-        () => this.end(-1),
-      ), button("back", "◀", "Step back (←)", () => this.move(-1)),
-        button(
-          "forward",
-          "▶",
-          "Step forward (→)",
-          () => this.move(1),
-        ), button("last", "▶|", "Newest step (End)", () => this.end(1))),
-      this.slider, h("div", { className: "where" }, this.label, this.range));
+    const buttons = h(
+      "div",
+      { className: "buttons" },
+      go("first", "|◀", "First step (Home)", () => this.end(-1)),
+      go("back", "◀", "Step back (←)", () => this.move(-1)),
+      go("forward", "▶", "Step forward (→)", () => this.move(1)),
+      go("last", "▶|", "Newest step (End)", () => this.end(1)),
+    );
+    const where = h("div", { className: "where" }, this.label, this.range);
+    this.root = h("footer", { className: "time", "aria-label": "Time" }, this.live, buttons, this.slider, where);
   }
 
   get steps() {

@@ -1,16 +1,16 @@
 /** The panel of what is watched: a list of texts for the controller, with a builder made from the catalogue. */
 
-import { choice, h, say, setOptions } from "./dom.js";
+import { button, choice, field, h, note, say, setOptions } from "./dom.js";
 
 const PHASES = ["train", "prev_logprobs", "reference_logprobs", "generation"];
 const EXAMPLES = { tiles: "tiles(1, rms)", topk: "topk(5)", sample: "sample(4)", project: "project(NAME)" };
 const PRESETS = [
-  ["Statistics of every layer", "layer.out, attn.out, mlp.out | stats", ["layer.out"]],
-  ["Tokens: size of the residual stream", "layer.out, mlp.out | tiles(1, rms) | train", ["layer.out"]],
-  ["Load of experts", "moe.topk_ids | counts | train", ["moe.topk_ids"]],
-  ["Most likely next tokens", "logits | topk(5) | train", ["logits"]],
-  ["Histograms, every 5 steps", "layer.out | histogram | train; every 5", ["layer.out"]],
-  ["Gradients of parameters", "grad | norm", ["grad"]],
+  ["Statistics of every layer", "layer.out, attn.out, mlp.out | stats", "layer.out"],
+  ["Tokens: size of the residual stream", "layer.out, mlp.out | tiles(1, rms) | train", "layer.out"],
+  ["Load of experts", "moe.topk_ids | counts | train", "moe.topk_ids"],
+  ["Most likely next tokens", "logits | topk(5) | train", "logits"],
+  ["Histograms, every 5 steps", "layer.out | histogram | train; every 5", "layer.out"],
+  ["Gradients of parameters", "grad | norm", "grad"],
 ];
 
 /** The panel at the side. */
@@ -20,31 +20,16 @@ export class WatchPanel {
     this.draft = undefined; // texts being edited; undefined: as the hub has them
     this.error = "";
     this.list = h("ol", { className: "watches" });
-    this.state = h("p", { className: "key", "aria-live": "polite" });
+    this.state = note("", { "aria-live": "polite" });
     this.problem = h("p", { className: "error", role: "alert" });
-    this.apply = h(
-      "button",
-      { type: "button", className: "primary", textContent: "Apply", onclick: () => this.send() },
-    );
-    this.undo = h("button", { type: "button", textContent: "Discard", onclick: () => this.set(undefined) });
+    this.apply = button("Apply", () => this.send(), { className: "primary" });
+    this.undo = button("Discard", () => this.set(undefined));
     this.edit = h("div", { className: "edit" }, this.makeBuilder(), this.makePresets(), this.makeMark());
-    this.root = h("aside", { className: "panel", hidden: true, "aria-label": "Watches" },
-      h(
-        "header",
-        {},
-        h("h2", { textContent: "Watches" }),
-        h(
-          "button",
-          {
-            type: "button",
-            className: "icon",
-            textContent: "✕",
-            "aria-label": "Close",
-            onclick: () => this.toggle(false),
-          },
-        ),
-      ),
-      this.state, this.list, this.problem, h("div", { className: "actions" }, this.apply, this.undo), this.edit);
+    const close = button("✕", () => this.toggle(false), { className: "icon", "aria-label": "Close" });
+    const head = h("header", {}, h("h2", { textContent: "Watches" }), close);
+    this.actions = h("div", { className: "actions" }, this.apply, this.undo);
+    const parts = [head, this.state, this.list, this.problem, this.actions, this.edit];
+    this.root = h("aside", { className: "panel", hidden: true, "aria-label": "Watches" }, ...parts);
   }
 
   get canEdit() {
@@ -82,48 +67,35 @@ export class WatchPanel {
       this.parameters.value = EXAMPLES[this.reducer.select.value] ?? this.reducer.select.value;
       this.hint();
     });
-    const input = (label, placeholder, type = "text") => {
-      const field = h("input", { type, placeholder, "aria-label": label, oninput: preview });
-      return { field, root: h("label", { className: "field" }, h("span", {}, label), field) };
-    };
-    const [layers, parameters, every] = [
-      input("Layers", "all, or 0..3"),
-      input("As", "stats"),
-      input("Every … steps", "1", "number"),
-    ];
-    [this.layers, this.parameters, this.every] = [layers.field, parameters.field, every.field];
+    const input = (label, placeholder, type = "text") =>
+      h("input", { type, placeholder, "aria-label": label, oninput: preview });
+    this.layers = input("Layers", "all, or 0..3");
+    this.parameters = input("As", "stats");
+    this.every = input("Every … steps", "1", "number");
     this.every.min = "1";
     this.phase = choice("Phase", preview);
     setOptions(this.phase.select, [["", "every one"], ...PHASES.map((phase) => [phase, phase])], "");
-    this.meaning = h("p", { className: "key" });
+    this.meaning = note("");
     this.preview = h("code", { className: "preview" });
-    const add = h("button", { type: "button", textContent: "Add to the list", onclick: () => this.add(this.built()) });
-    return h("fieldset", {}, h("legend", { textContent: "Add a watch" }),
-      h(
-        "div",
-        { className: "fields" },
-        this.site.root,
-        layers.root,
-        this.reducer.root,
-        parameters.root,
-        this.phase.root,
-        every.root,
-      ),
-      this.meaning, this.preview, add);
+    const fields = h(
+      "div",
+      { className: "fields" },
+      this.site.root,
+      field("Layers", this.layers),
+      this.reducer.root,
+      field("As", this.parameters),
+      this.phase.root,
+      field("Every … steps", this.every),
+    );
+    return box("Add a watch", fields, this.meaning, this.preview, button("Add to the list", () => this.add(this.built())));
   }
 
   built() {
     const layers = this.layers.value.trim();
-    const when = [
-      this.phase.select.value,
-      Number(this.every.value) > 1 ? `every ${Number(this.every.value)}` : "",
-    ].filter(Boolean);
+    const when = [this.phase.select.value, Number(this.every.value) > 1 ? `every ${Number(this.every.value)}` : ""];
     const site = layers && layers !== "all" ? `${this.site.select.value} & layer in ${layers}` : this.site.select.value;
-    return [
-      site,
-      this.parameters.value.trim() || this.reducer.select.value,
-      ...(when.length ? [when.join("; ")] : []),
-    ].join(" | ");
+    const reducer = this.parameters.value.trim() || this.reducer.select.value;
+    return [site, reducer, when.filter(Boolean).join("; ")].filter(Boolean).join(" | ");
   }
 
   hint() {
@@ -131,10 +103,8 @@ export class WatchPanel {
     const why = this.app.runInfo().unobserved?.[site?.kind];
     const cannot = why ? `Cannot be observed here: ${why}. ` : "";
     const reducer = this.app.catalogue.reducers[this.reducer.select.value] ?? "";
-    say(
-      this.meaning,
-      site ? `${site.kind}: ${site.text}, ${site.dims}. ${cannot}${this.reducer.select.value}: ${reducer}.` : "",
-    );
+    const how = `${this.reducer.select.value}: ${reducer}.`;
+    say(this.meaning, site ? `${site.kind}: ${site.text}, ${site.dims}. ${cannot}${how}` : "");
     this.layers.disabled = site !== undefined && !site.in_layers;
     if (this.layers.disabled) this.layers.value = "";
     say(this.preview, this.built());
@@ -142,49 +112,31 @@ export class WatchPanel {
 
   makePresets() {
     this.presets = h("div", { className: "presets" });
-    return h("fieldset", {}, h("legend", { textContent: "Ready-made" }), this.presets);
+    return box("Ready-made", this.presets);
   }
 
   makeMark() {
-    const label = h(
-      "input",
-      { type: "text", maxLength: 200, placeholder: "such as: lower learning rate", "aria-label": "Label of the mark" },
-    );
     const send = () => {
       if (label.value.trim()) this.app.live.send({ type: "mark", label: label.value.trim() });
       label.value = "";
     };
-    label.addEventListener("keydown", (event) => {
-      if (event.key === "Enter") send();
-    });
-    return h(
-      "fieldset",
-      {},
-      h("legend", { textContent: "Mark this moment" }),
-      h("div", { className: "row" }, label, h("button", { type: "button", textContent: "Mark", onclick: send })),
-    );
+    const onkeydown = ({ key }) => key === "Enter" && send();
+    const placeholder = "such as: lower learning rate";
+    const label = h("input", { type: "text", maxLength: 200, placeholder, "aria-label": "Label of the mark", onkeydown });
+    return box("Mark this moment", h("div", { className: "row" }, label, button("Mark", send)));
   }
 
   /** After each welcome: sites and reducers of the hub. */
   setCatalogue({ sites, reducers }) {
-    setOptions(this.site.select, sites.map(({ kind }) => [kind, kind]), this.site.select.value || "layer.out");
-    setOptions(
-      this.reducer.select,
-      Object.keys(reducers).map((name) => [name, name]),
-      this.reducer.select.value || "stats",
-    );
-    const kinds = new Set(sites.map(({ kind }) => kind));
-    const fits = PRESETS.filter(([, , needed]) => needed.every((kind) => kinds.has(kind)));
-    this.presets.replaceChildren(
-      ...fits.map(
-        ([title, text]) => h(
-          "button",
-          { type: "button", onclick: () => this.add(text) },
-          h("strong", { textContent: title }),
-          h("code", { textContent: text }),
-        )
-      )
-    );
+    const named = (names) => names.map((name) => [name, name]);
+    setOptions(this.site.select, named(sites.map(({ kind }) => kind)), this.site.select.value || "layer.out");
+    setOptions(this.reducer.select, named(Object.keys(reducers)), this.reducer.select.value || "stats");
+    const fits = PRESETS.filter(([, , needed]) => sites.some(({ kind }) => kind === needed));
+    this.presets.replaceChildren(...fits.map(([title, text]) => {
+      const preset = button("", () => this.add(text));
+      preset.append(h("strong", { textContent: title }), h("code", { textContent: text }));
+      return preset;
+    }));
     this.hint();
   }
 
@@ -211,17 +163,14 @@ export class WatchPanel {
   render() {
     if (this.root.hidden) return;
     const { plan } = this.app;
-    const isOn = plan.effective_step !== null && plan.effective_step !== undefined;
+    const isOn = (plan.effective_step ?? null) !== null;
     const from = isOn ? `in effect from step ${plan.effective_step}` : "not in effect yet: it will be from a step to come";
     const what = plan.watches.length === 0 ? "Nothing is watched" : "What is watched";
     const isRecorded = this.app.runInfo().state === "recorded";
     const who = this.canEdit ? "" : isRecorded ? " A recording cannot be changed." : " Only the controller can change it.";
-    say(
-      this.state,
-      this.draft === undefined ? `${what}, ${from}.${who}` : "Changed here, not applied yet.",
-    );
+    say(this.state, this.draft === undefined ? `${what}, ${from}.${who}` : "Changed here, not applied yet.");
     this.edit.hidden = !this.canEdit;
-    this.apply.parentNode.hidden = !this.canEdit;
+    this.actions.hidden = !this.canEdit;
     this.apply.disabled = this.draft === undefined;
     this.undo.disabled = this.draft === undefined;
     this.fill();
@@ -239,52 +188,33 @@ export class WatchPanel {
   /** Which text the hub complains about: the one whose words its error names; -1: none of them. */
   guilty() {
     if (!this.error) return -1;
-    const quoted = [
-      ...this.error.matchAll(/'((?:[^'\\]|\\.)*)'/g)
-    ].map((match) => match[1]).filter((word) => word.length > 1);
-    const given = quoted.at(-1) === undefined ? [] : quoted.reverse();
-    for (const word of given) {
-      const at = this.texts.findIndex((text) => text.includes(word) && !this.app.plan.watches.includes(text));
+    const isNew = (text) => !this.app.plan.watches.includes(text);
+    const quoted = [...this.error.matchAll(/'((?:[^'\\]|\\.)*)'/g)].map((match) => match[1]).reverse();
+    for (const word of quoted.filter(({ length }) => length > 1)) {
+      const at = this.texts.findIndex((text) => text.includes(word) && isNew(text));
       if (at >= 0) return at;
     }
-    const changed = this.texts.map((text, i) => [text, i]).filter(([text]) => !this.app.plan.watches.includes(text));
-    return changed.length === 1 ? changed[0][1] : -1;
+    return this.texts.filter(isNew).length === 1 ? this.texts.findIndex(isNew) : -1;
   }
 
   line(text, i, isGuilty) {
-    const area = h(
-      "textarea",
-      {
-        rows: 2,
-        value: text,
-        readOnly: !this.canEdit,
-        spellcheck: false,
-        "aria-label": `Watch ${i + 1}`,
-        "aria-invalid": String(isGuilty),
-      },
-    );
-    area.addEventListener("input", () => {
+    const oninput = () => {
       this.draft = this.texts.with(i, area.value);
       // What is being typed stays as it is.
       this.shown = JSON.stringify([this.draft, this.canEdit, this.error]);
       this.app.changed();
+    };
+    const labels = { "aria-label": `Watch ${i + 1}`, "aria-invalid": String(isGuilty) };
+    const area = h("textarea", { rows: 2, value: text, readOnly: !this.canEdit, spellcheck: false, oninput, ...labels });
+    const remove = button("✕", () => this.set(this.texts.toSpliced(i, 1)), {
+      className: "icon",
+      "aria-label": `Remove watch ${i + 1}`,
+      hidden: !this.canEdit,
     });
-    const remove = h(
-      "button",
-      {
-        type: "button",
-        className: "icon",
-        textContent: "✕",
-        "aria-label": `Remove watch ${i + 1}`,
-        hidden: !this.canEdit,
-        onclick: () => this.set(this.texts.toSpliced(i, 1)),
-      },
-    );
-    return h(
-      "li",
-      {},
-      h("div", { className: "row" }, area, remove),
-      h("p", { className: "error", role: "alert", textContent: isGuilty ? this.error : "", hidden: !isGuilty }),
-    );
+    const problem = { className: "error", role: "alert", textContent: isGuilty ? this.error : "", hidden: !isGuilty };
+    return h("li", {}, h("div", { className: "row" }, area, remove), h("p", problem));
   }
 }
+
+/** Fields with a heading. */
+const box = (title, ...children) => h("fieldset", {}, h("legend", { textContent: title }), ...children);

@@ -146,14 +146,14 @@ async def test_a_thousand_connections_leave_room_for_those_who_are_known(hub):
         async with asyncio.timeout(WAIT_S):
             while sum(task.done() for task in ended) < 992:
                 await asyncio.sleep(0.01)
-        assert len(hub.server._gate._waiting) <= 8
+        assert len(hub.server._waiting) <= 8
         await send_phase(rank)
         assert (await viewer.frame()).payload == [3.0]
         for _, writer in streams:
             writer.close()
         await asyncio.wait(ended, timeout=WAIT_S)
         async with asyncio.timeout(WAIT_S):
-            while hub.server._gate._waiting:
+            while hub.server._waiting:
                 await asyncio.sleep(0.01)
 
 
@@ -361,7 +361,7 @@ def page(tmp_path, monkeypatch):
     (folder / "notes.txt").write_text("not a page")
     (folder / "linked.js").symlink_to(tmp_path / "secret.js")
     (tmp_path / "secret.js").write_text("secret")
-    monkeypatch.setattr("nemo_rl.tracer.hub.server.FOLDER", folder)
+    monkeypatch.setattr("nemo_rl.tracer.hub.server.PAGE_FOLDER", folder)
     return folder
 
 
