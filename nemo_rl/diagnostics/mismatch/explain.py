@@ -30,10 +30,9 @@ from nemo_rl.diagnostics.mismatch.scorer import Scorer
 from nemo_rl.diagnostics.mismatch.setting import CAUSES, Cause, ScoreSetting, Stated
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens, read_tokens, route_columns
 from nemo_rl.diagnostics.mismatch.versions import Versions, find_versions
-from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, ReplayRequest, read_link
+from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, ReplayRequest, damage_named, read_link
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.verdict import Verdict
-from nemo_rl.errors import CheckpointError
 from nemo_rl.models.logprobs import Sampling, k3
 
 __all__ = ["Evidence", "FarToken", "MismatchReport", "explain_mismatch", "far_tokens", "look_at"]
@@ -57,7 +56,7 @@ def explain_mismatch(request: ReplayRequest, *, report: Callable[[str], None] = 
     started = time.perf_counter()
     target = read_link(request.run, request.step)
     settings = replay_settings(request, target.step)
-    try:
+    with damage_named():
         tokens = read_tokens(target.folder, target.step, only=request.rows)
         if not len(tokens.rollout_M):
             raise ReplayProblem(f"step {request.step} has no sampled token", verdict=Verdict.VACUOUS)
@@ -71,8 +70,6 @@ def explain_mismatch(request: ReplayRequest, *, report: Callable[[str], None] = 
             versions = find_versions(request, settings, target, tokens, scratch=Path(scratch), progress=progress)
             found = _explain(request, settings, target, tokens, versions, progress=progress)
             return replace(found, seconds=time.perf_counter() - started)
-    except CheckpointError as error:
-        raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
 
 
 def _explain(
@@ -91,7 +88,7 @@ def _explain(
         tokens,
         versions,
         routes_of=routes_of if stated.can_replay else None,
-        engine=ScoreSetting(lag=0, precision=stated.precision, routes=stated.routes, sampling=stated.sampling),
+        engine=replace(stated.setting, sets="own"),
         device=device,
         progress=progress,
     )
@@ -121,15 +118,15 @@ def _stated(settings: ReplaySettings, target: ChainLink, *, has_sets: bool) -> S
     # Routes that the trainer has recorded itself say nothing of the engine.
     can_replay = has_routes and policy.router_replay.source == "rollout"
     generation = policy.generation
-    return Stated(
+    setting = ScoreSetting(
+        lag=0,
         precision=generation.precision or policy.precision,
         routes="replayed" if can_replay and policy.router_replay.enabled else "own",
         # As the workers have it: greedy rollouts have no distribution of their own.
         sampling=Sampling(temperature=generation.temperature or 1.0, top_k=generation.top_k, top_p=generation.top_p),
         sets="engine" if has_sets and generation.record_support else "own",
-        can_replay=can_replay,
-        has_sets=has_sets,
     )
+    return Stated(setting=setting, can_replay=can_replay, has_sets=has_sets)
 
 
 def _words(setting: ScoreSetting, *, is_fresh: bool) -> str:

@@ -144,9 +144,7 @@ def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision:
     """
     tokens = scorer.tokens
     total = divergence(trainer_M, tokens.rollout_M, tokens.row_M)
-    as_run = ScoreSetting(
-        lag=None, precision=precision, routes=stated.routes, sampling=stated.sampling, sets=stated.sets
-    )
+    as_run = replace(stated.setting, lag=None, precision=precision)
     floor = noise_floor(scorer, as_run, stated)
     search = _Search(scorer, stated, total.kl, floor)
     at = find_trainer(scorer, stated, as_run, trainer_M, enough=max(floor, SMALL_SHARE * total.kl))
@@ -177,7 +175,7 @@ def noise_floor(scorer: Scorer, as_run: ScoreSetting, stated: Stated) -> float:
     together = scorer.logprobs(as_run)[0]
     alone = divergence(scorer.one_by_one(as_run, num_rows=NOISE_ROWS), together, row_M).kl
     floor = max(FLOOR, NOISE_FACTOR * alone)
-    if as_run.precision == stated.precision != EXACT:
+    if as_run.precision == stated.setting.precision != EXACT:
         exact = scorer.logprobs(replace(as_run, precision=EXACT))[0]
         floor = max(floor, divergence(exact, together, row_M).kl)
     return floor

@@ -15,7 +15,7 @@ from nemo_rl.algorithms.kept_steps.folder import SnapshotFolder
 from nemo_rl.algorithms.kept_steps.record import SnapshotRows, StepSnapshot
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
-from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, SnapshotColumns
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, SnapshotColumns, rows_named
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import name_some
@@ -71,7 +71,7 @@ def read_tokens(folder: SnapshotFolder, step: StepSnapshot, *, only: Sequence[st
     if step.rows is None:
         raise ReplayProblem(f"step {step.number} ended before its rows were written", verdict=Verdict.INCOMPLETE)
     columns = SnapshotColumns.read(folder, step)
-    rows = _chosen(step, columns, only)
+    rows = rows_named(step, only) if only else sorted(step.trained or range(len(columns.keys)))
     missing = [name for name in NEEDED if not columns.has(name, rows)]
     if missing:
         raise ReplayProblem(
@@ -117,17 +117,3 @@ def _versions(step: StepSnapshot, kept: SnapshotRows, rows: Sequence[int]) -> tu
     tags = kept.tags.get(WEIGHT_VERSION)
     found = [step.policy_version if tags is None else tags[row] for row in rows]
     return tuple(version for version in found if isinstance(version, int))
-
-
-def _chosen(step: StepSnapshot, columns: SnapshotColumns, only: Sequence[str]) -> list[int]:
-    everywhere = list(range(len(columns.keys)))
-    if only:
-        places = {key: row for row, key in enumerate(columns.keys)}
-        unknown = [key for key in only if key not in places]
-        if unknown:
-            raise ReplayProblem(
-                f"step {step.number} has no row {name_some(unknown)}; rows: {name_some(columns.keys)}",
-                verdict=Verdict.USAGE,
-            )
-        return [places[key] for key in only]
-    return sorted(step.trained) if step.trained else everywhere

@@ -26,11 +26,10 @@ from nemo_rl.diagnostics.step_replay.chain import (
     find_chain,
     read_link,
 )
-from nemo_rl.diagnostics.step_replay.rank import RankJob, ReplayRank, replay_rank
+from nemo_rl.diagnostics.step_replay.rank import RankJob, ReplayRank
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
 from nemo_rl.diagnostics.verdict import Verdict
-from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import name_some
 from nemo_rl.utils.checkpoint import Checkpoint
@@ -72,16 +71,10 @@ def find_versions(
     Raises:
         ReplayProblem: the trainer's weights, or those of the tags, cannot be had.
     """
-    checkpoints = checkpoints_of(settings.config, request.run)
-    here = {0: Path(settings.policy.model_name)}
-    here |= {found.step: found.weights for found in checkpoints}
-    trainer = target.step.policy_version
+    plan = _ReplayPlan.of(request, settings, target, wants_pass=tokens.trainer_M is None)
+    trainer, here = target.step.policy_version, plan.here
     needed = {trainer, *tokens.versions}
     around = {version + by for version in tokens.versions for by in (-1, 1) if 0 <= version + by <= trainer}
-    wants_pass = tokens.trainer_M is None
-    plan = _ReplayPlan(
-        request=request, target=target, checkpoints=checkpoints, settings=settings, wants_pass=wants_pass
-    )
     notes: list[str] = []
     missing = (needed | around) - here.keys()
     try:
@@ -90,14 +83,11 @@ def find_versions(
         notes.append(f"weights of version {name_some(sorted(missing - needed))} cannot be tried: {problem}")
         missing = needed - here.keys()
         chain = plan.chain(missing)
-    if chain is not None:
-        _begin_replay(chain, scratch, progress)
-        _replay(chain, settings, _Keep(folder=scratch, versions=tuple(missing), target=plan.target_pass()))
-        here |= {version: scratch / _name(version) for version in missing}
+    here = here | plan.replay(chain, missing, scratch, progress)
     return Versions(
         trainer=trainer,
         folders={version: here[version] for version in sorted((needed | around) & here.keys())},
-        trainer_M=_trainer_pass(scratch, tokens) if wants_pass else None,
+        trainer_M=_trainer_pass(scratch, tokens) if plan.wants_pass else None,
         notes=tuple(notes),
     )
 
@@ -119,15 +109,10 @@ def find_weights(
     Raises:
         ReplayProblem: a version cannot be had.
     """
-    checkpoints = checkpoints_of(settings.config, request.run)
-    here = {0: Path(settings.policy.model_name)} | {found.step: found.weights for found in checkpoints}
-    missing = set(versions) - here.keys()
-    plan = _ReplayPlan(request=request, target=target, checkpoints=checkpoints, settings=settings, wants_pass=False)
-    chain = plan.chain(missing)
-    if chain is not None:
-        _begin_replay(chain, scratch, progress)
-        _replay(chain, settings, _Keep(folder=scratch, versions=tuple(missing), target=None))
-    return {version: here.get(version, scratch / _name(version)) for version in sorted(versions)}
+    plan = _ReplayPlan.of(request, settings, target, wants_pass=False)
+    missing = set(versions) - plan.here.keys()
+    here = plan.here | plan.replay(plan.chain(missing), missing, scratch, progress)
+    return {version: here[version] for version in sorted(versions)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,13 +140,30 @@ class _Keep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ReplayPlan:
-    """The steps that have to be replayed."""
+    """The versions that are there, and the steps that have to be replayed for the others."""
 
     request: ReplayRequest
+    settings: ReplaySettings
     target: ChainLink
     checkpoints: list[Checkpoint]
-    settings: ReplaySettings
+    here: dict[int, Path]
+    """Version -> folder of the initial model, or of a checkpoint."""
     wants_pass: bool
+
+    @classmethod
+    def of(
+        cls, request: ReplayRequest, settings: ReplaySettings, target: ChainLink, *, wants_pass: bool
+    ) -> _ReplayPlan:
+        checkpoints = checkpoints_of(settings.config, request.run)
+        here = {0: Path(settings.policy.model_name)} | {found.step: found.weights for found in checkpoints}
+        return cls(
+            request=request,
+            settings=settings,
+            target=target,
+            checkpoints=checkpoints,
+            here=here,
+            wants_pass=wants_pass,
+        )
 
     def chain(self, missing: Collection[int]) -> ReplayChain | None:
         """Return the steps from before the first missing version to the last one; None where nothing is to be run."""
@@ -178,9 +180,27 @@ class _ReplayPlan:
             raise ReplayProblem(f"step {name_some(unfinished)} did not end", verdict=Verdict.INCOMPLETE)
         return ReplayChain(links=tuple(links), checkpoint=start.checkpoint, with_optimizer=start.with_optimizer)
 
-    def target_pass(self) -> StepWork | None:
-        """Return the step whose pass is run again."""
-        return make_work(self.target, self.settings, only=self.request.rows) if self.wants_pass else None
+    def replay(
+        self, chain: ReplayChain | None, missing: Collection[int], scratch: Path, progress: Progress
+    ) -> dict[int, Path]:
+        """Run the steps, and the pass of the target where it is wanted; return the folders of the missing versions."""
+        if chain is None:
+            return {}
+        run, settings = chain.links[-1].step.run if chain.links else None, self.settings
+        target = make_work(self.target, settings, only=self.request.rows) if self.wants_pass else None
+        _tell_replay(chain, scratch, progress)
+        job = RankJob(
+            settings=settings,
+            chain=chain,
+            steps=tuple(make_work(link, settings) for link in chain.links),
+            loss_fn=build_loss(settings.config),
+            # The kept columns are taken; only what the loss itself computes is run again.
+            stages=(),
+            train_fields=run.train_fields if run is not None else (),
+            visit=_Keep(folder=scratch, versions=tuple(missing), target=target),
+        )
+        job.run()
+        return {version: scratch / _name(version) for version in missing}
 
     def _to(self, number: int) -> ReplayChain:
         read_link(self.request.run, number)
@@ -188,7 +208,7 @@ class _ReplayPlan:
         return find_chain(self.request.run, number, self.checkpoints, reads_optimizer=reads_optimizer)
 
 
-def _begin_replay(chain: ReplayChain, scratch: Path, progress: Progress) -> None:
+def _tell_replay(chain: ReplayChain, scratch: Path, progress: Progress) -> None:
     steps = [link.step.number for link in chain.links]
     what = f"replaying steps {name_some(steps)} for their weights" if steps else "running the trainer's pass again"
 
@@ -197,22 +217,6 @@ def _begin_replay(chain: ReplayChain, scratch: Path, progress: Progress) -> None
         return max(0, len(list(scratch.glob(REACHED.format(version="*")))) - 1)
 
     progress.begin(what, total=len(steps), count=count)
-
-
-def _replay(chain: ReplayChain, settings: ReplaySettings, keep: _Keep) -> None:
-    run = chain.links[-1].step.run if chain.links else None
-    job = RankJob(
-        settings=settings,
-        checkpoint=chain.checkpoint,
-        with_optimizer=chain.with_optimizer,
-        steps=tuple(make_work(link, settings) for link in chain.links),
-        loss_fn=build_loss(settings.config),
-        # The kept columns are taken; only what the loss itself computes is run again.
-        stages=(),
-        train_fields=run.train_fields if run is not None else (),
-        visit=keep,
-    )
-    run_job(settings.layout.world_size, replay_rank, job, timeout_s=settings.config.cluster.stage_timeout_s)
 
 
 def _trainer_pass(scratch: Path, tokens: StepTokens) -> torch.Tensor:

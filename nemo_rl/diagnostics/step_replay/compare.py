@@ -14,7 +14,7 @@ import torch
 
 from nemo_rl.algorithms.kept_steps.record import SnapshotOutcome, StepSnapshot
 from nemo_rl.diagnostics.step_replay.chain import SnapshotColumns
-from nemo_rl.diagnostics.step_replay.rank import Logprobs, RankStep
+from nemo_rl.diagnostics.step_replay.rank import RankStep, ReplayedValues
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork
 from nemo_rl.diagnostics.verdict import SiteCheck
@@ -118,7 +118,7 @@ def _routes(ranks: Sequence[RankStep]) -> list[SiteCheck]:
     return [_same("routes", f"{count} experts", text)] if found else []
 
 
-def _logprobs(name: str, parts: Sequence[Logprobs | None], settings: ReplaySettings) -> list[SiteCheck]:
+def _logprobs(name: str, parts: Sequence[ReplayedValues | None], settings: ReplaySettings) -> list[SiteCheck]:
     found = [part for part in parts if part is not None]
     if not found:
         return []

@@ -1,10 +1,10 @@
 """`replay_step`: the kept steps of a run, from the last checkpoint on, once more through the optimizer.
 
 replay_step
-  |- read_target, find_chain   which steps, from where (chain)
+  |- read_link, find_chain     which steps, from where (chain)
   |- replay_settings           config, worker, layout (settings)
   |- make_work                 advantages and plans, as the driver made them (work)
-  |- replay_rank               every rank: worker, passes, updates (rank, run_job)
+  |- replay_rank               every rank: worker, passes, updates (rank)
   `- compare_step              kept against replayed (compare)
 """
 
@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from nemo_rl.algorithms.kept_steps.folder import RECORDS, StepsFolder
 from nemo_rl.algorithms.kept_steps.record import StepSnapshot, StepStatus
@@ -27,17 +26,17 @@ from nemo_rl.diagnostics.step_replay.chain import (
     ReplayProblem,
     ReplayRequest,
     checkpoints_of,
+    damage_named,
     find_chain,
-    read_target,
+    read_link,
 )
 from nemo_rl.diagnostics.step_replay.compare import compare_step
-from nemo_rl.diagnostics.step_replay.rank import RankJob, RankStep, replay_rank
+from nemo_rl.diagnostics.step_replay.rank import RankJob
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
 from nemo_rl.diagnostics.verdict import Comparison, Verdict
-from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.errors import CheckpointError, NonFiniteError, UnsupportedFormat
+from nemo_rl.errors import NonFiniteError, UnsupportedFormat
 from nemo_rl.models.policy.recording import RecordSpec, recorded_model
 from nemo_rl.records.reader import CorruptRecord, TensorRecord, read_folder
 from nemo_rl.records.selector import Selector
@@ -84,7 +83,7 @@ def replay_step(request: ReplayRequest) -> Comparison:
         ReplayProblem: it cannot be replayed; says why. ConfigError: an override is wrong.
         ChildFailed: a rank ended with something that is no error of a step.
     """
-    target = read_target(request.run, request.step)
+    target = read_link(request.run, request.step).step
     is_nan = target.error is not None and target.error.kind == NonFiniteError.__name__
     # Tensors of all rows say nothing of some of them, and those of the run nothing of another config.
     is_same = not request.rows and not request.overrides
@@ -126,25 +125,20 @@ def _replay(request: ReplayRequest, target: StepSnapshot) -> Comparison:
     works = [make_work(link, settings, only=request.rows if link is chain.links[-1] else ()) for link in chain.links]
     job = RankJob(
         settings=settings,
-        checkpoint=chain.checkpoint,
-        with_optimizer=chain.with_optimizer,
+        chain=chain,
         steps=tuple(works),
         loss_fn=build_loss(settings.config),
         stages=target.run.stages,
         train_fields=target.run.train_fields,
         record=_record_spec(request, settings, target),
     )
-    try:
-        timeout_s = settings.config.cluster.stage_timeout_s
-        results = run_job(settings.layout.world_size, replay_rank, job, timeout_s=timeout_s)
-        ranks = cast("list[list[RankStep]]", results)
+    with damage_named():
+        ranks = job.run()
         sites = [
             check
             for place, work in enumerate(works[: len(ranks[0])])
             for check in compare_step(work, [steps[place] for steps in ranks], settings)
         ]
-    except CheckpointError as error:
-        raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
     return Comparison(
         title=f"replay of step {request.step} of {request.run}: from {chain.start}, {_how(settings)}",
         inexact=settings.differences,
