@@ -30,7 +30,17 @@ from nemo_rl.tracer.protocol import RankGroup, Role
 from nemo_rl.tracer.reducer import PerToken, Project, Reducer, Sample, Span, Stats, token_hashes
 from nemo_rl.tracer.watch import WatchPlan
 
-__all__ = ["NO_TRACING", "GroupPlace", "SiteTracing", "TraceSink", "TraceSpec", "TracedPhases", "TracedStep", "Tracing"]
+__all__ = [
+    "NO_TRACING",
+    "GroupPlace",
+    "SiteTracing",
+    "StepTracing",
+    "TraceSink",
+    "TraceSpec",
+    "TracedPhases",
+    "TracedStep",
+    "Tracing",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +237,25 @@ class GroupPlace:
     """Place on every axis of the layout."""
 
 
-class TracedPhases:
+class StepTracing:
+    """What a process shows, step by step; the base class shows nothing."""
+
+    def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
+        """Begin a step, to which the phases that follow belong.
+
+        Args:
+            watches: texts of a `WatchPlan`.
+            keys: rows whose tokens are shown one by one.
+        """
+
+    def end(self) -> None:
+        """End the step. Idempotent."""
+
+    def close(self) -> None:
+        """Send what waits, within a deadline. Idempotent."""
+
+
+class TracedPhases(StepTracing):
     """The line of one process, and the step that it is in."""
 
     def __init__(self, spec: TraceSpec, place: GroupPlace, *, unobserved: Mapping[SiteKind, str]) -> None:
@@ -249,22 +277,14 @@ class TracedPhases:
         )
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """Begin a step, to which the phases that follow belong.
-
-        Args:
-            watches: texts of a `WatchPlan`.
-            keys: rows whose tokens are shown one by one.
-        """
         plan = WatchPlan.parse(watches)
         self._step = TracedStep(run=self._spec.run, number=step, plan=plan, keys=frozenset(keys))
         self.link.open()
 
     def end(self) -> None:
-        """End the step. Idempotent."""
         self._step = None
 
     def close(self) -> None:
-        """Send what waits, within a deadline. Idempotent."""
         self.end()
         self.link.close(timeout_s=CLOSE_S)
 
@@ -302,22 +322,8 @@ class TracedPhases:
             self.link.say({"type": "problem", "text": text})
 
 
-class Tracing(HookObserver):
+class Tracing(HookObserver, StepTracing):
     """Shows the passes of a worker, step by step; the base class shows nothing."""
-
-    def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """Begin a step, to which the passes that follow belong.
-
-        Args:
-            watches: texts of a `WatchPlan`.
-            keys: rows whose tokens are shown one by one.
-        """
-
-    def end(self) -> None:
-        """End the step. Idempotent."""
-
-    def close(self) -> None:
-        """Send what waits, within a deadline. Idempotent."""
 
 
 NO_TRACING = Tracing()

@@ -19,11 +19,11 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.models.generation.interfaces import traced_row
-from nemo_rl.models.generation.torch_engine.decode import NO_OBSERVER, DecodeObserver
+from nemo_rl.models.generation.torch_engine.decode import DecodeObserver
 from nemo_rl.models.hf_modules import HFSites
 from nemo_rl.models.policy.hooks import HookPoint, TokenPositions
 from nemo_rl.models.policy.observer import Capture, PassRows, SiteSink
-from nemo_rl.models.policy.tracing import GroupPlace, TracedPhases, TraceSink, TraceSpec
+from nemo_rl.models.policy.tracing import GroupPlace, StepTracing, TracedPhases, TraceSink, TraceSpec
 from nemo_rl.records.record import RecordPlace, TokenTable
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.link import BufferedSender
@@ -37,12 +37,14 @@ __all__ = [
     "EngineTracing",
     "ObservedRequest",
     "RequestSites",
-    "both_requests",
 ]
 
 
 class ObservedRequest:
-    """The observer of a request of which nothing is kept."""
+    """Tells all the observers of a request of its batches; without any nothing is kept of it."""
+
+    def __init__(self, *observers: ObservedRequest) -> None:
+        self._observers = observers
 
     def batch(self, rows: Sequence[int]) -> DecodeObserver:
         """Return the observer of a batch.
@@ -50,41 +52,23 @@ class ObservedRequest:
         Args:
             rows: number of each row of the batch in the request.
         """
-        return NO_OBSERVER
+        return _Observers([observer.batch(rows) for observer in self._observers])
 
 
 NO_SITES = ObservedRequest()
 
 
-class _TwoObservers(DecodeObserver):
-    """Tells two observers of one batch."""
-
-    def __init__(self, first: DecodeObserver, second: DecodeObserver) -> None:
-        self._both = first, second
+class _Observers(DecodeObserver):
+    def __init__(self, observers: Sequence[DecodeObserver]) -> None:
+        self._observers = observers
 
     def prompts(self, ids_PW: torch.Tensor, mask_PW: torch.Tensor, row_slot_N: torch.Tensor) -> None:
-        for each in self._both:
-            each.prompts(ids_PW, mask_PW, row_slot_N)
+        for observer in self._observers:
+            observer.prompts(ids_PW, mask_PW, row_slot_N)
 
     def turn(self, token_B: torch.Tensor, live_B: torch.Tensor) -> None:
-        for each in self._both:
-            each.turn(token_B, live_B)
-
-
-class _TwoRequests(ObservedRequest):
-    def __init__(self, first: ObservedRequest, second: ObservedRequest) -> None:
-        self._both = first, second
-
-    def batch(self, rows: Sequence[int]) -> DecodeObserver:
-        first, second = self._both
-        return _TwoObservers(first.batch(rows), second.batch(rows))
-
-
-def both_requests(first: ObservedRequest, second: ObservedRequest) -> ObservedRequest:
-    """Return an observer of a request that tells both of these."""
-    if NO_SITES in (first, second):
-        return second if first is NO_SITES else first
-    return _TwoRequests(first, second)
+        for observer in self._observers:
+            observer.turn(token_B, live_B)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,22 +192,9 @@ def _column(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 NOT_IN_DECODING = "decoding computes no loss and no gradients, and takes log-probabilities of what it draws alone"
 
 
-class EngineTracing:
-    """The tracing of an engine; the base class shows nothing."""
-
-    def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """Begin a step, to which the requests that follow belong.
-
-        Args:
-            watches: texts of a `Plan`.
-            keys: rows whose tokens are shown one by one, as `traced_row` names them.
-        """
-
-    def end(self) -> None:
-        """End the step. Idempotent."""
-
-    def close(self) -> None:
-        """Send what waits, within a deadline. Idempotent."""
+class EngineTracing(StepTracing):
+    """The tracing of an engine; the base class shows nothing. Rows whose tokens are shown one by one have the names
+    that `traced_row` gives."""
 
     @contextmanager
     def request(self, num_rows: int) -> Iterator[ObservedRequest]:
@@ -234,7 +205,7 @@ class EngineTracing:
 NO_TRACING = EngineTracing()
 
 
-class DecodeTracing(EngineTracing):
+class DecodeTracing(TracedPhases, EngineTracing):
     """Shows the sites of a model while it decodes.
 
     Args:
@@ -249,29 +220,25 @@ class DecodeTracing(EngineTracing):
         )
         self._hook_points, self._number = tuple(sites.hook_points), number
         place = GroupPlace(group=RankGroup.GENERATION, rank=number, world=num_engines, axes={"engine": number})
-        self._phases = TracedPhases(spec, place, unobserved=sites.unobserved)
+        super().__init__(spec, place, unobserved=sites.unobserved)
         self._sink: TraceSink | None = None
-        self._gathered = BufferedSender(self._phases.link, name="")
+        self._gathered = BufferedSender(self.link, name="")
         self._num_rows, self._numbers = 0, count()
         """Rows of the step's requests so far, and the numbers of their token tables."""
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
         self.end()
-        self._phases.begin(step, watches=watches, keys=keys)
-        self._gathered = BufferedSender(self._phases.link, name=f"{step}.{GENERATION}")
-        self._sink = self._phases.begin_phase(GENERATION, outlet=self._gathered)
+        super().begin(step, watches=watches, keys=keys)
+        self._gathered = BufferedSender(self.link, name=f"{step}.{GENERATION}")
+        self._sink = self.begin_phase(GENERATION, outlet=self._gathered)
         self._num_rows, self._numbers = 0, count()
 
     def end(self) -> None:
         if self._sink is not None:
             self._gathered.flush()
-            self._phases.end_phase(GENERATION)
+            self.end_phase(GENERATION)
         self._sink = None
-        self._phases.end()
-
-    def close(self) -> None:
-        self.end()
-        self._phases.close()
+        super().end()
 
     @contextmanager
     def request(self, num_rows: int) -> Iterator[ObservedRequest]:
