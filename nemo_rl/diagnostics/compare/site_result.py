@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from nemo_rl.diagnostics.compare.limits import ToleranceRules, coarsest
 from nemo_rl.diagnostics.compare.measurement import Measurement, Metric, measure, take_rows
@@ -223,21 +223,11 @@ def _with_names(result: SiteResult, names: _Names) -> SiteResult:
     found = result.measurement
     if found is None:
         return result
-    worst = (
-        WorstToken(
-            row=names.of(bad.row),
-            token_rel=bad.token_rel,
-            max_abs=bad.max_abs,
-            element=bad.element,
-            a=bad.a,
-            b=bad.b,
-        )
-        for bad in found.worst
-    )
+    worst = ({part.name: getattr(bad, part.name) for part in fields(bad)} for bad in found.worst)
     return replace(
         result,
         max_abs_at=names.of(found.max_abs_row),
-        worst=tuple(worst),
+        worst=tuple(WorstToken(**bad | {"row": names.of(bad["row"])}) for bad in worst),
         bad_a=None if found.first_bad_a is None else names.of(found.first_bad_a),
         bad_b=None if found.first_bad_b is None else names.of(found.first_bad_b),
     )

@@ -220,7 +220,8 @@ def probe_rank(spec: RankSpec, work: RankWork) -> RankResult:
         record=work.record,
         trace=work.trace,
     ) as worker:
-        plan = _plan(work)
+        lengths = [len(row) for row in work.rows.ids]
+        plan = plan_train(lengths, [len(lengths)], work.policy, layout=work.layout)
         dp = work.layout.coordinates(spec.rank).dp
         mine, own = list(plan.rows_of_rank(dp)), plan.for_rank(dp)
         batch = batch_of(work.rows)
@@ -246,12 +247,6 @@ def probe_rank(spec: RankSpec, work: RankWork) -> RankResult:
     )
 
 
-def _plan(work: RankWork) -> PackPlan:
-    """Plan the rows as a GRPO step does."""
-    lengths = [len(row) for row in work.rows.ids]
-    return plan_train(lengths, [len(lengths)], work.policy, layout=work.layout)
-
-
 def _logprobs(
     work: RankWork, worker: PolicyWorker, part: BatchedDataDict, plan: PackPlan, mine: list[int]
 ) -> torch.Tensor:
@@ -261,7 +256,8 @@ def _logprobs(
     else:
         recorded = worker.record_routes(part, plan=plan)
         found_nT = recorded.logprobs_NT
-        routes_NTLK = _of_all_layers(work, worker, recorded.routes_NTLK, mine)
+        routes_nTLK = recorded.routes_NTLK.to(torch.int32)
+        routes_NTLK = _of_all_ranks(routes_nTLK, work, mine, worker, is_of_layers=True).to(torch.int16)
         # A backward pass that follows uses them, too.
         part[ROUTES] = routes_NTLK[mine]
         if worker.rank == 0:
@@ -269,24 +265,21 @@ def _logprobs(
     return _of_all_ranks(found_nT, work, mine, worker)
 
 
-def _of_all_ranks(part: torch.Tensor, work: RankWork, mine: list[int], worker: PolicyWorker) -> torch.Tensor:
-    """(collective) Return `[N, T, ...]` from what the ranks that speak for their shards have."""
-    whole = torch.zeros(len(work.rows.ids), max(map(len, work.rows.ids)), *part.shape[2:], dtype=part.dtype)
-    if work.layout.is_writer(worker.rank):
-        whole[mine, : part.shape[1]] = part[:, : whole.shape[1]]
+def _of_all_ranks(
+    part: torch.Tensor, work: RankWork, mine: list[int], worker: PolicyWorker, *, is_of_layers: bool = False
+) -> torch.Tensor:
+    """(collective) Return `[N, T, ...]` from what the ranks that speak for their shards have.
+
+    Args:
+        is_of_layers: `part` are routes, of which every rank has those of its layers and -1 elsewhere.
+    """
+    size = (len(work.rows.ids), max(map(len, work.rows.ids)), *part.shape[2:])
+    whole = torch.full(size, -1 if is_of_layers else 0, dtype=part.dtype)
+    if is_of_layers or work.layout.is_writer(worker.rank):
+        whole[mine, : part.shape[1]] = part[:, : size[1]]
     on_device = whole.to(worker.device)
-    dist.all_reduce(on_device)
+    dist.all_reduce(on_device, op=dist.ReduceOp.MAX if is_of_layers else dist.ReduceOp.SUM)
     return on_device.cpu()
-
-
-def _of_all_layers(work: RankWork, worker: PolicyWorker, routes_nTLK: torch.Tensor, mine: list[int]) -> torch.Tensor:
-    """(collective) Return `[N, T, L, K]` int16 of all rows and layers; where a rank has no route it has -1."""
-    size = (len(work.rows.ids), max(map(len, work.rows.ids)), *routes_nTLK.shape[2:])
-    wide = torch.full(size, -1, dtype=torch.int32)
-    wide[mine, : routes_nTLK.shape[1]] = routes_nTLK[:, : size[1]].to(torch.int32)
-    on_device = wide.to(worker.device)
-    dist.all_reduce(on_device, op=dist.ReduceOp.MAX)
-    return on_device.cpu().to(torch.int16)
 
 
 def _routes(work: RankWork, worker: PolicyWorker) -> torch.Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -163,25 +164,19 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
     with _weights(local_folders(spec.config.policy), spec) as (weighted, weights):
         rows, texts = _rows(weighted, spec)
         if spec.layout is not None and spec.layout.engine is not None:
-            return _engine_result(weighted, spec, rows, texts, weights=weights)
-        policy, world_size = _placed(weighted, spec, rows)
-        check_policy_fits(policy)
-        work = _work(policy, spec, rows, world_size, weights=weights)
-        if "RANK" in environment:
-            rank = RankSpec.of_torchrun(environment)
-            if rank.world_size != world_size:
-                raise UserError(f"torchrun started {rank.world_size} ranks, the layout needs {world_size}")
-            with quiet_libraries():
-                found = probe_rank(rank, work)
+            work, found, words = _engine_result(weighted, spec, rows, weights=weights)
+            world_size, rank = spec.layout.tp, RankSpec(rank=0, world_size=1)
         else:
-            rank = RankSpec(rank=0, world_size=1)
-            with _traced(work, spec, plan) as traced:
-                found = run_job(world_size, probe_rank, traced, timeout_s=spec.timeout_s)[0]  # type: ignore[assignment]
+            policy, world_size = _placed(weighted, spec, rows)
+            check_policy_fits(policy)
+            work = _work(policy, spec, rows, world_size, weights=weights)
+            words = _layout_words(work)
+            rank, found = _worker_result(work, spec, plan, world_size, environment)
     result = ProbeResult(
         rows=rows,
         texts=texts,
         found=found,
-        layout=_layout_words(work),
+        layout=words,
         world_size=world_size,
         unobserved=_unobserved(work) if rank.rank == 0 else {},
         is_first_rank=rank.rank == 0,
@@ -191,10 +186,25 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
     return result
 
 
+def _worker_result(
+    work: RankWork, spec: ProbeSpec, plan: WatchPlan, world_size: int, environment: Mapping[str, str]
+) -> tuple[RankSpec, RankResult]:
+    """Run the rows through the ranks of a worker, or through the rank that torchrun has started here."""
+    if "RANK" in environment:
+        rank = RankSpec.of_torchrun(environment)
+        if rank.world_size != world_size:
+            raise UserError(f"torchrun started {rank.world_size} ranks, the layout needs {world_size}")
+        with quiet_libraries():
+            return rank, probe_rank(rank, work)
+    with _traced(work, spec, plan) as traced:
+        [found, *_] = run_job(world_size, probe_rank, traced, timeout_s=spec.timeout_s)
+    return RankSpec(rank=0, world_size=1), cast("RankResult", found)
+
+
 def _engine_result(
-    policy: PolicyConfig, spec: ProbeSpec, rows: RunnerRows, texts: tuple[tuple[str, ...], ...], *, weights: str
-) -> ProbeResult:
-    """Run the rows through a generation engine.
+    policy: PolicyConfig, spec: ProbeSpec, rows: RunnerRows, *, weights: str
+) -> tuple[RankWork, RankResult, str]:
+    """Run the rows through a generation engine; return the work, the numbers and the layout in words.
 
     Raises:
         UserError: something is asked for that an engine does not do.
@@ -209,19 +219,9 @@ def _engine_result(
     if work.record is not None:
         model = replace(work.record.model, engine=spec.layout.engine, precision=placed.generation.precision or "")
         work = replace(work, record=replace(work.record, phases=(GENERATION,), model=model))
-    found = run_job(1, probe_engine, work, spec.layout.prompt, timeout_s=spec.timeout_s, is_apart=True)[0]
+    [found] = run_job(1, probe_engine, work, spec.layout.prompt, timeout_s=spec.timeout_s, is_apart=True)
     words = [spec.layout.engine, f"tp={spec.layout.tp}", str(placed.generation.precision)]
-    result = ProbeResult(
-        rows=rows,
-        texts=texts,
-        found=found,  # type: ignore[arg-type]
-        layout=" ".join(words),
-        world_size=spec.layout.tp,
-        unobserved=_unobserved(work),
-    )
-    if spec.out is not None:
-        _write(spec.out / RESULT, result)
-    return result
+    return work, cast("RankResult", found), " ".join(words)
 
 
 def _rows(policy: PolicyConfig, spec: ProbeSpec) -> tuple[RunnerRows, tuple[tuple[str, ...], ...]]:
