@@ -287,7 +287,11 @@ class _Search:
         tried = [self._least([change for change in supposed if change.cause not in FITTED])]
         if tried[0] is None or tried[0][1] > DONE_SHARE * left:
             tried += self._fits(at, left, [change for change in supposed if change.cause in FITTED])
-        believed = [pair for pair in tried if pair is not None and _is_believed(pair, left)]
+        believed = [
+            (change, after)
+            for change, after in filter(None, tried)
+            if left - after >= (FITTED_SHARE if change.cause in FITTED else FIXED_SHARE) * left
+        ]
         return self._chosen(said, min(believed, key=lambda pair: pair[1], default=None), left)
 
     def _chosen(
@@ -336,12 +340,3 @@ class _Search:
 
     def _share(self, kl: float) -> float:
         return kl / self._total if self._total else 0.0
-
-
-def _is_believed(supposed: tuple[SettingChange, float], left: float) -> bool:
-    """
-    Args:
-        supposed: with the KL that it leaves.
-    """
-    change, after = supposed
-    return left - after >= (FITTED_SHARE if change.cause in FITTED else FIXED_SHARE) * left

@@ -118,7 +118,7 @@ POINTS = (-0.8, -0.6, -0.4, -0.2, 0.2, 0.4, 0.6, 0.8)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stated:
-    """What config and tags state of the engine."""
+    """The setting of the engine that config and tags state."""
 
     setting: ScoreSetting
     """Its routes are `replayed` where the rollout's were kept and the trainer should take them; its sets `engine` where
@@ -224,17 +224,14 @@ def _moved(best: SettingChange, at: ScoreSetting, by: float) -> SettingChange | 
 
 def _sets(at: ScoreSetting, stated: Stated) -> list[SettingChange]:
     """Return changes to the engine's sets, which a trainer without recorded sets cannot know."""
-    if at.sets == "engine" or not at.sampling.has_filter or _filter(at.sampling) != _filter(stated.setting.sampling):
+    now, given = at.sampling, stated.setting.sampling
+    if at.sets == "engine" or not now.has_filter or (now.top_k, now.top_p) != (given.top_k, given.top_p):
         return []
     cut = [f"top-p {at.sampling.top_p:.4g}"] if at.sampling.top_p < 1 else []
     cut += [] if at.sampling.top_k is None else [f"top-k {at.sampling.top_k}"]
     engines = "that the rollout recorded" if stated.has_sets else "of the engine's weights"
     text = f"{' and '.join(cut)} without recorded sets: the trainer's own sets -> those {engines}"
     return [_change(at, "sets", text, is_stated=True, sets="engine")]
-
-
-def _filter(sampling: Sampling) -> tuple[int | None, float]:
-    return sampling.top_k, sampling.top_p
 
 
 def _towards(now: Sampling, wanted: Sampling) -> list[tuple[Cause, str, Sampling]]:

@@ -1,6 +1,10 @@
-"""One rank of the runner: makes a worker, runs the passes that were asked for, ends.
+"""One rank of the runner: makes a worker or an engine, runs the passes that were asked for, ends.
 
 Every rank calls `probe_rank` with the same `RankWork`. Invariant: what it returns is the same on every rank.
+
+`probe_engine` is called in a process of its own, since vLLM changes the process that it is in. The engine reads the
+first tokens of each row and decodes the others; these are forced, so that it computes what it would have computed had
+it drawn them. Invariant: all tokens of a row but the last one are fed, each once.
 
 Routes of a model on given rows are one file: recorded in any layout, replayed in any other. It is safetensors with a
 manifest in its header: `ids` `[S, L, K]`, `tokens` `[S]`, `lengths` `[N]`, rows end to end in global order, -1 where a
@@ -11,7 +15,8 @@ pass.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -23,13 +28,22 @@ from safetensors.torch import save_file
 
 from nemo_rl.algorithms.grpo import plan_train
 from nemo_rl.algorithms.losses.nll import NLLLoss
+from nemo_rl.config.parts import ENGINE_CAPABILITIES, ENGINES
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.diagnostics.runner.layout_text import LayoutText
 from nemo_rl.diagnostics.runner.prompts import RunnerRows, batch_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.errors import UserError, WorkerError
+from nemo_rl.errors import UserError, WorkerError, boundary
+from nemo_rl.models.generation.interfaces import (
+    EngineSpec,
+    GenerationInterface,
+    GenerationRequest,
+    RecordedEngine,
+    SamplingParams,
+)
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
 from nemo_rl.models.policy.tracing import TraceSpec
@@ -40,7 +54,17 @@ from nemo_rl.routes.digest import route_digests
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.files import FileFormat, check_format, give_usual_mode, replace_file
 
-__all__ = ["STEP", "RankResult", "RankWork", "RoutesFile", "probe_rank", "read_routes", "write_routes"]
+__all__ = [
+    "STEP",
+    "RankResult",
+    "RankWork",
+    "RoutesFile",
+    "engine_policy",
+    "probe_engine",
+    "probe_rank",
+    "read_routes",
+    "write_routes",
+]
 
 FORMAT = "nemo_rl.routes"
 
@@ -226,7 +250,8 @@ def probe_rank(spec: RankSpec, work: RankWork) -> RankResult:
         mine, own = list(plan.rows_of_rank(dp)), plan.for_rank(dp)
         batch = batch_of(work.rows)
         if work.routes_from is not None:
-            batch[ROUTES] = _routes(work, worker)
+            held = read_routes(work.routes_from)
+            batch[ROUTES] = held.for_rows(work.rows, shape=_shape_of(worker), model=work.model, where=work.routes_from)
         part = batch.select_indices(mine)
         if work.record is not None:
             worker.begin_recording(STEP)
@@ -282,13 +307,6 @@ def _of_all_ranks(
     return on_device.cpu()
 
 
-def _routes(work: RankWork, worker: PolicyWorker) -> torch.Tensor:
-    assert work.routes_from is not None
-    held = read_routes(work.routes_from)
-    shape = _shape_of(worker)
-    return held.for_rows(work.rows, shape=shape, model=work.model, where=work.routes_from)
-
-
 def _shape_of(worker: PolicyWorker) -> RouteShape:
     if not isinstance(worker.replay, WorkerReplay):
         raise WorkerError("router replay is off", rank=worker.rank, stage="routes")
@@ -306,4 +324,92 @@ def _top_k(
     return tuple(
         tuple(tuple(zip(ids[n][t], values[n][t], strict=True)) for t in range(len(row)))
         for n, row in enumerate(work.rows.ids)
+    )
+
+
+def engine_policy(policy: PolicyConfig, layout: LayoutText, *, longest: int) -> PolicyConfig:
+    """Return the policy with the engine that the layout names.
+
+    Args:
+        longest: tokens of the longest row.
+
+    Raises:
+        UserError: the layout has an axis that an engine has not, or the engine cannot be recorded.
+    """
+    name, generation = layout.engine or "", policy.generation
+    capabilities = ENGINE_CAPABILITIES.get(name)
+    if capabilities is None or not capabilities.records_decoding:
+        known = ", ".join(each for each, found in ENGINE_CAPABILITIES.items() if found.records_decoding)
+        raise UserError(f"engine={name}: expected an engine that can be recorded: {known}")
+    words = asdict(layout)
+    given = [axis for axis in ("cp", "pp", "ep") if words[axis] != 1]
+    given += [axis for axis in ("dp", "etp", "mbs", "worker") if words[axis] is not None]
+    given += [axis for axis in ("sp", "packed", "recompute") if words[axis]]
+    if name == "torch" and layout.tp > 1:
+        given.append("tp")
+    if given:
+        raise UserError(f"engine={name}: an engine has no {', '.join(given)}; leave that out")
+    sizes = generation.vllm_cfg.model_dump() | {
+        "tensor_parallel_size": layout.tp,
+        "pipeline_parallel_size": 1,
+        "enforce_eager": True,
+        # Rows with the same beginning are each read from it on.
+        "enable_prefix_caching": False,
+    }
+    changes = {
+        "backend": name,
+        "precision": layout.precision or generation.precision or policy.precision,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": None,
+        "vllm_cfg": sizes,
+    }
+    record = policy.model_dump()
+    record["generation"] |= changes
+    record["lora"] |= {"enabled": False}
+    record["router_replay"] = {}
+    # What the workers need is of no matter here.
+    record["dtensor_cfg"], record["megatron_cfg"], record["sequence_packing"] = {}, {}, {}
+    record["max_total_sequence_length"] = max(policy.max_total_sequence_length, longest + 1)
+    return PolicyConfig(**json.loads(json.dumps(record, default=str)))
+
+
+def probe_engine(spec: RankSpec, work: RankWork, prompt: int | None) -> RankResult:
+    """Run the rows through one engine.
+
+    Args:
+        prompt: tokens of a row that are read at once; None: half of each row.
+
+    Raises:
+        UserError: the engine cannot be started with this model, or the disk does not take the records.
+    """
+    del spec
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    name = work.policy.generation.backend
+    build: Callable[..., GenerationInterface] = ENGINES.load(name, key="engine")
+    with boundary(UserError, f"engine={name}"):
+        engine = build(spec=EngineSpec(policy=work.policy, use_gpu=work.use_gpu, weight_version=0, record=work.record))
+    try:
+        cuts = [min(len(ids) - 1, prompt or max(1, len(ids) // 2)) for ids in work.rows.ids]
+        responses = tuple(ids[cut:] for ids, cut in zip(work.rows.ids, cuts, strict=True))
+        request = GenerationRequest(
+            prompt_ids=tuple(ids[:cut] for ids, cut in zip(work.rows.ids, cuts, strict=True)),
+            seeds=(0,) * len(responses),
+            sampling=SamplingParams(
+                temperature=1.0, max_new_tokens=max(map(len, responses)), stop_token_ids=(), stop_strings=()
+            ),
+            forced=responses,
+            keys=work.rows.keys,
+        )
+        if work.record is not None and isinstance(engine, RecordedEngine):
+            engine.begin_recording(STEP)
+        output = engine.generate(request)
+        if work.record is not None and isinstance(engine, RecordedEngine):
+            engine.end_recording()
+    finally:
+        engine.shutdown()
+    found = output.logprobs.split(output.lengths.tolist())
+    nothing = float("nan")
+    return RankResult(
+        logprobs=tuple((nothing,) * cut + tuple(row.tolist()) for cut, row in zip(cuts, found, strict=True))
     )

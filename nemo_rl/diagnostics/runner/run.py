@@ -22,10 +22,9 @@ from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.diagnostics.runner.engine_side import engine_policy, probe_engine
 from nemo_rl.diagnostics.runner.layout_text import LayoutText, smallest_world
 from nemo_rl.diagnostics.runner.prompts import PromptSpec, RunnerRows, make_rows
-from nemo_rl.diagnostics.runner.rank import STEP, RankResult, RankWork, probe_rank
+from nemo_rl.diagnostics.runner.rank import STEP, RankResult, RankWork, engine_policy, probe_engine, probe_rank
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.local_job import quiet_libraries, run_job
@@ -178,7 +177,7 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
         found=found,
         layout=words,
         world_size=world_size,
-        unobserved=_unobserved(work) if rank.rank == 0 else {},
+        unobserved={} if work.record is None or rank.rank > 0 else read_folder(work.record.folder).manifest.unobserved,
         is_first_rank=rank.rank == 0,
     )
     if spec.out is not None and rank.rank == 0:
@@ -296,7 +295,7 @@ def _traced(work: RankWork, spec: ProbeSpec, plan: WatchPlan) -> Iterator[RankWo
     facts = {
         "name": spec.out.name,
         "model": dict(work.model),
-        "layout": {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp},
+        "layout": layout.sizes,
         "tokenizer": str(tokenizer),
     }
     with open_job(hub, facts) as job:
@@ -346,10 +345,6 @@ def _layout_words(work: RankWork) -> str:
     return " ".join(["megatron" if policy.megatron_cfg.enabled else "dtensor", *words, policy.precision])
 
 
-def _unobserved(work: RankWork) -> Mapping[str, str]:
-    return {} if work.record is None else read_folder(work.record.folder).manifest.unobserved
-
-
 def _write(path: Path, result: ProbeResult) -> None:
     try:
         write_text(path, json.dumps(result.as_record()) + "\n")
@@ -363,10 +358,8 @@ ROUTES = "routes.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ABRuns:
-    """Two probes of the same rows."""
+    """Folders of two probes of the same rows."""
 
-    a: ProbeResult
-    b: ProbeResult
     records: tuple[Path, Path]
     noise: tuple[Path, ...] = ()
     """Records of further runs of side a."""
@@ -389,14 +382,12 @@ def run_ab(
         raise UserError("a comparison needs sites and a folder for its records: give --dump SELECTOR and --out DIR")
     routes = spec.out / ROUTES if pins_routes else None
     folders = [spec.out / side for side in SIDES]
-    first = run_probe(replace(spec, layout=a, out=folders[0], routes_to=routes))
-    second = run_probe(replace(spec, layout=b, out=folders[1], routes_from=routes))
+    run_probe(replace(spec, layout=a, out=folders[0], routes_to=routes))
+    run_probe(replace(spec, layout=b, out=folders[1], routes_from=routes))
     noise = [spec.out / f"a_again_{number}" for number in range(num_noise_runs)]
     for folder in noise:
         run_probe(replace(spec, layout=a, out=folder, routes_from=routes))
     return ABRuns(
-        a=first,
-        b=second,
         records=(folders[0] / RECORDS, folders[1] / RECORDS),
         noise=tuple(folder / RECORDS for folder in noise),
     )

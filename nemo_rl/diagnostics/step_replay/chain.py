@@ -169,10 +169,10 @@ def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_o
             chain starts at the initial model.
 
     Raises:
-        ReplayProblem: steps in between were not kept, did not end, or are damaged.
+        ReplayProblem: it or steps in between were not kept, did not end, or are damaged.
     """
     kept = {folder.number: folder for folder in StepsFolder(run).all()}
-    target = _read(kept[number])
+    target = read_link(run, number)
     usable = [found for found in checkpoints if found.step < number and reads_optimizer]
     resumed = target.step.run.started_from
     starts: list[Checkpoint | None] = [None, *usable]
@@ -324,11 +324,10 @@ class SnapshotColumns:
         batch["keys"] = [self.keys[row] for row in rows]
         return batch
 
-    def add_routes(self, batch: BatchedDataDict, rows: Sequence[int], shape: RouteShape) -> None:
-        """Add the kept routes, decoded, where there are any."""
+    def routes(self, rows: Sequence[int], shape: RouteShape, *, width: int | None = None) -> torch.Tensor | None:
+        """Return the kept routes, decoded `[N, T, L, K]` int16, -1 where one is missing; None where none were kept."""
         names = [name for name in ROUTE_FIELDS if self.has(name, rows)]
         if not names:
-            return
+            return None
         routes = decode_routes({name: self.rows(name, rows) for name in names}, shape)
-        width = batch.tensor("input_ids").shape[1]
-        batch.update(materialize({ROUTES: routes}, pad_values={ROUTES: float(MISSING)}, pad_to=width))
+        return materialize({ROUTES: routes}, pad_values={ROUTES: float(MISSING)}, pad_to=width).tensor(ROUTES)

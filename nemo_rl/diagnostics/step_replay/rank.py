@@ -8,7 +8,7 @@ the learning rates of the kept steps in place of a schedule, for a worker that h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -125,8 +125,8 @@ class RankStep:
     number: int
     routes: ReplayedValues | None = None
     """Routes, where the log-probability pass records them; every rank has a part of them."""
-    prev: ReplayedValues | None = None
-    reference: ReplayedValues | None = None
+    logprobs: dict[str, ReplayedValues] = field(default_factory=dict)
+    """Log-probabilities by the stages that compute them."""
     train: TrainResult | None = None
     weights: WeightsDigest | None = None
     """Digest of the weights; rank 0 has it."""
@@ -203,8 +203,13 @@ class ReplayRank:
             self.worker.begin_recording(work.step.number)
         try:
             for stage in (WorkerPass.PREV_LOGPROBS, WorkerPass.REFERENCE_LOGPROBS):
-                if stage.value in self._job.stages:
-                    self._logprobs(stage, work, columns, fresh, found)
+                if stage.value not in self._job.stages:
+                    continue
+                rows, got_NT = self.logprobs(stage, work, columns, found)
+                fresh[stage.column] = torch.zeros(len(columns.keys), got_NT.shape[1])
+                fresh[stage.column][torch.tensor(rows)] = got_NT
+                if self._job.settings.layout.is_writer(self.worker.rank):
+                    found.logprobs[stage.value] = _compared(stage.column, got_NT, columns, rows)
             stage = WorkerPass.TRAIN
             found.train = self._train(work, columns, fresh)
         except NonFiniteError as error:
@@ -226,8 +231,9 @@ class ReplayRank:
         assert work.logprob_plan is not None, "there are rows"
         self.worker.device_states.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
-        fields = _prev_fields(columns, rows) if stage is WorkerPass.PREV_LOGPROBS else LP_SEED_FIELDS
-        fields = (*fields, *extra_names(self._extras, stage.value))
+        fields = [*LP_SEED_FIELDS, *extra_names(self._extras, stage.value)]
+        if stage is WorkerPass.PREV_LOGPROBS and columns.has(SUPPORT, rows):
+            fields.append(SUPPORT)
         batch = self._seed_batch(work, columns, fields, rows, width=plan.pad_to)
         if stage is WorkerPass.REFERENCE_LOGPROBS:
             return rows, self.worker.get_reference_policy_logprobs(batch, plan=plan)
@@ -236,27 +242,11 @@ class ReplayRank:
             return rows, self.worker.get_logprobs(batch, plan=plan)
         recorded = self.worker.record_routes(batch, plan=plan)
         self._add_routes(batch, columns, rows)
-        found.routes = _compared_routes(recorded.routes_NTLK, batch)
+        if ROUTES in batch:
+            is_own = recorded.routes_NTLK != MISSING
+            kept, made = batch.tensor(ROUTES)[is_own], recorded.routes_NTLK[is_own]
+            found.routes = ReplayedValues(num_values=kept.numel(), num_different=int((made != kept).sum()))
         return rows, recorded.logprobs_NT
-
-    def _logprobs(
-        self,
-        stage: WorkerPass,
-        work: StepWork,
-        columns: SnapshotColumns,
-        fresh: dict[str, torch.Tensor],
-        found: RankStep,
-    ) -> None:
-        rows, got_NT = self.logprobs(stage, work, columns, found)
-        fresh[stage.column] = torch.zeros(len(columns.keys), got_NT.shape[1])
-        fresh[stage.column][torch.tensor(rows)] = got_NT
-        if not self._job.settings.layout.is_writer(self.worker.rank):
-            return
-        compared = _compared(stage.column, got_NT, columns, rows)
-        if stage is WorkerPass.PREV_LOGPROBS:
-            found.prev = compared
-        else:
-            found.reference = compared
 
     def _seed_batch(
         self, work: StepWork, columns: SnapshotColumns, fields: Sequence[str], rows: list[int], *, width: int
@@ -298,27 +288,18 @@ class ReplayRank:
         return [work.trained[place] for place in plan.rows_of_rank(self._at.dp)], plan.for_rank(self._at.dp)
 
     def _add_routes(self, batch: BatchedDataDict, columns: SnapshotColumns, rows: list[int]) -> None:
+        """Add the kept routes, where there are any and the worker can replay them."""
         if isinstance(self.worker.replay, WorkerReplay):
-            columns.add_routes(batch, rows, self.worker.replay.shape)
+            width = batch.tensor("input_ids").shape[1]
+            routes = columns.routes(rows, self.worker.replay.shape, width=width)
+            if routes is not None:
+                batch[ROUTES] = routes
 
 
 def _to_width(column_NT: torch.Tensor, width: int) -> torch.Tensor:
     """Longer or shorter padding."""
     cut = column_NT[:, :width]
     return torch.nn.functional.pad(cut, (0, width - cut.shape[1]))
-
-
-def _compared_routes(recorded_NTLK: torch.Tensor, batch: BatchedDataDict) -> ReplayedValues | None:
-    if ROUTES not in batch:
-        return None
-    is_own = recorded_NTLK != MISSING
-    kept = batch.tensor(ROUTES)[is_own]
-    return ReplayedValues(num_values=kept.numel(), num_different=int((recorded_NTLK[is_own] != kept).sum()))
-
-
-def _prev_fields(columns: SnapshotColumns, rows: Sequence[int]) -> tuple[str, ...]:
-    """Return the fields that `prev_logprobs` reads: the sampling masks, too, where the run has recorded them."""
-    return (*LP_SEED_FIELDS, SUPPORT) if columns.has(SUPPORT, rows) else LP_SEED_FIELDS
 
 
 def _compared(name: str, got_NT: torch.Tensor, columns: SnapshotColumns, rows: list[int]) -> ReplayedValues:

@@ -249,7 +249,8 @@ class SiteRecording(StepRecords, Recording):
             ([], {})
         ] * here.layout.world_size
         dist.all_gather_object(everywhere, mine)
-        self._sites = sorted({site for sites, _ in everywhere for site in sites}, key=_by_layer)
+        found = {site for sites, _ in everywhere for site in sites}
+        self._sites = sorted(found, key=lambda site: (-1 if site[1] is None else site[1], site[0]))
         self._unobserved = {kind: why for _, reasons in everywhere for kind, why in reasons.items()}
 
     def begin(self, step: int) -> None:
@@ -261,14 +262,7 @@ class SiteRecording(StepRecords, Recording):
 
     def _manifest(self) -> RecordManifest:
         layout = self._layout
-        sizes = {
-            "dp": layout.dp,
-            "cp": layout.cp,
-            "tp": layout.tp,
-            "pp": layout.pp,
-            "sp": int(layout.sequence_parallel),
-            "world": layout.world_size,
-        }
+        sizes = {**layout.sizes, "sp": int(layout.sequence_parallel), "world": layout.world_size}
         return self._spec.manifest(self._expected_sites(), layout=sizes, unobserved=self._unobserved)
 
     def _expected_sites(self) -> Iterator[tuple[SiteKind, int | None, Direction]]:
@@ -281,11 +275,6 @@ class SiteRecording(StepRecords, Recording):
             yield kind, layer, Direction.FORWARD
             if of_update and SITES[kind].has_backward:
                 yield kind, layer, Direction.BACKWARD
-
-
-def _by_layer(site: tuple[SiteKind, int | None]) -> tuple[int, str]:
-    kind, layer = site
-    return (-1 if layer is None else layer, kind)
 
 
 IDENTITY = (

@@ -40,9 +40,9 @@ from nemo_rl.models.generation.torch_engine.decode import (
     StopStrings,
     decode_rows,
 )
-from nemo_rl.models.generation.torch_engine.recording import DecodeRecording
 from nemo_rl.models.generation.torch_engine.tracing import (
     NO_TRACING,
+    DecodeRecording,
     DecodeTracing,
     EngineTracing,
     ObservedRequest,

@@ -1,4 +1,5 @@
-"""`EngineTracing`: what the embedded engine shows to the tracer's hub of its decoding; a part of `TorchEngine`.
+"""The embedded engine is observed while it decodes: `EngineTracing` shows it to the tracer's hub, `DecodeRecording`
+writes it in the format of the workers' records. Both are parts of `TorchEngine`.
 
 The driver says which step begins and what is watched in it, before the rollout of the step, and asks only where a watch
 names the phase `generation`. One step is one phase, whatever the number of requests. Invariant: without a `TraceSpec`
@@ -18,13 +19,15 @@ from itertools import count
 import torch
 from transformers import PreTrainedModel
 
-from nemo_rl.models.generation.interfaces import traced_row
-from nemo_rl.models.generation.torch_engine.decode import DecodeObserver
+from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, traced_row
+from nemo_rl.models.generation.recording import NEVER_IN_DECODING, engine_manifest, response_rows, write_logprobs
+from nemo_rl.models.generation.torch_engine.decode import NO_OBSERVER, DecodeObserver
 from nemo_rl.models.hf_modules import HFSites
 from nemo_rl.models.policy.hooks import HookPoint, TokenPositions
 from nemo_rl.models.policy.observer import Capture, PassRows, SiteSink
+from nemo_rl.models.policy.recording import RecordSpec, StepRecords
 from nemo_rl.models.policy.tracing import GroupPlace, StepTracing, TracedPhases, TraceSink, TraceSpec
-from nemo_rl.records.record import RecordPlace, TokenTable
+from nemo_rl.records.record import RecordManifest, RecordPlace, TokenTable
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.link import BufferedSender
 from nemo_rl.tracer.protocol import RankGroup
@@ -33,6 +36,7 @@ from nemo_rl.tracer.watch import GENERATION
 __all__ = [
     "NO_SITES",
     "NO_TRACING",
+    "DecodeRecording",
     "DecodeTracing",
     "EngineTracing",
     "ObservedRequest",
@@ -52,7 +56,7 @@ class ObservedRequest:
         Args:
             rows: number of each row of the batch in the request.
         """
-        return _Observers([observer.batch(rows) for observer in self._observers])
+        return _Observers([each.batch(rows) for each in self._observers]) if self._observers else NO_OBSERVER
 
 
 NO_SITES = ObservedRequest()
@@ -215,9 +219,7 @@ class DecodeTracing(TracedPhases, EngineTracing):
 
     def __init__(self, spec: TraceSpec, model: PreTrainedModel, *, number: int, num_engines: int) -> None:
         sites = HFSites(model)
-        sites.cannot(
-            NOT_IN_DECODING, SiteKind.LOGPROB, SiteKind.TOKEN_LOSS, SiteKind.LOSS, SiteKind.GRAD, SiteKind.PARAM
-        )
+        sites.cannot(NOT_IN_DECODING, SiteKind.LOGPROB, *NEVER_IN_DECODING)
         self._hook_points, self._number = tuple(sites.hook_points), number
         place = GroupPlace(group=RankGroup.GENERATION, rank=number, world=num_engines, axes={"engine": number})
         super().__init__(spec, place, unobserved=sites.unobserved)
@@ -262,3 +264,58 @@ class DecodeTracing(TracedPhases, EngineTracing):
             # The run ends with this error: what was seen up to it says where it came from.
             self.end()
             raise
+
+
+class DecodeRecording(StepRecords):
+    """The recording of one embedded engine.
+
+    Args:
+        number: of the engine.
+        num_engines: of the run.
+    """
+
+    def __init__(self, spec: RecordSpec, model: PreTrainedModel, *, number: int, num_engines: int) -> None:
+        super().__init__(spec, rank=number, of=f" of engine {number}")
+        self._num_engines, self._sites = num_engines, HFSites(model)
+        self._sites.cannot(NOT_IN_DECODING, *NEVER_IN_DECODING)
+
+    def begin(self, step: int) -> None:
+        """Begin a step, to which the requests that follow belong."""
+        self.end()
+        self._open(step, self._manifest)
+
+    @contextmanager
+    def request(self, keys: Sequence[str]) -> Iterator[ObservedRequest]:
+        """Surround one request, whose rows have these keys; without keys it is not recorded. An error inside it leaves
+        the files of the step without their end."""
+        sink = self._sink()
+        if sink is None or not keys:
+            yield NO_SITES
+            return
+        sites = RequestSites(
+            self._sites.hook_points,
+            sink,
+            phase=GENERATION,
+            name_of=lambda row: keys[row],
+            numbers=count(),
+            between_passes=lambda: None,
+        )
+        try:
+            with sites.attached():
+                yield sites
+        except BaseException:
+            self.end(is_complete=False)
+            raise
+
+    def output(self, request: GenerationRequest, output: GenerationOutput) -> None:
+        """Record the log-probabilities of what was sampled."""
+        if self._writer is None or not request.keys:
+            return
+        if self._selector.takes(SiteKind.LOGPROB, None, Direction.FORWARD):
+            with self._excused():
+                write_logprobs(self._writer, response_rows(request, output), output.logprobs)
+
+    def _manifest(self) -> RecordManifest:
+        sites = [(point.kind, point.layer) for point in self._sites.hook_points]
+        layout = {"tp": 1, "world": self._num_engines}
+        return engine_manifest(self._spec, layout=layout, sites=sites, unobserved=self._sites.unobserved)
