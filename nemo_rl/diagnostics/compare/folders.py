@@ -138,18 +138,12 @@ def compare_folders(a: Path, b: Path, *, limits: ToleranceRules = DEFAULT) -> Re
     Raises:
         UserError: a path is no folder of records.
     """
-    folders: list[RecordFolder] = []
-    failed: list[Finding] = []
-    for name, path in (("A", a), ("B", b)):
-        found = _open(path, name)
-        if isinstance(found, Finding):
-            failed.append(found)
-        else:
-            folders.append(found)
-    if failed:
+    of_a, of_b = _open(a, "A"), _open(b, "B")
+    if isinstance(of_a, Finding) or isinstance(of_b, Finding):
+        failed = [found for found in (of_a, of_b) if isinstance(found, Finding)]
         facts = [SideFacts(path=str(path), manifest={}) for path in (a, b)]
         return RecordingComparison(title=f"A {a}, B {b}", a=facts[0], b=facts[1], findings=failed)
-    sides = (Side(folders[0], name="A"), Side(folders[1], name="B"))
+    sides = (Side(of_a, name="A"), Side(of_b, name="B"))
     for side in sides:
         side.read_samples()
     _pair_passes(*sides)
@@ -206,7 +200,10 @@ def _compare(a: Side, b: Side, limits: ToleranceRules) -> RecordingComparison:
         unmatched = f"{len(b.samples) - samples.num_common} of {len(b.samples)} samples of B have no partner"
         notes.append(f"no key is on both sides: samples were matched by their tokens; {unmatched}")
     results = [result for site in common if (result := _one_site(site, (a, b), samples, limits)) is not None]
-    _verify_others((a, b), common)
+    for side in (a, b):
+        # Damage counts wherever it is.
+        for record in (record for site in set(side.sites) - set(common) for record in side.sites[site]):
+            side.load(record)
     check_rows(a, b, results, notes)
     if not any(result.num_rows or result.failures for result in results):
         refused.append(Finding(verdict=Verdict.VACUOUS, text="A and B have no row of any site in common"))
@@ -220,14 +217,6 @@ def _one_site(
     if a is None or b is None:
         return None
     return compare_site(site, sides, (a, b), samples=samples, limits=limits)
-
-
-def _verify_others(sides: tuple[Side, Side], compared: Sequence[ComparedSite]) -> None:
-    """Damage counts wherever it is."""
-    for side in sides:
-        for site in set(side.sites) - set(compared):
-            for record in side.sites[site]:
-                side.load(record)
 
 
 def _judge(
