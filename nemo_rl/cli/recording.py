@@ -107,7 +107,7 @@ def _run_lines(run: StreamSummary, age_s: float) -> Iterator[str]:
         way = ("" if direction == "forward" else f" {direction}") + (" recomputed" if is_recomputed else "")
         yield (
             f"  {kind.value + place + way:<28} {reducer:<20} {found.num_frames:>7}  {found.num_bad or '-':>8}  "
-            f"{_ranges(found.steps)}; {_plain(', '.join(phases))}{names}"
+            f"{_ranges(found.steps)}; {_plain(phases)}{names}"
         )
 
 
