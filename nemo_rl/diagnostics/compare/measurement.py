@@ -236,7 +236,6 @@ def measure(a: torch.Tensor, b: torch.Tensor) -> Measurement:
     a, b = as_rows(a), as_rows(b)
     stats = row_stats(a, b)
     relative = stats.relative
-    bits_a, bits_b = (value.contiguous().view(torch.uint8) for value in (a, b))
     squares_a, squares_b = float(stats.squares_a.sum()), float(stats.squares_b.sum())
     squares_diff, is_broken = float(stats.squares_diff.sum()), bool((stats.num_broken + stats.nan_both).any())
     cosine = _cosine(stats, squares_a, squares_b, squares_diff)
@@ -255,7 +254,7 @@ def measure(a: torch.Tensor, b: torch.Tensor) -> Measurement:
         num_values=a.numel(),
         dtype_a=str(a.dtype).removeprefix("torch."),
         dtype_b=str(b.dtype).removeprefix("torch."),
-        is_bit_equal=a.dtype == b.dtype and torch.equal(bits_a, bits_b),
+        is_bit_equal=a.dtype == b.dtype and torch.equal(*(value.contiguous().view(torch.uint8) for value in (a, b))),
         is_integer=not (a.dtype.is_floating_point or b.dtype.is_floating_point),
         metrics=metrics,
         cosine=cosine,
