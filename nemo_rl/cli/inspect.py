@@ -68,10 +68,12 @@ class RunPart:
     @property
     def line(self) -> str:
         """Return the part for people."""
-        steps = self.steps
-        is_whole = len(steps) > 1 and len(steps) == steps[-1] - steps[0] + 1
-        which = f"steps {steps[0]} to {steps[-1]}" if is_whole else f"steps {name_some(steps)}" if steps else ""
-        return f"  {self.name:<12} {which:<24} {self.command}"
+        return f"  {self.name:<12} {_steps_text(self.steps):<24} {self.command}"
+
+
+def _steps_text(steps: tuple[int, ...]) -> str:
+    is_whole = len(steps) > 1 and len(steps) == steps[-1] - steps[0] + 1
+    return f"steps {steps[0]} to {steps[-1]}" if is_whole else f"steps {name_some(steps)}" if steps else ""
 
 
 @app.command(short_help="what there is to look at; the view without a name")
