@@ -173,7 +173,7 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
     facts = {
         "name": config.logger.log_dir.name,
         "model": model_identity(config.policy),
-        "layout": {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp},
+        "layout": layout.sizes,
         "tokenizer": str(tokenizer),
     }
     watched = _Watched(watches)

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from nemo_rl.cli.doors import AsJson, Door, Selected, end_with, selected, show, with_records
-from nemo_rl.diagnostics.verdict import Comparison, Verdict
+from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UnsupportedFormat, UserError, name_some
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.files import write_text
@@ -51,18 +50,8 @@ def _root() -> None:
     """Compare two sides."""
 
 
-class Layout(StrEnum):
-    """The layout of a replay."""
-
-    RUN = "run"
-    ONE = "one"
-
-
-class WorkerName(StrEnum):
-    """Training engines."""
-
-    DTENSOR = "dtensor"
-    MEGATRON = "megatron"
+Layout = Literal["run", "one"]
+WorkerName = Literal["dtensor", "megatron"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +68,7 @@ class ComparisonOptions:
 class ReplayOptions:
     """The options of everything that runs rows of a kept step again."""
 
-    layout: Annotated[Layout, typer.Option("--layout", help="run: its ranks; one: a single process")] = Layout.RUN
+    layout: Annotated[Layout, typer.Option("--layout", help="run: its ranks; one: a single process")] = "run"
     worker: Annotated[WorkerName | None, typer.Option("--worker", help="default: that of the run")] = None
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="what if the config had been another")
@@ -103,8 +92,8 @@ class ReplayOptions:
         return ReplayRequest(
             run=found.folders[0],
             step=found.step,
-            in_one_process=self.layout is Layout.ONE,
-            worker=None if self.worker is None else self.worker.value,
+            in_one_process=self.layout == "one",
+            worker=self.worker,
             overrides=tuple(self.overrides or ()),
             rows=found.rows,
             dump=dump,
@@ -192,6 +181,10 @@ def replay(
 
     Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7 unsupported, 8 a rank failed.
     """
+    from nemo_rl.diagnostics.conversation_replay import replay_conversations  # noqa: PLC0415
+    from nemo_rl.diagnostics.step_replay.replay import replay_step  # noqa: PLC0415
+    from nemo_rl.distributed.local_job import quiet_libraries  # noqa: PLC0415
+
     found = selected(ctx, step=True, rows=True)
     with verdict_of_problem():
         if stop is not None:
@@ -207,7 +200,11 @@ def replay(
         if engines is not None and not conversations:
             raise UserError("--engines N: expected --conversations, too")
         request = replace(options.request(found, dump=dump, out=out), limits=_limits(limits))
-        report = _replayed(request, conversations=conversations, num_engines=engines)
+        with quiet_libraries():
+            if conversations:
+                report = replay_conversations(request, num_engines=engines, report=tell)
+            else:
+                report = replay_step(request)
     end_with(report, as_json=options.as_json)
 
 
@@ -216,17 +213,6 @@ def _limits(path: Path | None) -> ToleranceRules:
     from nemo_rl.diagnostics.compare.limits import DEFAULT, read_limits  # noqa: PLC0415
 
     return DEFAULT if path is None else read_limits(path)
-
-
-def _replayed(request: ReplayRequest, *, conversations: bool, num_engines: int | None) -> Comparison:
-    from nemo_rl.diagnostics.conversation_replay import replay_conversations  # noqa: PLC0415
-    from nemo_rl.diagnostics.step_replay.replay import replay_step  # noqa: PLC0415
-    from nemo_rl.distributed.local_job import quiet_libraries  # noqa: PLC0415
-
-    with quiet_libraries():
-        if conversations:
-            return replay_conversations(request, num_engines=num_engines, report=tell)
-        return replay_step(request)
 
 
 @contextmanager
@@ -266,12 +252,12 @@ def show_comparison(
     comparison = compare_folders(a, b, limits=_limits(options.limits))
     proposal = propose_limits([a, *noise]) if noise else None
     if propose is not None and proposal is not None:
-        write_text(propose, proposal.text)
+        write_text(propose, proposal)
     if options.html is not None:
         write_page(options.html, comparison)
     record, lines = comparison.as_record(), comparison.lines(is_all=options.show_all)
     if proposal is not None:
-        record["proposed_limits"] = proposal.text
-        lines.append(f"proposed limits:\n{proposal.text}".rstrip("\n"))
+        record["proposed_limits"] = proposal
+        lines.append(f"proposed limits:\n{proposal}".rstrip("\n"))
     show(record, lines, as_json=options.as_json)
     return comparison.verdict

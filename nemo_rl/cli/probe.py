@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -164,19 +164,6 @@ def _spec(recipe: Path, overrides: list[str] | None, rows: RowOptions, **setting
     from nemo_rl.diagnostics.runner.prompts import PromptSpec  # noqa: PLC0415
     from nemo_rl.diagnostics.runner.run import ProbeSpec  # noqa: PLC0415
 
-    prompt = PromptSpec(
-        kind=rows.kind,
-        text=rows.text,
-        path=rows.path,
-        length=rows.length,
-        num_rows=rows.num_rows,
-        is_unequal=rows.is_unequal,
-        uses_chat_template=rows.uses_chat_template,
-    )
-    return ProbeSpec(
-        config=load_config(recipe, overrides or []),
-        prompt=prompt,
-        has_backward=rows.has_backward,
-        timeout_s=rows.timeout_s,
-        **settings,  # type: ignore[arg-type]
-    )
+    given = asdict(rows)
+    prompt = PromptSpec(**{part.name: given.pop(part.name) for part in fields(PromptSpec)})
+    return ProbeSpec(config=load_config(recipe, overrides or []), prompt=prompt, **given, **settings)  # type: ignore[arg-type]

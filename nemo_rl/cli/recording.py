@@ -102,10 +102,12 @@ def _run_lines(run: StreamSummary, age_s: float) -> Iterator[str]:
         yield f"  {'site':<28} {'reducer':<20} {'frames':>7}  {'NaN, inf':>8}  steps; phases"
     for (kind, direction, is_recomputed, reducer), found in _in_order(run):
         place = f"[{_ranges(found.layers)}]" if found.layers else ""
+        phases = ", ".join(sorted(found.phases, key=lambda phase: (RUN_ORDER.get(phase, len(RUN_ORDER)), phase)))
+        names = f"; {_plain(name_some(sorted(found.names)))}" if found.names else ""
         way = ("" if direction == "forward" else f" {direction}") + (" recomputed" if is_recomputed else "")
         yield (
             f"  {kind.value + place + way:<28} {reducer:<20} {found.num_frames:>7}  {found.num_bad or '-':>8}  "
-            f"{_ranges(found.steps)}; {_phases(found)}{_names(found)}"
+            f"{_ranges(found.steps)}; {_plain(phases)}{names}"
         )
 
 
@@ -121,15 +123,6 @@ def _state_detail(run: StreamSummary, age_s: float) -> str:
         quiet = f", and nothing was written for {age_s:.0f} s" if age_s > QUIET_S else ""
         return f" (no end is recorded{quiet})"
     return f" ({_plain(run.end_text)})" if run.end_text else ""
-
-
-def _names(found: SiteSummary) -> str:
-    return f"; {_plain(name_some(sorted(found.names)))}" if found.names else ""
-
-
-def _phases(found: SiteSummary) -> str:
-    order = sorted(found.phases, key=lambda phase: (RUN_ORDER.get(phase, len(RUN_ORDER)), phase))
-    return _plain(", ".join(order))
 
 
 def _unobserved(said: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """`replay_conversations`: the conversations of a kept step sampled again, with the replies that were recorded.
 
     replay_conversations
-      |- read_target, replay_settings, find_weights    which step, its config, the weights that sampled its turns
+      |- read_link, replay_settings, KeptWeights       which step, its config, the weights that sampled its turns
       |- kept_conversations                            tokens of the step's columns, replies of conversations.jsonl
       `- Attempt.run, one per conversation             as in the run, with three parts in place of the run's:
            |- ComparedTurns.sample                     an engine samples the turn; tokens and bits are compared at once
@@ -35,8 +35,15 @@ from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.compare.limits import DEFAULT
 from nemo_rl.diagnostics.mismatch.progress import Progress
-from nemo_rl.diagnostics.mismatch.versions import find_weights
-from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, ReplayRequest, SnapshotColumns, read_link
+from nemo_rl.diagnostics.mismatch.versions import KeptWeights
+from nemo_rl.diagnostics.step_replay.chain import (
+    ChainLink,
+    ReplayProblem,
+    ReplayRequest,
+    SnapshotColumns,
+    damage_named,
+    read_link,
+)
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.verdict import Comparison, SiteCheck, Verdict
 from nemo_rl.distributed.worker_fleet import WorkerFleet
@@ -112,16 +119,14 @@ def replay_conversations(
     _check_parts(request, settings)
     generation = settings.config.policy.generation
     count = num_engines or generation.num_replicas
-    try:
+    with damage_named():
         kept, file = kept_conversations(target, only=request.rows)
         versions = {turn.version for each in kept for turn in each.turns.values() if turn.version is not None}
         with Progress(report) as progress, tempfile.TemporaryDirectory(prefix="nemo_rl_replay_") as folder:
-            weights = find_weights(request, settings, target, versions, scratch=Path(folder), progress=progress)
+            weights = KeptWeights(request, settings, target, scratch=Path(folder), progress=progress).find(versions)
             progress.begin("sampling conversations again", total=len(kept))
             replay = _ConversationReplay(settings, file, pause=pause, progress=progress)
             found = replay.run(kept, weights, num_engines=count)
-    except CheckpointError as error:
-        raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
     differences = list(settings.differences)
     if not generation.batch_invariant:
         differences.append(

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from nemo_rl.utils.console import printable
 from nemo_rl.utils.exits import CHILD_FAILED
 
 __all__ = ["Comparison", "Finding", "Site", "SiteCheck", "Verdict", "gravest"]
@@ -193,7 +194,8 @@ class Comparison:
         if self.recorded is not None:
             lines += [f"records: {line}" if not at else f"  {line}" for at, line in enumerate(self.recorded.lines())]
         lines += [] if self.seconds is None else [f"{outcome.verdict.label} in {self.seconds:.1f} s"]
-        return [_printable(line) for line in lines]
+        # A recording is shown to a terminal, which must not obey it.
+        return [printable(line, limit=len(line)) for line in lines]
 
     def as_record(self) -> dict[str, object]:
         """Return the comparison as JSON-like values."""
@@ -246,8 +248,3 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for name, *cells, result in rows:
         parts = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))]
         yield "  ".join([*parts, result])
-
-
-def _printable(line: str) -> str:
-    """Escape control characters: a recording is shown to a terminal, which must not obey it."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)

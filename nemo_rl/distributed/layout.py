@@ -93,6 +93,11 @@ class ParallelLayout:
         )
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes by axis."""
+        return {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
+
+    @property
     def world_size(self) -> int:
         return self.dp * self.replica_size
 

@@ -85,11 +85,13 @@ class TensorRecord:
     """Counts the records of the rank."""
     split: DimSplit | None
     table: str | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     payload: _RecordPayload
     tables: Mapping[str, _TableFile] = field(repr=False)
     """Token tables of the rank of this record."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.payload.shape
 
     def load(self) -> torch.Tensor:
         """Raises:
@@ -232,8 +234,6 @@ def _read_line(
             seq=int(head["seq"]),
             split=split,
             table=None if head["table"] is None else str(head["table"]),
-            shape=shape,
-            dtype=dtype,
             payload=payload,
             tables=tables,
         )

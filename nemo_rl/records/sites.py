@@ -1,6 +1,6 @@
 """The catalogue of sites: stable places of a model at which a tensor can be recorded, and what each means.
 
-Engines attach to sites (`SiteTap` in `nemo_rl.models.policy.recording`), `nemo_rl.diagnostics` compares them.
+Engines attach to sites (`HookPoint` in `nemo_rl.models.policy.hooks`), `nemo_rl.diagnostics` compares them.
 Invariant: one site means one quantity in every model, engine and layout; what an engine cannot give in this meaning it
 does not record, and says why. Shapes: R tokens, h hidden size, f of the MLP, H query heads and G key heads of dimension
 D, E experts, K chosen ones, V vocabulary.

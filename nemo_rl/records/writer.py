@@ -14,7 +14,6 @@ import json
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -69,7 +68,7 @@ def new_folder(folder: Path, manifest: RecordManifest) -> Path:
 
 
 class RecordWriter:
-    """The records of one rank. Close it, or use it as a context manager, which ends the file only without an error.
+    """The records of one rank.
 
     Raises:
         UserError: from every method, where the disk does not take it.
@@ -124,17 +123,6 @@ class RecordWriter:
         for file in (self._payload, self._lines):
             with suppress(OSError):
                 file.close()
-
-    def __enter__(self) -> RecordWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.abandon()
 
     def _put(self, head: dict[str, object], value: torch.Tensor) -> None:
         payload = bytes_of(value)

@@ -137,7 +137,10 @@ def validate_routes(routes: torch.Tensor, shape: RouteShape, *, keys: Sequence[s
     if not bool(is_wrong.any()):
         return
     token, column = (int(at) for at in is_wrong.nonzero()[0])
-    row, within = _row_of(token, lengths_of(routes))
+    lengths = lengths_of(routes)
+    ends = lengths.cumsum(0)
+    row = int(torch.searchsorted(ends, token, right=True))
+    within = token - int(ends[row] - lengths[row])
     raise SchemaMismatch(
         f"routed_experts of {keys[row]!r}, token {within}, layer {shape.layers[column]}: expected {shape.top_k} "
         f"different ids of 0 to {shape.num_experts - 1}, or {MISSING} in every layer, got "
@@ -152,13 +155,6 @@ def _check_layout(values: torch.Tensor, shape: RouteShape) -> None:
             f"routed_experts: expected [tokens, {expected[0]} layers, {expected[1]} experts], got "
             f"{list(values.shape)}; the routes were recorded with another model"
         )
-
-
-def _row_of(token: int, lengths: torch.Tensor) -> tuple[int, int]:
-    """Return the row, and position in it, of a token counted over all rows."""
-    ends = lengths.cumsum(0)
-    row = int(torch.searchsorted(ends, token, right=True))
-    return row, token - int(ends[row] - lengths[row])
 
 
 # ---- the bitmap of tokens without a route

@@ -37,14 +37,10 @@ def route_digests(ids: Any, layers: Sequence[int]) -> Any:
         raise ValueError(f"expected the number of each of {ids.shape[-2]} layers, got {len(layers)}")
     digest = ids[..., 0] * 0
     for i, layer in enumerate(layers):
-        digest[..., i] = _wrapped((layer + 1) * _LAYER)
+        # Wrapped to a signed 64-bit integer.
+        digest[..., i] = ((layer + 1) * _LAYER + (1 << 63)) % (1 << 64) - (1 << 63)
     for k in range(ids.shape[-1]):
         digest = (digest ^ (ids[..., k] + 2)) * _ID
         # The shift keeps the sign; the mask makes it a logical one.
         digest = digest ^ ((digest >> _SHIFT) & _SHIFT_MASK)
     return digest
-
-
-def _wrapped(value: int) -> int:
-    """Return a number wrapped to a signed 64-bit integer."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -26,7 +26,7 @@ from nemo_rl.config.r3_trace_env import (
     trace_limits,
 )
 from nemo_rl.routes.digest import route_digests
-from nemo_rl.utils.r3_trace_records import TraceFile, as_array, describe, describe_routes, encode, row_of
+from nemo_rl.utils.r3_trace_records import TraceFile, as_array, describe, describe_routes, encode
 
 __all__ = [
     "ReplayAction",
@@ -369,8 +369,8 @@ def _trace_samples(
         routes = data["routed_experts"]
     num_previews = trace_limits().samples
     for index, key in enumerate(keys):
-        tokens = row_of(data["input_ids"], index)
-        row = None if routes is None else row_of(routes, index)
+        tokens = as_array(data["input_ids"][index])
+        row = None if routes is None else as_array(routes[index])
         longest = len(tokens) if row is None else min(len(tokens), len(row))
         length = int(data["input_lengths"][index]) if "input_lengths" in data else longest
         with_preview = index < num_previews

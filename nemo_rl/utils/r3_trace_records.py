@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,7 +31,6 @@ __all__ = [
     "describe_routes",
     "encode",
     "file_name",
-    "row_of",
     "token_digests",
 ]
 
@@ -58,11 +57,6 @@ def as_array(values: Any) -> Any:
         return values
     tensor: Any = values.detach().cpu()
     return (tensor.float() if "bfloat16" in str(values.dtype) else tensor).numpy()
-
-
-def row_of(column: Any, index: int) -> Any:
-    """Return the row `index` of a padded array, of a nested tensor, or of a sequence of arrays, as a numpy array."""
-    return as_array(column[index])
 
 
 def encode(array: Any, dtype: str) -> dict[str, object]:
@@ -107,11 +101,7 @@ def token_digests(routes: Any) -> Any:
     The number of the layer stays out of the digest and next to it: so routes that a wrong layer map has put into
     another layer can be recognised there.
     """
-    return route_digests(routes.astype("int64"), _no_layers(routes.shape[1]))
-
-
-def _no_layers(num: int) -> Sequence[int]:
-    return [0] * num
+    return route_digests(routes.astype("int64"), [0] * routes.shape[1])
 
 
 def file_name(host: str, pid: int) -> str:
@@ -128,21 +118,18 @@ class TraceFile:
         self._owner: tuple[str, int] | None = None
         """Folder and process of the open file, or of the one that failed."""
 
-    def write(self, event: str, fields: Mapping[str, object]) -> bool:
-        """Write a record, and return whether it is in the file."""
+    def write(self, event: str, fields: Mapping[str, object]) -> None:
+        """Write a record."""
         owner = (trace_folder(), os.getpid())
         with self._lock:
             try:
                 if self._owner != owner:
                     self._open(owner)
-                if self._descriptor is None:
-                    return False
-                self._append(event, fields)
-                return True
+                if self._descriptor is not None:
+                    self._append(event, fields)
             except OSError as error:
                 self._shut()
                 logger.warning("%s: routes are no longer traced by process %d: %s", owner[0], owner[1], error)
-                return False
 
     def close(self) -> None:
         """Close the file; the next record opens one again."""

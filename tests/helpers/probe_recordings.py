@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def write_recording(folder: Path, truth: Truth, layout: Layout | None = None, /,
     }
     new_folder(folder, RecordManifest(**(fields | manifest)))  # type: ignore[arg-type]
     for rank, pp, dp, cp, tp in layout.places():
-        with RecordWriter(folder, rank=rank) as writer:
+        with closing(RecordWriter(folder, rank=rank)) as writer:
             for microbatch in range(layout.num_microbatches):
                 own = list(truth.tokens)[dp :: layout.dp][microbatch :: layout.num_microbatches]
                 _write_pass(writer, truth, layout, keys=own, at=(pp, cp, tp), microbatch=microbatch)

@@ -19,9 +19,9 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.diagnostics.compare.comparison import RecordingComparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
-from nemo_rl.diagnostics.runner.engine_side import engine_policy
 from nemo_rl.diagnostics.runner.layout_text import LayoutText
 from nemo_rl.diagnostics.runner.prompts import PromptSpec
+from nemo_rl.diagnostics.runner.rank import engine_policy
 from nemo_rl.diagnostics.runner.run import RECORDS, ProbeResult, ProbeSpec, run_probe
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError, UserError

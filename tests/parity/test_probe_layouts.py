@@ -125,7 +125,7 @@ def test_a_forward_pass_alone_is_a_complete_recording(base: ProbeSpec, tmp_path:
     )
     _assert_same(compare_folders(*runs.records))
     # A run again gives the same numbers: the floor of noise is nothing, and the proposal says so.
-    assert "max" in propose_limits([runs.records[0], *runs.noise]).text
+    assert "max" in propose_limits([runs.records[0], *runs.noise])
 
 
 def test_other_weights_differ_from_the_embedding_on(base: ProbeSpec, one: dict[str, ProbeSpec], tmp_path: Path) -> None:

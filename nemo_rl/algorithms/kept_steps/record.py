@@ -7,7 +7,7 @@ record: floats to the last bit, NaN included.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -32,7 +32,6 @@ __all__ = [
     "StepStatus",
     "read_record",
     "record_text",
-    "tag_columns",
 ]
 
 SCALARS = ("rewards", "truncated", "response_lengths", "components", "conversations")
@@ -89,10 +88,11 @@ class SnapshotRows:
     @classmethod
     def of(cls, meta: KVBatchMeta, sample_stats: SampleStats) -> SnapshotRows:
         """Return the record of the rows of a step."""
+        tags = meta.tags or ()
         record = {
             "keys": meta.keys,
             "lengths": meta.sequence_lengths or (),
-            "tags": tag_columns(meta.tags or ()),
+            "tags": {name: tuple(row[name] for row in tags) for name in (tags[0] if tags else ())},
             "versions": dict(meta.versions),
             **sample_stats.to_json(),
         }
@@ -219,9 +219,3 @@ def read_record(text: str, *, where: str = "step.json") -> StepSnapshot:
         return _ADAPTER.validate_python(found)
     except (ValidationError, ValueError, RecursionError) as error:
         raise SchemaMismatch(f"{where} is damaged: {shorten(str(error))}") from error
-
-
-def tag_columns(tags: Iterable[Mapping[str, TagValue]]) -> dict[str, tuple[TagValue, ...]]:
-    """Tags by name."""
-    rows = list(tags)
-    return {name: tuple(row[name] for row in rows) for name in (rows[0] if rows else ())}

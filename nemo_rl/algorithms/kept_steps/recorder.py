@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from nemo_rl.algorithms.kept_steps.folder import (
@@ -202,10 +203,7 @@ class StepRecorder(StepObserver):
             logger.warning("step %d has failed and could not be kept whole: %s", step.number, problem)
 
     def _record(self, step: StepState) -> StepSnapshot:
-        chosen, places = step.chosen, {}
-        if chosen is not None:
-            places = {key: row for row, key in enumerate(step.rows.meta.keys)}
-        return StepSnapshot(
+        record = StepSnapshot(
             number=step.number,
             partition=step.partition,
             prompts=tuple(draw.prompt for draw in step.drawn),
@@ -217,12 +215,17 @@ class StepRecorder(StepObserver):
             seed=self._seed,
             run=self._run,
             rows=self._rows,
-            trained=None if chosen is None else tuple(places[key] for key in chosen.meta.keys),
-            plan=None if chosen is None else SnapshotPlan.of(chosen.plan),
-            logprob_plan=(
-                None if chosen is None or chosen.logprob_plan is None else SnapshotPlan.of(chosen.logprob_plan)
-            ),
-            update_versions={} if chosen is None else dict(chosen.meta.versions),
+        )
+        chosen = step.chosen
+        if chosen is None:
+            return record
+        places = {key: row for row, key in enumerate(step.rows.meta.keys)}
+        return replace(
+            record,
+            trained=tuple(places[key] for key in chosen.meta.keys),
+            plan=SnapshotPlan.of(chosen.plan),
+            logprob_plan=None if chosen.logprob_plan is None else SnapshotPlan.of(chosen.logprob_plan),
+            update_versions=dict(chosen.meta.versions),
         )
 
     def _outcome(self, step: StepState) -> SnapshotOutcome:

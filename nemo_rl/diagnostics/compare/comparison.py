@@ -16,16 +16,7 @@ from nemo_rl.diagnostics.compare.site_result import COLUMNS, RowName, SiteResult
 from nemo_rl.diagnostics.verdict import Comparison
 from nemo_rl.records.sites import SiteKind
 
-__all__ = [
-    "ComparedNonFinite",
-    "Contribution",
-    "FirstDivergence",
-    "RecordingComparison",
-    "SideFacts",
-    "first_divergence",
-    "first_non_finite",
-    "largest_contribution",
-]
+__all__ = ["ComparedNonFinite", "Contribution", "FirstDivergence", "RecordingComparison", "SideFacts"]
 
 BLOCKS = ((SiteKind.LAYER_IN, SiteKind.LAYER_OUT), (SiteKind.MLP_IN, SiteKind.MLP_OUT))
 """Pairs of sites: the input and the output of a part of a layer."""
@@ -81,48 +72,6 @@ class ComparedNonFinite:
     def text(self) -> str:
         """The text shown in reports."""
         return f"{self.side}: {self.site.label}, {self.row.text} ({self.num_nan} NaN, {self.num_inf} infinite)"
-
-
-def first_divergence(results: Sequence[SiteResult]) -> FirstDivergence | None:
-    """Return the first site that fails; the results are in the order of a step."""
-    before = None
-    for result in results:
-        if result.failures:
-            return FirstDivergence(result=result, after=before)
-        before = result.site
-    return None
-
-
-def largest_contribution(results: Sequence[SiteResult]) -> Contribution | None:
-    """Return the part that adds most, or None where no two sites of a pass can be compared, or nothing differs."""
-    found = [
-        Contribution(
-            start=None if first is None else first.site,
-            end=last.site,
-            rms_rel_in=0.0 if first is None else _size(first),
-            rms_rel_out=_size(last),
-        )
-        for first, last in _blocks(results)
-    ]
-    # Of a block and its only differing part, which add the same, the part comes first.
-    largest = max(found, key=lambda block: block.added, default=None)
-    return largest if largest is not None and largest.added > 0 else None
-
-
-def first_non_finite(results: Sequence[SiteResult]) -> list[ComparedNonFinite]:
-    """Return the first NaN or infinity of each side, at most one of each."""
-    found: dict[str, ComparedNonFinite] = {}
-    for result in results:
-        told = result.measurement
-        if told is None:
-            continue
-        for side, row, nan, inf in (
-            ("A", result.bad_a, told.nan_a, told.inf_a),
-            ("B", result.bad_b, told.nan_b, told.inf_b),
-        ):
-            if row is not None and side not in found:
-                found[side] = ComparedNonFinite(side=side, site=result.site, row=row, num_nan=nan, num_inf=inf)
-    return [found[side] for side in sorted(found)]
 
 
 def _blocks(results: Sequence[SiteResult]) -> Iterator[tuple[SiteResult | None, SiteResult]]:
@@ -184,17 +133,42 @@ class RecordingComparison(Comparison):
     @property
     def divergence(self) -> FirstDivergence | None:
         """The first site that fails, and the one before it."""
-        return first_divergence(self.sites)
+        for before, result in pairwise([None, *self.sites]):
+            if result is not None and result.failures:
+                return FirstDivergence(result=result, after=None if before is None else before.site)
+        return None
 
     @property
     def contribution(self) -> Contribution | None:
-        """The part that adds most."""
-        return largest_contribution(self.sites)
+        """The part that adds most, or None where no two sites of a pass can be compared, or nothing differs."""
+        found = [
+            Contribution(
+                start=None if first is None else first.site,
+                end=last.site,
+                rms_rel_in=0.0 if first is None else _size(first),
+                rms_rel_out=_size(last),
+            )
+            for first, last in _blocks(self.sites)
+        ]
+        # Of a block and its only differing part, which add the same, the part comes first.
+        largest = max(found, key=lambda block: block.added, default=None)
+        return largest if largest is not None and largest.added > 0 else None
 
     @property
     def non_finite(self) -> Sequence[ComparedNonFinite]:
-        """The first NaN or infinity of each side."""
-        return first_non_finite(self.sites)
+        """The first NaN or infinity of each side, at most one of each."""
+        found: dict[str, ComparedNonFinite] = {}
+        for result in self.sites:
+            told = result.measurement
+            if told is None:
+                continue
+            for side, row, nan, inf in (
+                ("A", result.bad_a, told.nan_a, told.inf_a),
+                ("B", result.bad_b, told.nan_b, told.inf_b),
+            ):
+                if row is not None and side not in found:
+                    found[side] = ComparedNonFinite(side=side, site=result.site, row=row, num_nan=nan, num_inf=inf)
+        return [found[side] for side in sorted(found)]
 
     def more(self) -> Mapping[str, object]:
         """Return what JSON has besides."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
@@ -32,26 +31,17 @@ from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.watch import GENERATION
 
-__all__ = ["Floor", "Proposal", "SiteCoverage", "common_sites", "compare_folders", "propose_limits"]
+__all__ = ["compare_folders", "propose_limits"]
 
 
-@dataclass(kw_only=True, slots=True)
-class SiteCoverage:
-    """Sites of both sides, and why others are of one side only."""
+def common_sites(a: Side, b: Side, notes: list[str]) -> list[ComparedSite]:
+    """Return the sites of both sides, in the order in which a step meets them.
 
-    common: list[ComparedSite] = field(default_factory=list)
-    """Sites of both sides, in the order in which a step meets them."""
-    notes: list[str] = field(default_factory=list)
-
-
-def common_sites(a: Side, b: Side) -> SiteCoverage:
-    """Note what one side was not asked for or cannot give; what is missing otherwise is a finding of that side."""
-    coverage = SiteCoverage(common=sorted(set(a.sites) & set(b.sites), key=lambda site: site.order))
+    What one side was not asked for or cannot give is noted; what is missing otherwise is a finding of that side.
+    """
     for side, other in ((a, b), (b, a)):
         _check_promised(side)
-        manifest = side.folder.manifest
-        for asked, why in manifest.unobserved.items():
-            coverage.notes.append(f"{side.name} cannot give {asked}: {why}")
+        notes += [f"{side.name} cannot give {asked}: {why}" for asked, why in side.folder.manifest.unobserved.items()]
         reasons: dict[str, list[str]] = {}
         for site in sorted(set(other.sites) - set(side.sites), key=lambda site: site.order):
             reason = _excuse(site, side)
@@ -59,9 +49,8 @@ def common_sites(a: Side, b: Side) -> SiteCoverage:
                 side.found(Verdict.INCOMPLETE, f"{site.label} is missing, {other.name} has it")
             else:
                 reasons.setdefault(reason, []).append(site.label)
-        for reason, labels in reasons.items():
-            coverage.notes.append(f"in {other.name} only, {reason}: {name_some(labels)}")
-    return coverage
+        notes += [f"in {other.name} only, {reason}: {name_some(labels)}" for reason, labels in reasons.items()]
+    return sorted(set(a.sites) & set(b.sites), key=lambda site: site.order)
 
 
 def check_rows(a: Side, b: Side, results: Sequence[SiteResult], notes: list[str]) -> None:
@@ -122,7 +111,7 @@ def _excuse(site: ComparedSite, side: Side) -> str | None:
         return f"where {side.name} has no such pass"
     if not _takes(str(manifest.selector), site):
         return f"where {side.name} was not asked for it"
-    if any(_is_named(asked, site) for asked in _texts(manifest.unobserved)):
+    if any(_is_named(asked, site) for asked in map(str, manifest.unobserved)):
         return f"where {side.name} cannot give it"
     return None
 
@@ -143,28 +132,18 @@ def _is_named(asked: str, site: ComparedSite) -> bool:
         return re.split(r"[\s&\[]", asked)[0] == site.kind.value
 
 
-def _texts(names: Mapping[str, str]) -> Sequence[str]:
-    return [str(name) for name in names]
-
-
 def compare_folders(a: Path, b: Path, *, limits: ToleranceRules = DEFAULT) -> RecordingComparison:
     """Compare the recordings in two folders, `a` being what is relied on.
 
     Raises:
         UserError: a path is no folder of records.
     """
-    folders: list[RecordFolder] = []
-    failed: list[Finding] = []
-    for name, path in (("A", a), ("B", b)):
-        found = _open(path, name)
-        if isinstance(found, Finding):
-            failed.append(found)
-        else:
-            folders.append(found)
-    if failed:
+    of_a, of_b = _open(a, "A"), _open(b, "B")
+    if isinstance(of_a, Finding) or isinstance(of_b, Finding):
+        failed = [found for found in (of_a, of_b) if isinstance(found, Finding)]
         facts = [SideFacts(path=str(path), manifest={}) for path in (a, b)]
         return RecordingComparison(title=f"A {a}, B {b}", a=facts[0], b=facts[1], findings=failed)
-    sides = (Side(folders[0], name="A"), Side(folders[1], name="B"))
+    sides = (Side(of_a, name="A"), Side(of_b, name="B"))
     for side in sides:
         side.read_samples()
     _pair_passes(*sides)
@@ -210,21 +189,25 @@ def _refusals(a: Side, b: Side) -> list[Finding]:
 
 def _compare(a: Side, b: Side, limits: ToleranceRules) -> RecordingComparison:
     samples = match_samples(a, b)
-    coverage = common_sites(a, b)
+    notes: list[str] = []
+    common = common_sites(a, b, notes)
     refused: list[Finding] = []
     if a.samples and b.samples and not samples.num_common:
         text = "A and B have no sample in common, neither by key nor by its tokens"
         refused.append(Finding(verdict=Verdict.VACUOUS, text=text))
-        return _judge((a, b), [], refused, coverage.notes)
+        return _judge((a, b), [], refused, notes)
     if samples.is_by_tokens:
         unmatched = f"{len(b.samples) - samples.num_common} of {len(b.samples)} samples of B have no partner"
-        coverage.notes.append(f"no key is on both sides: samples were matched by their tokens; {unmatched}")
-    results = [result for site in coverage.common if (result := _one_site(site, (a, b), samples, limits)) is not None]
-    _verify_others((a, b), coverage.common)
-    check_rows(a, b, results, coverage.notes)
+        notes.append(f"no key is on both sides: samples were matched by their tokens; {unmatched}")
+    results = [result for site in common if (result := _one_site(site, (a, b), samples, limits)) is not None]
+    for side in (a, b):
+        # Damage counts wherever it is.
+        for record in (record for site in set(side.sites) - set(common) for record in side.sites[site]):
+            side.load(record)
+    check_rows(a, b, results, notes)
     if not any(result.num_rows or result.failures for result in results):
         refused.append(Finding(verdict=Verdict.VACUOUS, text="A and B have no row of any site in common"))
-    return _judge((a, b), results, refused, coverage.notes)
+    return _judge((a, b), results, refused, notes)
 
 
 def _one_site(
@@ -234,14 +217,6 @@ def _one_site(
     if a is None or b is None:
         return None
     return compare_site(site, sides, (a, b), samples=samples, limits=limits)
-
-
-def _verify_others(sides: tuple[Side, Side], compared: Sequence[ComparedSite]) -> None:
-    """Damage counts wherever it is."""
-    for side in sides:
-        for site in set(side.sites) - set(compared):
-            for record in side.sites[site]:
-                side.load(record)
 
 
 def _judge(
@@ -282,28 +257,9 @@ MAX_RULES = 600
 """A file of limits holds 5000 values, and a rule up to seven."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Floor:
-    """The largest difference of a site over all pairs."""
-
-    site: ComparedSite
-    metric: Metric
-    value: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Proposal:
-    """Floors, and the limits that follow."""
-
-    num_pairs: int
-    floors: Sequence[Floor]
-    """Floors in the order of a step."""
-    text: str
-    """A file of limits."""
-
-
-def propose_limits(folders: Sequence[Path]) -> Proposal:
-    """Return limits for comparisons with recordings like these, which must have been made with the same settings.
+def propose_limits(folders: Sequence[Path]) -> str:
+    """Return a file of limits for comparisons with recordings like these, which must have been made with the same
+    settings.
 
     Raises:
         UserError: fewer than two folders, or two that differ by more than noise.
@@ -324,28 +280,24 @@ def propose_limits(folders: Sequence[Path]) -> Proposal:
             for metric in result.limits:
                 key = (result.site, metric)
                 floors[key] = max(floors.get(key, 0.0), found.get(metric, 0.0))
-    ordered = [
-        Floor(site=site, metric=metric, value=value)
-        for (site, metric), value in sorted(floors.items(), key=lambda item: item[0][0].order)
-    ]
-    return Proposal(num_pairs=len(pairs), floors=ordered, text=_text(ordered, len(pairs)))
-
-
-def _text(floors: Sequence[Floor], num_pairs: int) -> str:
-    """Return one rule for each site; for each kind of sites where these would be too many."""
+    floors = dict(sorted(floors.items(), key=lambda item: item[0][0].order))
+    # One rule for each site; for each kind of sites where these would be too many.
     by_layer = _rules(floors, with_layers=True)
     rules = by_layer if len(by_layer) <= MAX_RULES else _rules(floors, with_layers=False)
-    pairs = f"{num_pairs} pair{'' if num_pairs == 1 else 's'} of recordings"
-    return f"# {FACTOR:g} times the largest difference of {pairs}.\n{limits_text(rules)}"
+    text = f"{len(pairs)} pair{'' if len(pairs) == 1 else 's'} of recordings"
+    return f"# {FACTOR:g} times the largest difference of {text}.\n{limits_text(rules)}"
 
 
-def _rules(floors: Sequence[Floor], *, with_layers: bool) -> list[Mapping[str, object]]:
-    """Over all passes: the file does not tell them apart."""
+def _rules(floors: Mapping[tuple[ComparedSite, Metric], float], *, with_layers: bool) -> list[Mapping[str, object]]:
+    """Return rules over all passes: the file does not tell them apart.
+
+    Args:
+        floors: largest differences over all pairs, in the order of a step.
+    """
     largest: dict[tuple[SiteKind, int | None, Direction, Metric], float] = {}
-    for floor in floors:
-        site = floor.site
-        key = (site.kind, site.layer if with_layers else None, site.direction, floor.metric)
-        largest[key] = max(largest.get(key, 0.0), floor.value)
+    for (site, metric), value in floors.items():
+        key = (site.kind, site.layer if with_layers else None, site.direction, metric)
+        largest[key] = max(largest.get(key, 0.0), value)
     rules: list[Mapping[str, object]] = []
     for (kind, layer, direction, metric), value in largest.items():
         where = {"sites": kind.value} | ({} if layer is None else {"layers": str(layer)})

@@ -254,7 +254,7 @@ def measure(a: torch.Tensor, b: torch.Tensor) -> Measurement:
         num_values=a.numel(),
         dtype_a=str(a.dtype).removeprefix("torch."),
         dtype_b=str(b.dtype).removeprefix("torch."),
-        is_bit_equal=a.dtype == b.dtype and _bits_equal(a, b),
+        is_bit_equal=a.dtype == b.dtype and torch.equal(*(value.contiguous().view(torch.uint8) for value in (a, b))),
         is_integer=not (a.dtype.is_floating_point or b.dtype.is_floating_point),
         metrics=metrics,
         cosine=cosine,
@@ -277,10 +277,6 @@ def _cosine(stats: RowStats, squares_a: float, squares_b: float, squares_diff: f
     if squares_diff == 0:
         return 1.0
     return float(stats.dots.sum()) / math.sqrt(squares_a * squares_b) if squares_a and squares_b else 0.0
-
-
-def _bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _first(count_R: torch.Tensor) -> int | None:

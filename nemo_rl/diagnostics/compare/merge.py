@@ -228,21 +228,22 @@ class SampleMap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatchedRows:
-    """Rows of a site that both sides have: row `rows_a[i]` of A is row `rows_b[i]` of B."""
+    """Rows of a site that both sides have: row `rows_a[i]` of A is row `rows_b[i]` of B. Of a tensor without tokens
+    these are all there are."""
 
     rows_a: torch.Tensor
     rows_b: torch.Tensor
-    code_M: torch.Tensor | None
-    """Codes in numbers of side A; None for a tensor without tokens, whose rows are all there."""
-    token_M: torch.Tensor | None
-    only_a: torch.Tensor
-    """Codes of A's rows that B has not."""
-    only_b: torch.Tensor
-    """Codes of B's, in B's numbers."""
-    differing_tokens: torch.Tensor
-    """Matched rows whose token ids differ."""
-    token_b_M: torch.Tensor | None
+    code_M: torch.Tensor | None = None
+    """Codes in numbers of side A; None for a tensor without tokens."""
+    token_M: torch.Tensor | None = None
+    token_b_M: torch.Tensor | None = None
     """Tokens of side B, like `token_M`."""
+    only_a: Sequence[int] | torch.Tensor = ()
+    """Codes of A's rows that B has not."""
+    only_b: Sequence[int] | torch.Tensor = ()
+    """Codes of B's, in B's numbers."""
+    differing_tokens: Sequence[int] | torch.Tensor = ()
+    """Matched rows whose token ids differ."""
 
 
 def match_samples(a: Side, b: Side) -> SampleMap:
@@ -260,19 +261,9 @@ def match_samples(a: Side, b: Side) -> SampleMap:
 
 def match_rows(a: Merged, b: Merged, samples: SampleMap) -> MatchedRows:
     """Return rows of the same sample and position, in A's order."""
-    nothing = torch.zeros(0, dtype=torch.int64)
     if a.code_N is None or b.code_N is None or a.token_N is None or b.token_N is None:
         rows = torch.arange(len(a.values))
-        return MatchedRows(
-            rows_a=rows,
-            rows_b=rows,
-            code_M=None,
-            token_M=None,
-            token_b_M=None,
-            only_a=nothing,
-            only_b=nothing,
-            differing_tokens=nothing,
-        )
+        return MatchedRows(rows_a=rows, rows_b=rows)
     number_N = samples.to_a[b.code_N // POSITIONS]
     is_known = number_N >= 0
     code_b = torch.where(is_known, number_N * POSITIONS + b.code_N % POSITIONS, -1)
@@ -280,7 +271,7 @@ def match_rows(a: Merged, b: Merged, samples: SampleMap) -> MatchedRows:
     at = torch.searchsorted(sorted_b, a.code_N).clamp(max=max(0, len(sorted_b) - 1))
     is_in_both = sorted_b[at] == a.code_N if len(sorted_b) else torch.zeros_like(a.code_N, dtype=torch.bool)
     rows_a = is_in_both.nonzero()[:, 0]
-    rows_b = order_b[at[rows_a]] if len(rows_a) else nothing
+    rows_b = order_b[at[rows_a]] if len(rows_a) else rows_a
     is_only_b = torch.ones_like(b.code_N, dtype=torch.bool)
     is_only_b[rows_b] = False
     return MatchedRows(

@@ -7,7 +7,7 @@ Invariant: nothing that a folder holds raises; it becomes a finding, and what is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -28,40 +28,25 @@ PHASES = ("prev_logprobs", "reference_logprobs", "forward", "train")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ComparedSite:
-    """A `RecordPlace` without its microbatch.
+class ComparedSite(RecordPlace):
+    """A site over all microbatches.
 
     Example:
         >>> ComparedSite(phase="train", kind=SiteKind.MLP_OUT, layer=3, direction=Direction.BACKWARD).label
         'train/mlp.out[3] backward'
     """
 
-    phase: str
-    kind: SiteKind
-    layer: int | None = None
-    name: str | None = None
-    direction: Direction = Direction.FORWARD
-    update: int = 0
-    is_recomputed: bool = False
-
     @classmethod
     def of_place(cls, place: RecordPlace) -> ComparedSite:
         """Raises:
         ValueError: the record names no such place.
         """
-        layer, name = place.layer, place.name
-        numbers = (place.update, place.microbatch, 0 if layer is None else layer)
+        numbers = (place.update, place.microbatch, 0 if place.layer is None else place.layer)
         if not all(isinstance(number, int) and number >= 0 for number in numbers) or not isinstance(place.phase, str):
             raise ValueError(f"unknown site: {place}")
-        return cls(
-            phase=place.phase,
-            kind=place.kind,
-            layer=layer,
-            name=None if name is None else str(name),
-            direction=place.direction,
-            update=place.update,
-            is_recomputed=bool(place.is_recomputed),
-        )
+        found = {part.name: getattr(place, part.name) for part in fields(place)}
+        found |= {"microbatch": 0, "is_recomputed": bool(place.is_recomputed)}
+        return cls(**found | {"name": None if place.name is None else str(place.name)})
 
     @property
     def short(self) -> str:

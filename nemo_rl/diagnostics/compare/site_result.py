@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 
 from nemo_rl.diagnostics.compare.limits import ToleranceRules, coarsest
 from nemo_rl.diagnostics.compare.measurement import Measurement, Metric, measure, take_rows
@@ -62,7 +62,7 @@ class SiteResult:
     """A site that both sides have."""
 
     site: ComparedSite
-    num_rows: int
+    num_rows: int = 0
     """Number of rows that were compared."""
     num_only_a: int
     num_only_b: int
@@ -70,8 +70,8 @@ class SiteResult:
     """Matched rows whose token ids differ."""
     failures: tuple[str, ...] = ()
     """Empty where it passes."""
-    limits: Mapping[Metric, float]
-    measurement: Measurement | None
+    limits: Mapping[Metric, float] = field(default_factory=dict)
+    measurement: Measurement | None = None
     """The measurement, or None where there was nothing to measure: no row, no value, or other shapes."""
     max_abs_at: RowName | None = None
     worst: tuple[WorstToken, ...] = ()
@@ -170,12 +170,9 @@ def compare_site(
     rows = match_rows(a, b, samples)
     result = SiteResult(
         site=site,
-        num_rows=0,
         num_only_a=len(rows.only_a),
         num_only_b=len(rows.only_b),
         num_other_tokens=len(rows.differing_tokens),
-        limits={},
-        measurement=None,
     )
     shapes = [list(side.values.shape[1 if side.code_N is not None else 0 :]) for side in merged]
     if shapes[0] != shapes[1] or (a.code_N is None) != (b.code_N is None):
@@ -187,9 +184,19 @@ def compare_site(
     precisions = (str(side.folder.manifest.precision) for side in sides)
     precision = coarsest(found.dtype_a, found.dtype_b, *precisions)
     chosen = limits.of(site, precision=precision, is_integer=found.is_integer)
-    result = replace(result, num_rows=found.num_rows, limits=chosen, measurement=found)
     names = _Names(sides[0], rows)
-    return _with_names(replace(result, failures=(*names.other_tokens(), *_failures(found, chosen))), names)
+    worst = ({part.name: getattr(bad, part.name) for part in fields(bad)} for bad in found.worst)
+    return replace(
+        result,
+        num_rows=found.num_rows,
+        failures=(*names.other_tokens(), *_failures(found, chosen)),
+        limits=chosen,
+        measurement=found,
+        max_abs_at=names.of(found.max_abs_row),
+        worst=tuple(WorstToken(**bad | {"row": names.of(bad["row"])}) for bad in worst),
+        bad_a=None if found.first_bad_a is None else names.of(found.first_bad_a),
+        bad_b=None if found.first_bad_b is None else names.of(found.first_bad_b),
+    )
 
 
 def finite_or_text(value: float) -> float | str:
@@ -217,30 +224,6 @@ class _Names:
             return []
         first, token = self.of(int(bad[0])), int(self._rows.token_b_M[bad[0]])
         return [f"token ids differ at {len(bad)} positions, first {first.text} in A, {token} in B"]
-
-
-def _with_names(result: SiteResult, names: _Names) -> SiteResult:
-    found = result.measurement
-    if found is None:
-        return result
-    worst = (
-        WorstToken(
-            row=names.of(bad.row),
-            token_rel=bad.token_rel,
-            max_abs=bad.max_abs,
-            element=bad.element,
-            a=bad.a,
-            b=bad.b,
-        )
-        for bad in found.worst
-    )
-    return replace(
-        result,
-        max_abs_at=names.of(found.max_abs_row),
-        worst=tuple(worst),
-        bad_a=None if found.first_bad_a is None else names.of(found.first_bad_a),
-        bad_b=None if found.first_bad_b is None else names.of(found.first_bad_b),
-    )
 
 
 def _broken(found: Measurement) -> list[str]:

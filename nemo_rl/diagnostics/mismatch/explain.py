@@ -2,7 +2,7 @@
 
 explain_mismatch
   |- read_tokens        rows, both sides' log-probabilities      (tokens)
-  |- find_versions      weights: checkpoints, or kept steps replayed  (versions)
+  |- KeptWeights        weights: checkpoints, or kept steps replayed  (versions)
   |- split              one change after another                 (parts, scorer)
   `- MismatchReport     table, main cause, tokens, hint
 
@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,12 +27,18 @@ from nemo_rl.diagnostics.mismatch.parts import MismatchPart, TokenDivergence, na
 from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.scorer import Scorer
 from nemo_rl.diagnostics.mismatch.setting import CAUSES, Cause, ScoreSetting, Stated
-from nemo_rl.diagnostics.mismatch.tokens import StepTokens, read_tokens, route_columns
-from nemo_rl.diagnostics.mismatch.versions import Versions, find_versions
-from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, ReplayRequest, read_link
+from nemo_rl.diagnostics.mismatch.tokens import StepTokens, read_tokens
+from nemo_rl.diagnostics.mismatch.versions import KeptWeights
+from nemo_rl.diagnostics.step_replay.chain import (
+    ChainLink,
+    ReplayProblem,
+    ReplayRequest,
+    SnapshotColumns,
+    damage_named,
+    read_link,
+)
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.verdict import Verdict
-from nemo_rl.errors import CheckpointError
 from nemo_rl.models.logprobs import Sampling, k3
 
 __all__ = ["Evidence", "FarToken", "MismatchReport", "explain_mismatch", "far_tokens", "look_at"]
@@ -57,7 +62,7 @@ def explain_mismatch(request: ReplayRequest, *, report: Callable[[str], None] = 
     started = time.perf_counter()
     target = read_link(request.run, request.step)
     settings = replay_settings(request, target.step)
-    try:
+    with damage_named():
         tokens = read_tokens(target.folder, target.step, only=request.rows)
         if not len(tokens.rollout_M):
             raise ReplayProblem(f"step {request.step} has no sampled token", verdict=Verdict.VACUOUS)
@@ -68,36 +73,22 @@ def explain_mismatch(request: ReplayRequest, *, report: Callable[[str], None] = 
             )
         report(f"scoring the {len(tokens.rows)} rows of step {request.step} again, one change at a time")
         with Progress(report) as progress, tempfile.TemporaryDirectory(prefix="nemo_rl_mismatch_") as scratch:
-            versions = find_versions(request, settings, target, tokens, scratch=Path(scratch), progress=progress)
-            found = _explain(request, settings, target, tokens, versions, progress=progress)
-            return replace(found, seconds=time.perf_counter() - started)
-    except CheckpointError as error:
-        raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
-
-
-def _explain(
-    request: ReplayRequest,
-    settings: ReplaySettings,
-    target: ChainLink,
-    tokens: StepTokens,
-    versions: Versions,
-    *,
-    progress: Progress,
-) -> MismatchReport:
-    stated = _stated(settings, target, has_sets=tokens.support_NS is not None)
-    device = torch.device("cuda" if settings.uses_gpu else "cpu")
-    routes_of = partial(route_columns, target.folder, target.step, tokens.rows)
-    scorer = Scorer(
-        tokens,
-        versions,
-        routes_of=routes_of if stated.can_replay else None,
-        engine=ScoreSetting(lag=0, precision=stated.precision, routes=stated.routes, sampling=stated.sampling),
-        device=device,
-        progress=progress,
-    )
-    trainer_M = tokens.trainer_M if versions.trainer_M is None else versions.trainer_M
-    assert trainer_M is not None, "kept, or made anew"
-    found = split(scorer, stated, trainer_M, precision=settings.config.policy.precision)
+            kept = KeptWeights(request, settings, target, scratch=Path(scratch), progress=progress)
+            versions = kept.find_around(tokens)
+            stated = _stated(settings, target, has_sets=tokens.support_NS is not None)
+            scorer = Scorer(
+                tokens,
+                versions,
+                routes_of=(lambda shape: SnapshotColumns.read(target.folder, target.step).routes(tokens.rows, shape))
+                if stated.can_replay
+                else None,
+                engine=replace(stated.setting, sets="own"),
+                device="cuda" if settings.uses_gpu else "cpu",
+                progress=progress,
+            )
+            trainer_M = tokens.trainer_M if versions.trainer_M is None else versions.trainer_M
+            assert trainer_M is not None, "kept, or made anew"
+            found = split(scorer, stated, trainer_M, precision=settings.config.policy.precision)
     named = settings.policy.tokenizer
     tokenizer = load_tokenizer(named.name or settings.policy.model_name, chat_template=named.chat_template)
     return MismatchReport(
@@ -111,6 +102,7 @@ def _explain(
         evidence=look_at(tokens, found.rest_M),
         far=far_tokens(tokens, trainer_M, lambda ids: str(tokenizer.decode(ids))),
         notes=(*settings.notes, *versions.notes),
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -121,15 +113,15 @@ def _stated(settings: ReplaySettings, target: ChainLink, *, has_sets: bool) -> S
     # Routes that the trainer has recorded itself say nothing of the engine.
     can_replay = has_routes and policy.router_replay.source == "rollout"
     generation = policy.generation
-    return Stated(
+    setting = ScoreSetting(
+        lag=0,
         precision=generation.precision or policy.precision,
         routes="replayed" if can_replay and policy.router_replay.enabled else "own",
         # As the workers have it: greedy rollouts have no distribution of their own.
         sampling=Sampling(temperature=generation.temperature or 1.0, top_k=generation.top_k, top_p=generation.top_p),
         sets="engine" if has_sets and generation.record_support else "own",
-        can_replay=can_replay,
-        has_sets=has_sets,
     )
+    return Stated(setting=setting, can_replay=can_replay, has_sets=has_sets)
 
 
 def _words(setting: ScoreSetting, *, is_fresh: bool) -> str:

@@ -144,9 +144,7 @@ def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision:
     """
     tokens = scorer.tokens
     total = divergence(trainer_M, tokens.rollout_M, tokens.row_M)
-    as_run = ScoreSetting(
-        lag=None, precision=precision, routes=stated.routes, sampling=stated.sampling, sets=stated.sets
-    )
+    as_run = replace(stated.setting, lag=None, precision=precision)
     floor = noise_floor(scorer, as_run, stated)
     search = _Search(scorer, stated, total.kl, floor)
     at = find_trainer(scorer, stated, as_run, trainer_M, enough=max(floor, SMALL_SHARE * total.kl))
@@ -177,7 +175,7 @@ def noise_floor(scorer: Scorer, as_run: ScoreSetting, stated: Stated) -> float:
     together = scorer.logprobs(as_run)[0]
     alone = divergence(scorer.one_by_one(as_run, num_rows=NOISE_ROWS), together, row_M).kl
     floor = max(FLOOR, NOISE_FACTOR * alone)
-    if as_run.precision == stated.precision != EXACT:
+    if as_run.precision == stated.setting.precision != EXACT:
         exact = scorer.logprobs(replace(as_run, precision=EXACT))[0]
         floor = max(floor, divergence(exact, together, row_M).kl)
     return floor
@@ -289,7 +287,11 @@ class _Search:
         tried = [self._least([change for change in supposed if change.cause not in FITTED])]
         if tried[0] is None or tried[0][1] > DONE_SHARE * left:
             tried += self._fits(at, left, [change for change in supposed if change.cause in FITTED])
-        believed = [pair for pair in tried if pair is not None and _is_believed(pair, left)]
+        believed = [
+            (change, after)
+            for change, after in filter(None, tried)
+            if left - after >= (FITTED_SHARE if change.cause in FITTED else FIXED_SHARE) * left
+        ]
         return self._chosen(said, min(believed, key=lambda pair: pair[1], default=None), left)
 
     def _chosen(
@@ -338,12 +340,3 @@ class _Search:
 
     def _share(self, kl: float) -> float:
         return kl / self._total if self._total else 0.0
-
-
-def _is_believed(supposed: tuple[SettingChange, float], left: float) -> bool:
-    """
-    Args:
-        supposed: with the KL that it leaves.
-    """
-    change, after = supposed
-    return left - after >= (FITTED_SHARE if change.cause in FITTED else FIXED_SHARE) * left

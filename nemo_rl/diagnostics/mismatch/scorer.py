@@ -25,15 +25,10 @@ from nemo_rl.models.logprobs import filter_logits, token_logprobs
 from nemo_rl.models.support import KeptSets, SupportRecorder, decode_support
 from nemo_rl.routes.shape import MISSING, RouteShape
 
-__all__ = ["RoutesOf", "Scorer", "has_rope", "scaled_rope"]
+__all__ = ["RoutesOf", "Scorer", "scaled_rope"]
 
 FREQUENCIES = "inv_freq"
 """End of the name of the buffers: frequency i of n is base ** (-i / n), some scaled for long rows."""
-
-
-def has_rope(model: torch.nn.Module) -> bool:
-    """Return whether the model has frequencies whose base can be changed."""
-    return bool(_frequencies(model))
 
 
 @contextmanager
@@ -106,11 +101,6 @@ class Scorer:
         self._wanted_NT[:, 0] = False
 
     @property
-    def replays(self) -> bool:
-        """True where routes can be replayed."""
-        return self._routes_of is not None
-
-    @property
     def is_lagging(self) -> bool:
         """True where the tags name other weights than the trainer's, and they are there."""
         return self._versions(0) != self._versions(None) and self.has_weights(0)
@@ -121,7 +111,7 @@ class Scorer:
 
     def has_rope(self, setting: ScoreSetting) -> bool:
         """Return whether the model has rotary embeddings that can be changed."""
-        return has_rope(self._model(self._versions(setting.lag)[0], setting.precision)[0])
+        return bool(_frequencies(self._model(self._versions(setting.lag)[0], setting.precision)[0]))
 
     def logprobs(self, *settings: ScoreSetting) -> list[torch.Tensor]:
         """Return `[M]` float32 of each; NaN where a shifted token has no counterpart."""
@@ -130,7 +120,8 @@ class Scorer:
             if (setting.passes, setting.cut) not in self._scored:
                 by_passes.setdefault(setting.passes, []).append(setting)
         if by_passes:
-            self._begin(len(settings), num_scorings=len(by_passes))
+            what = "one setting" if len(settings) == 1 else f"{len(settings)} settings"
+            self._progress.begin(f"comparing {what}, rows scored", total=len(by_passes) * len(self.tokens.rows))
         for passes, alike in by_passes.items():
             cuts = list(dict.fromkeys(setting.cut for setting in alike))
             for cut, scored_NT in zip(cuts, self._score(alike[0], cuts), strict=True):
@@ -145,10 +136,6 @@ class Scorer:
         return self._placed(scored[0], setting.shift)
 
     # Private parts.
-
-    def _begin(self, num_settings: int, *, num_scorings: int) -> None:
-        what = "one setting" if num_settings == 1 else f"{num_settings} settings"
-        self._progress.begin(f"comparing {what}, rows scored", total=num_scorings * len(self.tokens.rows))
 
     def _versions(self, lag: int | None) -> list[int]:
         return [self._version if lag is None else version + lag for version in self.tokens.versions]
@@ -264,7 +251,7 @@ class Scorer:
             with quiet_libraries():
                 model = load_model_at(self._folders[version], dtype=DTYPES[precision])
             model.to(self._device)  # type: ignore[arg-type]
-            found = model, HFRouters(model) if self.replays else None
+            found = model, None if self._routes_of is None else HFRouters(model)
         # The last one used is the last to go.
         self._models[version, precision] = found
         return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from nemo_rl.models.logprobs import Sampling
 
@@ -118,14 +118,11 @@ POINTS = (-0.8, -0.6, -0.4, -0.2, 0.2, 0.4, 0.6, 0.8)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stated:
-    """The settings of the engine that config and tags state."""
+    """The setting of the engine that config and tags state."""
 
-    precision: str
-    routes: Routes
-    """`replayed`: the rollout's routes were kept, and the trainer should take them."""
-    sampling: Sampling
-    sets: Sets
-    """`engine`: the rollout's sets were kept, and the trainer scores under them."""
+    setting: ScoreSetting
+    """Its routes are `replayed` where the rollout's were kept and the trainer should take them; its sets `engine` where
+    the rollout's were kept and the trainer scores under them."""
     can_replay: bool
     has_sets: bool
     """The rollout's sets were kept."""
@@ -137,24 +134,20 @@ def stated_changes(at: ScoreSetting, stated: Stated, *, is_lagging: bool) -> lis
     Args:
         is_lagging: the tags name other weights than the trainer's.
     """
+    given = stated.setting
     found = [
-        SettingChange(
-            cause=cause, text=f"{text} (as configured)", setting=replace(at, sampling=sampling), is_stated=True
-        )
-        for cause, text, sampling in _towards(at.sampling, stated.sampling)
+        _change(at, cause, f"{text} (as configured)", is_stated=True, sampling=sampling)
+        for cause, text, sampling in _towards(at.sampling, given.sampling)
     ]
     found += _sets(at, stated)
     if is_lagging and at.lag is None:
-        lagging = replace(at, lag=0)
         text = "the trainer's weights -> those that each row is tagged with"
-        found.append(SettingChange(cause="weights", text=text, setting=lagging, is_stated=True))
-    if at.precision != stated.precision:
-        text = f"{at.precision} -> {stated.precision} (as configured)"
-        found.append(
-            SettingChange(cause="precision", text=text, setting=replace(at, precision=stated.precision), is_stated=True)
-        )
-    if at.routes != stated.routes:
-        found.append(_routes(at, stated.routes, is_stated=True))
+        found.append(_change(at, "weights", text, is_stated=True, lag=0))
+    if at.precision != given.precision:
+        text = f"{at.precision} -> {given.precision} (as configured)"
+        found.append(_change(at, "precision", text, is_stated=True, precision=given.precision))
+    if at.routes != given.routes:
+        found.append(_routes(at, given.routes, is_stated=True))
     return found
 
 
@@ -167,22 +160,16 @@ def supposed_changes(
     for other in (-1, 1):
         if has_weights(lag + other):
             text = f"weights {_versions(lag)} -> {_versions(lag + other)}"
-            found.append(
-                SettingChange(cause="weights", text=text, setting=replace(at, lag=lag + other), is_stated=False)
-            )
+            found.append(_change(at, "weights", text, lag=lag + other))
     for precision in PRECISIONS:
-        if precision not in (at.precision, stated.precision):
+        if precision not in (at.precision, stated.setting.precision):
             text = f"{at.precision} -> {precision}, against the config"
-            found.append(
-                SettingChange(cause="precision", text=text, setting=replace(at, precision=precision), is_stated=False)
-            )
-    if stated.can_replay and at.routes == stated.routes:
+            found.append(_change(at, "precision", text, precision=precision))
+    if stated.can_replay and at.routes == stated.setting.routes:
         found.append(_routes(at, "own" if at.routes == "replayed" else "replayed", is_stated=False))
     for shift in (-1, 1):
         text = f"each token -> the one {'before' if shift > 0 else 'behind'} it"
-        found.append(
-            SettingChange(cause="shift", text=text, setting=replace(at, shift=at.shift + shift), is_stated=False)
-        )
+        found.append(_change(at, "shift", text, shift=at.shift + shift))
     if has_rope:
         found += [_rope(at, factor) for factor in ROPE_FACTORS]
     return [*found, *sampling_changes(at)]
@@ -237,17 +224,14 @@ def _moved(best: SettingChange, at: ScoreSetting, by: float) -> SettingChange | 
 
 def _sets(at: ScoreSetting, stated: Stated) -> list[SettingChange]:
     """Return changes to the engine's sets, which a trainer without recorded sets cannot know."""
-    if at.sets == "engine" or not at.sampling.has_filter or _filter(at.sampling) != _filter(stated.sampling):
+    now, given = at.sampling, stated.setting.sampling
+    if at.sets == "engine" or not now.has_filter or (now.top_k, now.top_p) != (given.top_k, given.top_p):
         return []
     cut = [f"top-p {at.sampling.top_p:.4g}"] if at.sampling.top_p < 1 else []
     cut += [] if at.sampling.top_k is None else [f"top-k {at.sampling.top_k}"]
     engines = "that the rollout recorded" if stated.has_sets else "of the engine's weights"
     text = f"{' and '.join(cut)} without recorded sets: the trainer's own sets -> those {engines}"
-    return [SettingChange(cause="sets", text=text, setting=replace(at, sets="engine"), is_stated=True)]
-
-
-def _filter(sampling: Sampling) -> tuple[int | None, float]:
-    return sampling.top_k, sampling.top_p
+    return [_change(at, "sets", text, is_stated=True, sets="engine")]
 
 
 def _towards(now: Sampling, wanted: Sampling) -> list[tuple[Cause, str, Sampling]]:
@@ -264,19 +248,21 @@ def _towards(now: Sampling, wanted: Sampling) -> list[tuple[Cause, str, Sampling
 
 def _sampling(at: ScoreSetting, cause: Cause, sampling: Sampling) -> SettingChange:
     text = "; ".join(text for _, text, _ in _towards(at.sampling, sampling))
-    setting = replace(at, sampling=sampling)
-    return SettingChange(cause=cause, text=f"{text}, fitted", setting=setting, is_stated=False)
+    return _change(at, cause, f"{text}, fitted", sampling=sampling)
 
 
 def _rope(at: ScoreSetting, factor: float) -> SettingChange:
-    setting = replace(at, rope=at.rope * factor)
-    return SettingChange(cause="rope", text=f"base x {setting.rope:.4g}, fitted", setting=setting, is_stated=False)
+    return _change(at, "rope", f"base x {at.rope * factor:.4g}, fitted", rope=at.rope * factor)
 
 
 def _routes(at: ScoreSetting, routes: Routes, *, is_stated: bool) -> SettingChange:
     words = {"own": "the trainer's own", "replayed": "those that the rollout recorded"}
     text = f"{words[at.routes]} -> {words[routes]}"
-    return SettingChange(cause="routes", text=text, setting=replace(at, routes=routes), is_stated=is_stated)
+    return _change(at, "routes", text, is_stated=is_stated, routes=routes)
+
+
+def _change(at: ScoreSetting, cause: Cause, text: str, *, is_stated: bool = False, **changed: Any) -> SettingChange:
+    return SettingChange(cause=cause, text=text, setting=replace(at, **changed), is_stated=is_stated)
 
 
 def _versions(lag: int) -> str:

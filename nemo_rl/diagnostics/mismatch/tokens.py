@@ -1,7 +1,7 @@
 """`StepTokens`: the response tokens of a kept step with the log-probabilities of both sides.
 
 Invariant: the sampled tokens M are in the order of rows and positions, and every `[M]` of this package is of them.
-Shapes: N rows, T tokens of the longest one, L layers with experts, K experts of a token.
+Shapes: N rows, T tokens of the longest one.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ import torch
 from nemo_rl.algorithms.kept_steps.folder import SnapshotFolder
 from nemo_rl.algorithms.kept_steps.record import SnapshotRows, StepSnapshot
 from nemo_rl.data_plane.chunks.ragged import materialize
-from nemo_rl.data_plane.schema import ROUTE_FIELDS
-from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, SnapshotColumns
+from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, SnapshotColumns, rows_named
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import name_some
 from nemo_rl.experience.rollout_records import WEIGHT_VERSION
 from nemo_rl.models.support import SUPPORT
-from nemo_rl.routes.columns import decode_routes
-from nemo_rl.routes.shape import MISSING, RouteShape
 
-__all__ = ["StepTokens", "read_tokens", "route_columns"]
+__all__ = ["StepTokens", "read_tokens"]
 
 NEEDED = ("input_ids", "token_mask", "generation_logprobs")
 
@@ -71,7 +68,7 @@ def read_tokens(folder: SnapshotFolder, step: StepSnapshot, *, only: Sequence[st
     if step.rows is None:
         raise ReplayProblem(f"step {step.number} ended before its rows were written", verdict=Verdict.INCOMPLETE)
     columns = SnapshotColumns.read(folder, step)
-    rows = _chosen(step, columns, only)
+    rows = rows_named(step, only) if only else sorted(step.trained or range(len(columns.keys)))
     missing = [name for name in NEEDED if not columns.has(name, rows)]
     if missing:
         raise ReplayProblem(
@@ -101,33 +98,7 @@ def read_tokens(folder: SnapshotFolder, step: StepSnapshot, *, only: Sequence[st
     )
 
 
-def route_columns(
-    folder: SnapshotFolder, step: StepSnapshot, rows: Sequence[int], shape: RouteShape
-) -> torch.Tensor | None:
-    """Return `[N, T, L, K]` int16 with -1 where a route is missing; None where none were kept."""
-    columns = SnapshotColumns.read(folder, step)
-    names = [name for name in ROUTE_FIELDS if columns.has(name, rows)]
-    if not names:
-        return None
-    routes = decode_routes({name: columns.rows(name, rows) for name in names}, shape)
-    return materialize({"routes": routes}, pad_values={"routes": float(MISSING)}).tensor("routes")
-
-
 def _versions(step: StepSnapshot, kept: SnapshotRows, rows: Sequence[int]) -> tuple[int, ...]:
     tags = kept.tags.get(WEIGHT_VERSION)
     found = [step.policy_version if tags is None else tags[row] for row in rows]
     return tuple(version for version in found if isinstance(version, int))
-
-
-def _chosen(step: StepSnapshot, columns: SnapshotColumns, only: Sequence[str]) -> list[int]:
-    everywhere = list(range(len(columns.keys)))
-    if only:
-        places = {key: row for row, key in enumerate(columns.keys)}
-        unknown = [key for key in only if key not in places]
-        if unknown:
-            raise ReplayProblem(
-                f"step {step.number} has no row {name_some(unknown)}; rows: {name_some(columns.keys)}",
-                verdict=Verdict.USAGE,
-            )
-        return [places[key] for key in only]
-    return sorted(step.trained) if step.trained else everywhere

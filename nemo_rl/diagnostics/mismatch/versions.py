@@ -24,18 +24,15 @@ from nemo_rl.diagnostics.step_replay.chain import (
     SnapshotColumns,
     checkpoints_of,
     find_chain,
-    read_link,
 )
-from nemo_rl.diagnostics.step_replay.rank import RankJob, ReplayRank, replay_rank
+from nemo_rl.diagnostics.step_replay.rank import RankJob, ReplayRank
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
 from nemo_rl.diagnostics.verdict import Verdict
-from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import name_some
-from nemo_rl.utils.checkpoint import Checkpoint
 
-__all__ = ["Versions", "find_versions", "find_weights"]
+__all__ = ["KeptWeights", "Versions"]
 
 ROWS, LOGPROBS, PASS = "rows", "logprobs", "pass_{rank}.safetensors"
 REACHED = "reached_{version}"
@@ -55,81 +52,6 @@ class Versions:
     notes: tuple[str, ...] = field(default=())
 
 
-def find_versions(
-    request: ReplayRequest,
-    settings: ReplaySettings,
-    target: ChainLink,
-    tokens: StepTokens,
-    *,
-    scratch: Path,
-    progress: Progress,
-) -> Versions:
-    """Return the trainer's weights, those that the tags name, and the ones next to them, as far as they can be had.
-
-    Args:
-        scratch: folder for what the replay makes.
-
-    Raises:
-        ReplayProblem: the trainer's weights, or those of the tags, cannot be had.
-    """
-    checkpoints = checkpoints_of(settings.config, request.run)
-    here = {0: Path(settings.policy.model_name)}
-    here |= {found.step: found.weights for found in checkpoints}
-    trainer = target.step.policy_version
-    needed = {trainer, *tokens.versions}
-    around = {version + by for version in tokens.versions for by in (-1, 1) if 0 <= version + by <= trainer}
-    wants_pass = tokens.trainer_M is None
-    plan = _ReplayPlan(
-        request=request, target=target, checkpoints=checkpoints, settings=settings, wants_pass=wants_pass
-    )
-    notes: list[str] = []
-    missing = (needed | around) - here.keys()
-    try:
-        chain = plan.chain(missing)
-    except ReplayProblem as problem:
-        notes.append(f"weights of version {name_some(sorted(missing - needed))} cannot be tried: {problem}")
-        missing = needed - here.keys()
-        chain = plan.chain(missing)
-    if chain is not None:
-        _begin_replay(chain, scratch, progress)
-        _replay(chain, settings, _Keep(folder=scratch, versions=tuple(missing), target=plan.target_pass()))
-        here |= {version: scratch / _name(version) for version in missing}
-    return Versions(
-        trainer=trainer,
-        folders={version: here[version] for version in sorted((needed | around) & here.keys())},
-        trainer_M=_trainer_pass(scratch, tokens) if wants_pass else None,
-        notes=tuple(notes),
-    )
-
-
-def find_weights(
-    request: ReplayRequest,
-    settings: ReplaySettings,
-    target: ChainLink,
-    versions: Collection[int],
-    *,
-    scratch: Path,
-    progress: Progress,
-) -> dict[int, Path]:
-    """Return the folders of these versions of the weights; those that no checkpoint has are made by a replay.
-
-    Args:
-        scratch: folder for what the replay makes.
-
-    Raises:
-        ReplayProblem: a version cannot be had.
-    """
-    checkpoints = checkpoints_of(settings.config, request.run)
-    here = {0: Path(settings.policy.model_name)} | {found.step: found.weights for found in checkpoints}
-    missing = set(versions) - here.keys()
-    plan = _ReplayPlan(request=request, target=target, checkpoints=checkpoints, settings=settings, wants_pass=False)
-    chain = plan.chain(missing)
-    if chain is not None:
-        _begin_replay(chain, scratch, progress)
-        _replay(chain, settings, _Keep(folder=scratch, versions=tuple(missing), target=None))
-    return {version: here.get(version, scratch / _name(version)) for version in sorted(versions)}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Keep:
     """The work of every rank between the steps of a replay."""
@@ -137,7 +59,7 @@ class _Keep:
     folder: Path
     versions: tuple[int, ...]
     target: StepWork | None
-    """Return the step whose pass is run again; None where it was kept."""
+    """The step whose pass is run again; None where it was kept."""
 
     def __call__(self, rank: ReplayRank, version: int) -> None:
         """(collective) Write weights, the log-probabilities of this rank's rows, and how far the replay is."""
@@ -153,66 +75,101 @@ class _Keep:
         save_file({ROWS: torch.tensor(rows, dtype=torch.int64), LOGPROBS: got_NT.contiguous()}, path)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ReplayPlan:
-    """The steps that have to be replayed."""
+class KeptWeights:
+    """The weights of a run by their versions: those that are there, and those that a replay of kept steps makes.
 
-    request: ReplayRequest
-    target: ChainLink
-    checkpoints: list[Checkpoint]
-    settings: ReplaySettings
-    wants_pass: bool
+    Args:
+        scratch: folder for what the replay makes.
+    """
 
-    def chain(self, missing: Collection[int]) -> ReplayChain | None:
+    def __init__(
+        self, request: ReplayRequest, settings: ReplaySettings, target: ChainLink, *, scratch: Path, progress: Progress
+    ) -> None:
+        self._request, self._settings, self._target = request, settings, target
+        self._scratch, self._progress = scratch, progress
+        self._checkpoints = checkpoints_of(settings.config, request.run)
+        self._here = {0: Path(settings.policy.model_name)}
+        self._here |= {found.step: found.weights for found in self._checkpoints}
+
+    def find(self, versions: Collection[int]) -> dict[int, Path]:
+        """Return the folders of these versions.
+
+        Raises:
+            ReplayProblem: a version cannot be had.
+        """
+        missing = set(versions) - self._here.keys()
+        here = self._here | self._replay(self._chain(missing), missing)
+        return {version: here[version] for version in sorted(versions)}
+
+    def find_around(self, tokens: StepTokens) -> Versions:
+        """Return the trainer's weights, those that the tags name, and the ones next to them, as far as they can be had.
+
+        Raises:
+            ReplayProblem: the trainer's weights, or those of the tags, cannot be had.
+        """
+        trainer, with_pass = self._target.step.policy_version, tokens.trainer_M is None
+        needed = {trainer, *tokens.versions}
+        around = {version + by for version in tokens.versions for by in (-1, 1) if 0 <= version + by <= trainer}
+        notes: list[str] = []
+        missing = (needed | around) - self._here.keys()
+        try:
+            chain = self._chain(missing, with_pass=with_pass)
+        except ReplayProblem as problem:
+            notes.append(f"weights of version {name_some(sorted(missing - needed))} cannot be tried: {problem}")
+            missing = needed - self._here.keys()
+            chain = self._chain(missing, with_pass=with_pass)
+        here = self._here | self._replay(chain, missing, with_pass=with_pass)
+        return Versions(
+            trainer=trainer,
+            folders={version: here[version] for version in sorted((needed | around) & here.keys())},
+            trainer_M=_trainer_pass(self._scratch, tokens) if with_pass else None,
+            notes=tuple(notes),
+        )
+
+    def _chain(self, missing: Collection[int], *, with_pass: bool = False) -> ReplayChain | None:
         """Return the steps from before the first missing version to the last one; None where nothing is to be run."""
-        trainer = self.target.step.policy_version
+        trainer = self._target.step.policy_version
         if not missing:
-            loaded = next((found for found in self.checkpoints if found.step == trainer), None)
-            return ReplayChain(links=(), checkpoint=loaded, with_optimizer=False) if self.wants_pass else None
+            loaded = next((found for found in self._checkpoints if found.step == trainer), None)
+            return ReplayChain(links=(), checkpoint=loaded, with_optimizer=False) if with_pass else None
         start = self._to(min(missing))
         links = list(start.links)
-        for number in range(min(missing) + 1, (trainer if self.wants_pass else max(missing)) + 1):
+        for number in range(min(missing) + 1, (trainer if with_pass else max(missing)) + 1):
             links.append(self._to(number).links[-1])
         unfinished = [link.step.number for link in links if link.step.status is not StepStatus.COMPLETE]
         if unfinished:
             raise ReplayProblem(f"step {name_some(unfinished)} did not end", verdict=Verdict.INCOMPLETE)
         return ReplayChain(links=tuple(links), checkpoint=start.checkpoint, with_optimizer=start.with_optimizer)
 
-    def target_pass(self) -> StepWork | None:
-        """Return the step whose pass is run again."""
-        return make_work(self.target, self.settings, only=self.request.rows) if self.wants_pass else None
-
     def _to(self, number: int) -> ReplayChain:
-        read_link(self.request.run, number)
-        reads_optimizer = not self.settings.is_other_worker
-        return find_chain(self.request.run, number, self.checkpoints, reads_optimizer=reads_optimizer)
+        reads_optimizer = not self._settings.is_other_worker
+        return find_chain(self._request.run, number, self._checkpoints, reads_optimizer=reads_optimizer)
 
-
-def _begin_replay(chain: ReplayChain, scratch: Path, progress: Progress) -> None:
-    steps = [link.step.number for link in chain.links]
-    what = f"replaying steps {name_some(steps)} for their weights" if steps else "running the trainer's pass again"
-
-    def count() -> int:
+    def _replay(
+        self, chain: ReplayChain | None, missing: Collection[int], *, with_pass: bool = False
+    ) -> dict[int, Path]:
+        """Run the steps, and the pass of the target where it is wanted; return the folders of the missing versions."""
+        if chain is None:
+            return {}
+        run, settings, scratch = chain.links[-1].step.run if chain.links else None, self._settings, self._scratch
+        target = make_work(self._target, settings, only=self._request.rows) if with_pass else None
+        steps = [link.step.number for link in chain.links]
+        what = f"replaying steps {name_some(steps)} for their weights" if steps else "running the trainer's pass again"
         # The first file is there before a step has been run.
-        return max(0, len(list(scratch.glob(REACHED.format(version="*")))) - 1)
-
-    progress.begin(what, total=len(steps), count=count)
-
-
-def _replay(chain: ReplayChain, settings: ReplaySettings, keep: _Keep) -> None:
-    run = chain.links[-1].step.run if chain.links else None
-    job = RankJob(
-        settings=settings,
-        checkpoint=chain.checkpoint,
-        with_optimizer=chain.with_optimizer,
-        steps=tuple(make_work(link, settings) for link in chain.links),
-        loss_fn=build_loss(settings.config),
-        # The kept columns are taken; only what the loss itself computes is run again.
-        stages=(),
-        train_fields=run.train_fields if run is not None else (),
-        visit=keep,
-    )
-    run_job(settings.layout.world_size, replay_rank, job, timeout_s=settings.config.cluster.stage_timeout_s)
+        files = REACHED.format(version="*")
+        self._progress.begin(what, total=len(steps), count=lambda: max(0, len(list(scratch.glob(files))) - 1))
+        job = RankJob(
+            settings=settings,
+            chain=chain,
+            steps=tuple(make_work(link, settings) for link in chain.links),
+            loss_fn=build_loss(settings.config),
+            # The kept columns are taken; only what the loss itself computes is run again.
+            stages=(),
+            train_fields=run.train_fields if run is not None else (),
+            visit=_Keep(folder=scratch, versions=tuple(missing), target=target),
+        )
+        job.run()
+        return {version: scratch / _name(version) for version in missing}
 
 
 def _trainer_pass(scratch: Path, tokens: StepTokens) -> torch.Tensor:

@@ -127,7 +127,7 @@ def _span(steps: tuple[int, ...]) -> str:
 
 def _no_rollouts(run: Path) -> str:
     if not run.is_dir():
-        near = [_plain(path.name) for path in _folders(run.parent) if steps_with_rollouts(path)]
+        near = [_plain(path.name) for path in sorted(run.parent.glob("*/")) if steps_with_rollouts(path)]
         there = f"runs with rollouts in {run.parent}: {name_some(near)}" if near else f"{run.parent} has no such run"
         return f"{run}: expected the log folder of a run (logger.log_dir), got no folder; {there}"
     what = sorted(_plain(path.name) for path in (run / ROLLOUTS if (run / ROLLOUTS).is_dir() else run).iterdir())
@@ -139,7 +139,3 @@ def _no_rollouts(run: Path) -> str:
 
 def _plain(name: str) -> str:
     return printable(name, limit=NAME_SHOWN)
-
-
-def _folders(parent: Path) -> list[Path]:
-    return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.data_plane.keys import group_uid
-from nemo_rl.diagnostics.rollouts.turns import RowTime, RowTurn, time_of, turns_of
+from nemo_rl.diagnostics.rollouts.turns import RowTime, RowTurn
 from nemo_rl.errors import UserError, boundary
 from nemo_rl.utils.console import printable
 
@@ -117,8 +117,11 @@ class RolloutRow:
 
     @property
     def time(self) -> RowTime:
-        """Return where the time of the conversation has gone."""
-        return time_of(self.turns, self.seconds)
+        """Return where the time of the conversation has gone; what no turn accounts for is waiting."""
+        of_turns = [turn.time for turn in self.turns]
+        engine, tool = sum(time.engine for time in of_turns), sum(time.tool for time in of_turns)
+        rest = (self.seconds or 0.0) - engine - tool
+        return RowTime(engine=engine, tool=tool, waiting=max(sum(time.waiting for time in of_turns), rest))
 
     def of_conversation(self) -> list[str]:
         """Return what is known of the conversation as a whole, for people; nothing of single turns."""
@@ -163,7 +166,7 @@ class RolloutRow:
             weight_version=None if record.get("weight_version") is None else int(record["weight_version"]),
             tokens=_tokens(record) if has_tokens else None,
             no_prev_logprobs=_why_none(record) if has_tokens else EARLIER,
-            turns=turns_of(record),
+            turns=tuple(RowTurn.from_record(number, turn) for number, turn in enumerate(record.get("turns") or ())),
             cause=str(record.get("cause", "")),
             num_attempts=int(record.get("attempts", 1)),
             seconds=_number(record.get("seconds")),

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from nemo_rl.diagnostics.rollouts.choice import ShownGroup, ShownRollouts
 from nemo_rl.diagnostics.rollouts.row import Grade, RolloutRow, TokenPiece, difference_text, legend, pieces_of, signed
-from nemo_rl.diagnostics.rollouts.turns import RowTurn
 from nemo_rl.utils.console import printable
 
 __all__ = ["rollout_lines"]
@@ -66,19 +65,15 @@ def _row_lines(row: RolloutRow, width: int) -> Iterator[Text]:
     facts += [printable(fact, limit=SAID_SHOWN) for fact in row.of_conversation()]
     yield from _words([f"{_plain(row.key)}:", *_listed(facts)], width, indent="  ", style=style)
     for turn in row.turns:
-        yield from _turn_lines(turn, width, style=style)
+        yield from _words([f"turn {turn.number}:", *_listed(turn.facts())], width, indent=INDENT, style=style)
+        for said in turn.said:
+            text = printable(said.text, limit=SAID_SHOWN)
+            yield from _words([f"{_plain(said.who)}:", *text.split(" ")], width, indent=f"{INDENT}  ", style=style)
     if row.tokens is None:
         yield from _folded([(row.response, style, " ")], width)
         return
     yield from _words(difference_text([row]).split(" "), width, indent=INDENT, style=style)
     yield from _folded([_drawn(piece, is_left_out=is_left_out) for piece in pieces_of(row.tokens)], width)
-
-
-def _turn_lines(turn: RowTurn, width: int, *, style: str) -> Iterator[Text]:
-    yield from _words([f"turn {turn.number}:", *_listed(turn.facts())], width, indent=INDENT, style=style)
-    for said in turn.said:
-        text = printable(said.text, limit=SAID_SHOWN)
-        yield from _words([f"{_plain(said.who)}:", *text.split(" ")], width, indent=f"{INDENT}  ", style=style)
 
 
 def _drawn(piece: TokenPiece, *, is_left_out: bool) -> tuple[str, str, str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["RowTime", "RowTurn", "SaidText", "time_of", "turns_of"]
+__all__ = ["RowTime", "RowTurn", "SaidText"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,22 +91,6 @@ class RowTurn:
                 waiting=float(record.get("waited_s", 0.0)),
             ),
         )
-
-
-def turns_of(record: Mapping[str, Any]) -> tuple[RowTurn, ...]:
-    """Return the turns of a line of the file; none of a single turn, and of further rows of a conversation."""
-    return tuple(RowTurn.from_record(number, turn) for number, turn in enumerate(record.get("turns") or ()))
-
-
-def time_of(turns: Sequence[RowTurn], seconds: float | None) -> RowTime:
-    """Return where the time of a conversation has gone.
-
-    Args:
-        seconds: of the whole conversation; what no turn accounts for is waiting.
-    """
-    engine, tool = sum(turn.time.engine for turn in turns), sum(turn.time.tool for turn in turns)
-    waiting = sum(turn.time.waiting for turn in turns)
-    return RowTime(engine=engine, tool=tool, waiting=max(waiting, (seconds or 0.0) - engine - tool))
 
 
 def _said(record: Mapping[str, Any]) -> Iterator[SaidText]:

@@ -145,15 +145,11 @@ class _TraceCheck:
                 continue
             if sample is None:
                 trace.damaged.append(f"{record.where}: a rollout of {record.fields.get('key')!r} without routes")
-            else:
-                self._add_sample(sample)
+                continue
+            first = self.samples.setdefault(sample.key, sample)
+            if first.layers != sample.layers or not np.array_equal(first.digests, sample.digests):
+                self.twice = self.twice or _rolled_out_twice(first, sample)
         self.coverage = TraceCoverage(trace, self.samples)
-
-    def _add_sample(self, sample: RolloutSample) -> None:
-        first = self.samples.setdefault(sample.key, sample)
-        if first.layers == sample.layers and np.array_equal(first.digests, sample.digests):
-            return
-        self.twice = self.twice or _rolled_out_twice(first, sample)
 
     def add(self, seen: Observation) -> None:
         """Compare one observation with the rollout."""
@@ -239,8 +235,10 @@ class _TraceCheck:
 
     def _is_uniform(self) -> bool:
         rows = [sample.digests[~sample.is_missing.any(axis=1)] for sample in self.samples.values()]
-        stacked = np.concatenate([row for row in rows if row.size] or [np.zeros((0, 1))]) if _same_width(rows) else None
-        return stacked is not None and len(stacked) > 1 and bool((stacked == stacked[0]).all())
+        if len({row.shape[1] for row in rows}) != 1:
+            return False
+        stacked = np.concatenate([row for row in rows if row.size] or [np.zeros((0, 1))])
+        return len(stacked) > 1 and bool((stacked == stacked[0]).all())
 
     def _notes(self) -> list[str]:
         notes = [f"torn line, left by a process that was killed: {where}" for where in self.trace.torn]
@@ -256,10 +254,6 @@ class _TraceCheck:
 def _order(found: RouteComparison) -> tuple[int, Hop, float]:
     """Causal: what a step has spoiled cannot be the fault of a later hop or step."""
     return found.seen.step, found.seen.hop, found.seen.record.time
-
-
-def _same_width(rows: list[np.ndarray]) -> bool:
-    return len({row.shape[1] for row in rows}) == 1
 
 
 def _mismatch(found: RouteComparison, samples: Mapping[str, RolloutSample]) -> Mismatch:

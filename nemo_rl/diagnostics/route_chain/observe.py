@@ -7,9 +7,9 @@ record saw. Shapes: T tokens of a sample, S slots of a record, L layers, K chose
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -202,43 +202,45 @@ def _slots(record: TraceRecord, shards: Mapping[tuple[str, ...], Observation]) -
     layers = record.get("layers", list) if hop is Hop.SHARD else [record.get("layer_number", int)]
     _check_layers(layers, digests.shape[1], record.where)
     tensor = record.get("actual" if record.event == "router_replay_forward_verify" else "tensor", dict)
-    tokens = record.fields.get("input_ids")
-    seen = Observation(
+    found = record.fields.get("input_ids")
+    tokens = decode_array(found.get("values"), record.where) if isinstance(found, dict) else None
+    keys, key_index, positions = _places(record, shards, num=len(digests))
+    if len(positions) != len(digests) or (tokens is not None and len(tokens) != len(digests)):
+        raise RecordError(f"{record.where}: {len(positions)} slots are named, routes of {len(digests)} are there")
+    return Observation(
         hop=hop,
         record=record,
         stage=record.get("stage", str),
         step=record.get("trace_step", int),
         microbatch=record.get("microbatch_idx", int),
-        keys=(),
-        key_index=np.zeros(0, dtype=np.int64),
-        positions=np.zeros(0, dtype=np.int64),
+        keys=keys,
+        key_index=key_index,
+        positions=positions,
         layers=tuple(layers),
         digests=digests,
-        tokens=decode_array(tokens.get("values"), record.where) if isinstance(tokens, dict) else None,
+        tokens=tokens,
         ids=_ids(record),
         lowest=int(tensor.get("min", -1)),
         highest=int(tensor.get("max", -1)),
     )
-    return _with_slots(seen, shards)
 
 
-def _with_slots(seen: Observation, shards: Mapping[tuple[str, ...], Observation]) -> Observation:
-    record, num = seen.record, len(seen.digests)
+Places: TypeAlias = tuple[tuple[str, ...], np.ndarray, np.ndarray]
+"""The keys of an observation, and for each slot the index of its key and its position."""
+
+
+def _places(record: TraceRecord, shards: Mapping[tuple[str, ...], Observation], *, num: int) -> Places:
+    """Return the places of the slots, which the record names itself or takes from those of its shard."""
     if record.fields.get("token_identity") is not None:
-        keys, key_index, positions = _expand(record.get("token_identity", list), record.where)
-    else:
-        shard = shards.get(_pass_of(record))
-        if shard is None:
-            raise RecordError(f"{record.where}: names no slots, and no cp_routed_experts record precedes it")
-        first = record.get("first_slot", int)
-        keys = shard.keys
-        key_index, positions = shard.key_index[first : first + num], shard.positions[first : first + num]
-    if len(positions) != num or (seen.tokens is not None and len(seen.tokens) != num):
-        raise RecordError(f"{record.where}: {len(positions)} slots are named, routes of {num} are there")
-    return replace(seen, keys=keys, key_index=key_index, positions=positions)
+        return _expand(record.get("token_identity", list), record.where)
+    shard = shards.get(_pass_of(record))
+    if shard is None:
+        raise RecordError(f"{record.where}: names no slots, and no cp_routed_experts record precedes it")
+    first = record.get("first_slot", int)
+    return shard.keys, shard.key_index[first : first + num], shard.positions[first : first + num]
 
 
-def _expand(runs: Sequence[Any], where: str) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
+def _expand(runs: Sequence[Any], where: str) -> Places:
     numbers: dict[str, int] = {}
     key_index, positions = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     for run in runs:

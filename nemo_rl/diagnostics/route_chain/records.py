@@ -82,9 +82,8 @@ class TraceRecord:
         """
         value = self.fields.get(name)
         if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
-            raise RecordError(
-                f"{self.where}: {self.event}: expected {kind.__name__} as {name!r}, got {_kind_of(value)}"
-            )
+            got = "nothing" if value is None else f"{type(value).__name__} {value!r}"[:80]
+            raise RecordError(f"{self.where}: {self.event}: expected {kind.__name__} as {name!r}, got {got}")
         return value
 
 
@@ -187,7 +186,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return fields if isinstance(fields, dict) and isinstance(fields.get("event"), str) else None
-
-
-def _kind_of(value: object) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {value!r}"[:80]

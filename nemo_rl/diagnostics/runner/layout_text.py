@@ -5,7 +5,6 @@ What it does not name is 1 or off. Invariant: settings that are made here have p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -111,20 +110,15 @@ class LayoutText:
                 "over its tensor axis"
             )
         sizes = policy.megatron_cfg if is_megatron else policy.dtensor_cfg
-        changes: dict[str, Mapping[str, object]] = {
-            "dtensor_cfg": {"enabled": False},
-            "megatron_cfg": {"enabled": False},
-            "megatron_cfg" if is_megatron else "dtensor_cfg": {
-                "enabled": True,
-                "sequence_parallel": self.sp,
-                "context_parallel_size": self.cp,
-                "activation_checkpointing": self.recompute or sizes.activation_checkpointing,
-                **(self._of_megatron() if is_megatron else {"tensor_parallel_size": self.tp}),
-            },
-        }
         given = policy.model_dump()
-        for section, values in changes.items():
-            given[section] |= values
+        given["dtensor_cfg"]["enabled"] = given["megatron_cfg"]["enabled"] = False
+        given["megatron_cfg" if is_megatron else "dtensor_cfg"] |= {
+            "enabled": True,
+            "sequence_parallel": self.sp,
+            "context_parallel_size": self.cp,
+            "activation_checkpointing": self.recompute or sizes.activation_checkpointing,
+            **(self._of_megatron() if is_megatron else {"tensor_parallel_size": self.tp}),
+        }
         given["sequence_packing"]["enabled"] = self.packed
         given["dynamic_batching"]["enabled"] = False
         given["precision"] = self.precision or policy.precision

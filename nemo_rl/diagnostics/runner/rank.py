@@ -1,6 +1,10 @@
-"""One rank of the runner: makes a worker, runs the passes that were asked for, ends.
+"""One rank of the runner: makes a worker or an engine, runs the passes that were asked for, ends.
 
 Every rank calls `probe_rank` with the same `RankWork`. Invariant: what it returns is the same on every rank.
+
+`probe_engine` is called in a process of its own, since vLLM changes the process that it is in. The engine reads the
+first tokens of each row and decodes the others; these are forced, so that it computes what it would have computed had
+it drawn them. Invariant: all tokens of a row but the last one are fed, each once.
 
 Routes of a model on given rows are one file: recorded in any layout, replayed in any other. It is safetensors with a
 manifest in its header: `ids` `[S, L, K]`, `tokens` `[S]`, `lengths` `[N]`, rows end to end in global order, -1 where a
@@ -11,7 +15,8 @@ pass.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -23,13 +28,22 @@ from safetensors.torch import save_file
 
 from nemo_rl.algorithms.grpo import plan_train
 from nemo_rl.algorithms.losses.nll import NLLLoss
+from nemo_rl.config.parts import ENGINE_CAPABILITIES, ENGINES
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.diagnostics.runner.layout_text import LayoutText
 from nemo_rl.diagnostics.runner.prompts import RunnerRows, batch_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.errors import UserError, WorkerError
+from nemo_rl.errors import UserError, WorkerError, boundary
+from nemo_rl.models.generation.interfaces import (
+    EngineSpec,
+    GenerationInterface,
+    GenerationRequest,
+    RecordedEngine,
+    SamplingParams,
+)
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
 from nemo_rl.models.policy.tracing import TraceSpec
@@ -40,7 +54,17 @@ from nemo_rl.routes.digest import route_digests
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.files import FileFormat, check_format, give_usual_mode, replace_file
 
-__all__ = ["STEP", "RankResult", "RankWork", "RoutesFile", "probe_rank", "read_routes", "write_routes"]
+__all__ = [
+    "STEP",
+    "RankResult",
+    "RankWork",
+    "RoutesFile",
+    "engine_policy",
+    "probe_engine",
+    "probe_rank",
+    "read_routes",
+    "write_routes",
+]
 
 FORMAT = "nemo_rl.routes"
 
@@ -220,12 +244,14 @@ def probe_rank(spec: RankSpec, work: RankWork) -> RankResult:
         record=work.record,
         trace=work.trace,
     ) as worker:
-        plan = _plan(work)
+        lengths = [len(row) for row in work.rows.ids]
+        plan = plan_train(lengths, [len(lengths)], work.policy, layout=work.layout)
         dp = work.layout.coordinates(spec.rank).dp
         mine, own = list(plan.rows_of_rank(dp)), plan.for_rank(dp)
         batch = batch_of(work.rows)
         if work.routes_from is not None:
-            batch[ROUTES] = _routes(work, worker)
+            held = read_routes(work.routes_from)
+            batch[ROUTES] = held.for_rows(work.rows, shape=_shape_of(worker), model=work.model, where=work.routes_from)
         part = batch.select_indices(mine)
         if work.record is not None:
             worker.begin_recording(STEP)
@@ -246,12 +272,6 @@ def probe_rank(spec: RankSpec, work: RankWork) -> RankResult:
     )
 
 
-def _plan(work: RankWork) -> PackPlan:
-    """Plan the rows as a GRPO step does."""
-    lengths = [len(row) for row in work.rows.ids]
-    return plan_train(lengths, [len(lengths)], work.policy, layout=work.layout)
-
-
 def _logprobs(
     work: RankWork, worker: PolicyWorker, part: BatchedDataDict, plan: PackPlan, mine: list[int]
 ) -> torch.Tensor:
@@ -261,7 +281,8 @@ def _logprobs(
     else:
         recorded = worker.record_routes(part, plan=plan)
         found_nT = recorded.logprobs_NT
-        routes_NTLK = _of_all_layers(work, worker, recorded.routes_NTLK, mine)
+        routes_nTLK = recorded.routes_NTLK.to(torch.int32)
+        routes_NTLK = _of_all_ranks(routes_nTLK, work, mine, worker, is_of_layers=True).to(torch.int16)
         # A backward pass that follows uses them, too.
         part[ROUTES] = routes_NTLK[mine]
         if worker.rank == 0:
@@ -269,31 +290,21 @@ def _logprobs(
     return _of_all_ranks(found_nT, work, mine, worker)
 
 
-def _of_all_ranks(part: torch.Tensor, work: RankWork, mine: list[int], worker: PolicyWorker) -> torch.Tensor:
-    """(collective) Return `[N, T, ...]` from what the ranks that speak for their shards have."""
-    whole = torch.zeros(len(work.rows.ids), max(map(len, work.rows.ids)), *part.shape[2:], dtype=part.dtype)
-    if work.layout.is_writer(worker.rank):
-        whole[mine, : part.shape[1]] = part[:, : whole.shape[1]]
+def _of_all_ranks(
+    part: torch.Tensor, work: RankWork, mine: list[int], worker: PolicyWorker, *, is_of_layers: bool = False
+) -> torch.Tensor:
+    """(collective) Return `[N, T, ...]` from what the ranks that speak for their shards have.
+
+    Args:
+        is_of_layers: `part` are routes, of which every rank has those of its layers and -1 elsewhere.
+    """
+    size = (len(work.rows.ids), max(map(len, work.rows.ids)), *part.shape[2:])
+    whole = torch.full(size, -1 if is_of_layers else 0, dtype=part.dtype)
+    if is_of_layers or work.layout.is_writer(worker.rank):
+        whole[mine, : part.shape[1]] = part[:, : size[1]]
     on_device = whole.to(worker.device)
-    dist.all_reduce(on_device)
+    dist.all_reduce(on_device, op=dist.ReduceOp.MAX if is_of_layers else dist.ReduceOp.SUM)
     return on_device.cpu()
-
-
-def _of_all_layers(work: RankWork, worker: PolicyWorker, routes_nTLK: torch.Tensor, mine: list[int]) -> torch.Tensor:
-    """(collective) Return `[N, T, L, K]` int16 of all rows and layers; where a rank has no route it has -1."""
-    size = (len(work.rows.ids), max(map(len, work.rows.ids)), *routes_nTLK.shape[2:])
-    wide = torch.full(size, -1, dtype=torch.int32)
-    wide[mine, : routes_nTLK.shape[1]] = routes_nTLK[:, : size[1]].to(torch.int32)
-    on_device = wide.to(worker.device)
-    dist.all_reduce(on_device, op=dist.ReduceOp.MAX)
-    return on_device.cpu().to(torch.int16)
-
-
-def _routes(work: RankWork, worker: PolicyWorker) -> torch.Tensor:
-    assert work.routes_from is not None
-    held = read_routes(work.routes_from)
-    shape = _shape_of(worker)
-    return held.for_rows(work.rows, shape=shape, model=work.model, where=work.routes_from)
 
 
 def _shape_of(worker: PolicyWorker) -> RouteShape:
@@ -313,4 +324,92 @@ def _top_k(
     return tuple(
         tuple(tuple(zip(ids[n][t], values[n][t], strict=True)) for t in range(len(row)))
         for n, row in enumerate(work.rows.ids)
+    )
+
+
+def engine_policy(policy: PolicyConfig, layout: LayoutText, *, longest: int) -> PolicyConfig:
+    """Return the policy with the engine that the layout names.
+
+    Args:
+        longest: tokens of the longest row.
+
+    Raises:
+        UserError: the layout has an axis that an engine has not, or the engine cannot be recorded.
+    """
+    name, generation = layout.engine or "", policy.generation
+    capabilities = ENGINE_CAPABILITIES.get(name)
+    if capabilities is None or not capabilities.records_decoding:
+        known = ", ".join(each for each, found in ENGINE_CAPABILITIES.items() if found.records_decoding)
+        raise UserError(f"engine={name}: expected an engine that can be recorded: {known}")
+    words = asdict(layout)
+    given = [axis for axis in ("cp", "pp", "ep") if words[axis] != 1]
+    given += [axis for axis in ("dp", "etp", "mbs", "worker") if words[axis] is not None]
+    given += [axis for axis in ("sp", "packed", "recompute") if words[axis]]
+    if name == "torch" and layout.tp > 1:
+        given.append("tp")
+    if given:
+        raise UserError(f"engine={name}: an engine has no {', '.join(given)}; leave that out")
+    sizes = generation.vllm_cfg.model_dump() | {
+        "tensor_parallel_size": layout.tp,
+        "pipeline_parallel_size": 1,
+        "enforce_eager": True,
+        # Rows with the same beginning are each read from it on.
+        "enable_prefix_caching": False,
+    }
+    changes = {
+        "backend": name,
+        "precision": layout.precision or generation.precision or policy.precision,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": None,
+        "vllm_cfg": sizes,
+    }
+    record = policy.model_dump()
+    record["generation"] |= changes
+    record["lora"] |= {"enabled": False}
+    record["router_replay"] = {}
+    # What the workers need is of no matter here.
+    record["dtensor_cfg"], record["megatron_cfg"], record["sequence_packing"] = {}, {}, {}
+    record["max_total_sequence_length"] = max(policy.max_total_sequence_length, longest + 1)
+    return PolicyConfig(**json.loads(json.dumps(record, default=str)))
+
+
+def probe_engine(spec: RankSpec, work: RankWork, prompt: int | None) -> RankResult:
+    """Run the rows through one engine.
+
+    Args:
+        prompt: tokens of a row that are read at once; None: half of each row.
+
+    Raises:
+        UserError: the engine cannot be started with this model, or the disk does not take the records.
+    """
+    del spec
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    name = work.policy.generation.backend
+    build: Callable[..., GenerationInterface] = ENGINES.load(name, key="engine")
+    with boundary(UserError, f"engine={name}"):
+        engine = build(spec=EngineSpec(policy=work.policy, use_gpu=work.use_gpu, weight_version=0, record=work.record))
+    try:
+        cuts = [min(len(ids) - 1, prompt or max(1, len(ids) // 2)) for ids in work.rows.ids]
+        responses = tuple(ids[cut:] for ids, cut in zip(work.rows.ids, cuts, strict=True))
+        request = GenerationRequest(
+            prompt_ids=tuple(ids[:cut] for ids, cut in zip(work.rows.ids, cuts, strict=True)),
+            seeds=(0,) * len(responses),
+            sampling=SamplingParams(
+                temperature=1.0, max_new_tokens=max(map(len, responses)), stop_token_ids=(), stop_strings=()
+            ),
+            forced=responses,
+            keys=work.rows.keys,
+        )
+        if work.record is not None and isinstance(engine, RecordedEngine):
+            engine.begin_recording(STEP)
+        output = engine.generate(request)
+        if work.record is not None and isinstance(engine, RecordedEngine):
+            engine.end_recording()
+    finally:
+        engine.shutdown()
+    found = output.logprobs.split(output.lengths.tolist())
+    nothing = float("nan")
+    return RankResult(
+        logprobs=tuple((nothing,) * cut + tuple(row.tolist()) for cut, row in zip(cuts, found, strict=True))
     )

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -21,10 +22,9 @@ from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.diagnostics.runner.engine_side import engine_policy, probe_engine
 from nemo_rl.diagnostics.runner.layout_text import LayoutText, smallest_world
 from nemo_rl.diagnostics.runner.prompts import PromptSpec, RunnerRows, make_rows
-from nemo_rl.diagnostics.runner.rank import STEP, RankResult, RankWork, probe_rank
+from nemo_rl.diagnostics.runner.rank import STEP, RankResult, RankWork, engine_policy, probe_engine, probe_rank
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.local_job import quiet_libraries, run_job
@@ -163,27 +163,21 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
     with _weights(local_folders(spec.config.policy), spec) as (weighted, weights):
         rows, texts = _rows(weighted, spec)
         if spec.layout is not None and spec.layout.engine is not None:
-            return _engine_result(weighted, spec, rows, texts, weights=weights)
-        policy, world_size = _placed(weighted, spec, rows)
-        check_policy_fits(policy)
-        work = _work(policy, spec, rows, world_size, weights=weights)
-        if "RANK" in environment:
-            rank = RankSpec.of_torchrun(environment)
-            if rank.world_size != world_size:
-                raise UserError(f"torchrun started {rank.world_size} ranks, the layout needs {world_size}")
-            with quiet_libraries():
-                found = probe_rank(rank, work)
+            work, found, words = _engine_result(weighted, spec, rows, weights=weights)
+            world_size, rank = spec.layout.tp, RankSpec(rank=0, world_size=1)
         else:
-            rank = RankSpec(rank=0, world_size=1)
-            with _traced(work, spec, plan) as traced:
-                found = run_job(world_size, probe_rank, traced, timeout_s=spec.timeout_s)[0]  # type: ignore[assignment]
+            policy, world_size = _placed(weighted, spec, rows)
+            check_policy_fits(policy)
+            work = _work(policy, spec, rows, world_size, weights=weights)
+            words = _layout_words(work)
+            rank, found = _worker_result(work, spec, plan, world_size, environment)
     result = ProbeResult(
         rows=rows,
         texts=texts,
         found=found,
-        layout=_layout_words(work),
+        layout=words,
         world_size=world_size,
-        unobserved=_unobserved(work) if rank.rank == 0 else {},
+        unobserved={} if work.record is None or rank.rank > 0 else read_folder(work.record.folder).manifest.unobserved,
         is_first_rank=rank.rank == 0,
     )
     if spec.out is not None and rank.rank == 0:
@@ -191,10 +185,25 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
     return result
 
 
+def _worker_result(
+    work: RankWork, spec: ProbeSpec, plan: WatchPlan, world_size: int, environment: Mapping[str, str]
+) -> tuple[RankSpec, RankResult]:
+    """Run the rows through the ranks of a worker, or through the rank that torchrun has started here."""
+    if "RANK" in environment:
+        rank = RankSpec.of_torchrun(environment)
+        if rank.world_size != world_size:
+            raise UserError(f"torchrun started {rank.world_size} ranks, the layout needs {world_size}")
+        with quiet_libraries():
+            return rank, probe_rank(rank, work)
+    with _traced(work, spec, plan) as traced:
+        [found, *_] = run_job(world_size, probe_rank, traced, timeout_s=spec.timeout_s)
+    return RankSpec(rank=0, world_size=1), cast("RankResult", found)
+
+
 def _engine_result(
-    policy: PolicyConfig, spec: ProbeSpec, rows: RunnerRows, texts: tuple[tuple[str, ...], ...], *, weights: str
-) -> ProbeResult:
-    """Run the rows through a generation engine.
+    policy: PolicyConfig, spec: ProbeSpec, rows: RunnerRows, *, weights: str
+) -> tuple[RankWork, RankResult, str]:
+    """Run the rows through a generation engine; return the work, the numbers and the layout in words.
 
     Raises:
         UserError: something is asked for that an engine does not do.
@@ -209,19 +218,9 @@ def _engine_result(
     if work.record is not None:
         model = replace(work.record.model, engine=spec.layout.engine, precision=placed.generation.precision or "")
         work = replace(work, record=replace(work.record, phases=(GENERATION,), model=model))
-    found = run_job(1, probe_engine, work, spec.layout.prompt, timeout_s=spec.timeout_s, is_apart=True)[0]
+    [found] = run_job(1, probe_engine, work, spec.layout.prompt, timeout_s=spec.timeout_s, is_apart=True)
     words = [spec.layout.engine, f"tp={spec.layout.tp}", str(placed.generation.precision)]
-    result = ProbeResult(
-        rows=rows,
-        texts=texts,
-        found=found,  # type: ignore[arg-type]
-        layout=" ".join(words),
-        world_size=spec.layout.tp,
-        unobserved=_unobserved(work),
-    )
-    if spec.out is not None:
-        _write(spec.out / RESULT, result)
-    return result
+    return work, cast("RankResult", found), " ".join(words)
 
 
 def _rows(policy: PolicyConfig, spec: ProbeSpec) -> tuple[RunnerRows, tuple[tuple[str, ...], ...]]:
@@ -296,7 +295,7 @@ def _traced(work: RankWork, spec: ProbeSpec, plan: WatchPlan) -> Iterator[RankWo
     facts = {
         "name": spec.out.name,
         "model": dict(work.model),
-        "layout": {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp},
+        "layout": layout.sizes,
         "tokenizer": str(tokenizer),
     }
     with open_job(hub, facts) as job:
@@ -346,10 +345,6 @@ def _layout_words(work: RankWork) -> str:
     return " ".join(["megatron" if policy.megatron_cfg.enabled else "dtensor", *words, policy.precision])
 
 
-def _unobserved(work: RankWork) -> Mapping[str, str]:
-    return {} if work.record is None else read_folder(work.record.folder).manifest.unobserved
-
-
 def _write(path: Path, result: ProbeResult) -> None:
     try:
         write_text(path, json.dumps(result.as_record()) + "\n")
@@ -363,10 +358,8 @@ ROUTES = "routes.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ABRuns:
-    """Two probes of the same rows."""
+    """Folders of two probes of the same rows."""
 
-    a: ProbeResult
-    b: ProbeResult
     records: tuple[Path, Path]
     noise: tuple[Path, ...] = ()
     """Records of further runs of side a."""
@@ -389,14 +382,12 @@ def run_ab(
         raise UserError("a comparison needs sites and a folder for its records: give --dump SELECTOR and --out DIR")
     routes = spec.out / ROUTES if pins_routes else None
     folders = [spec.out / side for side in SIDES]
-    first = run_probe(replace(spec, layout=a, out=folders[0], routes_to=routes))
-    second = run_probe(replace(spec, layout=b, out=folders[1], routes_from=routes))
+    run_probe(replace(spec, layout=a, out=folders[0], routes_to=routes))
+    run_probe(replace(spec, layout=b, out=folders[1], routes_from=routes))
     noise = [spec.out / f"a_again_{number}" for number in range(num_noise_runs)]
     for folder in noise:
         run_probe(replace(spec, layout=a, out=folder, routes_from=routes))
     return ABRuns(
-        a=first,
-        b=second,
         records=(folders[0] / RECORDS, folders[1] / RECORDS),
         noise=tuple(folder / RECORDS for folder in noise),
     )

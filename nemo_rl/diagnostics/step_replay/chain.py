@@ -7,7 +7,8 @@ Invariant: the steps of a chain are those that the run did between its start and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -39,9 +40,10 @@ __all__ = [
     "SnapshotColumns",
     "Worker",
     "checkpoints_of",
+    "damage_named",
     "find_chain",
     "read_link",
-    "read_target",
+    "rows_named",
 ]
 
 MOST_RANKS = 1 << 16
@@ -107,11 +109,6 @@ class ReplayChain:
         return "the initial model" if self.checkpoint is None else f"checkpoint {self.checkpoint.path}"
 
 
-def read_target(run: Path, number: int) -> StepSnapshot:
-    """Return the record of the step that is asked for; raises as `read_link`."""
-    return read_link(run, number).step
-
-
 def read_link(run: Path, number: int) -> ChainLink:
     """Find the step that is asked for.
 
@@ -126,6 +123,34 @@ def read_link(run: Path, number: int) -> ChainLink:
             verdict=Verdict.INCOMPLETE if kept else Verdict.USAGE,
         )
     return _read(kept[number])
+
+
+def rows_named(step: StepSnapshot, keys: Sequence[str]) -> list[int]:
+    """Return the rows of these keys, counted in the order of the rollout.
+
+    Raises:
+        ReplayProblem: the step has no such row.
+    """
+    assert step.rows is not None, "a step without rows has no keys"
+    places = {key: row for row, key in enumerate(step.rows.keys)}
+    unknown = [key for key in keys if key not in places]
+    if unknown:
+        raise ReplayProblem(
+            f"step {step.number} has no row {name_some(unknown)}; rows: {name_some(step.rows.keys)}",
+            verdict=Verdict.USAGE,
+        )
+    return [places[key] for key in keys]
+
+
+@contextmanager
+def damage_named() -> Iterator[None]:
+    """Within it, a damaged or foreign file is the problem of the replay."""
+    try:
+        yield
+    except UnsupportedFormat as error:
+        raise ReplayProblem(str(error), verdict=Verdict.UNSUPPORTED) from error
+    except (CheckpointError, SchemaMismatch) as error:
+        raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
 
 
 def checkpoints_of(config: MasterConfig, run: Path) -> list[Checkpoint]:
@@ -144,10 +169,10 @@ def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_o
             chain starts at the initial model.
 
     Raises:
-        ReplayProblem: steps in between were not kept, did not end, or are damaged.
+        ReplayProblem: it or steps in between were not kept, did not end, or are damaged.
     """
     kept = {folder.number: folder for folder in StepsFolder(run).all()}
-    target = _read(kept[number])
+    target = read_link(run, number)
     usable = [found for found in checkpoints if found.step < number and reads_optimizer]
     resumed = target.step.run.started_from
     starts: list[Checkpoint | None] = [None, *usable]
@@ -179,16 +204,12 @@ def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_o
 
 
 def _read(folder: SnapshotFolder) -> ChainLink:
-    try:
+    with damage_named():
         step = folder.read()
         problem = _contradiction(step, folder.number)
         if problem is not None:
             raise CheckpointError(f"{folder.path / STEP_FILE}: {problem}")
-        return ChainLink(folder=folder, step=step)
-    except UnsupportedFormat as error:
-        raise ReplayProblem(str(error), verdict=Verdict.UNSUPPORTED) from error
-    except (CheckpointError, SchemaMismatch) as error:
-        raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
+    return ChainLink(folder=folder, step=step)
 
 
 def _contradiction(step: StepSnapshot, number: int) -> str | None:
@@ -303,11 +324,10 @@ class SnapshotColumns:
         batch["keys"] = [self.keys[row] for row in rows]
         return batch
 
-    def add_routes(self, batch: BatchedDataDict, rows: Sequence[int], shape: RouteShape) -> None:
-        """Add the kept routes, decoded, where there are any."""
+    def routes(self, rows: Sequence[int], shape: RouteShape, *, width: int | None = None) -> torch.Tensor | None:
+        """Return the kept routes, decoded `[N, T, L, K]` int16, -1 where one is missing; None where none were kept."""
         names = [name for name in ROUTE_FIELDS if self.has(name, rows)]
         if not names:
-            return
+            return None
         routes = decode_routes({name: self.rows(name, rows) for name in names}, shape)
-        width = batch.tensor("input_ids").shape[1]
-        batch.update(materialize({ROUTES: routes}, pad_values={ROUTES: float(MISSING)}, pad_to=width))
+        return materialize({ROUTES: routes}, pad_values={ROUTES: float(MISSING)}, pad_to=width).tensor(ROUTES)

@@ -1,6 +1,6 @@
 """One rank of a replay: builds its worker, loads the start, and runs the kept steps one after another.
 
-`run_job` calls `replay_rank` on every rank, without Ray and without a data plane. Invariant: the worker is given what
+`RankJob.run` calls `replay_rank` on every rank, without Ray and a data plane. Invariant: the worker is given what
 the data plane gave it in the run: the same rows in the same order, the same columns, the same padding. `KeptRates` are
 the learning rates of the kept steps in place of a schedule, for a worker that has other schedules.
 """
@@ -8,8 +8,8 @@ the learning rates of the kept steps in place of a schedule, for a worker that h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -17,12 +17,13 @@ from nemo_rl.algorithms.kept_steps.record import StepError
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.extra_columns import extra_names
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
-from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, SnapshotColumns
+from nemo_rl.diagnostics.step_replay.chain import ReplayChain, ReplayProblem, SnapshotColumns
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec
+from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NonFiniteError
@@ -37,10 +38,9 @@ from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.models.weights_digest import WeightsDigest
 from nemo_rl.routes.shape import MISSING
-from nemo_rl.utils.checkpoint import Checkpoint
 from nemo_rl.utils.metrics import merge_metrics
 
-__all__ = ["KeptRates", "Logprobs", "RankJob", "RankStep", "ReplayRank", "Routes", "Visit", "replay_rank"]
+__all__ = ["KeptRates", "RankJob", "RankStep", "ReplayRank", "ReplayedValues", "Visit", "replay_rank"]
 
 
 class KeptRates(Schedule):
@@ -80,38 +80,42 @@ class RankJob:
     """The work of every rank."""
 
     settings: ReplaySettings
-    checkpoint: Checkpoint | None
-    with_optimizer: bool
+    chain: ReplayChain
     steps: tuple[StepWork, ...]
+    """The steps of the chain."""
     loss_fn: LossFunction
-    stages: tuple[str, ...]
+    stages: tuple[str, ...] = ()
+    """Passes of log-probabilities that are run again; the kept columns of the others are taken."""
     train_fields: tuple[str, ...]
     record: RecordSpec | None = None
     """Recording of the passes of the last step; None records nothing."""
     visit: Visit | None = None
     """Called at the start, and after each step that has ended."""
 
+    def run(self) -> list[list[RankStep]]:
+        """Start the ranks in processes of this machine, and return the steps of each.
+
+        Raises:
+            ChildFailed: a rank ended with something that is no error of a step.
+        """
+        timeout_s = self.settings.config.cluster.stage_timeout_s
+        found = run_job(self.settings.layout.world_size, replay_rank, self, timeout_s=timeout_s)
+        return cast("list[list[RankStep]]", found)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Logprobs:
-    """Replayed log-probabilities against the kept ones, on one rank that writes."""
+class ReplayedValues:
+    """Replayed log-probabilities of one rank that writes, or routes of one rank's layers and tokens, against the kept
+    ones."""
 
     num_values: int
     num_different: int = 0
     largest: float = 0.0
-    """Largest absolute difference; inf for NaN."""
+    """Largest absolute difference of log-probabilities; inf for NaN."""
     key: str = ""
     """Row where it is."""
     has_kept: bool = True
     """False: there is nothing to compare with."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routes:
-    """Routes that the replay has recorded against the kept ones, of one rank's layers and tokens."""
-
-    num_values: int
-    num_different: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -119,10 +123,10 @@ class RankStep:
     """The results of one rank in one step; None where a stage was not run."""
 
     number: int
-    routes: Routes | None = None
+    routes: ReplayedValues | None = None
     """Routes, where the log-probability pass records them; every rank has a part of them."""
-    prev: Logprobs | None = None
-    reference: Logprobs | None = None
+    logprobs: dict[str, ReplayedValues] = field(default_factory=dict)
+    """Log-probabilities by the stages that compute them."""
     train: TrainResult | None = None
     weights: WeightsDigest | None = None
     """Digest of the weights; rank 0 has it."""
@@ -146,7 +150,7 @@ def replay_rank(spec: RankSpec, job: RankJob) -> list[RankStep]:
     ) as worker:
         _start(worker, job)
         rank = ReplayRank(worker, job)
-        rank.visit(0 if job.checkpoint is None else job.checkpoint.step)
+        rank.visit(0 if job.chain.checkpoint is None else job.chain.checkpoint.step)
         found: list[RankStep] = []
         for work in job.steps:
             found.append(rank.run(work))
@@ -163,9 +167,10 @@ def _start(worker: PolicyWorker, job: RankJob) -> None:
         rates = [work.step.outcome.learning_rate for work in job.steps if work.step.outcome is not None]
         given = [rate for rate in rates if rate is not None]
         worker.engine.schedule = KeptRates(worker.engine.schedule, worker.engine.param_groups, given or [0.0])
-    if job.checkpoint is not None:
-        optimizer = job.checkpoint.optimizer if job.with_optimizer else None
-        worker.load_checkpoint(weights=job.checkpoint.weights, optimizer=optimizer)
+    checkpoint = job.chain.checkpoint
+    if checkpoint is not None:
+        optimizer = checkpoint.optimizer if job.chain.with_optimizer else None
+        worker.load_checkpoint(weights=checkpoint.weights, optimizer=optimizer)
 
 
 class ReplayRank:
@@ -198,8 +203,13 @@ class ReplayRank:
             self.worker.begin_recording(work.step.number)
         try:
             for stage in (WorkerPass.PREV_LOGPROBS, WorkerPass.REFERENCE_LOGPROBS):
-                if stage.value in self._job.stages:
-                    self._logprobs(stage, work, columns, fresh, found)
+                if stage.value not in self._job.stages:
+                    continue
+                rows, got_NT = self.logprobs(stage, work, columns, found)
+                fresh[stage.column] = torch.zeros(len(columns.keys), got_NT.shape[1])
+                fresh[stage.column][torch.tensor(rows)] = got_NT
+                if self._job.settings.layout.is_writer(self.worker.rank):
+                    found.logprobs[stage.value] = _compared(stage.column, got_NT, columns, rows)
             stage = WorkerPass.TRAIN
             found.train = self._train(work, columns, fresh)
         except NonFiniteError as error:
@@ -210,53 +220,32 @@ class ReplayRank:
             found.weights = self.worker.weights_digest()
         return found
 
-    def logprobs(self, stage: WorkerPass, work: StepWork, columns: SnapshotColumns) -> tuple[list[int], torch.Tensor]:
-        """(collective) Return the pass of a stage under the present weights: this rank's rows, and `[rows, T]`."""
+    def logprobs(
+        self, stage: WorkerPass, work: StepWork, columns: SnapshotColumns, found: RankStep | None = None
+    ) -> tuple[list[int], torch.Tensor]:
+        """(collective) Return the pass of a stage under the present weights: this rank's rows, and `[rows, T]`.
+
+        Args:
+            found: gets the routes of a pass that chooses and records them; None: kept routes are used.
+        """
         assert work.logprob_plan is not None, "there are rows"
         self.worker.device_states.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
-        fields = _prev_fields(columns, rows) if stage is WorkerPass.PREV_LOGPROBS else LP_SEED_FIELDS
-        fields = (*fields, *extra_names(self._extras, stage.value))
+        fields = [*LP_SEED_FIELDS, *extra_names(self._extras, stage.value)]
+        if stage is WorkerPass.PREV_LOGPROBS and columns.has(SUPPORT, rows):
+            fields.append(SUPPORT)
         batch = self._seed_batch(work, columns, fields, rows, width=plan.pad_to)
         if stage is WorkerPass.REFERENCE_LOGPROBS:
             return rows, self.worker.get_reference_policy_logprobs(batch, plan=plan)
-        self._add_routes(batch, columns, rows)
-        return rows, self.worker.get_logprobs(batch, plan=plan)
-
-    def _logprobs(
-        self,
-        stage: WorkerPass,
-        work: StepWork,
-        columns: SnapshotColumns,
-        fresh: dict[str, torch.Tensor],
-        found: RankStep,
-    ) -> None:
-        if stage is WorkerPass.PREV_LOGPROBS and self._records_routes:
-            rows, got_NT = self._recorded_logprobs(work, columns, found)
-        else:
-            rows, got_NT = self.logprobs(stage, work, columns)
-        fresh[stage.column] = torch.zeros(len(columns.keys), got_NT.shape[1])
-        fresh[stage.column][torch.tensor(rows)] = got_NT
-        if not self._job.settings.layout.is_writer(self.worker.rank):
-            return
-        compared = _compared(stage.column, got_NT, columns, rows)
-        if stage is WorkerPass.PREV_LOGPROBS:
-            found.prev = compared
-        else:
-            found.reference = compared
-
-    def _recorded_logprobs(
-        self, work: StepWork, columns: SnapshotColumns, found: RankStep
-    ) -> tuple[list[int], torch.Tensor]:
-        """Compute log-probabilities like `logprobs`, with routes that the pass chooses and records."""
-        assert work.logprob_plan is not None, "there are rows"
-        self.worker.device_states.enter(WorkerState.LOGPROBS)
-        rows, plan = self._share(work, work.logprob_plan)
-        fields = (*_prev_fields(columns, rows), *extra_names(self._extras, WorkerPass.PREV_LOGPROBS.value))
-        batch = self._seed_batch(work, columns, fields, rows, width=plan.pad_to)
+        if found is None or not self._records_routes:
+            self._add_routes(batch, columns, rows)
+            return rows, self.worker.get_logprobs(batch, plan=plan)
         recorded = self.worker.record_routes(batch, plan=plan)
         self._add_routes(batch, columns, rows)
-        found.routes = _compared_routes(recorded.routes_NTLK, batch)
+        if ROUTES in batch:
+            is_own = recorded.routes_NTLK != MISSING
+            kept, made = batch.tensor(ROUTES)[is_own], recorded.routes_NTLK[is_own]
+            found.routes = ReplayedValues(num_values=kept.numel(), num_different=int((made != kept).sum()))
         return rows, recorded.logprobs_NT
 
     def _seed_batch(
@@ -299,8 +288,12 @@ class ReplayRank:
         return [work.trained[place] for place in plan.rows_of_rank(self._at.dp)], plan.for_rank(self._at.dp)
 
     def _add_routes(self, batch: BatchedDataDict, columns: SnapshotColumns, rows: list[int]) -> None:
+        """Add the kept routes, where there are any and the worker can replay them."""
         if isinstance(self.worker.replay, WorkerReplay):
-            columns.add_routes(batch, rows, self.worker.replay.shape)
+            width = batch.tensor("input_ids").shape[1]
+            routes = columns.routes(rows, self.worker.replay.shape, width=width)
+            if routes is not None:
+                batch[ROUTES] = routes
 
 
 def _to_width(column_NT: torch.Tensor, width: int) -> torch.Tensor:
@@ -309,30 +302,17 @@ def _to_width(column_NT: torch.Tensor, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(cut, (0, width - cut.shape[1]))
 
 
-def _compared_routes(recorded_NTLK: torch.Tensor, batch: BatchedDataDict) -> Routes | None:
-    if ROUTES not in batch:
-        return None
-    is_own = recorded_NTLK != MISSING
-    kept = batch.tensor(ROUTES)[is_own]
-    return Routes(num_values=kept.numel(), num_different=int((recorded_NTLK[is_own] != kept).sum()))
-
-
-def _prev_fields(columns: SnapshotColumns, rows: Sequence[int]) -> tuple[str, ...]:
-    """Return the fields that `prev_logprobs` reads: the sampling masks, too, where the run has recorded them."""
-    return (*LP_SEED_FIELDS, SUPPORT) if columns.has(SUPPORT, rows) else LP_SEED_FIELDS
-
-
-def _compared(name: str, got_NT: torch.Tensor, columns: SnapshotColumns, rows: list[int]) -> Logprobs:
+def _compared(name: str, got_NT: torch.Tensor, columns: SnapshotColumns, rows: list[int]) -> ReplayedValues:
     lengths = torch.tensor([columns.lengths[row] for row in rows])
     is_token_NT = torch.arange(got_NT.shape[1]) < lengths[:, None]
     got = got_NT[is_token_NT]
     if not columns.has(name, rows):
-        return Logprobs(num_values=got.numel(), has_kept=False)
+        return ReplayedValues(num_values=got.numel(), has_kept=False)
     kept = columns.rows(name, rows).values()
     apart = (got - kept).abs().nan_to_num(nan=float("inf"))
     worst = int(apart.argmax()) if apart.numel() else 0
     row = int(torch.searchsorted(lengths.cumsum(0), worst, right=True))
-    return Logprobs(
+    return ReplayedValues(
         num_values=got.numel(),
         num_different=int((got != kept).sum()),
         largest=float(apart.max()) if apart.numel() else 0.0,

@@ -8,7 +8,7 @@ facts. Invariant: rows are counted in the rollout's order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,13 +18,15 @@ from nemo_rl.algorithms.kept_steps.record import SnapshotRows, StepError, StepSn
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.algorithms.token_statistics import KlInReward, TokenStatistics, decide_rows
 from nemo_rl.algorithms.token_work import TokenEstimator, TokenWork, advantages_in_process, token_estimator
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.keys import group_uid
-from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, SnapshotColumns
+from nemo_rl.diagnostics.step_replay.chain import ChainLink, ReplayProblem, SnapshotColumns, rows_named
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.pack_plan import PackPlan
-from nemo_rl.errors import ConfigError, NonFiniteError, name_some
+from nemo_rl.errors import ConfigError, NonFiniteError
 from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES
 
 __all__ = ["RowNumbers", "StepWork", "TokenNeeds", "make_work"]
@@ -173,7 +175,7 @@ def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] 
     Raises:
         ReplayProblem: the rows were not kept, or have no such key.
     """
-    step, none = link.step, torch.zeros(0)
+    step = link.step
     rows = step.rows
     if rows is None:
         raise ReplayProblem(
@@ -186,6 +188,7 @@ def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] 
             f"step {step.number} ended before its columns were written to {link.folder.path}",
             verdict=Verdict.INCOMPLETE,
         )
+    nothing = StepWork(folder=link.folder, step=step, advantages=torch.zeros(0), sample_mask=torch.zeros(0))
     try:
         needs, uids = TokenNeeds.of(settings), [group_uid(key) for key in rows.keys]
         scored = score_rows(
@@ -196,8 +199,7 @@ def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] 
             by_conversation=settings.config.loss_fn.normalization == "sequence",
         )
     except NonFiniteError as error:
-        found = StepError(kind=type(error).__name__, text=str(error), stage="score")
-        return StepWork(folder=link.folder, step=step, advantages=none, sample_mask=none, error=found)
+        return replace(nothing, error=StepError(kind=type(error).__name__, text=str(error), stage="score"))
     chosen = select_train_rows(
         scored,
         rows.lengths,
@@ -207,78 +209,56 @@ def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] 
     )
     made = RowNumbers.made(link, rows, scored, chosen.rows, settings)
     if only:
-        return _subset(link, rows, chosen, made, settings, only)
-    return _whole(link, rows, chosen, made, settings)
-
-
-def _whole(
-    link: ChainLink, rows: SnapshotRows, chosen: TrainRows, made: RowNumbers, settings: ReplaySettings
-) -> StepWork:
-    policy, layout = settings.config.policy, settings.run_layout
+        return _subset(nothing, chosen, made, settings, only)
     if not chosen.rows or not made.trains:
-        none = torch.zeros(0)
-        return StepWork(folder=link.folder, step=link.step, advantages=none, sample_mask=none)
-    numbers = made.scored.select(chosen.rows)
-    lengths, cost = [rows.lengths[row] for row in chosen.rows], link.step.run.cost
-    plan = plan_train(lengths, chosen.batch_sizes, policy, layout=layout, cost=cost)
-    logprob_plan = plan_logprobs(plan, lengths, policy, layout=layout, cost=cost)
-    return StepWork(
-        folder=link.folder,
-        step=link.step,
-        trained=chosen.rows,
-        advantages=numbers.advantages,
-        sample_mask=numbers.sample_mask,
-        token_advantages=made.token_advantages,
-        lacks_tokens=made.lacks_tokens,
-        run_plan=plan,
-        run_logprob_plan=logprob_plan,
-        plan=_fitted(plan, settings),
-        logprob_plan=_fitted(logprob_plan, settings),
+        return nothing
+    work = _planned(nothing, chosen, made, settings.config.policy, layout=settings.run_layout)
+    assert work.plan is not None and work.logprob_plan is not None, "there are rows"
+    return replace(
+        work,
+        run_plan=work.plan,
+        run_logprob_plan=work.logprob_plan,
+        plan=_fitted(work.plan, settings),
+        logprob_plan=_fitted(work.logprob_plan, settings),
     )
 
 
 def _subset(
-    link: ChainLink,
-    rows: SnapshotRows,
-    chosen: TrainRows,
-    made: RowNumbers,
-    settings: ReplaySettings,
-    only: Sequence[str],
+    nothing: StepWork, chosen: TrainRows, made: RowNumbers, settings: ReplaySettings, only: Sequence[str]
 ) -> StepWork:
-    places = {key: row for row, key in enumerate(rows.keys)}
-    unknown = [key for key in only if key not in places]
-    if unknown:
-        raise ReplayProblem(
-            f"step {link.step.number} has no row {name_some(unknown)}; rows: {name_some(rows.keys)}",
-            verdict=Verdict.USAGE,
-        )
-    trained = TrainRows(rows=tuple(places[key] for key in only), batch_sizes=(len(only),))
-    numbers, layout = made.scored.select(trained.rows), settings.layout
-    token_advantages = made.token_advantages
-    if token_advantages is not None:
+    trained = TrainRows(rows=tuple(rows_named(nothing.step, only)), batch_sizes=(len(only),))
+    advantages = made.token_advantages
+    if advantages is not None:
         # A row that the run has left out has no advantage.
         at = {row: place for place, row in enumerate(chosen.rows)}
-        none_T = torch.zeros(token_advantages.shape[1])
-        token_advantages = torch.stack([token_advantages[at[row]] if row in at else none_T for row in trained.rows])
-    lengths, cost = [rows.lengths[row] for row in trained.rows], link.step.run.cost
+        none_T = torch.zeros(advantages.shape[1])
+        advantages = torch.stack([advantages[at[row]] if row in at else none_T for row in trained.rows])
     try:
-        plan = plan_train(lengths, trained.batch_sizes, settings.policy, layout=layout, cost=cost)
-        logprob_plan = plan_logprobs(plan, lengths, settings.policy, layout=layout, cost=cost)
+        work = _planned(nothing, trained, made, settings.policy, layout=settings.layout)
     except ConfigError as error:
         raise ReplayProblem(
             f"{len(only)} rows do not fit the run's layout: {error}; add --layout one", verdict=Verdict.USAGE
         ) from error
-    return StepWork(
-        folder=link.folder,
-        step=link.step,
+    return replace(work, token_advantages=advantages, is_subset=True)
+
+
+def _planned(
+    nothing: StepWork, trained: TrainRows, made: RowNumbers, policy: PolicyConfig, *, layout: ParallelLayout
+) -> StepWork:
+    """Return the work on these rows, with plans for a layout."""
+    step, numbers = nothing.step, made.scored.select(trained.rows)
+    assert step.rows is not None, "the rows were kept"
+    lengths, cost = [step.rows.lengths[row] for row in trained.rows], step.run.cost
+    plan = plan_train(lengths, trained.batch_sizes, policy, layout=layout, cost=cost)
+    return replace(
+        nothing,
         trained=trained.rows,
         advantages=numbers.advantages,
         sample_mask=numbers.sample_mask,
-        token_advantages=token_advantages,
+        token_advantages=made.token_advantages,
         lacks_tokens=made.lacks_tokens,
         plan=plan,
-        logprob_plan=logprob_plan,
-        is_subset=True,
+        logprob_plan=plan_logprobs(plan, lengths, policy, layout=layout, cost=cost),
     )
 
 

@@ -9,30 +9,25 @@ Invariant: the same tokens are sampled with and without a recording.
 
 from __future__ import annotations
 
-import json
 import logging
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from nemo_rl.errors import UserError
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest
-from nemo_rl.models.policy.recording import STEP_IN_NAME, RecordSpec
+from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.records.record import RecordManifest, RecordPlace, TokenTable
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.records.writer import RecordWriter, new_folder
 from nemo_rl.tracer.watch import GENERATION
-from nemo_rl.utils.memory import package_versions
 
 __all__ = [
     "NEVER_IN_DECODING",
     "ROW_KEY",
     "WorkersRecording",
     "engine_manifest",
-    "folder_of",
     "response_rows",
     "write_logprobs",
 ]
@@ -45,11 +40,6 @@ NEVER_IN_DECODING = (SiteKind.TOKEN_LOSS, SiteKind.LOSS, SiteKind.GRAD, SiteKind
 """Sites of training alone."""
 
 
-def folder_of(spec: RecordSpec, step: int) -> Path:
-    """Return the folder of the records of one step."""
-    return Path(str(spec.folder).replace(STEP_IN_NAME, str(step)))
-
-
 def engine_manifest(
     spec: RecordSpec,
     *,
@@ -57,34 +47,10 @@ def engine_manifest(
     sites: Iterable[tuple[SiteKind, int | None]],
     unobserved: Mapping[SiteKind, str],
 ) -> RecordManifest:
-    """Return the description of a recording of engines.
-
-    Args:
-        layout: sizes of the axes; `world` is the number of files of records.
-        sites: places of the model that are observed.
-    """
-    selector = Selector.parse(spec.sites)
-    kinds = set(selector.kinds())
+    """Return the description of a recording of engines; arguments as `RecordSpec.manifest`."""
     everything = [(SiteKind.TOKENS, None), *sites, (SiteKind.LOGPROB, None)]
-    return RecordManifest(
-        run_id=uuid.uuid4().hex,
-        model=dict(spec.model.identity),
-        layout=layout,
-        engine=spec.model.engine,
-        precision=spec.model.precision,
-        selector=spec.sites,
-        phases=(GENERATION,),
-        sites=tuple(
-            {"kind": kind.value, "layer": layer, "direction": Direction.FORWARD.value}
-            for kind, layer in everything
-            if selector.takes(kind, layer, Direction.FORWARD)
-        ),
-        unobserved={kind: why for kind, why in unobserved.items() if kind in kinds},
-        tokenizer=spec.model.tokenizer,
-        weights=spec.weights,
-        versions=package_versions(),
-        settings=json.loads(json.dumps(dict(spec.settings), default=str)),
-    )
+    forward = [(kind, layer, Direction.FORWARD) for kind, layer in everything]
+    return spec.manifest(forward, layout=layout, unobserved=unobserved)
 
 
 def response_rows(request: GenerationRequest, output: GenerationOutput) -> TokenTable:
@@ -129,7 +95,7 @@ class WorkersRecording:
             UserError: the folder cannot be written, and the recording must succeed.
         """
         self.end()
-        folder = folder_of(self._spec, step)
+        folder = self._spec.folder_of(step)
         try:
             if self._number == 0:
                 new_folder(folder, self._manifest())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,7 @@ __all__ = [
     "RecordedModel",
     "Recording",
     "SiteRecording",
+    "StepRecords",
     "model_identity",
     "recorded_model",
 ]
@@ -127,6 +128,44 @@ class RecordSpec:
     weights: str = ""
     """The name of the weights, for people."""
 
+    def folder_of(self, step: int) -> Path:
+        """Return the folder of the records of one step."""
+        return Path(str(self.folder).replace(STEP_IN_NAME, str(step)))
+
+    def manifest(
+        self,
+        sites: Iterable[tuple[SiteKind, int | None, Direction]],
+        *,
+        layout: Mapping[str, int],
+        unobserved: Mapping[SiteKind, str],
+    ) -> RecordManifest:
+        """Return the description of a recording.
+
+        Args:
+            sites: places of the model that are observed, asked for or not; so are the keys of `unobserved`.
+            layout: sizes of the axes; `world` is the number of files of records.
+        """
+        selector = Selector.parse(self.sites)
+        return RecordManifest(
+            run_id=uuid.uuid4().hex,
+            model=dict(self.model.identity),
+            layout=layout,
+            engine=self.model.engine,
+            precision=self.model.precision,
+            selector=self.sites,
+            phases=self.phases,
+            sites=tuple(
+                {"kind": kind.value, "layer": layer, "direction": way.value}
+                for kind, layer, way in sites
+                if selector.takes(kind, layer, way)
+            ),
+            unobserved={kind: why for kind, why in unobserved.items() if kind in selector.kinds()},
+            tokenizer=self.model.tokenizer,
+            weights=self.weights,
+            versions=package_versions(),
+            settings=json.loads(json.dumps(dict(self.settings), default=str)),
+        )
+
 
 class Recording(HookObserver):
     """Chooses the passes of a worker that are recorded; the base class records none and cannot be asked to."""
@@ -142,37 +181,23 @@ class Recording(HookObserver):
 NO_RECORDING = Recording()
 
 
-class SiteRecording(Recording):
-    """(collective over the job: the constructor) Records of this rank.
+class StepRecords:
+    """The records of one process, step by step.
+
+    Args:
+        of: whose recording it is, for the log.
 
     Raises:
         UserError: an unknown site.
     """
 
-    def __init__(self, spec: RecordSpec, hook_points: HookPoints, here: RankInfo) -> None:
-        self._spec, self._hook_points, self._here = spec, hook_points, here
+    def __init__(self, spec: RecordSpec, *, rank: int, of: str = "") -> None:
+        self._spec, self._rank, self._of = spec, rank, of
         self._selector = Selector.parse(spec.sites)
         self._writer: RecordWriter | None = None
-        mine = (
-            [(hook_point.kind, hook_point.layer) for hook_point in hook_points.hook_points],
-            dict(hook_points.unobserved),
-        )
-        everywhere: list[tuple[list[tuple[SiteKind, int | None]], dict[SiteKind, str]]] = [
-            ([], {})
-        ] * here.layout.world_size
-        dist.all_gather_object(everywhere, mine)
-        self._sites = sorted({site for sites, _ in everywhere for site in sites}, key=_by_layer)
-        self._unobserved = {kind: why for _, reasons in everywhere for kind, why in reasons.items()}
-
-    def begin(self, step: int) -> None:
-        self.end(is_complete=False)
-        folder = Path(str(self._spec.folder).replace(STEP_IN_NAME, str(step)))
-        with self._excused():
-            if self._here.rank == 0:
-                new_folder(folder, self._manifest())
-            self._writer = RecordWriter(folder, rank=self._here.rank)
 
     def end(self, *, is_complete: bool = True) -> None:
+        """End the step, whose files are then complete unless it is said otherwise. Idempotent."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -182,8 +207,17 @@ class SiteRecording(Recording):
         with self._excused():
             writer.close()
 
-    def begin_call(self, phase: WorkerPass) -> SiteSink | None:
-        if self._writer is None or phase.value not in self._spec.phases:
+    def _open(self, step: int, manifest: Callable[[], RecordManifest]) -> None:
+        """Open the files of a step; the first rank makes the folder."""
+        folder = self._spec.folder_of(step)
+        with self._excused():
+            if self._rank == 0:
+                new_folder(folder, manifest())
+            self._writer = RecordWriter(folder, rank=self._rank)
+
+    def _sink(self) -> RecordSink | None:
+        """Return a sink that writes to the files of the step; None where there are none."""
+        if self._writer is None:
             return None
         return RecordSink(self._writer, self._selector, on_refusal=None if self._spec.must_succeed else self._stop)
 
@@ -197,55 +231,50 @@ class SiteRecording(Recording):
             self._stop(error)
 
     def _stop(self, error: UserError) -> None:
-        logger.warning("recording stopped, the step continues: %s", error)
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.abandon()
+        logger.warning("recording%s stopped, the step continues: %s", self._of, error)
+        self.end(is_complete=False)
+
+
+class SiteRecording(StepRecords, Recording):
+    """(collective over the job: the constructor) Records of this rank."""
+
+    def __init__(self, spec: RecordSpec, hook_points: HookPoints, here: RankInfo) -> None:
+        super().__init__(spec, rank=here.rank)
+        self._layout = here.layout
+        mine = (
+            [(hook_point.kind, hook_point.layer) for hook_point in hook_points.hook_points],
+            dict(hook_points.unobserved),
+        )
+        everywhere: list[tuple[list[tuple[SiteKind, int | None]], dict[SiteKind, str]]] = [
+            ([], {})
+        ] * here.layout.world_size
+        dist.all_gather_object(everywhere, mine)
+        found = {site for sites, _ in everywhere for site in sites}
+        self._sites = sorted(found, key=lambda site: (-1 if site[1] is None else site[1], site[0]))
+        self._unobserved = {kind: why for _, reasons in everywhere for kind, why in reasons.items()}
+
+    def begin(self, step: int) -> None:
+        self.end(is_complete=False)
+        self._open(step, self._manifest)
+
+    def begin_call(self, phase: WorkerPass) -> SiteSink | None:
+        return self._sink() if phase.value in self._spec.phases else None
 
     def _manifest(self) -> RecordManifest:
-        spec, layout = self._spec, self._here.layout
-        kinds = set(self._selector.kinds())
-        return RecordManifest(
-            run_id=uuid.uuid4().hex,
-            model=dict(spec.model.identity),
-            layout={
-                "dp": layout.dp,
-                "cp": layout.cp,
-                "tp": layout.tp,
-                "pp": layout.pp,
-                "sp": int(layout.sequence_parallel),
-                "world": layout.world_size,
-            },
-            engine=spec.model.engine,
-            precision=spec.model.precision,
-            selector=spec.sites,
-            phases=spec.phases,
-            sites=tuple(self._expected_sites()),
-            unobserved={kind: why for kind, why in self._unobserved.items() if kind in kinds},
-            tokenizer=spec.model.tokenizer,
-            weights=spec.weights,
-            versions=package_versions(),
-            settings=json.loads(json.dumps(dict(spec.settings), default=str)),
-        )
+        layout = self._layout
+        sizes = {**layout.sizes, "sp": int(layout.sequence_parallel), "world": layout.world_size}
+        return self._spec.manifest(self._expected_sites(), layout=sizes, unobserved=self._unobserved)
 
-    def _expected_sites(self) -> Iterator[dict[str, object]]:
-        """Yield the sites that a complete recording of this model holds."""
+    def _expected_sites(self) -> Iterator[tuple[SiteKind, int | None, Direction]]:
+        """Yield the sites of which a complete recording of this model holds those that were asked for."""
         trains = WorkerPass.TRAIN in self._spec.phases
         of_update = {SiteKind.LOSS, SiteKind.GRAD} if trains and self._spec.has_backward else set()
         of_training = {SiteKind.LOSS, SiteKind.PARAM} if trains else set()
         outside = {SiteKind.TOKENS, SiteKind.LOGPROB, *of_update, *of_training} - self._unobserved.keys()
         for kind, layer in (*self._sites, *((kind, None) for kind in SiteKind if kind in outside)):
-            ways = [Direction.FORWARD]
+            yield kind, layer, Direction.FORWARD
             if of_update and SITES[kind].has_backward:
-                ways.append(Direction.BACKWARD)
-            for way in ways:
-                if self._selector.takes(kind, layer, way):
-                    yield {"kind": kind.value, "layer": layer, "direction": way.value}
-
-
-def _by_layer(site: tuple[SiteKind, int | None]) -> tuple[int, str]:
-    kind, layer = site
-    return (-1 if layer is None else layer, kind)
+                yield kind, layer, Direction.BACKWARD
 
 
 IDENTITY = (

@@ -274,8 +274,7 @@ class Vectors:
         if len(paths) > 1:
             raise UserError(f"vector {name!r}: expected one file, got {' and '.join(map(str, paths))}; remove one")
         path = paths[0] if paths else self._folder / f"{name}{VECTOR_FILES[0]}"
-        found = _of_safetensors(path) if path.suffix == VECTOR_FILES[0] else _of_torch(path)
-        return _checked(path, found)
+        return _vector_of(path)
 
 
 def convert_vector(source: Path, out: Path, *, normalize: bool) -> tuple[int, ...]:
@@ -290,7 +289,7 @@ def convert_vector(source: Path, out: Path, *, normalize: bool) -> tuple[int, ..
     """
     if out.suffix != VECTOR_FILES[0] or VECTOR.fullmatch(out.stem) is None:
         raise UserError(f"{out}: expected NAME{VECTOR_FILES[0]}, with a name of letters, digits, '_' and '-'")
-    found = _checked(source, _of_safetensors(source) if source.suffix == VECTOR_FILES[0] else _of_torch(source))
+    found = _vector_of(source)
     if not bool(found.isfinite().all()):
         raise UserError(f"{source}: expected finite numbers, got NaN or infinity")
     if normalize:
@@ -306,7 +305,8 @@ def convert_vector(source: Path, out: Path, *, normalize: bool) -> tuple[int, ..
     return tuple(found.shape)
 
 
-def _checked(path: Path, found: torch.Tensor) -> torch.Tensor:
+def _vector_of(path: Path) -> torch.Tensor:
+    found = _of_safetensors(path) if path.suffix == VECTOR_FILES[0] else _of_torch(path)
     if not found.is_floating_point() or found.dim() not in (1, 2):
         shape = list(found.shape)
         raise UserError(f"{path}: expected floating-point numbers of shape [h] or [L, h], got {found.dtype} {shape}")

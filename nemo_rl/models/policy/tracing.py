@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,17 @@ from nemo_rl.tracer.protocol import RankGroup, Role
 from nemo_rl.tracer.reducer import PerToken, Project, Reducer, Sample, Span, Stats, token_hashes
 from nemo_rl.tracer.watch import WatchPlan
 
-__all__ = ["NO_TRACING", "GroupPlace", "SiteTracing", "TraceSink", "TraceSpec", "TracedPhases", "TracedStep", "Tracing"]
+__all__ = [
+    "NO_TRACING",
+    "GroupPlace",
+    "SiteTracing",
+    "StepTracing",
+    "TraceSink",
+    "TraceSpec",
+    "TracedPhases",
+    "TracedStep",
+    "Tracing",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,19 +125,17 @@ class TraceSink:
             return
         tokens = _two_dim(capture.value[tuple(index[chosen_r] for index in rows.at)])
         span = _span(capture.split, tokens.shape[1])
+        vectors: dict[str, torch.Tensor] = {}
         try:
-            vectors = self._vectors_of(reducer, capture.place, span)
+            if isinstance(reducer, Project):
+                layer = capture.place.layer
+                vectors[reducer.vector] = self._vectors.of_layer(reducer.vector, layer, size=span.whole)
         except UserError as error:
             self._on_problem(str(error))
             return
         values = ReducedValues(tokens, span, vectors, lambda: _hashes(rows)[chosen_r.numpy()])
         part = part_of(reducer, values)
         self._offer(capture, reducer, part, span=span, table=name, num_not_finite=values.num_not_finite)
-
-    def _vectors_of(self, reducer: Reducer, place: RecordPlace, span: Span) -> Mapping[str, torch.Tensor]:
-        if not isinstance(reducer, Project):
-            return {}
-        return {reducer.vector: self._vectors.of_layer(reducer.vector, place.layer, size=span.whole)}
 
     def _table(self, rows: PassRows, reducer: PerToken) -> tuple[str, torch.Tensor]:
         """Name of the table of the tokens that are shown, sent once, and which of the pass's they are."""
@@ -227,7 +235,25 @@ class GroupPlace:
     """Place on every axis of the layout."""
 
 
-class TracedPhases:
+class StepTracing:
+    """Shows a process to the tracer, step by step; the base class shows nothing."""
+
+    def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
+        """Begin a step, to which the phases that follow belong.
+
+        Args:
+            watches: texts of a `WatchPlan`.
+            keys: rows whose tokens are shown one by one.
+        """
+
+    def end(self) -> None:
+        """End the step. Idempotent."""
+
+    def close(self) -> None:
+        """Send what waits, within a deadline. Idempotent."""
+
+
+class TracedPhases(StepTracing):
     """The line of one process, and the step that it is in."""
 
     def __init__(self, spec: TraceSpec, place: GroupPlace, *, unobserved: Mapping[SiteKind, str]) -> None:
@@ -249,22 +275,14 @@ class TracedPhases:
         )
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """Begin a step, to which the phases that follow belong.
-
-        Args:
-            watches: texts of a `WatchPlan`.
-            keys: rows whose tokens are shown one by one.
-        """
         plan = WatchPlan.parse(watches)
         self._step = TracedStep(run=self._spec.run, number=step, plan=plan, keys=frozenset(keys))
         self.link.open()
 
     def end(self) -> None:
-        """End the step. Idempotent."""
         self._step = None
 
     def close(self) -> None:
-        """Send what waits, within a deadline. Idempotent."""
         self.end()
         self.link.close(timeout_s=CLOSE_S)
 
@@ -302,22 +320,8 @@ class TracedPhases:
             self.link.say({"type": "problem", "text": text})
 
 
-class Tracing(HookObserver):
+class Tracing(HookObserver, StepTracing):
     """Shows the passes of a worker, step by step; the base class shows nothing."""
-
-    def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """Begin a step, to which the passes that follow belong.
-
-        Args:
-            watches: texts of a `WatchPlan`.
-            keys: rows whose tokens are shown one by one.
-        """
-
-    def end(self) -> None:
-        """End the step. Idempotent."""
-
-    def close(self) -> None:
-        """Send what waits, within a deadline. Idempotent."""
 
 
 NO_TRACING = Tracing()
@@ -327,13 +331,8 @@ class SiteTracing(TracedPhases, Tracing):
     """Shows the passes of this rank."""
 
     def __init__(self, spec: TraceSpec, hook_points: HookPoints, here: RankInfo) -> None:
-        place = here.coordinates
-        axes = {"dp": place.dp, "cp": place.cp, "tp": place.tp, "pp": place.pp}
-        super().__init__(
-            spec,
-            GroupPlace(rank=here.rank, world=here.layout.world_size, axes=axes),
-            unobserved=hook_points.unobserved,
-        )
+        place = GroupPlace(rank=here.rank, world=here.layout.world_size, axes=asdict(here.coordinates))
+        super().__init__(spec, place, unobserved=hook_points.unobserved)
 
     def begin_call(self, phase: WorkerPass) -> SiteSink | None:
         return self.begin_phase(phase.value)

@@ -36,6 +36,8 @@ def test_the_planted_layer_is_named_as_the_first_that_is_not_finite(tmp_path: Pa
     assert "NaN, inf  step 3, train, mlp.out[2]: 2 values are NaN or infinite; first seen there" in shown
     assert "state     ended (completed)" in shown and "steps     1..5, 45 frames" in shown
     assert "moe.logits: the model has no router" in shown and "step 5: look here" in shown
+    (row,) = (line for line in shown.splitlines() if "tiles(8, mean)" in line)
+    assert row.endswith("1..5; train")
     record = json.loads(run(capsys, tmp_path / "logs", "--json"))
     (only,) = record["runs"]
     assert only["first_non_finite"]["site"] == {"kind": "mlp.out", "layer": 2, "direction": "forward"}

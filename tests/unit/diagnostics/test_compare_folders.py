@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -408,7 +409,7 @@ def test_what_was_not_asked_for_is_a_note(tmp_path: Path) -> None:
 def test_recomputed_passes_are_compared_with_each_other_only(tmp_path: Path) -> None:
     def recording(name: str, *, offset: float | None) -> Path:
         folder = write_recording(tmp_path / name, one_site(torch.ones(3)), layout={"world": 2, "dp": 2})
-        with RecordWriter(folder, rank=1) as writer:
+        with closing(RecordWriter(folder, rank=1)) as writer:
             if offset is not None:
                 place = RecordPlace(kind=SiteKind.LAYER_OUT, layer=0, phase="train", is_recomputed=True)
                 writer.tensor(place, torch.ones(2, 2) + offset, tokens=None)
@@ -508,7 +509,7 @@ def test_passes_come_in_the_order_of_a_step(tmp_path: Path) -> None:
         write_recording(
             folder, one_site(torch.ones(3)), layout={"world": 2, "dp": 1}, phases=("train", "prev_logprobs")
         )
-        with RecordWriter(folder, rank=1) as writer:
+        with closing(RecordWriter(folder, rank=1)) as writer:
             for phase, update in (("train", 1), ("prev_logprobs", 0)):
                 place = RecordPlace(kind=SiteKind.LAYER_OUT, layer=0, phase=phase, update=update)
                 writer.tensor(place, torch.ones(2, 2) + offset, tokens=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def manifest(world: int = 1) -> RecordManifest:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     path = new_folder(tmp_path / "a 'folder' of mine", manifest())
-    with RecordWriter(path, rank=0) as writer:
+    with closing(RecordWriter(path, rank=0)) as writer:
         table = writer.tokens(TABLE)
         for value in VALUES.values():
             writer.tensor(PLACE, value, tokens=table, split=DimSplit(index=1, count=2))

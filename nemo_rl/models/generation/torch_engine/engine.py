@@ -40,13 +40,12 @@ from nemo_rl.models.generation.torch_engine.decode import (
     StopStrings,
     decode_rows,
 )
-from nemo_rl.models.generation.torch_engine.recording import DecodeRecording
 from nemo_rl.models.generation.torch_engine.tracing import (
     NO_TRACING,
+    DecodeRecording,
     DecodeTracing,
     EngineTracing,
     ObservedRequest,
-    both_requests,
 )
 from nemo_rl.models.generation.turn_batch import NAMED, ContinuousSpec, TurnRow
 from nemo_rl.models.loading import DTYPES, load_causal_lm, named_weights
@@ -205,7 +204,7 @@ class TorchEngine(GenerationInterface):
                 yield shown
                 return
             with self._recording.request(request.keys) as recorded:
-                yield both_requests(shown, recorded)
+                yield ObservedRequest(shown, recorded)
 
     def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
         if self._model is not None and not self._states.is_awake:

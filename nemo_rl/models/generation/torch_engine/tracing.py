@@ -1,4 +1,5 @@
-"""`EngineTracing`: what the embedded engine shows to the tracer's hub of its decoding; a part of `TorchEngine`.
+"""The embedded engine is observed while it decodes: `EngineTracing` shows it to the tracer's hub, `DecodeRecording`
+writes it in the format of the workers' records. Both are parts of `TorchEngine`.
 
 The driver says which step begins and what is watched in it, before the rollout of the step, and asks only where a watch
 names the phase `generation`. One step is one phase, whatever the number of requests. Invariant: without a `TraceSpec`
@@ -18,13 +19,15 @@ from itertools import count
 import torch
 from transformers import PreTrainedModel
 
-from nemo_rl.models.generation.interfaces import traced_row
+from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, traced_row
+from nemo_rl.models.generation.recording import NEVER_IN_DECODING, engine_manifest, response_rows, write_logprobs
 from nemo_rl.models.generation.torch_engine.decode import NO_OBSERVER, DecodeObserver
 from nemo_rl.models.hf_modules import HFSites
 from nemo_rl.models.policy.hooks import HookPoint, TokenPositions
 from nemo_rl.models.policy.observer import Capture, PassRows, SiteSink
-from nemo_rl.models.policy.tracing import GroupPlace, TracedPhases, TraceSink, TraceSpec
-from nemo_rl.records.record import RecordPlace, TokenTable
+from nemo_rl.models.policy.recording import RecordSpec, StepRecords
+from nemo_rl.models.policy.tracing import GroupPlace, StepTracing, TracedPhases, TraceSink, TraceSpec
+from nemo_rl.records.record import RecordManifest, RecordPlace, TokenTable
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.link import BufferedSender
 from nemo_rl.tracer.protocol import RankGroup
@@ -33,16 +36,19 @@ from nemo_rl.tracer.watch import GENERATION
 __all__ = [
     "NO_SITES",
     "NO_TRACING",
+    "DecodeRecording",
     "DecodeTracing",
     "EngineTracing",
     "ObservedRequest",
     "RequestSites",
-    "both_requests",
 ]
 
 
 class ObservedRequest:
-    """The observer of a request of which nothing is kept."""
+    """Tells all the observers of a request of its batches; without any nothing is kept of it."""
+
+    def __init__(self, *observers: ObservedRequest) -> None:
+        self._observers = observers
 
     def batch(self, rows: Sequence[int]) -> DecodeObserver:
         """Return the observer of a batch.
@@ -50,41 +56,23 @@ class ObservedRequest:
         Args:
             rows: number of each row of the batch in the request.
         """
-        return NO_OBSERVER
+        return _Observers([each.batch(rows) for each in self._observers]) if self._observers else NO_OBSERVER
 
 
 NO_SITES = ObservedRequest()
 
 
-class _TwoObservers(DecodeObserver):
-    """Tells two observers of one batch."""
-
-    def __init__(self, first: DecodeObserver, second: DecodeObserver) -> None:
-        self._both = first, second
+class _Observers(DecodeObserver):
+    def __init__(self, observers: Sequence[DecodeObserver]) -> None:
+        self._observers = observers
 
     def prompts(self, ids_PW: torch.Tensor, mask_PW: torch.Tensor, row_slot_N: torch.Tensor) -> None:
-        for each in self._both:
-            each.prompts(ids_PW, mask_PW, row_slot_N)
+        for observer in self._observers:
+            observer.prompts(ids_PW, mask_PW, row_slot_N)
 
     def turn(self, token_B: torch.Tensor, live_B: torch.Tensor) -> None:
-        for each in self._both:
-            each.turn(token_B, live_B)
-
-
-class _TwoRequests(ObservedRequest):
-    def __init__(self, first: ObservedRequest, second: ObservedRequest) -> None:
-        self._both = first, second
-
-    def batch(self, rows: Sequence[int]) -> DecodeObserver:
-        first, second = self._both
-        return _TwoObservers(first.batch(rows), second.batch(rows))
-
-
-def both_requests(first: ObservedRequest, second: ObservedRequest) -> ObservedRequest:
-    """Return an observer of a request that tells both of these."""
-    if NO_SITES in (first, second):
-        return second if first is NO_SITES else first
-    return _TwoRequests(first, second)
+        for observer in self._observers:
+            observer.turn(token_B, live_B)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,22 +196,9 @@ def _column(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 NOT_IN_DECODING = "decoding computes no loss and no gradients, and takes log-probabilities of what it draws alone"
 
 
-class EngineTracing:
-    """The tracing of an engine; the base class shows nothing."""
-
-    def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """Begin a step, to which the requests that follow belong.
-
-        Args:
-            watches: texts of a `Plan`.
-            keys: rows whose tokens are shown one by one, as `traced_row` names them.
-        """
-
-    def end(self) -> None:
-        """End the step. Idempotent."""
-
-    def close(self) -> None:
-        """Send what waits, within a deadline. Idempotent."""
+class EngineTracing(StepTracing):
+    """The tracing of an engine; the base class shows nothing. Rows whose tokens are shown one by one have the names
+    that `traced_row` gives."""
 
     @contextmanager
     def request(self, num_rows: int) -> Iterator[ObservedRequest]:
@@ -234,7 +209,7 @@ class EngineTracing:
 NO_TRACING = EngineTracing()
 
 
-class DecodeTracing(EngineTracing):
+class DecodeTracing(TracedPhases, EngineTracing):
     """Shows the sites of a model while it decodes.
 
     Args:
@@ -244,34 +219,28 @@ class DecodeTracing(EngineTracing):
 
     def __init__(self, spec: TraceSpec, model: PreTrainedModel, *, number: int, num_engines: int) -> None:
         sites = HFSites(model)
-        sites.cannot(
-            NOT_IN_DECODING, SiteKind.LOGPROB, SiteKind.TOKEN_LOSS, SiteKind.LOSS, SiteKind.GRAD, SiteKind.PARAM
-        )
+        sites.cannot(NOT_IN_DECODING, SiteKind.LOGPROB, *NEVER_IN_DECODING)
         self._hook_points, self._number = tuple(sites.hook_points), number
         place = GroupPlace(group=RankGroup.GENERATION, rank=number, world=num_engines, axes={"engine": number})
-        self._phases = TracedPhases(spec, place, unobserved=sites.unobserved)
+        super().__init__(spec, place, unobserved=sites.unobserved)
         self._sink: TraceSink | None = None
-        self._gathered = BufferedSender(self._phases.link, name="")
+        self._gathered = BufferedSender(self.link, name="")
         self._num_rows, self._numbers = 0, count()
         """Rows of the step's requests so far, and the numbers of their token tables."""
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
         self.end()
-        self._phases.begin(step, watches=watches, keys=keys)
-        self._gathered = BufferedSender(self._phases.link, name=f"{step}.{GENERATION}")
-        self._sink = self._phases.begin_phase(GENERATION, outlet=self._gathered)
+        super().begin(step, watches=watches, keys=keys)
+        self._gathered = BufferedSender(self.link, name=f"{step}.{GENERATION}")
+        self._sink = self.begin_phase(GENERATION, outlet=self._gathered)
         self._num_rows, self._numbers = 0, count()
 
     def end(self) -> None:
         if self._sink is not None:
             self._gathered.flush()
-            self._phases.end_phase(GENERATION)
+            self.end_phase(GENERATION)
         self._sink = None
-        self._phases.end()
-
-    def close(self) -> None:
-        self.end()
-        self._phases.close()
+        super().end()
 
     @contextmanager
     def request(self, num_rows: int) -> Iterator[ObservedRequest]:
@@ -295,3 +264,58 @@ class DecodeTracing(EngineTracing):
             # The run ends with this error: what was seen up to it says where it came from.
             self.end()
             raise
+
+
+class DecodeRecording(StepRecords):
+    """The recording of one embedded engine.
+
+    Args:
+        number: of the engine.
+        num_engines: of the run.
+    """
+
+    def __init__(self, spec: RecordSpec, model: PreTrainedModel, *, number: int, num_engines: int) -> None:
+        super().__init__(spec, rank=number, of=f" of engine {number}")
+        self._num_engines, self._sites = num_engines, HFSites(model)
+        self._sites.cannot(NOT_IN_DECODING, *NEVER_IN_DECODING)
+
+    def begin(self, step: int) -> None:
+        """Begin a step, to which the requests that follow belong."""
+        self.end()
+        self._open(step, self._manifest)
+
+    @contextmanager
+    def request(self, keys: Sequence[str]) -> Iterator[ObservedRequest]:
+        """Surround one request, whose rows have these keys; without keys it is not recorded. An error inside it leaves
+        the files of the step without their end."""
+        sink = self._sink()
+        if sink is None or not keys:
+            yield NO_SITES
+            return
+        sites = RequestSites(
+            self._sites.hook_points,
+            sink,
+            phase=GENERATION,
+            name_of=lambda row: keys[row],
+            numbers=count(),
+            between_passes=lambda: None,
+        )
+        try:
+            with sites.attached():
+                yield sites
+        except BaseException:
+            self.end(is_complete=False)
+            raise
+
+    def output(self, request: GenerationRequest, output: GenerationOutput) -> None:
+        """Record the log-probabilities of what was sampled."""
+        if self._writer is None or not request.keys:
+            return
+        if self._selector.takes(SiteKind.LOGPROB, None, Direction.FORWARD):
+            with self._excused():
+                write_logprobs(self._writer, response_rows(request, output), output.logprobs)
+
+    def _manifest(self) -> RecordManifest:
+        sites = [(point.kind, point.layer) for point in self._sites.hook_points]
+        layout = {"tp": 1, "world": self._num_engines}
+        return engine_manifest(self._spec, layout=layout, sites=sites, unobserved=self._sites.unobserved)

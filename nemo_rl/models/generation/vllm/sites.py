@@ -21,7 +21,16 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 
 from nemo_rl.errors import UserError
 from nemo_rl.models.generation.recording import NEVER_IN_DECODING, ROW_KEY, write_logprobs
-from nemo_rl.models.policy.hooks import Deliver, Detach, Order, TapList, TokenPositions, at_input, at_output
+from nemo_rl.models.policy.hooks import (
+    Deliver,
+    Detach,
+    Order,
+    TapList,
+    TokenPositions,
+    at_input,
+    at_output,
+    first_tensor,
+)
 from nemo_rl.models.policy.observer import Capture, PassRows
 from nemo_rl.models.policy.recording import RecordSink
 from nemo_rl.records.record import DimSplit, RecordPlace, TokenTable
@@ -116,18 +125,12 @@ class VllmSites(TapList):
             self.add(SiteKind.ROUTER_LOGITS, number, at_output(children["gate"]))
 
 
-def _first(output: Any) -> torch.Tensor:
-    found = output if isinstance(output, torch.Tensor) else output[0]
-    assert isinstance(found, torch.Tensor)
-    return found
-
-
 def _part(sizes: tuple[int, ...], place: int) -> Callable[[Any], torch.Tensor]:
-    return lambda output: _first(output).split(sizes, dim=-1)[place]
+    return lambda output: first_tensor(output).split(sizes, dim=-1)[place]
 
 
 def _half(place: int) -> Callable[[Any], torch.Tensor]:
-    return lambda output: _first(output).chunk(2, dim=-1)[place]
+    return lambda output: first_tensor(output).chunk(2, dim=-1)[place]
 
 
 def _at_stream_in(layer: torch.nn.Module) -> Callable[[Deliver], Detach]:

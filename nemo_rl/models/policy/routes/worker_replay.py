@@ -390,7 +390,7 @@ class WorkerReplay(Replay):
         with r3_trace_stage(
             stage.value,
             coords={"dp": at.dp, "cp": at.cp, "tp": at.tp, "pp": at.pp},
-            sizes={"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp},
+            sizes=layout.sizes,
             layers=layers,
             replays=replays,
         ) as traced:
