@@ -12,7 +12,7 @@ import pytest
 from nemo_rl.config.conversation import Ending
 from nemo_rl.data.conversation import Message, ToolCall
 from nemo_rl.environments.conversation import ToolResult
-from nemo_rl.errors import CheckpointError
+from nemo_rl.errors import CheckpointError, UnsupportedFormat
 from nemo_rl.experience.conversation_attempt import TurnRecord
 from nemo_rl.experience.conversation_log import (
     ConversationFile,
@@ -64,13 +64,20 @@ def test_a_file_comes_back_line_by_line(tmp_path: Path) -> None:
     assert len(path.read_text().split("\n")) == 3 and path.read_text().isascii()
 
 
-@pytest.mark.parametrize("damage", ["", "[]", '{"format": 2}', '{"format": 1, "schemas": [], "now": "x"}', None])
+@pytest.mark.parametrize("damage", ["", "[]", '{"format": 1, "schemas": [], "now": "x"}', None])
 def test_a_damaged_file_is_refused(tmp_path: Path, damage: str | None) -> None:
     path = tmp_path / "conversations.jsonl"
     ConversationFile(now=datetime(2025, 3, 4), logs={"a_g0": LOG}).write(path)
     text = path.read_text().replace("env_error", "bored") if damage is None else damage
     path.write_text(text)
     with pytest.raises(CheckpointError, match=r"conversations.jsonl: expected"):
+        ConversationFile.read(path)
+
+
+def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "conversations.jsonl"
+    path.write_text('{"format": 2}\n')
+    with pytest.raises(UnsupportedFormat, match=r"conversations.jsonl: expected version 1 of .*, got 2"):
         ConversationFile.read(path)
 
 
