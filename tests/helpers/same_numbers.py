@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -139,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     recipes = [recipe for recipe in RECIPES if any(word in recipe for word in given.only)]
     num_different = 0
+    # `make` that is stopped sends it; the folder and the tree of git go with the blocks below.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as root, tree_at(given.base, Path(root)) as base:
         for recipe in recipes:
             started = time.monotonic()
