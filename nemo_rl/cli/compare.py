@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
-from nemo_rl.cli.doors import AsJson, Door, Selected, end_with, selected, show, with_records
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.cli.doors import AsJson, Door, Selected, selected, show, with_records
+from nemo_rl.diagnostics.verdict import Comparison, Verdict
 from nemo_rl.errors import UnsupportedFormat, UserError, name_some
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.files import write_text
@@ -50,6 +50,7 @@ def _root() -> None:
     """Compare two sides."""
 
 
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="write the report as a page, too")]
 Layout = Literal["run", "one"]
 WorkerName = Literal["dtensor", "megatron"]
 
@@ -59,7 +60,7 @@ class ComparisonOptions:
     """The options of a comparison of two recordings."""
 
     limits: Annotated[Path | None, typer.Option("--limits", help="file of limits; else those of the precision")] = None
-    html: Annotated[Path | None, typer.Option("--html", help="write a page with plots")] = None
+    html: Html = None
     show_all: Annotated[bool, typer.Option("--all", help="show every site")] = False
     as_json: AsJson = False
 
@@ -125,7 +126,7 @@ def recordings(
     if found.step is None and all((folder / METRICS_FILE).is_file() for folder in found.folders):
         from nemo_rl.diagnostics.run_replay import compare_runs  # noqa: PLC0415
 
-        end_with(compare_runs(*found.folders), as_json=options.as_json)
+        _end(compare_runs(*found.folders), html=options.html, as_json=options.as_json)
     a, b = (_records(folder, found.step) for folder in found.folders)
     raise typer.Exit(show_comparison(a, b, options, noise=noise or (), propose=propose).value)
 
@@ -167,6 +168,7 @@ def replay(
     limits: Annotated[
         Path | None, typer.Option("--limits", help="file of limits, for another layout or worker and for records")
     ] = None,
+    html: Html = None,
     engines: Annotated[
         int | None, typer.Option("--engines", min=1, help="engines for --conversations; default: as in the run")
     ] = None,
@@ -196,7 +198,7 @@ def replay(
 
             console, changes = make_console(stderr=True), options.overrides or ()
             run = replay_run(found.folders[0], start=start, stop=stop, overrides=changes, console=console)
-            end_with(run, as_json=options.as_json)
+            _end(run, html=html, as_json=options.as_json)
         if engines is not None and not conversations:
             raise UserError("--engines N: expected --conversations, too")
         request = replace(options.request(found, dump=dump, out=out), limits=_limits(limits))
@@ -205,7 +207,17 @@ def replay(
                 report = replay_conversations(request, num_engines=engines, report=tell)
             else:
                 report = replay_step(request)
-    end_with(report, as_json=options.as_json)
+    _end(report, html=html, as_json=options.as_json)
+
+
+def _end(report: Comparison, *, html: Path | None, as_json: bool) -> NoReturn:
+    """Print the report, write the page where one is asked for, and end with the verdict."""
+    from nemo_rl.diagnostics.compare.page import write_page  # noqa: PLC0415
+
+    show(report.as_record(), report.lines(), as_json=as_json)
+    if html is not None:
+        write_page(html, report)
+    raise typer.Exit(report.verdict.value)
 
 
 def _limits(path: Path | None) -> ToleranceRules:
@@ -251,13 +263,13 @@ def show_comparison(
 
     comparison = compare_folders(a, b, limits=_limits(options.limits))
     proposal = propose_limits([a, *noise]) if noise else None
-    if propose is not None and proposal is not None:
-        write_text(propose, proposal)
-    if options.html is not None:
-        write_page(options.html, comparison)
     record, lines = comparison.as_record(), comparison.lines(is_all=options.show_all)
     if proposal is not None:
         record["proposed_limits"] = proposal
         lines.append(f"proposed limits:\n{proposal}".rstrip("\n"))
     show(record, lines, as_json=options.as_json)
+    if propose is not None and proposal is not None:
+        write_text(propose, proposal)
+    if options.html is not None:
+        write_page(options.html, comparison)
     return comparison.verdict

@@ -1,13 +1,14 @@
-"""`write_page`: a comparison as one HTML file that needs nothing else: no script, no font, no picture.
+"""`write_page`: any comparison as one HTML file that needs nothing else: no script, no font, no picture.
 
-Its plots are SVG: differences over the layers, and histograms of units in the last place.
+Recordings have plots as SVG: differences over the layers, and histograms of units in the last place. Other sites are
+the table of the report in text.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from nemo_rl.diagnostics.compare.comparison import RecordingComparison
 from nemo_rl.diagnostics.compare.measurement import ULP_BUCKETS, Metric
 from nemo_rl.diagnostics.compare.site_result import SiteResult, WorstToken
 from nemo_rl.diagnostics.markup import Markup, tag, whole_page
+from nemo_rl.diagnostics.verdict import Comparison
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.utils.files import write_text
 
@@ -138,32 +140,47 @@ _METRICS = (Metric.TOKEN_REL, Metric.MAX_ABS, Metric.MAX_REL, Metric.RMS_REL, Me
 _HEADS = ("site", "rows", *_METRICS, "differing", "NaN a/b", "inf a/b", "ulps", "limits", "result", "worst tokens")
 
 
-def write_page(path: Path, comparison: RecordingComparison) -> Path:
+def write_page(path: Path, comparison: Comparison) -> Path:
     """`path` holds the page, or what it held before."""
     return write_text(path, page_text(comparison))
 
 
-def page_text(comparison: RecordingComparison) -> str:
+def page_text(comparison: Comparison) -> str:
     """Return the page."""
-    title = f"{comparison.verdict.name}: {comparison.a.path} against {comparison.b.path}"
+    return whole_page(f"{comparison.verdict.name}: {comparison.title}", *_body(comparison), style=STYLE)
+
+
+def _body(comparison: Comparison) -> Iterator[Markup]:
     shade = {"class": f"verdict {comparison.verdict.label}"}
-    return whole_page(
-        title,
-        tag("h1", tag("span", shade, comparison.verdict.name), " ", comparison.outcome.text),
-        *_summary(comparison),
-        tag("h2", "Recordings"),
-        _manifests(comparison),
-        *_plots(comparison),
-        *_sites(comparison),
-        style=STYLE,
-    )
+    yield tag("h1", tag("span", shade, comparison.verdict.name), " ", comparison.outcome.text)
+    yield tag("p", comparison.title)
+    yield from _summary(comparison)
+    if isinstance(comparison, RecordingComparison):
+        yield tag("h2", "Recordings")
+        yield _manifests(comparison)
+        yield from _plots(comparison)
+        yield from _sites(comparison)
+    elif comparison.sites:
+        yield _table(comparison)
+    if comparison.recorded is not None:
+        yield from _body(comparison.recorded)
 
 
-def _summary(comparison: RecordingComparison) -> list[Markup]:
-    lines = comparison.details()
+def _summary(comparison: Comparison) -> list[Markup]:
+    lines = [f"not to the last bit: {text}" for text in comparison.inexact]
+    lines += [f"what if: {text}" for text in comparison.what_if]
+    lines += comparison.details()
     lines += [f"{finding.verdict.label}: {finding.text}" for finding in comparison.findings]
     lines += [f"note: {note}" for note in comparison.notes]
     return [tag("ul", *(tag("li", line) for line in lines))] if lines else []
+
+
+def _table(comparison: Comparison) -> Markup:
+    rows = [tag("tr", *(tag("th", head) for head in comparison.head()))]
+    for site in comparison.sites:
+        shade = {"class": "fail"} if site.agrees is False else {}
+        rows.append(tag("tr", shade, *(tag("td", cell) for cell in site.cells)))
+    return tag("table", *rows)
 
 
 def _manifests(comparison: RecordingComparison) -> Markup:

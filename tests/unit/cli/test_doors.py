@@ -101,8 +101,9 @@ def test_of_two_runs_the_first_number_that_differs_is_named_with_its_records(log
     rows.append({"step": 3, "train/loss": 1.0})
     (other / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     write_recording(other / "records" / "step_2", one_site(torch.zeros(4)), run_id="other")
-    code, shown = run(capsys, "compare", log_dir, other, "--json")
+    code, shown = run(capsys, "compare", log_dir, other, "--json", "--html", tmp_path / "page.html")
     told = json.loads(shown)
+    assert "train/loss of step 2" in (tmp_path / "page.html").read_text()
     assert (code, told["first"]) == (3, "train/loss of step 2")
     assert "expected 9.25, got 9.250000000000002" in told["reason"]
     assert told["recorded"]["first_divergence"]["site"] == "train/logprob"

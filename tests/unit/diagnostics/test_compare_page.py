@@ -12,6 +12,7 @@ import torch
 from nemo_rl.diagnostics.compare.comparison import RecordingComparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.page import page_text, write_page
+from nemo_rl.diagnostics.verdict import Comparison, Finding, SiteCheck, Verdict
 from nemo_rl.records.sites import SiteKind
 from tests.helpers.probe_recordings import FORWARD, Layout, Truth, one_site, whole_truth, write_recording
 
@@ -68,6 +69,34 @@ def test_the_page_holds_everything_and_needs_nothing(tmp_path: Path) -> None:
     assert ("class", "differs") in page.attributes and ("stroke", "#d00000") in page.attributes
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     assert not [value for name, value in page.attributes if name in ("src", "href") or name.startswith("on")]
+
+
+def test_every_comparison_has_a_page_with_what_its_text_says(tmp_path: Path) -> None:
+    found = Comparison(
+        title=f"replay of {HOSTILE}",
+        sites=[
+            SiteCheck(name="loss", step=3, a="1", b="2", agrees=False, difference="at most 1"),
+            SiteCheck(name="weights", step=3, a="x", b="x", agrees=True),
+        ],
+        findings=[Finding(verdict=Verdict.INCOMPLETE, text="one run alone has step 4")],
+        inexact=["one process in place of 2"],
+        what_if=[],
+        notes=["the limits are those of float32"],
+        recorded=differing(tmp_path),
+    )
+    page = read(page_text(found))
+    for words in (
+        "MISMATCH",
+        "loss of step 3",
+        "1 -> 2; at most 1",
+        "one run alone has step 4",
+        "one process in place",
+    ):
+        assert words in page.text
+    assert "the limits are those of float32" in page.text and "first divergence: train/attn.q[1]" in page.text
+    rows = [value for name, value in page.attributes if name == "class" and value in ("fail", "verdict mismatch")]
+    assert rows[:2] == ["verdict mismatch", "fail"] and rows.count("verdict mismatch") == 2
+    assert "script" not in page.tags and "img" not in page.tags
 
 
 def test_nothing_of_a_recording_becomes_markup(tmp_path: Path) -> None:
