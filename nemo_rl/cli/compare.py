@@ -263,13 +263,13 @@ def show_comparison(
 
     comparison = compare_folders(a, b, limits=_limits(options.limits))
     proposal = propose_limits([a, *noise]) if noise else None
+    if propose is not None and proposal is not None:
+        write_text(propose, proposal)
+    if options.html is not None:
+        write_page(options.html, comparison)
     record, lines = comparison.as_record(), comparison.lines(is_all=options.show_all)
     if proposal is not None:
         record["proposed_limits"] = proposal
         lines.append(f"proposed limits:\n{proposal}".rstrip("\n"))
     show(record, lines, as_json=options.as_json)
-    if propose is not None and proposal is not None:
-        write_text(propose, proposal)
-    if options.html is not None:
-        write_page(options.html, comparison)
     return comparison.verdict
