@@ -16,7 +16,6 @@ in flight when its run was killed, or still is.
 
 from __future__ import annotations
 
-import logging
 import re
 import shutil
 from collections.abc import Mapping
@@ -35,8 +34,6 @@ from nemo_rl.utils.files import read_plain
 from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
 
 __all__ = ["CONVERSATION_FILE", "RECORDS", "ROLLOUT_FILE", "STEP_FILE", "UPDATE_FILE", "SnapshotFolder", "StepsFolder"]
-
-logger = logging.getLogger(__name__)
 
 ROLLOUT_FILE, UPDATE_FILE, STEP_FILE = "rollout.safetensors", "update.safetensors", "step.json"
 CONVERSATION_FILE = "conversations.jsonl"

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from threading import Lock, Thread
 
-from nemo_rl.errors import UserError
+from nemo_rl.errors import UserError, boundary
 from nemo_rl.tracer.playback import serving
 from nemo_rl.tracer.process import find_hub
 from nemo_rl.tracer.stream_reader import find_recording
@@ -25,6 +25,8 @@ CONNECT_S = 1.0
 """A hub on this machine that does not answer in this time is gone."""
 SHOW_S = 3.0
 """Seconds in which a recording that cannot be read says so; a longer one is shown while it is read."""
+OPEN_S = 20.0
+"""Most seconds until a hub has started and shows its recording."""
 CLOSE_S = 10.0
 
 
@@ -55,7 +57,8 @@ class OpenTracers:
                 self._thread.start()
             if folder not in self._addresses:
                 opening = asyncio.run_coroutine_threadsafe(self._open(folder), self._loop)
-                self._addresses[folder] = opening.result()
+                with boundary(UserError, f"{folder}: its tracer did not open; try `nemo-rl inspect {run} play`"):
+                    self._addresses[folder] = opening.result(OPEN_S)
             return self._addresses[folder]
 
     def close(self) -> None:
