@@ -21,6 +21,7 @@ from nemo_rl.config.load import load_config
 from nemo_rl.config.lora import adapter_warnings
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.distributed.environment import raise_open_files
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -106,6 +107,7 @@ def run_recipe(
 def _train(config: MasterConfig, console: Console) -> int:
     """Import torch and Ray only here, so that configs can be checked without them."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads_per_worker))
+    raise_open_files()
     # The workers' imports begin before this process's own.
     with worker_forks(config) as forks:
         from nemo_rl.algorithms.run import run  # noqa: PLC0415

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.distributed.environment import raise_open_files
 from nemo_rl.errors import NemoRLError
 from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.memory import available_bytes
@@ -173,6 +174,8 @@ def look_at_machine(*, shared: Path = Path("/dev/shm"), folder: Path = Path()) -
     yield green("cores", f"{cores} for this process, {os.cpu_count()} in the machine")
     yield _memory()
     yield _shared_memory(shared)
+    # A run does the same.
+    raise_open_files()
     yield _limit("open files", resource.RLIMIT_NOFILE, FEW_FILES, "ulimit -n 65536")
     yield _limit("processes", resource.RLIMIT_NPROC, FEW_PROCESSES, "ulimit -u 65536")
     yield _disk(folder)

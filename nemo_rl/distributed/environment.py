@@ -1,8 +1,23 @@
-"""Environment variables of every process of a run, and of Ray's own processes; imports neither torch nor Ray."""
+"""Environment variables and limits of every process of a run, and of Ray's own; imports neither torch nor Ray."""
 
 from __future__ import annotations
 
-__all__ = ["FAIR_SHARE", "NO_SPARE_WORKERS", "ray_environment", "worker_environment"]
+import resource
+
+__all__ = ["FAIR_SHARE", "NO_SPARE_WORKERS", "raise_open_files", "ray_environment", "worker_environment"]
+
+MOST_OPEN_FILES = 1 << 20
+"""Programs exist that close every descriptor up to the limit when they start: some systems allow a billion."""
+
+
+def raise_open_files() -> None:
+    """Allow this process, and those that it starts, as many open files and sockets as its hard limit does: a group of
+    several hundred ranks needs a socket for each of its members."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
 
 KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),

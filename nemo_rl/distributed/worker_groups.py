@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.abort import GuardedWorker, RootCause, is_secondary
 from nemo_rl.distributed.calls import Call, Payload, Pending
+from nemo_rl.distributed.environment import raise_open_files
 from nemo_rl.distributed.liveness import DriverWatchdog
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.worker_log import WorkerLog
@@ -156,6 +157,7 @@ class _Host:
     """The Ray actor: holds one worker and answers with records, so that no exception has to be unpickled."""
 
     def __init__(self, log_file: Path | None, log_level: str) -> None:
+        raise_open_files()
         self._worker: object | None = None
         self._log = WorkerLog.open(log_file, level=log_level)
         logger.info("process %d on %s", os.getpid(), socket.gethostname())
@@ -405,17 +407,17 @@ class RayWorkerGroup(WorkerGroup):
                 then is taken, however late the driver looks.
             key: of the config that sets it.
         """
-        waiting = list(refs)
+        rank_of, waiting = dict(zip(refs, ranks, strict=True)), list(refs)
         replies: dict[ray.ObjectRef, dict[str, object]] = {}
         failures: list[NemoRLError] = []
         while waiting:
             left = max(0.0, deadline - time.monotonic())
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=min(left, RAY_LOOK_S))
+            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(left, RAY_LOOK_S))
             check_own_ray(stage=stage)
             if not done and not left:
                 break
             for ref in done:
-                rank = ranks[refs.index(ref)]
+                rank = rank_of[ref]
                 reply = _reply(ref)
                 self._show_warnings(reply, rank, stage)
                 failure = _failure(reply, rank=self._first + rank, stage=stage, who=self._who(rank))
@@ -423,7 +425,7 @@ class RayWorkerGroup(WorkerGroup):
                     replies[ref] = reply
                     continue
                 if reply["is_first"]:
-                    self._note_silence(failure, {other: ranks[refs.index(other)] for other in waiting})
+                    self._note_silence(failure, {other: rank_of[other] for other in waiting})
                     self.shutdown()
                     raise self._located(failure)
                 if not failures:
@@ -431,7 +433,7 @@ class RayWorkerGroup(WorkerGroup):
                 failures.append(failure)
         if failures or waiting:
             self.shutdown()
-            late = sorted(ranks[refs.index(ref)] for ref in waiting)
+            late = sorted(rank_of[ref] for ref in waiting)
             raise self._located(
                 _root_cause(failures) if failures else self._too_late(late, timeout_s, stage=stage, key=key)
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import ray
 
 from nemo_rl.distributed.calls import Call, Pending, Request, ask
+from nemo_rl.distributed.environment import MOST_OPEN_FILES, raise_open_files
 from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup
 from nemo_rl.errors import CollectiveTimeout, NonFiniteError, WorkerError, WorkerLate, WorkerLost
@@ -98,6 +100,11 @@ def test_results_come_in_rank_order_and_payloads_stay_where_they_are(group):
     payload = group.run_for_payload(call(ask(Echo.who, value=5)))
     assert isinstance(payload.handle, ray.ObjectRef)
     assert group.run(call(ask(Echo.total, payload=payload.placeholder()))) == [5, 5]
+    # The driver's own work must not grow with the square of the ranks.
+    refs = [ray.put({"ok": True, "value": rank}) for rank in range(3000)]
+    started = time.monotonic()
+    replies = group._collect(refs, [0] * 3000, stage="s", timeout_s=60, deadline=started + 60, key="k")
+    assert [reply["value"] for reply in replies] == list(range(3000)) and time.monotonic() - started < 5
 
 
 @pytest.mark.slow
@@ -249,6 +256,17 @@ def test_a_local_stream_is_the_workers_own():
     group.run(call(ask(Echo.release)))
     with pytest.raises(NonFiniteError):
         list(numbers)
+
+
+def test_a_process_raises_its_limit_of_open_files():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        raise_open_files()
+        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert raised == (MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_arguments_are_named():
