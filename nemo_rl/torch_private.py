@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 __all__ = [
@@ -19,9 +20,11 @@ __all__ = [
     "jagged_view",
     "nccl_options",
     "norms_of",
+    "replace_tensors",
     "scale_",
     "set_expandable_segments",
     "timeout_of",
+    "with_shard",
 ]
 
 
@@ -100,3 +103,15 @@ def abort_nccl() -> int:
             group._get_backend(torch.device("cuda")).abort()
             count += 1
     return count
+
+
+def replace_tensors(model: torch.nn.Module, new: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put `new(tensor)` in the place of each parameter and buffer; parameters stay the same objects, and FSDP looks at
+    its shards anew."""
+    model._apply(new)
+
+
+def with_shard(weight: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Return a weight like this one, with another tensor as this rank's part, on any device; `DTensor.from_local` would
+    move it to that of the mesh."""
+    return DTensor(shard, weight._spec, requires_grad=False) if isinstance(weight, DTensor) else shard

@@ -41,6 +41,7 @@ def worker_spec(config: MasterConfig, rank: RankSpec) -> WorkerSpec:
         threads=config.cluster.threads_per_worker,
         collective_timeout_s=config.cluster.collective_timeout_s,
         start_timeout_s=config.cluster.worker_start_timeout_s,
+        sharing=config.device_sharing,
     )
 
 

@@ -20,7 +20,7 @@ from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
 if TYPE_CHECKING:
     from nemo_rl.config.schema import MasterConfig
 
-__all__ = ["ColocatedConfig", "GenerationConfig", "ReceiptConfig", "RefitDeltaConfig", "VllmConfig"]
+__all__ = ["ColocatedConfig", "DeviceSharing", "GenerationConfig", "ReceiptConfig", "RefitDeltaConfig", "VllmConfig"]
 
 
 class VllmConfig(Section):
@@ -72,6 +72,11 @@ class ReceiptConfig(Section):
     tolerance: PositiveFloat | None = None
     """Largest mean difference of log-probabilities between policy and engine, and between engines; null measures it at
     the first refit, with the same weights on both sides."""
+
+
+DeviceSharing = Literal["alone", "turns", "crowded"]
+"""The other users of the memory of a policy worker's GPU. `alone`: none, so that nothing moves to the CPU; `turns`:
+engines that sleep while the policy works; `crowded`: its own log-probability pass, or a teacher, besides."""
 
 
 NO_SLEEP, KEEPS_WEIGHTS, DROPS_WEIGHTS = 0, 1, 2

@@ -187,6 +187,14 @@ class PolicyConfig(Section):
         return self.generation.max_new_tokens or max(1, self.max_total_sequence_length - 1)
 
     @property
+    def logprob_growth(self) -> float:
+        """Return how many times as large as a training microbatch one of log-probabilities is."""
+        for section in (self.sequence_packing, self.dynamic_batching):
+            if section.enabled:
+                return section.logprob_mb_tokens / section.train_mb_tokens
+        return (self.logprob_batch_size or self.train_micro_batch_size) / self.train_micro_batch_size
+
+    @property
     def parallel_section(self) -> str:
         """Return the dotted path of the section that `parallel_sizes` comes from, for messages."""
         return "policy.megatron_cfg" if self.megatron_cfg.enabled else "policy.dtensor_cfg"

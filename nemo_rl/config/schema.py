@@ -17,8 +17,9 @@ from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, ListOptions,
 from nemo_rl.config.conversation import ExperienceConfig, ToolsConfig
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.diagnostics import DiagnosticsConfig
+from nemo_rl.config.distillation import num_teacher_workers
 from nemo_rl.config.evaluation import EvaluationConfig
-from nemo_rl.config.generation import RefitTransport
+from nemo_rl.config.generation import DeviceSharing, RefitTransport
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.parts import (
     ADVANTAGE_ESTIMATORS,
@@ -431,6 +432,11 @@ class LoggerConfig(Section):
     """A panel that redraws itself on a terminal; elsewhere, and when false, one plain line per step."""
 
 
+MOST_LOGPROB_GROWTH = 2.0
+"""A microbatch without gradients keeps no activations of its layers: up to so many times the tokens of a training
+microbatch, with the optimizer beside it, need no more memory than a training pass."""
+
+
 class MasterConfig(Section):
     """Everything a run needs."""
 
@@ -507,6 +513,15 @@ class MasterConfig(Section):
             return 0
         keeps_weights = generation.refit_delta.enabled and generation.backend == "torch"
         return 1 if keeps_weights or self.policy.lora.is_native else 2
+
+    @property
+    def device_sharing(self) -> DeviceSharing:
+        """Return who else wants the memory of the policy workers' GPUs."""
+        if self.cluster.gpus_per_node == 0:
+            return "alone"
+        if num_teacher_workers(self) or self.policy.logprob_growth > MOST_LOGPROB_GROWTH:
+            return "crowded"
+        return "turns" if self.sleep_level else "alone"
 
     @property
     def refit_transport(self) -> RefitTransport:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from nemo_rl.cluster.plan.activations import PassActivations, pass_activations
 from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Batches, PlanSetting, passes_of
 from nemo_rl.cluster.plan.weights import GatheredBytes, RestMemory, gathered_weights, local_weights, rest_memory
-from nemo_rl.config.generation import KEEPS_WEIGHTS
+from nemo_rl.config.generation import KEEPS_WEIGHTS, DeviceSharing
 from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.lora import adapted_layers, adapter_infos
@@ -229,6 +229,8 @@ class RankMemory:
     """Weights, gradients and optimizer stay in the node's memory."""
     read_share: float
     """Most bytes of the model folder that the rank reads when it starts."""
+    sharing: DeviceSharing = "crowded"
+    """The other users of the device, for which tensors leave it between stages."""
     teacher: int = 0
     """Weights of a teacher's rank that shares the device, and most of its pass; 0 without one, or on CPUs."""
 
@@ -238,14 +240,17 @@ class RankMemory:
         base, weights = self.fixed, 0 if self.offloads else self.weights
         optimizer = 0 if self.offloads else self.optimizer
         held = 0 if self.offloads else max(self.gradients, self.summed_gradients)
-        found = {"rollout": base + (engine.weights + engine.cache + engine.working if engine is not None else 0)}
-        refit = base + weights + self.refit
+        stays = weights + optimizer if self.sharing == "alone" else 0
+        found = {
+            "rollout": base + stays + (engine.weights + engine.cache + engine.working if engine is not None else 0)
+        }
+        refit = base + max(weights, stays) + self.refit
         if engine is not None:
             base += engine.while_training
             # A refit into a sleeping engine comes before its cache.
             refit += max(engine.weights, engine.while_training) + engine.loading
         if self.logprob is not None:
-            found["logprobs"] = base + weights + self.logprob.peak
+            found["logprobs"] = base + weights + (0 if self.sharing == "crowded" else optimizer) + self.logprob.peak
         if self.teacher:
             found["topk_logits"] = base + weights + self.teacher
         found["train"] = base + weights + optimizer + held + self.train.peak
@@ -297,6 +302,7 @@ def rank_memory(setting: PlanSetting, batches: Batches, *, stage: int, with_engi
         refit=refit_bytes(setting),
         fixed=processes * CONTEXT_BYTES if setting.gpu is not None else 0,
         offloads=setting.gpu is not None and not setting.is_megatron and setting.policy.dtensor_cfg.cpu_offload,
+        sharing=setting.config.device_sharing if setting.gpu is not None else "crowded",
         teacher=0 if setting.gpu is None or setting.teacher is None else max(teacher_bytes(setting.teacher, batches)),
     )
 

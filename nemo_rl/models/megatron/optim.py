@@ -28,6 +28,7 @@ from nemo_rl.models.megatron.mcore import (
     grads_for_norm,
 )
 from nemo_rl.models.megatron.setup import MegatronModel
+from nemo_rl.models.policy.workers.moves import HostBuffers
 from nemo_rl.torch_private import norms_of
 
 __all__ = ["PolicyOptimizer"]
@@ -246,15 +247,18 @@ class PolicyOptimizer:
         suffix = f".{kind}"
         return {name.removesuffix(suffix): value for name, value in self.state_tensors() if name.endswith(suffix)}
 
-    def move_state(self, device: torch.device) -> None:
+    def move_state(self, device: torch.device, host: HostBuffers) -> None:
         """Move main weights and moments; `optimizer_cpu_offload` places its state itself."""
         if self._config.optimizer_cpu_offload:
             return
-        for _, kind, holder in self._state():
+        held = [(kind, holder, holder.data if kind == MASTER else holder[kind]) for _, kind, holder in self._state()]
+        leaving = [each for each in held if each[-1].device.type != device.type]
+        moved = host.moved("optimizer", [value for *_, value in leaving], device)
+        for (kind, holder, _), value in zip(leaving, moved, strict=True):
             if kind == MASTER:
-                holder.data = holder.data.to(device)
+                holder.data = value
             else:
-                holder[kind] = holder[kind].to(device)
+                holder[kind] = value
 
     def _state(self) -> Iterator[tuple[str, str, Any]]:
         """Name of the weight, kind, and what holds it: the main weight itself, or the weight's dict of moments."""

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.models.shards import local_shard
 from nemo_rl.models.weight_sync.transport import device_id
 from nemo_rl.torch_private import clear_cublas_workspaces, set_expandable_segments
@@ -31,10 +32,6 @@ __all__ = [
     "WorkerState",
     "check_placement",
     "device_name",
-    "move_model",
-    "move_optimizer_state",
-    "optimizer_tensors",
-    "pinned_copy",
     "placement_of",
 ]
 
@@ -62,7 +59,8 @@ class Placement:
 
     weights: bool
     buffers: bool
-    optimizer: bool
+    optimizer: bool | None
+    """None leaves it where it is."""
     has_gradients: bool
     """True where gradients may exist."""
 
@@ -75,25 +73,18 @@ PLACEMENTS: Mapping[WorkerState, Placement] = MappingProxyType(
         WorkerState.OFFLOADED: Placement(weights=False, buffers=False, optimizer=False, has_gradients=False),
     }
 )
+"""Places of tensors where the memory of the device is always needed for something else."""
 
 
-def placement_of(state: WorkerState, *, cpu_offload: bool) -> Placement:
+def placement_of(state: WorkerState, *, cpu_offload: bool = False, sharing: DeviceSharing = "crowded") -> Placement:
     """Return the placement in a state; with `cpu_offload` weights and optimizer never leave the CPU, as FSDP wants
     it."""
     placement = PLACEMENTS[state]
+    if sharing == "alone":
+        placement = replace(placement, weights=True, buffers=True, optimizer=True)
+    elif sharing == "turns" and state is WorkerState.LOGPROBS:
+        placement = replace(placement, optimizer=None)
     return replace(placement, weights=False, optimizer=False) if cpu_offload else placement
-
-
-def move_model(model: torch.nn.Module, placement: Placement, device: torch.device) -> None:
-    """Bring parameters (with their gradients) and buffers where they belong; FSDP keeps track of its shards."""
-    if placement.weights == placement.buffers:
-        model.to(device if placement.weights else "cpu")
-        return
-    # Parameters stay: FSDP refuses to see those that it offloads itself on the device.
-    target = device if placement.buffers else torch.device("cpu")
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(target))
 
 
 def check_placement(
@@ -120,6 +111,8 @@ def check_placement(
     )
     # On a CPU there is no other place, and to look at every name takes longer than the refit of an adapter.
     for kind, tensors, is_on_device in promised if device.type != "cpu" else ():
+        if is_on_device is None:
+            continue
         expected = device.type if is_on_device else "cpu"
         for name, tensor in tensors:
             found = local_shard(tensor).device.type
@@ -127,28 +120,6 @@ def check_placement(
     if not placement.has_gradients and any(each.grad is not None for each in trained or model.parameters()):
         for name, parameter in model.named_parameters():
             assert parameter.grad is None, f"parameter {name} still has a gradient"
-
-
-def pinned_copy(tensor: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-    """Return a copy on the CPU, in pinned memory where a GPU will read it often."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
-    return copy.copy_(tensor)
-
-
-def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move moments to another device; counters of no dimension stay where the optimizer keeps them."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                state[name] = value.to(device)
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the state of an optimizer with the kind of each tensor; counters of no dimension are left out."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                yield name, value
 
 
 def device_name(device: torch.device) -> str:

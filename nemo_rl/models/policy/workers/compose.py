@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.config.parts import TRAINING_ENGINES
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
@@ -67,6 +68,7 @@ def worker_of_job(
             world_size=spec.world_size,
             device=str(device),
             collective_timeout_s=timeout_s,
+            sharing="alone",
             **parts,
         )
         try:
@@ -91,6 +93,7 @@ def compose_worker(  # noqa: PLR0913 - the parts of a worker
     record: RecordSpec | None = None,
     trace: TraceSpec | None = None,
     hook_observers: Sequence[HookObserver] = (),
+    sharing: DeviceSharing = "crowded",
 ) -> PolicyWorker:
     """(collective) Make one rank of the policy, without a data plane; a single rank makes its own process group.
 
@@ -103,6 +106,7 @@ def compose_worker(  # noqa: PLR0913 - the parts of a worker
         record: what the passes of the worker write; None: nothing.
         trace: the hub to which they show what is watched; None: none.
         hook_observers: who else sees the sites of its passes.
+        sharing: the other users of the device.
 
     Raises:
         ModelFolderError: model or tokenizer folder is missing or incomplete.
@@ -126,6 +130,7 @@ def compose_worker(  # noqa: PLR0913 - the parts of a worker
             record=record,
             trace=trace,
             hook_observers=hook_observers,
+            sharing=sharing,
         )
         undo.pop_all()
     return PolicyWorker(parts)
@@ -143,6 +148,7 @@ def compose_parts(  # noqa: PLR0913 - the parts of a worker
     record: RecordSpec | None = None,
     trace: TraceSpec | None = None,
     hook_observers: Sequence[HookObserver] = (),
+    sharing: DeviceSharing = "crowded",
 ) -> WorkerParts:
     """(collective) Return the parts of one rank, in a process whose default process group exists.
 
@@ -166,6 +172,7 @@ def compose_parts(  # noqa: PLR0913 - the parts of a worker
             rank=here.rank,
             keep_reference=keep_reference,
             adapter_reference=config.lora.reference,
+            sharing=sharing,
         )
         group = new_group(range(here.layout.world_size), backend="gloo")
         assert group is not None, "every rank is in it"

@@ -9,13 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
 import torch
 
-from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState, pinned_copy
+from nemo_rl.config.generation import DeviceSharing
+from nemo_rl.models.policy.workers.base import DeviceSide, Placement, WorkerState, placement_of
 from nemo_rl.models.policy.workers.engine import Engine
+from nemo_rl.models.policy.workers.moves import HostBuffers
 from nemo_rl.models.shards import local_shard
 
 __all__ = ["DeviceStates", "Shards"]
@@ -41,31 +44,27 @@ class Shards:
         weights: all of the model, or all of its adapters.
     """
 
-    def __init__(self, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], device_side: DeviceSide) -> None:
-        self._weights, self._device_side = weights, device_side
+    def __init__(self, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], host: HostBuffers) -> None:
+        self._weights, self._host = weights, host
 
     def held(self) -> list[torch.Tensor]:
         """Return the weights of the model, sharing memory."""
         # The local part first: of one that stays on the CPU, while the mesh is of GPUs, torch detaches no other.
         return [local_shard(weight).detach() for _, weight in self._weights()]
 
-    def copy(self) -> list[torch.Tensor]:
-        """Return copies on the CPU, pinned where there is a GPU."""
-        return [pinned_copy(shard, is_pinned=self._device_side.is_cuda) for shard in self.held()]
-
-    def copy_into(self, kept: list[torch.Tensor]) -> None:
-        """Copy the weights into memory that `copy` gave: pinning it is slow."""
-        for target, shard in zip(kept, self.held(), strict=True):
-            target.copy_(shard)
+    def copy(self, part: str) -> list[torch.Tensor]:
+        """Return copies on the CPU, pinned where there is a GPU; the next ones of the part take the same memory."""
+        copies = self._host.away(part, self.held())
+        self._host.settle()
+        return copies
 
     def write(self, values: list[torch.Tensor]) -> None:
         """Load copies into the model."""
         # From pinned memory the copies run one after another on the device's stream, without a wait for each.
         with torch.no_grad():
             for shard, value in zip(self.held(), values, strict=True):
-                shard.copy_(value, non_blocking=self._device_side.is_cuda)
-        if self._device_side.is_cuda:
-            torch.cuda.synchronize(self._device_side.device)
+                shard.copy_(value, non_blocking=True)
+        self._host.settle()
 
 
 class DeviceStates:
@@ -75,6 +74,7 @@ class DeviceStates:
         keep_reference: keep the present weights on the CPU, for `use_reference_model`; of a policy with adapters those
             of the adapters, and none where its reference is the model without them.
         adapter_reference: reference of a policy with adapters.
+        sharing: the other users of the device.
     """
 
     def __init__(
@@ -85,21 +85,25 @@ class DeviceStates:
         rank: int,
         keep_reference: bool,
         adapter_reference: Literal["base", "start"] = "base",
+        sharing: DeviceSharing = "crowded",
     ) -> None:
-        self._engine, self._device_side, self._rank = engine, device_side, rank
-        self.shards = Shards(engine.weights, device_side)
+        self._engine, self._device_side, self._rank, self._sharing = engine, device_side, rank, sharing
+        self._host = HostBuffers(is_pinned=device_side.is_cuda)
+        self.shards = Shards(engine.weights, self._host)
         has_adapters = bool(engine.adapter_infos())
         self._is_reference_base = has_adapters and adapter_reference == "base"
-        self._replaced = Shards(engine.adapters, device_side) if has_adapters else self.shards
+        self._replaced = Shards(engine.adapters, self._host) if has_adapters else self.shards
         """The tensors that hold other values while the reference is in place."""
-        self.reference = self._replaced.copy() if keep_reference and not self._is_reference_base else None
+        self.reference = self._replaced.copy("reference") if keep_reference and not self._is_reference_base else None
         """Parts of the reference weights, on the CPU; None where none are kept."""
         self._memory: dict[str, int] = {}
-        self._aside: list[torch.Tensor] = []
+        self.moved_bytes: dict[str, int] = {}
+        """Stage -> bytes moved to get ready for it, so far; on a CPU those that a GPU would have moved."""
         self._is_reference_in_use = False
         self._is_shut_down = False
         self._state = WorkerState.TRAINING
-        engine.check_placement(self._state)
+        self._placement = self._placement_in(self._state)
+        engine.check_placement(self._placement)
 
     @property
     def is_shut_down(self) -> bool:
@@ -116,12 +120,14 @@ class DeviceStates:
         self._note_peak()
         before, came_from = self._device_side.used_bytes(), self._state
         self._engine.drop_gradients()
+        placement = self._placement_in(state)
+        self._count_moves(STAGE_NAMES[state], placement)
         if self._device_side.is_cuda:
-            self._engine.move(self._engine.placement(state))
+            self._engine.move(placement, self._host)
             self._device_side.release_cache()
-        self._state = state
+        self._state, self._placement = state, placement
         self._device_side.reset_peak_memory_stats()
-        self._engine.check_placement(state)
+        self._engine.check_placement(placement)
         after = self._device_side.used_bytes()
         self._memory |= {f"{STAGE_NAMES[came_from]}_end": before, f"{STAGE_NAMES[state]}_start": after}
         logger.info(
@@ -133,6 +139,18 @@ class DeviceStates:
             after / MIB,
             self._device_side.device,
         )
+
+    def _placement_in(self, state: WorkerState) -> Placement:
+        placement = placement_of(state, cpu_offload=self._engine.cpu_offload, sharing=self._sharing)
+        return placement if placement.optimizer is not None else replace(placement, optimizer=self._placement.optimizer)
+
+    def _count_moves(self, stage: str, placement: Placement) -> None:
+        before, moved = self._placement, 0
+        if before.weights != placement.weights:
+            moved += sum(shard.nbytes for shard in self.shards.held())
+        if before.optimizer != placement.optimizer:
+            moved += sum(local_shard(moment).nbytes for moment in self._engine.moments())
+        self.moved_bytes[stage] = self.moved_bytes.get(stage, 0) + moved
 
     def enter(self, state: WorkerState) -> None:
         """Change the state, unless the worker is in it."""
@@ -186,15 +204,12 @@ class DeviceStates:
     def _reference_in_place(self) -> Iterator[None]:
         if self.reference is None:
             raise RuntimeError("no reference weights are kept; set loss_fn.reference_policy_kl_penalty above 0")
-        if self._aside:
-            self._replaced.copy_into(self._aside)
-        else:
-            self._aside = self._replaced.copy()
+        aside = self._replaced.copy("aside")
         self._replaced.write(self.reference)
         try:
             yield
         finally:
-            self._replaced.write(self._aside)
+            self._replaced.write(aside)
 
     # Memory.
 

@@ -37,14 +37,10 @@ from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, RankInfo
 from nemo_rl.models.policy.workers.base import (
     Placement,
-    WorkerState,
     check_placement,
-    move_model,
-    move_optimizer_state,
-    optimizer_tensors,
-    placement_of,
 )
 from nemo_rl.models.policy.workers.engine import Engine, Snapshot
+from nemo_rl.models.policy.workers.moves import HostBuffers, move_model, move_optimizer_state, optimizer_tensors
 from nemo_rl.records.record import DimSplit
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape
@@ -174,16 +170,22 @@ class DTensorEngine(Engine):
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def placement(self, state: WorkerState) -> Placement:
-        return placement_of(state, cpu_offload=self._config.dtensor_cfg.cpu_offload)
+    def moments(self) -> Iterator[torch.Tensor]:
+        return (value for _, value in optimizer_tensors(self.optimizer))
 
-    def move(self, placement: Placement) -> None:
-        move_model(self.model, placement, self._device)
-        move_optimizer_state(self.optimizer, self._device if placement.optimizer else torch.device("cpu"))
+    @property
+    def cpu_offload(self) -> bool:
+        return self._config.dtensor_cfg.cpu_offload
 
-    def check_placement(self, state: WorkerState) -> None:
+    def move(self, placement: Placement, host: HostBuffers) -> None:
+        if placement.optimizer is not None:
+            target = self._device if placement.optimizer else torch.device("cpu")
+            move_optimizer_state(self.optimizer, target, host)
+        move_model(self.model, placement, self._device, host)
+
+    def check_placement(self, placement: Placement) -> None:
         check_placement(
-            self.placement(state),
+            placement,
             model=self.model,
             optimizer=optimizer_tensors(self.optimizer),
             device=self._device,

@@ -20,7 +20,8 @@ from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, RankInfo, Runner
-from nemo_rl.models.policy.workers.base import Placement, WorkerState
+from nemo_rl.models.policy.workers.base import Placement
+from nemo_rl.models.policy.workers.moves import HostBuffers
 from nemo_rl.utils.flops import TransformerShape
 
 __all__ = ["Engine", "EngineFactory", "Schedule", "Snapshot"]
@@ -87,16 +88,21 @@ class Engine(ABC):
         """Free them."""
 
     @abstractmethod
-    def placement(self, state: WorkerState) -> Placement:
-        """Return the placement in a state."""
+    def moments(self) -> Iterator[torch.Tensor]:
+        """Return the optimizer's state on this rank, as far as it moves between the device and the CPU."""
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Return whether weights and optimizer never leave the CPU."""
+        return False
 
     @abstractmethod
-    def move(self, placement: Placement) -> None:
-        """Bring model and optimizer state where they belong; called on a GPU only."""
+    def move(self, placement: Placement, host: HostBuffers) -> None:
+        """Bring model and optimizer state where they belong; called on a GPU only, without gradients."""
 
     @abstractmethod
-    def check_placement(self, state: WorkerState) -> None:
-        """Raise AssertionError for a tensor that is elsewhere than `placement` of the state says."""
+    def check_placement(self, placement: Placement) -> None:
+        """Raise AssertionError for a tensor that is elsewhere."""
 
     # Full weights and checkpoints.
 

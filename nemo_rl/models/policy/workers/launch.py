@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.base import START_TIMEOUT_S
+from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.worker_mixin import ReplicaMember
 from nemo_rl.distributed.abort import AbortWatch, NoWatch, StepWatch
@@ -48,6 +49,8 @@ class WorkerSpec:
     """Hub to which passes show what is watched; None: none."""
     start_timeout_s: float = START_TIMEOUT_S
     """Seconds that the ranks wait for one another before the first collective."""
+    sharing: DeviceSharing = "crowded"
+    """The other users of the worker's device."""
     joins_process: bool = False
     """True for a second model in the process of another worker, which has made the process group of one rank."""
 
@@ -79,6 +82,7 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
             owns_group=not spec.joins_process,
             record=spec.record,
             trace=spec.trace,
+            sharing=spec.sharing,
         )
         worker = TQWorker(parts, replica=ReplicaMember.build(spec.layout, rank=spec.rank.rank), watch=watch)
         dist.barrier()

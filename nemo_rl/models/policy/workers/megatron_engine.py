@@ -50,8 +50,9 @@ from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, RankInfo
-from nemo_rl.models.policy.workers.base import Placement, WorkerState, check_placement, placement_of
+from nemo_rl.models.policy.workers.base import Placement, check_placement
 from nemo_rl.models.policy.workers.engine import Engine, Snapshot
+from nemo_rl.models.policy.workers.moves import HostBuffers
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape
 
@@ -205,10 +206,13 @@ class MegatronEngine(Engine):
         if all(buffer.grad_data.untyped_storage().size() for buffer in buffers):
             self.optimizer.zero_grad()
 
-    def placement(self, state: WorkerState) -> Placement:
-        return placement_of(state, cpu_offload=False)
+    def moments(self) -> Iterator[torch.Tensor]:
+        if not self._config.megatron_cfg.optimizer.optimizer_cpu_offload:
+            yield from (value for _, value in self.optimizer.state_tensors())
 
-    def move(self, placement: Placement) -> None:
+    def move(self, placement: Placement, host: HostBuffers) -> None:
+        if placement.optimizer is not None:
+            self.optimizer.move_state(self._here.device if placement.optimizer else torch.device("cpu"), host)
         target = self._here.device if placement.weights else torch.device("cpu")
         for buffer in (*self.model.ddp.buffers, *self.model.ddp.expert_parallel_buffers):
             # Gradients live in buffers of their own; with a distributed optimizer the weights do, too.
@@ -216,25 +220,23 @@ class MegatronEngine(Engine):
             move(move_params=True, move_grads=False)
             move = buffer.reload_from_cpu if placement.has_gradients else buffer.offload_to_cpu
             move(move_params=False, move_grads=True)
-        has_moved = False
-        for weight in self._outside_buffers():
-            has_moved |= weight.device != target
-            weight.data = weight.data.to(target)
-        if has_moved:
+        leaving = [weight for weight in self._outside_buffers() if weight.device.type != target.type]
+        for weight, moved in zip(leaving, host.moved("parameters", leaving, target), strict=True):
+            weight.data = moved
+        if leaving:
             collect_gradients(self.model.ddp)
-        self.optimizer.move_state(self._here.device if placement.optimizer else torch.device("cpu"))
 
-    def check_placement(self, state: WorkerState) -> None:
+    def check_placement(self, placement: Placement) -> None:
         if self.model.ddp.ddp_config.use_distributed_optimizer:
             # Trained weights are views of a buffer that is freed in place: their device does not change.
-            expected = self._here.device.type if self.placement(state).weights else "cpu"
+            expected = self._here.device.type if placement.weights else "cpu"
             for name, weight in self.model.module.named_parameters():
                 found = weight.device.type
                 assert weight.requires_grad or found == expected, f"{name} is on {found}, expected {expected}"
             return
         is_offloaded = self._config.megatron_cfg.optimizer.optimizer_cpu_offload
         check_placement(
-            self.placement(state),
+            placement,
             model=self.model.module,
             optimizer=() if is_offloaded else self.optimizer.state_tensors(),
             device=self._here.device,

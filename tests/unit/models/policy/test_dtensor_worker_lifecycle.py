@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
+from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.models.dtensor.optim import INITIAL_SCALE
@@ -21,11 +22,12 @@ from nemo_rl.models.policy.workers.base import (
     Placement,
     WorkerState,
     check_placement,
-    move_model,
-    optimizer_tensors,
     placement_of,
 )
+from nemo_rl.models.policy.workers.moves import HostBuffers, move_model, optimizer_tensors
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.shards import local_shard
+from nemo_rl.torch_private import replace_tensors, with_shard
 from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
 
 LOSS = PolicyLoss(config=LossConfig())
@@ -98,15 +100,81 @@ def test_a_tensor_on_another_device_is_found(worker: PolicyWorker, on_device: st
 def test_cpu_offload_keeps_weights_and_optimizer_on_the_cpu_and_moves_buffers() -> None:
     model = torch.nn.BatchNorm1d(3)
     placement = placement_of(WorkerState.TRAINING, cpu_offload=True)
-    move_model(model, placement, META)
+    host = HostBuffers(is_pinned=False)
+    move_model(model, placement, META, host)
     assert model.weight.device.type == "cpu" and model.running_mean.device == META
     assert [name for name, _ in model.named_buffers()] == ["running_mean", "running_var", "num_batches_tracked"]
     optimizer = torch.optim.AdamW(model.parameters())
     check_placement(placement, model=model, optimizer=optimizer_tensors(optimizer), device=META)
-    move_model(model, placement_of(WorkerState.TRAINING, cpu_offload=False), META)
+    move_model(model, placement_of(WorkerState.TRAINING, cpu_offload=False), META, host)
     assert model.weight.device == META
     with pytest.raises(AssertionError, match="parameter weight is on meta, expected cpu"):
         check_placement(placement, model=model, optimizer=optimizer_tensors(optimizer), device=META)
+
+
+def test_a_cycle_of_moves_keeps_every_bit_and_the_memory_on_the_cpu(folder: Path) -> None:
+    worker, host = tiny_worker(tiny_policy(folder)), HostBuffers(is_pinned=False)
+    worker.train(tiny_batch(), LOSS)
+    tensors = [local_shard(moment) for moment in worker.engine.moments()] + worker.device_states.shards.held()
+    tensors.append(torch.arange(7, dtype=torch.int64))
+    places = list[list[int]]()
+    for _ in range(2):
+        away = host.away("all", tensors)
+        back = host.back("all", away, worker.device)
+        assert all(map(torch.equal, away, tensors)) and all(map(torch.equal, back, tensors))
+        # What comes back is another memory, one per dtype, which the next one to leave does not change.
+        assert len({tensor.untyped_storage().data_ptr() for tensor in back}) == 2
+        places.append([tensor.data_ptr() for tensor in away])
+        assert not {tensor.data_ptr() for tensor in back} & set(places[-1])
+        tensors = [tensor + 1 for tensor in back]
+    assert places[0] == places[1]
+    worker.shutdown()
+
+
+def test_a_model_whose_tensors_are_replaced_trains_on_to_the_same_bits(folder: Path) -> None:
+    results = []
+    for moves in (False, True):
+        worker, host = tiny_worker(tiny_policy(folder)), HostBuffers(is_pinned=False)
+        worker.train(tiny_batch(), LOSS)
+        if moves:
+            model = worker.engine.model
+            old = list(model.parameters())
+            new = host.away("parameters", [local_shard(weight) for weight in old])
+            by_id = {id(weight): with_shard(weight, shard) for weight, shard in zip(old, new, strict=True)}
+            worker.engine.drop_gradients()
+            replace_tensors(model, lambda tensor, by_id=by_id: by_id.get(id(tensor), tensor))
+            assert all(weight is kept for weight, kept in zip(model.parameters(), old, strict=True))
+            assert [local_shard(weight).data_ptr() for weight in old] == [shard.data_ptr() for shard in new]
+        results.append((worker.train(tiny_batch(), LOSS).loss, _weights(worker)))
+        worker.shutdown()
+    assert results[0][0] == results[1][0] and _same(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize(
+    ("sharing", "to_logprobs", "to_training"),
+    [("alone", 0.0, 0.0), ("turns", 0.0, 0.0), ("crowded", 1.0, 1.0)],
+)
+def test_log_probabilities_leave_the_optimizer_where_it_is(
+    folder: Path, sharing: DeviceSharing, to_logprobs: float, to_training: float
+) -> None:
+    worker = tiny_worker(tiny_policy(folder), sharing=sharing)
+    worker.train(tiny_batch(), LOSS)
+    optimizer = sum(local_shard(moment).nbytes for moment in worker.engine.moments())
+    weights = sum(shard.nbytes for shard in worker.device_states.shards.held())
+    worker.prepare_for_lp_inference()
+    worker.prepare_for_training()
+    moved = worker.device_states.moved_bytes
+    assert moved == {"logprobs": to_logprobs * optimizer, "train": to_training * optimizer}
+    # For engines that wake, everything leaves; the optimizer comes back for training and not before.
+    worker.offload_before_refit()
+    worker.offload_after_refit()
+    worker.prepare_for_lp_inference()
+    worker.prepare_for_training()
+    is_shared = sharing != "alone"
+    assert moved["refit"] == is_shared * optimizer and moved["generation"] == is_shared * weights
+    assert moved["logprobs"] == to_logprobs * optimizer + is_shared * weights
+    assert moved["train"] == to_training * optimizer + is_shared * optimizer
+    worker.shutdown()
 
 
 def test_float16_overflow_halves_the_scale_and_repeats_the_step(folder: Path) -> None:
