@@ -60,7 +60,7 @@ class Placement:
     weights: bool
     buffers: bool
     optimizer: bool | None
-    """None leaves it where it is."""
+    """Place of the optimizer; None leaves it where it is."""
     has_gradients: bool
     """True where gradients may exist."""
 
