@@ -28,6 +28,7 @@ __all__ = [
     "logprobs_with_entropy",
     "logprobs_with_squares",
     "negative_log_likelihood",
+    "rows_per_chunk",
     "token_logprobs",
 ]
 
@@ -53,8 +54,9 @@ def js(log_ratio: torch.Tensor) -> torch.Tensor:
 
 Extra: TypeAlias = Literal["entropy", "squared_probs"]
 """Names of what may be computed of a token's whole distribution, besides the token's log-probability."""
-# Float32 numbers of one chunk of logits (16 MiB): bounds what the softmax holds at one time.
-CHUNK_ELEMENTS = 4 * 1024 * 1024
+CHUNK_ELEMENTS = {"cpu": 4 << 20, "cuda": 256 << 20}
+"""Type of a device -> elements of one chunk of logits, which bound what the softmax holds at one time. A CPU's fit its
+caches; on a GPU fewer chunks are fewer launches, and 256 Mi float32 numbers are 1 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,10 +300,20 @@ def _columns(targets_M: torch.Tensor, first: int, width: int) -> tuple[torch.Ten
     return torch.where(is_here, targets_M - first, 0), is_here
 
 
+def rows_per_chunk(device_type: str, vocab: int) -> int:
+    """Return the positions whose logits make one chunk.
+
+    Example:
+        >>> rows_per_chunk("cpu", 151_936), rows_per_chunk("cuda", 151_936)
+        (27, 1766)
+    """
+    return max(1, CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS["cpu"]) // vocab)
+
+
 def chunks_of(logits_MV: torch.Tensor) -> list[slice]:
     """Return the rows of each chunk of logits."""
     count, vocab = logits_MV.shape
-    step = max(1, CHUNK_ELEMENTS // vocab)
+    step = rows_per_chunk(logits_MV.device.type, vocab)
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 

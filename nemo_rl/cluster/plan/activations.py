@@ -147,7 +147,8 @@ def scores_bytes(setting: PlanSetting, tokens: PassTokens) -> int:
 def _seam(setting: PlanSetting, tokens: PassTokens, *, logits: int, with_gradients: bool) -> int:
     """Return the bytes at the loss: the logits twice, and one chunk of them several times, mostly in float32."""
     elements = tokens.selected * _columns(setting)
-    chunk, before = min(elements, CHUNK_ELEMENTS), FLOAT32_BYTES if elements > CHUNK_ELEMENTS else 0
+    limit = CHUNK_ELEMENTS["cuda" if setting.config.cluster.gpus_per_node > 0 else "cpu"]
+    chunk, before = min(elements, limit), FLOAT32_BYTES if elements > limit else 0
     half = setting.element_bytes if with_gradients and setting.element_bytes < FLOAT32_BYTES else 0
     generation, loss = setting.policy.generation, setting.config.loss_fn
     per_element = [2 * FLOAT32_BYTES + half]

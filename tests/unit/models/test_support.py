@@ -105,7 +105,7 @@ def test_sets_of_other_tokens_are_refused(fault: str) -> None:
 def test_values_and_gradients_under_the_sets_equal_a_float64_reference(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 3 * 40)
+    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 3 * 40)
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(11, 40, generator=generator) * 2).requires_grad_()
     # Sets of 1 to 11 tokens, chosen without regard to the logits: the trainer's own set would be another one.

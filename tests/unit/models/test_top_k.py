@@ -13,7 +13,7 @@ ROWS, VOCAB = 11, 40
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 3 * VOCAB)
+    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 3 * VOCAB)
 
 
 def draw_logits() -> torch.Tensor:
