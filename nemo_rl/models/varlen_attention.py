@@ -3,8 +3,9 @@
 Registered with Hugging Face models as `nrl_varlen`; a forward pass hands its `Segments` to every layer as the keyword
 `segments`, and the mask that a model asks for arrives as a `Pattern`. Invariant: a token attends to itself and to
 earlier tokens of its own sequence only, by construction: a call sees sequences as rows of a batch, and no mask over the
-whole row exists. Shapes: n rows, S positions of the pass, s = S / ranks local ones, g sequences of one length, H query
-heads, G key heads, D head dimension.
+whole row exists. What one kernel can do is one operation (`segment_attention`); context-parallel passes, and models
+with sinks, capped scores or dropout, take a call for each of a few groups of sequences. Shapes: n rows, S positions of
+the pass, s = S / ranks local ones, g sequences of a group, H query heads, G key heads, D head dimension.
 
 Zigzag: a sequence of length L is cut into 2 x ranks chunks; rank r holds chunks r and 2 x ranks - 1 - r, so that every
 rank has the same causal work.
@@ -12,11 +13,12 @@ rank has the same causal work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.attention.bias import causal_lower_right
@@ -25,6 +27,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from nemo_rl.distributed.differentiable import gather_along
+from nemo_rl.models.segment_attention import MOST_HEAD_DIM, segment_attention, varlen_on_device
 
 try:  # An optional kernel of its own package, for half precision on GPU.
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
@@ -34,11 +37,20 @@ except ImportError:
 __all__ = ["ATTENTION_NAME", "Pattern", "Segments", "varlen_attention"]
 
 ATTENTION_NAME = "nrl_varlen"
+MOST_GROUPS = 4
+"""Most calls of attention in a pass of one rank where one operation cannot serve it."""
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+LEAST_CAPACITY = 2048
+"""Least length that is announced to the kernel, so that it does not change with every microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Runs of queries of as many sequences of one length, and the keys that they may see."""
+    """Runs of queries of as many sequences, and the keys that they may see.
+
+    A sequence that is shorter than the others is filled up with its last position; those queries are not looked at, and
+    no earlier one sees those keys.
+    """
 
     queries: torch.Tensor
     """`[g, q]` int64: local positions."""
@@ -46,9 +58,10 @@ class Run:
     """`[g, k]` int64: positions of the row, k at least q; the last query sees all k."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Segments:
     """The beginnings and ends of sequences in the rows of a pass.
+
+    No dataclass: FSDP would copy one for every layer, and with it all that is made once per microbatch.
 
     Example:
         Lengths 8 and 4 on rank 0 of 2: chunks of 2 and 1 tokens.
@@ -56,20 +69,31 @@ class Segments:
         [0, 1, 6, 7, 8, 11]
     """
 
-    lengths: tuple[int, ...]
-    """Tokens of each sequence over all context ranks, padding included; the same in each of the n rows."""
-    cp_size: int = 1
-    cp_rank: int = 0
-    group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    """Context-parallel ranks; None on one."""
-    device: torch.device = field(default=torch.device("cpu"), compare=False)
-    """Device of the pass and its positions."""
-
-    def __post_init__(self) -> None:
-        pieces = 2 * self.cp_size if self.cp_size > 1 else 1
-        uneven = [length for length in self.lengths if length % pieces]
+    def __init__(
+        self,
+        *,
+        lengths: tuple[int, ...],
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Args:
+        lengths: tokens of each sequence over all context ranks, padding included; the same in each of the n rows.
+        group: context-parallel ranks; None on one.
+        device: of the pass and its positions; None means the CPU.
+        """
+        self.lengths, self.cp_size, self.cp_rank, self.group = lengths, cp_size, cp_rank, group
+        self.device = device or torch.device("cpu")
+        pieces = 2 * cp_size if cp_size > 1 else 1
+        uneven = [length for length in lengths if length % pieces]
         if uneven:
             raise ValueError(f"a sequence of {uneven[0]} tokens does not divide into {pieces} chunks; pad it")
+        ends = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+        self.ends = ends.to(self.device, non_blocking=True)
+        """`[g + 1]` int32: first position of each sequence, and S."""
+        self.capacity = max(LEAST_CAPACITY, 1 << (max(lengths, default=1) - 1).bit_length())
+        """A power of two that no length exceeds, for kernels."""
 
     def local_positions(self, rank: int | None = None) -> torch.Tensor:
         """Return `[s]` int64: positions of the row that a rank holds, in its order."""
@@ -88,23 +112,29 @@ class Segments:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """Return all attention of this rank: sequences of one length together, so that there are few calls."""
-        together: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """Return all attention of this rank: sequences of like lengths together, so that there are few calls."""
+        longest_of: dict[int, int] = _grouped(self.lengths) if self.cp_size == 1 else {}
+        together: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         local = 0
         for start, length in zip(self._starts, self.lengths, strict=True):
             for first, stop in self._pieces(self.cp_rank, length):
-                together.setdefault((stop - first, stop), []).append((local, start))
+                filled = longest_of.get(length, length) - length
+                last = length - 1 if self.cp_size == 1 else stop
+                together.setdefault((stop - first + filled, stop + filled), []).append((local, start, last))
                 local += stop - first
-        return [
-            Run(self._ranges([at for at, _ in places], queries), self._ranges([start for _, start in places], keys))
-            for (queries, keys), places in together.items()
-        ]
+        runs = []
+        for (queries, keys), places in together.items():
+            local_g, start_g, last_g = np.array(places).T
+            runs.append(Run(self._ranges(local_g, queries, last_g), self._ranges(start_g, keys, last_g)))
+        return runs
 
     @cached_property
     def local_order(self) -> torch.Tensor:
         """Return `[s]` int64: index into the queries of all runs, one after the other, that puts them in local
         order."""
-        return torch.cat([run.queries.flatten() for run in self.runs]).argsort()
+        positions = torch.cat([run.queries.flatten() for run in self.runs]).cpu().numpy()
+        # The first of several places is the query itself, the others fill its sequence up.
+        return torch.from_numpy(np.unique(positions, return_index=True)[1]).to(self.device)
 
     @property
     def _starts(self) -> list[int]:
@@ -117,8 +147,32 @@ class Segments:
         chunk = length // (2 * self.cp_size)
         return [(place * chunk, (place + 1) * chunk) for place in (rank, 2 * self.cp_size - 1 - rank)]
 
-    def _ranges(self, starts: list[int], count: int) -> torch.Tensor:
-        return torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
+    def _ranges(self, start_g: np.ndarray, count: int, last_g: np.ndarray) -> torch.Tensor:
+        places = start_g[:, None] + np.minimum(np.arange(count), last_g[:, None])
+        return torch.from_numpy(places).to(self.device)
+
+
+@lru_cache(maxsize=64)
+def _grouped(lengths: tuple[int, ...]) -> dict[int, int]:
+    """Return length -> longest of its group, of at most `MOST_GROUPS` groups with the least attention in all."""
+    counts = Counter(lengths)
+    length_d = np.array(sorted(counts))
+    before_d = np.cumsum([0, *(counts[length] for length in length_d.tolist())])
+    # cost[first, last]: attention of the lengths from first to last as one group.
+    cost_dd = (before_d[None, 1:] - before_d[:-1, None]) * length_d.astype(float) ** 2
+    cost_dd[np.tril_indices(len(length_d), -1)] = np.inf
+    best_d, cuts = cost_dd[0], []
+    for _ in range(min(MOST_GROUPS, len(length_d)) - 1):
+        whole_dd = np.concatenate([[np.inf], best_d[:-1]])[:, None] + cost_dd
+        cuts.append(whole_dd.argmin(0))
+        best_d = whole_dd.min(0)
+    longest_of: dict[int, int] = {}
+    last = len(length_d) - 1
+    for cut_d in reversed([np.zeros(len(length_d), dtype=int), *cuts]):
+        first = int(cut_d[last])
+        longest_of |= {int(length): int(length_d[last]) for length in length_d[first : last + 1]}
+        last = first - 1
+    return longest_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +231,11 @@ class _Options:
         """Return whether scores must be computed here, since no fused kernel has what they need."""
         return self.softcap is not None or self.sinks is not None
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether one operation can serve all sequences of a pass."""
+        return not self.has_own_scores and self.dropout == 0.0
+
 
 def varlen_attention(  # noqa: PLR0913 - transformers calls it so
     module: torch.nn.Module,
@@ -212,13 +271,22 @@ def varlen_attention(  # noqa: PLR0913 - transformers calls it so
         raise ValueError(f"{type(module).__name__} makes its own mask, which attention over segments cannot follow")
     segments = segments or Segments(lengths=(query.shape[2],), device=query.device)
     options = _Options(scaling=scaling, dropout=dropout, pattern=attention_mask, softcap=softcap, sinks=s_aux)
+    if segments.group is None and options.is_plain and query.shape[3] == value.shape[3]:
+        window = 0 if options.pattern is None else options.pattern.window
+        is_chunked = options.pattern is not None and options.pattern.is_chunked
+        if query.device.type == "cpu":
+            return segment_attention(query, key, value, segments.ends, window, is_chunked, scaling)[0], None
+        if _has_varlen(query, is_chunked=is_chunked):
+            if flash_attn_varlen_func is not None:
+                return _flash(query, key, value, segments, options), None
+            ends, most = segments.ends, segments.capacity
+            found = varlen_on_device(query, key, value, ends, most=most, window=window, scale=scaling)
+            return found, None
     if segments.group is not None:
         key = gather_along(key, segments.group, dim=2).index_select(2, segments.row_order)
         value = gather_along(value, segments.group, dim=2).index_select(2, segments.row_order)
-    if len(segments.lengths) == 1 and segments.cp_size == 1:
+    elif len(segments.lengths) == 1:
         return _attend(query, key, value, options).transpose(1, 2).contiguous(), None
-    if _has_flash(query, options) and segments.cp_size == 1:
-        return _flash(query, key, value, segments.lengths, options), None
     outputs = []
     for run in segments.runs:
         q = _take(query, run.queries)
@@ -237,13 +305,17 @@ def _take(heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options) -> torch.Tensor:
     """The last query sees every key in its window, each earlier one a key less."""
     repeat = q.shape[1] // k.shape[1]
-    if repeat > 1:
+    # Fused kernels of half precision on CUDA take fewer key heads; others would fall back to whole scores.
+    is_grouped = repeat > 1 and q.is_cuda and q.dtype in HALF_DTYPES and not options.has_own_scores
+    if repeat > 1 and not is_grouped:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     queries, keys = q.shape[2], k.shape[2]
     pattern = options.pattern if options.pattern is not None and options.pattern.window < keys else None
     if options.has_own_scores:
         return _attend_by_scores(q, k, v, pattern, options)
-    attend = partial(scaled_dot_product_attention, dropout_p=options.dropout, scale=options.scaling)
+    attend = partial(
+        scaled_dot_product_attention, dropout_p=options.dropout, scale=options.scaling, enable_gqa=is_grouped
+    )
     if pattern is not None:
         return attend(q, k, v, attn_mask=pattern.mask(queries, keys, q.device))
     if queries == keys:
@@ -268,27 +340,23 @@ def _attend_by_scores(
     return torch.nn.functional.dropout(weights_nHqk, options.dropout) @ v
 
 
-def _has_flash(query: torch.Tensor, options: _Options) -> bool:
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    is_plain = not options.has_own_scores and options.dropout == 0.0
-    is_plain &= options.pattern is None or not options.pattern.is_chunked
-    return flash_attn_varlen_func is not None and query.is_cuda and is_half and is_plain
+def _has_varlen(query: torch.Tensor, *, is_chunked: bool) -> bool:
+    """Return whether one kernel on CUDA serves all sequences of a packed row."""
+    is_half = query.is_cuda and query.dtype in HALF_DTYPES
+    return is_half and not is_chunked and query.shape[0] == 1 and query.shape[3] <= MOST_HEAD_DIM
 
 
 def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], options: _Options
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, options: _Options
 ) -> torch.Tensor:
-    """Return all sequences of all rows in one kernel."""
-    rows = query.shape[0]
-    counts = torch.tensor([0, *(list(lengths) * rows)], device=query.device)
-    starts = counts.cumsum(0, dtype=torch.int32)
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    longest = max(lengths)
+    """Return all sequences of the row in one kernel of the package flash-attn."""
+    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    ends, most = segments.ends, segments.capacity
     back = -1 if options.pattern is None else options.pattern.window - 1
     result: torch.Tensor = flash_attn_varlen_func(
-        *flat, starts, starts, longest, longest, softmax_scale=options.scaling, causal=True, window_size=(back, 0)
+        *flat, ends, ends, most, most, softmax_scale=options.scaling, causal=True, window_size=(back, 0)
     )
-    return result.view(rows, -1, *result.shape[1:])
+    return result[None]
 
 
 AttentionInterface.register(ATTENTION_NAME, varlen_attention)

@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from nemo_rl.models.varlen_attention import ATTENTION_NAME, Pattern, Segments, varlen_attention
+from tests.helpers.dispatched_ops import DispatchedOps
 from tests.helpers.tiny_model import tiny_model
 
 LENGTHS = (5, 1, 9)
@@ -81,6 +82,33 @@ def test_sequences_of_one_length_share_a_call() -> None:
 def test_a_sequence_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(ValueError, match="a sequence of 6 tokens does not divide into 4 chunks"):
         Segments(lengths=(8, 6), cp_size=2)
+
+
+def test_sequences_of_many_lengths_share_few_calls() -> None:
+    lengths = tuple(range(3, 19))
+    query, key, value = heads(sum(lengths), 4), heads(sum(lengths), 2), heads(sum(lengths), 2) + 1
+    ops = []
+    for case in (lengths, (10,) * 16):
+        segments = Segments(lengths=case)
+        assert segments.runs
+        assert len(segments.local_order) == sum(case)
+        with DispatchedOps() as counter:
+            varlen_attention(MODULE, query, key, value, None, softcap=2.0, segments=segments)
+        ops.append(counter.total)
+    assert ops[0] <= 4 * ops[1], f"{ops[0]} operations for 16 lengths, {ops[1]} for one"
+    # Without a cap one operation of this project serves all.
+    with DispatchedOps() as counter:
+        varlen_attention(MODULE, query, key, value, None, segments=Segments(lengths=lengths))
+    assert counter.ops["nrl.segment_attention.default"] == 1
+
+
+@pytest.mark.parametrize("pattern", [None, Pattern(window=3), Pattern(window=3, is_chunked=True)])
+def test_gradients_of_the_operation_are_those_of_its_formula(pattern: Pattern | None) -> None:
+    segments = Segments(lengths=(2, 2, 5))
+    inputs = [each.requires_grad_() for each in (heads(9, 4), heads(9, 2) * 2, heads(9, 2) + 1)]
+    assert torch.autograd.gradcheck(
+        lambda *given: varlen_attention(MODULE, *given, pattern, scaling=0.5, segments=segments)[0], inputs
+    )
 
 
 @pytest.mark.parametrize("window", [1, 3, 20])
