@@ -96,19 +96,20 @@ class Segments:
         """A power of two that no length exceeds, for kernels."""
 
     def local_positions(self, rank: int | None = None) -> torch.Tensor:
-        """Return `[s]` int64: positions of the row that a rank holds, in its order."""
+        """Return `[s]` int64 on the CPU: positions of the row that a rank holds, in its order."""
         rank = self.cp_rank if rank is None else rank
         parts = [
-            torch.arange(start + first, start + stop, device=self.device)
+            np.arange(start + first, start + stop)
             for start, length in zip(self._starts, self.lengths, strict=True)
             for first, stop in self._pieces(rank, length)
         ]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self.device)
+        return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
 
     @cached_property
     def row_order(self) -> torch.Tensor:
         """Return `[S]` int64: index into all ranks' positions side by side that puts them in the row's order."""
-        return torch.cat([self.local_positions(rank) for rank in range(self.cp_size)]).argsort()
+        order = torch.cat([self.local_positions(rank) for rank in range(self.cp_size)]).argsort()
+        return order.to(self.device, non_blocking=True)
 
     @cached_property
     def runs(self) -> list[Run]:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_rl.algorithms.losses.measures import TokenMeasures
 from nemo_rl.algorithms.losses.normalization import token_weights, weighed
-from nemo_rl.algorithms.losses.policy_loss import total
 from nemo_rl.models.logprobs import negative_log_likelihood
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
-from nemo_rl.utils.metrics import Reduction, Sum
 
 __all__ = ["NLLLoss"]
 
@@ -29,5 +28,8 @@ class NLLLoss:
     ) -> LossOutput:
         weight_NT = token_weights(batch)
         loss = negative_log_likelihood(token_logprobs, weight_NT, total=scale.valid_tokens or 1.0)
-        metrics: dict[str, Reduction] = {"loss": Sum(loss.item()), "valid_tokens": Sum(total(weight_NT))}
+        measures = TokenMeasures(weight_NT)
+        measures.number("loss", loss)
+        measures.number("valid_tokens", weight_NT.sum(dtype=torch.float64))
+        metrics = measures.deferred()
         return LossOutput(loss=loss, metrics=metrics, token_losses=weighed(-token_logprobs, weight_NT))

@@ -7,7 +7,7 @@
       |- kl_term, entropy      plus beta KL, minus c H
       |- distillation_term     plus c KL to a teacher, or in place of the term (distillation.py)
       |- normalize             over the counts of the whole global batch     (normalization.py)
-      `- policy_metrics        mismatch, ratios, shares
+      `- TokenMeasures         mismatch, ratios, shares                      (measures.py)
 
 The driver builds one and sends it to the workers, which call it per microbatch. Invariant: a loss divides by the
 counts of the whole global batch (`LossScale`) and gets whole rows, so the sum over microbatches and ranks does not
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.losses.distillation import distillation_term
+from nemo_rl.algorithms.losses.measures import TokenMeasures
 from nemo_rl.algorithms.losses.normalization import normalize, token_weights, weighed
 from nemo_rl.algorithms.losses.off_policy import LOG_BOUND, Correction, off_policy_weights
 from nemo_rl.algorithms.losses.terms import PolicyInputs, PolicyTerm, TermOutput
@@ -45,20 +46,16 @@ from nemo_rl.models.policy.interfaces import (
     LossOutput,
     LossScale,
 )
-from nemo_rl.utils.metrics import Max, Mean, Min, Reduction, Sum
 
 __all__ = [
     "DistillationLoss",
     "KlTerm",
     "PolicyLoss",
     "build_loss",
-    "extremes",
     "kl_term",
-    "metrics_by_staleness",
-    "mismatch_metrics",
-    "policy_metrics",
-    "total",
-    "weighted_mean",
+    "measure_by_staleness",
+    "measure_mismatch",
+    "measure_policy",
 ]
 
 GENERATION, REFERENCE = "generation_logprobs", "reference_policy_logprobs"
@@ -115,6 +112,14 @@ class PolicyLoss:
     def __call__(
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
     ) -> LossOutput:
+        loss, token_losses_NT, measures = self._measured(token_logprobs, batch, scale)
+        measures.number("loss", loss)
+        return LossOutput(loss=loss, metrics=measures.deferred(), token_losses=token_losses_NT)
+
+    def _measured(
+        self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], scale: LossScale
+    ) -> tuple[torch.Tensor, torch.Tensor, TokenMeasures]:
+        """Return the loss, what each token adds to its sum, and what is measured of it."""
         config = self.config
         tokens = self._tokens(token_logprobs, batch)
         inputs, weight_NT = tokens.inputs, tokens.weight_NT
@@ -125,40 +130,38 @@ class PolicyLoss:
             values_NT = correction.weight_NT * values_NT
         loss = normalize(values_NT, weight_NT, scale=scale, config=config)
         token_losses_NT = weighed(values_NT, weight_NT)
-        metrics = policy_metrics(
-            logprobs_NT=inputs.logprobs_NT.detach(),
-            log_ratio_NT=inputs.log_ratio_NT.detach(),
-            weight_NT=weight_NT,
-        )
-        if self.prev_field != GENERATION or scale.is_first_update:
-            # Later updates have moved away from the sampler, which here stands for pi_old.
-            metrics |= mismatch_metrics(tokens.gen_log_ratio_NT, weight_NT)
-        metrics |= _share_metrics(tokens, found, correction)
-        if self.by_staleness:
-            metrics |= metrics_by_staleness(
-                batch[STALENESS],
-                gen_log_ratio_NT=tokens.gen_log_ratio_NT,
-                is_clipped_NT=found.is_clipped_NT,
-                weight_NT=weight_NT,
-            )
-        metrics["actor_loss"] = Sum(loss.item())
+        measures = TokenMeasures(weight_NT)
+        with torch.no_grad():
+            measure_policy(measures, logprobs_NT=inputs.logprobs_NT, log_ratio_NT=inputs.log_ratio_NT)
+            measures.number("valid_sequences", weight_NT.amax(1).sum(dtype=torch.float64))
+            if self.prev_field != GENERATION or scale.is_first_update:
+                # Later updates have moved away from the sampler, which here stands for pi_old.
+                measure_mismatch(measures, tokens.gen_log_ratio_NT)
+            _measure_shares(measures, tokens, found, correction)
+            if self.by_staleness:
+                measure_by_staleness(
+                    measures,
+                    batch[STALENESS],
+                    gen_log_ratio_NT=tokens.gen_log_ratio_NT,
+                    is_clipped_NT=found.is_clipped_NT,
+                )
+        measures.number("actor_loss", loss)
         if config.adds_kl:
             kl = self._kl(token_logprobs, tokens, batch)
             kl_loss = config.reference_policy_kl_penalty * normalize(kl.values, weight_NT, scale=scale, config=config)
             loss = loss + kl_loss
             token_losses_NT = token_losses_NT + config.reference_policy_kl_penalty * weighed(kl.values, weight_NT)
-            metrics["kl_penalty"] = Sum(kl_loss.item())
-            metrics["reference_kl"] = weighted_mean(kl.values, weight_NT)
-            metrics["kl_clamped_tokens"] = Sum(total(weight_NT[kl.is_clamped]))
+            measures.number("kl_penalty", kl_loss)
+            measures.mean("reference_kl", kl.values)
+            measures.total("kl_clamped_tokens", kl.is_clamped)
         if config.entropy_coefficient > 0:
             entropy_NT = batch[ENTROPY]
             bonus = config.entropy_coefficient * normalize(entropy_NT, weight_NT, scale=scale, config=config)
             loss = loss - bonus
             token_losses_NT = token_losses_NT - config.entropy_coefficient * weighed(entropy_NT, weight_NT)
-            metrics["entropy_bonus"] = Sum(bonus.item())
-            metrics["entropy"] = weighted_mean(entropy_NT, weight_NT)
-        metrics["loss"] = Sum(loss.item())
-        return LossOutput(loss=loss, metrics=metrics, token_losses=token_losses_NT)
+            measures.number("entropy_bonus", bonus)
+            measures.mean("entropy", entropy_NT)
+        return loss, token_losses_NT, measures
 
     def _tokens(self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> _LossColumns:
         weight_NT = token_weights(batch)
@@ -231,47 +234,41 @@ class DistillationLoss(PolicyLoss):
     def input_fields(self) -> tuple[str, ...]:
         return (*super().input_fields, TOPK_IDS, TOPK_LOGPROBS, POLICY_TOPK)
 
-    def __call__(
-        self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
-    ) -> LossOutput:
+    def _measured(
+        self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], scale: LossScale
+    ) -> tuple[torch.Tensor, torch.Tensor, TokenMeasures]:
         config, section = self.config, self.config.distillation
         if not config.has_policy_term:
             # The gradient of the policy is that of its advantages: 0, with all that is measured.
             batch = {**batch, ADVANTAGES: torch.zeros_like(batch[ADVANTAGES])}
-        output, weight_NT = super().__call__(token_logprobs, batch, scale=scale), token_weights(batch)
+        loss, token_losses_NT, measures = super()._measured(token_logprobs, batch, scale)
+        weight_NT = token_weights(batch)
         found = distillation_term(batch[POLICY_TOPK], batch[TOPK_LOGPROBS], weight_NT > 0, section)
         distilled = section.coefficient * normalize(found.values_NT, weight_NT, scale=scale, config=config)
-        loss, metrics = output.loss + distilled, dict(output.metrics)
         if not config.has_policy_term:
-            del metrics["actor_loss"]
+            measures.forget("actor_loss")
         for name, values_NT in found.measured.items():
-            metrics[f"distillation/{name}"] = weighted_mean(values_NT, weight_NT)
-        metrics |= {"distillation_loss": Sum(distilled.item()), "loss": Sum(loss.item())}
-        assert output.token_losses is not None, "the policy loss says what each token adds"
-        token_losses_NT = output.token_losses + section.coefficient * weighed(found.values_NT, weight_NT)
-        return LossOutput(loss=loss, metrics=metrics, token_losses=token_losses_NT)
+            measures.mean(f"distillation/{name}", values_NT)
+        measures.number("distillation_loss", distilled)
+        token_losses_NT = token_losses_NT + section.coefficient * weighed(found.values_NT, weight_NT)
+        return loss + distilled, token_losses_NT, measures
 
 
-def _share_metrics(tokens: _LossColumns, found: TermOutput, correction: Correction | None) -> dict[str, Reduction]:
-    """Return what bounds did: clipped, masked, truncated, clamped; and the weights of the correction."""
-    weight_NT = tokens.weight_NT
-    masked_NT = torch.zeros_like(tokens.inputs.mask_NT)
-    if found.is_masked_NT is not None:
-        masked_NT = masked_NT | found.is_masked_NT
+def _measure_shares(
+    measures: TokenMeasures, tokens: _LossColumns, found: TermOutput, correction: Correction | None
+) -> None:
+    """Measure what bounds did: clipped, masked, truncated, clamped; and the weights of the correction."""
+    masked_NT = torch.zeros_like(tokens.inputs.mask_NT) if found.is_masked_NT is None else found.is_masked_NT
     if correction is not None:
         masked_NT = masked_NT | correction.is_masked_NT
-    metrics: dict[str, Reduction] = {
-        "clip_fraction": weighted_mean(found.is_clipped_NT.float(), weight_NT),
-        "masked_share": weighted_mean(masked_NT.float(), weight_NT),
-        "ratio_clamped_tokens": Sum(total(weight_NT[tokens.is_bounded_NT])),
-        "nonfinite_tokens": Sum(total(weight_NT[tokens.is_not_finite_NT])),
-    }
+    measures.mean("clip_fraction", found.is_clipped_NT)
+    measures.mean("masked_share", masked_NT)
+    measures.total("ratio_clamped_tokens", tokens.is_bounded_NT)
+    measures.total("nonfinite_tokens", tokens.is_not_finite_NT)
     if correction is not None:
-        used_NT = correction.weight_NT
-        metrics["sampling_importance_ratio"] = weighted_mean(used_NT, weight_NT)
-        metrics |= extremes("sampling_importance_ratio", used_NT[weight_NT > 0])
-        metrics["truncated_share"] = weighted_mean(correction.is_truncated_NT.float(), weight_NT)
-    return metrics
+        measures.mean("sampling_importance_ratio", correction.weight_NT)
+        measures.extremes("sampling_importance_ratio", correction.weight_NT)
+        measures.mean("truncated_share", correction.is_truncated_NT)
 
 
 def build_loss(config: MasterConfig) -> LossFunction:
@@ -340,87 +337,50 @@ def _k2(x: torch.Tensor) -> torch.Tensor:
     return x.square() / 2
 
 
-def policy_metrics(
-    *, logprobs_NT: torch.Tensor, log_ratio_NT: torch.Tensor, weight_NT: torch.Tensor
-) -> dict[str, Reduction]:
-    """Return weighted means over the trained tokens, without regard to gradients.
+def measure_policy(measures: TokenMeasures, *, logprobs_NT: torch.Tensor, log_ratio_NT: torch.Tensor) -> None:
+    """Measure the policy on the trained tokens.
 
     Args:
         logprobs_NT: log pi.
         log_ratio_NT: log(pi / pi_old).
     """
-    mask_NT = weight_NT > 0
-    with torch.no_grad():
-        ratio_M = log_ratio_NT[mask_NT].exp()
-        return {
-            # From samples of pi_old.
-            "policy_kl": weighted_mean(k3(log_ratio_NT), weight_NT),
-            "probs_ratio": weighted_mean(log_ratio_NT.exp(), weight_NT),
-            **extremes("probs_ratio", ratio_M),
-            "approx_entropy": weighted_mean(-logprobs_NT, weight_NT),
-            "valid_tokens": Sum(total(weight_NT)),
-            "valid_sequences": Sum(total(weight_NT.amax(1))),
-        }
+    ratio_NT = log_ratio_NT.exp()
+    # From samples of pi_old.
+    measures.mean("policy_kl", k3(log_ratio_NT))
+    measures.mean("probs_ratio", ratio_NT)
+    measures.extremes("probs_ratio", ratio_NT)
+    measures.mean("approx_entropy", -logprobs_NT)
+    measures.total("valid_tokens", torch.ones_like(logprobs_NT))
 
 
-def mismatch_metrics(gen_log_ratio_NT: torch.Tensor, weight_NT: torch.Tensor) -> dict[str, Reduction]:
-    """Return how far trainer and sampler are apart on what was sampled.
+def measure_mismatch(measures: TokenMeasures, gen_log_ratio_NT: torch.Tensor) -> None:
+    """Measure how far trainer and sampler are apart on what was sampled.
 
     Args:
         gen_log_ratio_NT: log(pi_old / pi_gen); log(pi / pi_gen) of the first update where pi_gen stands for pi_old.
     """
-    with torch.no_grad():
-        return {
-            # From samples of pi_gen.
-            "gen_kl_error": weighted_mean(k3(gen_log_ratio_NT), weight_NT),
-            "js_divergence_error": weighted_mean(js(gen_log_ratio_NT), weight_NT),
-            # Its mean is 1 where both are one distribution, or cover the same tokens.
-            "gen_probs_ratio": weighted_mean(gen_log_ratio_NT.exp(), weight_NT),
-            "token_mult_prob_error": weighted_mean(gen_log_ratio_NT.abs().exp(), weight_NT),
-        }
+    # From samples of pi_gen.
+    measures.mean("gen_kl_error", k3(gen_log_ratio_NT))
+    measures.mean("js_divergence_error", js(gen_log_ratio_NT))
+    # Its mean is 1 where both are one distribution, or cover the same tokens.
+    measures.mean("gen_probs_ratio", gen_log_ratio_NT.exp())
+    measures.mean("token_mult_prob_error", gen_log_ratio_NT.abs().exp())
 
 
-def metrics_by_staleness(
-    staleness_N: torch.Tensor,
-    *,
-    gen_log_ratio_NT: torch.Tensor,
-    is_clipped_NT: torch.Tensor,
-    weight_NT: torch.Tensor,
-) -> dict[str, Reduction]:
-    """Return, for the rows of each staleness s, under `staleness_s/`: the mean of w = pi_old / pi_gen and of w^2, from
+def measure_by_staleness(
+    measures: TokenMeasures, staleness_N: torch.Tensor, *, gen_log_ratio_NT: torch.Tensor, is_clipped_NT: torch.Tensor
+) -> None:
+    """Measure, for the rows of each staleness s, under `staleness_s/`: the mean of w = pi_old / pi_gen and of w^2, from
     which the effective sample size follows, the share of clipped tokens, and the tokens.
 
     Args:
-        staleness_N: integers.
-        gen_log_ratio_NT: log w, as in `mismatch_metrics`.
+        staleness_N: integers, on the CPU.
+        gen_log_ratio_NT: log w, as in `measure_mismatch`.
     """
-    found: dict[str, Reduction] = {}
-    with torch.no_grad():
-        for staleness in sorted(set(staleness_N.tolist())):
-            weight_of = weight_NT * (staleness_N == staleness)[:, None]
-            name = f"staleness_{int(staleness)}"
-            found |= {
-                f"{name}/importance_ratio": weighted_mean(gen_log_ratio_NT.exp(), weight_of),
-                f"{name}/importance_ratio_squared": weighted_mean((2 * gen_log_ratio_NT).exp(), weight_of),
-                f"{name}/clip_fraction": weighted_mean(is_clipped_NT.float(), weight_of),
-                f"{name}/tokens": Sum(total(weight_of)),
-            }
-    return found
-
-
-def weighted_mean(values_NT: torch.Tensor, weight_NT: torch.Tensor) -> Mean:
-    mask_NT = weight_NT > 0
-    weighed_M = values_NT.detach()[mask_NT] * weight_NT[mask_NT]
-    return Mean(total=total(weighed_M), weight=total(weight_NT))
-
-
-def total(values: torch.Tensor) -> float:
-    return values.sum(dtype=torch.float64).item()
-
-
-def extremes(name: str, values_M: torch.Tensor) -> dict[str, Reduction]:
-    """Smallest and largest."""
-    # A microbatch without valid tokens has no extremes; infinities would spoil the merge.
-    if not values_M.numel():
-        return {}
-    return {f"{name}_min": Min(values_M.min().item()), f"{name}_max": Max(values_M.max().item())}
+    for staleness in sorted(set(staleness_N.tolist())):
+        of_N = (staleness_N == staleness).to(gen_log_ratio_NT.device, non_blocking=True)
+        name = f"staleness_{int(staleness)}"
+        measures.mean(f"{name}/importance_ratio", gen_log_ratio_NT.exp(), of_N=of_N)
+        measures.mean(f"{name}/importance_ratio_squared", (2 * gen_log_ratio_NT).exp(), of_N=of_N)
+        measures.mean(f"{name}/clip_fraction", is_clipped_NT, of_N=of_N)
+        measures.total(f"{name}/tokens", torch.ones_like(gen_log_ratio_NT), of_N=of_N)

@@ -25,18 +25,15 @@ from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,
+    PassResult,
+    StepNumbers,
     StepOutcome,
-    bad_rows,
     computed_fields,
-    keep_found,
-    keep_top_k,
-    logprob_result,
     loss_columns,
     raise_together,
     row_names,
     stored_fields,
     sum_over_shards,
-    top_k_result,
     trained_tokens,
 )
 from nemo_rl.models.shards import local_shard
@@ -53,7 +50,7 @@ CLIP_EPSILON = 1e-6
 class StepRunner:
     """The `Runner` of a sharded model."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a pass
         self,
         model: PolicyModel,
         layout: BatchForm,
@@ -61,8 +58,11 @@ class StepRunner:
         optimizer_step: OptimizerStep,
         routes: PassRoutes,
         observer: PassObserver = NO_OBSERVER,
+        *,
+        device: torch.device,
     ) -> None:
         self._model = model
+        self._device = device
         self._layout = layout
         self._groups = groups
         self._optimizer_step = optimizer_step
@@ -77,42 +77,42 @@ class StepRunner:
         computed: Sequence[str] = (),
     ) -> torch.Tensor:
         self._model.eval()
-        result_cNT = logprob_result(select_NT, computed)
-        bad: list[int] = []
+        result = PassResult((1 + len(computed), *select_NT.shape), self._device)
         with torch.no_grad():
             for rows in microbatches:
                 micro = self._build(batch, rows, select_NT, fields=())
                 with self._routes.pass_of(micro), self._observer.pass_of(micro):
                     found = self._forward(micro, computed)
                     self._observer.logprobs(micro, found[0])
-                keep_found(result_cNT, micro, found)
-                bad += bad_rows(micro, found[0])
+                if micro.rows:
+                    result.keep(micro, found)
+        values_cNT, bad = result.read()
         self._raise_together("log-probabilities", batch, bad)
-        return result_cNT
+        return values_cNT
 
     def top_k(
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], select_NT: torch.Tensor, wanted: TopTokens
     ) -> torch.Tensor:
         self._model.eval()
-        result_cNTk = top_k_result(select_NT, wanted)
-        bad: list[int] = []
+        result = PassResult((2, *select_NT.shape, wanted.k), self._device)
         with torch.no_grad():
             for rows in microbatches:
                 micro = self._build(batch, rows, select_NT, fields=())
                 with self._routes.pass_of(micro), self._observer.pass_of(micro):
                     found_cM = self._model(micro.inputs, sampling=self._layout.sampling, top_k=wanted)
                 if micro.rows:
-                    bad += keep_top_k(result_cNTk, micro, found_cM)
+                    result.keep(micro, [micro.to_rows(part_kM.T) for part_kM in found_cM.chunk(2)])
+        values_cNTk, bad = result.read()
         self._raise_together("top-k log-probabilities", batch, bad)
-        return result_cNTk
+        return values_cNTk
 
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], *, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._model.eval()
         ids_NT = batch.tensor("input_ids")
-        values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32, device=ids_NT.device)
-        tokens_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.int64, device=ids_NT.device)
+        values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32)
+        tokens_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.int64)
         nothing_NT = torch.zeros_like(ids_NT, dtype=torch.bool)
         layout = replace(self._layout, is_packed=False)
         for rows in microbatches:
@@ -167,7 +167,7 @@ class StepRunner:
         # FSDP averages gradients over data x context ranks, while the loss is divided by the global count already. Each
         # context rank has the whole loss, of which only its own tokens' part flows back.
         averaged_over = self._groups.fsdp_mesh.size()
-        total, metrics, bad = 0.0, [], []
+        numbers = StepNumbers()
         for i, rows in enumerate(microbatches):
             as_fsdp(self._model).set_requires_gradient_sync(i == len(microbatches) - 1)
             micro = self._build(batch, rows, select_NT, fields=stored_fields(loss_fn))
@@ -175,27 +175,23 @@ class StepRunner:
             with self._routes.pass_of(micro), self._observer.pass_of(micro):
                 found = self._forward(micro, computed)
                 self._observer.logprobs(micro, found[0])
-                bad += bad_rows(micro, found[0].detach())
                 if not micro.rows:
                     loss = found[0].sum()
                 else:
                     output = loss_fn(found[0], loss_columns(micro, found, computed), scale=scale)
                     loss = output.loss
                     self._observer.loss(micro, output)
-                    metrics.append(output.metrics)
-                value = float(loss.detach())
-                total += value
-                if value - value != 0.0:
-                    bad += micro.rows
+                    numbers.add(micro, found[0], output)
                 if loss_scale is not None:
                     (loss * (averaged_over * loss_scale)).backward()
+        total, metrics, bad = numbers.read()
         try:
-            self._raise_together("the loss", batch, sorted(set(bad)))
+            self._raise_together("the loss", batch, bad)
         except NonFiniteError:
             self._model.zero_grad(set_to_none=True)
             raise
-        [total] = sum_over_shards([total], is_writer=self._groups.is_writer, device=select_NT.device)
-        return total, tuple(metrics)
+        [total] = sum_over_shards([total], is_writer=self._groups.is_writer)
+        return total, metrics
 
     def _build(
         self,
@@ -213,14 +209,14 @@ class StepRunner:
             fields=fields,
             is_packed=layout.is_packed,
             shape=layout.shape,
+            device=self._device,
         )
-        if self._model.vision is None:
-            return micro
-        return place_images(micro, batch, self._model.vision, names=row_names(batch, rows))
+        if self._model.vision is not None:
+            micro = place_images(micro, batch, self._model.vision, names=row_names(batch, rows))
+        return micro.to(self._device)
 
     def _raise_together(self, what: str, batch: BatchedDataDict, rows: Sequence[int]) -> None:
-        device = next(self._model.parameters()).device
-        raise_together(what, batch, rows, is_writer=self._groups.is_writer, device=device)
+        raise_together(what, batch, rows, is_writer=self._groups.is_writer)
 
     def _forward(self, micro: Microbatch, computed: Sequence[str] = ()) -> tuple[torch.Tensor, ...]:
         """Return `[n, t]` log-probabilities, and of `COMPUTED_FIELDS` those that are asked for."""

@@ -73,7 +73,7 @@ class AuxiliaryLoss:
             return []
         # Every rank holds its layers' and its tokens' part of each loss.
         own = sum(float(values.sum()) for values in router_losses())
-        [total] = all_reduce_sum([own], device=self._device)
+        [total] = all_reduce_sum([own])
         return [{METRIC: Mean(total, sum(self._config.moe_layer_freq) * self._num_losses)}]
 
 

@@ -9,7 +9,7 @@ n rows of a microbatch, K positions whose logits are computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,36 +36,23 @@ from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,
     Microbatches,
+    PassResult,
     RankInfo,
+    StepNumbers,
     StepOutcome,
-    bad_rows,
     computed_fields,
-    keep_found,
-    keep_top_k,
-    logprob_result,
     loss_columns,
     raise_together,
     stored_fields,
     sum_over_shards,
-    top_k_result,
     trained_tokens,
 )
 from nemo_rl.models.top_k import TopTokens
-from nemo_rl.utils.metrics import Reduction
 
 __all__ = ["PipelineRunner"]
 
 OnOutput = Callable[[Microbatch, torch.Tensor], torch.Tensor]
 """Makes a scalar to run backwards from out of a microbatch's logits `[n, K, V]`, on the last stage."""
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Sums that the last stage collects over the microbatches of a global batch."""
-
-    loss: float = 0.0
-    metrics: list[dict[str, Reduction]] = field(default_factory=list)
-    bad: list[int] = field(default_factory=list)
 
 
 class PipelineRunner:
@@ -94,44 +81,43 @@ class PipelineRunner:
         *,
         computed: Sequence[str] = (),
     ) -> torch.Tensor:
-        result_cNT = logprob_result(select_NT, computed)
-        bad: list[int] = []
+        result = PassResult((1 + len(computed), *select_NT.shape), self._here.device)
 
         def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
             found = self._logprobs(micro, logits, computed)
             if micro.rows:
                 self._observer.logprobs(micro, found[0])
-                keep_found(result_cNT, micro, found)
-                bad.extend(bad_rows(micro, found[0]))
+                result.keep(micro, found)
             return found[0].sum()
 
         self._run(self._build(batch, microbatches, select_NT), len(microbatches), keep, is_training=False)
+        values_cNT, bad = result.read()
         self._raise_together("log-probabilities", batch, bad)
-        return result_cNT
+        return values_cNT
 
     def top_k(
         self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor, wanted: TopTokens
     ) -> torch.Tensor:
-        result_cNTk = top_k_result(select_NT, wanted)
-        bad: list[int] = []
+        result = PassResult((2, *select_NT.shape, wanted.k), self._here.device)
 
         def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
             temperature = self._layout.sampling.temperature
             found_cM = selected_top_k(logits, micro.inputs, wanted, temperature=temperature, shard=self._shard)
             if micro.rows:
-                bad.extend(keep_top_k(result_cNTk, micro, found_cM))
+                result.keep(micro, [micro.to_rows(part_kM.T) for part_kM in found_cM.chunk(2)])
             return found_cM.sum()
 
         self._run(self._build(batch, microbatches, select_NT), len(microbatches), keep, is_training=False)
+        values_cNTk, bad = result.read()
         self._raise_together("top-k log-probabilities", batch, bad)
-        return result_cNTk
+        return values_cNTk
 
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Microbatches, *, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ids_NT = batch.tensor("input_ids")
-        values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32, device=ids_NT.device)
-        tokens_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.int64, device=ids_NT.device)
+        values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32)
+        tokens_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.int64)
 
         def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
             values, tokens = top_k_logits(logits, micro.inputs.segments, k=k, shard=self._shard)
@@ -171,44 +157,39 @@ class PipelineRunner:
         *,
         is_training: bool,
     ) -> StepOutcome:
-        sums = _Sums()
+        numbers = StepNumbers()
         self._balance.begin(len(microbatches))
         self._optimizer.zero_grad()
         micros = self._build(batch, microbatches, self._trained(batch), fields=self._fields(loss_fn))
-        self._run(micros, len(microbatches), partial(self._loss, loss_fn, scale, sums), is_training=is_training)
+        self._run(micros, len(microbatches), partial(self._loss, loss_fn, scale, numbers), is_training=is_training)
+        total, metrics, bad = numbers.read()
         try:
-            self._raise_together("the loss", batch, sorted(set(sums.bad)))
+            self._raise_together("the loss", batch, bad)
         except NonFiniteError:
             self._optimizer.zero_grad()
             raise
-        [loss] = sum_over_shards([sums.loss], is_writer=self._here.is_writer, device=self._here.device)
+        [loss] = sum_over_shards([total], is_writer=self._here.is_writer)
         if not is_training:
-            return StepOutcome(loss=loss, grad_norm=0.0, metrics=tuple(sums.metrics))
+            return StepOutcome(loss=loss, grad_norm=0.0, metrics=metrics)
         self._observer.gradients()
         grad_norm = self._optimizer.finish()
         if grad_norm is None:
             # The norm is global: every rank comes here together.
             self._raise_together("the gradient norm", batch, [row for rows in microbatches for row in rows])
             raise AssertionError("a batch without rows has no gradient")
-        metrics = [*sums.metrics, *self._balance.metrics()]
-        return StepOutcome(loss=loss, grad_norm=grad_norm, metrics=tuple(metrics))
+        return StepOutcome(loss=loss, grad_norm=grad_norm, metrics=(*metrics, *self._balance.metrics()))
 
     def _loss(
-        self, loss_fn: LossFunction, scale: LossScale, sums: _Sums, micro: Microbatch, logits: torch.Tensor
+        self, loss_fn: LossFunction, scale: LossScale, numbers: StepNumbers, micro: Microbatch, logits: torch.Tensor
     ) -> torch.Tensor:
         computed = computed_fields(loss_fn, self._layout.sampling)
         found = self._logprobs(micro, logits, computed)
         if not micro.rows:
             return found[0].sum()
         self._observer.logprobs(micro, found[0])
-        sums.bad += bad_rows(micro, found[0].detach())
         output = loss_fn(found[0], loss_columns(micro, found, computed), scale=scale)
         self._observer.loss(micro, output)
-        value = float(output.loss.detach())
-        sums.loss += value
-        sums.metrics.append(output.metrics)
-        if value - value != 0.0:
-            sums.bad += micro.rows
+        numbers.add(micro, found[0], output)
         return output.loss
 
     def _logprobs(
@@ -295,9 +276,16 @@ class PipelineRunner:
         if not self._here.is_last_stage:
             select_NT = torch.zeros_like(select_NT)
         for rows in microbatches:
-            yield build_microbatch(
-                batch, rows, select_NT=select_NT, fields=fields, is_packed=layout.is_packed, shape=layout.shape
+            micro = build_microbatch(
+                batch,
+                rows,
+                select_NT=select_NT,
+                fields=fields,
+                is_packed=layout.is_packed,
+                shape=layout.shape,
+                device=self._here.device,
             )
+            yield micro.to(self._here.device)
 
     def _trained(self, batch: BatchedDataDict) -> torch.Tensor:
         """Return the number of trained tokens; the last stage alone has the masks."""
@@ -309,7 +297,7 @@ class PipelineRunner:
         return stored_fields(loss_fn) if self._here.is_last_stage else ()
 
     def _raise_together(self, what: str, batch: BatchedDataDict, rows: Sequence[int]) -> None:
-        raise_together(what, batch, rows, is_writer=self._here.is_writer, device=self._here.device)
+        raise_together(what, batch, rows, is_writer=self._here.is_writer)
 
 
 def _vocab_shard(model: MegatronModel, here: RankInfo) -> VocabShard | None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from nemo_rl.utils.metrics import Reduction
+from nemo_rl.utils.metrics import Mean, Reduction, Sum
 
 __all__ = [
     "ADVANTAGES",
     "COMPUTED_FIELDS",
     "ENTROPY",
+    "HOST_COLUMNS",
     "POLICY_TOPK",
     "SQUARED_PROBS",
     "STALENESS",
@@ -21,6 +23,7 @@ __all__ = [
     "TOPK_IDS",
     "TOPK_LOGPROBS",
     "UNFILTERED_LOGPROBS",
+    "DeferredMetrics",
     "LossFunction",
     "LossOutput",
     "LossScale",
@@ -52,6 +55,8 @@ POLICY_TOPK = "policy_topk_logprobs"
 """Name of a computed column, like `ENTROPY`: `[N, T, K + 1]` float32 with gradient, the trained policy's own
 log-probabilities of the tokens `topk_ids`, and last of all other tokens together (-inf where there are none)."""
 COMPUTED_FIELDS = (ENTROPY, UNFILTERED_LOGPROBS, POLICY_TOPK)
+HOST_COLUMNS = frozenset({STALENESS})
+"""Columns that stay on the CPU: a loss reads their numbers one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,13 +72,60 @@ class LossScale:
     earlier steps."""
 
 
+class DeferredMetrics(Mapping[str, Reduction]):
+    """Metrics of a microbatch whose numbers are still on the device, in one tensor.
+
+    A worker reads those of all microbatches together; looking a metric up here waits for the device.
+
+    Example:
+        >>> metrics = DeferredMetrics([("loss", Sum), ("ratio", Mean)], torch.tensor([2.0, 6.0, 4.0]))
+        >>> metrics["loss"].value, metrics["ratio"].value
+        (2.0, 1.5)
+    """
+
+    def __init__(self, kinds: Sequence[tuple[str, type[Reduction]]], numbers: torch.Tensor) -> None:
+        """Args:
+        numbers: float64, total and weight of a `Mean` and one number of the others, in the order of `kinds`.
+        """
+        self._kinds, self.numbers = tuple(kinds), numbers
+        self._read: dict[str, Reduction] | None = None
+
+    def of_numbers(self, numbers: Iterable[float]) -> dict[str, Reduction]:
+        """Return the metrics with the numbers on the host; without smallest and largest values of no token."""
+        found: dict[str, Reduction] = {}
+        remaining = iter(numbers)
+        for name, kind in self._kinds:
+            if kind is Mean:
+                found[name] = Mean(total=next(remaining), weight=next(remaining))
+                continue
+            value = next(remaining)
+            # An infinity would spoil the merge with other microbatches.
+            if kind is Sum or not math.isinf(value):
+                found[name] = kind(value)
+        return found
+
+    def _on_host(self) -> dict[str, Reduction]:
+        if self._read is None:
+            self._read = self.of_numbers(self.numbers.tolist())
+        return self._read
+
+    def __getitem__(self, name: str) -> Reduction:
+        return self._on_host()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._on_host())
+
+    def __len__(self) -> int:
+        return len(self._on_host())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:
     """One microbatch's part of the global loss."""
 
     loss: torch.Tensor
     """Scalar, already divided by the global count: the sum over microbatches and ranks is the loss."""
-    metrics: dict[str, Reduction] = field(default_factory=dict)
+    metrics: Mapping[str, Reduction] = field(default_factory=dict)
     token_losses: torch.Tensor | None = None
     """`[N, T]` without gradient: what each token adds to the sum that is divided, 0 where none is trained; for those
     who look on. None: this loss does not say."""

@@ -8,9 +8,12 @@ microbatch, T width of the batch, t longest row of the microbatch, S width of th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import fields as dataclass_fields
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
@@ -20,7 +23,14 @@ from nemo_rl.distributed.differentiable import gather_along, reduce_from
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, round_up
 from nemo_rl.models.logprobs import Sampling, VocabShard, logprobs_with_entropy, logprobs_with_squares, token_logprobs
-from nemo_rl.models.policy.interfaces import ENTROPY, POLICY_TOPK, SQUARED_PROBS, TOPK_IDS, UNFILTERED_LOGPROBS
+from nemo_rl.models.policy.interfaces import (
+    ENTROPY,
+    HOST_COLUMNS,
+    POLICY_TOPK,
+    SQUARED_PROBS,
+    TOPK_IDS,
+    UNFILTERED_LOGPROBS,
+)
 from nemo_rl.models.support import SUPPORT, KeptSets, decode_support
 from nemo_rl.models.top_k import TopTokens, logprobs_at, top_k_logprobs
 from nemo_rl.models.varlen_attention import Segments
@@ -120,6 +130,8 @@ class Microbatch:
 
     rows: tuple[int, ...]
     """Indices into the batch; empty for a pass that only keeps this rank in step with the others."""
+    row_index_n: torch.Tensor
+    """The same, int64."""
     lengths: tuple[int, ...]
     ids_nt: torch.Tensor
     """`[n, t]` int64 tokens, of padding anything."""
@@ -130,6 +142,11 @@ class Microbatch:
     inputs: ForwardInputs
     out_row_M: torch.Tensor
     out_column_M: torch.Tensor
+
+    def to(self, device: torch.device) -> Microbatch:
+        """Return the microbatch on the device; the copies run while the host goes on."""
+        moved: Microbatch = self if device.type == "cpu" else _sent(self, device)
+        return moved
 
     def to_rows(self, values_M: torch.Tensor) -> torch.Tensor:
         """Return selected values at their places in `[n, t]`, 0 elsewhere; differentiable."""
@@ -176,7 +193,7 @@ def steps_of(plan: PackPlan, *, num_rows: int) -> list[tuple[tuple[int, ...], ..
     return list(plan.iter_steps(0))
 
 
-def build_microbatch(
+def build_microbatch(  # noqa: PLR0913 - what a pass needs
     batch: BatchedDataDict,
     rows: Sequence[int],
     *,
@@ -184,33 +201,33 @@ def build_microbatch(
     fields: Sequence[str],
     is_packed: bool,
     shape: PassShape,
+    device: torch.device | None = None,
 ) -> Microbatch:
-    """Args:
-    select_NT: `[N, T]` bool, tokens whose log-probability is wanted; position 0 never is.
-    fields: columns that the loss reads; of those that differ in a dim without tokens, padded with 0.
-    is_packed: lay the rows end to end in one row instead of padding them.
+    """Return the microbatch on the CPU: what is built there waits for no device. `Microbatch.to` sends it.
+
+    Args:
+        batch: on the CPU.
+        select_NT: `[N, T]` bool on the CPU, tokens whose log-probability is wanted; position 0 never is.
+        fields: columns that the loss reads; of those that differ in a dim without tokens, padded with 0.
+        is_packed: lay the rows end to end in one row instead of padding them.
+        device: of the pass; None means the CPU.
     """
-    device = select_NT.device
-    index = torch.tensor(list(rows), dtype=torch.int64, device=device)
-    lengths = tuple(int(n) for n in batch.tensor("input_lengths")[index].tolist())
+    index = torch.tensor(rows, dtype=torch.int64)
+    lengths = tuple(batch.tensor("input_lengths")[index].tolist())
     width = max((1, *lengths))
-    ids_nt = batch.tensor("input_ids")[index, :width].long()
-    extras = _extra_rows(batch, rows, device)
+    ids_nt = batch.tensor("input_ids")[index, :width].numpy().astype(np.int64, copy=False)
+    extras = _extra_rows(batch, rows)
     columns = {}
     for name in fields:
         if name in extras:
-            columns[name] = (
-                pad_sequence(list(extras[name]), batch_first=True) if rows else torch.empty(0, device=device)
-            )
+            columns[name] = pad_sequence(list(extras[name]), batch_first=True) if rows else torch.empty(0)
             continue
         column = batch.tensor(name)
         columns[name] = column[index, :width] if column.dim() > 1 else column[index]
-    is_real_nt = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
-    select_nt = select_NT[index, :width] & is_real_nt
-    if len(rows):
-        select_nt[:, 0] = False
-    row_M, column_M = select_nt.nonzero(as_tuple=True)
-    places = PassPlaces.of(lengths, is_packed=is_packed, shape=shape, device=device)
+    select_nt = select_NT[index, :width].numpy() & (np.arange(width) < np.array(lengths, dtype=np.int64)[:, None])
+    select_nt[:, :1] = False
+    row_M, column_M = select_nt.nonzero()
+    places = PassPlaces.of(lengths, is_packed=is_packed, shape=shape, device=device or torch.device("cpu"))
     inputs = _on_this_rank(places, lengths, ids_nt, (row_M, column_M), shape)
     if SUPPORT in batch or TOPK_IDS in columns:
         inputs = _with_sets(inputs, batch, index, (ids_nt, row_M, column_M), columns.get(TOPK_IDS))
@@ -218,22 +235,35 @@ def build_microbatch(
         inputs = replace(inputs, extras=extras)
     return Microbatch(
         rows=tuple(rows),
+        row_index_n=index,
         lengths=lengths,
-        ids_nt=ids_nt,
+        ids_nt=torch.from_numpy(ids_nt),
         columns=columns,
         width=width,
         inputs=inputs,
-        out_row_M=row_M,
-        out_column_M=column_M,
+        out_row_M=torch.from_numpy(row_M),
+        out_column_M=torch.from_numpy(column_M),
     )
 
 
-def _extra_rows(
-    batch: BatchedDataDict, rows: Sequence[int], device: torch.device
-) -> dict[str, tuple[torch.Tensor, ...]]:
+def _sent(part: Any, device: torch.device) -> Any:
+    """Return the same with every tensor on the device; the copies run while the host goes on."""
+    if isinstance(part, torch.Tensor):
+        return part if part.device == device else part.pin_memory().to(device, non_blocking=True)
+    if isinstance(part, tuple):
+        return tuple(_sent(each, device) for each in part)
+    if isinstance(part, dict):
+        # Numbers that the loss reads one by one stay where reading them costs nothing.
+        return {name: each if name in HOST_COLUMNS else _sent(each, device) for name, each in part.items()}
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{each.name: _sent(getattr(part, each.name), device) for each in dataclass_fields(part)})
+    return part
+
+
+def _extra_rows(batch: BatchedDataDict, rows: Sequence[int]) -> dict[str, tuple[torch.Tensor, ...]]:
     """Return the rows' tensors of each column that the batch holds as a list of tensors."""
     return {
-        name: tuple(row.to(device) for row in (column[at] for at in rows) if isinstance(row, torch.Tensor))
+        name: tuple(row for row in (column[at] for at in rows) if isinstance(row, torch.Tensor))
         for name, column in batch.items()
         if isinstance(column, list) and column and isinstance(column[0], torch.Tensor)
     }
@@ -243,7 +273,7 @@ def _with_sets(
     inputs: ForwardInputs,
     batch: BatchedDataDict,
     rows: torch.Tensor,
-    scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scored: tuple[np.ndarray, np.ndarray, np.ndarray],
     topk_ntK: torch.Tensor | None,
 ) -> ForwardInputs:
     """Return the inputs with the sets of tokens that belong to each scored token, as far as the batch has them.
@@ -252,7 +282,7 @@ def _with_sets(
         rows: of the batch in this microbatch.
         scored: tokens `[n, t]`, row within the microbatch of each scored one, and its position in the row.
     """
-    ids_nt, row_M, column_M = scored
+    ids_nt, row_M, column_M = (torch.from_numpy(part) for part in scored)
     places = row_M[inputs.selected_m], column_M[inputs.selected_m]
     kept = None
     if SUPPORT in batch:
@@ -299,13 +329,12 @@ class PassPlaces:
 
 def _padded_places(lengths: tuple[int, ...], shape: PassShape, device: torch.device) -> PassPlaces:
     width = round_up(max((1, *lengths)), shape.divisible_by)
-    position_S = torch.arange(width, device=device)
-    is_real_nS = position_S < torch.tensor(lengths or (0,), device=device)[:, None]
-    row_n = torch.arange(len(is_real_nS), device=device)
+    position_S = np.arange(width)
+    is_real_nS = position_S < np.array(lengths or (0,))[:, None]
     return PassPlaces(
-        row_nS=torch.where(is_real_nS, row_n[:, None], -1),
-        column_nS=torch.where(is_real_nS, position_S, 0),
-        position_S=position_S,
+        row_nS=torch.from_numpy(np.where(is_real_nS, np.arange(len(is_real_nS))[:, None], -1)),
+        column_nS=torch.from_numpy(np.where(is_real_nS, position_S, 0)),
+        position_S=torch.from_numpy(position_S),
         segments=shape.segments((width,), device=device),
     )
 
@@ -315,15 +344,15 @@ def _packed_places(lengths: tuple[int, ...], shape: PassShape, device: torch.dev
     # The tail that fills the width is a segment of its own: its positions restart at 0 as well.
     tail = round_up(max(sum(own), 1), shape.divisible_by) - sum(own)
     segment_lengths = tuple(length for length in (*own, tail) if length)
-    position_S = torch.cat([torch.arange(length, device=device) for length in segment_lengths])
-    row_S, column_S = torch.full_like(position_S, -1), torch.zeros_like(position_S)
+    position_S = np.concatenate([np.arange(length) for length in segment_lengths])
+    row_S, column_S = np.full_like(position_S, -1), np.zeros_like(position_S)
     for row, (start, length) in enumerate(zip(accumulate(own, initial=0), lengths, strict=False)):
         row_S[start : start + length] = row
         column_S[start : start + length] = position_S[start : start + length]
     return PassPlaces(
-        row_nS=row_S[None],
-        column_nS=column_S[None],
-        position_S=position_S,
+        row_nS=torch.from_numpy(row_S[None]),
+        column_nS=torch.from_numpy(column_S[None]),
+        position_S=torch.from_numpy(position_S),
         segments=shape.segments(segment_lengths, device=device),
     )
 
@@ -331,48 +360,45 @@ def _packed_places(lengths: tuple[int, ...], shape: PassShape, device: torch.dev
 def _on_this_rank(
     places: PassPlaces,
     lengths: tuple[int, ...],
-    ids_nt: torch.Tensor,
-    selected: tuple[torch.Tensor, torch.Tensor],
+    ids_nt: np.ndarray,
+    selected: tuple[np.ndarray, np.ndarray],
     shape: PassShape,
 ) -> ForwardInputs:
-    """Return this context rank's positions, and the selected tokens that they predict.
+    """Return this context rank's positions, and the selected tokens that they predict, all on the CPU.
 
     Args:
         selected: row within the microbatch of each selected token, and its position in the row, both `[M]`.
     """
     row_M, column_M = selected
-    segments = places.segments
     local = places.on_context_rank(shape.cp_rank)
+    row_nS, column_nS = local.row_nS.numpy(), local.column_nS.numpy()
     # Place of the token whose successor a position of this rank predicts.
-    local_nt = ids_nt.new_full((max(1, len(ids_nt)), ids_nt.shape[1]), -1)
-    pass_row_nt = torch.zeros_like(local_nt)
-    pass_row_R, local_R = (local.row_nS >= 0).nonzero(as_tuple=True)
-    source_R = local.row_nS[pass_row_R, local_R], local.column_nS[pass_row_R, local_R]
+    local_nt = np.full((max(1, len(ids_nt)), ids_nt.shape[1]), -1)
+    pass_row_nt = np.zeros_like(local_nt)
+    pass_row_R, local_R = (row_nS >= 0).nonzero()
+    source_R = row_nS[pass_row_R, local_R], column_nS[pass_row_R, local_R]
     local_nt[source_R], pass_row_nt[source_R] = local_R, pass_row_R
     place_M = local_nt[row_M, column_M - 1]
-    selected_m = (place_M >= 0).nonzero()[:, 0]
+    selected_m = (place_M >= 0).nonzero()[0]
     row_m, column_m = row_M[selected_m], column_M[selected_m]
     # Logits are computed at the union of the positions that some row needs; at least one keeps the graph whole.
-    keep_K, kept_m = torch.unique(place_M[selected_m], return_inverse=True)
-    if not len(keep_K):
-        keep_K = place_M.new_zeros(1)
-    is_padding_ns = local.row_nS < 0
-    ids_ns = torch.zeros_like(local.row_nS)
+    keep_K, kept_m = np.unique(place_M[selected_m], return_inverse=True)
+    ids_ns = np.zeros_like(row_nS)
     ids_ns[pass_row_R, local_R] = ids_nt[source_R]
     return ForwardInputs(
-        input_ids=ids_ns,
+        input_ids=torch.from_numpy(ids_ns),
         position_ids=local.position_S[None],
         row_ns=local.row_nS,
         column_ns=local.column_nS,
         lengths=lengths,
-        is_padding_ns=is_padding_ns,
-        segments=segments,
+        is_padding_ns=torch.from_numpy(row_nS < 0),
+        segments=places.segments,
         num_selected=len(row_M),
-        selected_m=selected_m,
-        keep_K=keep_K,
-        row_m=pass_row_nt[row_m, column_m - 1],
-        kept_m=kept_m,
-        target_m=ids_nt[row_m, column_m],
+        selected_m=torch.from_numpy(selected_m),
+        keep_K=torch.from_numpy(keep_K if len(keep_K) else np.zeros(1, dtype=np.int64)),
+        row_m=torch.from_numpy(pass_row_nt[row_m, column_m - 1]),
+        kept_m=torch.from_numpy(kept_m),
+        target_m=torch.from_numpy(ids_nt[row_m, column_m]),
     )
 
 

@@ -6,8 +6,9 @@ of the ranks that share a data-parallel shard exactly one, its writer, contribut
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -17,30 +18,35 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.logprobs import Sampling
-from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, POLICY_TOPK, UNFILTERED_LOGPROBS, LossFunction, LossScale
+from nemo_rl.models.policy.interfaces import (
+    COMPUTED_FIELDS,
+    POLICY_TOPK,
+    UNFILTERED_LOGPROBS,
+    DeferredMetrics,
+    LossFunction,
+    LossOutput,
+    LossScale,
+)
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
 from nemo_rl.models.top_k import TopTokens
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = [
     "BatchForm",
+    "PassResult",
     "RankInfo",
     "Runner",
+    "StepNumbers",
     "StepOutcome",
     "all_reduce_sum",
-    "bad_rows",
     "check_same_plan",
     "computed_fields",
-    "keep_found",
-    "keep_top_k",
-    "logprob_result",
     "loss_columns",
     "loss_scales",
     "raise_together",
     "row_names",
     "stored_fields",
     "sum_over_shards",
-    "top_k_result",
     "trained_tokens",
 ]
 
@@ -161,28 +167,59 @@ def computed_fields(loss_fn: LossFunction, sampling: Sampling) -> tuple[str, ...
     return tuple(name for name in wanted if name != UNFILTERED_LOGPROBS or sampling.has_filter)
 
 
-def logprob_result(select_NT: torch.Tensor, computed: Sequence[str]) -> torch.Tensor:
-    """Return zeros for what a pass of `Runner.logprobs` finds."""
-    return torch.zeros(1 + len(computed), *select_NT.shape, dtype=torch.float32, device=select_NT.device)
+class PassResult:
+    """What passes without a loss find of each row, on the device until it is read.
+
+    Args:
+        shape: `[c, N, T]` or `[c, N, T, k]`, zeros at first.
+    """
+
+    def __init__(self, shape: Sequence[int], device: torch.device) -> None:
+        self._values = torch.zeros(*shape, dtype=torch.float32, device=device)
+
+    def keep(self, micro: Microbatch, found: Sequence[torch.Tensor]) -> None:
+        """Take what a microbatch has found, `[n, t, ...]` each."""
+        for whole, part in zip(self._values, found, strict=False):
+            whole[micro.row_index_n, : micro.width] = part
+
+    def read(self) -> tuple[torch.Tensor, list[int]]:
+        """Return the values on the CPU, and the rows with NaN or inf in the first part; waits for the device once."""
+        values = self._values.cpu()
+        is_bad_N = ~values[0].flatten(1).isfinite().all(1)
+        return values, [row for row, is_bad in enumerate(is_bad_N.tolist()) if is_bad]
 
 
-def top_k_result(select_NT: torch.Tensor, wanted: TopTokens) -> torch.Tensor:
-    """Return zeros for what a pass of `Runner.top_k` finds."""
-    return torch.zeros(2, *select_NT.shape, wanted.k, dtype=torch.float32, device=select_NT.device)
+class StepNumbers:
+    """Losses, metrics and checks of the microbatches of one global batch, on the device until they are read."""
 
+    def __init__(self) -> None:
+        self._micros: list[Microbatch] = []
+        self._metrics: list[Mapping[str, Reduction]] = []
+        self._numbers: list[torch.Tensor] = []
 
-def keep_top_k(result_cNTk: torch.Tensor, micro: Microbatch, found_cM: torch.Tensor) -> list[int]:
-    """Put what `selected_top_k` has found of a microbatch into the result, and return rows with NaN or inf."""
-    found = [micro.to_rows(part_kM.T) for part_kM in found_cM.chunk(2)]
-    keep_found(result_cNTk, micro, found)
-    return bad_rows(micro, found[0].flatten(1))
+    def add(self, micro: Microbatch, logprobs_nt: torch.Tensor, output: LossOutput) -> None:
+        """Take the outcome of a microbatch with rows."""
+        deferred = [output.metrics.numbers] if isinstance(output.metrics, DeferredMetrics) else []
+        parts = [logprobs_nt.detach().isfinite().all(1), output.loss.detach()[None], *deferred]
+        self._micros.append(micro)
+        self._metrics.append(output.metrics)
+        self._numbers += [part.double() for part in parts]
 
-
-def keep_found(result_cNT: torch.Tensor, micro: Microbatch, found: Sequence[torch.Tensor]) -> None:
-    """Put what a microbatch has found, `[n, t, ...]` each, into the result."""
-    index = torch.tensor(micro.rows, dtype=torch.int64, device=result_cNT.device)
-    for result_NT, part_nt in zip(result_cNT, found, strict=False):
-        result_NT[index, : micro.width] = part_nt
+    def read(self) -> tuple[float, tuple[dict[str, Reduction], ...], list[int]]:
+        """Return the sum of the losses, the metrics of each microbatch, and the rows with NaN or inf; waits for the
+        device once."""
+        numbers = iter(torch.cat(self._numbers).tolist() if self._numbers else ())
+        total, read, bad = 0.0, [], []
+        for micro, metrics in zip(self._micros, self._metrics, strict=True):
+            are_finite = list(islice(numbers, len(micro.rows)))
+            loss = next(numbers)
+            total += loss
+            bad += [row for row, is_finite in zip(micro.rows, are_finite, strict=True) if not is_finite or loss != loss]
+            if isinstance(metrics, DeferredMetrics):
+                read.append(metrics.of_numbers(islice(numbers, len(metrics.numbers))))
+            else:
+                read.append(dict(metrics))
+        return total, tuple(read), sorted(bad)
 
 
 def loss_columns(micro: Microbatch, found: Sequence[torch.Tensor], computed: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -196,45 +233,43 @@ def loss_columns(micro: Microbatch, found: Sequence[torch.Tensor], computed: Seq
     return {**micro.columns, **dict(zip(computed, found[1:], strict=True))}
 
 
-def loss_scales(
-    batch: BatchedDataDict, steps: Sequence[Microbatches], *, is_writer: bool, device: torch.device
-) -> list[LossScale]:
+def loss_scales(batch: BatchedDataDict, steps: Sequence[Microbatches], *, is_writer: bool) -> list[LossScale]:
     """Return weighted counts of every global batch, with one collective over all ranks; only writers look at the
-    batch."""
+    batch, which is on the CPU."""
     counts = [0.0] * (2 * len(steps))
     if is_writer:
         tokens_N = trained_tokens(batch).sum(1)
         # Rows without a token that counts may have any weight.
         weight_N = torch.where(tokens_N > 0, batch.tensor("sample_mask").double(), 0.0)
         for i, microbatches in enumerate(steps):
-            rows = torch.tensor([row for rows in microbatches for row in rows], dtype=torch.int64, device=device)
-            counts[2 * i : 2 * i + 2] = float((tokens_N * weight_N)[rows].sum()), float(weight_N[rows].sum())
-    total = all_reduce_sum(counts, device=device)
+            rows = torch.tensor([row for rows in microbatches for row in rows], dtype=torch.int64)
+            counts[2 * i : 2 * i + 2] = torch.stack([(tokens_N * weight_N)[rows].sum(), weight_N[rows].sum()]).tolist()
+    total = all_reduce_sum(counts)
     return [
         LossScale(valid_tokens=total[i], valid_sequences=total[i + 1], is_first_update=i == 0)
         for i in range(0, len(total), 2)
     ]
 
 
-def all_reduce_sum(values: Sequence[float], *, device: torch.device) -> list[float]:
-    """Return sums over all ranks in float64 (collective)."""
-    total = torch.tensor(values, dtype=torch.float64, device=device)
+def all_reduce_sum(values: Sequence[float]) -> list[float]:
+    """Return sums over all ranks in float64 (collective). Numbers of the host travel by gloo: no GPU is waited for."""
+    total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
-    return [float(value) for value in total.tolist()]
+    return total.tolist()
 
 
-def sum_over_shards(values: Sequence[float], *, is_writer: bool, device: torch.device) -> list[float]:
+def sum_over_shards(values: Sequence[float], *, is_writer: bool) -> list[float]:
     """Return the sums of the writers' values, on every rank (collective over all ranks)."""
-    return all_reduce_sum(values if is_writer else [0.0] * len(values), device=device)
+    return all_reduce_sum(values if is_writer else [0.0] * len(values))
 
 
-def check_same_plan(microbatches_per_step: Sequence[int], *, device: torch.device) -> None:
+def check_same_plan(microbatches_per_step: Sequence[int]) -> None:
     """Compare the number of passes over all ranks (collective): unequal numbers would leave a rank waiting for ever.
 
     Raises:
         ValueError: on every rank.
     """
-    mine = torch.tensor([len(microbatches_per_step), sum(microbatches_per_step)], device=device)
+    mine = torch.tensor([len(microbatches_per_step), sum(microbatches_per_step)])
     everywhere = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, mine)
     counts = [tuple(part.tolist()) for part in everywhere]
@@ -253,23 +288,13 @@ def row_names(batch: BatchedDataDict, rows: Sequence[int]) -> list[str]:
     return [str(keys[row]) for row in rows] if isinstance(keys, list) else [f"row {row}" for row in rows]
 
 
-def bad_rows(micro: Microbatch, logprobs_nt: torch.Tensor) -> list[int]:
-    """Return rows of the batch with NaN or inf."""
-    if not micro.rows:
-        return []
-    is_bad = ~logprobs_nt.isfinite().all(1)
-    return [row for row, bad in zip(micro.rows, is_bad.tolist(), strict=True) if bad]
-
-
-def raise_together(
-    what: str, batch: BatchedDataDict, rows: Sequence[int], *, is_writer: bool, device: torch.device
-) -> None:
+def raise_together(what: str, batch: BatchedDataDict, rows: Sequence[int], *, is_writer: bool) -> None:
     """Compare bad rows over all ranks (collective).
 
     Raises:
         NonFiniteError: on every rank, when any rank has one; the writers name the samples.
     """
-    if all_reduce_sum([float(len(rows))], device=device)[0] == 0:
+    if all_reduce_sum([float(len(rows))])[0] == 0:
         return
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, row_names(batch, rows) if is_writer else [])

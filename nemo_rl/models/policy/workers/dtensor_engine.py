@@ -142,7 +142,7 @@ class DTensorEngine(Engine):
         step = OptimizerStep(
             self.model, self.optimizer, self.scaler, groups=self._groups, max_grad_norm=self._config.max_grad_norm
         )
-        return StepRunner(self.model, layout, self._groups, step, routes, observer)
+        return StepRunner(self.model, layout, self._groups, step, routes, observer, device=self._device)
 
     def hook_points(self) -> HookPoints:
         def weights() -> Iterator[tuple[str, torch.Tensor]]:

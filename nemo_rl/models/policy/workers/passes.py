@@ -93,15 +93,15 @@ class Passes:
             rows_per_step = (gbs or self._config.train_global_batch_size) / self._here.layout.dp
             plan = self._fixed_plan(batch, rows_per_step, mbs or self._config.train_micro_batch_size)
         steps = steps_of(plan, num_rows=batch.size)
-        check_same_plan([len(microbatches) for microbatches in steps], device=self._here.device)
+        check_same_plan([len(microbatches) for microbatches in steps])
         layout = self.batch_layout(plan)
         with (
             self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes,
             self._hook_observers.phase(WorkerPass.TRAIN, batch) as observer,
         ):
-            batch = _for_the_loss(_without(batch, ROUTES)).to(self._here.device)
+            batch = _for_the_loss(_without(batch, ROUTES)).to("cpu")
             learning_rate = self._engine.schedule.apply()
-            scales = loss_scales(batch, steps, is_writer=self._here.is_writer, device=self._here.device)
+            scales = loss_scales(batch, steps, is_writer=self._here.is_writer)
             runner = self._engine.runner(layout, pass_routes, observer)
             observer.parameters()
             outcomes = []
@@ -191,16 +191,16 @@ class Passes:
         self._device_states.require("get_topk_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
         microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
-        check_same_plan([len(microbatches)], device=self._here.device)
+        check_same_plan([len(microbatches)])
         layout, stage = self.batch_layout(plan), WorkerPass.TOPK_LOGITS
         with (
             self._replay.replaying(stage, batch, plan, layout.shape, routes) as pass_routes,
             self._hook_observers.phase(stage, batch) as observer,
         ):
             # Sampling masks belong to a filter, which a comparison of whole distributions leaves out.
-            batch = _without(_without(batch, SUPPORT), ROUTES).to(self._here.device)
+            batch = _without(_without(batch, SUPPORT), ROUTES).to("cpu")
             runner = self._engine.runner(layout, pass_routes, observer)
-            logprobs_NTk, ids_NTk = runner.top_k(batch, microbatches, _scored_tokens(batch), wanted).cpu()
+            logprobs_NTk, ids_NTk = runner.top_k(batch, microbatches, _scored_tokens(batch), wanted)
         return ids_NTk.int(), logprobs_NTk
 
     def score(self, batch: BatchedDataDict) -> torch.Tensor:
@@ -241,16 +241,16 @@ class Passes:
     ) -> torch.Tensor:
         """Return `[c, N, T]`, see `Runner.logprobs`."""
         microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
-        check_same_plan([len(microbatches)], device=self._here.device)
+        check_same_plan([len(microbatches)])
         layout = self.batch_layout(plan, sampling)
         if not layout.sampling.has_filter:
             batch = _without(batch, SUPPORT)
-        batch = _without(batch, ROUTES).to(self._here.device)
+        batch = _without(batch, ROUTES).to("cpu")
         select_NT = _scored_tokens(batch)
         hook_observers = self._hook_observers if phase is not None else NO_HOOK_OBSERVERS
         with hook_observers.phase(phase or WorkerPass.PREV_LOGPROBS, batch) as observer:
             runner = self._engine.runner(layout, routes, observer)
-            return runner.logprobs(batch, microbatches, select_NT, computed=computed).cpu()
+            return runner.logprobs(batch, microbatches, select_NT, computed=computed)
 
     def get_reference_policy_logprobs(
         self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
@@ -273,11 +273,9 @@ class Passes:
         """
         self._device_states.require("get_topk_logits", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = self._inference_plan(batch, mbs)
-        check_same_plan([len(plan.microbatches[0])], device=self._here.device)
-        values, ids = self._engine.runner(self.batch_layout(plan), OWN_ROUTES).topk_logits(
-            batch.to(self._here.device), plan.microbatches[0], k=k
-        )
-        return values.cpu(), ids.cpu()
+        check_same_plan([len(plan.microbatches[0])])
+        runner = self._engine.runner(self.batch_layout(plan), OWN_ROUTES)
+        return runner.topk_logits(batch.to("cpu"), plan.microbatches[0], k=k)
 
     def batch_layout(self, plan: PackPlan, sampling: Sampling | None = None) -> BatchForm:
         """Return how rows of a plan become forward passes.

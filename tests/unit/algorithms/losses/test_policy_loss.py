@@ -214,7 +214,7 @@ def scale_of(batch: BatchedDataDict) -> LossScale:
     device = torch.device("cpu")
     ensure_process_group(0, 1, 60.0, device)
     try:
-        [scale] = loss_scales(batch, [[range(batch.size)]], is_writer=True, device=device)
+        [scale] = loss_scales(batch, [[range(batch.size)]], is_writer=True)
     finally:
         destroy_process_group()
     return scale

@@ -160,7 +160,7 @@ def _measure(
     # The first step makes the optimizer's state.
     worker.train(part, loss_fn, plan=own)
     runner = engine.runner(worker.passes.batch_layout(own), OWN_ROUTES, marks)
-    [scale] = loss_scales(part, [own.microbatches[0]], is_writer=layout.is_writer(worker.rank), device=worker.device)
+    [scale] = loss_scales(part, [own.microbatches[0]], is_writer=layout.is_writer(worker.rank))
 
     def step() -> object:
         return runner.run(part, own.microbatches[0], loss_fn, scale, is_training=True)
