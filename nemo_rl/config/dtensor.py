@@ -51,6 +51,9 @@ class DTensorConfig(Section):
     """Keep weights, gradients and optimizer state on the CPU and move each layer to the GPU when it runs."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
+    gradient_accumulation: Literal["sharded", "whole"] = "sharded"
+    """Sum of gradients over microbatches: `sharded` reduces them after each one, so that a rank holds its part alone;
+    `whole` reduces them once, after the last, and holds 4 bytes per trained parameter meanwhile, for slow networks."""
     env_vars: EnvVars = {}
     """Variables of the policy workers' processes; they win over `cluster.env_vars`."""
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gradient_bytes import share_of
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import OptimizerConfig
+from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded
@@ -27,8 +28,9 @@ Arrays = dict[str, np.ndarray]
 GRADIENT_DESCENT = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
 
 
-def _gradient_policy(folder: Path) -> PolicyConfig:
-    return tiny_policy(folder, optimizer=GRADIENT_DESCENT, max_grad_norm=None)
+def _gradient_policy(folder: Path, accumulation: str = "sharded") -> PolicyConfig:
+    sizes = DTensorConfig(gradient_accumulation=accumulation)
+    return tiny_policy(folder, optimizer=GRADIENT_DESCENT, max_grad_norm=None, dtensor_cfg=sizes)
 
 
 def _plan(kind: str, dp_world: int) -> PackPlan:
@@ -43,8 +45,8 @@ def _exported(worker: PolicyWorker) -> Arrays:
     return {name: weight.numpy() for name, weight in worker.export_weights()}
 
 
-def _gradients(folder: Path, rank: int, world_size: int, kind: str) -> dict[str, object]:
-    worker = tiny_worker(_gradient_policy(folder), rank=rank, world_size=world_size)
+def _gradients(folder: Path, rank: int, world_size: int, kind: str, accumulation: str = "sharded") -> dict[str, object]:
+    worker = tiny_worker(_gradient_policy(folder, accumulation), rank=rank, world_size=world_size)
     before = _exported(worker)
     plan = _plan(kind, world_size)
     shard = tiny_batch(ROWS).select_indices(plan.rows_of_rank(rank))
@@ -53,8 +55,10 @@ def _gradients(folder: Path, rank: int, world_size: int, kind: str) -> dict[str,
         warnings.filterwarnings("error", message=".*returned a view tensor")
         result = worker.train(shard, LOSS, plan=plan.for_rank(rank))
     gradients = {name: before[name] - weight for name, weight in _exported(worker).items()}
+    found = {"loss": result.loss, "norm": result.grad_norm, "gradients": gradients, "metrics": result.metrics}
+    found["held"] = share_of(worker)
     worker.shutdown()
-    return {"loss": result.loss, "norm": result.grad_norm, "gradients": gradients, "metrics": result.metrics}
+    return found
 
 
 def _error(folder: Path, rank: int) -> str:
@@ -116,6 +120,7 @@ def _two_ranks(rank: int, folder: Path, checkpoint: Path) -> dict[str, object]:
     return {
         "padded": _gradients(folder, rank, 2, "padded"),
         "packed": _gradients(folder, rank, 2, "packed"),
+        "whole": _gradients(folder, rank, 2, "padded", "whole"),
         "error": _error(folder, rank),
         "uneven": _uneven(folder, rank),
         "first": _train_twice(folder, rank, 2, checkpoint, resume=False),
@@ -159,6 +164,16 @@ def test_two_ranks_give_the_loss_and_gradients_of_one(kind: str, ranks: list[dic
         assert outcome["norm"][0] == pytest.approx(single["norm"][0], rel=1e-5)
         for name, gradient in single["gradients"].items():
             assert _relative_error(outcome["gradients"][name], gradient) <= 1e-5, name
+
+
+def test_gradients_are_sharded_between_microbatches_unless_the_recipe_wants_them_whole(ranks: list[dict]) -> None:
+    for rank in ranks:
+        assert rank["padded"]["held"] <= 1.05 and rank["whole"]["held"] == 2
+        # The sums over microbatches and over ranks change places.
+        assert rank["whole"]["norm"] == pytest.approx(rank["padded"]["norm"], rel=1e-6)
+        for name, gradient in rank["whole"]["gradients"].items():
+            # Gradients are differences of float32 weights here.
+            assert _relative_error(rank["padded"]["gradients"][name], gradient) <= 1e-5, name
 
 
 def test_packed_and_padded_single_rank_gradients_are_equal(folder: Path, single: dict) -> None:

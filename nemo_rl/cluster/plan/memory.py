@@ -213,7 +213,7 @@ class RankMemory:
     gradients: int
     """Bytes of the gradients at the optimizer's step."""
     summed_gradients: int
-    """While microbatches run: FSDP keeps whole gradients until the last one."""
+    """Bytes of whole gradients while microbatches run; 0 where they are sharded after each one."""
     optimizer: int
     optimizer_on_host: int
     gathered: GatheredBytes

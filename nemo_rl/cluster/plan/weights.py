@@ -63,8 +63,7 @@ class RestMemory:
     gradients: int
     """Bytes of the gradients of a global batch, when the optimizer steps."""
     summed_gradients: int
-    """Bytes of gradients that a pass finds of earlier microbatches: FSDP shares gradients out after the last one only.
-    """
+    """Bytes of whole gradients that a pass finds of earlier microbatches; 0 where they are sharded after each one."""
     optimizer: int
     optimizer_on_host: int
 
@@ -104,12 +103,13 @@ def rest_memory(setting: PlanSetting, weights: list[LocalWeight], *, num_microba
     trained = [weight for weight in weights if weight.is_trained]
     gradient = _gradient_bytes(setting)
     whole = sum(weight.in_use for weight in trained) * gradient
+    keeps_whole = not setting.is_megatron and setting.policy.dtensor_cfg.gradient_accumulation == "whole"
     state = sum(_state_bytes(setting, weight) for weight in trained)
     on_host = math.floor(state * _offloaded(setting))
     return RestMemory(
         weights=sum(weight.at_rest * weight.bytes_at_rest for weight in weights),
         gradients=sum(weight.at_rest for weight in trained) * gradient,
-        summed_gradients=whole if not setting.is_megatron and num_microbatches > 1 else 0,
+        summed_gradients=whole if keeps_whole and num_microbatches > 1 else 0,
         optimizer=state - on_host,
         optimizer_on_host=on_host,
     )

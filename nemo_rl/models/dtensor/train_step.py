@@ -167,9 +167,9 @@ class StepRunner:
         # FSDP averages gradients over data x context ranks, while the loss is divided by the global count already. Each
         # context rank has the whole loss, of which only its own tokens' part flows back.
         averaged_over = self._groups.fsdp_mesh.size()
-        numbers = StepNumbers()
+        numbers, last = StepNumbers(), len(microbatches) - 1
         for i, rows in enumerate(microbatches):
-            as_fsdp(self._model).set_requires_gradient_sync(i == len(microbatches) - 1)
+            as_fsdp(self._model).set_requires_gradient_sync(i == last or not self._optimizer_step.keeps_whole)
             micro = self._build(batch, rows, select_NT, fields=stored_fields(loss_fn))
             # Layers that the backward pass runs again need the same routes.
             with self._routes.pass_of(micro), self._observer.pass_of(micro):
@@ -238,9 +238,16 @@ class OptimizerStep:
         *,
         groups: ParallelGroups,
         max_grad_norm: float | None,
+        keeps_whole: bool = False,
     ) -> None:
+        """Args:
+        keeps_whole: ranks add up gradients of whole weights, and reduce them after the last microbatch; False reduces
+            them after each one.
+        """
         self._model = model
         self._optimizer = optimizer
+        # Alone a rank holds whole gradients in any case, and saves the copies of a reduction.
+        self.keeps_whole = keeps_whole or groups.fsdp_mesh.size() == 1
         self._groups = groups
         self._max_grad_norm = max_grad_norm
         self.scaler = scaler

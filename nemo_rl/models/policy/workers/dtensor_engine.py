@@ -140,7 +140,12 @@ class DTensorEngine(Engine):
 
     def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver = NO_OBSERVER) -> StepRunner:
         step = OptimizerStep(
-            self.model, self.optimizer, self.scaler, groups=self._groups, max_grad_norm=self._config.max_grad_norm
+            self.model,
+            self.optimizer,
+            self.scaler,
+            groups=self._groups,
+            max_grad_norm=self._config.max_grad_norm,
+            keeps_whole=self._config.dtensor_cfg.gradient_accumulation == "whole",
         )
         return StepRunner(self.model, layout, self._groups, step, routes, observer, device=self._device)
 

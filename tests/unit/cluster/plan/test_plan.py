@@ -101,8 +101,7 @@ def test_settings_of_two_and_of_eight_nodes_are_accepted() -> None:
     [rank] = dense.ranks
     assert rank.weights == pytest.approx(8_030_261_248 * 4 / 16, rel=0.01)
     assert (rank.gradients, rank.optimizer) == (rank.weights, 2 * rank.weights)
-    # Microbatches are summed up before FSDP shares gradients out.
-    assert rank.summed_gradients == 8_030_261_248 * 4
+    assert rank.summed_gradients == 0
     mixture = planned(MATH, *QWEN_30B, gpu="H100-80G", nodes=8)
     assert len(mixture.ranks) == 2 and mixture.setting.layout.dp == 4
     assert mixture.plane.columns["routed_experts"] == mixture.batches.tokens * 48 * 8
@@ -181,10 +180,11 @@ def test_a_store_without_room_for_a_step_is_refused() -> None:
 @pytest.mark.slow
 def test_recomputation_and_sharding_need_less() -> None:
     plain = planned(MATH, "policy.dtensor_cfg.activation_checkpointing=false", gpu="H200-141G")
-    again = planned(MATH, gpu="H200-141G")
+    whole = "policy.dtensor_cfg.gradient_accumulation=whole"
+    again = planned(MATH, whole, gpu="H200-141G")
     assert again.ranks[0].train.layers < plain.ranks[0].train.layers / 5
     assert planned(MATH, gpu="H200-141G", nodes=1).ranks[0].weights == plain.ranks[0].weights
-    split = planned(MATH, "policy.dtensor_cfg.tensor_parallel_size=2", gpu="H200-141G")
+    split = planned(MATH, whole, "policy.dtensor_cfg.tensor_parallel_size=2", gpu="H200-141G")
     assert split.ranks[0].train.logits == again.ranks[0].train.logits // 2
     # All but the norms and a few biases are split.
     assert split.ranks[0].summed_gradients == pytest.approx(again.ranks[0].summed_gradients / 2, rel=0.01)
@@ -414,7 +414,7 @@ def test_ranks_of_an_engine_share_its_weights_and_leave_the_gpu_to_the_policy_wh
     assert taken == pytest.approx(0.8 * gpu_named("H100-80G").memory_bytes, rel=0.02)
     stages = rank.stages()
     assert stages["rollout"] == rank.fixed + taken
-    assert stages["train"] == rank.fixed + rank.weights + rank.optimizer + rank.summed_gradients + rank.train.peak
+    assert stages["train"] == rank.fixed + rank.weights + rank.optimizer + rank.gradients + rank.train.peak
     assert stages["refit"] == rank.fixed + rank.weights + rank.refit + engine.weights + engine.loading
     assert [node.engines for node in plan.nodes] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert [node.engine_ranks for node in plan.nodes] == [8, 8]
