@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     NonNegativeInt,
     PositiveInt,
@@ -19,7 +20,7 @@ from nemo_rl.config.rule import would_be_ignored
 if TYPE_CHECKING:
     from nemo_rl.config.schema import MasterConfig
 
-__all__ = ["DTensorConfig", "OptimizerConfig", "SchedulerConfig", "SchedulerPhase"]
+__all__ = ["DTensorConfig", "OptimizerConfig", "Recomputation", "SchedulerConfig", "SchedulerPhase"]
 
 
 def _import_path(text: str) -> str:
@@ -31,6 +32,14 @@ def _import_path(text: str) -> str:
 
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 """`module:name` or `module.name`."""
+
+
+def _mode_of(given: object) -> object:
+    """Return the mode that a switch means."""
+    return {True: "full", False: "none"}[given] if isinstance(given, bool) else given
+
+
+Recomputation = Annotated[Literal["none", "full", "selective"], BeforeValidator(_mode_of)]
 
 
 class DTensorConfig(Section):
@@ -49,8 +58,9 @@ class DTensorConfig(Section):
     imported from (`my_package.plans:PLAN`, `my_package.plans.PLAN`); null takes the model's."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state on the CPU and move each layer to the GPU when it runs."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    activation_checkpointing: Recomputation = "none"
+    """What the backward pass computes again instead of keeping it: `full` each layer from its input; `selective` each
+    layer but its matrix products and attention; `none` nothing. true and false mean `full` and `none`."""
     gradient_accumulation: Literal["sharded", "whole"] = "sharded"
     """Sum of gradients over microbatches: `sharded` reduces them after each one, so that a rank holds its part alone;
     `whole` reduces them once, after the last, and holds 4 bytes per trained parameter meanwhile, for slow networks."""

@@ -92,7 +92,7 @@ class Case:
     capacity: int = 64
     """Tokens, or rows for `fixed`, in a microbatch."""
     recompute: bool | str = False
-    """False, or True for all of it; `selective` on Megatron."""
+    """False, or True for all of it, or `selective`."""
     aux: bool = False
     """True with a loss that balances experts."""
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -264,7 +264,7 @@ def policy_of(case: Case, folder: Path) -> PolicyConfig:
         tensor_parallel_size=case.tp,
         context_parallel_size=case.cp,
         sequence_parallel=case.sp,
-        activation_checkpointing=bool(case.recompute),
+        activation_checkpointing=case.recompute,
     )
     optimizer = OptimizerConfig(kwargs=dict(ADAM))
     return tiny_policy(folder, dtensor_cfg=sizes, optimizer=optimizer, **_common(case))

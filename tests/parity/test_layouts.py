@@ -60,6 +60,9 @@ def cases_of_two() -> list[Case]:
             Case(family=family, tp=2, sp=True, capacity=40, recompute=True),
             Case(family=family, cp=2, batching="padded", capacity=60, recompute=True),
             Case(family=family, cp=2, batching="fixed", capacity=8),
+            Case(family=family, capacity=48, recompute="selective"),
+            Case(family=family, tp=2, sp=True, capacity=40, recompute="selective"),
+            Case(family=family, cp=2, batching="padded", capacity=60, recompute="selective"),
         ]
     return [*cases, *OTHER_LOSSES]
 
@@ -69,10 +72,10 @@ def cases_of_four() -> list[Case]:
     for family in ("qwen3", "qwen3_moe"):
         cases += [
             Case(family=family, tp=2),
-            Case(family=family, tp=2, cp=2),
+            Case(family=family, tp=2, cp=2, recompute="selective"),
             Case(family=family, tp=2, cp=2, sp=True, batching="padded", capacity=100),
         ]
-    return [*cases, Case(family="llama", tp=2, cp=2, sp=True), Case(family="qwen2", tp=2, batching="fixed", capacity=2)]
+    return [*cases, *FOUR]
 
 
 ONE_MICROBATCH = Case(family="qwen3", tp=2, sp=True, capacity=400)
@@ -87,7 +90,10 @@ HALF = [
 HONEST = [replace(case, fault=None) for case in FAULTS]
 HALF_OF_THEM = HALF[::3]
 TWO = pairwise(cases_of_two(), AXES, kept=[*HONEST, ONE_MICROBATCH, *OTHER_LOSSES])
-FOUR = [Case(family="llama", tp=2, cp=2, sp=True), Case(family="qwen2", tp=2, batching="fixed", capacity=2)]
+FOUR = [
+    Case(family="llama", tp=2, cp=2, sp=True, recompute="selective"),
+    Case(family="qwen2", tp=2, batching="fixed", capacity=2),
+]
 """Of `make test`."""
 SAVED = {"sharded": Case(family="qwen3"), "split": Case(family="qwen3", tp=2)}
 LOADED_BY_TWO = {"sharded": SAVED["split"], "split": SAVED["sharded"]}

@@ -42,6 +42,8 @@ class LayerBytes:
     mlp: int
     entry: int
     """The layer's input alone, which is what is kept of a recomputed layer."""
+    products: int
+    """Outputs of matrix products and of attention, which the DTensor worker may keep of a recomputed layer."""
     backward: int
     """Bytes that the backward pass of the layer makes besides."""
     forward: int
@@ -129,6 +131,7 @@ def layer_bytes(setting: PlanSetting, tokens: PassTokens, layer: int) -> LayerBy
         core=core,
         mlp=mlp,
         entry=count * stream * size,
+        products=_products_bytes(setting, tokens, has_experts=has_experts),
         # The gradients of the widest part, the float32 sides of a norm and the input's gradient.
         backward=max(mlp * 3 // 4, moving) + 2 * whole,
         forward=max(mlp, moving) + 2 * whole,
@@ -258,6 +261,20 @@ def _experts_bytes(setting: PlanSetting, tokens: PassTokens) -> int:
     return mine * (top_k * per_choice + EXPERT_BYTES * shape.num_experts) + shared
 
 
+def _products_bytes(setting: PlanSetting, tokens: PassTokens, *, has_experts: bool) -> int:
+    """Return the bytes of the outputs of a layer's matrix products and of its attention, with its sums of scores."""
+    shape, layout, size = setting.model.flops_shape, setting.layout, setting.element_bytes
+    heads, groups = shape.num_heads // layout.tp, max(1, shape.num_kv_heads // layout.tp)
+    width = (2 * heads + 2 * groups) * shape.head_dim + 2 * shape.hidden_size
+    if has_experts:
+        top_k, shared = setting.model.top_k, shape.shared_mlp_size // layout.tp
+        width += top_k * (2 * shape.mlp_size // top_k + shape.hidden_size) - shape.hidden_size + shape.num_experts
+        width += 2 * shared + (shape.hidden_size if shared else 0)
+    else:
+        width += (2 if setting.model.has_gated_mlp else 1) * _mlp_width(setting)
+    return tokens.tokens * (width * size + FLOAT32_BYTES * heads)
+
+
 def _head_bytes(setting: PlanSetting, tokens: PassTokens) -> int:
     """Return the bytes of the last norm, and of its output at the positions that predict."""
     width, size = _stream_width(setting), setting.element_bytes
@@ -271,7 +288,8 @@ def _head_bytes(setting: PlanSetting, tokens: PassTokens) -> int:
 def _kept(setting: PlanSetting, layer: LayerBytes, number: int) -> int:
     """Return the bytes that a layer keeps where parts of it, or all, are recomputed."""
     if not setting.is_megatron:
-        return layer.entry if setting.policy.dtensor_cfg.activation_checkpointing else layer.kept
+        held = {"none": layer.kept, "full": layer.entry, "selective": layer.entry + layer.products}
+        return min(layer.kept, held[setting.policy.dtensor_cfg.activation_checkpointing])
     section = setting.policy.megatron_cfg
     if not section.activation_checkpointing:
         return layer.kept

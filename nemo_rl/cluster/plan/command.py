@@ -97,10 +97,16 @@ def _smaller_batches(setting: PlanSetting) -> Iterator[PlanChange]:
 
 
 def _recomputation(setting: PlanSetting) -> Iterator[PlanChange]:
-    section = setting.policy.parallel_section
-    is_on = setting.policy.megatron_cfg if setting.is_megatron else setting.policy.dtensor_cfg
-    if not is_on.activation_checkpointing:
-        yield PlanChange(overrides=(f"{section}.activation_checkpointing=true",), cost="a third more arithmetic")
+    key = f"{setting.policy.parallel_section}.activation_checkpointing"
+    if setting.is_megatron:
+        if not setting.policy.megatron_cfg.activation_checkpointing:
+            yield PlanChange(overrides=(f"{key}=true",), cost="a third more arithmetic")
+        return
+    mode = setting.policy.dtensor_cfg.activation_checkpointing
+    if mode == "none":
+        yield PlanChange(overrides=(f"{key}=selective",), cost="norms and activations computed again")
+    if mode != "full":
+        yield PlanChange(overrides=(f"{key}=full",), cost="a third more arithmetic")
 
 
 def _splits(setting: PlanSetting) -> Iterator[PlanChange]:

@@ -116,7 +116,7 @@ class LayoutText:
             "enabled": True,
             "sequence_parallel": self.sp,
             "context_parallel_size": self.cp,
-            "activation_checkpointing": self.recompute or sizes.activation_checkpointing,
+            "activation_checkpointing": True if self.recompute else sizes.activation_checkpointing,
             **(self._of_megatron() if is_megatron else {"tensor_parallel_size": self.tp}),
         }
         given["sequence_packing"]["enabled"] = self.packed

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.models.dtensor.fit import attention_problem, check_model_fits
+from nemo_rl.models.dtensor.recompute import recompute_layers
 from nemo_rl.models.dtensor.rope import RowFrequencies, long_rope_start
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
@@ -117,11 +118,7 @@ def parallelize(
     if attention_problem(hf) is None:
         # A vision tower keeps its own, which looks both ways.
         hf.set_attn_implementation(ATTENTION_NAME if family_of(hf.config) is None else {"text_config": ATTENTION_NAME})
-    if sizes.activation_checkpointing:
-        # The old name warns where the new one exists.
-        is_new = hasattr(hf, "activation_checkpointing_enable")
-        enable = hf.activation_checkpointing_enable if is_new else hf.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+    recompute_layers(hf, sizes.activation_checkpointing)
     shard = _split_over_tensor_axis(hf, groups, config) if groups.tensor_mesh is not None else None
     model = PolicyModel(hf, shard=shard)
     policy = MixedPrecisionPolicy()

@@ -22,7 +22,7 @@ from tests.helpers.model_families import FAMILY_SIZES, write_family, write_with_
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
 ENGINES = {
-    "dtensor": {"dtensor_cfg": {"activation_checkpointing": True}},
+    "dtensor": {"dtensor_cfg": {"activation_checkpointing": "selective"}},
     "megatron": {
         "dtensor_cfg": {"enabled": False},
         "megatron_cfg": {"enabled": True, "activation_checkpointing": True},
