@@ -354,8 +354,10 @@ def host_bytes(
     processes = engines + (math.ceil(engines / engine.ranks) if engine.ranks > 1 else 0)
     found = {"processes": (len(ranks) + processes + others) * PROCESS_BYTES}
     if setting.config.loss_fn.reference_policy_kl_penalty > 0 and not setting.policy.lora.enabled:
-        # The reference's weights, and the policy's while those are in place.
-        found["reference weights"] = 2 * sum(rank.weights for rank in ranks)
+        # The reference's weights in the dtype of the pass, and the policy's while those are in place.
+        held = sum(rank.weights for rank in ranks)
+        share = setting.element_bytes / FLOAT32_BYTES if not setting.is_megatron else 1.0
+        found["reference weights"] = held + int(held * share)
     if setting.config.checkpointing.enabled and setting.config.checkpointing.async_save:
         found["checkpoint being written"] = sum(_copied_bytes(setting, rank) for rank in ranks)
     if deltas := delta_bytes(setting, ranks=len(ranks), engines=engines):

@@ -52,11 +52,22 @@ class Shards:
         # The local part first: of one that stays on the CPU, while the mesh is of GPUs, torch detaches no other.
         return [local_shard(weight).detach() for _, weight in self._weights()]
 
-    def copy(self, part: str) -> list[torch.Tensor]:
-        """Return copies on the CPU, pinned where there is a GPU; the next ones of the part take the same memory."""
-        copies = self._host.away(part, self.held())
+    def copy(self, part: str, *, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        """Return copies on the CPU, pinned where there is a GPU; the next ones of the part take the same memory.
+
+        Args:
+            dtype: of the copies of parameters, where passes compute in less than they are held in; None keeps it.
+        """
+        copies = self._host.away(part, [self._as(weight, dtype) for _, weight in self._weights()])
         self._host.settle()
         return copies
+
+    @staticmethod
+    def _as(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        shard = local_shard(weight).detach()
+        # Buffers are computed with as they are held.
+        is_cast = dtype is not None and isinstance(weight, torch.nn.Parameter) and dtype.itemsize < shard.itemsize
+        return shard.to(dtype) if is_cast else shard
 
     def write(self, values: list[torch.Tensor]) -> None:
         """Load copies into the model."""
@@ -94,8 +105,10 @@ class DeviceStates:
         self._is_reference_base = has_adapters and adapter_reference == "base"
         self._replaced = Shards(engine.adapters, self._host) if has_adapters else self.shards
         """The tensors that hold other values while the reference is in place."""
-        self.reference = self._replaced.copy("reference") if keep_reference and not self._is_reference_base else None
-        """Parts of the reference weights, on the CPU; None where none are kept."""
+        self.reference: list[torch.Tensor] | None = None
+        """Parts of the reference weights, on the CPU, in the dtype of the pass; None where none are kept."""
+        if keep_reference and not self._is_reference_base:
+            self.reference = self._replaced.copy("reference", dtype=engine.pass_dtype)
         self._memory: dict[str, int] = {}
         self.moved_bytes: dict[str, int] = {}
         """Stage -> bytes moved to get ready for it, so far; on a CPU those that a GPU would have moved."""

@@ -27,7 +27,7 @@ from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight, paralle
 from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
 from nemo_rl.models.dtensor.weights import fill_adapters, fill_shards, gather_small, make_room, open_source
 from nemo_rl.models.hf_modules import HFRouters, HFSites
-from nemo_rl.models.loading import build_meta_model, decoder_sizes, named_weights
+from nemo_rl.models.loading import DTYPES, build_meta_model, decoder_sizes, named_weights
 from nemo_rl.models.lora import adapter_places, initial_adapter, named_adapters, without_adapters
 from nemo_rl.models.policy.hooks import HookPoints, TokenPositions
 from nemo_rl.models.policy.interfaces import TensorInfo
@@ -118,6 +118,7 @@ class DTensorEngine(Engine):
         self.optimizer = build_optimizer(config.optimizer, self.model.parameters())
         self.schedule: LearningRate = LearningRate(config.scheduler, self.optimizer, num_steps=num_steps)
         self.scaler = LossScaler(precision=config.precision)
+        self.pass_dtype = DTYPES[config.precision]
 
     def _base_of_adapter(self) -> AdapterBase:
         name = self._config.model_name

@@ -56,6 +56,8 @@ class Engine(ABC):
     schedule: Schedule
     context: dist.ProcessGroup | None
     """Ranks that share this rank's sequences; None on one."""
+    pass_dtype: torch.dtype | None = None
+    """Dtype to which parameters are cast for a pass; None where a pass takes them as they are held."""
 
     @abstractmethod
     def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver = NO_OBSERVER) -> Runner:

@@ -53,6 +53,18 @@ def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+def test_the_reference_is_kept_in_the_dtype_of_the_pass_and_has_the_first_numbers(folder: Path) -> None:
+    worker = tiny_worker(tiny_policy(folder, precision="bfloat16"), keep_reference=True)
+    first = worker.get_logprobs(tiny_batch())
+    worker.train(tiny_batch(), LOSS)
+    trained = _weights(worker)
+    assert torch.equal(worker.get_reference_policy_logprobs(tiny_batch()), first)
+    assert not torch.equal(worker.get_logprobs(tiny_batch()), first) and _same(_weights(worker), trained)
+    reference = worker.device_states.reference
+    assert reference is not None and {weight.dtype for weight in reference} == {torch.bfloat16}
+    worker.shutdown()
+
+
 def test_a_leftover_gradient_is_found(worker: PolicyWorker) -> None:
     worker.offload_before_refit()
     weight = next(worker.engine.model.parameters())
