@@ -15,6 +15,7 @@ __all__ = [
     "abort_nccl",
     "after_backward",
     "clear_cublas_workspaces",
+    "copy_all",
     "default_store",
     "jagged_parts",
     "jagged_view",
@@ -54,6 +55,12 @@ def jagged_parts(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | No
 def norms_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the 2-norm of each, in few kernels."""
     return tuple(torch._foreach_norm(list(tensors)))
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, which may be of another dtype, in few kernels."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def scale_(tensors: Sequence[torch.Tensor], factor: float) -> None:

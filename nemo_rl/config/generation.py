@@ -165,11 +165,11 @@ class GenerationConfig(Section):
     `keep`: they go on with the old cache, which is approximate; `finish`, with adapters that engines serve
     (`policy.lora.serve: native`): they go on with the adapter that they began with, beside rows with the new one."""
     refit_transport: Literal["auto"] | RefitTransport = "auto"
-    """The transport of new weights to the engines: `payload` through the run's object store, `ipc` through GPU memory
-    that engine and policy worker share, `broadcast` from policy rank 0 to all; `auto`: on GPUs `ipc`, or `broadcast` to
-    non-colocated engines; else `payload`."""
+    """The transport of new weights to the engines: `payload` through memory of policy rank 0 on the CPU, `ipc` through
+    GPU memory that engine and policy worker share, `broadcast` from policy rank 0 to all; `auto`: on GPUs `ipc`, or
+    `broadcast` to non-colocated engines; else `payload`."""
     refit_buffer_ratio: Probability = 0.3
-    """Most of the free memory (of the GPU with `ipc`, else RAM) that one bucket of weights takes in a refit."""
+    """Most of the free memory (of the GPU with `ipc`, else RAM) that the buckets of a refit take."""
     sleep_level: Literal[0, 1, 2] | None = None
     """Memory that engines free while the policy trains. 0: none; 1: caches are dropped, and weights go to the CPU's
     memory; 2: both are dropped, and the next refit brings weights; null: 2 where engines and policy share GPUs by

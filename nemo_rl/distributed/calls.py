@@ -1,4 +1,4 @@
-"""The calls of a driver to workers: requests, calls, results that come later, results that stay away.
+"""The calls of a driver to workers: requests, calls, results that come later.
 
 Used by `worker_groups` and its callers. Invariant: only the name of a method and its arguments cross to a worker's
 process, while a type checker knows arguments and results.
@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-__all__ = ["Call", "Payload", "Pending", "Request", "ask"]
+__all__ = ["Call", "Pending", "Request", "ask"]
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
@@ -57,17 +57,6 @@ class Call(Generic[_T]):
 
     def of_rank(self, rank: int) -> Request[_T]:
         return self.request if isinstance(self.request, Request) else self.request[rank]
-
-
-@dataclass(frozen=True, slots=True)
-class Payload(Generic[_T]):
-    """A result that the driver hands on without looking into it: the object itself, or Ray's reference to it."""
-
-    handle: object
-
-    def placeholder(self) -> _T:
-        """Stand in for the object as the argument of a request: the worker's process puts the object there."""
-        return cast("_T", self)
 
 
 class Pending(Generic[_T]):

@@ -15,7 +15,7 @@ from ipaddress import ip_address
 import psutil
 import torch.distributed as dist
 
-__all__ = ["adopt_listener", "choose_interface", "open_client", "open_server", "reserve_port"]
+__all__ = ["adopt_listener", "choose_interface", "open_client", "open_server", "own_address", "reserve_port"]
 
 LOOPBACK_INTERFACE = "lo"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -71,13 +71,22 @@ def choose_interface(address: str) -> None:
         os.environ.setdefault(INTERFACE_VARIABLES[0], found)
 
 
+def own_address(towards: str) -> str:
+    """Return the address of this machine on the network by which it reaches another one.
+
+    Raises:
+        OSError: it does not reach it.
+    """
+    ((family, _, _, _, place), *_) = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # nothing is sent
+        return str(probe.getsockname()[0])
+
+
 def _interface_towards(address: str) -> str | None:
     """Return the interface that reaches the address, or None where it cannot be found out; then gloo chooses."""
     try:
-        ((family, _, _, _, place), *_) = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # nothing is sent
-            own = probe.getsockname()[0]
+        own = own_address(address)
     except OSError:
         return None
     for name, given in psutil.net_if_addrs().items():

@@ -29,7 +29,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.abort import GuardedWorker, RootCause, is_secondary
-from nemo_rl.distributed.calls import Call, Payload, Pending
+from nemo_rl.distributed.calls import Call, Pending
 from nemo_rl.distributed.environment import raise_open_files
 from nemo_rl.distributed.liveness import DriverWatchdog
 from nemo_rl.distributed.own_ray import check_own_ray
@@ -79,10 +79,6 @@ class WorkerGroup(ABC):
         """
 
     @abstractmethod
-    def run_for_payload(self, call: Call[_T]) -> Payload[_T]:
-        """Run a call; keep the result of the first rank where it is, and gives a handle to it."""
-
-    @abstractmethod
     def stream(self, call: Call[Iterator[_T]]) -> Iterator[_T]:
         """Call a method of the only worker that yields results one by one, and return them as they come.
 
@@ -120,16 +116,13 @@ class LocalWorkerGroup(WorkerGroup):
         done: Future[list[_T]] = Future()
         try:
             request = call.of_rank(0)
-            done.set_result([getattr(self._worker, request.method)(**_resolve(request.arguments))])
+            done.set_result([getattr(self._worker, request.method)(**request.arguments)])
         except Exception as error:  # noqa: BLE001 - raised by `result`
             done.set_exception(error)
         return Pending(done.result)
 
     def stream(self, call: Call[Iterator[_T]]) -> Iterator[_T]:
         return iter(self.run(call)[0])
-
-    def run_for_payload(self, call: Call[_T]) -> Payload[_T]:
-        return Payload(self.run(call)[0])
 
     @property
     def is_local(self) -> bool:
@@ -172,12 +165,12 @@ class _Host:
 
     def call(self, method: str, stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Result inside the record."""
-        reply, value = self._guard(stage, lambda: getattr(self._worker, method)(**_resolve(kwargs)))
+        reply, value = self._guard(stage, lambda: getattr(self._worker, method)(**kwargs))
         return {**reply, "value": value}
 
     def stream(self, method: str, stage: str, kwargs: Mapping[str, object]) -> Iterator[dict[str, object]]:
         """Yield a record with each result of a method that yields them, then one without a result."""
-        reply, results = self._guard(stage, lambda: iter(getattr(self._worker, method)(**_resolve(kwargs))))
+        reply, results = self._guard(stage, lambda: iter(getattr(self._worker, method)(**kwargs)))
         while reply["ok"]:
             reply, value = self._guard(stage, partial(next, cast("Iterator[object]", results), _END))
             if value is _END:
@@ -185,13 +178,6 @@ class _Host:
             if reply["ok"]:
                 yield {**reply, "value": value}
         yield reply
-
-    @ray.method(num_returns=2)
-    def call_for_payload(
-        self, method: str, stage: str, kwargs: Mapping[str, object]
-    ) -> tuple[dict[str, object], object]:
-        """Record and result as two objects: the driver fetches only the record."""
-        return self._guard(stage, lambda: getattr(self._worker, method)(**_resolve(kwargs)))
 
     def reserve_port(self, reserve: Callable[[str], int]) -> tuple[str, int]:
         address = ray.util.get_node_ip_address()
@@ -222,15 +208,6 @@ class _Host:
 
 _END = object()
 """The value that `next` gives behind the last result of a stream."""
-
-
-def _resolve(kwargs: Mapping[str, object]) -> dict[str, object]:
-    """Payload handles become the objects they stand for."""
-    return {name: _content(value) if isinstance(value, Payload) else value for name, value in kwargs.items()}
-
-
-def _content(payload: Payload[object]) -> object:
-    return ray.get(payload.handle) if isinstance(payload.handle, ray.ObjectRef) else payload.handle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,16 +339,6 @@ class RayWorkerGroup(WorkerGroup):
     @property
     def is_local(self) -> bool:
         return False
-
-    def run_for_payload(self, call: Call[_T]) -> Payload[_T]:
-        deadline = time.monotonic() + call.timeout_s
-        ranks = self._ranks(call)
-        pairs = [self._alive(rank, call.stage).call_for_payload.remote(*_sent(call, rank)) for rank in ranks]
-        states = [state for state, _ in pairs]
-        self._collect(
-            states, ranks, stage=call.stage, timeout_s=call.timeout_s, deadline=deadline, key=call.deadline_key
-        )
-        return Payload(pairs[0][1])
 
     def _ranks(self, call: Call[_T]) -> list[int]:
         return list(call.ranks) if call.ranks is not None else list(range(self.world_size))

@@ -21,6 +21,7 @@ from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import RefitPlan, bucket_bytes
+from nemo_rl.models.weight_sync.channel import BucketReader, ChannelOffer, ChannelRequest
 from nemo_rl.models.weight_sync.target import RefitReceiver
 from nemo_rl.models.weight_sync.transport import RefitGroup, RefitGroupSpec, device_id, open_store
 from tests.helpers.gloo import run_ranks
@@ -33,6 +34,7 @@ pytestmark = [
 
 LOSS = PolicyLoss(config=LossConfig())
 CALL_TIMEOUT_S = 120.0
+ON_DEVICE = ChannelRequest(address="127.0.0.1", on_device=True, timeout_s=CALL_TIMEOUT_S)
 
 
 class Engine:
@@ -45,6 +47,17 @@ class Engine:
 
     def call(self, method: str, *args: object) -> object:
         return getattr(self.receiver, method)(*args)
+
+    def walk(self, plan: RefitPlan, offer: ChannelOffer) -> None:
+        """Read all buckets, as `RefitTarget.receive_buckets` does."""
+        self.receiver.begin(plan, offer.handle)
+        reader = BucketReader(offer.spec)
+        while reader.num_missing:
+            assert reader.next() is None, "the bytes are on the GPU"
+            self.receiver.load()
+            reader.done()
+        reader.close()
+        self.receiver.finish()
 
     def device_id(self) -> str:
         return device_id(self.device)
@@ -76,7 +89,13 @@ class Child:
         self._process.start()
 
     def ask(self, method: str, *args: object) -> object:
+        self.begin(method, *args)
+        return self.answer(method)
+
+    def begin(self, method: str, *args: object) -> None:
         self._pipe.send((method, args))
+
+    def answer(self, method: str) -> object:
         assert self._pipe.poll(CALL_TIMEOUT_S), f"the engine did not answer {method} in {CALL_TIMEOUT_S:.0f} s"
         ok, value = self._pipe.recv()
         assert ok, value
@@ -119,14 +138,12 @@ def _refit(worker: PolicyWorker, engine: Child, *, most: int) -> int:
     slots = engine.ask("call", "match", offered)
     size = bucket_bytes(slots, free=worker.refit_free_bytes(on_device=True), ratio=0.3, most=most)  # type: ignore[arg-type]
     plan = RefitPlan(slots=slots, bucket_bytes=size)  # type: ignore[arg-type]
-    num_buckets = worker.begin_refit(plan, on_device=True)
-    engine.ask("call", "begin", plan, worker.share_refit_buffer())
-    for _ in range(num_buckets):
-        worker.fill_bucket()
-        engine.ask("call", "load")
-    engine.ask("call", "finish")
+    offer = worker.open_refit_channel(plan, ON_DEVICE)
+    engine.begin("walk", plan, offer)
+    worker.send_buckets({0: 1})
+    engine.answer("walk")
     worker.end_refit()
-    return num_buckets
+    return len(plan.buckets())
 
 
 @pytest.mark.parametrize("most", [10_000, 1 << 30], ids=["many buckets", "one bucket"])
@@ -153,8 +170,9 @@ def test_the_buffer_is_freed_when_the_refit_ends(worker: PolicyWorker, engine: C
 def test_a_handle_of_another_gpu_is_refused(worker: PolicyWorker, engine: Child) -> None:
     worker.offload_before_refit()
     slots = engine.ask("call", "match", {name: info.shape for name, info in worker.prepare_refit_info().items()})
-    worker.begin_refit(RefitPlan(slots=slots, bucket_bytes=1000), on_device=True)  # type: ignore[arg-type]
-    handle = worker.share_refit_buffer()
+    offer = worker.open_refit_channel(RefitPlan(slots=slots, bucket_bytes=1000), ON_DEVICE)  # type: ignore[arg-type]
+    assert offer is not None and offer.handle is not None
+    handle = offer.handle
     assert handle.device_id == engine.ask("device_id") == worker.report_device_id()
     with pytest.raises(WorkerError, match="cannot be opened on GPU-"):
         replace(handle, device_id="GPU-another").open(worker.device)

@@ -120,6 +120,8 @@ class FaultyAdapterVllm:
         self._rpc: Callable[..., list[Any]] = self._adapters._rpc
         self._request_of = self._adapters.request_of
         self._load_bucket = self._worker.load_bucket
+        # The worker reads its buckets by itself.
+        self._worker.load_bucket = self.load_bucket
         self._adapters._rpc = self._call
         self.fault: str | None = None
         self._old: Adapter = {}

@@ -13,7 +13,7 @@ import torch
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
-from nemo_rl.distributed.calls import Call, Payload, ask
+from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.distributed.worker_fleet import WorkerFleet
@@ -129,14 +129,45 @@ def test_an_engine_with_another_version_stops_the_run(parties, config):
 
 
 class Stored(LocalWorkerGroup):
-    """A worker whose buckets are copied into a store, as those of a process of its own are."""
+    """A worker whose buckets are read as those of a process of its own are."""
 
     @property
     def is_local(self) -> bool:
         return False
 
-    def run_for_payload(self, call: Call[np.ndarray]) -> Payload[np.ndarray]:
-        return Payload(self.run(call)[0].copy())
+
+class Counted(LocalWorkerGroup):
+    """A worker whose calls are counted, as if it had a process of its own."""
+
+    num_calls = 0
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    def submit(self, call):
+        self.num_calls += 1
+        return super().submit(call)
+
+
+@pytest.mark.parametrize("kind", ["payload", "rolling", "broadcast"])
+def test_the_calls_of_a_refit_do_not_grow_with_its_buckets(parties, parts, config, kind):
+    engine, counts = EngineWorker.from_config(config), []
+    policy, member = Counted(lambda: parties.policy._worker), Counted(lambda: engine)
+    for most in (None, 1_000):
+        given = replace(
+            parties, policy=policy, engines=WorkerFleet([member]), max_bucket_bytes=most, one_by_one=kind == "rolling"
+        )
+        sync = PayloadWeightSync(given) if kind != "broadcast" else BroadcastWeightSync(given, address="127.0.0.1")
+        sync.sync(1)
+        # The second one joins no group.
+        policy.num_calls = member.num_calls = 0
+        sync.sync(2)
+        counts.append((policy.num_calls, member.num_calls))
+        assert gap(parts[0], replicas_of(given.engines)) < 1e-5
+    assert counts[0] == counts[1], "300 buckets, and two"
+    assert sum(counts[0]) <= 12, f"calls to a rank of the policy and to an engine: {counts[0]}"
+    engine.leave_refit()
 
 
 class Telling(EngineWorker):

@@ -19,7 +19,7 @@ from nemo_rl.config.generation import KEEPS_WEIGHTS, DeviceSharing
 from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.lora import adapted_layers, adapter_infos
-from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, WeightSlot, bucket_bytes
+from nemo_rl.models.weight_sync.buckets import NUM_SLOTS, WeightSlot, bucket_bytes, most_bucket_bytes
 
 __all__ = [
     "PROCESS_BYTES",
@@ -190,11 +190,13 @@ def delta_bytes(setting: PlanSetting, *, ranks: int, engines: int) -> int:
 
 
 def refit_bytes(setting: PlanSetting) -> int:
-    """Return the bytes of a refit on each rank: a bucket, and the largest weight whole in the policy's dtype and in the
-    engine's."""
+    """Return the bytes of a refit on each rank: its buckets, and the largest weight whole in the policy's dtype and in
+    the engine's."""
     slots = plan_slots(setting)
     ratio = setting.policy.generation.refit_buffer_ratio
-    bucket = bucket_bytes(slots, free=int(MAX_BUCKET_BYTES / ratio) + 1, ratio=ratio)
+    most = most_bucket_bytes(on_device=setting.gpu is not None)
+    num_slots = 1 if setting.config.refit_transport == "broadcast" else NUM_SLOTS
+    bucket = num_slots * bucket_bytes(slots, free=int(most / ratio) + 1, ratio=ratio, most=most)
     largest = max(math.prod(slot.shape) for slot in slots)
     held = FLOAT32_BYTES if not setting.is_megatron else setting.element_bytes
     return bucket + largest * (held + setting.engine_element_bytes)

@@ -1,17 +1,22 @@
 """Weights of a sharded model, tensor by tensor: which rank has what, memory for this one's shards, and filling them.
 
-Called by the DTensor engine and its checkpoints; no function communicates. Invariant: no rank ever holds more of the
-model than its shards and one tensor besides.
+Called by the DTensor engine and its checkpoints; `gather_weights` alone communicates. Invariant: no rank ever holds
+more of the model than its shards and, besides, one tensor or those of one exchange.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
@@ -19,12 +24,14 @@ from nemo_rl.models.hf_folder import ModelWeights, WeightSource, open_weights
 from nemo_rl.models.loading import load_causal_lm, named_weights
 from nemo_rl.models.lora import named_adapters
 from nemo_rl.models.shards import Box, chunk_of, local_shard
+from nemo_rl.torch_private import copy_all
 
 __all__ = [
     "box_of",
     "boxes_of",
     "fill_adapters",
     "fill_shards",
+    "gather_weights",
     "hold_as_stored",
     "make_room",
     "name_differences",
@@ -32,8 +39,8 @@ __all__ = [
 ]
 
 ROWS = 0
-GATHERED_AT_ONCE = 64 << 20
-"""Bytes of small tensors that are gathered together."""
+GATHERED_AT_ONCE = MappingProxyType({"cpu": 64 << 20, "cuda": 256 << 20})
+"""Bytes of whole tensors that are gathered together: a GPU waits for the processor at each exchange."""
 FIRST_ROW = slice(0, 1)
 
 
@@ -144,87 +151,133 @@ def box_of(weight: torch.Tensor, *, rank: int) -> Box | None:
 
     The tensor axis is the inner one: it splits first, and FSDP splits what is left.
     """
-    box = Box.whole(tuple(weight.shape))
     if not isinstance(weight, DTensor):
-        return box
-    places = _places_of(weight, rank)
-    if places is None:
-        return None
-    for axis in reversed(range(weight.device_mesh.ndim)):
-        placement = weight.placements[axis]
-        if isinstance(placement, Shard | _StridedShard):
-            count = weight.device_mesh.size(axis)
-            box = box.along(placement.dim, *chunk_of(box.size[placement.dim], place=places[axis], count=count))
-    return box
+        return Box.whole(tuple(weight.shape))
+    return _box(_Sharding.of(weight), rank)
 
 
-def boxes_of(weight: torch.Tensor, *, world_size: int) -> list[Box | None]:
+def boxes_of(weight: torch.Tensor, *, world_size: int) -> Sequence[Box | None]:
     """Return the boxes that make up a weight, by the rank that gives each; None where it has a copy of another's, or
     nothing.
 
     Where a weight is on several meshes the one of rank 0 gives it.
     """
     if not isinstance(weight, DTensor):
-        return [box_of(weight, rank=0), *[None] * (world_size - 1)]
-    if _places_of(weight, 0) is None:
+        return [Box.whole(tuple(weight.shape)), *[None] * (world_size - 1)]
+    return _boxes(_Sharding.of(weight), world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharding:
+    """Shape and sharding of a weight, by which its boxes are kept: most weights share it with that of another layer."""
+
+    shape: tuple[int, ...]
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    @classmethod
+    def of(cls, weight: DTensor) -> _Sharding:
+        return cls(tuple(weight.shape), weight.device_mesh, weight.placements)
+
+
+def _box(sharding: _Sharding, rank: int) -> Box | None:
+    box, places = Box.whole(sharding.shape), _places_of(sharding.mesh, rank)
+    if places is None:
+        return None
+    for axis in reversed(range(sharding.mesh.ndim)):
+        placement = sharding.placements[axis]
+        if isinstance(placement, Shard | _StridedShard):
+            count = sharding.mesh.size(axis)
+            box = box.along(placement.dim, *chunk_of(box.size[placement.dim], place=places[axis], count=count))
+    return box
+
+
+@lru_cache(maxsize=256)
+def _boxes(sharding: _Sharding, world_size: int) -> Sequence[Box | None]:
+    if _places_of(sharding.mesh, 0) is None:
         return [None] * world_size
     found: list[Box | None] = []
     for rank in range(world_size):
-        box, places = box_of(weight, rank=rank), _places_of(weight, rank) or []
-        is_copy = any(place for place, at in zip(places, weight.placements, strict=False) if isinstance(at, Replicate))
+        box, places = _box(sharding, rank), _places_of(sharding.mesh, rank) or []
+        is_copy = any(
+            place for place, at in zip(places, sharding.placements, strict=False) if isinstance(at, Replicate)
+        )
         found.append(None if is_copy or box is None or not box.count else box)
     return found
 
 
-def gather_small(
-    weights: Iterable[tuple[str, torch.Tensor]], *, device: torch.device
+def gather_weights(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    device: torch.device,
+    dtypes: Mapping[str, torch.dtype],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(collective over all ranks) Yield whole tensors on the device, many of them from one exchange.
 
-    For tensors as small as those of adapters the number of collectives counts and not the bytes: at most
-    `GATHERED_AT_ONCE` bytes of whole tensors are in memory, or one that is larger.
+    At most `GATHERED_AT_ONCE` bytes of whole tensors are in memory at a time, or one that is larger, and as many that
+    are on their way.
+
+    Args:
+        dtypes: of weights that every rank casts before they are exchanged; the others stay as they are.
     """
     batch, held = list[tuple[str, torch.Tensor]](), 0
+    dtype = last = torch.float32
     for name, weight in weights:
-        if batch and held + weight.nbytes > GATHERED_AT_ONCE:
-            yield from _gathered(batch, device)
+        dtype = dtypes.get(name, weight.dtype)
+        size = weight.numel() * dtype.itemsize
+        if batch and (held + size > GATHERED_AT_ONCE[device.type] or dtype != last):
+            yield from _gathered(batch, device, last)
             batch, held = [], 0
         batch.append((name, weight))
-        held += weight.nbytes
-    yield from _gathered(batch, device)
+        held, last = held + size, dtype
+    yield from _gathered(batch, device, dtype)
 
 
-def _gathered(batch: Sequence[tuple[str, torch.Tensor]], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+@torch.no_grad()
+def _local_parts(batch: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    # Without gradients a local part is an attribute, else a step of autograd.
+    return [local_shard(weight).detach() for _, weight in batch]
+
+
+def _gathered(
+    batch: Sequence[tuple[str, torch.Tensor]], device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
     rank, size = dist.get_rank(), dist.get_world_size()
+    own = _local_parts(batch)
     if size == 1 or not batch:
-        # Without gradients a local part is an attribute, else a step of autograd.
-        with torch.no_grad():
-            parts_here = [(name, local_shard(weight).detach().to(device)) for name, weight in batch]
-        yield from parts_here
+        if any(part.dtype != dtype for part in own):
+            cast = _views(torch.empty(sum(part.numel() for part in own), dtype=dtype, device=device), own)
+            copy_all(cast, own)
+            own = cast
+        yield from ((name, part.to(device)) for (name, _), part in zip(batch, own, strict=True))
         return
     boxes = [boxes_of(weight, world_size=size) for _, weight in batch]
     counts = [sum(box.count for each in boxes if (box := each[peer]) is not None) for peer in range(size)]
-    own = [
-        local_shard(weight).detach() for (_, weight), each in zip(batch, boxes, strict=True) if each[rank] is not None
-    ]
-    dtype = batch[0][1].dtype
+    given = [part for part, each in zip(own, boxes, strict=True) if each[rank] is not None]
     sent = torch.zeros(max(counts), dtype=dtype, device=device)
-    if own:
-        sent[: counts[rank]] = torch.cat([part.reshape(-1) for part in own]).to(device)
-    parts = [torch.empty_like(sent) for _ in range(size)]
-    dist.all_gather(parts, sent)
-    starts = [0] * size
-    for (name, weight), each in zip(batch, boxes, strict=True):
-        whole = torch.empty(tuple(weight.shape), dtype=dtype, device=device)
+    copy_all(_views(sent, given), given)
+    parts = torch.empty(size, max(counts), dtype=dtype, device=device)
+    dist.all_gather_into_tensor(parts.view(-1), sent)
+    wholes = [torch.empty(tuple(weight.shape), dtype=dtype, device=device) for _, weight in batch]
+    starts, targets, sources = [0] * size, list[torch.Tensor](), list[torch.Tensor]()
+    for whole, each in zip(wholes, boxes, strict=True):
         for peer, box in enumerate(each):
             if box is not None:
                 end = starts[peer] + box.count
-                box.of(whole, held=Box.whole(tuple(weight.shape))).copy_(parts[peer][starts[peer] : end].view(box.size))
+                targets.append(box.of(whole, held=Box.whole(tuple(whole.shape))))
+                sources.append(parts[peer, starts[peer] : end].view(box.size))
                 starts[peer] = end
-        yield name, whole
+    copy_all(targets, sources)
+    yield from ((name, whole) for (name, _), whole in zip(batch, wholes, strict=True))
 
 
-def _places_of(weight: DTensor, rank: int) -> list[int] | None:
+def _views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return parts of a flat tensor, end to end, in the shapes of others."""
+    ends = list(accumulate(part.numel() for part in like))
+    return [flat[end - part.numel() : end].view(part.shape) for end, part in zip(ends, like, strict=True)]
+
+
+def _places_of(mesh: DeviceMesh, rank: int) -> list[int] | None:
     """Return the places of a rank along each axis of this rank's mesh, or None outside of it."""
-    places: list[list[int]] = (weight.device_mesh.mesh == rank).nonzero().tolist()
+    places: list[list[int]] = (mesh.mesh == rank).nonzero().tolist()
     return places[0] if places else None

@@ -24,7 +24,7 @@ from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import WorkerError, WorkerLost
 from nemo_rl.models.generation.interfaces import BASE, EngineLoad, GenerationInterface
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, WeightSlot, bucket_bytes
+from nemo_rl.models.weight_sync.buckets import RefitPlan, bucket_bytes, most_bucket_bytes
 from nemo_rl.models.weight_sync.delta_buckets import DeltaSchedule
 from nemo_rl.models.weight_sync.receipt import Receipt, ReceiptSpec, RefitReport, Sent
 from nemo_rl.models.weight_sync.receipt.check import Receipts
@@ -54,8 +54,8 @@ class RefitParties:
     """Deadline of each call."""
     buffer_ratio: float = 0.3
     """Most of the free memory that a buffer takes."""
-    max_bucket_bytes: int = MAX_BUCKET_BYTES
-    """Most bytes of a bucket, however much memory is free."""
+    max_bucket_bytes: int | None = None
+    """Most bytes of a bucket, however much memory is free; None: `most_bucket_bytes`."""
     delta_full_every: int | None = None
     """Number of refits of which one is whole, while the others send what has changed; None where all are whole."""
     on_new_engines: Callable[[WorkerFleet], None] | None = None
@@ -97,6 +97,8 @@ class WeightSync(ABC):
 
     buffer_is_on_device = False
     """True where buckets are on the workers' devices, else they are on the CPU."""
+    num_slots = 1
+    """Buckets that a buffer holds."""
     sends_to_all = False
     """True where a bucket goes to all engines or to none."""
 
@@ -251,7 +253,7 @@ class WeightSync(ABC):
         parties.run_policy(ask(PolicyWorker.offload_before_refit))
         self._prepare()
         base_bytes = self._send_base()
-        plan = self._negotiate_adapter()
+        plan = self._negotiate("adapter")
         self._move(plan, partial(self._open_receipt, has_new_engines=bool(replaced)), parties.engines.numbers)
         _check_versions(parties.run_engines(ask(RefitTarget.finish_refit, version=version)), version)
         ended = parties.submit_policy(ask(PolicyWorker.end_refit))
@@ -297,12 +299,6 @@ class WeightSync(ABC):
             parties.run_engines(ask(GenerationInterface.finish_generation))
         _check_versions(parties.run_engines(ask(RefitTarget.use_adapter, version=version)), version)
         parties.run_engines(ask(GenerationInterface.prepare_for_generation))
-
-    def _negotiate_adapter(self) -> RefitPlan:
-        parties = self._parties
-        infos = parties.run_policy(ask(PolicyWorker.prepare_adapter_info), ranks=[0])[0]
-        offered = {name: info.shape for name, info in infos.items()}
-        return self._plan_of(parties.run_engines(ask(RefitTarget.match_adapter, offered=offered)), kind="adapter")
 
     @property
     def _is_rolling(self) -> bool:
@@ -351,25 +347,21 @@ class WeightSync(ABC):
             delta=self._deltas.next(version, before=before, slots=plan.slots, incarnations=incarnations, held=held),
         )
 
-    def _negotiate(self) -> RefitPlan:
+    def _negotiate(self, kind: Literal["weights", "adapter"] = "weights") -> RefitPlan:
         """Return the plan: names of the policy, dtypes of the engines, and portions that both can hold."""
-        parties = self._parties
-        infos = parties.run_policy(ask(PolicyWorker.prepare_refit_info), ranks=[0])[0]
-        offered = {name: info.shape for name, info in infos.items()}
-        return self._plan_of(parties.run_engines(ask(RefitTarget.match_refit, offered=offered)), kind="weights")
-
-    def _plan_of(
-        self, matched: Mapping[int, tuple[WeightSlot, ...]], *, kind: Literal["weights", "adapter"]
-    ) -> RefitPlan:
         parties, on_device = self._parties, self.buffer_is_on_device
-        answers = list(matched.values())
+        offers = parties.run_policy(ask(PolicyWorker.offer_refit, kind=kind, on_device=on_device))
+        offered, _ = offers[0]
+        accepted = parties.run_engines(ask(RefitTarget.accept_refit, offered=offered, kind=kind, on_device=on_device))
+        answers = [slots for slots, _ in accepted.values()]
         if len(set(answers)) > 1:
             raise WorkerError("the engines hold weights of different dtypes; start them from one config", stage=STAGE)
-        free = [
-            *parties.run_policy(ask(PolicyWorker.refit_free_bytes, on_device=on_device)),
-            *parties.run_engines(ask(RefitTarget.refit_free_bytes, on_device=on_device)).values(),
-        ]
-        size = bucket_bytes(answers[0], free=min(free), ratio=parties.buffer_ratio, most=parties.max_bucket_bytes)
+        size = bucket_bytes(
+            answers[0],
+            free=min(free for _, free in (*offers, *accepted.values())),
+            ratio=parties.buffer_ratio / self.num_slots,
+            most=parties.max_bucket_bytes or most_bucket_bytes(on_device=on_device),
+        )
         return RefitPlan(slots=answers[0], bucket_bytes=size, kind=kind)
 
 

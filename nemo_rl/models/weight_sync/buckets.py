@@ -33,13 +33,17 @@ __all__ = [
     "in_dtypes",
     "match_adapter",
     "match_slots",
+    "most_bucket_bytes",
 ]
 
 MIN_BUCKET_BYTES = 1 << 20
 """Smallest bucket: below this the calls cost more than the bytes, and a machine with less free memory is beyond
 help."""
-MAX_BUCKET_BYTES = 256 << 20
-"""A larger bucket is slower on a CPU, because its pages are touched for the first time, and no faster on a GPU."""
+NUM_SLOTS = 2
+"""Buckets in flight where both sides share memory: one is filled while engines read the other."""
+MAX_BUCKET_BYTES, MAX_DEVICE_BUCKET_BYTES = 256 << 20, 1 << 30
+"""A larger bucket is slower on a CPU, because its pages are touched for the first time. On a GPU each bucket is waited
+for, and larger ones are waited for less often."""
 
 
 @cache
@@ -142,6 +146,11 @@ def _cut(slots: tuple[WeightSlot, ...], bucket_bytes: int) -> Sequence[Sequence[
 def free_bytes(device: torch.device) -> int:
     """Return memory that can still be allocated on the device, by any process."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+
+
+def most_bucket_bytes(*, on_device: bool) -> int:
+    """Return the most bytes of a bucket, however much memory is free."""
+    return MAX_DEVICE_BUCKET_BYTES if on_device else MAX_BUCKET_BYTES
 
 
 def bucket_bytes(slots: Iterable[WeightSlot], *, free: int, ratio: float, most: int = MAX_BUCKET_BYTES) -> int:

@@ -1,26 +1,28 @@
 """The kinds of `WeightSync`, of which `build_weight_sync` makes the configured one, and `receipt_spec`.
 
-On one node buckets go through this run's object store or through GPU memory that both sides share, and a bucket is
-written only after every engine has read the one before it. By broadcast, policy rank 0 and all engines are one process
-group, and every bucket goes to all at once: both sides are called at the same time, and when either fails the error
-that caused it is raised.
+Engines read buckets out of memory that they share with policy workers, on the CPU (`payload`) or on a GPU (`ipc`). By
+broadcast, policy rank 0 and all engines are one process group, and every bucket goes to all at once. Both sides are
+called once and walk the buckets by themselves; when either fails the error that caused it is raised.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, chain
+from types import MappingProxyType
 
 from nemo_rl.config.generation import RefitTransport
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.distributed.calls import Call, ask
+from nemo_rl.distributed.calls import ask
 from nemo_rl.errors import WorkerError, WorkerLost
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import STAGE, RefitParties, WeightSync
-from nemo_rl.models.weight_sync.buckets import RefitPlan
+from nemo_rl.models.weight_sync.buckets import NUM_SLOTS, RefitPlan
+from nemo_rl.models.weight_sync.channel import ChannelOffer, ChannelRequest
 from nemo_rl.models.weight_sync.receipt import ReceiptSpec, make_probe
 from nemo_rl.models.weight_sync.target import RefitTarget
 from nemo_rl.models.weight_sync.transport import RefitGroupSpec
@@ -39,21 +41,82 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 
-class PayloadWeightSync(WeightSync):
-    """Refit through the object store: buckets are objects of the run: Ray's store keeps them once per node, in one
-    process they are handed over."""
+
+class ChannelWeightSync(WeightSync):
+    """Refit by channels: engines read the buckets of policy workers by themselves, see `BucketSender`.
+
+    Args:
+        address: of the machine of policy rank 0, as the engines reach it.
+    """
+
+    num_slots = NUM_SLOTS
+
+    def __init__(self, parties: RefitParties, *, address: str = LOOPBACK) -> None:
+        super().__init__(parties)
+        self._address = address
+
+    def _offers(self, plan: RefitPlan, *, holds_all: bool = False) -> dict[int, ChannelOffer]:
+        """Let the policy open its channels; return those of the ranks that have one."""
+        request = ChannelRequest(
+            address=self._address,
+            on_device=self.buffer_is_on_device,
+            timeout_s=self._parties.timeout_s,
+            holds_all=holds_all,
+        )
+        found = self._parties.run_policy(ask(PolicyWorker.open_refit_channel, plan=plan, request=request))
+        return {rank: offer for rank, offer in enumerate(found) if offer is not None}
+
+    def _walk(
+        self,
+        plan: RefitPlan,
+        all_sent: Callable[[], None],
+        ranks: Mapping[int, Sequence[int]],
+        offers: Mapping[int, ChannelOffer],
+    ) -> None:
+        """Let both sides walk the buckets.
+
+        Args:
+            ranks: engine -> the policy's rank from which each of its ranks reads.
+        """
+        parties = self._parties
+        begun = parties.run_engines(
+            {
+                engine: ask(
+                    RefitTarget.begin_reading,
+                    plan=plan,
+                    channels=[offers[rank].spec for rank in dict.fromkeys(of_engine)],
+                    handles=[handle for rank in of_engine if (handle := offers[rank].handle) is not None],
+                )
+                for engine, of_engine in ranks.items()
+            }
+        )
+        readers = Counter(rank for engine in begun for rank in set(ranks[engine]))
+
+        def send() -> None:
+            parties.run_policy(ask(PolicyWorker.send_buckets, num_readers=readers))
+            all_sent()
+
+        _both(send, lambda: parties.run_engines(dict.fromkeys(begun, ask(RefitTarget.receive_buckets))))
+
+
+class PayloadWeightSync(ChannelWeightSync):
+    """Refit through memory of policy rank 0 on the CPU, which engines of its machine map, and others get over the
+    network; in one process buckets are handed over."""
 
     def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int]) -> None:
         parties = self._parties
+        if not parties.policy.is_local:
+            self._walk(plan, all_sent, {engine: [0] for engine in to}, self._offers(plan))
+            return
         num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=False))[0]
         parties.run_engines(dict.fromkeys(to, ask(RefitTarget.begin_refit, plan=plan)))
         for number in range(1, num_buckets + 1):
-            call = Call(request=ask(PolicyWorker.next_bucket), stage=STAGE, timeout_s=parties.timeout_s)
-            bucket = parties.policy.run_for_payload(call)
+            [bucket] = parties.run_policy(ask(PolicyWorker.next_bucket))
             if number == num_buckets:
                 all_sent()
-            parties.run_engines(dict.fromkeys(to, ask(RefitTarget.load_bucket, bucket=bucket.placeholder())))
+            parties.run_engines(dict.fromkeys(to, ask(RefitTarget.load_bucket, bucket=bucket)))
 
     @property
     def _is_rolling(self) -> bool:
@@ -61,17 +124,15 @@ class PayloadWeightSync(WeightSync):
         return self._parties.one_by_one and not self._parties.policy.is_local
 
     def _roll(self, plan: RefitPlan, all_sent: Callable[[], None], version: int) -> dict[int, int]:
-        """The store holds all buckets meanwhile: the bytes of the whole model once."""
+        """The policy holds all buckets meanwhile: the bytes of the whole model once."""
         parties, held = self._parties, dict[int, int]()
-        num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=False))[0]
-        call = Call(request=ask(PolicyWorker.next_bucket), stage=STAGE, timeout_s=parties.timeout_s)
-        found = [parties.policy.run_for_payload(call) for _ in range(num_buckets)]
+        spec = self._offers(plan, holds_all=True)[0].spec
+        parties.run_policy(ask(PolicyWorker.hold_buckets))
         all_sent()
         for number in parties.engines.numbers:
             steps = [
                 ask(GenerationInterface.finish_generation),
-                ask(RefitTarget.begin_refit, plan=plan),
-                *(ask(RefitTarget.load_bucket, bucket=bucket.placeholder()) for bucket in found),
+                ask(RefitTarget.read_buckets, plan=plan, channels=[spec]),
             ]
             try:
                 for request in steps:
@@ -85,17 +146,16 @@ class PayloadWeightSync(WeightSync):
         return held
 
 
-class IpcWeightSync(WeightSync):
+class IpcWeightSync(ChannelWeightSync):
     """Refit through GPU memory: buckets stay on the GPU, and each rank of an engine reads those of the policy worker on
     its own GPU by a CUDA-IPC handle."""
 
     buffer_is_on_device = True
 
     def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int]) -> None:
-        parties = self._parties
-        num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=True))[0]
-        by_device = {handle.device_id: handle for handle in parties.run_policy(ask(PolicyWorker.share_refit_buffer))}
-        devices = parties.run_engines(dict.fromkeys(to, ask(RefitTarget.report_device_ids)))
+        offers = self._offers(plan)
+        by_device = {offer.handle.device_id: rank for rank, offer in offers.items() if offer.handle is not None}
+        devices = self._devices_of(to)
         alone = [
             f"engine {engine}, rank {rank}, on {device}"
             for engine, ranks in devices.items()
@@ -107,17 +167,23 @@ class IpcWeightSync(WeightSync):
                 f"no policy worker shares a GPU with {', '.join(alone)}; set policy.generation.refit_transport=payload",
                 stage=STAGE,
             )
-        parties.run_engines(
-            {
-                engine: ask(RefitTarget.begin_refit, plan=plan, handles=tuple(by_device[device] for device in ranks))
-                for engine, ranks in devices.items()
+        ranks = {engine: [by_device[device] for device in ids] for engine, ids in devices.items()}
+        self._walk(plan, all_sent, ranks, offers)
+
+    def _devices_of(self, engines: Collection[int]) -> dict[int, tuple[str, ...]]:
+        """Return the devices of the ranks of engines, which are asked once in the life of their processes."""
+        incarnations = self._parties.engines.incarnations
+        self._known = {number: known for number, known in self._known.items() if known[0] == incarnations.get(number)}
+        new = [number for number in engines if number not in self._known]
+        if new:
+            found = self._parties.run_engines(dict.fromkeys(new, ask(RefitTarget.report_device_ids)))
+            self._known = {
+                **self._known,
+                **{number: (incarnations[number], devices) for number, devices in found.items()},
             }
-        )
-        for number in range(1, num_buckets + 1):
-            parties.run_policy(ask(PolicyWorker.fill_bucket))
-            if number == num_buckets:
-                all_sent()
-            parties.run_engines(dict.fromkeys(to, ask(RefitTarget.load_bucket)))
+        return {number: self._known[number][1] for number in engines if number in self._known}
+
+    _known: Mapping[int, tuple[int, tuple[str, ...]]] = MappingProxyType({})
 
 
 LOST = "lost the other members"
@@ -226,7 +292,8 @@ def build_weight_sync(transport: RefitTransport, parties: RefitParties, *, addre
     """
     if transport == "broadcast":
         return BroadcastWeightSync(parties, address=address)
-    return IpcWeightSync(parties) if transport == "ipc" else PayloadWeightSync(parties)
+    kind = IpcWeightSync if transport == "ipc" else PayloadWeightSync
+    return kind(parties, address=address)
 
 
 def receipt_spec(config: PolicyConfig, model: Mapping[str, object]) -> ReceiptSpec | None:

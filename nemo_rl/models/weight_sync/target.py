@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ import torch
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, WeightJoiner, WeightSlot, free_bytes, match_slots
+from nemo_rl.models.weight_sync.channel import BucketReader, ChannelSpec
 from nemo_rl.models.weight_sync.delta_buckets import DeltaSink, HeldWeights
 from nemo_rl.models.weight_sync.receipt import Answer, Probe
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
@@ -113,8 +115,10 @@ class RefitReceiver:
             sink.load(torch.from_numpy(bucket if bucket.flags.writeable else bucket.copy()))
             return
         assert self._shared is not None, "no handle was given to begin"
-        sink.load(self._shared)
-        # The policy writes the next bucket into the same memory as soon as this call returns.
+        num_slots = len(self._shared) // self._buffer_bytes
+        slot = (self._num_buckets - sink.num_missing) % num_slots
+        sink.load(self._shared[slot * self._buffer_bytes : (slot + 1) * self._buffer_bytes])
+        # The policy writes into the slot again as soon as it hears of it.
         torch.cuda.synchronize(self._device)
 
     def join(self, spec: RefitGroupSpec) -> None:
@@ -221,6 +225,49 @@ class RefitTarget(ABC):
             handles: to the policy's buffers on the devices of `report_device_ids`, in that order; empty where buckets
                 come by another way.
         """
+
+    def accept_refit(
+        self, offered: Mapping[str, tuple[int, ...]], *, kind: Literal["weights", "adapter"], on_device: bool
+    ) -> tuple[tuple[WeightSlot, ...], int]:
+        """Return the slots of `match_refit` or `match_adapter`, and `refit_free_bytes`."""
+        slots = self.match_adapter(offered) if kind == "adapter" else self.match_refit(offered)
+        return slots, self.refit_free_bytes(on_device=on_device)
+
+    def begin_reading(
+        self, plan: RefitPlan, *, channels: Sequence[ChannelSpec], handles: Sequence[IpcHandle] = ()
+    ) -> None:
+        """Begin a refit whose buckets this engine reads by itself, with `receive_buckets`.
+
+        Args:
+            channels: of the policy's ranks that have the buckets of this engine's ranks.
+            handles: see `begin_refit`.
+        """
+        self.begin_refit(plan, handles=handles)
+        self._readers = tuple(BucketReader(spec) for spec in channels)
+
+    def receive_buckets(self) -> None:
+        """Read all buckets, while the policy writes them.
+
+        Raises:
+            WorkerError: the policy failed. CollectiveTimeout: it is gone, or did not send in time.
+        """
+        readers, self._readers = self._readers, ()
+        try:
+            while readers[0].num_missing:
+                [bucket, *_] = [reader.next() for reader in readers]
+                self.load_bucket(None if bucket is None else bucket.numpy())
+                for reader in readers:
+                    reader.done()
+        finally:
+            for reader in readers:
+                reader.close()
+
+    def read_buckets(self, plan: RefitPlan, *, channels: Sequence[ChannelSpec]) -> None:
+        """Begin a refit and read all of its buckets, which the policy keeps."""
+        self.begin_reading(plan, channels=channels)
+        self.receive_buckets()
+
+    _readers: tuple[BucketReader, ...] = ()
 
     @abstractmethod
     def load_bucket(self, bucket: np.ndarray | None = None) -> None:

@@ -7,7 +7,7 @@ A part of the worker, made in a process whose default process group exists. Inva
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -25,7 +25,7 @@ from nemo_rl.models.dtensor import checkpoint
 from nemo_rl.models.dtensor.optim import LearningRate, LossScaler, build_optimizer
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight, parallelize
 from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
-from nemo_rl.models.dtensor.weights import fill_adapters, fill_shards, gather_small, make_room, open_source
+from nemo_rl.models.dtensor.weights import fill_adapters, fill_shards, gather_weights, make_room, open_source
 from nemo_rl.models.hf_modules import HFRouters, HFSites
 from nemo_rl.models.loading import DTYPES, build_meta_model, decoder_sizes, named_weights
 from nemo_rl.models.lora import adapter_places, initial_adapter, named_adapters, without_adapters
@@ -203,10 +203,9 @@ class DTensorEngine(Engine):
     def weight_infos(self) -> dict[str, TensorInfo]:
         return checkpoint.weight_infos(self.model)
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in named_weights(self.model.hf):
-            # With CPU offload the shards are on the CPU, but are gathered on the device.
-            yield name, full_weight(weight.to(self._device))
+    def full_weights(self, dtypes: Mapping[str, torch.dtype] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        # With CPU offload the shards are on the CPU, but are gathered on the device.
+        return gather_weights(named_weights(self.model.hf), device=self._device, dtypes=dtypes or {})
 
     def adapter_infos(self) -> dict[str, TensorInfo]:
         return self._adapter_infos
@@ -215,7 +214,7 @@ class DTensorEngine(Engine):
         return ((name, module.A if matrix == "A" else module.B) for name, module, matrix in self._adapter_places)
 
     def full_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return gather_small(self.adapters(), device=self._device)
+        return gather_weights(self.adapters(), device=self._device, dtypes={})
 
     def without_adapter(self) -> AbstractContextManager[None]:
         return without_adapters(self.model.hf)

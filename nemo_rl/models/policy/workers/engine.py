@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -113,8 +113,12 @@ class Engine(ABC):
         """Return name, shape and dtype of every weight in HF naming, in export order."""
 
     @abstractmethod
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(collective) Yield full weights on the device, one at a time, in the order of `weight_infos`."""
+    def full_weights(self, dtypes: Mapping[str, torch.dtype] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(collective) Yield full weights on the device, one at a time, in the order of `weight_infos`.
+
+        Args:
+            dtypes: of weights that are cast, where possible before they are gathered; the others stay as they are.
+        """
 
     # Adapters; an engine without `policy.lora` has none.
 

@@ -6,7 +6,7 @@ A part of the worker, made in a process whose default process group exists. Inva
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
 from itertools import chain
@@ -247,8 +247,9 @@ class MegatronEngine(Engine):
     def weight_infos(self) -> dict[str, TensorInfo]:
         return weight_infos(self._hf_config, DTYPES[self._config.precision])
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return export_weights(self.model)
+    def full_weights(self, dtypes: Mapping[str, torch.dtype] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        given = dtypes or {}
+        return ((name, weight.to(given.get(name, weight.dtype))) for name, weight in export_weights(self.model))
 
     def adapter_infos(self) -> dict[str, TensorInfo]:
         return adapter_infos(self.model)

@@ -18,10 +18,11 @@ order.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -45,8 +46,9 @@ from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.policy.workers.saving import Saving
 from nemo_rl.models.top_k import TopTokens
 from nemo_rl.models.weight_sync.buckets import RefitPlan
+from nemo_rl.models.weight_sync.channel import ChannelOffer, ChannelRequest
 from nemo_rl.models.weight_sync.receipt import Probe, ScoredProbe, Sent
-from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec
+from nemo_rl.models.weight_sync.transport import RefitGroupSpec
 from nemo_rl.models.weights_digest import WeightsDigest, digest_weights
 
 __all__ = ["PolicyWorker", "WorkerParts"]
@@ -206,17 +208,35 @@ class PolicyWorker:
         """Return memory that a buffer may take a part of."""
         return self.refit.free_bytes(on_device=on_device)
 
+    def offer_refit(
+        self, *, kind: Literal["weights", "adapter"], on_device: bool
+    ) -> tuple[dict[str, tuple[int, ...]], int]:
+        """Return the shapes of what a refit would bring, empty but at rank 0, and `refit_free_bytes`."""
+        free = self.refit_free_bytes(on_device=on_device)
+        if self.rank:
+            return {}, free
+        infos = self.prepare_adapter_info() if kind == "adapter" else self.prepare_refit_info()
+        return {name: info.shape for name, info in infos.items()}, free
+
     def begin_refit(self, plan: RefitPlan, *, on_device: bool) -> int:
         """Allocate the buffer; return the number of buckets."""
         return self.refit.begin(plan, on_device=on_device)
 
-    def share_refit_buffer(self) -> IpcHandle:
-        """Return a handle by which an engine on the same GPU opens the buffer."""
-        return self.refit.share_buffer()
+    def open_refit_channel(self, plan: RefitPlan, request: ChannelRequest) -> ChannelOffer | None:
+        """Begin a refit whose buckets engines read by themselves; return where, or None for a rank that offers none."""
+        return self.refit.open_channel(plan, request)
 
-    def fill_bucket(self) -> None:
-        """(collective) Write the next bucket into the buffer."""
-        self.refit.fill_bucket()
+    def send_buckets(self, num_readers: Mapping[int, int]) -> None:
+        """(collective, while the engines receive) Fill the buckets, one while the engines read the one before it.
+
+        Args:
+            num_readers: rank -> engines that read its buckets.
+        """
+        self.refit.send_buckets(num_readers)
+
+    def hold_buckets(self) -> None:
+        """(collective) Fill all buckets, which engines read one after the other until `end_refit`."""
+        self.refit.hold_buckets()
 
     def next_bucket(self) -> np.ndarray | None:
         """(collective) Return the next bucket as uint8 at rank 0, None elsewhere."""

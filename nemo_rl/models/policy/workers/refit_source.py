@@ -1,6 +1,6 @@
 """`RefitSource`: how a policy worker hands its weights to the generation engines.
 
-A part of the worker; `WeightSync` drives it from outside, one bucket at a time. Invariant: every rank takes part in
+A part of the worker; `WeightSync` begins and ends a refit from outside. Invariant: every rank takes part in
 gathering each weight, in the same order; the buffer is freed at the end. For deltas the weights that were sent last
 stay in the memory of each rank that has a buffer, on the CPU, in the engines' dtypes.
 """
@@ -8,18 +8,21 @@ stay in the memory of each rank that has a buffer, on the CPU, in the engines' d
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from nemo_rl.config.lora import LoraConfig
+from nemo_rl.distributed.job_store import own_address
 from nemo_rl.models.lora import folded, merged
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.weight_sync import buckets, transport
-from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan, in_dtypes
+from nemo_rl.models.weight_sync.buckets import NUM_SLOTS, BucketFiller, RefitPlan, in_dtypes
+from nemo_rl.models.weight_sync.channel import BucketSender, ChannelOffer, ChannelRequest, SharedSlots
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
 from nemo_rl.models.weight_sync.receipt import Sent
 from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
@@ -57,26 +60,34 @@ class RefitSource:
         self._num_buckets = self._num_bytes = 0
         self._group: RefitGroup | None = None
         self._store: dist.Store | None = None
+        self._slot_bytes = 0
+        self._shared: SharedSlots | None = None
+        self._channel: BucketSender | None = None
 
     def free_bytes(self, *, on_device: bool) -> int:
         """Return memory that a buffer may take a part of: of the worker's device, or of this machine."""
         return buckets.free_bytes(self._device_side.device if on_device else torch.device("cpu"))
 
-    def begin(self, plan: RefitPlan, *, on_device: bool) -> int:
+    def begin(self, plan: RefitPlan, *, on_device: bool, num_slots: int = 1, is_shared: bool = False) -> int:
         """Allocate the buffer; return the number of buckets.
 
         Args:
             on_device: the buffer is on the worker's device, else on the CPU, where only rank 0 needs one.
+            num_slots: buckets that the buffer holds.
+            is_shared: the buffer on the CPU is memory that other processes can map.
         """
         self._device_states.require("begin_refit", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
         # What an adapter sends stays as it is until `end`: copies, but for A of float32 engines, which no step changes.
         self._fingerprints, self._loss = Fingerprints(defers=plan.kind == "adapter"), MergeLoss()
-        self._buffer = None
+        self._buffer, self._slot_bytes, size = None, plan.buffer_bytes, num_slots * plan.buffer_bytes
         if on_device:
             with self._device_side.plain_segments():
-                self._buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=self._device_side.device)
+                self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device_side.device)
+        elif self._rank == 0 and is_shared:
+            self._shared = SharedSlots(num_slots=num_slots, slot_bytes=plan.buffer_bytes)
+            self._buffer = self._shared.slots
         elif self._rank == 0:
-            self._buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8)
+            self._buffer = torch.empty(size, dtype=torch.uint8)
         self._filler = self._filler_of(plan)
         self._num_buckets, self._num_bytes = self._filler.num_missing, 0
         return self._num_buckets
@@ -85,7 +96,8 @@ class RefitSource:
         """(collective) Yield what the plan names: weights as they are or with the adapter merged, or A and s B."""
         engine, lora = self._engine, self._lora
         if lora is None or (lora.is_native and plan.kind == "weights"):
-            return engine.full_weights()
+            # The cast of a shard is the shard of the cast, and half of the bytes to gather.
+            return engine.full_weights({slot.name: getattr(torch, slot.dtype) for slot in plan.slots})
         if lora.is_native:
             return folded(engine.full_adapter(), lora.scale)
         adapter = dict(engine.full_adapter())
@@ -101,16 +113,61 @@ class RefitSource:
         self._held.forget()
         return BucketFiller(plan, weights)
 
-    def share_buffer(self) -> IpcHandle:
-        """Return a handle by which an engine on the same GPU opens the buffer."""
-        assert self._buffer is not None, "begin_refit comes first"
-        return IpcHandle.share(self._buffer)
+    def open_channel(self, plan: RefitPlan, request: ChannelRequest) -> ChannelOffer | None:
+        """Begin a refit whose buckets engines read by themselves; None where this rank offers none to anybody.
 
-    def fill_bucket(self) -> None:
-        """(collective) Write the next bucket into the buffer, and wait until the device is done with it."""
-        self._fill()
-        if self._device_side.is_cuda:
-            torch.cuda.synchronize(self._device_side.device)
+        Raises:
+            RuntimeError: CUDA cannot export the memory.
+        """
+        num_slots = len(plan.buckets()) if request.holds_all else min(NUM_SLOTS, len(plan.buckets()))
+        self._close_channel()
+        self.begin(plan, on_device=request.on_device, num_slots=num_slots, is_shared=True)
+        if self._buffer is None:
+            return None
+        self._channel = BucketSender(
+            own_address(request.address),
+            num_buckets=self._num_buckets,
+            num_slots=num_slots,
+            slot_bytes=plan.buffer_bytes,
+            timeout_s=request.timeout_s,
+            memory=self._shared,
+        )
+        handle = IpcHandle.share(self._buffer) if request.on_device else None
+        return ChannelOffer(spec=self._channel.spec, handle=handle)
+
+    def send_buckets(self, num_readers: Mapping[int, int]) -> None:
+        """(collective, while the engines receive) Fill one slot after another; no engine reads what is being written.
+
+        Args:
+            num_readers: rank -> engines that read its buckets.
+        """
+        channel = self._channel
+        if channel is not None:
+            channel.accept(num_readers.get(self._rank, 0))
+        with self._telling_of_errors():
+            for _ in range(self._num_buckets):
+                size = self._fill(0 if channel is None else channel.slot())
+                if self._device_side.is_cuda:
+                    torch.cuda.synchronize(self._device_side.device)
+                if channel is not None:
+                    channel.send(size)
+
+    def hold_buckets(self) -> None:
+        """(collective) Fill the slots of all buckets, which engines read one after the other until `end`."""
+        sizes = [self._fill(number) for number in range(self._num_buckets)]
+        if self._channel is not None:
+            self._channel.serve(sizes)
+
+    @contextmanager
+    def _telling_of_errors(self) -> Iterator[None]:
+        """Let the engines hear of an error of the block as text."""
+        try:
+            yield
+        except Exception as error:
+            for side in (self._group, self._channel):
+                if side is not None:
+                    side.send_error(f"{type(error).__name__}: {error}")
+            raise
 
     def next_bucket(self) -> np.ndarray | None:
         """(collective) Return the next bucket as uint8 at rank 0, valid until the one after it; None elsewhere."""
@@ -120,6 +177,7 @@ class RefitSource:
     def end(self) -> Sent:
         """Free the buffer; say what was put into it since `begin`. Idempotent."""
         self._filler, self._buffer = None, None
+        self._close_channel()
         if self._device_side.is_cuda:
             # Memory that another process had open is only freed when torch looks for it.
             torch.cuda.ipc_collect()
@@ -146,24 +204,28 @@ class RefitSource:
             CollectiveTimeout: an engine is gone or late. An error of rank 0 reaches the engines as text.
         """
         for _ in range(self._num_buckets):
-            try:
+            with self._telling_of_errors():
                 size = self._fill()
-            except Exception as error:
-                if self._group is not None:
-                    self._group.send_error(f"{type(error).__name__}: {error}")
-                raise
             if self._group is not None and self._buffer is not None:
                 self._group.send(self._buffer[:size])
 
     def close(self) -> None:
         """Leave the refit group. Idempotent."""
+        self._close_channel()
         if self._group is not None:
             self._group.close()
         self._group, self._store = None, None
 
-    def _fill(self) -> int:
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._channel, self._shared = None, None
+
+    def _fill(self, slot: int = 0) -> int:
         assert self._filler is not None, "begin_refit comes first"
-        size = self._filler.fill(self._buffer)
+        place = slot * self._slot_bytes
+        room = None if self._buffer is None else self._buffer[place : place + self._slot_bytes]
+        size = self._filler.fill(room)
         self._num_bytes += size
         return size
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import add
 
 import torch
 
@@ -31,7 +32,8 @@ SEED = 20_251_124
 """Seed of the tables of factors: they must be the same wherever a fingerprint is taken."""
 
 # The hash is sum(row factor * sum(factor of words * word + factor of halves * upper half)) modulo 2**64, with odd
-# random factors. Two words differ in the upper half, or by less than 2**32: the difference that a factor meets has at
+# random factors. The shift to the upper half repeats the sign, which loses nothing: upper halves stay as different as
+# they are. Two words differ in the upper half, or by less than 2**32: the difference that a factor meets has at
 # most 31 trailing zeros, so its product has at least 32 random bits. Of words alone two wrong highest bits cancel.
 
 
@@ -97,20 +99,20 @@ def _hash(weight: torch.Tensor) -> torch.Tensor:
     factors = _factors(words.device)
     at_once = ROWS_AT_ONCE if words.device.type == "cpu" else ROWS_ON_DEVICE
     whole = words.numel() // BLOCK
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    totals = list[torch.Tensor]()
     table = words[: whole * BLOCK].view(whole, BLOCK)
     products = torch.empty(min(whole, at_once), BLOCK, dtype=torch.int64, device=words.device)
     for start in range(0, whole, at_once):
         part = table[start : start + at_once]
         first = start % NUM_FACTORS
         sums = _sums(part, factors.words, factors.halves, products[: len(part)])
-        total += (sums * factors.rows[first : first + len(part)]).sum()
+        totals.append((sums * factors.rows[first : first + len(part)]).sum())
     rest = words[whole * BLOCK :]
     if rest.numel():
         of_words, of_halves = factors.words[: rest.numel()], factors.halves[: rest.numel()]
         sums = _sums(rest, of_words, of_halves, torch.empty_like(rest))
-        total += sums * factors.rows[whole % NUM_FACTORS]
-    return total
+        totals.append(sums * factors.rows[whole % NUM_FACTORS])
+    return reduce(add, totals) if totals else torch.zeros((), dtype=torch.int64, device=words.device)
 
 
 def _hashes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -149,12 +151,16 @@ def _hash_rows(words: torch.Tensor) -> torch.Tensor:
 
 def _sums(words: torch.Tensor, of_words: torch.Tensor, of_halves: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return `[...]` of `[..., columns]`, with `out` as room for the products."""
-    torch.mul(words, of_words, out=out)
-    sums = out.sum(-1)
-    # The shift repeats the sign, which loses nothing: upper halves stay as different as they are.
+    if words.device.type == "cpu":
+        torch.mul(words, of_words, out=out)
+        sums = out.sum(-1)
+        torch.bitwise_right_shift(words, HALF, out=out)
+        out *= of_halves
+        return sums.add_(out.sum(-1))
+    # As many bytes in fewer kernels.
     torch.bitwise_right_shift(words, HALF, out=out)
     out *= of_halves
-    return sums.add_(out.sum(-1))
+    return out.addcmul_(words, of_words).sum(-1)
 
 
 def _words(weight: torch.Tensor) -> torch.Tensor:
