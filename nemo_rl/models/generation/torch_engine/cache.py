@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LiveCache", "PrefillPass", "RowStore"]
 
+LEAST_ROOM, ROOM_SHARE = 256, 4
+"""Tokens that a cache gets room for when it is full, or a share of those that it has: room for the longest response of
+all rows would take many times the memory of what most of them need."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillPass:
@@ -73,22 +77,77 @@ class PrefillPass:
         )
 
 
+class RoomyLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of one layer, in memory with room for tokens that come: none is copied when one is added.
+
+    `keys` and `values` are the filled part.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms: list[torch.Tensor] = []
+        self.most_room = LEAST_ROOM
+        """Most tokens that still come."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add tokens; return keys and values of all."""
+        if not self.is_initialized:
+            # The cache of prompts, whose rows are copied to the samples that share them.
+            return super().update(key_states, value_states, *args, **kwargs)
+        length, added = self.keys.shape[-2], key_states.shape[-2]
+        # Rows that leave or join make other tensors of the filled part.
+        is_room = bool(self._rooms) and self._rooms[0].data_ptr() == self.keys.data_ptr()
+        if not is_room or self._rooms[0].shape[-2] < length + added:
+            room = added + min(self.most_room, max(LEAST_ROOM, length // ROOM_SHARE))
+            self._rooms = [_with_room(old, room) for old in (self.keys, self.values)]
+        for place, new in zip(self._rooms, (key_states, value_states), strict=True):
+            place[..., length : length + added, :].copy_(new)
+        self.keys, self.values = (place[..., : length + added, :] for place in self._rooms)
+        return self.keys, self.values
+
+
+def _with_room(old: torch.Tensor, room: int) -> torch.Tensor:
+    """Return a copy with room for more tokens behind it."""
+    shape = [*old.shape]
+    shape[-2] += room
+    new = old.new_empty(shape)
+    new[..., : old.shape[-2], :].copy_(old)
+    return new
+
+
 class LiveCache:
     """Cache, mask and last logits of the live rows."""
 
     def __init__(
-        self, *, cache: DynamicCache, mask_BS: torch.Tensor, position_B: torch.Tensor, logits_BV: torch.Tensor
+        self,
+        *,
+        cache: DynamicCache,
+        mask_BS: torch.Tensor,
+        position_B: torch.Tensor,
+        logits_BV: torch.Tensor,
+        makes_masks: bool,
     ) -> None:
         self._cache = cache
         self._mask_BS = mask_BS
         self._position_B = position_B
         self.logits_BV = logits_BV
+        self._makes_masks = makes_masks
+        """True where the model takes the mask that is made here, and need not look at it at each token."""
+        self._note_padding()
 
     @classmethod
     def prefill(cls, model: PreTrainedModel, passed: PrefillPass) -> LiveCache:
         """Run every distinct sequence once and copy its cache to the rows that share it."""
         position_PW = (passed.mask_PW.cumsum(1) - 1).clamp(min=0)
         cache = DynamicCache(config=model.config)
+        is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+        if is_plain:
+            cache.layers = [RoomyLayer() for _ in cache.layers]
         tokens = {"input_ids": passed.ids_PW}
         if passed.images:
             tokens, position_PW = _with_images(model, passed, position_PW)
@@ -103,16 +162,17 @@ class LiveCache:
         cache.reorder_cache(passed.slot_B)
         return cls(
             cache=cache,
-            mask_BS=passed.mask_PW[passed.slot_B],
+            mask_BS=passed.mask_PW[passed.slot_B].bool(),
             # What follows an image goes on after the largest of its positions, on every axis.
             position_B=(position_PW.amax((0, 2)) if position_PW.dim() > 2 else position_PW[:, -1])[passed.slot_B],
             logits_BV=output.logits[passed.slot_B, -1],
+            makes_masks=is_plain and not passed.images and model.config._attn_implementation == "sdpa",
         )
 
     @property
     def can_grow(self) -> bool:
         """Return whether rows can be added: every layer keeps keys and values of all tokens, and nothing else."""
-        return all(type(layer) is DynamicLayer for layer in self._cache.layers)
+        return all(type(layer) is RoomyLayer for layer in self._cache.layers)
 
     def grow(self, other: LiveCache) -> None:
         """Add the rows of `other` behind these; columns that pad every row are cut off."""
@@ -124,24 +184,42 @@ class LiveCache:
             layer.values = torch.cat([_to_width(values, needed, dim=2) for values in (layer.values, added.values)])
         self._position_B = torch.cat([self._position_B, other._position_B])
         self.logits_BV = torch.cat([self.logits_BV, other.logits_BV])
+        self._note_padding()
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop every other row from the cache."""
         self._cache.reorder_cache(rows)
         self._mask_BS, self._position_B = self._mask_BS[rows], self._position_B[rows]
+        self._note_padding()
 
-    def advance(self, model: PreTrainedModel, token_B: torch.Tensor) -> None:
-        """Feed one token per row."""
-        self._mask_BS = torch.nn.functional.pad(self._mask_BS, (0, 1), value=1)
+    def advance(self, model: PreTrainedModel, token_B: torch.Tensor, *, most_room: int) -> None:
+        """Feed one token per row.
+
+        Args:
+            most_room: most tokens that a row may still get.
+        """
+        for layer in self._cache.layers:
+            if isinstance(layer, RoomyLayer):
+                layer.most_room = most_room
+        self._mask_BS = torch.nn.functional.pad(self._mask_BS, (0, 1), value=True)
         self._position_B = self._position_B + 1
         output = model(
             input_ids=token_B[:, None],
-            attention_mask=self._mask_BS,
+            attention_mask=self._mask(),
             position_ids=self._position_B[:, None],
             past_key_values=self._cache,
             use_cache=True,
         )
         self.logits_BV = output.logits[:, -1]
+
+    def _mask(self) -> torch.Tensor | None:
+        """Return what transformers would make of the mask, which takes a wait for the device at each token."""
+        if not self._makes_masks:
+            return self._mask_BS.long()
+        return self._mask_BS[:, None, None] if self._has_padding else None
+
+    def _note_padding(self) -> None:
+        self._has_padding = not bool(self._mask_BS.all())
 
 
 def _with_images(
@@ -189,7 +267,7 @@ class RowStore:
     is_stopped_N: torch.Tensor
     """bool."""
     token_NS: torch.Tensor
-    """int64; forced tokens lie here from the start."""
+    """int64; forced tokens lie here from the start. A column more than the longest row has, which nobody reads."""
     logprob_NS: torch.Tensor
     """float32."""
     route_NSLK: torch.Tensor | None = None
@@ -215,7 +293,7 @@ class RowStore:
         """Return the store with more rows at its end."""
         device = self.key_N.device
         limits = [row.request.max_new_tokens for row in rows]
-        width = max(self.token_NS.shape[1], *limits)
+        width = max(self.token_NS.shape[1], 1 + max(limits, default=0))
         forced = torch.zeros(len(rows), width, dtype=torch.int64)
         for place, row in enumerate(rows):
             if row.request.forced is not None:
@@ -242,7 +320,7 @@ class RowStore:
     def select(self, places: Sequence[int]) -> RowStore:
         """Return the rows at these places, and no wider than they need."""
         index = torch.tensor(places, dtype=torch.int64, device=self.key_N.device)
-        width = max(self.limit_N[index].tolist(), default=0)
+        width = 1 + max(self.limit_N[index].tolist(), default=0)
         routes = self.route_NSLK
         return RowStore(
             keys=tuple(self.keys[place] for place in places),

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -133,6 +134,11 @@ def _invert_cdf(logprobs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Ten
     return torch.searchsorted(cdf_BV, threshold_B[:, None], right=True).squeeze(-1)
 
 
+@lru_cache(maxsize=64)
+def _stop_ids(ids: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(ids, dtype=torch.int64, device=device)
+
+
 def _mix(state: torch.Tensor) -> torch.Tensor:
     state = (state ^ _shift_right(state, 30)) * _MIX_1
     state = (state ^ _shift_right(state, 27)) * _MIX_2
@@ -206,6 +212,11 @@ class RowSettings:
     is_forced: bool = False
     """True where every row brings its response."""
 
+    @property
+    def looks_at_each_token(self) -> bool:
+        """Return whether something happens on the CPU at each token."""
+        return self.stop_strings is not None or self.routes is not None or self.with_support
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRow:
@@ -237,6 +248,11 @@ class DecodedRows:
     """Sampling masks of each row, laid out by `nemo_rl.models.support`; None where not all rows record them."""
 
 
+TURNS_AT_ONCE = 8
+"""Turns of a GPU between two looks at which rows have ended: at most so many tokens less one of each are computed in
+vain."""
+
+
 def decode_rows(
     model: PreTrainedModel,
     rows: Sequence[RowRequest],
@@ -253,7 +269,7 @@ def decode_rows(
     batch = DecodeBatch(model, observer=observer, adapters=adapters)
     batch.join([BatchRow(key=key, request=row, settings=settings, adapter=row.adapter) for key, row in enumerate(rows)])
     while batch.num_live:
-        batch.turn()
+        batch.turn(times=batch.turns_at_once)
     return batch.take(range(len(rows)))
 
 
@@ -288,6 +304,8 @@ class DecodeBatch:
         self._prompt_routes: dict[int, torch.Tensor] = {}
         """`[tokens, L, K]` of each row's prompt, by key."""
         self._support = SupportRecorder()
+        self._overshoots = False
+        """True once rows were fed on behind their end."""
 
     @property
     def num_live(self) -> int:
@@ -320,18 +338,42 @@ class DecodeBatch:
         new = torch.arange(first, first + len(rows), device=self._model.device)
         self._place_B = torch.cat([self._place_B, new])
 
+    @property
+    def turns_at_once(self) -> int:
+        """Return the turns between two looks at which rows have ended: on a GPU each look waits for the device."""
+        looks = any(self._kinds[kind].looks_at_each_token for kind in self._num_live)
+        return 1 if self._model.device.type == "cpu" or looks or self._observer is not NO_OBSERVER else TURNS_AT_ONCE
+
     @torch.inference_mode()
-    def turn(self) -> tuple[int, ...]:
+    def turn(self, *, times: int = 1) -> tuple[int, ...]:
         """Draw a token of every live row, or take what is forced; return the keys of rows that end with it.
+
+        Args:
+            times: turns before the look at which rows have ended. A row that has ended before the last one is fed on,
+                and nothing of that is kept.
 
         Raises:
             NonFiniteError: logits are NaN or inf; nothing is drawn from them.
         """
-        self._advance()
-        assert self._live is not None, "rows join first"
-        store, place_B, logits_BV = self._store, self._place_B, self._live.logits_BV
-        position_B = store.length_N[place_B]
-        self._check_finite(logits_BV, position_B)
+        self._overshoots |= times > 1
+        is_over_B = torch.zeros(len(self._place_B), dtype=torch.bool, device=self._place_B.device)
+        checks = list[tuple[torch.Tensor, torch.Tensor]]()
+        for _ in range(times):
+            self._advance()
+            assert self._live is not None, "rows join first"
+            position_B = self._store.length_N[self._place_B]
+            # The largest logit of a row is NaN if any is, and inf if any is; single ones of -inf are a mask.
+            checks.append((~self._live.logits_BV.amax(-1).isfinite() & ~is_over_B, position_B))
+            if times == 1:
+                self._check_finite(checks)
+            is_over_B = self._draw_all(self._live.logits_BV, position_B, is_over_B)
+        if times > 1:
+            self._check_finite(checks)
+        return self._leave(is_over_B)
+
+    def _draw_all(self, logits_BV: torch.Tensor, position_B: torch.Tensor, was_over_B: torch.Tensor) -> torch.Tensor:
+        """Draw a token of every live row; return which rows have ended, those that had before among them."""
+        store, place_B = self._store, self._place_B
         if len(self._num_live) == 1:
             [kind] = self._num_live
             token_B, logprob_B, is_stopped_B = self._draw(self._kinds[kind], logits_BV, place_B, position_B)
@@ -343,11 +385,12 @@ class DecodeBatch:
                 token_B[rows], logprob_B[rows], is_stopped_B[rows] = self._draw(
                     self._kinds[kind], logits_BV[rows], place_B[rows], position_B[rows]
                 )
+        # The column behind a row that has ended belongs to nobody.
         store.logprob_NS[place_B, position_B] = logprob_B
-        store.length_N[place_B] += 1
-        store.is_stopped_N[place_B] = is_stopped_B
+        store.length_N[place_B] += ~was_over_B
+        store.is_stopped_N[place_B] |= is_stopped_B & ~was_over_B
         self._unread_B = token_B
-        return self._leave(is_stopped_B | (store.limit_N[place_B] == position_B + 1))
+        return was_over_B | is_stopped_B | (store.limit_N[place_B] == position_B + 1)
 
     @torch.inference_mode()
     def recompute(self) -> None:
@@ -380,9 +423,13 @@ class DecodeBatch:
                 torch.cat([self._prompt_routes.pop(key), *store.routes(place, length - 1)])
                 for key, place, length in zip(keys, places, lengths, strict=True)
             )
+        token_nS, logprob_nS = store.token_NS[index, :width], store.logprob_NS[index, :width]
+        if self._overshoots:
+            is_behind_nS = torch.arange(width, device=index.device) >= length_n[:, None]
+            token_nS, logprob_nS = token_nS.masked_fill(is_behind_nS, 0), logprob_nS.masked_fill(is_behind_nS, 0.0)
         return DecodedRows(
-            token_ids=store.token_NS[index, :width],
-            logprobs=store.logprob_NS[index, :width],
+            token_ids=token_nS,
+            logprobs=logprob_nS,
             lengths=length_n,
             truncated=~store.is_stopped_N[index],
             routes=routes,
@@ -466,13 +513,14 @@ class DecodeBatch:
             return
         self._unread_B = None
         self._observer.turn(token_B, self._place_B)
+        room = max((self._rows[key].request.max_new_tokens for key in self._rows), default=1)
         versions = [] if self._adapters is None else self._versions(self._live_rows())
         if self._recorder is None:
             with self._serving(versions):
-                live.advance(self._model, token_B)
+                live.advance(self._model, token_B, most_room=room)
             return
         with self._serving(versions), self._recorder.listening():
-            live.advance(self._model, token_B)
+            live.advance(self._model, token_B, most_room=room)
             self._keep_last_routes(self._recorder.take())
 
     def _keep_last_routes(self, routes_BLK: torch.Tensor) -> None:
@@ -493,8 +541,7 @@ class DecodeBatch:
             store.token_NS[place_B, position_B] = token_B
         if settings.with_support:
             self._support.add_turn(~logprobs_BV.isneginf(), token_B, store.key_N[place_B])
-        stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=token_B.device)
-        is_stopped_B = torch.isin(token_B, stop_ids)
+        is_stopped_B = torch.isin(token_B, _stop_ids(tuple(sampling.stop_token_ids), token_B.device))
         if settings.stop_strings is not None:
             tails = store.tails(place_B, position_B + 1, settings.stop_strings.window)
             is_stopped_B |= settings.stop_strings.completed(tails).to(is_stopped_B.device)
@@ -519,10 +566,13 @@ class DecodeBatch:
             self._unread_B = self._unread_B[kept]
         return keys
 
-    def _check_finite(self, logits_BV: torch.Tensor, position_B: torch.Tensor) -> None:
-        # The largest logit of a row is NaN if any is, and inf if any is; single ones of -inf are a mask.
-        is_bad_B = ~logits_BV.amax(-1).isfinite()
-        if bool(is_bad_B.any()):
+    def _check_finite(self, turns: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Raise for the first of some turns with logits that are not finite: which rows have them, and positions."""
+        if not bool(torch.stack([is_bad_B for is_bad_B, _ in turns]).any()):
+            return
+        for is_bad_B, position_B in turns:
+            if not bool(is_bad_B.any()):
+                continue
             rows = [self._rows[self._store.keys[place]].request for place in self._place_B[is_bad_B].tolist()]
             names = [f"{row.number} of group {row.group}" if row.group else str(row.number) for row in rows]
             position = int(position_B[is_bad_B][0])
