@@ -41,6 +41,7 @@ ENGINE_SPEED = re.compile(r"rollout/engine_(\d+)/tokens_per_s")
 ENDINGS = "rollout/ending"
 """Beginning of the names of metrics about endings of conversations."""
 
+LOGPROB_PASSES = {WorkerPass.PREV_LOGPROBS, WorkerPass.REFERENCE_LOGPROBS}
 LOSS_PARTS = {"actor_loss", "kl_penalty", "entropy_bonus", "distillation_loss"}
 """Summed within an optimizer step; reported, like the loss, as the mean over the optimizer steps of a GRPO step."""
 
@@ -93,7 +94,7 @@ def step_metrics(step: StepState) -> dict[str, float]:
         metrics |= {f"train/{name}": value for name, value in step.measured.metrics().items()}
     if step.train is not None:
         metrics |= _training_metrics(step.train)
-        metrics |= training_speed(step.train, step.stage_seconds.get(WorkerPass.TRAIN, 0.0))
+        metrics |= training_speed(step.train, step.stage_seconds, step_s=step.seconds)
     return metrics
 
 
@@ -152,13 +153,19 @@ def staleness_metrics(weight_versions: np.ndarray, *, policy_version: int) -> di
     }
 
 
-def training_speed(train: TrainSummary, seconds: float) -> dict[str, float]:
-    """Model TFLOP/s of all devices together; `mfu`, their share of the peak, where the devices are known."""
+def training_speed(train: TrainSummary, stage_seconds: Mapping[str, float], *, step_s: float) -> dict[str, float]:
+    """Return model TFLOP/s of all devices together, and where these are known their share of the peak: `mfu` in the
+    train stage, `step_mfu` in the whole step, log-probability passes with a third of a train pass each."""
+    seconds = stage_seconds.get(WorkerPass.TRAIN, 0.0)
     if seconds <= 0:
         return {}
-    tflops = train.total_flops / seconds / 1e12
-    speed = {"train/tflops_per_s": tflops, "train/tokens_per_s": train.num_tokens / seconds}
-    return {**speed, "train/mfu": tflops / train.theoretical_tflops} if train.theoretical_tflops > 0 else speed
+    tera = train.total_flops / 1e12
+    speed = {"train/tflops_per_s": tera / seconds, "train/tokens_per_s": train.num_tokens / seconds}
+    if train.theoretical_tflops <= 0:
+        return speed
+    peak, num_passes = train.theoretical_tflops, len(LOGPROB_PASSES & stage_seconds.keys())
+    of_step = tera * (1 + num_passes / 3) / step_s
+    return {**speed, "train/mfu": tera / seconds / peak, "train/step_mfu": of_step / peak}
 
 
 def pack_metrics(stage: str, plan: PackPlan | None) -> dict[str, float]:

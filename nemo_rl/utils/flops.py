@@ -111,14 +111,23 @@ class TransformerShape:
         return reduced + into_latent + keys_values + heads * latent.value_dim * self.hidden_size
 
     @property
-    def matmul_flops_per_token(self) -> float:
-        """Return the FLOPs of the forward pass of one token without attention scores: projections, gated MLP, router
-        and head."""
+    def layer_flops_per_token(self) -> float:
+        """Return the FLOPs of the forward pass of one token without attention scores and head: projections, gated MLP
+        and router."""
         sparse_layers = self.num_layers - self.num_dense_layers
         sparse = 3 * (self.mlp_size + self.shared_mlp_size) + self.num_experts + self.has_shared_gate
         mlp = sparse_layers * sparse + self.num_dense_layers * 3 * self.dense_mlp_size
-        layers = self.num_layers * self.attention_weights + self.hidden_size * mlp
-        return 2.0 * (layers + self.hidden_size * self.vocab_size)
+        return 2.0 * (self.num_layers * self.attention_weights + self.hidden_size * mlp)
+
+    @property
+    def head_flops_per_token(self) -> float:
+        """Return the FLOPs of the logits of one token."""
+        return 2.0 * self.hidden_size * self.vocab_size
+
+    @property
+    def matmul_flops_per_token(self) -> float:
+        """Return the FLOPs of the forward pass of one token whose logits are computed, without attention scores."""
+        return self.layer_flops_per_token + self.head_flops_per_token
 
     @property
     def pair_flops(self) -> float:
@@ -129,7 +138,12 @@ class TransformerShape:
 
 
 def transformer_flops(
-    shape: TransformerShape, sequence_lengths: Iterable[int], *, with_backward: bool, trains_weights: bool = True
+    shape: TransformerShape,
+    sequence_lengths: Iterable[int],
+    *,
+    with_backward: bool,
+    trains_weights: bool = True,
+    num_head_tokens: int | None = None,
 ) -> float:
     """Return the FLOPs of one pass over whole sequences; a backward pass costs twice the forward pass.
 
@@ -137,20 +151,25 @@ def transformer_flops(
     of adapters, below a hundredth of it, are left out.
 
     Causal attention: token t meets t keys, or as many as the window of a sliding layer holds.
+
+    Args:
+        num_head_tokens: tokens whose logits are computed; None: all.
     """
-    forward = 0.0
+    lengths = list(sequence_lengths)
+    forward = shape.head_flops_per_token * (sum(lengths) if num_head_tokens is None else num_head_tokens)
     full_layers = shape.num_layers - shape.num_sliding_layers
-    for length in sequence_lengths:
+    for length in lengths:
         pairs = full_layers * _causal_pairs(length, length)
         pairs += shape.num_sliding_layers * _causal_pairs(length, shape.sliding_window or length)
-        forward += length * shape.matmul_flops_per_token + shape.pair_flops * pairs
+        forward += length * shape.layer_flops_per_token + shape.pair_flops * pairs
     return (3.0 if trains_weights else 2.0) * forward if with_backward else forward
 
 
 def sequence_cost(shape: TransformerShape) -> tuple[float, float]:
     """Return (a, b) of the forward FLOPs a s + b s^2 of a sequence of s tokens, by which packing levels its ranks.
 
-    `transformer_flops` in closed form, but for sliding layers, whose tokens count as if all met a full window.
+    `transformer_flops` in closed form, but for sliding layers, whose tokens count as if all met a full window; which
+    tokens are trained is not asked, so that the logits of all count.
     """
     full_layers = shape.num_layers - shape.num_sliding_layers
     per_token = full_layers / 2 + shape.num_sliding_layers * shape.sliding_window

@@ -69,8 +69,8 @@ def test_without_counting_there_are_no_shares() -> None:
     assert traffic.metrics == {"data_plane/live_rows": 0.0} and traffic.stage_bytes == {}
 
 
-@pytest.mark.parametrize(("peak", "mfu"), [(200.0, 0.25), (0.0, None)])
-def test_utilisation_is_known_where_the_peak_is(peak: float, mfu: float | None) -> None:
+@pytest.mark.parametrize(("peak", "mfu", "of_step"), [(200.0, 0.25, 0.1), (0.0, None, None)])
+def test_utilisation_is_known_where_the_peak_is(peak: float, mfu: float | None, of_step: float | None) -> None:
     summary = TrainSummary(
         loss=0.0,
         losses=(0.0,),
@@ -81,9 +81,11 @@ def test_utilisation_is_known_where_the_peak_is(peak: float, mfu: float | None) 
         theoretical_tflops=peak,
         num_ranks=1,
     )
-    speed = training_speed(summary, seconds=2.0)
+    # A log-probability pass is a third of a train pass: 400 / 3 TFLOP in 20 / 3 s of 200 TFLOP/s.
+    speed = training_speed(summary, {"train": 2.0, "prev_logprobs": 0.5, "rollout": 4.0}, step_s=20 / 3)
     assert (speed["train/tflops_per_s"], speed["train/tokens_per_s"], speed.get("train/mfu")) == (50.0, 500.0, mfu)
-    assert training_speed(summary, seconds=0.0) == {}
+    assert speed.get("train/step_mfu") == (None if of_step is None else pytest.approx(of_step))
+    assert training_speed(summary, {"rollout": 1.0}, step_s=1.0) == {}
 
 
 def test_pack_metrics_say_how_far_a_plan_is_from_the_best() -> None:

@@ -38,6 +38,9 @@ def test_attention_counts_causal_pairs_and_backward_triples() -> None:
     pairs = 15 + 3
     assert forward == 7 * shape.matmul_flops_per_token + 4 * 3 * 2 * 4 * pairs
     assert transformer_flops(shape, [5, 2], with_backward=True) == 3 * forward
+    # Logits are computed for trained tokens alone.
+    trained = transformer_flops(shape, [5, 2], with_backward=False, num_head_tokens=3)
+    assert forward - trained == 4 * 2 * 8 * 10
 
 
 def test_only_active_experts_and_the_router_count() -> None:
