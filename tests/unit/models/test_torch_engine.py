@@ -12,10 +12,19 @@ import torch
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
+from nemo_rl.models.generation.rows import RowRequest
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.generation.torch_engine.decode import draw, seeds_to_tensor, uniforms
+from nemo_rl.models.generation.torch_engine.decode import (
+    BatchRow,
+    DecodeBatch,
+    RowSettings,
+    draw,
+    seeds_to_tensor,
+    uniforms,
+)
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.logprobs import Sampling
+from tests.helpers.dispatched_ops import DispatchedOps
 from tests.helpers.hf_reference import logprobs_from_logits
 from tests.helpers.tiny_model import tiny_model
 
@@ -242,3 +251,53 @@ def test_logits_of_minus_infinity_are_a_mask() -> None:
     model.get_output_embeddings().register_forward_hook(mask)
     output = TorchEngine(model, tokenizer=None, max_total_length=20, weight_version=0).generate(_request())
     assert bool(output.logprobs.isfinite().all()) and 0 not in output.token_ids
+
+
+def _batch(*, stop: tuple[int, ...] = (STOP,), limit: int = 12) -> DecodeBatch:
+    """Return a batch of rows of unequal prompts."""
+    batch = DecodeBatch(tiny_model())
+    settings = RowSettings(sampling=_params(stop_token_ids=stop, max_new_tokens=limit))
+    rows = [
+        RowRequest(prompt=prompt, seed=number, max_new_tokens=limit - number % 3, number=number)
+        for number, prompt in enumerate(_prompts(6))
+    ]
+    batch.join([BatchRow(key=row.number, request=row, settings=settings) for row in rows])
+    return batch
+
+
+@pytest.mark.parametrize("times", [3, 8, 40])
+def test_rows_that_are_fed_behind_their_end_keep_nothing_of_it(times: int) -> None:
+    # Many stop tokens: some rows end in the middle of the turns, others at their limit.
+    each, some = _batch(stop=tuple(range(2, 40))), _batch(stop=tuple(range(2, 40)))
+    while each.num_live:
+        each.turn()
+    while some.num_live:
+        some.turn(times=times)
+    expected, found = each.take(range(6)), some.take(range(6))
+    assert torch.equal(found.lengths, expected.lengths) and torch.equal(found.truncated, expected.truncated)
+    assert expected.truncated.any() and not expected.truncated.all()
+    assert torch.equal(found.token_ids, expected.token_ids)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+
+
+def test_logits_that_are_not_finite_end_several_turns_with_their_token() -> None:
+    batch = _batch(stop=())
+    batch.turn(times=2)
+    weight = batch._model.model.norm.weight
+    with torch.no_grad():
+        weight[0] = float("nan")
+    with pytest.raises(NonFiniteError, match="response token 3 of row"):
+        batch.turn(times=4)
+
+
+def test_a_turn_neither_copies_the_cache_nor_waits_for_the_device() -> None:
+    batch = _batch(stop=(), limit=60)
+    batch.turn(times=2)
+    layer = batch._live._cache.layers[0]
+    place, seen = layer.keys.data_ptr(), []
+    for times in (1, 6):
+        with DispatchedOps() as counter:
+            batch.turn(times=times)
+        seen.append(counter.num_syncs)
+    assert layer.keys.data_ptr() == place and layer.keys.shape[-2] == 8 + max(map(len, _prompts(6)))
+    assert seen[1] <= seen[0] <= 3, "looks at the device do not grow with the turns"

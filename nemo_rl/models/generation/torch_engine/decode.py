@@ -131,7 +131,9 @@ def _invert_cdf(logprobs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Ten
     total_B = cdf_BV[:, -1]
     # Strictly below the total, so the first entry above it exists and has a positive probability of its own.
     threshold_B = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
-    return torch.searchsorted(cdf_BV, threshold_B[:, None], right=True).squeeze(-1)
+    found_B = torch.searchsorted(cdf_BV, threshold_B[:, None], right=True).squeeze(-1)
+    # Rows of NaN are behind the last one, until somebody looks.
+    return found_B.clamp(max=cdf_BV.shape[1] - 1)
 
 
 @lru_cache(maxsize=64)
