@@ -5,6 +5,7 @@ Two policy ranks shard a model; the engine lives in a thread of the second one, 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.errors import CollectiveTimeout, WorkerError
+from nemo_rl.errors import CollectiveTimeout, ConfigError, WorkerError
 from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.policy.workers.launch import check_distinct_devices
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.factory import _both, choose_backend
@@ -43,7 +45,12 @@ def _refits(rank: int, policy_folder: Path, engine_folder: Path, experts_folder:
         _join(rank, worker, receiver, engine, timeout_s=DEADLINE_S)
         seen["loads"] = _whole_refit(rank, worker, receiver, plan, engine)
         seen["failure"] = _refit_of_a_failing_sender(rank, worker, receiver, plan, offered, engine)
+        sockets = len(os.listdir("/proc/self/fd"))
         _join(rank, worker, receiver, engine, timeout_s=SHORT_S)
+        seen["sockets"] = len(os.listdir("/proc/self/fd")) - sockets
+        with pytest.raises(ConfigError, match="policy workers 0 and 1 are both on GPU-a, and each needs"):
+            check_distinct_devices("GPU-a")
+        check_distinct_devices(f"GPU-{rank}")
         seen["silence"] = _refit_of_a_silent_sender(rank, receiver, plan, offered, engine)
     receiver.close()
     worker.shutdown()
@@ -160,6 +167,7 @@ def engine_side(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 @pytest.mark.slow
 def test_the_engine_holds_the_sharded_policys_weights_in_its_own_dtype(engine_side: dict[str, object]) -> None:
     assert engine_side["loads"] is True
+    assert engine_side["sockets"] == 0, "the group that was replaced has left its connections"
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ class ChannelRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelOffer:
-    """What engines need to read the buckets of one rank."""
+    """Channel and memory by which engines read the buckets of one rank."""
 
     spec: ChannelSpec
     handle: IpcHandle | None

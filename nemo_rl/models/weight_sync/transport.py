@@ -168,6 +168,9 @@ class RefitGroup:
     def close(self) -> None:
         """Leave the group; members that still wait for this one fail soon. Idempotent."""
         group, self._group = self._group, None  # type: ignore[assignment]
+        if group is not None and self.device.type == "cuda":
+            # Without it the communicator of a group that lost a member, and its memory, may stay for good.
+            group.abort()
         del group
 
     def _broadcast(self, tensor: torch.Tensor) -> None:

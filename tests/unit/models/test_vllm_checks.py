@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,7 +12,16 @@ import torch
 
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.vllm.decoding import join_routes
-from nemo_rl.models.generation.vllm.start import KEYS, OWN, check_vllm, engine_arguments, known_arguments
+from nemo_rl.models.generation.vllm.start import (
+    BUNDLES,
+    IN_PROCESS,
+    KEYS,
+    OWN,
+    check_vllm,
+    engine_arguments,
+    known_arguments,
+    prepare_process,
+)
 from nemo_rl.routes.places import place_routes
 from nemo_rl.routes.shape import MISSING, RouteShape
 from tests.helpers.engine_process import NO_VLLM, has_vllm, vllm_policy
@@ -91,6 +101,18 @@ def test_every_key_reaches_the_engine() -> None:
     assert on_cpu["kv_cache_memory_bytes"] == 2**29 and "gpu_memory_utilization" not in on_cpu
     assert "distributed_executor_backend" not in on_cpu and "enable_sleep_mode" not in on_cpu
     assert on_cpu["load_format"] == "auto" and on_cpu["dtype"] == "float32"
+
+
+def test_variables_of_another_vllm_give_way_and_given_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = vllm_policy(Path("m"))
+    monkeypatch.setattr(os, "environ", {IN_PROCESS: "1", BUNDLES: "7", "VLLM_LOGGING_LEVEL": "DEBUG"})
+    prepare_process(EngineSpec(policy=policy, use_gpu=True, bundles=(0, 1)))
+    assert os.environ[IN_PROCESS] == "0" and os.environ[BUNDLES] == "0,1"
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG", "nothing depends on it"
+    given = policy.generation.model_copy(update={"env_vars": {IN_PROCESS: "1"}})
+    os.environ[IN_PROCESS] = "1"
+    prepare_process(EngineSpec(policy=policy.model_copy(update={"generation": given}), use_gpu=True))
+    assert os.environ[IN_PROCESS] == "1"
 
 
 def test_what_is_left_out_follows_the_policy_and_the_machine() -> None:

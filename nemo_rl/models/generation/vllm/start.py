@@ -52,17 +52,21 @@ VARIABLES = {
 
 
 def prepare_process(spec: EngineSpec) -> None:
-    """Set what `policy.generation.env_vars` has not set; before anything imports vLLM."""
+    """Set what `policy.generation.env_vars` has not set; before anything imports vLLM. What a shell has left for
+    another vLLM gives way where this engine depends on it."""
     # The scheduler runs in this process, so that between two of its steps nothing is under way in the ranks.
-    wanted = {**VARIABLES, IN_PROCESS: "0"}
+    needed = {IN_PROCESS: "0"}
+    wanted = {**VARIABLES}
     if spec.bundles:
-        wanted |= {BUNDLES: ",".join(map(str, spec.bundles)), GPU_SHARE: str(spec.gpu_share), RAY_RANKS: "1"}
+        needed |= {BUNDLES: ",".join(map(str, spec.bundles)), GPU_SHARE: str(spec.gpu_share), RAY_RANKS: "1"}
         if os.environ.get(VISIBLE) == "":
             # Ray hides all GPUs from an actor without one, and vLLM looks at them before its ranks are there.
             del os.environ[VISIBLE]
     if spec.policy.generation.vllm_cfg.enforce_eager is not False and not spec.use_gpu:
         # vLLM compiles a few functions of its sampler all the same, which takes half a minute.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
+    given = spec.policy.generation.env_vars
+    os.environ.update({name: value for name, value in needed.items() if name not in given})
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 

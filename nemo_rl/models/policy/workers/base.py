@@ -32,6 +32,7 @@ __all__ = [
     "WorkerState",
     "check_placement",
     "device_name",
+    "has_expandable_segments",
     "placement_of",
 ]
 
@@ -40,7 +41,8 @@ logger = logging.getLogger(__name__)
 EXPANDABLE_SEGMENTS_FROM = 9
 """Least major compute capability (Hopper) for expandable segments: on Ampere they were seen to crash."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Variables that hold a user's own choice for the allocator; it is left alone."""
+"""Variables that hold a user's own choice for the allocator; it is left alone but for memory that another process
+opens."""
 
 
 class WorkerState(Enum):
@@ -122,6 +124,12 @@ def check_placement(
             assert parameter.grad is None, f"parameter {name} still has a gradient"
 
 
+def has_expandable_segments(environment: Mapping[str, str]) -> bool:
+    """Return whether a user's own settings of the allocator ask for segments that grow."""
+    chosen = ",".join(environment.get(name, "") for name in ALLOCATOR_VARIABLES).replace(" ", "").lower()
+    return "expandable_segments:true" in chosen
+
+
 def device_name(device: torch.device) -> str:
     """Return `cpu`, or the GPU's product name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -148,8 +156,10 @@ class DeviceSide:
 
     def _use_expandable_segments(self) -> bool:
         """Segments that grow waste less memory between lengths that differ from step to step."""
-        if not self.is_cuda or any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        if not self.is_cuda:
             return False
+        if any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+            return has_expandable_segments(os.environ)
         if torch.cuda.get_device_capability(self.device)[0] < EXPANDABLE_SEGMENTS_FROM:
             return False
         set_expandable_segments(True)

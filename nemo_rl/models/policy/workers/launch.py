@@ -20,13 +20,15 @@ from nemo_rl.data_plane.worker_mixin import ReplicaMember
 from nemo_rl.distributed.abort import AbortWatch, NoWatch, StepWatch
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, job_store
 from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.policy.workers.compose import compose_parts
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
+from nemo_rl.models.weight_sync.transport import device_id
 
-__all__ = ["WorkerSpec", "build_policy_worker"]
+__all__ = ["WorkerSpec", "build_policy_worker", "check_distinct_devices"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +74,8 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
         )
     watch, start = _abort_watch(spec)
     with start:
+        if spec.use_gpu and not spec.joins_process:
+            check_distinct_devices(device_id(device))
         parts = compose_parts(
             spec.policy,
             RankInfo(layout=spec.layout, rank=spec.rank.rank, device=device),
@@ -87,6 +91,22 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
         worker = TQWorker(parts, replica=ReplicaMember.build(spec.layout, rank=spec.rank.rank), watch=watch)
         dist.barrier()
     return worker
+
+
+def check_distinct_devices(own: str) -> None:
+    """(collective) Compare the GPUs of all ranks, which NCCL would refuse without saying whose they are.
+
+    Raises:
+        ConfigError: two ranks are on one GPU.
+    """
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    for rank, device in enumerate(found):
+        if (first := found.index(device)) != rank:
+            raise ConfigError(
+                f"policy workers {first} and {rank} are both on {device}, and each needs a GPU of its own; set "
+                "cluster.gpus_per_node to the GPUs that CUDA_VISIBLE_DEVICES shows, and look who else has set that"
+            )
 
 
 def _abort_watch(spec: WorkerSpec) -> tuple[StepWatch, AbstractContextManager[None]]:

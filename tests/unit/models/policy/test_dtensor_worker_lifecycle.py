@@ -22,6 +22,7 @@ from nemo_rl.models.policy.workers.base import (
     Placement,
     WorkerState,
     check_placement,
+    has_expandable_segments,
     placement_of,
 )
 from nemo_rl.models.policy.workers.moves import HostBuffers, move_model, optimizer_tensors
@@ -122,6 +123,18 @@ def test_cpu_offload_keeps_weights_and_optimizer_on_the_cpu_and_moves_buffers() 
     assert model.weight.device == META
     with pytest.raises(AssertionError, match="parameter weight is on meta, expected cpu"):
         check_placement(placement, model=model, optimizer=optimizer_tensors(optimizer), device=META)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_growing"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512, expandable_segments: True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+    ],
+)
+def test_memory_for_another_process_heeds_a_users_own_allocator(environment: dict[str, str], is_growing: bool) -> None:
+    assert has_expandable_segments(environment) is is_growing
 
 
 def test_a_cycle_of_moves_keeps_every_bit_and_the_memory_on_the_cpu(folder: Path) -> None:
