@@ -236,9 +236,11 @@ class BucketSender:
             self._lose(reader, error)
 
     def _lose(self, reader: _Connection, error: OSError) -> None:
-        logger.warning("refit: an engine no longer reads its buckets: %s", error)
         reader.socket.close()
-        self._readers.remove(reader)
+        # `close` may have dropped it meanwhile, in another thread.
+        with suppress(ValueError):
+            self._readers.remove(reader)
+            logger.warning("refit: an engine no longer reads its buckets: %s", error)
 
 
 class BucketReader:
