@@ -261,8 +261,9 @@ class PlainLoop:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=mesh, mp_policy=precision)
-        fused = {"fused": True} if device == "cuda" else {}
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, **fused)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=device == "cuda"
+        )
         self._model, self._vocab = model, shape.vocab
         generator = torch.Generator().manual_seed(1)
         self._ids = torch.randint(FIRST_TOKEN, shape.vocab - 10, (1, sum(lengths)), generator=generator).to(device)

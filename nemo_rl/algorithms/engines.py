@@ -17,9 +17,10 @@ from nemo_rl.algorithms.run_folder import STEPS
 from nemo_rl.config.parts import ENGINES
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.layout import engine_places
+from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.experience.rollout_worker import RolloutSpec, RolloutWorker
 from nemo_rl.experience.scheduler import EngineScheduler

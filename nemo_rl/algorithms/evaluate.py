@@ -18,9 +18,9 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.datasets import load_held_out
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
 from nemo_rl.distributed.fork_server import ForkServer
+from nemo_rl.distributed.ray_worker_groups import RayWorkerGroup
 from nemo_rl.distributed.virtual_cluster import ClusterNeeds, EngineNodes, RayVirtualCluster
 from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.environments.answers import AnswerCheck
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.conversation_setup import RolloutSampling

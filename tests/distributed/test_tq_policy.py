@@ -22,7 +22,7 @@ from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.job_store import reserve_port
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import plan_padded
-from nemo_rl.distributed.worker_groups import RayPlacement, RayWorkerGroup
+from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.errors import ConfigError, WorkerError
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.models.policy.tq_policy import TQPolicy
