@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_report.py --out DIR [--part NAME ...] [--resume] [--total SECONDS] [--device cpu --tiny]
 
-Each part runs in a process of its own under its own limit, most valuable first, and appends what it finds to
-DIR/results.jsonl at once; `--resume` leaves out the parts that are there. The table for docs/gpu.md is written to
-DIR/table.md, also after a part that failed. `--device cpu --tiny` runs all that has a form on a CPU and says of the
+Parts run one after the other in one process, most valuable first, each under its own limit; a part that passes it, or
+breaks the GPU, ends the process, and the next one gets a new one. Each appends what it finds to DIR/results.jsonl at
+once; `--resume` leaves out the parts that are there. The table for docs/gpu.md is written to DIR/table.md, also after a
+part that failed. `--device cpu --tiny` runs all that has a form on a CPU and says of the
 rest that it needs CUDA. Needs torch, transformers and what `make gpu-wheels` carries; no Ray, no vLLM, no network.
 
 Share of peak: `ModelShape.flops` over seconds over 989 TFLOP/s. Ours and the plain loop run in the same process.
@@ -13,17 +14,21 @@ Share of peak: `ModelShape.flops` over seconds over 989 TFLOP/s. Ours and the pl
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO, Any
 
 # A script's own folder is on the path, its package is not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -53,7 +58,10 @@ from nemo_rl.models.varlen_attention import Segments, varlen_attention
 
 __all__ = ["PARTS", "main", "table"]
 
-GIB = 2**30
+MARK = "@result "
+"""Begins a line with the result of a part."""
+START_S = 45.0
+"""Seconds that a process may take to import what it needs, and for the card to start."""
 TESTS = (
     "test_engine_records_on_gpu.py",
     "test_worker_on_gpu.py",
@@ -425,14 +433,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.here:
-        place = Place(device=options.device, models=options.models, is_tiny=options.tiny)
-        [name] = options.part
-        print(json.dumps(PARTS[name].run(place)))
+        _run_here(options)
         return 0
     results, deadline = _results(options.out) if options.resume else {}, time.monotonic() + options.total
-    for name in options.part or PARTS:
-        if name not in results:
-            results[name] = _run_part(name, options, left_s=deadline - time.monotonic())
+    waiting = [name for name in options.part or PARTS if name not in results]
+    while waiting:
+        for name, result in _run_parts(waiting, options, deadline):
+            waiting.remove(name)
+            results[name] = {"commit": commit().revision, **result}
             with (options.out / "results.jsonl").open("a") as file:
                 file.write(json.dumps({"part": name, **results[name]}) + "\n")
     text = table(results)
@@ -444,23 +452,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # Private parts.
 
 
-def _run_part(name: str, options: argparse.Namespace, *, left_s: float) -> dict[str, Any]:
-    part, result = PARTS[name], dict[str, Any](commit=commit().revision)
-    if part.needs_cuda and options.device != "cuda":
-        return {**result, "problem": "needs CUDA"}
-    if left_s < 8:
-        return {**result, "problem": "no time was left"}
-    command = [sys.executable, str(Path(__file__).resolve()), "--here", "--part", name, "--out", str(options.out)]
+def _run_here(options: argparse.Namespace) -> None:
+    """Run the parts in this process and print a line for each."""
+    place = Place(device=options.device, models=options.models, is_tiny=options.tiny)
+    for name in options.part:
+        start, is_broken = time.monotonic(), False
+        try:
+            result: dict[str, Any] = {"found": PARTS[name].run(place)}
+        except Exception as error:  # noqa: BLE001 - one part that fails must not cost the others
+            is_broken = place.is_cuda and "CUDA error" in str(error)
+            result = {"problem": traceback.format_exc()[-1500:], "is_error": True}
+        destroy_process_group()
+        gc.collect()
+        print(MARK + json.dumps({"part": name, "part_s": round(time.monotonic() - start, 1), **result}), flush=True)
+        if is_broken:
+            os._exit(1)
+        if place.is_cuda:
+            torch.cuda.empty_cache()
+
+
+def _run_parts(
+    names: Sequence[str], options: argparse.Namespace, deadline: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the results of parts that one process ran; it ends at the first one that fails to answer."""
+    needing = [name for name in names if PARTS[name].needs_cuda and options.device != "cuda"]
+    yield from ((name, {"problem": "needs CUDA"}) for name in needing)
+    names = [name for name in names if name not in needing]
+    if not names:
+        return
+    command = [sys.executable, str(Path(__file__).resolve()), "--here", "--out", str(options.out)]
     command += ["--device", options.device, "--models", str(options.models), *(["--tiny"] if options.tiny else [])]
-    limit, start = min(part.limit_s, left_s), time.monotonic()
+    command += [word for name in names for word in ("--part", name)]
+    errors = (options.out / "errors.txt").open("a")
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1)
+    lines: queue.Queue[str | None] = queue.Queue()
+    assert child.stdout is not None
+    reader = threading.Thread(target=_read_lines, args=(child.stdout, lines), daemon=True)
+    reader.start()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {**result, "problem": f"ran longer than its {limit:.0f} s", "is_error": True}
-    result["part_s"] = round(time.monotonic() - start, 1)
-    if done.returncode:
-        return {**result, "problem": (done.stderr or done.stdout)[-1500:], "is_error": True}
-    return {**result, "found": json.loads(done.stdout.splitlines()[-1])}
+        start_s = START_S
+        for name in names:
+            left = min(PARTS[name].limit_s + start_s, deadline - time.monotonic())
+            try:
+                line = lines.get(timeout=left) if left > 0 else None
+            except queue.Empty:
+                yield name, {"problem": f"ran longer than {left:.0f} s", "is_error": True}
+                return
+            if line is None:
+                is_late = left <= 0
+                yield name, {"problem": "no time was left" if is_late else "the process died", "is_error": not is_late}
+                return
+            result, start_s = json.loads(line), 0.0
+            result.pop("part")
+            yield name, result
+    finally:
+        child.kill()
+        child.wait()
+        reader.join()
+        errors.close()
+
+
+def _read_lines(output: IO[str], lines: queue.Queue[str | None]) -> None:
+    for line in output:
+        if line.startswith(MARK):
+            lines.put(line.removeprefix(MARK))
+    lines.put(None)
 
 
 def _results(folder: Path) -> dict[str, dict[str, Any]]:
