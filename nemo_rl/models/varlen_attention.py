@@ -14,6 +14,8 @@ rank has the same causal work.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from nemo_rl.distributed.differentiable import gather_along
@@ -34,7 +36,7 @@ try:  # An optional kernel of its own package, for half precision on GPU.
 except ImportError:
     flash_attn_varlen_func = None
 
-__all__ = ["ATTENTION_NAME", "Pattern", "Segments", "varlen_attention"]
+__all__ = ["ATTENTION_NAME", "Pattern", "Segments", "segments_are_known", "varlen_attention"]
 
 ATTENTION_NAME = "nrl_varlen"
 MOST_GROUPS = 4
@@ -358,6 +360,22 @@ def _flash(
         *flat, ends, ends, most, most, softmax_scale=options.scaling, causal=True, window_size=(back, 0)
     )
     return result[None]
+
+
+@contextmanager
+def segments_are_known() -> Iterator[None]:
+    """Keep transformers from looking for packed sequences among the positions meanwhile: it would wait for the device,
+    and masks of this implementation do not use what it finds."""
+    own = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _find_nothing
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
+
+
+def _find_nothing(position_ids: torch.Tensor) -> None:
+    """Take the place of `find_packed_sequence_indices`."""
 
 
 AttentionInterface.register(ATTENTION_NAME, varlen_attention)

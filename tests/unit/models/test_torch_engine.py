@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.helpers.dispatched_ops import DispatchedOps
 
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import NonFiniteError
@@ -24,7 +25,6 @@ from nemo_rl.models.generation.torch_engine.decode import (
 )
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.logprobs import Sampling
-from tests.helpers.dispatched_ops import DispatchedOps
 from tests.helpers.hf_reference import logprobs_from_logits
 from tests.helpers.tiny_model import tiny_model
 

@@ -123,7 +123,7 @@ class Passes:
                 lengths,
                 with_backward=not eval_mode,
                 trains_weights=not self._config.lora.enabled,
-                num_head_tokens=int(batch.tensor("token_mask").sum()),
+                num_head_tokens=sum(batch.tensor("token_mask").sum(1).tolist()),
             ),
             theoretical_tflops=theoretical_tflops(device_name(self._here.device), dtype=self._config.precision),
             learning_rate=learning_rate,
