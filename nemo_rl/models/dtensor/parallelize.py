@@ -30,7 +30,7 @@ from nemo_rl.models.logprobs import Sampling, VocabShard
 from nemo_rl.models.lora import adapted_layers, attach_adapters
 from nemo_rl.models.policy.microbatch import ForwardInputs, selected_logprobs, selected_top_k, top_k_logits
 from nemo_rl.models.top_k import TopTokens
-from nemo_rl.models.varlen_attention import ATTENTION_NAME
+from nemo_rl.models.varlen_attention import ATTENTION_NAME, segments_are_known
 from nemo_rl.models.vision import family_of, freeze_tower, row_tensors
 
 __all__ = ["PolicyModel", "full_weight", "parallelize"]
@@ -64,7 +64,8 @@ class PolicyModel(torch.nn.Module):
         """
         # No mask: padding is on the right of its sequence, so causal attention never reaches it, and sequences are
         # distinguished by their segments.
-        with self._frequencies.of(inputs) if self._frequencies is not None else nullcontext():
+        own_positions = self._frequencies.of(inputs) if self._frequencies is not None else nullcontext()
+        with own_positions, segments_are_known() if self._takes_segments else nullcontext():
             logits_nKV = self.hf(
                 **self._tokens(inputs),
                 attention_mask=None,
