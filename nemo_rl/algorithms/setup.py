@@ -91,6 +91,7 @@ from nemo_rl.models.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
+from nemo_rl.models.policy.workers.out_of_memory import planned_stages
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.factory import build_weight_sync, receipt_spec
 from nemo_rl.models.weight_sync.receipt import ReceiptSpec
@@ -140,7 +141,7 @@ class _Specs:
             return engine_spec(config, number, trace=trace, script=script)
 
         return cls(
-            worker=partial(_worker_spec, config, trace),
+            worker=partial(_worker_spec, config, trace, planned_stages(config)),
             engine=engine,
             rollout=RolloutSpec.of(config, now=began),
         )
@@ -534,10 +535,10 @@ def _ray_groups(
     return _RunProcesses(policy=policy, engines=engines, rollout=rollout, teacher=teacher, address=address)
 
 
-def _worker_spec(config: MasterConfig, trace: TraceSpec | None, rank: RankSpec) -> WorkerSpec:
+def _worker_spec(config: MasterConfig, trace: TraceSpec | None, planned: dict[str, int], rank: RankSpec) -> WorkerSpec:
     spec = worker_spec(config, rank)
     keeps_reference = config.loss_fn.reference_policy_kl_penalty > 0
-    return replace(spec, keep_reference=keeps_reference, record=record_spec(config), trace=trace)
+    return replace(spec, keep_reference=keeps_reference, record=record_spec(config), trace=trace, planned=planned)
 
 
 def _sampler(config: MasterConfig, info: RolloutInfo) -> PromptSampler:

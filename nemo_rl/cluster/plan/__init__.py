@@ -17,6 +17,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from nemo_rl.algorithms.cpu_needs import num_engine_bundles
+from nemo_rl.cluster.known_models import planned_model_config
 from nemo_rl.cluster.plan.activations import layer_bytes, scores_bytes
 from nemo_rl.cluster.plan.memory import (
     EngineMemory,
@@ -30,16 +31,18 @@ from nemo_rl.cluster.plan.memory import (
     teacher_bytes,
 )
 from nemo_rl.cluster.plan.nodes import PLANNED_IDS, PlaneMemory, PlannedNode, Port, plan_nodes, plan_plane, plan_ports
-from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, GPU, Batches, PlanSetting, passes_of, plan_batches
+from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, GPU, GPUS, Batches, Model, PlanSetting, passes_of, plan_batches
 from nemo_rl.cluster.plan.weights import local_weights
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.flops import transformer_flops
 from nemo_rl.utils.memory import available_bytes
 
-__all__ = ["FORMAT_VERSION", "Balance", "RunPlan", "StageBound", "make_plan"]
+__all__ = ["FORMAT_VERSION", "Balance", "RunPlan", "StageBound", "make_plan", "stage_bytes"]
 
 TERA = 1e12
+USUAL_GPU = "H100-80G"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -393,6 +396,18 @@ def make_plan(setting: PlanSetting) -> RunPlan:
             *_plane_problems(plane),
         ),
     )
+
+
+def stage_bytes(config: MasterConfig) -> dict[str, int]:
+    """Return the most bytes on a GPU in each stage of a step, over all pipeline stages; which GPU it is decides only
+    what vLLM takes.
+
+    Raises:
+        NemoRLError: the recipe or its model cannot be planned.
+    """
+    model = Model(planned_model_config(config.policy.model_name))
+    ranks = make_plan(PlanSetting(config=config, model=model, gpu=GPUS[USUAL_GPU])).ranks
+    return {name: max(rank.stages()[name] for rank in ranks) for name in ranks[0].stages()}
 
 
 def _device_problems(setting: PlanSetting, ranks: tuple[RankMemory, ...]) -> list[str]:

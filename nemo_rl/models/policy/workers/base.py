@@ -138,8 +138,11 @@ def device_name(device: torch.device) -> str:
 class DeviceSide:
     """Questions about the worker's device; on a machine without CUDA the answers say `cpu` and nothing is measured."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, planned: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Args:
+        planned: bytes on the device by stage, as `nemo-rl plan` counts them; empty where nothing was planned.
+        """
+        self.device, self.planned = device, planned
         self._profile: _Profile | None = None
         self._has_expandable_segments = self._use_expandable_segments()
 

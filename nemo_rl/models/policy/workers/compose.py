@@ -6,8 +6,9 @@ job on this machine; `launch` makes those of a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -149,16 +150,18 @@ def compose_parts(  # noqa: PLR0913 - the parts of a worker
     trace: TraceSpec | None = None,
     hook_observers: Sequence[HookObserver] = (),
     sharing: DeviceSharing = "crowded",
+    planned: Mapping[str, int] = MappingProxyType({}),
 ) -> WorkerParts:
     """(collective) Return the parts of one rank, in a process whose default process group exists.
 
     Args:
         owns_group: that group ends with the worker.
+        planned: as in `WorkerSpec`.
     """
     tokenizer = load_tokenizer(config.tokenizer.name or config.model_name, chat_template=config.tokenizer.chat_template)
     start = _engine_factory(config)
     engine = start(config, here, num_steps=num_steps, collective_timeout_s=collective_timeout_s, seed=seed)
-    device_side = DeviceSide(here.device)
+    device_side = DeviceSide(here.device, planned=planned)
     with ExitStack() as undo:
         undo.callback(engine.close)
         replay = _replay(config, engine, here)

@@ -7,8 +7,8 @@ promises (`base.check_placement`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
@@ -19,6 +19,7 @@ from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.models.policy.workers.base import DeviceSide, Placement, WorkerState, placement_of
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.moves import HostBuffers
+from nemo_rl.models.policy.workers.out_of_memory import out_of_memory_of
 from nemo_rl.models.shards import local_shard
 
 __all__ = ["DeviceStates", "Shards"]
@@ -35,6 +36,8 @@ STAGE_NAMES: Mapping[WorkerState, str] = MappingProxyType(
 )
 """State of a worker -> name of the stage that runs in it."""
 MIB = 2**20
+MOVE_KEYS = ("policy.generation.sleep_level", "policy.generation.vllm_cfg.gpu_memory_utilization")
+"""Keys that leave more of a device to a worker that comes back to it."""
 
 
 class Shards:
@@ -135,9 +138,10 @@ class DeviceStates:
         self._engine.drop_gradients()
         placement = self._placement_in(state)
         self._count_moves(STAGE_NAMES[state], placement)
-        if self._device_side.is_cuda:
-            self._engine.move(placement, self._host)
-            self._device_side.release_cache()
+        with self.guarding(STAGE_NAMES[state], MOVE_KEYS):
+            if self._device_side.is_cuda:
+                self._engine.move(placement, self._host)
+                self._device_side.release_cache()
         self._state, self._placement = state, placement
         self._device_side.reset_peak_memory_stats()
         self._engine.check_placement(placement)
@@ -195,6 +199,13 @@ class DeviceStates:
         """Raise RuntimeError while the reference weights are in place."""
         if self._is_reference_in_use:
             raise RuntimeError(f"{method}: the reference weights are in place; leave use_reference_model first")
+
+    def guarding(
+        self, stage: str, keys: Sequence[str], *, microbatch: Callable[[], str] = lambda: ""
+    ) -> AbstractContextManager[None]:
+        """Surround what may find no memory on the device; see `out_of_memory_of`."""
+        side = self._device_side
+        return out_of_memory_of(stage, side.device, keys=keys, planned=side.planned, microbatch=microbatch)
 
     def shut_down(self) -> None:
         """Shut down: no further call is allowed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,8 @@ class WorkerSpec:
     """Seconds that the ranks wait for one another before the first collective."""
     sharing: DeviceSharing = "crowded"
     """The other users of the worker's device."""
+    planned: dict[str, int] = field(default_factory=dict)
+    """Bytes on the device by stage, as `nemo-rl plan` counts them; empty on CPUs, and where it is not installed."""
     joins_process: bool = False
     """True for a second model in the process of another worker, which has made the process group of one rank."""
 
@@ -87,6 +89,7 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
             record=spec.record,
             trace=spec.trace,
             sharing=spec.sharing,
+            planned=spec.planned,
         )
         worker = TQWorker(parts, replica=ReplicaMember.build(spec.layout, rank=spec.rank.rank), watch=watch)
         dist.barrier()

@@ -7,7 +7,9 @@ split into ranks or microbatches.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -25,6 +27,7 @@ from nemo_rl.models.policy.steps import BatchForm, RankInfo, check_same_plan, lo
 from nemo_rl.models.policy.workers.base import WorkerState, device_name
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine
+from nemo_rl.models.policy.workers.out_of_memory import largest_microbatch, lowering_keys
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.models.top_k import TopTokens
 from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
@@ -98,6 +101,7 @@ class Passes:
         with (
             self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes,
             self._hook_observers.phase(WorkerPass.TRAIN, batch) as observer,
+            self._guarding("train", batch, plan),
         ):
             batch = _for_the_loss(_without(batch, ROUTES)).to("cpu")
             learning_rate = self._engine.schedule.apply()
@@ -197,6 +201,7 @@ class Passes:
         with (
             self._replay.replaying(stage, batch, plan, layout.shape, routes) as pass_routes,
             self._hook_observers.phase(stage, batch) as observer,
+            self._guarding(stage.value, batch, plan),
         ):
             # Sampling masks belong to a filter, which a comparison of whole distributions leaves out.
             batch = _without(_without(batch, SUPPORT), ROUTES).to("cpu")
@@ -249,7 +254,10 @@ class Passes:
         batch = _without(batch, ROUTES).to("cpu")
         select_NT = _scored_tokens(batch)
         hook_observers = self._hook_observers if phase is not None else NO_HOOK_OBSERVERS
-        with hook_observers.phase(phase or WorkerPass.PREV_LOGPROBS, batch) as observer:
+        with (
+            hook_observers.phase(phase or WorkerPass.PREV_LOGPROBS, batch) as observer,
+            self._guarding("logprobs", batch, plan),
+        ):
             runner = self._engine.runner(layout, routes, observer)
             return runner.logprobs(batch, microbatches, select_NT, computed=computed)
 
@@ -296,6 +304,10 @@ class Passes:
         )
 
     # Private parts.
+
+    def _guarding(self, stage: str, batch: BatchedDataDict, plan: PackPlan) -> AbstractContextManager[None]:
+        keys = lowering_keys(self._config, is_training=stage == "train")
+        return self._device_states.guarding(stage, keys, microbatch=partial(largest_microbatch, batch, plan))
 
     def _fixed_plan(self, batch: BatchedDataDict, rows_per_step: float, mbs: int) -> PackPlan:
         if rows_per_step != int(rows_per_step):

@@ -30,6 +30,9 @@ from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroup, RefitGro
 
 __all__ = ["RefitSource"]
 
+REFIT_KEYS = ("policy.generation.refit_buffer_ratio", "policy.generation.vllm_cfg.gpu_memory_utilization")
+"""Keys that lower the memory of a refit."""
+
 
 class RefitSource:
     """The sending side of a refit.
@@ -81,7 +84,7 @@ class RefitSource:
         self._fingerprints, self._loss = Fingerprints(defers=plan.kind == "adapter"), MergeLoss()
         self._buffer, self._slot_bytes, size = None, plan.buffer_bytes, num_slots * plan.buffer_bytes
         if on_device:
-            with self._device_side.plain_segments():
+            with self._device_side.plain_segments(), self._device_states.guarding("refit", REFIT_KEYS):
                 self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device_side.device)
         elif self._rank == 0 and is_shared:
             self._shared = SharedSlots(num_slots=num_slots, slot_bytes=plan.buffer_bytes)
@@ -225,7 +228,8 @@ class RefitSource:
         assert self._filler is not None, "begin_refit comes first"
         place = slot * self._slot_bytes
         room = None if self._buffer is None else self._buffer[place : place + self._slot_bytes]
-        size = self._filler.fill(room)
+        with self._device_states.guarding("refit", REFIT_KEYS):
+            size = self._filler.fill(room)
         self._num_bytes += size
         return size
 

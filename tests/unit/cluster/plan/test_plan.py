@@ -20,12 +20,14 @@ from nemo_rl.cluster.plan.activations import pass_activations
 from nemo_rl.cluster.plan.command import PlanRequest, changes_of, plan_recipe
 from nemo_rl.cluster.plan.setting import GPUS, gpu_named
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.load import load_config
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import ConfigError, ModelFolderError, ResourceError
+from nemo_rl.models.policy.workers.out_of_memory import planned_stages
 from nemo_rl.models.support import SUPPORT, SupportRecorder
 from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import RouteShape
@@ -445,3 +447,9 @@ def test_a_cache_that_holds_no_row_is_refused() -> None:
         nodes=2,
     )
     assert "policy.generation.vllm_cfg.gpu_memory_utilization leaves" in text
+
+
+def test_workers_are_told_the_sums_of_their_stages() -> None:
+    found, [rank] = planned_stages(load_config(MATH, ())), planned(MATH, gpu="H100-80G").ranks
+    assert found == rank.stages() and found["train"] > rank.weights
+    assert planned_stages(load_config(ROOT / "configs" / "grpo_sort_cpu.yaml", ())) == {}

@@ -16,7 +16,7 @@ from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.config.schema import LossConfig
-from nemo_rl.errors import CheckpointError, ConfigError
+from nemo_rl.errors import CheckpointError, ConfigError, ResourceError
 from nemo_rl.models.dtensor.optim import INITIAL_SCALE
 from nemo_rl.models.policy.workers.base import (
     Placement,
@@ -63,6 +63,35 @@ def test_the_reference_is_kept_in_the_dtype_of_the_pass_and_has_the_first_number
     assert not torch.equal(worker.get_logprobs(tiny_batch()), first) and _same(_weights(worker), trained)
     reference = worker.device_states.reference
     assert reference is not None and {weight.dtype for weight in reference} == {torch.bfloat16}
+    worker.shutdown()
+
+
+def test_a_pass_without_memory_says_what_it_needed_and_what_lowers_it(folder: Path) -> None:
+    worker = tiny_worker(tiny_policy(folder))
+    worker.device_states._device_side.planned = {"train": 3 << 30}
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    layer = next(module for name, module in worker.engine.model.named_modules() if name.endswith("mlp"))
+    hook = layer.register_forward_hook(full)
+    for call, expected in (
+        (
+            lambda: worker.train(tiny_batch(), LOSS),
+            ("train with microbatches of up to", "counts 3", "micro_batch_size (2)"),
+        ),
+        (
+            lambda: worker.get_logprobs(tiny_batch()),
+            ("logprobs with microbatches of up to", "nemo-rl plan", "logprob_batch"),
+        ),
+    ):
+        with pytest.raises(ResourceError) as caught:
+            call()
+        assert all(text in str(caught.value) for text in (*expected, "cpu is used up", "Tried to allocate")), (
+            caught.value
+        )
+    hook.remove()
+    worker.train(tiny_batch(), LOSS)
     worker.shutdown()
 
 
