@@ -115,6 +115,15 @@ def test_a_recipe_for_gpus_fits_them(name: str) -> None:
     planned(ROOT / "configs" / "recipes" / f"grpo_{name}.yaml", gpu="H100-80G")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2.5_7b_1n8g", "qwen3_14b_1n8g", "qwen3_30b_a3b_2n8g"])
+def test_a_dense_model_and_a_mixture_leave_room_without_tensor_parallelism(name: str) -> None:
+    plan = planned(ROOT / "configs" / "recipes" / f"grpo_{name}.yaml", gpu="H100-80G")
+    [rank] = plan.ranks
+    assert plan.setting.layout.tp == 1 and rank.summed_gradients == 0
+    assert max(rank.stages().values()) < 70e9
+
+
 def test_a_frozen_tower_has_no_gradients_and_no_state_of_the_optimizer(tmp_path: Path) -> None:
     recipe, folder = ROOT / "configs" / "grpo_sort_cpu.yaml", write_vision_folder(tmp_path / "model", "qwen2_5_vl")
     trained, frozen = (
