@@ -156,6 +156,8 @@ class Adapter(torch.nn.Module):
         self.B = torch.nn.Parameter(torch.empty(b_shape, device=device))
         self.scale, self.dropout = config.scale, config.dropout
         self.is_on = True
+        self.take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        """Gets the two factors of the result and returns what leaves the adapter in its place; None: the product."""
 
     def forward(self, value: torch.Tensor, product: Product | None = None) -> torch.Tensor:
         """Return `[..., out]` of `[..., in]`.
@@ -166,8 +168,8 @@ class Adapter(torch.nn.Module):
         if self.dropout and self.training:
             value = torch.nn.functional.dropout(value, self.dropout)
         if product is None:
-            linear = torch.nn.functional.linear
-            return linear(linear(value, self.A), self.B * self.scale)
+            narrow, wide = torch.nn.functional.linear(value, self.A), self.B * self.scale
+            return torch.nn.functional.linear(narrow, wide) if self.take is None else self.take(narrow, wide)
         return product(product(value, self.A, 1.0), self.B, self.scale)
 
 

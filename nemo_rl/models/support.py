@@ -55,13 +55,13 @@ class KeptSets:
         Args:
             first: token of the first column; ids before it or behind the last one are another rank's.
         """
-        borders = torch.tensor([rows.start, rows.stop], device=self.place_E.device)
-        start, stop = torch.searchsorted(self.place_E, borders).tolist()
-        place, column = self.place_E[start:stop] - rows.start, self.token_E[start:stop] - first
-        is_here = (column >= 0) & (column < scores.shape[-1])
-        place, column = place[is_here], column[is_here]
-        is_outside = ~self.is_dropped_m[rows, None].repeat(1, scores.shape[-1])
-        is_outside[place, column] = ~is_outside[place, column]
+        count, width = scores.shape
+        place, column = self.place_E - rows.start, self.token_E - first
+        is_here = (place >= 0) & (place < count) & (column >= 0) & (column < width)
+        # No number is read on the host: pairs of other rows and columns mark an element behind the last one.
+        is_listed = torch.zeros(count * width + 1, dtype=torch.bool, device=scores.device)
+        is_listed[torch.where(is_here, place * width + column, count * width)] = True
+        is_outside = is_listed[:-1].view(count, width) == self.is_dropped_m[rows, None]
         return scores.masked_fill(is_outside, float("-inf"))
 
 

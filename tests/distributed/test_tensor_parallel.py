@@ -18,14 +18,9 @@ from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ConfigError
-from nemo_rl.models import logprobs
-from nemo_rl.models.logprobs import (
-    Sampling,
-    VocabShard,
-    logprobs_with_entropy,
-    logprobs_with_squares,
-    token_logprobs,
-)
+from nemo_rl.models import head
+from nemo_rl.models.head import LazyLogits
+from nemo_rl.models.logprobs import Lines, Sampling, VocabShard, token_lines, token_logprobs
 from nemo_rl.models.support import KeptSets
 from nemo_rl.models.top_k import TopTokens
 from tests.helpers.gloo import COLLECTIVE_TIMEOUT_S, run_ranks
@@ -84,10 +79,13 @@ def _adjoints(rank: int) -> dict[str, float]:
 
 def _split_logprobs(rank: int) -> dict[str, tuple[float, float]]:
     """Errors of log-probabilities, entropies and gradients against whole logits, across chunk borders."""
-    logprobs.CHUNK_ELEMENTS = 64
-    logits = numbers(11, 20, seed=3).float() * 3
+    head.CHUNK_ELEMENTS["cpu"] = 64
+    hidden, weight = numbers(11, 6, seed=3).float(), numbers(20, 6, seed=6).float() * 2
+    logits = hidden @ weight.T
     targets = torch.randint(0, 20, (11,), generator=torch.Generator().manual_seed(4))
-    out = numbers(2, 11, seed=5).float()
+    ids = torch.rand(11, 20, generator=torch.Generator().manual_seed(7)).argsort(-1)[:, :3]
+    lines = Lines(entropy=True, unfiltered=True, ids_MK=ids)
+    out = numbers(7, 11, seed=5).float()
     errors = {}
     # Sets that lie on both ranks, and such as one rank has nothing of.
     sizes = torch.arange(11) % 3 + 1
@@ -100,21 +98,30 @@ def _split_logprobs(rank: int) -> dict[str, tuple[float, float]]:
     for name, sampling in {**SAMPLINGS, RECORDED: SAMPLINGS["top_p"]}.items():
         kept = recorded if name == RECORDED else None
         whole = logits.clone().requires_grad_()
-        expected = logprobs_with_entropy(whole, targets, sampling=sampling, kept=kept)
+        expected = token_lines(whole, targets, sampling=sampling, kept=kept, lines=lines)
         (expected * out).sum().backward()
         mine = logits[:, rank * 10 : rank * 10 + 10].clone().requires_grad_()
         shard = VocabShard(group=dist.group.WORLD, first=rank * 10)
-        found = logprobs_with_entropy(mine, targets, sampling=sampling, shard=shard, kept=kept)
+        found = token_lines(mine, targets, sampling=sampling, shard=shard, kept=kept, lines=lines)
         assert torch.equal(found[0], token_logprobs(mine, targets, sampling=sampling, shard=shard, kept=kept))
         squares = [
-            logprobs_with_squares(part, targets, sampling=sampling, shard=at, kept=kept)
+            token_lines(part, targets, sampling=sampling, shard=at, kept=kept, lines=Lines(squares=True))
             for part, at in ((mine.detach(), shard), (logits, None))
         ]
-        torch.testing.assert_close(squares[0], squares[1], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(squares[0], squares[1], rtol=1e-5, atol=1e-6)
         assert float(squares[0][1].min()) > 1 / 20, "some of the vocabulary is likelier"
         (found * out).sum().backward()
         gradient = whole.grad[:, rank * 10 : rank * 10 + 10]
         errors[name] = (float((found - expected).detach().abs().max()), float((mine.grad - gradient).abs().max()))
+        # The same from hidden states that both ranks have, and this rank's rows of the head.
+        states, rows = hidden.clone().requires_grad_(), weight[rank * 10 : rank * 10 + 10].clone().requires_grad_()
+        lazy = LazyLogits(hidden_MD=copy_to(states, dist.group.WORLD), weight_VD=rows)
+        fused = token_lines(lazy, targets, sampling=sampling, shard=shard, kept=kept, lines=lines)
+        (fused * out).sum().backward()
+        worst = max(
+            float((states.grad - whole.grad @ weight).abs().max()), float((rows.grad - gradient.T @ hidden).abs().max())
+        )
+        errors[f"{name}, fused"] = (float((fused - expected).detach().abs().max()), worst)
     return errors
 
 
@@ -238,8 +245,9 @@ def test_every_group_has_the_deadline_of_the_job(outcomes) -> None:
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, RECORDED])
 def test_split_logits_give_whole_logprobs(sampling: str, outcomes) -> None:
     for outcome in outcomes:
-        value, gradient = outcome["logprobs"][sampling]
-        assert value < 2e-6 and gradient < 2e-6
+        for name in (sampling, f"{sampling}, fused"):
+            value, gradient = outcome["logprobs"][name]
+            assert value < 1e-5 and gradient < 1e-5, name
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, PassTokens, PlanSetting
 from nemo_rl.cluster.plan.weights import NOTHING_GATHERED, GatheredBytes
 from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.models.logprobs import CHUNK_ELEMENTS, Sampling
+from nemo_rl.models.head import CHUNK_ELEMENTS
+from nemo_rl.models.logprobs import Sampling
 
 __all__ = ["LayerBytes", "PassActivations", "layer_bytes", "pass_activations", "scores_bytes"]
 
@@ -21,9 +22,8 @@ OWN_GATED, OWN_GATED_MEGATRON, FUSED_GATED = 4, 5, 3
 """Widths of a gated MLP that are kept: both halves, the activation, the product; megatron-core copies one half;
 Transformer Engine keeps the halves and the product."""
 KEPT_BYTES, TOP_K_BYTES, TOP_P_BYTES, ENTROPY_BYTES = 9, 10, 22, 17
-"""Per element of a chunk of logits whose log-probabilities are computed under recorded sets, under top-k, under top-p,
-which sorts it, or with entropies, whose gradients are another chunk and its probabilities. The scores of the chunk
-before it are added where there is one."""
+"""Per element of a tile of logits whose log-probabilities are computed under recorded sets, under top-k, under top-p,
+which sorts it, or with entropies, whose gradients are another tile and its probabilities."""
 EXPERT_BYTES = 5
 """Per token and expert, of the scores and the map of a router."""
 ROUTES_SORTED = 24
@@ -63,16 +63,11 @@ class PassActivations:
     head: int
     """Kept by the last norm and the head's input; 0 before the last stage."""
     logits: int
-    """Bytes of the logits of one microbatch, counted once."""
+    """Bytes of the largest part of the logits that exists at one time, counted once."""
     in_flight: int
     """Microbatches that this pipeline stage holds at one time."""
     peak: int
     """Most at any time, weights that are gathered meanwhile included."""
-
-    @property
-    def kept(self) -> int:
-        """Return the bytes that one microbatch holds when its loss is computed."""
-        return self.layers + self.head + self.logits
 
 
 def pass_activations(
@@ -91,8 +86,8 @@ def pass_activations(
     """
     layers = [layer_bytes(setting, tokens, layer) for layer in setting.layers_of(stage)]
     is_last = stage == setting.layout.pp - 1
-    logits = tokens.rows * tokens.predicted * _columns(setting) * setting.element_bytes if is_last else 0
-    seam = _seam(setting, tokens, logits=logits, with_gradients=with_gradients) if is_last else 0
+    logits = _tile_elements(setting, tokens) * setting.element_bytes if is_last else 0
+    seam = _seam(setting, tokens, with_gradients=with_gradients) if is_last else 0
     seam += gathered.root
     inside = gathered.root + 2 * gathered.layer
     if not with_gradients:
@@ -105,7 +100,7 @@ def pass_activations(
     again = [layer.kept - held for layer, held in zip(layers, kept, strict=True)]
     head = _head_bytes(setting, tokens) if is_last else 0
     in_flight = min(setting.layout.pp - stage, num_microbatches)
-    # The last layer's weights are gathered while the logits still lie there.
+    # The last layer's weights are gathered while the head still runs backwards.
     seam, inside = seam + gathered.layer, inside + gathered.layer_gradients
     passing = max(seam, *(missing + layer.backward + inside for missing, layer in zip(again, layers, strict=True)))
     return PassActivations(
@@ -147,24 +142,27 @@ def scores_bytes(setting: PlanSetting, tokens: PassTokens) -> int:
 # ---- the seam between the model and its log-probabilities
 
 
-def _seam(setting: PlanSetting, tokens: PassTokens, *, logits: int, with_gradients: bool) -> int:
-    """Return the bytes at the loss: the logits twice, and one chunk of them several times, mostly in float32."""
-    elements = tokens.selected * _columns(setting)
+def _tile_elements(setting: PlanSetting, tokens: PassTokens) -> int:
+    """Return the elements of the largest part of the logits that exists at one time."""
     limit = CHUNK_ELEMENTS["cuda" if setting.config.cluster.gpus_per_node > 0 else "cpu"]
-    chunk, before = min(elements, limit), FLOAT32_BYTES if elements > limit else 0
-    half = setting.element_bytes if with_gradients and setting.element_bytes < FLOAT32_BYTES else 0
-    generation, loss = setting.policy.generation, setting.config.loss_fn
+    return min(tokens.selected * _columns(setting), limit)
+
+
+def _seam(setting: PlanSetting, tokens: PassTokens, *, with_gradients: bool) -> int:
+    """Return the bytes at the loss: one tile of logits several times, mostly in float32, the gradient of the head's
+    weight where it is made, and that of its input."""
+    size, generation, loss = setting.element_bytes, setting.policy.generation, setting.config.loss_fn
+    half = size if size < FLOAT32_BYTES else 0
     per_element = [2 * FLOAT32_BYTES + half]
     sampling = Sampling(top_k=generation.top_k, top_p=generation.top_p)
     if generation.record_support:
-        per_element.append(KEPT_BYTES + before)
+        per_element.append(KEPT_BYTES + half)
     elif sampling.has_filter:
-        per_element.append((TOP_P_BYTES if sampling.top_p < 1 else TOP_K_BYTES) + before)
+        per_element.append((TOP_P_BYTES if sampling.top_p < 1 else TOP_K_BYTES) + half)
     if with_gradients and loss.entropy_coefficient > 0:
-        per_element.append(ENTROPY_BYTES + before)
-    # The KL under the whole vocabulary is a gradient of its own, which is added to the other.
-    is_twice = with_gradients and sampling.has_filter and loss.adds_kl
-    return (3 if is_twice else 2) * logits + chunk * max(per_element)
+        per_element.append(ENTROPY_BYTES + half)
+    states = tokens.selected * _hidden(setting) * (FLOAT32_BYTES + 2 * size) if with_gradients else 0
+    return _tile_elements(setting, tokens) * max(per_element) + states
 
 
 # ---- widths of this rank

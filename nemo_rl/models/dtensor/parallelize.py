@@ -19,11 +19,13 @@ from transformers import PreTrainedModel
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.models.dtensor.fit import attention_problem, check_model_fits
+from nemo_rl.models.dtensor.plain_head import PlainHead
 from nemo_rl.models.dtensor.recompute import recompute_layers
 from nemo_rl.models.dtensor.rope import RowFrequencies, long_rope_start
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.dtensor.weights import hold_as_stored
+from nemo_rl.models.head import LazyLogits
 from nemo_rl.models.hf_folder import WeightSource
 from nemo_rl.models.loading import DTYPES, fit_experts
 from nemo_rl.models.logprobs import Sampling, VocabShard
@@ -43,13 +45,14 @@ Wanted: TypeAlias = int | TopTokens | None
 class PolicyModel(torch.nn.Module):
     """The unit that FSDP wraps: its forward runs the model and ends in log-probabilities, never in full logits."""
 
-    def __init__(self, hf: PreTrainedModel, *, shard: VocabShard | None = None) -> None:
+    def __init__(self, hf: PreTrainedModel, *, shard: VocabShard | None = None, head: PlainHead | None = None) -> None:
         """Args:
         shard: this rank's part of the vocabulary where the head is split.
+        head: takes hidden states in place of logits; None: the model computes logits at the selected positions.
         """
         super().__init__()
         self.hf = hf
-        self.shard = shard
+        self.shard, self._head = shard, head
         self.vision = family_of(hf.config)
         self._takes_segments = hf.config.get_text_config()._attn_implementation == ATTENTION_NAME
         start = long_rope_start(hf.config)
@@ -64,8 +67,12 @@ class PolicyModel(torch.nn.Module):
         """
         # No mask: padding is on the right of its sequence, so causal attention never reaches it, and sequences are
         # distinguished by their segments.
-        own_positions = self._frequencies.of(inputs) if self._frequencies is not None else nullcontext()
-        with own_positions, segments_are_known() if self._takes_segments else nullcontext():
+        head = None if isinstance(top_k, int) else self._head
+        with (
+            self._frequencies.of(inputs) if self._frequencies is not None else nullcontext(),
+            segments_are_known() if self._takes_segments else nullcontext(),
+            head.taking() if head is not None else nullcontext(),
+        ):
             logits_nKV = self.hf(
                 **self._tokens(inputs),
                 attention_mask=None,
@@ -74,9 +81,12 @@ class PolicyModel(torch.nn.Module):
                 logits_to_keep=0 if isinstance(top_k, int) else inputs.keep_K,
                 **({"segments": inputs.segments} if self._takes_segments else {}),
             ).logits
+        if isinstance(top_k, int):
+            return top_k_logits(logits_nKV, inputs.segments, k=top_k, shard=self.shard)
+        logits = LazyLogits.given(logits_nKV) if head is None else head.taken()
         if top_k is not None:
-            return self._top_k(logits_nKV, inputs, top_k, temperature=sampling.temperature)
-        return selected_logprobs(logits_nKV, inputs, sampling=sampling, shard=self.shard, computed=computed)
+            return selected_top_k(logits, inputs, top_k, temperature=sampling.temperature, shard=self.shard)
+        return selected_logprobs(logits, inputs, sampling=sampling, shard=self.shard, computed=computed)
 
     def _tokens(self, inputs: ForwardInputs) -> dict[str, torch.Tensor]:
         """Return the tokens as the model takes them: their ids, or embeddings where images stand between them."""
@@ -84,13 +94,6 @@ class PolicyModel(torch.nn.Module):
             return {"input_ids": inputs.input_ids}
         rows = list(row_tensors(inputs.extras))
         return {"inputs_embeds": self.vision.embed(self.hf, inputs.input_ids, inputs.feature_ns, rows)}
-
-    def _top_k(
-        self, logits_nKV: torch.Tensor, inputs: ForwardInputs, top_k: int | TopTokens, *, temperature: float
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(top_k, TopTokens):
-            return selected_top_k(logits_nKV, inputs, top_k, temperature=temperature, shard=self.shard)
-        return top_k_logits(logits_nKV, inputs.segments, k=top_k, shard=self.shard)
 
 
 def parallelize(
@@ -110,6 +113,7 @@ def parallelize(
     """
     sizes = config.dtensor_cfg
     check_model_fits(hf, config)
+    head = PlainHead.of(hf)
     if config.vision.freeze_tower:
         freeze_tower(hf)
     if config.lora.enabled:
@@ -121,7 +125,7 @@ def parallelize(
         hf.set_attn_implementation(ATTENTION_NAME if family_of(hf.config) is None else {"text_config": ATTENTION_NAME})
     recompute_layers(hf, sizes.activation_checkpointing)
     shard = _split_over_tensor_axis(hf, groups, config) if groups.tensor_mesh is not None else None
-    model = PolicyModel(hf, shard=shard)
+    model = PolicyModel(hf, shard=shard, head=head)
     policy = MixedPrecisionPolicy()
     if config.precision != "float32":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=torch.float32)

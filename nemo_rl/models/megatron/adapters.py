@@ -77,6 +77,11 @@ class LinearAdapters(torch.nn.Module):
         wide = iter([self._widen(adapter, part) for adapter, part in zip(self._adapters(), found, strict=True)])
         return self._laid_out([next(wide) if layer is not None else None for layer in self._linear.layers])
 
+    def factors(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return u and s B of a layer with one projection, whose result is u (s B)^T."""
+        [adapter] = self._adapters()
+        return self._exchanged(self._narrow(adapter, value)), self._scaled(adapter)
+
     def sharded_tensors(self, prefix: str, offsets: Sequence[tuple[int, int, int]], groups: Any) -> dict[str, Any]:
         """Return the places of A and B in the whole, in megatron-core's terms."""
         size = self._group.size()
@@ -125,11 +130,14 @@ class LinearAdapters(torch.nn.Module):
         return spread(narrow, group=self._group)  # type: ignore[no-any-return]
 
     def _widen(self, adapter: Adapter, narrow: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(narrow, self._scaled(adapter))
+
+    def _scaled(self, adapter: Adapter) -> torch.Tensor:
         weight: torch.Tensor = adapter.B
         if self._linear.shares_rows(self._group.size()):
             # Each rank uses some of the rows: the gradient of all is the sum over the ranks.
             weight = copy_to_tensor_model_parallel_region(weight, group=self._group)
-        return torch.nn.functional.linear(narrow, weight * adapter.scale)
+        return weight * adapter.scale
 
     def _laid_out(self, wide: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return the results in the order of the fused layer's rows."""

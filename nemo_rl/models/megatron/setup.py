@@ -17,9 +17,10 @@ from transformers import PretrainedConfig
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.loading import model_without_weights
+from nemo_rl.models.head import LazyLogits
+from nemo_rl.models.loading import ADAPTER_PART, model_without_weights
 from nemo_rl.models.lora import adapted_layers
-from nemo_rl.models.megatron.adapters import attach_parallel_adapters
+from nemo_rl.models.megatron.adapters import LinearAdapters, attach_parallel_adapters
 from nemo_rl.models.megatron.architecture import Architecture
 from nemo_rl.models.megatron.attention import PackedSegments, Rotary
 from nemo_rl.models.megatron.balance import average_over_microbatches, count_tokens_without_padding
@@ -31,6 +32,7 @@ from nemo_rl.models.megatron.mcore import (
     Float16Module,
     GPTModel,
     MoELayer,
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
     parallel_state,
@@ -77,11 +79,10 @@ class PolicyGPT(GPTModel):  # type: ignore[misc]
     def _postprocess(
         self, hidden_states: torch.Tensor, *, packed_seq_params: PackedSegments, **_: object
     ) -> torch.Tensor:
-        """Return the last stage's logits `[n, K, V]` of this tensor rank; before it the activations `[s, n, H]` as they
-        are.
+        """Return what the last stage's head multiplies, `[n, K, H]`; before it the activations `[s, n, H]` as they are.
 
         Args:
-            packed_seq_params: its `keep_K` are the positions; None means all.
+            packed_seq_params: its `keep_K` are the positions; None means all, and logits `[n, s, V]` of this rank.
         """
         if not self.post_process:
             return hidden_states
@@ -90,11 +91,33 @@ class PolicyGPT(GPTModel):  # type: ignore[misc]
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        if packed_seq_params.keep_K is not None:
-            hidden_states = hidden_states.index_select(0, packed_seq_params.keep_K)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _bias = self.output_layer(hidden_states, weight=weight)
-        return logits.transpose(0, 1).contiguous()
+        if packed_seq_params.keep_K is None:
+            logits, _bias = self.output_layer(hidden_states, weight=weight)
+            return logits.transpose(0, 1).contiguous()
+        hidden_states = hidden_states.index_select(0, packed_seq_params.keep_K)
+        if self.output_layer._forward_hooks:
+            # Somebody looks at the logits; the pass computes its own, one tile at a time.
+            with torch.no_grad():
+                self.output_layer(hidden_states, weight=weight)
+        return hidden_states.transpose(0, 1)
+
+    def logits_of(self, hidden_nKH: torch.Tensor) -> LazyLogits:
+        """Return the logits of the last stage's output, of this tensor rank's part of the vocabulary."""
+        layer = self.output_layer
+        for hook in layer._forward_pre_hooks.values():
+            # The gradient buffers wait here for weights that are still on their way.
+            hook(layer, ())
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else layer.weight
+        hidden_nKH = hidden_nKH.to(weight.dtype)
+        narrow, wide = None, None
+        adapters = layer._modules.get(ADAPTER_PART)
+        if isinstance(adapters, LinearAdapters) and adapters.is_on:
+            narrow, wide = adapters.factors(hidden_nKH)
+        group = self.pg_collection.tp
+        if group.size() > 1:
+            hidden_nKH = copy_to_tensor_model_parallel_region(hidden_nKH, group=group)
+        return LazyLogits(hidden_MD=hidden_nKH, weight_VD=weight, narrow_Mr=narrow, wide_Vr=wide)
 
 
 RANK_ORDER = "tp-cp-ep-dp-pp"

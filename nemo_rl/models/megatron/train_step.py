@@ -52,7 +52,8 @@ from nemo_rl.models.top_k import TopTokens
 __all__ = ["PipelineRunner"]
 
 OnOutput = Callable[[Microbatch, torch.Tensor], torch.Tensor]
-"""Makes a scalar to run backwards from out of a microbatch's logits `[n, K, V]`, on the last stage."""
+"""Makes a scalar to run backwards from out of a microbatch's output of the last stage: what the head multiplies,
+`[n, K, H]`, or logits `[n, s, V]` at all positions."""
 
 
 class PipelineRunner:
@@ -83,8 +84,8 @@ class PipelineRunner:
     ) -> torch.Tensor:
         result = PassResult((1 + len(computed), *select_NT.shape), self._here.device)
 
-        def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
-            found = self._logprobs(micro, logits, computed)
+        def keep(micro: Microbatch, hidden: torch.Tensor) -> torch.Tensor:
+            found = self._logprobs(micro, hidden, computed)
             if micro.rows:
                 self._observer.logprobs(micro, found[0])
                 result.keep(micro, found)
@@ -100,8 +101,8 @@ class PipelineRunner:
     ) -> torch.Tensor:
         result = PassResult((2, *select_NT.shape, wanted.k), self._here.device)
 
-        def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
-            temperature = self._layout.sampling.temperature
+        def keep(micro: Microbatch, hidden: torch.Tensor) -> torch.Tensor:
+            temperature, logits = self._layout.sampling.temperature, self._model.module.logits_of(hidden)
             found_cM = selected_top_k(logits, micro.inputs, wanted, temperature=temperature, shard=self._shard)
             if micro.rows:
                 result.keep(micro, [micro.to_rows(part_kM.T) for part_kM in found_cM.chunk(2)])
@@ -180,10 +181,10 @@ class PipelineRunner:
         return StepOutcome(loss=loss, grad_norm=grad_norm, metrics=(*metrics, *self._balance.metrics()))
 
     def _loss(
-        self, loss_fn: LossFunction, scale: LossScale, numbers: StepNumbers, micro: Microbatch, logits: torch.Tensor
+        self, loss_fn: LossFunction, scale: LossScale, numbers: StepNumbers, micro: Microbatch, hidden: torch.Tensor
     ) -> torch.Tensor:
         computed = computed_fields(loss_fn, self._layout.sampling)
-        found = self._logprobs(micro, logits, computed)
+        found = self._logprobs(micro, hidden, computed)
         if not micro.rows:
             return found[0].sum()
         self._observer.logprobs(micro, found[0])
@@ -193,13 +194,12 @@ class PipelineRunner:
         return output.loss
 
     def _logprobs(
-        self, micro: Microbatch, logits_nKV: torch.Tensor, computed: Sequence[str] = ()
+        self, micro: Microbatch, hidden_nKH: torch.Tensor, computed: Sequence[str] = ()
     ) -> tuple[torch.Tensor, ...]:
         """Return `[n, t]`, and of `COMPUTED_FIELDS` those that are asked for; for a microbatch without rows no
         token, connected to the weights."""
-        found_cM = selected_logprobs(
-            logits_nKV, micro.inputs, sampling=self._layout.sampling, shard=self._shard, computed=computed
-        )
+        logits, sampling = self._model.module.logits_of(hidden_nKH), self._layout.sampling
+        found_cM = selected_logprobs(logits, micro.inputs, sampling=sampling, shard=self._shard, computed=computed)
         return tuple(micro.to_rows(part_M) if micro.rows else part_M for part_M in found_cM)
 
     def _run(
@@ -238,9 +238,9 @@ class PipelineRunner:
         on_backward(output)
         observe_backward(output)
 
-        def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        def finish(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             # The count is megatron-core's divisor of gradients, which have theirs already.
-            return self._balance.scaled(on_output(micro, logits)), torch.zeros((), dtype=torch.int), None
+            return self._balance.scaled(on_output(micro, output)), torch.zeros((), dtype=torch.int), None
 
         return output, finish
 

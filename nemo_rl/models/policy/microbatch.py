@@ -7,7 +7,7 @@ microbatch, T width of the batch, t longest row of the microbatch, S width of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from dataclasses import fields as dataclass_fields
 from itertools import accumulate
@@ -22,7 +22,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.differentiable import gather_along, reduce_from
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, round_up
-from nemo_rl.models.logprobs import Sampling, VocabShard, logprobs_with_entropy, logprobs_with_squares, token_logprobs
+from nemo_rl.models.head import LazyLogits
+from nemo_rl.models.logprobs import Lines, Sampling, VocabShard, token_lines
 from nemo_rl.models.policy.interfaces import (
     ENTROPY,
     HOST_COLUMNS,
@@ -32,7 +33,7 @@ from nemo_rl.models.policy.interfaces import (
     UNFILTERED_LOGPROBS,
 )
 from nemo_rl.models.support import SUPPORT, KeptSets, decode_support
-from nemo_rl.models.top_k import TopTokens, logprobs_at, top_k_logprobs
+from nemo_rl.models.top_k import TopTokens, top_k_logprobs
 from nemo_rl.models.varlen_attention import Segments
 
 __all__ = [
@@ -403,7 +404,7 @@ def _on_this_rank(
 
 
 def selected_logprobs(
-    logits_nKV: torch.Tensor,
+    logits: LazyLogits,
     inputs: ForwardInputs,
     *,
     sampling: Sampling,
@@ -413,50 +414,46 @@ def selected_logprobs(
     """Return `[1, M]` float32, the same on every tensor and context rank (collective over both), differentiable.
 
     Args:
-        logits_nKV: at `inputs.keep_K`.
+        logits: at `inputs.keep_K`, with dimensions n and K for M.
         shard: this rank's part of the vocabulary where the head is split.
         computed: `SQUARED_PROBS`, or some of `COMPUTED_FIELDS` in their order: a line more for each, and K + 1 lines
             for `POLICY_TOPK`.
     """
-    logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
-    if ENTROPY in computed:
-        found_cm = logprobs_with_entropy(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
-    elif SQUARED_PROBS in computed:
-        found_cm = logprobs_with_squares(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
-    else:
-        logprobs_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
-        # Not a view: FSDP warns when its module returns one, since an in-place op on it would drop the hook.
-        found_cm = torch.stack([logprobs_m])
-    if computed:
-        found_cm = torch.cat([found_cm, *_whole_distributions(logits_mV, inputs, sampling, shard, computed)])
+    lines = Lines(
+        entropy=ENTROPY in computed,
+        squares=SQUARED_PROBS in computed,
+        unfiltered=UNFILTERED_LOGPROBS in computed,
+        ids_MK=inputs.topk_mK.long() if POLICY_TOPK in computed and inputs.topk_mK is not None else None,
+    )
+    assert (POLICY_TOPK in computed) == (lines.ids_MK is not None), f"the batch has no column {TOPK_IDS}"
+    logits = _at_selected(logits, inputs)
+    found_cm = token_lines(logits, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept, lines=lines)
     return _on_every_context_rank(found_cm, inputs)
 
 
-def _whole_distributions(
-    logits_mV: torch.Tensor,
-    inputs: ForwardInputs,
-    sampling: Sampling,
-    shard: VocabShard | None,
-    computed: Sequence[str],
-) -> Iterator[torch.Tensor]:
-    """(collective) Yield lines `[c, m]` of the computed columns that no filter of top-k or top-p touches."""
-    if UNFILTERED_LOGPROBS in computed:
-        yield token_logprobs(logits_mV, inputs.target_m, sampling=sampling.unfiltered, shard=shard)[None]
-    if POLICY_TOPK in computed:
-        assert inputs.topk_mK is not None, f"the batch has no column {TOPK_IDS}"
-        yield logprobs_at(logits_mV, inputs.topk_mK, temperature=sampling.temperature, shard=shard)
+def _at_selected(logits: LazyLogits, inputs: ForwardInputs) -> LazyLogits:
+    """Return the logits at the selected positions: of a pass with one row all that are kept, in their order."""
+
+    def select(values_nKd: torch.Tensor | None) -> torch.Tensor | None:
+        if values_nKd is None:
+            return None
+        if len(values_nKd) == 1 and values_nKd.shape[1] == len(inputs.kept_m):
+            return values_nKd.squeeze(0)
+        return values_nKd[inputs.row_m, inputs.kept_m]
+
+    hidden, weight, bias, narrow, wide = logits.tensors
+    return logits.of((select(hidden), weight, bias, select(narrow), wide))
 
 
 def selected_top_k(
-    logits_nKV: torch.Tensor, inputs: ForwardInputs, wanted: TopTokens, *, temperature: float, shard: VocabShard | None
+    logits: LazyLogits, inputs: ForwardInputs, wanted: TopTokens, *, temperature: float, shard: VocabShard | None
 ) -> torch.Tensor:
     """Return `[2 k, M]` float32: the k most likely tokens' log-probabilities, then their ids, at each selected token;
     the same on every tensor and context rank (collective over both), without gradient.
 
     Ids are exact in float32: vocabularies are smaller than 2^24.
     """
-    logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
-    logprobs_mk, ids_mk = top_k_logprobs(logits_mV, wanted, temperature=temperature, shard=shard)
+    logprobs_mk, ids_mk = top_k_logprobs(_at_selected(logits, inputs), wanted, temperature=temperature, shard=shard)
     return _on_every_context_rank(torch.cat([logprobs_mk.T, ids_mk.T.float()]), inputs)
 
 

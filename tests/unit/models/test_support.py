@@ -7,8 +7,8 @@ import torch
 
 from nemo_rl.data_plane.schema import FIELDS
 from nemo_rl.errors import FieldNotProduced
-from nemo_rl.models import logprobs
-from nemo_rl.models.logprobs import Sampling, logprobs_with_entropy
+from nemo_rl.models import head
+from nemo_rl.models.logprobs import Lines, Sampling, token_lines
 from nemo_rl.models.support import SUPPORT, KeptSets, SupportRecorder, decode_support
 
 VOCAB = 300
@@ -105,7 +105,7 @@ def test_sets_of_other_tokens_are_refused(fault: str) -> None:
 def test_values_and_gradients_under_the_sets_equal_a_float64_reference(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 3 * 40)
+    monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", 3 * 40)
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(11, 40, generator=generator) * 2).requires_grad_()
     # Sets of 1 to 11 tokens, chosen without regard to the logits: the trainer's own set would be another one.
@@ -119,7 +119,7 @@ def test_values_and_gradients_under_the_sets_equal_a_float64_reference(
     weights = torch.randn(2, 11, generator=generator)
     reference = logits.detach().double().requires_grad_()
 
-    found = logprobs_with_entropy(logits, targets, sampling=sampling, kept=kept)
+    found = token_lines(logits, targets, sampling=sampling, kept=kept, lines=Lines(entropy=True))
     rows = [(reference[row][tokens] / sampling.temperature).log_softmax(0) for row, tokens in enumerate(sets)]
     expected = torch.stack([torch.stack([row[-1] for row in rows]), torch.stack([-(r.exp() * r).sum() for r in rows])])
     (found * weights).sum().backward()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_rl.models import logprobs
-from nemo_rl.models.top_k import TopTokens, logprobs_at, top_k_logprobs
+from nemo_rl.models import head
+from nemo_rl.models.head import LazyLogits
+from nemo_rl.models.logprobs import Lines, Sampling, token_lines
+from nemo_rl.models.top_k import TopTokens, top_k_logprobs
 
 ROWS, VOCAB = 11, 40
 
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 3 * VOCAB)
+    monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", 3 * VOCAB)
 
 
 def draw_logits() -> torch.Tensor:
@@ -21,14 +23,16 @@ def draw_logits() -> torch.Tensor:
 
 
 def test_the_most_likely_tokens_are_those_of_a_plain_top_k() -> None:
-    values, ids = top_k_logprobs(draw_logits(), TopTokens(k=7), temperature=0.7, shard=None)
+    values, ids = top_k_logprobs(LazyLogits.given(draw_logits()), TopTokens(k=7), temperature=0.7, shard=None)
     expected = (draw_logits().double() / 0.7).log_softmax(-1).topk(7)
     assert torch.equal(ids, expected.indices)
     torch.testing.assert_close(values.double(), expected.values, rtol=1e-5, atol=1e-5)
 
 
 def test_tokens_that_the_student_has_no_logits_for_have_no_probability() -> None:
-    values, ids = top_k_logprobs(draw_logits(), TopTokens(k=30, vocab_size=30), temperature=1.0, shard=None)
+    values, ids = top_k_logprobs(
+        LazyLogits.given(draw_logits()), TopTokens(k=30, vocab_size=30), temperature=1.0, shard=None
+    )
     expected = draw_logits()[:, :30].double().log_softmax(-1).topk(30)
     assert torch.equal(ids, expected.indices)
     torch.testing.assert_close(values.double(), expected.values, rtol=1e-5, atol=1e-5)
@@ -36,7 +40,7 @@ def test_tokens_that_the_student_has_no_logits_for_have_no_probability() -> None
 
 def test_more_tokens_than_the_vocabulary_has_are_refused() -> None:
     with pytest.raises(ValueError, match="k of at most the vocabulary, got 41 of 40"):
-        top_k_logprobs(draw_logits(), TopTokens(k=VOCAB + 1), temperature=1.0, shard=None)
+        top_k_logprobs(LazyLogits.given(draw_logits()), TopTokens(k=VOCAB + 1), temperature=1.0, shard=None)
 
 
 @pytest.mark.parametrize("k", [1, 6, VOCAB])
@@ -49,7 +53,7 @@ def test_values_and_gradients_of_a_set_equal_float64(k: int) -> None:
     if k == VOCAB:
         weights[-1] = 0.0
 
-    found = logprobs_at(logits, ids, temperature=1.3, shard=None)
+    found = token_lines(logits, ids[:, 0], sampling=Sampling(temperature=1.3), lines=Lines(ids_MK=ids))[1:]
     every = (exact / 1.3).log_softmax(-1)
     rest = every.scatter(-1, ids, float("-inf")).logsumexp(-1)
     expected = torch.cat([every.gather(-1, ids).T, rest[None]])

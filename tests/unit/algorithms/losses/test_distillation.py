@@ -11,8 +11,8 @@ from nemo_rl.algorithms.losses.distillation import distillation_term
 from nemo_rl.algorithms.losses.policy_loss import DistillationLoss, PolicyLoss
 from nemo_rl.config.distillation import DistillationConfig
 from nemo_rl.config.loss import LossConfig
+from nemo_rl.models.logprobs import Lines, Sampling, token_lines
 from nemo_rl.models.policy.interfaces import POLICY_TOPK, TOPK_IDS, TOPK_LOGPROBS
-from nemo_rl.models.top_k import logprobs_at
 from nemo_rl.utils.metrics import values
 from tests.helpers.distillation_reference import slow_kl, with_teacher
 from tests.helpers.hf_reference import global_scale
@@ -33,6 +33,11 @@ def policy_columns(logits_MV: torch.Tensor, ids_MK: torch.Tensor) -> torch.Tenso
     return torch.cat([every.gather(-1, ids_MK), rest[:, None]], -1)[None]
 
 
+def lines_at(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return `[K + 1, M]`: log-probabilities of these tokens, and of all others together."""
+    return token_lines(logits, ids[:, 0], sampling=Sampling(), lines=Lines(ids_MK=ids))[1:]
+
+
 def draw(seed: int) -> torch.Tensor:
     return torch.randn(TOKENS, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
 
@@ -43,7 +48,7 @@ def test_value_and_gradient_equal_the_definition(kl: str, tail: str, k: int) -> 
     config, teacher = section(kl=kl, tail=tail, mixed_weight=0.3), draw(1).log_softmax(-1).topk(k)
     # What runs, in float32 through the chunked kernel.
     logits = draw(2).float().requires_grad_()
-    columns = logprobs_at(logits, teacher.indices, temperature=1.0, shard=None).T[None]
+    columns = lines_at(logits, teacher.indices).T[None]
     mask = torch.ones(1, TOKENS, dtype=torch.bool)
     found = distillation_term(columns, teacher.values.float()[None], mask, config).values_NT[0]
     # The definition.
@@ -94,7 +99,7 @@ def loss_of(config: LossConfig, *, k: int = 4) -> tuple[dict[str, float], torch.
     ids = batch.tensor("input_ids").long() % VOCAB
     logits = torch.randn(*ids.shape, VOCAB, generator=torch.Generator().manual_seed(5)).requires_grad_()
     logprobs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    columns = logprobs_at(logits.flatten(0, 1), batch.tensor(TOPK_IDS).flatten(0, 1), temperature=1.0, shard=None)
+    columns = lines_at(logits.flatten(0, 1), batch.tensor(TOPK_IDS).flatten(0, 1).long())
     given: Mapping[str, torch.Tensor] = {**batch, POLICY_TOPK: columns.T.view(*ids.shape, -1)}
     made = DistillationLoss if config.distillation.enabled else PolicyLoss
     output = made(config=config)(logprobs, given, scale=global_scale(batch))
