@@ -37,7 +37,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports wheels configs model-support uplot picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills store-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels test-gpu clean
+.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports wheels configs model-support uplot picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills store-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels gpu-setup test-gpu gpu-report clean
 
 help:
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -295,21 +295,24 @@ picture: $(VENV)/.base ## write docs/images/processes_*.svg, the picture of proc
 
 gpu-wheels: $(VENV)/.dev ## wheels that a GPU machine with torch and transformers lacks for tests/gpu; fails above 40 MiB
 	rm -rf $(GPU_WHEELS) && mkdir -p $(GPU_WHEELS)
-	for version in 3.11 3.12; do \
-	  for wheels in "-r tests/gpu/requirements.txt" "--no-deps -r tests/gpu/requirements-no-deps.txt"; do \
-	    $(BIN)/pip download --quiet --dest $(GPU_WHEELS) --only-binary :all: --python-version $$version \
-	      --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 $$wheels || exit 1; \
-	  done; \
+	for wheels in "-r tests/gpu/requirements.txt" "--no-deps -r tests/gpu/requirements-no-deps.txt"; do \
+	  $(BIN)/pip download --quiet --dest $(GPU_WHEELS) --only-binary :all: --python-version 3.12 \
+	    --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 $$wheels || exit 1; \
 	done
 	ls -l $(GPU_WHEELS) | awk 'NR > 1 {print "  " $$5 "  " $$9}'
 	bytes=$$(cat $(GPU_WHEELS)/*.whl | wc -c); \
 	echo "$$((bytes / 1048576)) MiB ($$bytes bytes) of at most $(GPU_WHEELS_MIB) MiB in $(GPU_WHEELS)"; \
 	[ "$$bytes" -le $$(($(GPU_WHEELS_MIB) * 1048576)) ]
 
-test-gpu: ## the GPU tests alone, on a machine that has a GPU; installs build/gpu-wheels into the current Python
+gpu-setup: # what make gpu-wheels fetched, into the current Python
 	$(PYTHON) -m pip install --quiet --no-index --find-links $(GPU_WHEELS) -r tests/gpu/requirements.txt
 	$(PYTHON) -m pip install --quiet --no-index --find-links $(GPU_WHEELS) --no-deps -r tests/gpu/requirements-no-deps.txt
+
+test-gpu: gpu-setup ## the GPU tests alone, on a machine that has a GPU; installs build/gpu-wheels into the current Python
 	$(PYTHON) -m pytest tests/gpu -s -p no:cacheprovider $(ARGS)
+
+gpu-report: gpu-setup ## ours beside a plain loop on one GPU, in 5 minutes; ARGS="--resume", or ARGS="--device cpu --tiny" anywhere
+	$(PYTHON) benchmarks/gpu_report.py --out results/gpu_report $(ARGS)
 
 clean: ## remove results and caches; keeps .venv and checkpoints
 	rm -rf results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build

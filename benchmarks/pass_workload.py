@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig
+from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
@@ -171,7 +172,7 @@ def loss_of_recipe() -> PolicyLoss:
     return PolicyLoss(config=LossConfig())
 
 
-def make_worker(
+def make_worker(  # noqa: PLR0913 - the settings of a pass
     folder: Path,
     *,
     tokens: int,
@@ -179,6 +180,7 @@ def make_worker(
     device: str = "cpu",
     is_packed: bool = True,
     is_checkpointed: bool = False,
+    sharing: DeviceSharing = "alone",
     **changes: object,
 ) -> PolicyWorker:
     """Return a single rank in bfloat16 with float32 weights and AdamW.
@@ -186,6 +188,7 @@ def make_worker(
     Args:
         tokens: most of a microbatch.
         engine: `dtensor` or `megatron`.
+        sharing: the other users of the device.
         changes: of the section `policy`.
     """
     values: dict[str, object] = {
@@ -218,6 +221,7 @@ def make_worker(
         seed=0,
         keep_reference=False,
         device=device,
+        sharing=sharing,
     )
 
 

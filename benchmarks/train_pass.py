@@ -14,9 +14,14 @@ fused operation there, are left out. The baseline is a plain loop around the sam
 - `saved_bytes_by_vocabulary`: bytes that head and loss keep for backward per trained token, at 152k over 8k entries.
 - `peak_vs_states`: peak bytes of tensors in a pass over those of weights, gradients and optimizer.
 - `attention_ops_by_lengths`: operations of attention without the operation of this project, 16 lengths over one.
+- `moved_bytes`: bytes that log-probabilities move to the host and back where engines have devices of their own.
+- `refit_calls`, `refit_calls_by_buckets`: calls of the driver to one rank and one engine in a refit of one bucket, and
+  how many more there are in a refit of many.
+- `decode_growth`: seconds of a turn of the embedded engine at 2,000 over those at 200 cached tokens, of one row, and
+  `_padded` of two rows of different lengths.
 
 Exit code 1 when a bound is missed. `--switched-off` gives attention a call per length, chunks of a CPU's size, whole
-logits and whole gradients, which must miss them.
+gradients and moves of the optimizer, which must miss them.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.common import Hold, check_figures, environment, figures_table, load_average, write_json
 from benchmarks.dispatched_ops import DispatchedOps
 from benchmarks.gradient_bytes import FLOAT32_BYTES, gradient_shares
+from benchmarks.pass_surroundings import around_the_pass
 from benchmarks.pass_workload import (
     PROMPT_TOKENS,
     SHAPES,
@@ -83,6 +89,11 @@ HOLDS: Mapping[str, Hold] = {
     "saved_bytes_by_vocabulary": Hold(most=1.1),
     "peak_vs_states": Hold(most=1.5),
     "attention_ops_by_lengths": Hold(most=4),
+    "moved_bytes": Hold(most=0),
+    "refit_calls_by_buckets": Hold(most=0),
+    "refit_calls": Hold(most=12),
+    "decode_growth": Hold(most=1.3),
+    "decode_growth_padded": Hold(most=1.3),
 }
 ENGINES = ("dtensor", "megatron")
 TOP_K = 4
@@ -370,7 +381,7 @@ def measure(work_dir: Path, setting: Setting, *, is_on: bool) -> tuple[dict[str,
     figures |= {"saved_bytes_per_token": large, "saved_bytes_by_vocabulary": large / small}
     figures["peak_vs_states"] = peak_vs_states(work_dir, setting)
     figures["attention_ops_by_lengths"] = attention_ops_by_lengths()
-    return figures, syncs
+    return figures | around_the_pass(work_dir / "syncs", is_on=is_on), syncs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
