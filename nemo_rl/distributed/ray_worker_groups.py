@@ -1,7 +1,7 @@
-"""`RayWorkerGroup`: workers as Ray actors, with deadlines and the first cause of a failure.
+"""`RayWorkerGroup`: workers as Ray actors, with deadlines and the root cause of a failure.
 
-Made by the driver. Invariant: a call ends by its deadline, and what it raises is the failure that came first, not what
-other ranks say because of it.
+Made by the driver. Invariant: a call ends by its deadline, and raises the failure that came first, not what other ranks
+say because of it.
 """
 
 from __future__ import annotations

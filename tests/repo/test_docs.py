@@ -42,6 +42,8 @@ OUTSIDE = {
     "schedule.jsonl",
     # Columns of images, by the names of transformers.
     *("pixel_values", "image_grid_thw"),
+    # Values of `activation_checkpointing`.
+    *("selective", "none"),
     # Names in messages of the public page of an older tracer.
     *("InputTokens", "TileCompressor"),
     # Values of settings, and words of the data plane that are strings in the code.

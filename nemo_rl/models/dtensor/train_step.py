@@ -241,7 +241,7 @@ class OptimizerStep:
         keeps_whole: bool = False,
     ) -> None:
         """Args:
-        keeps_whole: ranks add up gradients of whole weights, and reduce them after the last microbatch; False reduces
+        keeps_whole: ranks add up gradients of full weights, and reduce them after the last microbatch; False reduces
             them after each one.
         """
         self._model = model

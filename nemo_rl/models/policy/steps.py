@@ -168,7 +168,7 @@ def computed_fields(loss_fn: LossFunction, sampling: Sampling) -> tuple[str, ...
 
 
 class PassResult:
-    """What passes without a loss find of each row, on the device until it is read.
+    """Values that passes without a loss find of each row, on the device until they are read.
 
     Args:
         shape: `[c, N, T]` or `[c, N, T, k]`, zeros at first.
