@@ -65,7 +65,7 @@ from nemo_rl.config.distillation import DistillationConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.parts import LOSSES
 from nemo_rl.distributed.collectives import destroy_process_group
-from nemo_rl.models import logprobs, varlen_attention
+from nemo_rl.models import head, varlen_attention
 from nemo_rl.models.policy.interfaces import STALENESS, TOPK_IDS, TOPK_LOGPROBS, LossFunction
 from nemo_rl.models.policy.steps import StepNumbers
 from nemo_rl.models.policy.workers.dtensor_engine import DTensorEngine
@@ -144,12 +144,12 @@ def losses() -> dict[str, LossFunction]:
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Cut logits into chunks of a GPU's size meanwhile."""
-    own = logprobs.CHUNK_ELEMENTS["cpu"]
-    logprobs.CHUNK_ELEMENTS["cpu"] = logprobs.CHUNK_ELEMENTS["cuda"]
+    own = head.CHUNK_ELEMENTS["cpu"]
+    head.CHUNK_ELEMENTS["cpu"] = head.CHUNK_ELEMENTS["cuda"]
     try:
         yield
     finally:
-        logprobs.CHUNK_ELEMENTS["cpu"] = own
+        head.CHUNK_ELEMENTS["cpu"] = own
 
 
 def count_ops(call: Callable[[], object]) -> int:
@@ -356,14 +356,14 @@ def switched_off() -> Iterator[None]:
     varlen_attention._Options.is_plain = property(lambda _: False)  # type: ignore[assignment, method-assign]
     varlen_attention.MOST_GROUPS = 16
     varlen_attention._grouped.cache_clear()
-    own, logprobs.CHUNK_ELEMENTS["cuda"] = logprobs.CHUNK_ELEMENTS["cuda"], logprobs.CHUNK_ELEMENTS["cpu"]
+    own, head.CHUNK_ELEMENTS["cuda"] = head.CHUNK_ELEMENTS["cuda"], head.CHUNK_ELEMENTS["cpu"]
     try:
         yield
     finally:
         varlen_attention._Options.is_plain = plain  # type: ignore[method-assign]
         varlen_attention.MOST_GROUPS = most
         varlen_attention._grouped.cache_clear()
-        logprobs.CHUNK_ELEMENTS["cuda"] = own
+        head.CHUNK_ELEMENTS["cuda"] = own
 
 
 def measure(work_dir: Path, setting: Setting, *, is_on: bool) -> tuple[dict[str, float], dict[str, dict[str, int]]]:

@@ -17,6 +17,7 @@ __all__ = [
     "clear_cublas_workspaces",
     "copy_all",
     "default_store",
+    "is_dispatch_intercepted",
     "jagged_parts",
     "jagged_view",
     "nccl_options",
@@ -122,3 +123,8 @@ def with_shard(weight: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """Return a weight like this one, with another tensor as this rank's part, on any device; `DTensor.from_local` would
     move it to that of the mesh."""
     return DTensor(shard, weight._spec, requires_grad=False) if isinstance(weight, DTensor) else shard
+
+
+def is_dispatch_intercepted() -> bool:
+    """Return whether a `TorchDispatchMode` sees the operations of this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0

@@ -30,6 +30,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from nemo_rl.distributed.differentiable import gather_along
 from nemo_rl.models.segment_attention import MOST_HEAD_DIM, segment_attention, varlen_on_device
+from nemo_rl.torch_private import is_dispatch_intercepted
 
 try:  # An optional kernel of its own package, for half precision on GPU.
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
@@ -323,7 +324,10 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options
         return attend(q, k, v, attn_mask=pattern.mask(queries, keys, q.device))
     if queries == keys:
         return attend(q, k, v, is_causal=True)
-    return attend(q, k, v, attn_mask=causal_lower_right(queries, keys))
+    if q.is_cuda and not is_dispatch_intercepted():
+        return attend(q, k, v, attn_mask=causal_lower_right(queries, keys))
+    # What intercepts operations, such as selective recomputation, does not know torch's own class of masks.
+    return attend(q, k, v, attn_mask=Pattern(window=keys).mask(queries, keys, q.device))
 
 
 def _attend_by_scores(
