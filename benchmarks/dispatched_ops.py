@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DispatchedOps"]
+__all__ = ["DispatchedOps", "is_in_optimizer"]
 
 VIEWS = frozenset(
     "alias as_strided chunk detach expand lift_fresh narrow permute select slice split split_with_sizes squeeze t "  # noqa: SIM905
@@ -51,7 +51,7 @@ class DispatchedOps(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame = sys._getframe(1)
         name = str(function)
-        if not _is_in_optimizer(frame):
+        if not is_in_optimizer(frame):
             is_mask = name == "aten.index.Tensor" and any(
                 at is not None and at.dtype == torch.bool for at in args[1] if isinstance(at, torch.Tensor)
             )
@@ -62,7 +62,8 @@ class DispatchedOps(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _is_in_optimizer(frame: FrameType | None) -> bool:
+def is_in_optimizer(frame: FrameType | None) -> bool:
+    """Return whether a call comes from an optimizer of torch."""
     while frame is not None:
         if "/torch/optim/" in frame.f_code.co_filename:
             return True
