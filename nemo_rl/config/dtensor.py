@@ -59,8 +59,8 @@ class DTensorConfig(Section):
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state on the CPU and move each layer to the GPU when it runs."""
     activation_checkpointing: Recomputation = "none"
-    """Activations that the backward pass computes again instead of keeping them: `full` each layer from its input; `selective` each
-    layer but its matrix products and attention; `none` nothing. true and false mean `full` and `none`."""
+    """Activations that the backward pass computes again: `full` each layer from its input; `selective` each layer but
+    its matrix products and attention; `none` nothing. true and false mean `full` and `none`."""
     gradient_accumulation: Literal["sharded", "whole"] = "sharded"
     """Sum of gradients over microbatches: `sharded` reduces them after each one, so that a rank holds its part alone;
     `whole` reduces them once, after the last, and holds 4 bytes per trained parameter meanwhile, for slow networks."""
