@@ -33,6 +33,8 @@ from typing import IO, Any
 # A script's own folder is on the path, its package is not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "4")
+# cuBLAS reads it with the first product; deterministic passes need it, and on Hopper it is the default size.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 import transformers

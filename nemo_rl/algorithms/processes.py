@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from nemo_rl.config.parts import ENGINES, TRAINING_ENGINES
+from nemo_rl.config.policy import CUBLAS_VARIABLE, REPEATABLE_WORKSPACES
 from nemo_rl.config.r3_trace_env import trace_environment
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.store_kinds import kind_named, transport_environment
@@ -91,5 +92,6 @@ def _common(config: MasterConfig) -> list[tuple[str, Mapping[str, str]]]:
         ("cluster.threads_per_worker and defaults", usual),
         ("data_plane", transport_environment(config.active_data_plane)),
         ("route trace", trace_environment()),
+        ("policy.deterministic", {CUBLAS_VARIABLE: REPEATABLE_WORKSPACES[0]} if config.policy.deterministic else {}),
         ("cluster.env_vars", config.cluster.env_vars),
     ]

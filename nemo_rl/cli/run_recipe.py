@@ -19,6 +19,7 @@ from rich.console import Console
 from nemo_rl.algorithms.processes import environment_lines, worker_forks
 from nemo_rl.config.load import load_config
 from nemo_rl.config.lora import adapter_warnings
+from nemo_rl.config.policy import CUBLAS_VARIABLE, REPEATABLE_WORKSPACES
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.environment import raise_open_files
@@ -107,6 +108,8 @@ def run_recipe(
 def _train(config: MasterConfig, console: Console) -> int:
     """Import torch and Ray only here, so that configs can be checked without them."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads_per_worker))
+    if config.policy.deterministic:
+        os.environ.setdefault(CUBLAS_VARIABLE, REPEATABLE_WORKSPACES[0])
     raise_open_files()
     # The workers' imports begin before this process's own.
     with worker_forks(config) as forks:

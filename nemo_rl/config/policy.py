@@ -73,6 +73,9 @@ class ParallelSizes:
         return chunks * (self.tensor if self.sequence_parallel else 1)
 
 
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+REPEATABLE_WORKSPACES = (":4096:8", ":16:8")
+"""Values of the variable with which products on CUDA repeat; the first is set where none is given."""
 PackingAlgorithm = Literal[
     "balanced",
     "first_fit_decreasing",
@@ -153,6 +156,9 @@ class PolicyConfig(Section):
     """Padded width is rounded up to a multiple of this."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this global norm; null never scales them."""
+    deterministic: bool = False
+    """Passes of the policy give the same bits in every run on GPUs of one kind, at some cost in speed: torch takes
+    deterministic algorithms, and raises where it has none. On CPUs they do so anyway."""
     sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)
     dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
@@ -281,6 +287,17 @@ def rule_profile_kind_fits_the_devices(config: MasterConfig) -> list[str]:
         because = "policy.profile.steps is empty"
         return would_be_ignored(profile, "policy.profile", ["kind"], switch="policy.profile.steps", because=because)
     return []
+
+
+def rule_deterministic_products_repeat(config: MasterConfig) -> list[str]:
+    policy = config.policy
+    found = {**config.cluster.env_vars, **policy.worker_env_vars}.get(CUBLAS_VARIABLE, REPEATABLE_WORKSPACES[0])
+    if not policy.deterministic or found in REPEATABLE_WORKSPACES:
+        return []
+    return [
+        f"policy.deterministic: products on CUDA do not repeat with {CUBLAS_VARIABLE} {found!r} of cluster.env_vars or "
+        f"{policy.parallel_section}.env_vars; leave it out, or set {' or '.join(REPEATABLE_WORKSPACES)}"
+    ]
 
 
 # ---- parallel sizes

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
+from nemo_rl.models.deterministic import repeatable_cumsum
 from nemo_rl.models.head import HeadGradients, LazyLogits
 from nemo_rl.models.support import KeptSets
 
@@ -88,7 +89,7 @@ def filter_logits(
     if top_p < 1.0:
         ranked = logits_MV.masked_fill(~kept, float("-inf")).sort(dim=-1, descending=True).values
         mass = ranked.softmax(-1)
-        inside = mass.cumsum(-1) - mass < top_p
+        inside = repeatable_cumsum(mass) - mass < top_p
         last = ranked.gather(-1, inside.sum(-1, keepdim=True).sub_(1).clamp_(min=0))
         kept &= logits_MV >= last
     if keep_M is not None:

@@ -361,7 +361,12 @@ def _flash(
     ends, most = segments.ends, segments.capacity
     back = -1 if options.pattern is None else options.pattern.window - 1
     result: torch.Tensor = flash_attn_varlen_func(
-        *flat, ends, ends, most, most, softmax_scale=options.scaling, causal=True, window_size=(back, 0)
+        *(*flat, ends, ends, most, most),
+        softmax_scale=options.scaling,
+        causal=True,
+        window_size=(back, 0),
+        # The package has a flag of its own, for its backward pass.
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return result[None]
 

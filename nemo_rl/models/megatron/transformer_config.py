@@ -137,6 +137,7 @@ def transformer_config(
         use_cpu_initialization=not is_cuda,
         # The loss is divided by the tokens of the global batch already, so gradients of all ranks are summed.
         calculate_per_token_loss=True,
+        deterministic_mode=policy.deterministic,
         # Microbatches differ in width.
         variable_seq_lengths=section.moe_token_dispatcher_type == "alltoall",
         tensor_model_parallel_size=sizes.tensor,

@@ -73,6 +73,8 @@ def test_it_can_be_opened_before_torch_is_imported() -> None:
 def test_variables_of_the_recipe_win_and_numbers_are_texts() -> None:
     given = recipe("cluster.env_vars={HF_HUB_OFFLINE: 0, NCCL_IB_HCA: mlx5}", "cluster.threads_per_worker=3")
     found = processes.run_environment(given)
+    assert "CUBLAS_WORKSPACE_CONFIG" not in found
+    assert processes.run_environment(recipe("policy.deterministic=true"))["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert (found["HF_HUB_OFFLINE"], found["NCCL_IB_HCA"], found["OMP_NUM_THREADS"]) == ("0", "mlx5", "3")
     assert found["TQ_NUM_THREADS"] == "1"
 

@@ -315,6 +315,10 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("checkpointing.load_optimizer=false",), "checkpointing.load_optimizer: False would be ignored"),
         (("checkpointing.allow_changed=[data]",), "checkpointing.allow_changed: would be ignored"),
     ],
+    "rule_deterministic_products_repeat": [
+        (("policy.deterministic=true", f"{section}.env_vars={{CUBLAS_WORKSPACE_CONFIG: ':0:0'}}"), "CONFIG ':0:0' of")
+        for section in ("cluster", "policy.dtensor_cfg")
+    ],
     "rule_profile_kind_fits_the_devices": [(("policy.profile={steps: [1], kind: nsys}",), "kind: nsys records CUDA")],
     "rule_record_keys_need_steps": [(("diagnostics.record.sites=logits",), "sites: 'logits' would be ignored")],
     "rule_keep_steps_need_their_switch": [(("diagnostics.keep_steps.max_bytes=5",), "max_bytes: 5 would be ignored")],

@@ -21,6 +21,7 @@ from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, new_group
 from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.models.deterministic import check_workspace
 from nemo_rl.models.policy.observer import HookObserver, HookObservers
 from nemo_rl.models.policy.recording import NO_RECORDING, RecordSpec, SiteRecording
 from nemo_rl.models.policy.routes.worker_replay import NoReplay, Replay, WorkerReplay
@@ -158,6 +159,8 @@ def compose_parts(  # noqa: PLR0913 - the parts of a worker
         owns_group: that group ends with the worker.
         planned: as in `WorkerSpec`.
     """
+    if config.deterministic:
+        check_workspace(here.device)
     tokenizer = load_tokenizer(config.tokenizer.name or config.model_name, chat_template=config.tokenizer.chat_template)
     start = _engine_factory(config)
     engine = start(config, here, num_steps=num_steps, collective_timeout_s=collective_timeout_s, seed=seed)

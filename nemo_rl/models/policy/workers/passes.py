@@ -6,8 +6,8 @@ split into ranks or microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.models.deterministic import deterministic_algorithms
 from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.policy.interfaces import ADVANTAGES, SQUARED_PROBS, TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
@@ -305,9 +306,15 @@ class Passes:
 
     # Private parts.
 
-    def _guarding(self, stage: str, batch: BatchedDataDict, plan: PackPlan) -> AbstractContextManager[None]:
+    @contextmanager
+    def _guarding(self, stage: str, batch: BatchedDataDict, plan: PackPlan) -> Iterator[None]:
+        """Surround a pass, with torch's flags of deterministic ones where that is asked for."""
         keys = lowering_keys(self._config, is_training=stage == "train")
-        return self._device_states.guarding(stage, keys, microbatch=partial(largest_microbatch, batch, plan))
+        with (
+            self._device_states.guarding(stage, keys, microbatch=partial(largest_microbatch, batch, plan)),
+            deterministic_algorithms() if self._config.deterministic else nullcontext(),
+        ):
+            yield
 
     def _fixed_plan(self, batch: BatchedDataDict, rows_per_step: float, mbs: int) -> PackPlan:
         if rows_per_step != int(rows_per_step):
