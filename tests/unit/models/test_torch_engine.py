@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.helpers.dispatched_ops import DispatchedOps
 
+from benchmarks.dispatched_ops import DispatchedOps
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
