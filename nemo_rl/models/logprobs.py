@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
-from nemo_rl.models.deterministic import repeatable_cumsum
 from nemo_rl.models.head import HeadGradients, LazyLogits
 from nemo_rl.models.support import KeptSets
 
 __all__ = [
     "NO_MORE",
-    "Lines",
     "Sampling",
     "VocabShard",
+    "WantedLines",
     "filter_logits",
     "gathered",
     "js",
     "k3",
     "negative_log_likelihood",
+    "repeatable_cumsum",
     "token_lines",
     "token_logprobs",
 ]
@@ -107,8 +107,8 @@ class VocabShard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Lines:
-    """What is wanted of each position's distribution besides the log-probability of its target.
+class WantedLines:
+    """Numbers that are wanted of each position's distribution besides the log-probability of its target.
 
     A call gives a line for each, in the order of the fields, after that of the log-probabilities. A line without a
     filter is of the whole vocabulary, with temperature.
@@ -125,7 +125,7 @@ class Lines:
     tokens together; -inf where there are none."""
 
 
-NO_MORE = Lines()
+NO_MORE = WantedLines()
 """The log-probability of the target alone."""
 
 
@@ -136,7 +136,7 @@ def token_lines(
     sampling: Sampling,
     shard: VocabShard | None = None,
     kept: KeptSets | None = None,
-    lines: Lines = NO_MORE,
+    lines: WantedLines = NO_MORE,
 ) -> torch.Tensor:
     """Return `[C, M]`, float32 or better, differentiable: log-probabilities of `targets_M`, then the other lines.
 
@@ -148,7 +148,7 @@ def token_lines(
     """
     lazy = logits if isinstance(logits, LazyLogits) else LazyLogits.given(logits)
     empty = lazy.of((lazy.hidden_MD.new_empty(0), None, None, None, None))
-    call = _Call(targets_M=targets_M.long(), sampling=sampling, shard=shard, kept=kept, lines=lines)
+    call = _LineCall(targets_M=targets_M.long(), sampling=sampling, shard=shard, kept=kept, lines=lines)
     result: torch.Tensor = _TokenLines.apply(call, empty, *lazy.tensors)  # type: ignore[no-untyped-call]
     return result
 
@@ -177,6 +177,18 @@ def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor, *, to
     return -(kept * weights).sum() / total
 
 
+def repeatable_cumsum(values_MV: torch.Tensor) -> torch.Tensor:
+    """Return the sums of floats along the last dim, which torch refuses on CUDA among deterministic algorithms: its
+    kernel for a single row adds in an order that depends on timing (pytorch#75240), that for several rows does not."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return values_MV.cumsum(-1)
+    torch.use_deterministic_algorithms(False)
+    try:
+        return (values_MV.expand(2, -1) if len(values_MV) == 1 else values_MV).cumsum(-1)[: len(values_MV)]
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
 def gathered(mine: torch.Tensor, shard: VocabShard) -> torch.Tensor:
     """Return `[ranks, ...]` (collective)."""
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(shard.group))]
@@ -185,7 +197,7 @@ def gathered(mine: torch.Tensor, shard: VocabShard) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Call:
+class _LineCall:
     """One call of `token_lines`, without the logits."""
 
     targets_M: torch.Tensor
@@ -194,7 +206,7 @@ class _Call:
     """The part of the vocabulary that this rank has, or None for all of it."""
     kept: KeptSets | None
     """The sets that were sampled from; None where a filter finds its own."""
-    lines: Lines
+    lines: WantedLines
 
     @property
     def needs_all(self) -> bool:
@@ -234,7 +246,7 @@ class _TokenLines(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: FunctionCtx, call: _Call, empty: LazyLogits, *tensors: torch.Tensor | None
+        ctx: FunctionCtx, call: _LineCall, empty: LazyLogits, *tensors: torch.Tensor | None
     ) -> torch.Tensor:
         lines_cM, sums_cM = _lines_and_sums(call, empty.of(tensors))
         ctx.save_for_backward(sums_cM, *tensors)  # type: ignore[arg-type]
@@ -257,12 +269,12 @@ class _Sums(NamedTuple):
     norm_whole: torch.Tensor
     """The same of all scores."""
     rest: torch.Tensor
-    """The same of the scores outside the set of `Lines.ids_MK`."""
+    """The same of the scores outside the set of `WantedLines.ids_MK`."""
     logprob: torch.Tensor
     entropy: torch.Tensor
 
 
-def _lines_and_sums(call: _Call, logits: LazyLogits) -> tuple[torch.Tensor, torch.Tensor]:
+def _lines_and_sums(call: _LineCall, logits: LazyLogits) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the lines `[C, M]`, and `_Sums` stacked."""
     lines = call.lines
     found = [_sums_of_chunk(call, logits, rows) for rows in logits.row_chunks()]
@@ -286,7 +298,7 @@ def _lines_and_sums(call: _Call, logits: LazyLogits) -> tuple[torch.Tensor, torc
     return torch.stack(result), torch.stack(_Sums(norm, norm_whole, rest, logprob, entropy))
 
 
-def _sums_of_chunk(call: _Call, logits: LazyLogits, rows: slice) -> torch.Tensor:
+def _sums_of_chunk(call: _LineCall, logits: LazyLogits, rows: slice) -> torch.Tensor:
     """Return `[c, m]` of this rank's columns: score of the target, norm, log-probability, then as far as wanted
     entropy, sum of squares, norm of all scores, that of the scores outside a set, and the scores of the set."""
     lines = call.lines
@@ -316,7 +328,7 @@ def _sums_of_chunk(call: _Call, logits: LazyLogits, rows: slice) -> torch.Tensor
     return torch.stack(found)
 
 
-def _merged(everywhere: torch.Tensor, call: _Call) -> list[torch.Tensor]:
+def _merged(everywhere: torch.Tensor, call: _LineCall) -> list[torch.Tensor]:
     """Return sums over the whole vocabulary out of those of each rank's columns, `[ranks, c, M]`."""
     norm = everywhere[:, 1].logsumexp(0)
     picked = everywhere[:, 0].sum(0)
@@ -340,7 +352,7 @@ def _weighed(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(
-    call: _Call, logits: LazyLogits, sums: _Sums, grad_cM: torch.Tensor, needed: Sequence[bool]
+    call: _LineCall, logits: LazyLogits, sums: _Sums, grad_cM: torch.Tensor, needed: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the tensors of the logits."""
     lines, factor = call.lines, logits.scale / call.sampling.temperature
@@ -354,7 +366,7 @@ def _gradients(
 
 
 def _through_head(
-    call: _Call, logits: LazyLogits, sums: _Sums, grad_cM: torch.Tensor | None, rows: slice, columns: slice
+    call: _LineCall, logits: LazyLogits, sums: _Sums, grad_cM: torch.Tensor | None, rows: slice, columns: slice
 ) -> torch.Tensor:
     """Return the gradient of a tile with respect to the head's product, but for the factor of its row where `grad_cM`
     is None, and for that of the scores."""
@@ -371,7 +383,7 @@ def _through_head(
 
 
 def _plain_tile(
-    call: _Call, logits: LazyLogits, sums: _Sums, cut: torch.Tensor, rows: slice, first: int
+    call: _LineCall, logits: LazyLogits, sums: _Sums, cut: torch.Tensor, rows: slice, first: int
 ) -> torch.Tensor:
     """Return p, at the target p - 1: the gradient of -log p with respect to the scores."""
     grad = cut - sums.norm[rows, None]
@@ -387,7 +399,7 @@ def _plain_tile(
 
 
 def _tile(
-    call: _Call,
+    call: _LineCall,
     sums: _Sums,
     grad_cM: torch.Tensor,
     scores: tuple[torch.Tensor, torch.Tensor],

@@ -20,7 +20,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ConfigError
 from nemo_rl.models import head
 from nemo_rl.models.head import LazyLogits
-from nemo_rl.models.logprobs import Lines, Sampling, VocabShard, token_lines, token_logprobs
+from nemo_rl.models.logprobs import Sampling, VocabShard, WantedLines, token_lines, token_logprobs
 from nemo_rl.models.support import KeptSets
 from nemo_rl.models.top_k import TopTokens
 from tests.helpers.gloo import COLLECTIVE_TIMEOUT_S, run_ranks
@@ -84,7 +84,7 @@ def _split_logprobs(rank: int) -> dict[str, tuple[float, float]]:
     logits = hidden @ weight.T
     targets = torch.randint(0, 20, (11,), generator=torch.Generator().manual_seed(4))
     ids = torch.rand(11, 20, generator=torch.Generator().manual_seed(7)).argsort(-1)[:, :3]
-    lines = Lines(entropy=True, unfiltered=True, ids_MK=ids)
+    lines = WantedLines(entropy=True, unfiltered=True, ids_MK=ids)
     out = numbers(7, 11, seed=5).float()
     errors = {}
     # Sets that lie on both ranks, and such as one rank has nothing of.
@@ -105,7 +105,7 @@ def _split_logprobs(rank: int) -> dict[str, tuple[float, float]]:
         found = token_lines(mine, targets, sampling=sampling, shard=shard, kept=kept, lines=lines)
         assert torch.equal(found[0], token_logprobs(mine, targets, sampling=sampling, shard=shard, kept=kept))
         squares = [
-            token_lines(part, targets, sampling=sampling, shard=at, kept=kept, lines=Lines(squares=True))
+            token_lines(part, targets, sampling=sampling, shard=at, kept=kept, lines=WantedLines(squares=True))
             for part, at in ((mine.detach(), shard), (logits, None))
         ]
         torch.testing.assert_close(squares[0], squares[1], rtol=1e-5, atol=1e-6)

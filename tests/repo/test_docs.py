@@ -42,6 +42,8 @@ OUTSIDE = {
     "schedule.jsonl",
     # Columns of images, by the names of transformers.
     *("pixel_values", "image_grid_thw"),
+    # Variables of NCCL.
+    *("NCCL_ALGO", "NCCL_PROTO"),
     # Values of `activation_checkpointing`.
     *("selective", "none"),
     # Names in messages of the public page of an older tracer.

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.losses.measures import TokenMeasures
-from nemo_rl.algorithms.losses.normalization import token_weights, weighed
+from nemo_rl.algorithms.losses.normalization import TokenMeasures, token_weights, weighed
 from nemo_rl.models.logprobs import negative_log_likelihood
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 

@@ -7,7 +7,7 @@
       |- kl_term, entropy      plus beta KL, minus c H
       |- distillation_term     plus c KL to a teacher, or in place of the term (distillation.py)
       |- normalize             over the counts of the whole global batch     (normalization.py)
-      `- TokenMeasures         mismatch, ratios, shares                      (measures.py)
+      `- TokenMeasures         mismatch, ratios, shares                      (normalization.py)
 
 The driver builds one and sends it to the workers, which call it per microbatch. Invariant: a loss divides by the
 counts of the whole global batch (`LossScale`) and gets whole rows, so the sum over microbatches and ranks does not
@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.losses.distillation import distillation_term
-from nemo_rl.algorithms.losses.measures import TokenMeasures
-from nemo_rl.algorithms.losses.normalization import normalize, token_weights, weighed
+from nemo_rl.algorithms.losses.normalization import TokenMeasures, normalize, token_weights, weighed
 from nemo_rl.algorithms.losses.off_policy import LOG_BOUND, Correction, off_policy_weights
 from nemo_rl.algorithms.losses.terms import PolicyInputs, PolicyTerm, TermOutput
 from nemo_rl.config.loss import LOSS_PROPERTIES, LossConfig

@@ -40,7 +40,7 @@ class PlainHead:
         self._product = head.forward
         self._is_taking = False
         self._taken: LazyLogits | None = None
-        self._stand_in = torch.tensor(PROBES)
+        self._placeholder = torch.tensor(PROBES)
         self.scale, self.cap = 1.0, None
 
     @classmethod
@@ -53,7 +53,7 @@ class PlainHead:
             found = cls(head)
             found._find_form(hf)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            # The model's own code ran with a stand-in for its layers.
+            # The model's own code ran with a placeholder for its layers.
             logger.info("%s keeps its logits whole: %s", type(hf).__name__, shorten(repr(error)))
             return None
         head.forward = found._forward  # type: ignore[assignment]
@@ -95,13 +95,13 @@ class PlainHead:
         return self._shown(narrow, wide, None)
 
     def _shown(self, left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return what leaves the head: where somebody looks at its logits these, else a stand-in."""
+        """Return what leaves the head: where somebody looks at its logits these, else a placeholder."""
         if self._head._forward_hooks:
             with torch.no_grad():
                 return torch.nn.functional.linear(left, right, bias)
-        if self._stand_in.device != left.device:
-            self._stand_in = self._stand_in.to(left.device)
-        return self._stand_in.to(left.dtype).expand(*left.shape[:-1], len(PROBES))
+        if self._placeholder.device != left.device:
+            self._placeholder = self._placeholder.to(left.device)
+        return self._placeholder.to(left.dtype).expand(*left.shape[:-1], len(PROBES))
 
     def _find_form(self, hf: PreTrainedModel) -> None:
         """Find factor and cap of the logits.
@@ -113,7 +113,7 @@ class PlainHead:
         if base is hf:
             raise ValueError("the layers are no part of their own")
         config = hf.config.get_text_config().to_dict()
-        probe = self._stand_in[None, None].double()
+        probe = self._placeholder[None, None].double()
         with (
             torch.no_grad(),
             _replaced(base, lambda *_, **__: _Decoded(torch.zeros(1, 1, 1))),

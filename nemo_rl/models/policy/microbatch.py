@@ -23,7 +23,7 @@ from nemo_rl.distributed.differentiable import gather_along, reduce_from
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, round_up
 from nemo_rl.models.head import LazyLogits
-from nemo_rl.models.logprobs import Lines, Sampling, VocabShard, token_lines
+from nemo_rl.models.logprobs import Sampling, VocabShard, WantedLines, token_lines
 from nemo_rl.models.policy.interfaces import (
     ENTROPY,
     HOST_COLUMNS,
@@ -419,7 +419,7 @@ def selected_logprobs(
         computed: `SQUARED_PROBS`, or some of `COMPUTED_FIELDS` in their order: a line more for each, and K + 1 lines
             for `POLICY_TOPK`.
     """
-    lines = Lines(
+    lines = WantedLines(
         entropy=ENTROPY in computed,
         squares=SQUARED_PROBS in computed,
         unfiltered=UNFILTERED_LOGPROBS in computed,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 from nemo_rl.models import head
 from nemo_rl.models.dtensor.plain_head import PlainHead
 from nemo_rl.models.head import LazyLogits
-from nemo_rl.models.logprobs import NO_MORE, Lines, Sampling, filter_logits, token_lines
+from nemo_rl.models.logprobs import NO_MORE, Sampling, WantedLines, filter_logits, token_lines
 from nemo_rl.models.support import KeptSets
 
 PLAIN = Sampling()
@@ -28,7 +28,7 @@ PLACES, TOKENS = (IS_DROPPED[:, None] != KEPT_MV).nonzero(as_tuple=True)
 RECORDED = KeptSets(place_E=PLACES, token_E=TOKENS, is_dropped_m=IS_DROPPED)
 IDS = torch.rand(M, V, generator=DRAW).argsort(-1)[:, :3]
 MIXED_VM = torch.randn(V, M, generator=DRAW, dtype=torch.float64)
-EVERY_LINE = Lines(entropy=True, unfiltered=True, ids_MK=IDS)
+EVERY_LINE = WantedLines(entropy=True, unfiltered=True, ids_MK=IDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Case:
 
     sampling: Sampling = PLAIN
     kept: KeptSets | None = None
-    lines: Lines = NO_MORE
+    lines: WantedLines = NO_MORE
     has_bias: bool = False
     has_adapter: bool = False
     is_tied: bool = False
@@ -47,12 +47,12 @@ class Case:
 
 CASES = {
     "plain": Case(),
-    "temperature and entropy": Case(sampling=Sampling(temperature=0.7), lines=Lines(entropy=True)),
+    "temperature and entropy": Case(sampling=Sampling(temperature=0.7), lines=WantedLines(entropy=True)),
     "a tied head with a filter": Case(sampling=Sampling(top_k=5, top_p=0.8), is_tied=True),
     "every line of a filter": Case(sampling=Sampling(temperature=1.3, top_p=0.7), lines=EVERY_LINE),
     "recorded sets": Case(sampling=Sampling(top_k=5), kept=RECORDED),
     "every line of recorded sets": Case(sampling=Sampling(top_k=5), kept=RECORDED, lines=EVERY_LINE, has_bias=True),
-    "a set": Case(lines=Lines(ids_MK=IDS), has_bias=True),
+    "a set": Case(lines=WantedLines(ids_MK=IDS), has_bias=True),
     "an adapter with a bias": Case(has_adapter=True, has_bias=True, scale=0.5),
     "a cap": Case(has_adapter=True, scale=0.7, cap=3.0, sampling=Sampling(temperature=0.7)),
     "every line of a capped head": Case(has_adapter=True, has_bias=True, scale=0.7, cap=3.0, lines=EVERY_LINE),

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.models import head
-from nemo_rl.models.logprobs import Lines, Sampling, filter_logits, token_lines, token_logprobs
+from nemo_rl.models.logprobs import Sampling, WantedLines, filter_logits, token_lines, token_logprobs
 
 
 def _slow(logits: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_entropies_and_their_gradients_equal_a_float64_reference(
     entropy = -torch.where(kept.isfinite(), kept.exp() * kept.masked_fill(kept.isneginf(), 0.0), 0.0).sum(-1)
     expected = torch.stack([kept.gather(-1, targets[:, None])[:, 0], entropy])
 
-    found = token_lines(logits, targets, sampling=sampling, lines=Lines(entropy=True))
+    found = token_lines(logits, targets, sampling=sampling, lines=WantedLines(entropy=True))
     (found * weights).sum().backward()
     (expected * weights.double()).sum().backward()
 
@@ -91,7 +91,7 @@ def test_sums_of_squares_equal_a_float64_reference_and_have_no_gradient(
     kept = filter_logits(
         logits.detach().double() / sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, keep_M=targets
     )
-    found = token_lines(logits, targets, sampling=sampling, lines=Lines(squares=True))
+    found = token_lines(logits, targets, sampling=sampling, lines=WantedLines(squares=True))
     torch.testing.assert_close(found[1].double(), kept.softmax(-1).square().sum(-1), rtol=1e-5, atol=1e-7)
     assert torch.equal(found[0], token_logprobs(logits, targets, sampling=sampling))
     found.sum().backward()
@@ -102,7 +102,7 @@ def test_sums_of_squares_equal_a_float64_reference_and_have_no_gradient(
 
 def test_the_entropy_of_four_tokens() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    found = token_lines(logits, torch.tensor([0]), sampling=Sampling(), lines=Lines(entropy=True))
+    found = token_lines(logits, torch.tensor([0]), sampling=Sampling(), lines=WantedLines(entropy=True))
     assert found[1].item() == pytest.approx(1.1421200, abs=1e-6)
 
 

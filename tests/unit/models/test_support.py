@@ -8,7 +8,7 @@ import torch
 from nemo_rl.data_plane.schema import FIELDS
 from nemo_rl.errors import FieldNotProduced
 from nemo_rl.models import head
-from nemo_rl.models.logprobs import Lines, Sampling, token_lines
+from nemo_rl.models.logprobs import Sampling, WantedLines, token_lines
 from nemo_rl.models.support import SUPPORT, KeptSets, SupportRecorder, decode_support
 
 VOCAB = 300
@@ -119,7 +119,7 @@ def test_values_and_gradients_under_the_sets_equal_a_float64_reference(
     weights = torch.randn(2, 11, generator=generator)
     reference = logits.detach().double().requires_grad_()
 
-    found = token_lines(logits, targets, sampling=sampling, kept=kept, lines=Lines(entropy=True))
+    found = token_lines(logits, targets, sampling=sampling, kept=kept, lines=WantedLines(entropy=True))
     rows = [(reference[row][tokens] / sampling.temperature).log_softmax(0) for row, tokens in enumerate(sets)]
     expected = torch.stack([torch.stack([row[-1] for row in rows]), torch.stack([-(r.exp() * r).sum() for r in rows])])
     (found * weights).sum().backward()

@@ -7,7 +7,7 @@ import torch
 
 from nemo_rl.models import head
 from nemo_rl.models.head import LazyLogits
-from nemo_rl.models.logprobs import Lines, Sampling, token_lines
+from nemo_rl.models.logprobs import Sampling, WantedLines, token_lines
 from nemo_rl.models.top_k import TopTokens, top_k_logprobs
 
 ROWS, VOCAB = 11, 40
@@ -53,7 +53,7 @@ def test_values_and_gradients_of_a_set_equal_float64(k: int) -> None:
     if k == VOCAB:
         weights[-1] = 0.0
 
-    found = token_lines(logits, ids[:, 0], sampling=Sampling(temperature=1.3), lines=Lines(ids_MK=ids))[1:]
+    found = token_lines(logits, ids[:, 0], sampling=Sampling(temperature=1.3), lines=WantedLines(ids_MK=ids))[1:]
     every = (exact / 1.3).log_softmax(-1)
     rest = every.scatter(-1, ids, float("-inf")).logsumexp(-1)
     expected = torch.cat([every.gather(-1, ids).T, rest[None]])

@@ -15,12 +15,15 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils import deterministic
 
 from nemo_rl.config.generation import DeviceSharing
+from nemo_rl.config.policy import CUBLAS_VARIABLE, REPEATABLE_WORKSPACES
+from nemo_rl.errors import ConfigError
 from nemo_rl.models.shards import local_shard
 from nemo_rl.models.weight_sync.transport import device_id
 from nemo_rl.torch_private import clear_cublas_workspaces, set_expandable_segments
@@ -31,6 +34,8 @@ __all__ = [
     "Placement",
     "WorkerState",
     "check_placement",
+    "check_workspace",
+    "deterministic_algorithms",
     "device_name",
     "has_expandable_segments",
     "placement_of",
@@ -282,3 +287,29 @@ class _TorchProfile:
             logger.warning("no profile in %s, the run continues: %s", self._path, error)
             with suppress(OSError):
                 unfinished.unlink(missing_ok=True)
+
+
+def check_workspace(device: torch.device) -> None:
+    """Refuse a process on CUDA in which products may not repeat: cuBLAS reads the variable with the first of them."""
+    found = os.environ.get(CUBLAS_VARIABLE)
+    if device.type == "cuda" and found not in REPEATABLE_WORKSPACES:
+        raise ConfigError(
+            f"policy.deterministic: expected {CUBLAS_VARIABLE} to be {' or '.join(REPEATABLE_WORKSPACES)} in the "
+            f"environment of the worker, got {found!r}; export it before the process starts"
+        )
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Let torch choose deterministic algorithms inside, and raise where it has none."""
+    memory: Any = deterministic
+    before, fills = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads memory that was not written, and filling it costs a kernel for each tensor.
+    memory.fill_uninitialized_memory = torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark = fills, benchmark

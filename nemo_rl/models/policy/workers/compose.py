@@ -21,13 +21,12 @@ from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, new_group
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.models.deterministic import check_workspace
 from nemo_rl.models.policy.observer import HookObserver, HookObservers
 from nemo_rl.models.policy.recording import NO_RECORDING, RecordSpec, SiteRecording
 from nemo_rl.models.policy.routes.worker_replay import NoReplay, Replay, WorkerReplay
 from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.tracing import NO_TRACING, SiteTracing, TraceSpec
-from nemo_rl.models.policy.workers.base import DeviceSide
+from nemo_rl.models.policy.workers.base import DeviceSide, check_workspace
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine, EngineFactory
 from nemo_rl.models.policy.workers.passes import Passes

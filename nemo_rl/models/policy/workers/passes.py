@@ -17,7 +17,6 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.models.deterministic import deterministic_algorithms
 from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.policy.interfaces import ADVANTAGES, SQUARED_PROBS, TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
@@ -25,7 +24,7 @@ from nemo_rl.models.policy.observer import NO_HOOK_OBSERVERS, HookObservers
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
 from nemo_rl.models.policy.steps import BatchForm, RankInfo, check_same_plan, loss_scales
-from nemo_rl.models.policy.workers.base import WorkerState, device_name
+from nemo_rl.models.policy.workers.base import WorkerState, deterministic_algorithms, device_name
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.out_of_memory import largest_microbatch, lowering_keys

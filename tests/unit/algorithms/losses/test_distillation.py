@@ -11,7 +11,7 @@ from nemo_rl.algorithms.losses.distillation import distillation_term
 from nemo_rl.algorithms.losses.policy_loss import DistillationLoss, PolicyLoss
 from nemo_rl.config.distillation import DistillationConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.models.logprobs import Lines, Sampling, token_lines
+from nemo_rl.models.logprobs import Sampling, WantedLines, token_lines
 from nemo_rl.models.policy.interfaces import POLICY_TOPK, TOPK_IDS, TOPK_LOGPROBS
 from nemo_rl.utils.metrics import values
 from tests.helpers.distillation_reference import slow_kl, with_teacher
@@ -35,7 +35,7 @@ def policy_columns(logits_MV: torch.Tensor, ids_MK: torch.Tensor) -> torch.Tenso
 
 def lines_at(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return `[K + 1, M]`: log-probabilities of these tokens, and of all others together."""
-    return token_lines(logits, ids[:, 0], sampling=Sampling(), lines=Lines(ids_MK=ids))[1:]
+    return token_lines(logits, ids[:, 0], sampling=Sampling(), lines=WantedLines(ids_MK=ids))[1:]
 
 
 def draw(seed: int) -> torch.Tensor:
