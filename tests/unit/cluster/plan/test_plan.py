@@ -148,14 +148,15 @@ def test_engines_apart_have_gpus_and_nodes_of_their_own() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_cheapest_change() -> None:
-    text = refused(MATH, "policy.dynamic_batching.logprob_mb_tokens=131072", gpu="A100-40G")
-    assert "logprobs: a GPU needs" in text and "A100-40G has" in text
+    kept = "policy.dtensor_cfg.activation_checkpointing=false"
+    text = refused(MATH, kept, gpu="A100-40G")
+    assert "train: a GPU needs" in text and "A100-40G has" in text
     found = re.search(r"The cheapest change that fits: (.*) \((.*)\)$", text)
     assert found is not None and found[2] == "more microbatches"
     # It really fits, and the next cheaper candidate of its kind does not.
-    planned(MATH, "policy.dynamic_batching.logprob_mb_tokens=131072", *found[1].split(), gpu="A100-40G")
+    planned(MATH, kept, *found[1].split(), gpu="A100-40G")
     twice = [re.sub(r"\d+$", lambda number: str(2 * int(number[0])), part) for part in found[1].split()]
-    refused(MATH, "policy.dynamic_batching.logprob_mb_tokens=131072", *twice, gpu="A100-40G")
+    refused(MATH, kept, *twice, gpu="A100-40G")
 
 
 @pytest.mark.slow
@@ -196,7 +197,8 @@ def test_recomputation_and_sharding_need_less() -> None:
     assert again.ranks[0].train.layers < plain.ranks[0].train.layers / 5
     assert planned(MATH, gpu="H200-141G", nodes=1).ranks[0].weights == plain.ranks[0].weights
     split = planned(MATH, whole, "policy.dtensor_cfg.tensor_parallel_size=2", gpu="H200-141G")
-    assert split.ranks[0].train.logits == again.ranks[0].train.logits // 2
+    # A tile of half the columns has twice the rows.
+    assert split.ranks[0].train.logits <= again.ranks[0].train.logits
     # All but the norms and a few biases are split.
     assert split.ranks[0].summed_gradients == pytest.approx(again.ranks[0].summed_gradients / 2, rel=0.01)
 
