@@ -12,6 +12,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.models.megatron.convert import export_weights
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
+from nemo_rl.models.policy.workers.moves import HostBuffers
 from tests.helpers.megatron_models import (
     NUM_STEPS,
     alone,
@@ -153,7 +154,7 @@ def test_all_state_moves_and_the_weights_of_the_model_stay() -> None:
     model, optimizer = build(FAMILY, _settings(), **SMALL)
     step(model, optimizer, 0)
     assert optimizer.moments("exp_avg").keys() == {name for name, _ in model.module.named_parameters()}
-    optimizer.move_state(torch.device("meta"))
+    optimizer.move_state(torch.device("meta"), HostBuffers(is_pinned=False))
     assert {tensor.device.type for _, tensor in optimizer.state_tensors()} == {"meta"}
     assert {weight.device.type for weight in model.module.parameters()} == {"cpu"}
 

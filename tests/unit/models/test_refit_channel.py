@@ -64,6 +64,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def test_every_reader_gets_every_byte_from_memory_or_over_its_connection(pool) -> None:
+    # What earlier tests left to the collector must not go meanwhile.
+    gc.collect()
     files = len(os.listdir("/proc/self/fd"))
     sender = made()
     # A stranger is no reader, and on another machine the path leads nowhere, or to another run's memory.
@@ -81,7 +83,7 @@ def test_every_reader_gets_every_byte_from_memory_or_over_its_connection(pool) -
     # Mapped memory has a descriptor of its own, as long as a tensor is there.
     del sender, stranger, found, reader, readers, each
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == files, "no connection and no memory is left"
+    assert len(os.listdir("/proc/self/fd")) <= files, "no connection and no memory is left"
 
 
 def test_a_reader_that_dies_holds_up_nobody(pool) -> None:
