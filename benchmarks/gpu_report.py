@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -491,7 +493,9 @@ def _run_parts(
     command += ["--device", options.device, "--models", str(options.models), *(["--tiny"] if options.tiny else [])]
     command += [word for name in names for word in ("--part", name)]
     errors = (options.out / "errors.txt").open("a")
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1)
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1, start_new_session=True
+    )
     lines: queue.Queue[str | None] = queue.Queue()
     assert child.stdout is not None
     reader = threading.Thread(target=_read_lines, args=(child.stdout, lines), daemon=True)
@@ -514,9 +518,12 @@ def _run_parts(
             result.pop("part")
             yield name, result
     finally:
-        child.kill()
+        # With the processes that compile for it.
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         reader.join()
+        child.stdout.close()
         errors.close()
 
 
