@@ -30,8 +30,8 @@ class Hiding:
         return None if name.split(".")[0] in {blocked!r} else self.finder.find_spec(name, path, target)
 sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
 import pytest
-# What tests import where they run, and the report.
-import nemo_rl.diagnostics.runner.run, benchmarks.gpu_report
+# The report runs there as well.
+import benchmarks.gpu_report
 sys.exit(pytest.main(["tests/gpu", "--collect-only", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout"]))
 """
 

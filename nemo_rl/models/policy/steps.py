@@ -6,6 +6,7 @@ of the ranks that share a data-parallel shard exactly one, its writer, contribut
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -214,7 +215,11 @@ class StepNumbers:
             are_finite = list(islice(numbers, len(micro.rows)))
             loss = next(numbers)
             total += loss
-            bad += [row for row, is_finite in zip(micro.rows, are_finite, strict=True) if not is_finite or loss != loss]
+            bad += [
+                row
+                for row, is_finite in zip(micro.rows, are_finite, strict=True)
+                if not is_finite or not math.isfinite(loss)
+            ]
             if isinstance(metrics, DeferredMetrics):
                 read.append(metrics.of_numbers(islice(numbers, len(metrics.numbers))))
             else:
