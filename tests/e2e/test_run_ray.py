@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
-from nemo_rl.distributed import worker_groups
+from nemo_rl.distributed import ray_worker_groups
 from nemo_rl.distributed.calls import Call, Pending
 from nemo_rl.distributed.ray_worker_groups import RayWorkerGroup
 from tests.helpers import mooncake
@@ -180,7 +180,7 @@ def test_two_tensor_parallel_workers_train_like_one_and_no_per_token_tensor_pass
     assert Watched.seen == []
     assert all(1 < row["train/seq_logprob_error_max"] < 1.01 for row in rows)
     assert not any(row["train/seq_logprob_error_masked_rows"] for row in rows)
-    assert worker_groups.RayWorkerGroup is not Watched
+    assert ray_worker_groups.RayWorkerGroup is not Watched
     assert all(row["train/grad_norm"] > 0 for row in rows)
     counted = sum(row["data_plane/driver_bytes"] for row in rows)
     assert counted > Watched.num_bytes > 0, "metas with plans, row scalars and results are counted as they are sent"

@@ -39,6 +39,7 @@ PAGES = (
         "docs/vision.md",
         "docs/trainer.md",
         "docs/workers.md",
+        "docs/gpu.md",
     ),
     *("docs/observability.md", "docs/failures.md", "docs/limitations.md", "docs/glossary.md"),
 )
@@ -98,6 +99,7 @@ TARGETS: Mapping[str, str] = {
     "bench-conversations": "--quick",
     "bench-lora": "--quick",
     "bench-async-learning": "--steps 2 --bounds 1 --least 0",
+    "bench-train-pass": "--quick",
     "watch-trait": "grpo.max_num_steps=2",
     "clean": "",
 }
@@ -112,6 +114,8 @@ TARGETS_LEFT_OUT = {
     "same-numbers": "needs the repository's history, which the copy lacks",
     "uplot": "needs npm; what it fetches lies in the repository",
     "gpu-wheels": "for a GPU machine",
+    "gpu-setup": "for a GPU machine",
+    "gpu-report": "for a GPU machine; its small form is in the suite",
     "test-gpu": "for a GPU machine",
 }
 
