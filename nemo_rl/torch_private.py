@@ -3,8 +3,10 @@ moves."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 __all__ = [
+    "Compilations",
     "abort_nccl",
     "after_backward",
     "clear_cublas_workspaces",
@@ -77,6 +80,28 @@ def after_backward(callback: Callable[[], None]) -> None:
 def set_expandable_segments(is_on: bool) -> None:
     """Choose how the allocator of the GPU takes memory from here on."""
     torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_on}")
+
+
+MOST_GRAPHS = 64
+"""Graphs of a function beyond which torch raises an error; passes never come to so many."""
+
+
+class Compilations:
+    """The graphs that torch compiles in this process from here on, and the seconds that it takes."""
+
+    def __init__(self) -> None:
+        self.num_graphs, self.seconds = 0, 0.0
+        torch._dynamo.config.recompile_limit = MOST_GRAPHS
+        torch._dynamo.callback.on_compile_start(self._begin)
+        torch._dynamo.callback.on_compile_end(self._end)
+
+    def _begin(self, call: Any) -> None:
+        # A backward pass is compiled when it first runs, and belongs to a graph that was counted.
+        self.num_graphs += call.callback_trigger.name == "DYNAMO"
+        self.seconds -= time.monotonic()
+
+    def _end(self, _: object) -> None:
+        self.seconds += time.monotonic()
 
 
 def clear_cublas_workspaces() -> None:

@@ -20,7 +20,7 @@ from nemo_rl.config.rule import would_be_ignored
 if TYPE_CHECKING:
     from nemo_rl.config.schema import MasterConfig
 
-__all__ = ["DTensorConfig", "OptimizerConfig", "Recomputation", "SchedulerConfig", "SchedulerPhase"]
+__all__ = ["Choice", "DTensorConfig", "OptimizerConfig", "Recomputation", "SchedulerConfig", "SchedulerPhase"]
 
 
 def _import_path(text: str) -> str:
@@ -39,7 +39,14 @@ def _mode_of(given: object) -> object:
     return {True: "full", False: "none"}[given] if isinstance(given, bool) else given
 
 
+def _word_of(given: object) -> object:
+    """Return the word that YAML takes for a switch."""
+    return {True: "on", False: "off"}[given] if isinstance(given, bool) else given
+
+
 Recomputation = Annotated[Literal["none", "full", "selective"], BeforeValidator(_mode_of)]
+Choice = Annotated[Literal["auto", "on", "off"], BeforeValidator(_word_of)]
+"""YAML reads `on` and `off` as true and false."""
 
 
 class DTensorConfig(Section):
@@ -61,6 +68,10 @@ class DTensorConfig(Section):
     activation_checkpointing: Recomputation = "none"
     """Activations that the backward pass computes again: `full` each layer from its input; `selective` each layer but
     its matrix products and attention; `none` nothing. true and false mean `full` and `none`."""
+    compile: Choice = "auto"
+    """Run each decoder layer through `torch.compile`: fewer and larger kernels, after a first step that takes a minute
+    longer; numbers differ in the last bits. `auto` does so on CUDA where tensor and context parallelism and router
+    replay are off and a small model of the same class compiles when the worker starts, and never on a CPU."""
     gradient_accumulation: Literal["sharded", "whole"] = "sharded"
     """Sum of gradients over microbatches: `sharded` reduces them after each one, so that a rank holds its part alone;
     `whole` reduces them once, after the last, and holds 4 bytes per trained parameter meanwhile, for slow networks."""
@@ -144,6 +155,20 @@ def rule_sequence_parallel_has_a_plan(config: MasterConfig) -> list[str]:
             "brought together; set it to false, or leave the plan out"
         ]
     return []
+
+
+def rule_compile_needs_whole_layers(config: MasterConfig) -> list[str]:
+    sizes = config.policy.dtensor_cfg
+    if not sizes.enabled or sizes.compile != "on":
+        return []
+    found = {
+        "dtensor_cfg.tensor_parallel_size is above 1: torch.compile cannot trace how a layer gets its part of the "
+        "weights": sizes.tensor_parallel_size > 1,
+        "dtensor_cfg.context_parallel_size is above 1: attention is several calls": sizes.context_parallel_size > 1,
+        "router_replay.enabled is true: its passes run layers as they are written": config.policy.router_replay.enabled,
+    }
+    reasons = [reason for reason, holds in found.items() if holds]
+    return [f"policy.dtensor_cfg.compile: 'on', and policy.{reason}; set it to auto or off" for reason in reasons]
 
 
 def rule_cpu_offload_needs_a_gpu(config: MasterConfig) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import resource
+from pathlib import Path
 
 __all__ = ["FAIR_SHARE", "NO_SPARE_WORKERS", "raise_open_files", "ray_environment", "worker_environment"]
 
+KERNELS = "TORCHINDUCTOR_CACHE_DIR"
 MOST_OPEN_FILES = 1 << 20
 """Programs exist that close every descriptor up to the limit when they start: some systems allow a billion."""
 
@@ -36,6 +39,8 @@ def worker_environment(threads: int, *, uses_gpu: bool) -> dict[str, str]:
     """
     return {
         **({} if uses_gpu else KEPT_MEMORY),
+        # Kernels of compiled layers; torch would put them where a restart of the machine removes them.
+        KERNELS: os.environ.get(KERNELS) or str(Path("~/.cache/nemo_rl/inductor").expanduser()),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",

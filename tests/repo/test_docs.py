@@ -46,6 +46,8 @@ OUTSIDE = {
     *("NCCL_ALGO", "NCCL_PROTO"),
     # Values of `activation_checkpointing`.
     *("selective", "none"),
+    # Of torch, and values of `compile`.
+    *("on", "off", "torch.compile", "TORCHINDUCTOR_CACHE_DIR", "~/.cache/nemo_rl/inductor"),
     # Names in messages of the public page of an older tracer.
     *("InputTokens", "TileCompressor"),
     # Values of settings, and words of the data plane that are strings in the code.

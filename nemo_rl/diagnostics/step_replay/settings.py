@@ -105,6 +105,8 @@ def replay_settings(request: ReplayRequest, step: StepSnapshot) -> ReplaySetting
     uses_gpu = config.cluster.gpus_per_node > 0 and torch.cuda.is_available()
     if config.cluster.gpus_per_node > 0 and not uses_gpu:
         differences.append("the CPU in place of GPUs")
+    if worker == "dtensor" and policy.dtensor_cfg.compile in (("on", "auto") if uses_gpu else ("on",)):
+        differences.append("layers that may be compiled, whose bits depend on the passes before the step")
     now, then = package_versions(), step.run.packages
     changed = [f"{name} {now.get(name)} in place of {then[name]}" for name in then if now.get(name) != then[name]]
     return ReplaySettings(

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.models.dtensor.fit import attention_problem, check_model_fits
+from nemo_rl.models.dtensor.layers import CompiledLayers, chooses_compiled, recompute_layers
 from nemo_rl.models.dtensor.plain_head import PlainHead
-from nemo_rl.models.dtensor.recompute import recompute_layers
 from nemo_rl.models.dtensor.rope import RowFrequencies, long_rope_start
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
@@ -53,6 +53,7 @@ class PolicyModel(torch.nn.Module):
         super().__init__()
         self.hf = hf
         self.shard, self._head = shard, head
+        self.compiled: CompiledLayers | None = None
         self.vision = family_of(hf.config)
         self._takes_segments = hf.config.get_text_config()._attn_implementation == ATTENTION_NAME
         start = long_rope_start(hf.config)
@@ -125,19 +126,21 @@ def parallelize(
         hf.set_attn_implementation(ATTENTION_NAME if family_of(hf.config) is None else {"text_config": ATTENTION_NAME})
     recompute_layers(hf, sizes.activation_checkpointing)
     shard = _split_over_tensor_axis(hf, groups, config) if groups.tensor_mesh is not None else None
+    layer_names: Set[str] = set(hf._no_split_modules or ())
     model = PolicyModel(hf, shard=shard, head=head)
+    if model.vision is not None:
+        layer_names = model.vision.layers(layer_names)
+    layers = [module for module in hf.modules() if type(module).__name__ in layer_names]
+    if chooses_compiled(hf.config, config, groups.fsdp_mesh.device_type):
+        model.compiled = CompiledLayers(layers)
     policy = MixedPrecisionPolicy()
     if config.precision != "float32":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=torch.float32)
     options: dict[str, object] = {"mesh": groups.fsdp_mesh, "mp_policy": policy, "reshard_after_forward": True}
     if sizes.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    layer_names: Set[str] = set(hf._no_split_modules or ())
-    if model.vision is not None:
-        layer_names = model.vision.layers(layer_names)
-    for module in list(hf.modules()):
-        if type(module).__name__ in layer_names:
-            fully_shard(module, **options)  # type: ignore[call-overload]
+    for layer in layers:
+        fully_shard(layer, **options)  # type: ignore[call-overload]
     fully_shard(model, **options)  # type: ignore[call-overload]
     return model
 

@@ -6,7 +6,8 @@ rank meets a NaN; whether to stop is decided together, after the last microbatch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
-from nemo_rl.models.policy.routes.worker_replay import PassRoutes
+from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,
     PassResult,
@@ -67,6 +68,8 @@ class StepRunner:
         self._groups = groups
         self._optimizer_step = optimizer_step
         self._routes, self._observer = routes, observer
+        reason = "routers are told their routes" if routes is not OWN_ROUTES else None
+        self._why_eager = "a pass is recorded or watched" if observer is not NO_OBSERVER else reason
 
     def logprobs(
         self,
@@ -81,7 +84,7 @@ class StepRunner:
         with torch.no_grad():
             for rows in microbatches:
                 micro = self._build(batch, rows, select_NT, fields=())
-                with self._routes.pass_of(micro), self._observer.pass_of(micro):
+                with self._pass_of(micro):
                     found = self._forward(micro, computed)
                     self._observer.logprobs(micro, found[0])
                 if micro.rows:
@@ -98,7 +101,7 @@ class StepRunner:
         with torch.no_grad():
             for rows in microbatches:
                 micro = self._build(batch, rows, select_NT, fields=())
-                with self._routes.pass_of(micro), self._observer.pass_of(micro):
+                with self._pass_of(micro):
                     found_cM = self._model(micro.inputs, sampling=self._layout.sampling, top_k=wanted)
                 if micro.rows:
                     result.keep(micro, [micro.to_rows(part_kM.T) for part_kM in found_cM.chunk(2)])
@@ -148,6 +151,8 @@ class StepRunner:
             self._observer.gradients()
             grad_norm = self._optimizer_step.finish()
             if grad_norm is not None:
+                if self._model.compiled is not None:
+                    metrics = (*metrics, self._model.compiled.metrics())
                 return StepOutcome(loss=loss, grad_norm=grad_norm, metrics=metrics)
             if not self._optimizer_step.retry():
                 # The norm is global: every rank comes here together.
@@ -172,7 +177,7 @@ class StepRunner:
             as_fsdp(self._model).set_requires_gradient_sync(i == last or not self._optimizer_step.keeps_whole)
             micro = self._build(batch, rows, select_NT, fields=stored_fields(loss_fn))
             # Layers that the backward pass runs again need the same routes.
-            with self._routes.pass_of(micro), self._observer.pass_of(micro):
+            with self._pass_of(micro):
                 found = self._forward(micro, computed)
                 self._observer.logprobs(micro, found[0])
                 if not micro.rows:
@@ -192,6 +197,17 @@ class StepRunner:
             raise
         [total] = sum_over_shards([total], is_writer=self._groups.is_writer)
         return total, metrics
+
+    @contextmanager
+    def _pass_of(self, micro: Microbatch) -> Iterator[None]:
+        """Surround the forward pass of a microbatch with its backward pass."""
+        compiled = self._model.compiled
+        with (
+            nullcontext() if compiled is None else compiled.pass_of(self._why_eager),
+            self._routes.pass_of(micro),
+            self._observer.pass_of(micro),
+        ):
+            yield
 
     def _build(
         self,

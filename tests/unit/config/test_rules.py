@@ -28,6 +28,7 @@ CONNECTED = (
     "data_plane.transfer_queue.connect=true",
     "cluster.address=auto",
 )
+COMPILED = "policy.dtensor_cfg.compile=on"
 RECORDED, FILTERED = "policy.generation.record_support=true", "policy.generation.top_p=0.8"
 REPLAY = "policy.router_replay.enabled=true"
 BY_POLICY = (REPLAY, "policy.router_replay.source=prev_logprobs")
@@ -62,6 +63,11 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             ),
             "policy.dtensor_cfg.sequence_parallel: a custom_parallel_plan",
         )
+    ],
+    "rule_compile_needs_whole_layers": [
+        ((COMPILED, "policy.dtensor_cfg.tensor_parallel_size=2"), "policy.dtensor_cfg.compile: 'on', and policy.dten"),
+        ((COMPILED, "policy.dtensor_cfg.context_parallel_size=2"), "policy.dtensor_cfg.context_parallel_size is above"),
+        ((COMPILED, "policy.router_replay.enabled=true"), "policy.router_replay.enabled is true: its passes"),
     ],
     "rule_cpu_offload_needs_a_gpu": [
         (("policy.dtensor_cfg.cpu_offload=true",), "policy.dtensor_cfg.cpu_offload: True")
