@@ -120,7 +120,7 @@ def test_a_signal_during_a_save_is_an_interrupt_that_says_how_to_go_on(tmp_path,
     assert process.returncode == 130, output
     assert "interrupted" in output and "Traceback" not in output and "disk" not in output, output
     *_, told, command = output.strip().splitlines()
-    saved = sorted((tmp_path / "logs" / "checkpoints").glob("*step_*"), key=lambda path: int(path.name.split("_")[1]))
+    saved = sorted((tmp_path / "logs" / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
     assert told == f"the last checkpoint is {saved[-1]}; to continue:", output
     last = int(saved[-1].name.removeprefix("step_"))
     command += f" grpo.max_num_steps={last + 1}"

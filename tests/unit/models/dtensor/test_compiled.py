@@ -64,7 +64,7 @@ def _whole_norms(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.full)])
 def test_compiled_layers_have_the_numbers_of_eager_ones_in_one_graph(dtype: torch.dtype, folder: Path) -> None:
     model = load_causal_lm(folder, dtype=dtype)
     model.set_attn_implementation(ATTENTION_NAME)
