@@ -315,7 +315,7 @@ def plan_train(
         global_batch_size=batch_sizes,
     )
     try:
-        if packing.enabled:
+        if packing.is_on:
             options["microbatch_order"] = packing.microbatch_order
             cap, algorithm = packing.train_mb_tokens, packing.algorithm
             return plan_packs(lengths, capacity=cap, dp_world=dp_world, algorithm=algorithm, **options)
@@ -345,7 +345,7 @@ def plan_rows(lengths: Sequence[int], policy: PolicyConfig, *, layout: ParallelL
         microbatches=tuple((*found, *[()] * (count - len(found))) for found in ranks),
         steps=(count,),
         pad_to=round_up(max(lengths, default=0), multiple),
-        packed=policy.sequence_packing.enabled,
+        packed=policy.sequence_packing.is_on,
     )
 
 
@@ -353,13 +353,13 @@ def _filled(
     rows: Sequence[int], lengths: Sequence[int], policy: PolicyConfig, *, layout: ParallelLayout
 ) -> list[tuple[int, ...]]:
     """Return microbatches of rows, given the longest first: each is filled up to the cap, in this order."""
-    section = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
+    section = policy.sequence_packing if policy.sequence_packing.is_on else policy.dynamic_batching
     found: list[list[int]] = []
     used = 0
     for row in rows:
         size = round_up(lengths[row], layout.length_multiple)
-        if found and section.enabled:
-            used = used + size if policy.sequence_packing.enabled else (len(found[-1]) + 1) * lengths[found[-1][0]]
+        if found and section.is_on:
+            used = used + size if policy.sequence_packing.is_on else (len(found[-1]) + 1) * lengths[found[-1][0]]
             is_full = used > section.logprob_mb_tokens
         else:
             is_full = bool(found) and len(found[-1]) >= (policy.logprob_batch_size or policy.train_micro_batch_size)
@@ -381,7 +381,7 @@ def plan_logprobs(
     """Log-probability microbatches over the assignment of `plan`."""
     multiple = layout.round_up_multiple(policy.make_sequence_length_divisible_by)
     for section in (policy.sequence_packing, policy.dynamic_batching):
-        if section.enabled:
+        if section.is_on:
             return replan_microbatches(
                 plan,
                 lengths,
@@ -395,7 +395,7 @@ def plan_logprobs(
 
 
 def _rows_needed(lengths: Sequence[int], policy: PolicyConfig, layout: ParallelLayout) -> int:
-    packed = policy.sequence_packing.enabled
+    packed = policy.sequence_packing.is_on
     section = policy.sequence_packing if packed else policy.dynamic_batching
     multiple = layout.round_up_multiple(policy.make_sequence_length_divisible_by)
     try:
@@ -407,7 +407,7 @@ def _rows_needed(lengths: Sequence[int], policy: PolicyConfig, layout: ParallelL
 
 
 def _is_capped(policy: PolicyConfig) -> bool:
-    return policy.sequence_packing.enabled or policy.dynamic_batching.enabled
+    return policy.sequence_packing.is_on or policy.dynamic_batching.enabled
 
 
 def rewards_of(sample_stats: SampleStats, config: GRPOConfig) -> torch.Tensor:

@@ -298,7 +298,7 @@ def rule_megatron_auxiliary_loss_needs_its_keys(config: MasterConfig) -> list[st
         lines.append(f"{_SECTION}.moe_aux_loss_coeff: 0 gives {kind!r} no weight; set a number > 0, or {switch}=none")
     if megatron.freeze_moe_router:
         lines.append(f"{switch}: {kind!r} teaches the routers, but freeze_moe_router is true; set it to none")
-    if kind == "seq_aux_loss" and policy.sequence_packing.enabled:
+    if kind == "seq_aux_loss" and policy.sequence_packing.is_on:
         lines.append(
             f"{switch}: 'seq_aux_loss' takes a packed row for one sequence; set aux_loss, or "
             "policy.sequence_packing.enabled=false"

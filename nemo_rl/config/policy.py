@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from nemo_rl.config.base import Section, Text
+from nemo_rl.config.base import AUTO, Section, Text
 from nemo_rl.config.diagnostics import TracerSwitches
 from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig, SchedulerConfig
 from nemo_rl.config.generation import GenerationConfig
@@ -22,6 +23,7 @@ from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
 from nemo_rl.config.vision import VisionConfig
+from nemo_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from nemo_rl.config.schema import MasterConfig
@@ -34,6 +36,7 @@ __all__ = [
     "PolicyConfig",
     "SequencePackingConfig",
     "TokenizerConfig",
+    "packing_decided",
 ]
 
 
@@ -99,8 +102,10 @@ class TokenizerConfig(Section):
 class SequencePackingConfig(Section):
     """Microbatches of whole sequences laid end to end in one row, without padding between them."""
 
-    enabled: bool = False
-    """Excludes the other way of batching; with neither, microbatches have a fixed number of rows."""
+    enabled: bool | Literal["auto"] = "auto"
+    """Excludes the other way of batching; with neither, microbatches have a fixed number of rows. `auto` packs unless
+    `dynamic_batching` is on, `train_micro_batch_size` or `logprob_batch_size` is changed, or a small model of the same
+    class has other numbers with packed rows; a cap that is too small for the longest sequence is raised to it."""
     train_mb_tokens: PositiveInt = 8192
     """Most tokens in one training microbatch: a hard cap."""
     logprob_mb_tokens: PositiveInt = 8192
@@ -110,6 +115,11 @@ class SequencePackingConfig(Section):
     assigned in turn."""
     microbatch_order: MicrobatchOrder = "packer"
     """`packer`: as the algorithm leaves them; `largest_first`: most tokens first, so that memory peaks at the start."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether rows are packed; `auto` packs nothing before `packing_decided` has settled it."""
+        return self.enabled is True
 
 
 class DynamicBatchingConfig(Section):
@@ -124,6 +134,11 @@ class DynamicBatchingConfig(Section):
     microbatch_order: MicrobatchOrder = "packer"
     """`packer`: most expensive first on every rank; `largest_first`: most tokens first, so that memory peaks at the
     start."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return `enabled`, under the name that it has for packing too."""
+        return self.enabled
 
 
 class ProfileConfig(Section):
@@ -196,7 +211,7 @@ class PolicyConfig(Section):
     def logprob_growth(self) -> float:
         """Return how many times as large as a training microbatch one of log-probabilities is."""
         for section in (self.sequence_packing, self.dynamic_batching):
-            if section.enabled:
+            if section.is_on:
                 return section.logprob_mb_tokens / section.train_mb_tokens
         return (self.logprob_batch_size or self.train_micro_batch_size) / self.train_micro_batch_size
 
@@ -324,7 +339,7 @@ def rule_parallel_sizes_divide_the_workers(config: MasterConfig) -> list[str]:
 
 def rule_packing_excludes_dynamic_batching(config: MasterConfig) -> list[str]:
     policy = config.policy
-    if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
+    if policy.sequence_packing.is_on and policy.dynamic_batching.enabled:
         return [
             "policy.dynamic_batching.enabled: packing and dynamic batching exclude each other; turn one of them off"
         ]
@@ -339,23 +354,68 @@ def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
         ("policy.dynamic_batching", policy.dynamic_batching),
     )
     for prefix, section in sections:
-        if not section.enabled:
+        why_off = _why_auto_is_off(policy) if section.enabled == AUTO else None
+        if why_off is not None or not section.enabled:
             names, switch = keys_besides_the_switch(section), f"{prefix}.enabled"
-            lines += would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
-        else:
-            multiple = math.lcm(policy.make_sequence_length_divisible_by, policy.parallel_sizes.length_multiple)
-            longest = -(-policy.max_total_sequence_length // multiple) * multiple
+            because = f"{switch} is false" if why_off is None else f"policy.{why_off}"
+            lines += would_be_ignored(section, prefix, names, switch=switch, because=because)
+        elif section.is_on:
+            longest = _longest_row(policy)
             for name, cap in (
                 ("train_mb_tokens", section.train_mb_tokens),
                 ("logprob_mb_tokens", section.logprob_mb_tokens),
             ):
                 if cap < longest:
                     lines.append(f"{prefix}.{name}: {cap} tokens do not hold one sequence; expected at least {longest}")
-    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
-        fixed = ("train_micro_batch_size", "logprob_batch_size")
-        switch = f"policy.{'sequence_packing' if policy.sequence_packing.enabled else 'dynamic_batching'}.enabled"
-        lines += would_be_ignored(policy, "policy", fixed, switch=switch, because=f"{switch} is true")
+    if policy.sequence_packing.is_on or policy.dynamic_batching.enabled:
+        switch = f"policy.{'sequence_packing' if policy.sequence_packing.is_on else 'dynamic_batching'}.enabled"
+        lines += would_be_ignored(policy, "policy", FIXED_ROWS, switch=switch, because=f"{switch} is true")
     return lines
+
+
+FIXED_ROWS = ("train_micro_batch_size", "logprob_batch_size")
+"""Keys that say how many rows a microbatch has."""
+
+
+def packing_decided(config: MasterConfig, *, fits: Callable[[PolicyConfig], bool]) -> MasterConfig:
+    """Return the config with true or false in place of `policy.sequence_packing.enabled: auto`.
+
+    Args:
+        fits: whether the model keeps its numbers where rows are packed, asked of a policy that packs them.
+
+    Raises:
+        ConfigError: rows are not packed, and the global batch does not divide into microbatches.
+    """
+    policy = config.policy
+    if policy.sequence_packing.enabled != AUTO:
+        return config
+    longest, packing = _longest_row(policy), policy.sequence_packing
+    train = max(packing.train_mb_tokens, longest)
+    caps = {"train_mb_tokens": train, "logprob_mb_tokens": max(packing.logprob_mb_tokens, train)}
+    policy = policy.model_copy(update={"sequence_packing": packing.model_copy(update={"enabled": True, **caps})})
+    if _why_auto_is_off(config.policy) is not None or not fits(policy):
+        policy = policy.model_copy(update={"sequence_packing": packing.model_copy(update={"enabled": False})})
+    config = config.model_copy(update={"policy": policy})
+    problems = rule_fixed_microbatches_divide(config)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _why_auto_is_off(policy: PolicyConfig) -> str | None:
+    """Return what in the recipe keeps `auto` from packing rows, or None."""
+    if policy.dynamic_batching.enabled:
+        return "dynamic_batching.enabled is true"
+    if policy.megatron_cfg.moe_router_load_balancing_type == "seq_aux_loss":
+        return "megatron_cfg.moe_router_load_balancing_type is 'seq_aux_loss'"
+    fixed = (name for name in FIXED_ROWS if getattr(policy, name) != PolicyConfig.model_fields[name].default)
+    return next((f"{name} is set" for name in fixed), None)
+
+
+def _longest_row(policy: PolicyConfig) -> int:
+    """Return the tokens of the longest sequence with its padding."""
+    multiple = math.lcm(policy.make_sequence_length_divisible_by, policy.parallel_sizes.length_multiple)
+    return -(-policy.max_total_sequence_length // multiple) * multiple
 
 
 def rule_logprob_microbatch_tokens_not_below_train(config: MasterConfig) -> list[str]:
@@ -364,7 +424,7 @@ def rule_logprob_microbatch_tokens_not_below_train(config: MasterConfig) -> list
         ("sequence_packing", config.policy.sequence_packing),
         ("dynamic_batching", config.policy.dynamic_batching),
     ):
-        if section.enabled and section.logprob_mb_tokens < section.train_mb_tokens:
+        if section.is_on and section.logprob_mb_tokens < section.train_mb_tokens:
             lines.append(
                 f"policy.{name}.logprob_mb_tokens: expected at least train_mb_tokens {section.train_mb_tokens} (a pass "
                 f"without gradients needs less memory), got {section.logprob_mb_tokens}"
@@ -374,7 +434,9 @@ def rule_logprob_microbatch_tokens_not_below_train(config: MasterConfig) -> list
 
 def rule_fixed_microbatches_divide(config: MasterConfig) -> list[str]:
     policy = config.policy
-    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+    # Where the model may still turn `auto` off, `packing_decided` asks again.
+    may_pack = policy.sequence_packing.enabled == AUTO and _why_auto_is_off(policy) is None
+    if may_pack or policy.sequence_packing.is_on or policy.dynamic_batching.enabled:
         return []
     ranks = max(1, config.cluster.num_workers // policy.parallel_sizes.replica_size)
     unit = ranks * policy.train_micro_batch_size

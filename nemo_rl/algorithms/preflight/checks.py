@@ -12,9 +12,11 @@ from pathlib import Path
 
 from nemo_rl.algorithms.preflight import inputs, machine
 from nemo_rl.algorithms.preflight.inputs import Subject, with_teacher_folder
+from nemo_rl.algorithms.preflight.model_check import packs
 from nemo_rl.algorithms.run_folder import CONFIG_FILE
 from nemo_rl.config.base import AUTO
 from nemo_rl.config.load import load_config
+from nemo_rl.config.policy import packing_decided
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, PreflightError, RunFolderError, UserError, name_some
 from nemo_rl.models.hub import local_folders
@@ -55,7 +57,8 @@ ALONGSIDE = ("reward",)
 
 
 def preflight(config: MasterConfig, *, is_alone: bool = False) -> MasterConfig:
-    """Runs every check; returns the config with folders in place of names on the hub, and with `resume: auto` decided.
+    """Runs every check; returns the config with folders in place of names on the hub, and with `auto` decided for
+    `checkpointing.resume` and `policy.sequence_packing.enabled`.
 
     Args:
         is_alone: no run follows: also looks at all rows of the datasets, which a run does when it loads them.
@@ -68,12 +71,13 @@ def preflight(config: MasterConfig, *, is_alone: bool = False) -> MasterConfig:
 
 
 def run_checks(config: MasterConfig, names: Iterable[str], *, is_alone: bool = False) -> MasterConfig:
-    """Some of `CHECKS`; returns the config with folders in place of names on the hub. Raises as `preflight`."""
+    """Some of `CHECKS`; returns the config with folders in place of names on the hub, and packing decided. Raises as
+    `preflight`."""
     errors: list[UserError] = []
     wanted = {name: CHECKS[name] for name in names}
     try:
         config = config.model_copy(update={"policy": local_folders(config.policy)})
-        config = with_teacher_folder(config)
+        config = packing_decided(with_teacher_folder(config), fits=packs)
     except UserError as error:
         errors.append(error)
         wanted = {name: check for name, check in wanted.items() if name not in NEED_MODEL}

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +58,9 @@ from nemo_rl.models.vision import SMALL_FEATURES, PromptImages, family_of
 from nemo_rl.records.sites import Direction, SiteKind, execution_order
 from nemo_rl.utils.memory import package_versions
 
-__all__ = ["Trial", "check_model", "trials_of"]
+__all__ = ["Trial", "check_model", "packs", "trials_of"]
+
+logger = logging.getLogger(__name__)
 
 LENGTHS = (3 * WINDOW - 3, 2 * WINDOW + 1, WINDOW - 5, 2 * WINDOW + 9)
 """Tokens of the rows: beyond windows and chunks, and within."""
@@ -74,6 +77,8 @@ WATCHED = (SiteKind.EMBED, SiteKind.LAYER_IN, SiteKind.ATTN_OUT, SiteKind.MLP_OU
 STEP = 64.0
 """Learning rate of the plain gradient descent by which gradients are read off the weights."""
 TIMEOUT_S = 120.0
+PACKED = "sequence_packing.enabled"
+"""Key of the trial with packed rows."""
 MAX_REASON = 240
 """Characters that are told of an error."""
 CACHE = Path("~/.cache/nemo_rl/model_checks")
@@ -112,18 +117,36 @@ class Trial:
     """Settings of the recipe, without its sizes."""
 
 
-def check_model(config: PolicyConfig, *, cache: Path | None = CACHE) -> list[str]:
+def packs(config: PolicyConfig) -> bool:
+    """Return whether the model of a recipe with packed rows has its own numbers in them; if not, the log says why.
+
+    A model that cannot be checked at all is left to `check_model`.
+    """
+    wanted = [] if config.megatron_cfg.enabled else [each for each in trials_of(config) if each.key == PACKED]
+    try:
+        lines = check_model(config, trials=wanted) if wanted else []
+    except UserError:
+        return True
+    for line in lines:
+        logger.warning("rows are not packed, as policy.%s=auto would have them: %s", PACKED, line)
+    return not lines
+
+
+def check_model(
+    config: PolicyConfig, *, cache: Path | None = CACHE, trials: Sequence[Trial] | None = None
+) -> list[str]:
     """Return a line for each way in which the recipe would get other numbers than the model has.
 
     Args:
         config: whose `model_name` is a folder.
+        trials: the ways; None: all that the recipe asks for.
         cache: where it is kept which checks have passed; None: nowhere.
 
     Raises:
         UserError: no tiny model can be made of this one.
     """
     real = language_config(load_model_config(config.model_name))
-    trials = trials_of(config)
+    trials = trials_of(config) if trials is None else trials
     place = None if cache is None else cache.expanduser() / _digest(real, trials)
     if place is not None and place.is_file():
         return []
@@ -164,11 +187,11 @@ def trials_of(config: PolicyConfig) -> list[Trial]:
     if config.megatron_cfg.enabled:
         # Its model types are few, and tests compare each with Hugging Face in every layout.
         return [_engine_trial(config)] if config.generation.backend == EMBEDDED else []
-    sizes, is_packed = config.parallel_sizes, config.sequence_packing.enabled
+    sizes, is_packed = config.parallel_sizes, config.sequence_packing.is_on
     trials = [Trial(name="padded in one worker", key="model_name", run=_in_worker, policy=_tiny(config, packed=False))]
     if is_packed:
         packed = _tiny(config, packed=True)
-        trials.append(Trial(name="with packed rows", key="sequence_packing.enabled", run=_in_worker, policy=packed))
+        trials.append(Trial(name="with packed rows", key=PACKED, run=_in_worker, policy=packed))
     axes = [
         (f"{axis} parallel", {f"{axis}_parallel_size": 2})
         for axis, size in (("tensor", sizes.tensor), ("context", sizes.context))

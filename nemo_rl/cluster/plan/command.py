@@ -23,6 +23,7 @@ from nemo_rl.cluster.plan.memory import RankMemory
 from nemo_rl.cluster.plan.setting import GPU, GPUS, Model, PlanSetting, gpu_named
 from nemo_rl.config.distillation import teacher_config
 from nemo_rl.config.load import load_config
+from nemo_rl.config.policy import packing_decided
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, ResourceError
 from nemo_rl.utils.console import bytes_text
@@ -81,7 +82,7 @@ def _smaller_batches(setting: PlanSetting) -> Iterator[PlanChange]:
         most //= 2
         yield PlanChange(overrides=(f"policy.generation.max_batch_size={most}",), cost="more rounds of decoding")
     for name, section in (("sequence_packing", policy.sequence_packing), ("dynamic_batching", policy.dynamic_batching)):
-        if not section.enabled:
+        if not section.is_on:
             continue
         train, logprob = section.train_mb_tokens, section.logprob_mb_tokens
         floor = policy.max_total_sequence_length
@@ -89,7 +90,7 @@ def _smaller_batches(setting: PlanSetting) -> Iterator[PlanChange]:
             train, logprob = max(floor, train // 2), max(floor, logprob // 2)
             caps = (f"policy.{name}.train_mb_tokens={train}", f"policy.{name}.logprob_mb_tokens={logprob}")
             yield PlanChange(overrides=caps, cost="more microbatches")
-    if not policy.sequence_packing.enabled and not policy.dynamic_batching.enabled:
+    if not policy.sequence_packing.is_on and not policy.dynamic_batching.enabled:
         rows = policy.train_micro_batch_size
         while rows > 1:
             rows //= 2
@@ -184,6 +185,8 @@ def plan_recipe(request: PlanRequest) -> tuple[RunPlan, ResourceError | None]:
     teacher = None if taught_by is None else Model(planned_model_config(taught_by, given=None))
 
     def setting_of(config: MasterConfig) -> PlanSetting:
+        # Whether the model packs is found out where a run starts.
+        config = packing_decided(config, fits=lambda _: True)
         taught = None if teacher is None else PlanSetting(config=teacher_config(config), model=teacher, gpu=gpu)
         return PlanSetting(config=config, model=model, gpu=gpu, teacher=taught)
 

@@ -283,7 +283,7 @@ def plan_batches(setting: PlanSetting) -> Batches:
     plan = plan_train(lengths, sizes, policy, layout=layout)
     logprobs = plan_logprobs(plan, lengths, policy, layout=layout)
     packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-    capped = packing if packing.enabled else dynamic if dynamic.enabled else None
+    capped = packing if packing.is_on else dynamic if dynamic.enabled else None
     rows_per_rank = math.ceil(max(sizes) / layout.dp)
     padded = round_up(width, layout.round_up_multiple(policy.make_sequence_length_divisible_by))
     fixed = (policy.train_micro_batch_size, policy.logprob_batch_size or policy.train_micro_batch_size)
@@ -293,7 +293,7 @@ def plan_batches(setting: PlanSetting) -> Batches:
     per_rank = (rows_per_rank * padded, math.ceil(rows / layout.dp) * padded)
     train, logprob = (
         pass_tokens(
-            setting, tokens=min(cap, most), width=padded, predicted=min(response, width - 1), is_packed=packing.enabled
+            setting, tokens=min(cap, most), width=padded, predicted=min(response, width - 1), is_packed=packing.is_on
         )
         for cap, most in zip(caps, per_rank, strict=True)
     )

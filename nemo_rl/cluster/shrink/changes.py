@@ -312,7 +312,7 @@ def _batches(changes: Changes, config: MasterConfig, layout: SmallLayout) -> Non
     rows = {"num_generations_per_prompt": group, "num_prompts_per_step": batch * updates // group}
     changes.set_all("grpo", rows, SMALL_BATCH)
     changes.set("policy.train_global_batch_size", batch, SMALL_BATCH)
-    if not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
+    if not (policy.sequence_packing.is_on or policy.dynamic_batching.enabled):
         changes.cap("policy.train_micro_batch_size", rows_per_pass, SMALL_BATCH)
         changes.cap("policy.logprob_batch_size", 2 * rows_per_pass, SMALL_BATCH)
     changes.cap("policy.generation.num_replicas", 2, ONE_MACHINE)
@@ -335,7 +335,7 @@ def _lengths(changes: Changes, config: MasterConfig, layout: SmallLayout) -> Non
     changes.set("policy.generation.max_new_tokens", NEW_TOKENS, SMALL_ROWS)
     changes.set("data.max_input_seq_length", PROMPT_TOKENS, SMALL_ROWS)
     for name, section in (("sequence_packing", policy.sequence_packing), ("dynamic_batching", policy.dynamic_batching)):
-        if section.enabled:
+        if section.is_on:
             caps = {"train_mb_tokens": section.train_mb_tokens, "logprob_mb_tokens": section.logprob_mb_tokens}
             for key, cap in caps.items():
                 sequences = max(1, min(cap // policy.max_total_sequence_length, CAP_SEQUENCES))

@@ -34,6 +34,7 @@ from nemo_rl.cluster.known_models import planned_model_config
 from nemo_rl.cluster.shrink.changes import TEACHER, Changes, ShrinkChange, changes_of, small_layout, teacher_sizes
 from nemo_rl.config.compose import COMMAND_LINE, apply_overrides, compose
 from nemo_rl.config.load import load_config
+from nemo_rl.config.policy import packing_decided
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import default_tree, lookup, place_of, put
 from nemo_rl.data.datasets import raw_prompts
@@ -204,7 +205,7 @@ def shrink(request: ShrinkRequest, *, console: Console) -> ShrinkReport:
         NemoRLError: a worker or the data plane of the small run failed.
     """
     started = time.monotonic()
-    config = load_config(request.recipe, request.overrides)
+    config = packing_decided(load_config(request.recipe, request.overrides), fits=lambda _: True)
     real = planned_model_config(config.policy.model_name, given=request.model_config)
     check_planned_model_fits(real, config.policy)
     notes = _prompt_notes(config)

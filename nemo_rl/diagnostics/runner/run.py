@@ -341,7 +341,7 @@ def _layout_words(work: RankWork) -> str:
     }
     words = [f"{name}={size}" for name, size in axes.items() if size > 1 or name == "tp"]
     words += ["sp"] if sizes.sequence_parallel else []
-    words += ["packed"] if policy.sequence_packing.enabled else []
+    words += ["packed"] if policy.sequence_packing.is_on else []
     return " ".join(["megatron" if policy.megatron_cfg.enabled else "dtensor", *words, policy.precision])
 
 

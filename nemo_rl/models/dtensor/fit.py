@@ -41,7 +41,7 @@ def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:
             f"policy.model_name: this {model.config.model_type!r} {positions}; log-probabilities would depend on the "
             "batching. Take a model whose rope_type is default, linear, llama3, longrope or yarn"
         )
-    if problem is not None and (sizes.context_parallel_size > 1 or config.sequence_packing.enabled):
+    if problem is not None and (sizes.context_parallel_size > 1 or config.sequence_packing.is_on):
         is_context = sizes.context_parallel_size > 1
         key = "dtensor_cfg.context_parallel_size" if is_context else "sequence_packing.enabled"
         raise ConfigError(

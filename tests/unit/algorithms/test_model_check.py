@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, PretrainedConfig
 
-from nemo_rl.algorithms.preflight.model_check import Found, check_config, check_model, difference, trials_of
+from nemo_rl.algorithms.preflight.model_check import Found, check_config, check_model, difference, packs, trials_of
 from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
+from nemo_rl.config.load import load_config
+from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig, packing_decided
+from nemo_rl.errors import ConfigError
 from nemo_rl.records.sites import SiteKind
 from tests.helpers.model_families import write_family
 from tests.repo import model_support
 
 PACKED, TENSOR, CONTEXT, ENGINE, SAVED = "packed", "TP 2", "CP 2", "engine", "saved"
+RECIPE = Path(__file__).parents[3] / "configs" / "grpo_sort_cpu.yaml"
 MIXTURE = {"num_local_experts": 8, "num_experts_per_tok": 2}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 RIGHT: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -102,6 +106,28 @@ def test_a_plan_that_gives_other_numbers_is_refused() -> None:
     [trial] = [trial for trial in trials_of(config) if trial.key == "dtensor_cfg.tensor_parallel_size"]
     [line] = check_config(AutoConfig.for_model("llama"), [trial])
     assert line.startswith("policy.dtensor_cfg.tensor_parallel_size: 'llama' cannot run tensor parallel")
+
+
+def test_rows_are_packed_where_the_recipe_leaves_it_open_and_the_model_keeps_its_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def decided(kind: str, changes: tuple[str, ...] = ()) -> PolicyConfig:
+        folder = tmp_path / kind
+        AutoConfig.for_model(kind, architectures=[f"{kind.title()}ForCausalLM"]).save_pretrained(folder)
+        save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
+        given = ("policy.dynamic_batching.enabled=false", f"policy.model_name={folder}", *changes)
+        return packing_decided(load_config(RECIPE, given), fits=packs).policy
+
+    packed = decided("qwen3", ("policy.sequence_packing.train_mb_tokens=40",)).sequence_packing
+    assert packed.enabled is True and packed.is_on
+    assert (packed.train_mb_tokens, packed.logprob_mb_tokens) == (48, 8192), "a cap holds the longest sequence"
+    for mine in ("policy.train_micro_batch_size=2", "policy.dynamic_batching.enabled=true"):
+        assert decided("qwen3", (mine,)).sequence_packing.enabled is False
+    assert caplog.text == ""
+    assert decided("bamba").sequence_packing.enabled is False
+    assert "rows are not packed" in caplog.text and "carry values along a row" in caplog.text
+    with pytest.raises(ConfigError, match="expected a multiple of 24"):
+        decided("bamba", ("policy.train_global_batch_size=4", "cluster.cpu_workers_per_node=6"))
 
 
 def test_a_check_that_has_passed_is_not_made_again_until_something_changes(tmp_path: Path) -> None:

@@ -188,6 +188,10 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_batching_keys_need_their_switch": [
         (("policy.sequence_packing.train_mb_tokens=64",), "policy.sequence_packing.train_mb_tokens: 64 would be"),
         (("policy.sequence_packing.algorithm=concatenative",), "policy.sequence_packing.algorithm: 'concatenative'"),
+        (
+            (*FIXED, "policy.train_micro_batch_size=2", "policy.sequence_packing.train_mb_tokens=64"),
+            "because policy.train_micro_batch_size is set",
+        ),
         ((*FIXED, "policy.dynamic_batching.microbatch_order=largest_first"), "dynamic_batching.microbatch_order: 'l"),
         (("policy.dynamic_batching.train_mb_tokens=47",), "policy.dynamic_batching.train_mb_tokens: 47 tokens do not"),
         (("policy.train_micro_batch_size=8",), "policy.train_micro_batch_size: 8 would be ignored"),

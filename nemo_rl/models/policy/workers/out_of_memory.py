@@ -89,7 +89,7 @@ def lowering_keys(policy: PolicyConfig, *, is_training: bool) -> list[str]:
             ("sequence_packing", policy.sequence_packing),
             ("dynamic_batching", policy.dynamic_batching),
         )
-        if section.enabled
+        if section.is_on
     ]
     if not found:
         rows = (

@@ -327,7 +327,7 @@ class Passes:
             rows_per_microbatch=mbs,
             pad_to=batch.tensor("input_ids").shape[1],
         )
-        return replace(plan, packed=self._config.sequence_packing.enabled)
+        return replace(plan, packed=self._config.sequence_packing.is_on)
 
     def _inference_plan(self, batch: BatchedDataDict, mbs: int | None) -> PackPlan:
         rows = mbs or self._config.logprob_batch_size or self._config.train_micro_batch_size
