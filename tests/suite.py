@@ -30,7 +30,7 @@ NO_TESTS = 5
 """pytest's exit code when none was chosen."""
 FULL = "NEMO_RL_TEST_FULL"
 """Variable that says the same to code that sees no mark; see `tests.helpers.case_selection`."""
-PART_TIMEOUT_S = 3600.0
+PART_TIMEOUT_S = 4800.0
 SLOWEST = 20
 CLUSTERS = ("test_two_hosts.py", "test_slurm.py", "test_cluster_page.py")
 """Of `tests/e2e`: what waits for hosts, nodes and jobs more than it computes."""

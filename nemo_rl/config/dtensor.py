@@ -72,9 +72,10 @@ class DTensorConfig(Section):
     """Run each decoder layer through `torch.compile`: fewer and larger kernels, after a first step that takes a minute
     longer; numbers differ in the last bits. `auto` does so on CUDA where tensor and context parallelism and router
     replay are off and a small model of the same class compiles when the worker starts, and never on a CPU."""
-    gradient_accumulation: Literal["sharded", "whole"] = "sharded"
+    gradient_accumulation: Literal["sharded", "whole", "auto"] = "sharded"
     """Sum of gradients over microbatches: `sharded` reduces them after each one, so that a rank holds its part alone;
-    `whole` reduces them once, after the last, and holds 4 bytes per trained parameter meanwhile, for slow networks."""
+    `whole` reduces them once, after the last, and holds 4 bytes per trained parameter meanwhile, for slow networks;
+    `auto` is whole on GPUs that have room for it by the sum of `nemo-rl plan`."""
     env_vars: EnvVars = {}
     """Variables of the policy workers' processes; they win over `cluster.env_vars`."""
 

@@ -16,6 +16,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded
 from nemo_rl.errors import CheckpointError, NonFiniteError
+from nemo_rl.models.policy.workers.out_of_memory import gradients_decided
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.utils.metrics import merge_metrics, values
 from tests.helpers.gloo import run_ranks
@@ -224,3 +225,18 @@ def test_a_rank_that_cannot_write_a_checkpoint_is_reported_by_all(ranks: list[di
         assert "rank 0 could not write it" in rank["refused"]
     assert (checkpoint / "second" / "model.safetensors").is_file()
     assert not list(checkpoint.glob("*.part"))
+
+
+def _decided(rank: int, rooms: tuple[int, ...]) -> list[str]:
+    """Return what `auto` means to a rank: without a plan, with room everywhere, and without on one rank."""
+    config = PolicyConfig(model_name="model", dtensor_cfg=DTensorConfig(gradient_accumulation="auto"))
+    cases: tuple[tuple[dict[str, int], int], ...] = (({}, 100), ({"train": 90}, 100), ({"train": 90}, rooms[rank]))
+    return [
+        gradients_decided(config, planned, room=room, device=torch.device("cpu")).dtensor_cfg.gradient_accumulation
+        for planned, room in cases
+    ]
+
+
+def test_gradients_are_whole_where_every_rank_has_room_for_them() -> None:
+    for found in run_ranks(2, _decided, (100, 93), timeout_s=120):
+        assert found == ["sharded", "whole", "sharded"]

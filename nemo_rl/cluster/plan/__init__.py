@@ -35,6 +35,7 @@ from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, GPU, GPUS, Batches, Mode
 from nemo_rl.cluster.plan.weights import local_weights
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.models.policy.workers.out_of_memory import USABLE
 from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.flops import transformer_flops
 from nemo_rl.utils.memory import available_bytes
@@ -237,8 +238,6 @@ def _collective_s(setting: PlanSetting, gpu: GPU, sent: float) -> float:
 
 FORMAT_VERSION = 1
 """Version of the format of `--json`; raised when a key changes its meaning or goes."""
-USABLE = 0.96
-"""Usable share of a GPU's memory: the rest is lost between blocks of torch's allocator."""
 
 
 @dataclass(frozen=True, kw_only=True)

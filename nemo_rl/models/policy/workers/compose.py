@@ -29,6 +29,7 @@ from nemo_rl.models.policy.tracing import NO_TRACING, SiteTracing, TraceSpec
 from nemo_rl.models.policy.workers.base import DeviceSide, check_workspace
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine, EngineFactory
+from nemo_rl.models.policy.workers.out_of_memory import gradients_decided
 from nemo_rl.models.policy.workers.passes import Passes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
 from nemo_rl.models.policy.workers.refit_source import RefitSource
@@ -161,6 +162,8 @@ def compose_parts(  # noqa: PLR0913 - the parts of a worker
     if config.deterministic:
         check_workspace(here.device)
     tokenizer = load_tokenizer(config.tokenizer.name or config.model_name, chat_template=config.tokenizer.chat_template)
+    room = torch.cuda.get_device_properties(here.device).total_memory if here.device.type == "cuda" else 0
+    config = gradients_decided(config, planned, room=room, device=here.device)
     start = _engine_factory(config)
     engine = start(config, here, num_steps=num_steps, collective_timeout_s=collective_timeout_s, seed=seed)
     device_side = DeviceSide(here.device, planned=planned)

@@ -1,7 +1,8 @@
-"""An error of ours where a policy worker runs out of memory: what it did, how much was planned, and what lowers it.
+"""Memory of a policy worker against its plan: an error of ours where it runs out, and gradients whole where they fit.
 
-Called around the passes of a worker, its moves and its refits. The plan's sums are those of `nemo-rl plan`; the driver
-sends them where that is installed.
+Called around the passes of a worker, its moves and its refits, and when it is put together. The error says what was
+done, how much was planned, and what lowers it. The plan's sums are those of `nemo-rl plan`; the driver sends them where
+that is installed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
@@ -19,10 +21,12 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import NemoRLError, ResourceError
 from nemo_rl.utils.console import bytes_text
 
-__all__ = ["largest_microbatch", "lowering_keys", "out_of_memory_of", "planned_stages"]
+__all__ = ["gradients_decided", "largest_microbatch", "lowering_keys", "out_of_memory_of", "planned_stages"]
 
 PLANNER = "nemo_rl.cluster.plan"
 """Belongs to the tools, which a machine that trains need not have."""
+USABLE = 0.96
+"""Usable share of a GPU's memory: the rest is lost between blocks of torch's allocator."""
 
 
 @contextmanager
@@ -106,10 +110,36 @@ def lowering_keys(policy: PolicyConfig, *, is_training: bool) -> list[str]:
     return [*found, f"{section}.{axis} ({sizes.tensor})"]
 
 
+def gradients_decided(
+    config: PolicyConfig, planned: Mapping[str, int], *, room: int, device: torch.device
+) -> PolicyConfig:
+    """Return the policy with `whole` or `sharded` in place of `gradient_accumulation: auto`, the same on every rank.
+
+    Collective over all ranks where it is `auto`.
+
+    Args:
+        planned: bytes by stage with whole gradients; empty where nothing was planned.
+        room: bytes of this rank's device; 0 on a CPU.
+    """
+    sizes = config.dtensor_cfg
+    if sizes.gradient_accumulation != "auto":
+        return config
+    fits = bool(planned) and max(planned.values()) <= USABLE * room
+    agreed = torch.tensor(int(fits), device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    chosen = "whole" if agreed else "sharded"
+    return config.model_copy(update={"dtensor_cfg": sizes.model_copy(update={"gradient_accumulation": chosen})})
+
+
 def planned_stages(config: MasterConfig) -> dict[str, int]:
-    """Return the bytes of a GPU by stage, as `nemo-rl plan` counts them; empty on CPUs, and without a plan."""
+    """Return the bytes of a GPU by stage, as `nemo-rl plan` counts them; empty on CPUs, and without a plan. With
+    `gradient_accumulation: auto` gradients count whole."""
     if config.cluster.gpus_per_node == 0:
         return {}
+    sizes = config.policy.dtensor_cfg
+    if sizes.gradient_accumulation == "auto":
+        sizes = sizes.model_copy(update={"gradient_accumulation": "whole"})
+        config = config.model_copy(update={"policy": config.policy.model_copy(update={"dtensor_cfg": sizes})})
     try:
         found: dict[str, int] = vars(importlib.import_module(PLANNER))["stage_bytes"](config)
     except (ModuleNotFoundError, NemoRLError):
