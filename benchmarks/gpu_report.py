@@ -242,7 +242,7 @@ def attention(place: Place) -> Found:
     return found
 
 
-def train_of(
+def train_of(  # noqa: PLR0913 - the settings of a pass
     shape: str,
     *,
     tokens: int,
@@ -250,6 +250,7 @@ def train_of(
     microbatches: int = 1,
     engine: str = "dtensor",
     is_packed: bool = True,
+    is_compiled: bool = False,
 ) -> Callable[[Place], Found]:
     """Return the part that times a training step and log-probabilities, and counts one of each."""
 
@@ -264,6 +265,7 @@ def train_of(
             device=place.device,
             is_checkpointed=is_checkpointed,
             is_packed=is_packed,
+            is_compiled=is_compiled,
         )
         batch, loss, plan = work.batch, loss_of_recipe(), work.plan if is_packed else None
         trained = int(batch.tensor("token_mask").sum())
@@ -362,6 +364,7 @@ PARTS: Mapping[str, Part] = {
     "train 1.5B": Part(run=train_of("1.5B", tokens=8192), limit_s=70),
     "plain 1.5B": Part(run=plain_of("1.5B", tokens=8192), limit_s=45),
     "plain 1.5B compiled": Part(run=plain_of("1.5B", tokens=8192, is_compiled=True), limit_s=75, needs_cuda=True),
+    "train 1.5B compiled": Part(run=train_of("1.5B", tokens=8192, is_compiled=True), limit_s=110, needs_cuda=True),
     "tests": Part(run=gpu_tests, limit_s=200, needs_cuda=True),
     "attention": Part(run=attention, limit_s=30),
     "train 7Bx8 recomputed": Part(run=train_of("7Bx8", tokens=8192, is_checkpointed=True), limit_s=70),
@@ -380,6 +383,7 @@ PARTS: Mapping[str, Part] = {
 BASELINES = {
     "train 1.5B": "plain 1.5B",
     "train 7Bx8 recomputed": "plain 7Bx8 recomputed",
+    "train 1.5B compiled": "plain 1.5B compiled",
     "train 0.5B": "plain 0.5B",
     "train 1.5B megatron": "plain 1.5B",
     "train 7Bx8": "plain 7Bx8 recomputed",

@@ -180,6 +180,7 @@ def make_worker(  # noqa: PLR0913 - the settings of a pass
     device: str = "cpu",
     is_packed: bool = True,
     is_checkpointed: bool = False,
+    is_compiled: bool = False,
     sharing: DeviceSharing = "alone",
     **changes: object,
 ) -> PolicyWorker:
@@ -208,7 +209,9 @@ def make_worker(  # noqa: PLR0913 - the settings of a pass
         }
     else:
         values |= {
-            "dtensor_cfg": DTensorConfig(activation_checkpointing="full" if is_checkpointed else "none"),
+            "dtensor_cfg": DTensorConfig(
+                activation_checkpointing="full" if is_checkpointed else "none", compile="on" if is_compiled else "off"
+            ),
             "optimizer": OptimizerConfig(kwargs={"lr": LEARNING_RATE, "weight_decay": 0.0}),
         }
     config = PolicyConfig(**{**values, **changes})
