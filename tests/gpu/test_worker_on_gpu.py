@@ -115,6 +115,22 @@ def test_bfloat16_logprobs_are_near_those_of_float32(folder: Path, packed: bool)
     assert float(gap.mean()) < 0.05 and float(gap.max()) < 1.0
 
 
+def test_compiled_layers_train_as_those_that_are_not(folder: Path) -> None:
+    outcomes, graphs = [], {}
+    for mode in ("off", "on"):
+        worker = _worker(folder, sequence_packing=PACKING, dtensor_cfg=DTensorConfig(compile=mode))
+        batches = [tiny_batch(8, seed=seed) for seed in range(3)]
+        losses = [worker.train(batch, LOSS, plan=_plan(batch, packed=True)).loss[0] for batch in batches]
+        outcomes.append((losses, worker.get_logprobs(batches[0], plan=_plan(batches[0], packed=True))))
+        if worker.engine.model.compiled is not None:
+            graphs[mode] = (worker.engine.model.compiled.num_graphs, worker.engine.model.compiled.recompilations)
+        worker.shutdown()
+    (eager, expected), (mine, logprobs) = outcomes
+    assert mine == pytest.approx(eager, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=2e-3)
+    assert graphs == {"on": (2, 0)}, "one with gradients and one without"
+
+
 def test_flash_attention_of_packed_rows_equals_the_plain_kernel(folder: Path) -> None:
     pytest.importorskip("flash_attn", reason="flash_attn is not installed")
     batch = tiny_batch(8)

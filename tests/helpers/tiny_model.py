@@ -70,7 +70,8 @@ def write_larger_folder(folder: Path) -> Path:
 
 
 def tiny_policy(folder: Path, **changes: object) -> PolicyConfig:
-    """Return a float32 policy with plain AdamW on a tiny folder."""
+    """Return a float32 policy with plain AdamW on a tiny folder, whose layers are compiled only where that is asked
+    for, also on CUDA."""
     values: dict[str, object] = {
         "model_name": str(folder),
         "precision": "float32",
@@ -80,7 +81,11 @@ def tiny_policy(folder: Path, **changes: object) -> PolicyConfig:
         "max_grad_norm": 1.0,
         "optimizer": OptimizerConfig(kwargs={"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.0}),
     }
-    return PolicyConfig(**{**values, **changes})
+    policy = PolicyConfig(**{**values, **changes})
+    if policy.dtensor_cfg.compile == "auto":
+        sizes = policy.dtensor_cfg.model_copy(update={"compile": "off"})
+        policy = policy.model_copy(update={"dtensor_cfg": sizes})
+    return policy
 
 
 def tiny_worker(

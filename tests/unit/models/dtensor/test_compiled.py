@@ -13,6 +13,7 @@ import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -178,10 +179,15 @@ def test_a_small_model_tells_whether_layers_compile(folder: Path, monkeypatch: p
 
 def test_auto_compiles_on_cuda_what_compiles(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model_config(folder)
-    assert not chooses_compiled(model, tiny_policy(folder), "cpu")
+
+    def is_compiled(device: str, **sizes: object) -> bool:
+        policy = PolicyConfig(model_name=str(folder), dtensor_cfg=DTensorConfig(**sizes))
+        return chooses_compiled(model, policy, device)
+
+    assert not is_compiled("cpu")
     monkeypatch.setattr(compiled, "compile_problem", lambda *_, **__: None)
-    assert chooses_compiled(model, tiny_policy(folder), "cuda")
+    assert is_compiled("cuda")
     for refused in ({"compile": "off"}, {"tensor_parallel_size": 2}, {"context_parallel_size": 2}):
-        assert not chooses_compiled(model, tiny_policy(folder, dtensor_cfg=DTensorConfig(**refused)), "cuda")
+        assert not is_compiled("cuda", **refused)
     monkeypatch.setattr(compiled, "compile_problem", lambda *_, **__: "a graph break")
-    assert not chooses_compiled(model, tiny_policy(folder), "cuda")
+    assert not is_compiled("cuda")
