@@ -113,7 +113,13 @@ class AsyncKills:
         return self.result
 
     def _live(self) -> None:
-        run = self._begin()
+        try:
+            self._kill_as_planned(self._begin())
+        finally:
+            self._process.kill()
+            self._process.wait()
+
+    def _kill_as_planned(self, run: subprocess.Popen[str]) -> None:
         for number, kind in enumerate(self._plan):
             if not self._wait_for_steps(run, self._random.randint(1, STEPS_BETWEEN)):
                 break
@@ -136,7 +142,8 @@ class AsyncKills:
         can_resume = any((self._logs / "checkpoints").glob("step_*"))
         settings.append("checkpointing.resume=true" if can_resume else "logger.overwrite=true")
         with self._output.open("a", encoding="utf-8") as log:
-            return start_cli(RECIPE, *settings, f"logger.log_dir={self._logs}", log=log)
+            self._process = start_cli(RECIPE, *settings, f"logger.log_dir={self._logs}", log=log)
+        return self._process
 
     def _kill_one(self, kind: str) -> None:
         found = []
