@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--fast", action="store_true", help="static checks, unit tests and a few runs in one process")
     size.add_argument("--full", action="store_true", help="every test over every store and layout")
-    parser.add_argument("--jobs", type=int, default=min(4, 2 + (os.cpu_count() or 1)), help="parts at a time")
+    parser.add_argument("--jobs", type=int, default=min(4, 1 + (os.cpu_count() or 1)), help="parts at a time")
     parser.add_argument("--only", nargs="+", default=[], help="only these parts")
     given = parser.parse_args(arguments)
     marks = "" if given.full else " and not full and not slow" if given.fast else " and not full"

@@ -43,7 +43,7 @@ def test_every_bound_can_be_missed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("overlaps", [pytest.param(True, marks=pytest.mark.full), False])
 def test_a_small_run_overlaps_unless_it_is_off(tmp_path: Path, overlaps: bool) -> None:
     path = tmp_path / "report.json"
     main(["--quick", "--json", str(path), *([] if overlaps else ["--without-overlap"])])

@@ -36,7 +36,7 @@ def test_the_time_of_a_call_is_a_function_of_the_tokens() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("waits", [pytest.param(False, marks=pytest.mark.full), True])
 def test_conversations_wait_for_nobody_unless_one_is_open_at_a_time(tmp_path: Path, waits: bool) -> None:
     path = tmp_path / "report.json"
     main(["--quick", "--json", str(path), *(["--one-by-one"] if waits else [])])
