@@ -46,7 +46,8 @@ OUTSIDE = {
     *("NCCL_ALGO", "NCCL_PROTO"),
     # Values of `activation_checkpointing`.
     *("selective", "none"),
-    # Of torch, and values of `compile`.
+    # Of torch, and values of `compile` and `gradient_accumulation`.
+    *("sharded", "whole"),
     *("on", "off", "torch.compile", "TORCHINDUCTOR_CACHE_DIR", "~/.cache/nemo_rl/inductor"),
     # Names in messages of the public page of an older tracer.
     *("InputTokens", "TileCompressor"),
