@@ -70,8 +70,9 @@ class DTensorConfig(Section):
     its matrix products and attention; `none` nothing. true and false mean `full` and `none`."""
     compile: Choice = "auto"
     """Run each decoder layer through `torch.compile`: fewer and larger kernels, after a first step that takes a minute
-    longer; numbers differ in the last bits. `auto` does so on CUDA where tensor and context parallelism and router
-    replay are off and a small model of the same class compiles when the worker starts, and never on a CPU."""
+    longer; numbers differ in the last bits. `auto` does so on CUDA where tensor and context parallelism, router
+    replay and `policy.deterministic` are off and a small model of the same class compiles when the worker starts, and
+    never on a CPU."""
     gradient_accumulation: Literal["sharded", "whole", "auto"] = "sharded"
     """Sum of gradients over microbatches: `sharded` reduces them after each one, so that a rank holds its part alone;
     `whole` reduces them once, after the last, and holds 4 bytes per trained parameter meanwhile, for slow networks;
@@ -167,6 +168,7 @@ def rule_compile_needs_whole_layers(config: MasterConfig) -> list[str]:
         "weights": sizes.tensor_parallel_size > 1,
         "dtensor_cfg.context_parallel_size is above 1: attention is several calls": sizes.context_parallel_size > 1,
         "router_replay.enabled is true: its passes run layers as they are written": config.policy.router_replay.enabled,
+        "deterministic is true: bits depend on the passes before": config.policy.deterministic,
     }
     reasons = [reason for reason, holds in found.items() if holds]
     return [f"policy.dtensor_cfg.compile: 'on', and policy.{reason}; set it to auto or off" for reason in reasons]

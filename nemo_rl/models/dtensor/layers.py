@@ -131,7 +131,8 @@ def chooses_compiled(model: PretrainedConfig, config: PolicyConfig, device: str)
         return False
     # As the rule that refuses `on` says.
     is_split = sizes.tensor_parallel_size > 1 or sizes.context_parallel_size > 1
-    if sizes.compile == "auto" and (device != "cuda" or is_split or config.router_replay.enabled):
+    is_refused = is_split or config.router_replay.enabled or config.deterministic
+    if sizes.compile == "auto" and (device != "cuda" or is_refused):
         return False
     problem = compile_problem(model, dtype=DTYPES[config.precision], device=device)
     if problem is not None and sizes.compile == "on":

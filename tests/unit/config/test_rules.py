@@ -68,6 +68,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((COMPILED, "policy.dtensor_cfg.tensor_parallel_size=2"), "policy.dtensor_cfg.compile: 'on', and policy.dten"),
         ((COMPILED, "policy.dtensor_cfg.context_parallel_size=2"), "policy.dtensor_cfg.context_parallel_size is above"),
         ((COMPILED, "policy.router_replay.enabled=true"), "policy.router_replay.enabled is true: its passes"),
+        ((COMPILED, "policy.deterministic=true"), "policy.deterministic is true: bits depend"),
     ],
     "rule_cpu_offload_needs_a_gpu": [
         (("policy.dtensor_cfg.cpu_offload=true",), "policy.dtensor_cfg.cpu_offload: True")

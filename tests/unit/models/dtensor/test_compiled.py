@@ -189,5 +189,6 @@ def test_auto_compiles_on_cuda_what_compiles(folder: Path, monkeypatch: pytest.M
     assert is_compiled("cuda")
     for refused in ({"compile": "off"}, {"tensor_parallel_size": 2}, {"context_parallel_size": 2}):
         assert not is_compiled("cuda", **refused)
+    assert not chooses_compiled(model, PolicyConfig(model_name=str(folder), deterministic=True), "cuda")
     monkeypatch.setattr(compiled, "compile_problem", lambda *_, **__: "a graph break")
     assert not is_compiled("cuda")
