@@ -101,7 +101,7 @@ def test_a_program_that_fails_is_a_failure_and_leaves_nothing(
 ) -> None:
     async def use(endpoint: ChatEndpoint) -> ProgramResult:
         row, lines = ConversationRow(prompt=prompt), list[str]()
-        spec = ProgramSpec(command=command, timeout_s=3)
+        spec = ProgramSpec(command=command, timeout_s=3 if prompt == "sleep" else 60)
         try:
             return await run_program(spec, row, base_url=endpoint.base_url, token="", hear=lines.append)
         except EnvironmentFailure as error:
