@@ -93,6 +93,8 @@ class Case:
     """Tokens, or rows for `fixed`, in a microbatch."""
     recompute: bool | str = False
     """False, or True for all of it, or `selective`."""
+    compiled: bool = False
+    """True with compiled decoder layers."""
     aux: bool = False
     """True with a loss that balances experts."""
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -111,6 +113,7 @@ class Case:
         axes += "".join(f"{name}{size}" for name, size in (("pp", self.pp), ("ep", self.ep)) if size > 1)
         axes += f"etp{self.etp}" if self.etp is not None else ""
         extra = {True: "-recompute", False: "", "selective": "-selective"}[self.recompute]
+        extra += "-compiled" if self.compiled else ""
         extra += f"{'-aux' if self.aux else ''}{'-' + self.fault if self.fault else ''}"
         extra += f"-{self.engine}" if self.replay else ""
         extra += "".join(f"-{name}={value}" for name, value in self.settings.items())
@@ -265,6 +268,7 @@ def policy_of(case: Case, folder: Path) -> PolicyConfig:
         context_parallel_size=case.cp,
         sequence_parallel=case.sp,
         activation_checkpointing=case.recompute,
+        compile="on" if case.compiled else "off",
     )
     optimizer = OptimizerConfig(kwargs=dict(ADAM))
     return tiny_policy(folder, dtensor_cfg=sizes, optimizer=optimizer, **_common(case))

@@ -43,6 +43,13 @@ OTHER_LOSSES = [
     Case(family="qwen3", cp=2, batching="padded", capacity=60, loss="distillation"),
     Case(family="qwen3", batching="fixed", capacity=2, loss="distillation"),
 ]
+COMPILED = [
+    Case(family="qwen3", capacity=48, recompute="selective", compiled=True),
+    Case(family="llama", batching="padded", capacity=100, recompute="selective", compiled=True),
+    Case(family="qwen2", batching="fixed", capacity=2, recompute=True, compiled=True),
+    Case(family="qwen3", batching="fixed", capacity=2, recompute="selective", compiled=True, loss="distillation"),
+]
+"""With the fused head and sharded gradients, as all are."""
 
 
 def cases_of_two() -> list[Case]:
@@ -148,7 +155,8 @@ def expected(folders: Folders) -> object:
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, folders: Folders) -> list[dict[str, object]]:
-    cases = cases_of_this_run(request, [*cases_of_two(), *FAULTS, *HALF], [*TWO, *FAULTS, *HALF_OF_THEM])
+    more = [*FAULTS, *HALF, *COMPILED]
+    cases = cases_of_this_run(request, [*cases_of_two(), *more], [*TWO, *FAULTS, *HALF_OF_THEM])
     return run_ranks(2, two_ranks, cases, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
@@ -178,7 +186,7 @@ def compare(outcomes: list[Outcome], reference: Expected) -> None:
 
 @pytest.mark.slow
 @LONG
-@pytest.mark.parametrize("case", params(cases_of_two(), TWO), ids=str)
+@pytest.mark.parametrize("case", [*params(cases_of_two(), TWO), *params(COMPILED, [])], ids=str)
 def test_two_ranks_equal_hugging_face(case: Case, two: list[dict[str, object]], expected) -> None:
     compare([rank[str(case)] for rank in two], expected(case.family, case.loss))
 
