@@ -21,9 +21,9 @@ __all__ = ["LayerBytes", "PassActivations", "layer_bytes", "pass_activations", "
 OWN_GATED, OWN_GATED_MEGATRON, FUSED_GATED = 4, 5, 3
 """Widths of a gated MLP that are kept: both halves, the activation, the product; megatron-core copies one half;
 Transformer Engine keeps the halves and the product."""
-KEPT_BYTES, TOP_K_BYTES, TOP_P_BYTES, ENTROPY_BYTES = 9, 10, 22, 17
+KEPT_BYTES, TOP_K_BYTES, TOP_P_BYTES, ENTROPY_BYTES, TWO_BYTES = 12, 10, 22, 17, 21
 """Per element of a tile of logits whose log-probabilities are computed under recorded sets, under top-k, under top-p,
-which sorts it, or with entropies, whose gradients are another tile and its probabilities."""
+which sorts it, with entropies, whose gradients are another tile and its probabilities, or under a filter and without."""
 EXPERT_BYTES = 5
 """Per token and expert, of the scores and the map of a router."""
 ROUTES_SORTED = 24
@@ -161,6 +161,8 @@ def _seam(setting: PlanSetting, tokens: PassTokens, *, with_gradients: bool) -> 
         per_element.append((TOP_P_BYTES if sampling.top_p < 1 else TOP_K_BYTES) + half)
     if with_gradients and loss.entropy_coefficient > 0:
         per_element.append(ENTROPY_BYTES + half)
+    if with_gradients and loss.reference_policy_kl_penalty > 0 and sampling.has_filter:
+        per_element.append(TWO_BYTES + half)
     states = tokens.selected * _hidden(setting) * (FLOAT32_BYTES + 2 * size) if with_gradients else 0
     return _tile_elements(setting, tokens) * max(per_element) + states
 
