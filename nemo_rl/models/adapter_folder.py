@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -51,7 +52,10 @@ from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 
 __all__ = [
     "CONFIG_FILE",
+    "HONOURED",
+    "REFUSED",
     "WEIGHTS_FILE",
+    "WITHOUT_EFFECT",
     "base_folder_of",
     "base_identity",
     "base_of",
@@ -60,6 +64,7 @@ __all__ = [
     "lora_of",
     "merge_folder",
     "policy_at",
+    "problem_of",
     "read_adapter",
     "served_adapter",
     "write_adapter",
@@ -77,16 +82,46 @@ OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Ends of names which peft takes, in a mixture, for experts of earlier releases, also where a layer is dense: it would
 load the adapter of such a layer without a word into nothing."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+PLAIN_STARTS = ("gaussian", "orthogonal")
+"""Words of `init_lora_weights` which leave the base as it is, besides true and false."""
+NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
+"""Fields that leave out some of the layers which `target_modules` names."""
+HONOURED = frozenset(
+    {
+        *("r", "lora_alpha", "use_rslora", "peft_type", "base_model_name_or_path", "target_modules"),
+        *("target_parameters", *NARROWING),
+    }
+)
+"""Fields of peft's config of an adapter that are read, or whose choice of layers the stored tensors show."""
+WITHOUT_EFFECT = frozenset(
+    {
+        *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout"),
+        *("runtime_config", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config"),
+        *("lora_ga_config", "qalora_group_size"),
+    }
+)
+"""Fields that change no number of a trained adapter by themselves."""
 REFUSED: Mapping[str, str] = {
     "use_dora": "it is a DoRA adapter, whose magnitudes are not served",
     "modules_to_save": "it brings whole modules besides its matrices",
     "rank_pattern": "its layers have different ranks",
     "alpha_pattern": "its layers have different scales",
     "lora_bias": "its matrices have biases",
+    "bias": "it brings biases of the base",
+    "ensure_weight_tying": "it may change the embedding together with the head",
     "trainable_token_indices": "it trains rows of the embedding",
     "layer_replication": "it repeats layers of the base",
+    "fan_in_fan_out": "its matrices belong to layers that hold their weights transposed",
+    "init_lora_weights": "its start has changed the weights of the base, which it does not bring",
+    "alora_invocation_tokens": "it is switched on by tokens of a prompt",
+    "use_qalora": "it pools the inputs of quantized layers",
+    "velora_config": "its gradients were compressed by modules of its own",
+    "monteclora_config": "its matrices are drawn at random",
+    "use_bdlora": "its matrices are in blocks",
+    "arrow_config": "it chooses among several adapters",
+    "kasa_config": "it changes the base and has singular values of its own",
 }
-"""Keys of an adapter's config that say more than A, B and one scale -> what that is."""
+"""Fields that say more than A, B and one scale -> what that is."""
 
 
 def is_adapter_folder(folder: str | Path) -> bool:
@@ -134,10 +169,6 @@ def read_adapter(
         CheckpointError: the folder is missing, unreadable, or has another rank, scale, base or other layers.
     """
     where = f"adapter {str(folder)!r}"
-    given = _read_config(folder)
-    for key, meaning in REFUSED.items():
-        if given.get(key):
-            raise CheckpointError(f"{where}: {CONFIG_FILE}: {key}: {meaning}; expected A and B of one rank and scale")
     found = lora_of(folder)
     for key, ours, theirs in (
         ("rank", config.rank, found.rank),
@@ -155,7 +186,13 @@ def read_adapter(
     if missing or unknown:
         lacks = f"lacks {name_some(missing)}" if missing else f"has {name_some(unknown)}, which this run does not train"
         raise CheckpointError(f"{where}: {lacks}; set policy.lora.targets to the layers that it was trained with")
-    return {name: _from_peft(stored[expected[name]], name, info, where) for name, info in infos.items()}
+    values = {name: _from_peft(stored[expected[name]], name, info, where) for name, info in infos.items()}
+    for name, weight in folded(values.items(), config.scale):
+        if not weight.isfinite().all():
+            raise CheckpointError(
+                f"{where}: {name}: has numbers that are not finite, or not with the scale {config.scale}"
+            )
+    return values
 
 
 def policy_at(policy: PolicyConfig, folder: Path) -> PolicyConfig:
@@ -230,17 +267,31 @@ def lora_of(folder: Path) -> LoraConfig:
     given, where = _read_config(folder), f"adapter {str(folder)!r}: {CONFIG_FILE}"
     if given.get("peft_type") != "LORA":
         raise CheckpointError(f"{where}: expected peft_type LORA, got {shorten(repr(given.get('peft_type')))}")
+    for key, value in given.items():
+        problem = problem_of(key, value)
+        if problem is not None:
+            raise CheckpointError(
+                f"{where}: {key}: {shorten(repr(value))}: {problem}; expected A and B of one rank and scale: merge the "
+                "adapter into its base with peft (merge_and_unload), and give that as policy.model_name"
+            )
     with boundary(CheckpointError, f"{where}: cannot be read"):
-        modules, parameters = given.get("target_modules") or [], given.get("target_parameters") or []
-        layers = [name.removesuffix(WEIGHT) for name in parameters]
-        targets = ALL_LINEAR if modules == ALL_LINEAR else [*modules, *layers]
         return LoraConfig(
             enabled=True,
             rank=given["r"],
             alpha=given["lora_alpha"],
             rslora=bool(given.get("use_rslora")),
-            targets=targets,
+            targets=_targets_of(folder, given),
         )
+
+
+def problem_of(key: str, value: object) -> str | None:
+    """Return why an adapter with this field of its config is not A and B of one scale; None where it may be one."""
+    if key in HONOURED or key in WITHOUT_EFFECT:
+        return None
+    if key == "init_lora_weights":
+        return None if isinstance(value, bool | None) or value in PLAIN_STARTS else REFUSED[key]
+    is_given = bool(value) and (key, value) != ("bias", "none")
+    return REFUSED.get(key, "this field is not known here") if is_given else None
 
 
 def merge_folder(folder: Path, *, base: Path, dtype: torch.dtype) -> float:
@@ -325,6 +376,20 @@ def _check_base(folder: Path, base: str) -> None:
 def _identity_at(folder: str) -> str:
     """Return `base_identity` of a model's folder, which is read once: it is asked for at each of many checkpoints."""
     return base_identity(open_weights(Path(folder), load_model_config(folder)))
+
+
+def _targets_of(folder: Path, given: Mapping[str, Any]) -> Any:
+    """Return `policy.lora.targets` of an adapter: as its config names them, or, where that leaves some layers of these
+    names out, the layers whose tensors it has."""
+    modules, parameters = given.get("target_modules") or [], given.get("target_parameters") or []
+    if modules == ALL_LINEAR:
+        return ALL_LINEAR
+    layers = [name.removesuffix(WEIGHT) for name in parameters]
+    if isinstance(modules, list) and not any(given.get(key) for key in NARROWING):
+        return [*modules, *layers]
+    with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as stored:
+        names = [name for name in stored.keys() if name.endswith(A_SUFFIX) and EXPERTS not in name]  # noqa: SIM118
+    return [*(name.removeprefix(PREFIX).removesuffix(A_SUFFIX) for name in names), *layers]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from nemo_rl.config.lora import ALL_LINEAR, LoraConfig
@@ -40,13 +41,11 @@ __all__ = [
     "means_experts",
     "merged",
     "named_adapters",
+    "router_layers",
     "without_adapters",
 ]
 
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
-ROUTERS = ("gate", "router")
-"""Last parts of the names of routers that are linear layers; `all-linear` leaves them out, so that an adapter changes
-no route by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,10 +88,12 @@ def adapted_layers(model: PreTrainedModel, config: LoraConfig) -> list[AdaptedLa
     }
     head = model.get_output_embeddings()
     if config.targets == ALL_LINEAR:
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        left_out = router_layers(model)
         chosen = {
             name: module
             for name, module in linear.items()
-            if module is not head and name.rpartition(".")[2] not in ROUTERS
+            if module is not head and module.out_features != vocabulary and name not in left_out
         }
         if not chosen:
             raise ConfigError(f"policy.lora.targets: {model.config.model_type!r} has no linear layers; name targets")
@@ -252,6 +253,37 @@ def _added(forward: Callable[..., torch.Tensor], adapter: Adapter) -> Callable[.
 
 def _of_linear(name: str, module: torch.nn.Linear) -> AdaptedLayer:
     return AdaptedLayer(name=name, in_features=module.in_features, out_features=module.out_features)
+
+
+def router_layers(model: PreTrainedModel) -> set[str]:
+    """Return the names of linear layers that give a score to each expert of the module which they lie in, so that an
+    adapter of theirs would change routes."""
+    found = set()
+    for owner_name, owner in model.named_modules():
+        counts = {_num_experts(child) for child in owner.children()} - {0}
+        if not counts:
+            continue
+        experts = [name for name, child in owner.named_children() if _num_experts(child)]
+        for child_name, child in owner.named_children():
+            layers = {name: each for name, each in child.named_modules() if isinstance(each, torch.nn.Linear)}
+            # A router is a layer of its own, or the only one of a module; a shared expert has several.
+            if child_name not in experts and len(layers) == 1:
+                [(name, layer)] = layers.items()
+                path = ".".join(part for part in (owner_name, child_name, name) if part)
+                found |= {path} if layer.out_features in counts else set()
+    return found
+
+
+def _num_experts(module: torch.nn.Module) -> int:
+    """Return how many networks of one form a module holds beside each other, in a list or in weights with a leading
+    dimension; 0 for any other module."""
+    if isinstance(module, torch.nn.ModuleList):
+        kinds = {type(each) for each in module}
+        return len(module) if len(module) > 1 and len(kinds) == 1 else 0
+    if isinstance(module, _ConvNd):
+        return 0
+    stacked = {len(weight) for weight in module.parameters(recurse=False) if weight.dim() == 3}
+    return stacked.pop() if len(stacked) == 1 else 0
 
 
 def _experts(model: PreTrainedModel) -> Iterator[AdaptedLayer]:

@@ -15,13 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from nemo_rl.algorithms.preflight.model_check import Trial, check_config, trials_of
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
+from nemo_rl.models.lora import router_layers
 from nemo_rl.models.megatron.architecture import SUPPORTED
 from nemo_rl.models.tiny_model import language_config
 from nemo_rl.utils.memory import package_versions
@@ -75,11 +77,12 @@ starts.
 - TP 2, CP 2: two tensor-parallel or context-parallel ranks.
 - engine: the embedded generation engine. vLLM has a list of models of its own.
 - saved: a checkpoint has the names and values that transformers reads.
+- routers: linear layers that score experts, which `policy.lora.targets: all-linear` leaves without an adapter.
 
 The Megatron worker trains {megatron}, and no other types.
 
-| type | {columns} | why not |
-| --- |{rules} --- |
+| type | {columns} | routers | why not |
+| --- |{rules} --- | --- |
 """
 
 
@@ -104,11 +107,19 @@ def line_of(model_type: str, ways: Mapping[str, Trial]) -> str:
     try:
         problems = check_config(config_of(model_type), list(ways.values()))
     except Exception as error:  # noqa: BLE001  (classes fail in ways of their own)
-        return f"| {model_type} |{' no |' * len(ways)} no tiny model runs: {_short(str(error))} |"
+        return f"| {model_type} |{' no |' * len(ways)} | no tiny model runs: {_short(str(error))} |"
     reasons = {way: next((text for text in problems if trial.name in text), None) for way, trial in ways.items()}
     words = " | ".join("no" if reasons[way] else "yes" for way in ways)
     why = dict.fromkeys(_short(text) for text in reasons.values() if text)
-    return f"| {model_type} | {words} | {'; '.join(why)} |"
+    return f"| {model_type} | {words} | {routers_of(model_type)} | {'; '.join(why)} |"
+
+
+def routers_of(model_type: str) -> str:
+    """Return the names of the linear layers of a type's routers, without the numbers of layers."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(model_type))
+    names = {re.sub(r"\.\d+", "", name) for name in router_layers(model)}
+    return ", ".join(name.partition("layers.")[2] or name for name in sorted(names))
 
 
 def _short(text: str) -> str:

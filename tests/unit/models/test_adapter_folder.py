@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import shutil
 import warnings
 from pathlib import Path
@@ -12,13 +14,16 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.models.adapter_folder import (
     CONFIG_FILE,
+    HONOURED,
+    REFUSED,
     WEIGHTS_FILE,
+    WITHOUT_EFFECT,
     base_identity,
     base_of,
     is_adapter_folder,
@@ -26,13 +31,14 @@ from nemo_rl.models.adapter_folder import (
     lora_of,
     merge_folder,
     policy_at,
+    problem_of,
     read_adapter,
     served_adapter,
     write_adapter,
 )
 from nemo_rl.models.hf_folder import ModelWeights, open_weights
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.lora import adapted_layers, adapter_infos, initial_adapter, merged, named_adapters
+from nemo_rl.models.lora import B_SUFFIX, adapted_layers, adapter_infos, initial_adapter, merged, named_adapters
 from nemo_rl.models.policy.interfaces import TensorInfo
 from tests.helpers.model_families import write_family
 from tests.helpers.tiny_model import tiny_policy, write_tiny_folder
@@ -174,25 +180,76 @@ def test_another_rank_scale_base_or_layers_are_refused_with_what_to_set(dense: P
     assert "lacks" in refusal(config)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "text"),
-    [
-        ("use_dora", True, "DoRA"),
-        ("rank_pattern", {"q_proj": 2}, "different ranks"),
-        ("alpha_pattern", {"q_proj": 2}, "different scales"),
-        ("modules_to_save", ["lm_head"], "whole modules"),
-        ("lora_bias", True, "biases"),
-    ],
-)
-def test_what_is_more_than_two_matrices_is_refused(
-    dense: Path, tmp_path: Path, key: str, value: object, text: str
-) -> None:
+CHANGED: dict[str, object] = {
+    "bias": "all",
+    "init_lora_weights": "pissa_niter_4",
+    "modules_to_save": ["lm_head"],
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "trainable_token_indices": [1],
+    "layer_replication": [[0, 2]],
+    "alora_invocation_tokens": [9],
+}
+"""Values of refused fields; of the others they are true, or a section of their own."""
+TURNED_ON = {key: CHANGED.get(key, {"rank": 2} if key.endswith("_config") else True) for key in REFUSED}
+
+
+@pytest.mark.parametrize(("key", "value"), [*TURNED_ON.items(), ("a_field_of_next_year", 0.5)])
+def test_what_is_more_than_two_matrices_is_refused(dense: Path, tmp_path: Path, key: str, value: object) -> None:
     config = LoraConfig(enabled=True, rank=4)
     infos, adapter = _adapter(dense, config)
     write_adapter(tmp_path, adapter, config, model_name=str(dense), base="abc")
     given = json.loads((tmp_path / CONFIG_FILE).read_text())
     (tmp_path / CONFIG_FILE).write_text(json.dumps({**given, key: value}))
-    with pytest.raises(CheckpointError, match=text):
+    for read in (lambda: lora_of(tmp_path), lambda: read_adapter(tmp_path, infos, config, base=None)):
+        with pytest.raises(CheckpointError, match=rf"{key}: .*merge_and_unload.*policy\.model_name"):
+            read()
+
+
+def test_every_field_of_pefts_config_is_read_refused_or_without_effect() -> None:
+    known = [*HONOURED, *WITHOUT_EFFECT, *REFUSED]
+    assert sorted(known) == sorted({field.name for field in dataclasses.fields(PeftConfig)})
+    given = {key: value for key, value in PeftConfig(r=4).to_dict().items() if key in REFUSED}
+    assert given.keys() == REFUSED.keys() and not [key for key in given if problem_of(key, given[key])]
+    starts = (True, False, "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora", "corda", "loftq", "eva", "mica")
+    assert [start for start in starts if not problem_of("init_lora_weights", start)] == list(starts[:4])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": r".*\.1\..*(q|down)_proj"},
+        {"target_modules": "all-linear", "exclude_modules": ["v_proj"]},
+        {"target_modules": ["q_proj", "o_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "layers", "use_rslora": True},
+        {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "orthogonal", "lora_alpha": 3},
+    ],
+    ids=["expression", "excluded", "one layer", "pattern", "orthogonal"],
+)
+def test_layers_and_scales_of_others_give_pefts_logits(dense: Path, tmp_path: Path, fields: dict[str, object]) -> None:
+    theirs = get_peft_model(load_causal_lm(dense), PeftConfig(**{"r": 4, "task_type": "CAUSAL_LM", **fields}))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if "lora_B" in name:
+                weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+    theirs.save_pretrained(str(tmp_path))
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        expected, plain = theirs.eval()(ids).logits, load_causal_lm(dense).eval()(ids).logits
+        found = load_model_at(tmp_path, dtype=torch.float32).eval()(ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    assert (found - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("number", "alpha"), [(math.nan, 32.0), (math.inf, 32.0), (3e38, 3200.0)])
+def test_numbers_that_are_not_finite_are_refused(dense: Path, tmp_path: Path, number: float, alpha: float) -> None:
+    config = LoraConfig(enabled=True, rank=4, alpha=alpha)
+    infos, adapter = _adapter(dense, config)
+    name = next(name for name in adapter if name.endswith(B_SUFFIX))
+    adapter[name][0, 0] = number
+    write_adapter(tmp_path, adapter, config, model_name=str(dense), base="abc")
+    with pytest.raises(CheckpointError, match=rf"{name}: .*not finite"):
         read_adapter(tmp_path, infos, config, base=None)
 
 
@@ -227,6 +284,35 @@ def test_an_end_of_a_name_means_linear_layers_and_experts_only_by_their_own_name
     assert {layer.num_experts > 0 for layer in layers if "experts" in layer.name} == {True}
     every = adapted_layers(load_causal_lm(mixture), LoraConfig(enabled=True))
     assert not any(layer.name.rpartition(".")[2] == "gate" or "experts" in layer.name for layer in every)
+
+
+EXPERT_SIZES = {
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+ROUTERS = {
+    "hunyuan_v1_moe": {"mlp.gate.wg"},
+    "jetmoe": {"mlp.router.layer", "self_attention.experts.router.layer"},
+    "llama4_text": {"feed_forward.router"},
+    "phimoe": {"mlp.router"},
+    "mamba": set(),
+    "qwen3_next": set(),
+}
+"""Model type -> ends of the names of its routers that are linear layers."""
+
+
+@pytest.mark.parametrize("model_type", ROUTERS)
+def test_all_linear_leaves_out_what_scores_experts_whatever_its_name(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type, num_hidden_layers=4, moe_topk=2, vocab_size=999, **EXPERT_SIZES)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    adapted = {layer.name for layer in adapted_layers(model, LoraConfig(enabled=True))}
+    left_out = {name.partition("layers.")[2].partition(".")[2] for name in linear - adapted}
+    assert left_out == ROUTERS[model_type] | {""}, "routers, and the head"
 
 
 def test_a_head_that_is_tied_is_adapted_alone_and_untied_by_a_merge(tmp_path: Path) -> None:
