@@ -224,8 +224,8 @@ def open_parts(
         info = rollout.describe()
         identity = identity_of(config, info, resume_from)
         open_durable_groups(config, info, rollout)
-        if info.prints_the_date:
-            panel.note(date_line(began, resume_from))
+        for line in (*info.remarks, *([date_line(began, resume_from)] if info.prints_the_date else [])):
+            panel.note(line)
         policy, teacher = _policies(config, groups, client, columns)
         tools = StageTools(
             grpo=config.grpo,

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from nemo_rl.data.conversation import Message, Role, ToolCall
+from nemo_rl.data.pictures import IMAGE
 from nemo_rl.data.text_tokens import TextTokens
 from nemo_rl.errors import DatasetError, ModelFolderError, boundary, shorten
 from nemo_rl.utils.deadlines import time_limit
@@ -43,7 +44,7 @@ class Form:
     in_parts: frozenset[Role] = frozenset()
     """Roles whose content is given as `[{"type": "text", "text": ...}]`."""
     num_pictures: int = 0
-    """Parts of type image before the text of the last message, which is then given in parts."""
+    """Parts of type image in the last message, which is then given in parts."""
     arguments_as_text: bool = False
     """True where the arguments of a call are given as a JSON text."""
     controls: tuple[int, ...] = ()
@@ -95,7 +96,8 @@ class ChatTemplate:
         return self.encode_part(messages, form, generation_prompt=generation_prompt)
 
     def encode_with(self, messages: Sequence[Message], *, num_pictures: int) -> tuple[int, ...]:
-        """Return the ids of a conversation with pictures before the text of its last message.
+        """Return the ids of a conversation with pictures in its last message: at each `IMAGE` in its text, which are
+        as many, or before a text without one.
 
         Raises:
             DatasetError: a text contains a control token, or is lost in the template.
@@ -103,7 +105,8 @@ class ChatTemplate:
         """
         form = replace(self._form_of(shape_of(messages)), num_pictures=num_pictures)
         rendered = self.render(messages, form)
-        for message in messages:
+        pieces = [replace(messages[-1], content=piece) for piece in messages[-1].content.split(IMAGE)]
+        for message in (*messages[:-1], *pieces):
             _check_kept(message, rendered)
         ids = self.tokens.rendered(rendered)
         neutral = self.tokens.rendered(self.render(placeholders(shape_of(messages)), form))
@@ -307,6 +310,14 @@ class ChatTemplate:
         return str(self.tokenizer.get_chat_template())
 
 
+def _split_at_pictures(text: str, num_pictures: int) -> list[str | None]:
+    """Return the pieces of a text with None for each picture."""
+    first, *pieces = text.split(IMAGE)
+    if not pieces:
+        return [*[None] * num_pictures, text]
+    return [*([first] if first else []), *(part for piece in pieces for part in (None, piece) if part != "")]
+
+
 def _as_dicts(messages: Sequence[Message], form: Form, thoughts: Mapping[int, str]) -> list[dict[str, object]]:
     """Return messages as templates take them, calls numbered over the conversation and results in their order."""
     found: list[dict[str, object]] = []
@@ -315,7 +326,8 @@ def _as_dicts(messages: Sequence[Message], form: Form, thoughts: Mapping[int, st
         text = message.content
         content: object = [{"type": "text", "text": text}] if message.role in form.in_parts else text
         if form.num_pictures and place == len(messages) - 1:
-            content = [*({"type": "image"} for _ in range(form.num_pictures)), {"type": "text", "text": text}]
+            parts = _split_at_pictures(text, form.num_pictures)
+            content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
         as_dict: dict[str, object] = {"role": message.role, "content": content}
         if message.calls:
             answered = made

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta
@@ -23,7 +24,7 @@ from nemo_rl.config.parts import DATASETS
 from nemo_rl.config.schema import DataConfig, DatasetConfig
 from nemo_rl.data.conversation import Message
 from nemo_rl.data.messages import PromptEncoder, prompt_messages
-from nemo_rl.data.pictures import EncodesPictures, Picture, pictures_of
+from nemo_rl.data.pictures import IMAGE, EncodesPictures, Picture, pictures_of
 from nemo_rl.errors import NAMES_SHOWN, DatasetError, boundary, shorten
 
 __all__ = [
@@ -113,6 +114,8 @@ class PromptSet:
     """False where only the first rows were asked for and there are more."""
     prints_the_date: bool = False
     """True where the chat template makes other prompts of it on another day."""
+    remarks: tuple[str, ...] = ()
+    """Lines about rows that are unlike the others, for the user."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -252,6 +255,7 @@ def load_prompts(
         digest=rows.digest.hexdigest(),
         is_whole=is_whole,
         prints_the_date=encoder.prints_the_date(),
+        remarks=rows.remarks(),
     )
 
 
@@ -276,6 +280,7 @@ class _PromptReader:
         self.problems = RowProblems(where)
         self.prompts: list[Prompt] = []
         self.num_read = self.num_overlong = self.num_overlap = 0
+        self._counts: Counter[str] = Counter()
         self.skipped: list[str] = []
         around = [cfg.system_prompt, cfg.prompt_template, cfg.apply_chat_template]
         self.digest = hashlib.blake2b(json.dumps(around).encode(), digest_size=DIGEST_BYTES)
@@ -308,9 +313,26 @@ class _PromptReader:
         if self._cfg.data_path is not None and self._cfg.data_path.is_dir():
             folder = self._cfg.data_path
         try:
-            return pictures_of(raw.images, folder=folder)
+            found = pictures_of(raw.images, folder=folder)
         except DatasetError as error:
             raise _Unusable("with a picture that cannot be used", f": {error}") from error
+        has_places = bool(found) or self._cfg.has_images
+        num_places = self._messages(str(raw.text))[-1].content.count(IMAGE) if has_places else 0
+        if num_places not in {0, len(found)}:
+            raise _Unusable(
+                f"with another number of pictures than {IMAGE} in the text",
+                f": {num_places} times {IMAGE} in {self._cfg.input_key!r}, and {len(found)} pictures"
+                + (f" in {self._cfg.image_key!r}" if self._cfg.image_key else ""),
+            )
+        self._counts["without a picture"] += self._cfg.has_images and not found
+        self._counts[f"with pictures at {IMAGE} in the text"] += num_places > 0
+        self._counts["with animations, of which the first frame counts"] += any(each.num_frames > 1 for each in found)
+        return found
+
+    def remarks(self) -> tuple[str, ...]:
+        """Return how many rows are unlike the others, in one line."""
+        told = [f"{count} {what}" for what, count in self._counts.items() if count]
+        return (f"{self._where}: of {self.num_read} rows {', '.join(told)}",) if told else ()
 
     def _prompt(self, raw: RawPrompt, text: str, place: str, pictures: tuple[Picture, ...]) -> Prompt | None:
         """Return the encoded prompt, or None for one that is too long and may be skipped."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat_template import ChatTemplate, placeholders
 from nemo_rl.data.conversation import Message
-from nemo_rl.data.pictures import EncodesPictures, Picture
+from nemo_rl.data.pictures import IMAGE, EncodesPictures, Picture
 from nemo_rl.data.text_tokens import TextTokens
 from nemo_rl.errors import DatasetError, ModelFolderError, boundary
 
@@ -83,7 +83,8 @@ class PromptEncoder:
             return (*prefix, *self._plain.foreign(text, is_first=not prefix))
 
     def encode_with(self, messages: Sequence[Message], *, num_pictures: int) -> tuple[int, ...]:
-        """Return the token ids with one place for each picture, all before the text of the last message.
+        """Return the token ids with one place for each picture: at each `IMAGE` in the text of the last message, or all
+        before a text without one.
 
         Raises:
             DatasetError: a text holds a control token, or the template has another number of places.
@@ -94,9 +95,13 @@ class PromptEncoder:
             if self._chat is not None:
                 ids = self._chat.encode_with(messages, num_pictures=num_pictures)
             else:
-                text = "\n".join(message.content for message in messages)
-                places = self._plain.rendered(encoder.image_text * num_pictures)
-                ids = (*self._plain.prefix, *places, *self._plain.foreign(text, is_first=False))
+                first, *pieces = "\n".join(message.content for message in messages).split(IMAGE)
+                ids = self._plain.prefix
+                if pieces and first:
+                    ids = (*ids, *self._plain.foreign(first, is_first=not ids))
+                place = self._plain.rendered(encoder.image_text * (1 if pieces else num_pictures))
+                for piece in pieces or [first]:
+                    ids = (*ids, *place, *(self._plain.foreign(piece, is_first=False) if piece else ()))
         if encoder.count(ids) != num_pictures:
             raise DatasetError(
                 f"a prompt has {num_pictures} pictures, and its tokens {encoder.count(ids)} places for them; the chat "

@@ -36,6 +36,8 @@ class RolloutInfo:
     """Digests of the data, by the dotted paths of their sections, of tokenizer, chat template and reward."""
     prints_the_date: bool = False
     """True when the chat template says when the run was started."""
+    remarks: tuple[str, ...] = ()
+    """Lines about rows that are unlike the others, for the user."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

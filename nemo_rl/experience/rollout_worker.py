@@ -167,6 +167,7 @@ class RolloutWorker:
             skipped=tuple(f"{where}: {line}" for where, found in sets.items() for line in found.skipped),
             identity=identity | {"reward": self._parts.environment.identity},
             prints_the_date=any(found.prints_the_date for found in sets.values()),
+            remarks=tuple(line for found in sets.values() for line in found.remarks),
         )
 
     @property

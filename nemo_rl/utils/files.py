@@ -105,9 +105,11 @@ def open_plain(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_plain(path: Path) -> bytes:
-    """Return the content of a plain file; raises as `open_plain`."""
+def read_plain(path: Path, *, most_bytes: int | None = None) -> bytes:
+    """Return the content of a plain file; raises as `open_plain`, and OSError for a file of more than `most_bytes`."""
     with open_plain(path) as file:
+        if most_bytes is not None and os.fstat(file.fileno()).st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"expected at most {most_bytes >> 20} MiB", str(path))
         return file.read()
 
 
