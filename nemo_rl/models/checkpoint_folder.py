@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.errors import CheckpointError, ModelFolderError, shorten
 from nemo_rl.models.adapter_folder import base_of, read_adapter, write_adapter
+from nemo_rl.models.loading import PROCESSOR_FILES
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.files import give_usual_modes
@@ -185,8 +186,14 @@ def cause_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {shorten(' '.join(str(error).split()), limit=MAX_CAUSE_CHARACTERS)}"
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
-    """Add the tokenizer's files to `folder`, which may be the one of the weights; rank 0 writes.
+def save_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, *, model: Path, group: dist.ProcessGroup | None = None
+) -> None:
+    """Add the files of the tokenizer and of the processor of pictures to `folder`, which may be the one of the weights;
+    rank 0 writes.
+
+    Args:
+        model: folder that the run started from, which has those of the processor if there is one.
 
     Raises:
         CheckpointError: on every rank.
@@ -195,6 +202,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, group: d
     if dist.get_rank() == 0:
         try:
             tokenizer.save_pretrained(str(folder))
+            for name in PROCESSOR_FILES:
+                if (model / name).is_file():
+                    shutil.copyfile(model / name, folder / name)
         except OSError as error:
             problem = str(error)
     raise_together(problem, folder, doing="write", group=group)

@@ -35,6 +35,7 @@ __all__ = [
     "EAGER",
     "GROUPED",
     "GROUPED_BYTES",
+    "PROCESSOR_FILES",
     "build_meta_model",
     "check_model_folder",
     "decoder_sizes",
@@ -58,6 +59,9 @@ GROUPED_BYTES = 16
 MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """Names for the width of a feed-forward block, in families that do not say `intermediate_size`."""
 CONFIG_FILE = "config.json"
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""Files of a model folder with settings for what is no text; transformers reads the image processor of the first or the
+second."""
 ADAPTER_PART = "low_rank"
 """Name of the submodule of a linear layer that is its adapter."""
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")

@@ -23,14 +23,13 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import DataConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.errors import DatasetError, ModelFolderError, boundary
-from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.loading import PROCESSOR_FILES, load_model_config
 from nemo_rl.models.vision import GRID, PIXELS, PromptImages, VisionFamily, family_of
 
 __all__ = ["PromptPictures", "VisionProcessor", "encoder_of", "processor_for"]
 
 KEPT_PROMPTS = 64
 """Prompts whose tensors are kept: those of a batch, for engines and rows."""
-PROCESSOR_FILE = "preprocessor_config.json"
 
 
 class VisionProcessor(ABC):
@@ -180,9 +179,11 @@ def processor_for(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> Vis
             f"model folder {str(folder)!r}: prompts have images, and the model takes none; known are "
             f"{', '.join(PROCESSORS)}"
         )
-    if not (Path(folder) / PROCESSOR_FILE).is_file():
-        raise ModelFolderError(f"model folder {str(folder)!r}: expected {PROCESSOR_FILE}, which is missing")
-    with boundary(ModelFolderError, f"model folder {str(folder)!r}: {PROCESSOR_FILE} cannot be used"):
+    if not any((Path(folder) / name).is_file() for name in PROCESSOR_FILES[:2]):
+        raise ModelFolderError(
+            f"model folder {str(folder)!r}: expected {' or '.join(PROCESSOR_FILES[:2])}, which are missing"
+        )
+    with boundary(ModelFolderError, f"model folder {str(folder)!r}: its image processor cannot be used"):
         pixels = AutoImageProcessor.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, backend="pil"
         )

@@ -7,20 +7,25 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, StepsFolder
 from nemo_rl.algorithms.run import run
+from nemo_rl.cli.main import app
 from nemo_rl.data_plane.column_io import read_column_file
 from nemo_rl.data_plane.extra_columns import rows_as_list
 from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.diagnostics.step_replay.replay import replay_step
 from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import UserError
+from nemo_rl.models.vision_processor import processor_for
 from tests.helpers import mooncake
 from tests.helpers.engine_process import NO_VLLM, has_vllm
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
-from tests.helpers.vision_models import picture, write_vision_folder
+from tests.helpers.vision_models import hf_logits, picture, write_vision_folder
 
 MICROBATCHES = {"enabled": True, "train_mb_tokens": 416, "logprob_mb_tokens": 416}
 RAY = {"cluster.cpu_workers_per_node": "1"}
@@ -67,6 +72,7 @@ def train(folder: Path, model: Path, overrides: dict[str, str], *, is_packed: bo
         },
         grpo={"max_num_steps": 2, "drop_zero_advantage_groups": False, "val_period": 2, "max_val_samples": 8},
         diagnostics={"keep_steps": {"enabled": True}},
+        checkpointing={"enabled": True, "save_period": 2, "save_optimizer": False},
     )
     config = load_recipe(recipe, overrides)
     run(config, console=Console(file=io.StringIO()))
@@ -106,6 +112,45 @@ def test_a_step_with_images_is_replayed_to_the_last_bit(alone: dict[str, Path], 
     report = replay_step(ReplayRequest(run=alone[family], step=2))
     assert report.verdict is Verdict.PASS, list(report.lines())
     assert not any(site.difference for site in report.sites)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
+def test_an_export_is_a_model_that_reads_pictures(
+    alone: dict[str, Path], models: dict[str, Path], family: str, tmp_path: Path
+) -> None:
+    app(["export", str(alone[family]), "--out", str(tmp_path / "out")], standalone_mode=False)
+    pixels = AutoImageProcessor.from_pretrained(str(tmp_path / "out"), local_files_only=True, backend="pil")
+    original = AutoImageProcessor.from_pretrained(str(models[family]), local_files_only=True, backend="pil")
+    assert pixels.to_dict() == original.to_dict()
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "out"))
+    encoder = processor_for(tmp_path / "out", tokenizer)
+    ids, images = encoder.expand(encoder._ids(encoder.image_text + "how many"), [picture(1, (32, 16))])
+    batch = {"input_ids": torch.tensor([ids]), "input_lengths": torch.tensor([len(ids)])}
+    columns = {name: [tensor] for name, tensor in images.tensors.items()}
+    saved = alone[family] / "checkpoints" / "step_2" / "policy" / "weights"
+    with torch.no_grad():
+        found, expected = (
+            hf_logits(
+                AutoModelForImageTextToText.from_pretrained(str(folder), dtype=torch.float32).eval(),
+                BatchedDataDict({**batch, **columns}),
+                0,
+            )
+            for folder in (tmp_path / "out", saved)
+        )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    app(
+        [
+            "eval",
+            str(alone[family]),
+            str(alone[family] / "config.yaml"),
+            "--limit",
+            "2",
+            "--out",
+            str(tmp_path / "eval"),
+        ],
+        standalone_mode=False,
+    )
+    assert json.loads((tmp_path / "eval" / "evaluation.json").read_text())["sets"]["validation"]["num_prompts"] == 2
 
 
 @pytest.mark.parametrize(

@@ -243,5 +243,5 @@ def test_folders_that_take_no_images_are_refused(root: Path, tmp_path: Path) -> 
         processor_for(write_tiny_folder(tmp_path / "text"), tokenizer)
     folder = write_vision_folder(tmp_path / "bare", "qwen2_5_vl")
     (folder / "preprocessor_config.json").unlink()
-    with pytest.raises(ModelFolderError, match=r"expected preprocessor_config\.json"):
+    with pytest.raises(ModelFolderError, match=r"expected processor_config\.json or preprocessor_config\.json"):
         processor_for(folder, tokenizer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -184,7 +185,7 @@ def compose_parts(  # noqa: PLR0913 - the parts of a worker
         )
         group = new_group(range(here.layout.world_size), backend="gloo")
         assert group is not None, "every rank is in it"
-        saving = Saving(engine, device_states, tokenizer, group)
+        saving = Saving(engine, device_states, tokenizer, model=Path(config.model_name), group=group)
         undo.pop_all()
     return WorkerParts(
         config=config,

@@ -29,13 +29,21 @@ class Saving:
     """Writes the checkpoints of one rank.
 
     Args:
+        model: folder that the run started from.
         group: all ranks of the job, for this alone; its backend serves tensors on the CPU.
     """
 
     def __init__(
-        self, engine: Engine, device_states: DeviceStates, tokenizer: PreTrainedTokenizerBase, group: dist.ProcessGroup
+        self,
+        engine: Engine,
+        device_states: DeviceStates,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        model: Path,
+        group: dist.ProcessGroup,
     ) -> None:
         self._engine, self._device_states, self._tokenizer, self._group = engine, device_states, tokenizer, group
+        self._model = model
         self._running: _Thread | None = None
 
     def save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
@@ -78,7 +86,7 @@ class Saving:
     def _write(self, snapshot: Snapshot, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
         snapshot.write(weights=weights, optimizer=optimizer, group=self._group)
         if tokenizer is not None:
-            save_tokenizer(self._tokenizer, tokenizer, group=self._group)
+            save_tokenizer(self._tokenizer, tokenizer, model=self._model, group=self._group)
 
 
 class _Thread:
