@@ -121,7 +121,7 @@ _ROWS = (
         _REFERENCE.column, "float32", ("T",), by=_REFERENCE, to=(*RowPass, *_TRAIN), when="reference_kl", always=True
     ),
     _field("topk_ids", "int32", ("T", "top_k"), family="topk", by=_TOPK, to=_TRAIN, when="distillation"),
-    _field("topk_logprobs", "float32", ("T", "top_k"), family="topk", by=_TOPK, to=_TRAIN, when="distillation"),
+    _field("topk_logprobs", "float32", ("T", "events"), family="topk", by=_TOPK, to=_TRAIN, when="distillation"),
     _field("advantages", "float32", by="advantages", to=_TRAIN, when="row_advantages", always=True),
     _field("token_advantages", "float32", ("T",), by=RowPass.ADVANTAGES, to=_TRAIN, when="token_advantages"),
     _field("token_mask", "bool", ("T",), family="tokens", to=(*WorkerPass, *RowPass, "log")),

@@ -173,7 +173,7 @@ def _top_k(rank: int, folder: Path) -> float:
     ):
         worker = tiny_worker(tiny_policy(folder, dtensor_cfg=sizes), rank=rank, world_size=2)
         logits, logprobs = worker.get_topk_logits(batch, k=3)[0], worker.get_topk_logprobs(batch, TopTokens(k=3))[1]
-        values.append(torch.cat([logits, logprobs]))
+        values.append(torch.cat([logits, logprobs], dim=-1))
         worker.shutdown()
     return max(float((value - values[0]).abs().max()) for value in values)
 

@@ -6,7 +6,6 @@ from math import exp, log
 
 import torch
 
-from nemo_rl.algorithms.losses.distillation import LEAST_REST
 from nemo_rl.config.distillation import DistillationConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.interfaces import TOPK_IDS, TOPK_LOGPROBS
@@ -16,9 +15,16 @@ def with_teacher(batch: BatchedDataDict, *, vocab: int, k: int, seed: int = 3) -
     """Return the batch with the columns of a teacher that knows nothing: random logits in the place of each token."""
     shape = (*batch.tensor("input_ids").shape, vocab)
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
-    top = logits.log_softmax(-1).topk(k)
-    columns = {TOPK_IDS: top.indices.int(), TOPK_LOGPROBS: top.values.float()}
-    return BatchedDataDict({**batch, **columns})
+    ids, taught = teacher_columns(logits.log_softmax(-1), k)
+    return BatchedDataDict({**batch, TOPK_IDS: ids.int(), TOPK_LOGPROBS: taught.float()})
+
+
+def teacher_columns(every: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids `[..., k]` of the most likely tokens, and `[..., k + 1]` log-probabilities of these and of all others
+    together, of log-probabilities `[..., V]`."""
+    top = every.topk(k)
+    rest = every.scatter(-1, top.indices, float("-inf")).logsumexp(-1)
+    return top.indices, torch.cat([top.values, rest[..., None]], -1)
 
 
 def slow_kl(every_V: torch.Tensor, ids: list[int], taught: list[float], config: DistillationConfig) -> torch.Tensor:
@@ -26,19 +32,19 @@ def slow_kl(every_V: torch.Tensor, ids: list[int], taught: list[float], config: 
 
     Args:
         every_V: the policy's log-probabilities of the whole vocabulary, float64, with gradient.
-        taught: the teacher's, of the tokens `ids`.
+        taught: the teacher's, of the tokens `ids` and of all others together.
     """
     own = [every_V[i].exp() for i in ids]
     is_other = torch.ones(len(every_V), dtype=torch.bool)
     is_other[ids] = False
-    q = [exp(value) for value in taught]
+    *q, rest = [exp(value) for value in taught]
     if config.tail == "renormalize":
         p, q = [value / sum(own) for value in own], [value / sum(q) for value in q]
     else:
         p, q = list(own), list(q)
         if bool(is_other.any()):
             p.append(every_V[is_other].exp().sum())
-            q.append(max(1 - sum(q), LEAST_REST))
+            q.append(rest)
     forward = sum(b * (log(b) - a.log()) for a, b in zip(p, q, strict=True))
     reverse = sum(a * (a.log() - log(b)) for a, b in zip(p, q, strict=True))
     share = {"forward": 1.0, "reverse": 0.0}.get(config.kl, config.mixed_weight)

@@ -37,7 +37,7 @@ from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.top_k import TopTokens
 from tests.helpers.case_selection import FULL
-from tests.helpers.distillation_reference import slow_distillation, with_teacher
+from tests.helpers.distillation_reference import slow_distillation, teacher_columns, with_teacher
 from tests.helpers.hf_reference import global_scale, hf_entropies, hf_logprobs
 from tests.helpers.tiny_model import VOCAB, tiny_batch, tiny_policy, tiny_worker
 
@@ -413,8 +413,9 @@ def reference(
 
 
 def top_of(logits_NTV: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return values and indices `[N, T, TOP_K]` for each token, from the logits at the token before; else 0."""
-    values, ids = logits_NTV.log_softmax(-1).topk(TOP_K)
+    """Return log-probabilities `[N, T, TOP_K + 1]` and ids `[N, T, TOP_K]` for each token, from the logits at the token
+    before; else 0."""
+    ids, values = teacher_columns(logits_NTV.log_softmax(-1), TOP_K)
     is_token_NT = torch.arange(values.shape[1]) < layout_batch().tensor("input_lengths")[:, None]
     shifted = [torch.nn.functional.pad(part[:, :-1], (0, 0, 1, 0)) for part in (values, ids)]
     return tuple(torch.where(is_token_NT[..., None], part, 0) for part in shifted)

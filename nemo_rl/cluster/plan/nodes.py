@@ -295,7 +295,8 @@ def _column_bytes(setting: PlanSetting, spec: FieldSpec, tokens: int) -> int:
         sizes = (size if isinstance(size, int) else tokens if at == 0 else 1 for at, size in enumerate(spec.dims))
         return _itemsize(spec.dtypes[0]) * math.prod(sizes)
     if spec.name in (TOPK_IDS, TOPK_LOGPROBS):
-        return tokens * setting.config.loss_fn.distillation.top_k * _itemsize(spec.dtypes[0])
+        num_events = setting.config.loss_fn.distillation.top_k + (spec.name == TOPK_LOGPROBS)
+        return tokens * num_events * _itemsize(spec.dtypes[0])
     if spec.name not in ROUTE_FIELDS:
         size = _itemsize(spec.dtypes[0])
         return size * (tokens if spec.is_token_aligned else 1)

@@ -97,7 +97,7 @@ class StepRunner:
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], select_NT: torch.Tensor, wanted: TopTokens
     ) -> torch.Tensor:
         self._model.eval()
-        result = PassResult((2, *select_NT.shape, wanted.k), self._device)
+        result = PassResult((2, *select_NT.shape, wanted.k + 1), self._device)
         with torch.no_grad():
             for rows in microbatches:
                 micro = self._build(batch, rows, select_NT, fields=())

@@ -99,7 +99,7 @@ class PipelineRunner:
     def top_k(
         self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor, wanted: TopTokens
     ) -> torch.Tensor:
-        result = PassResult((2, *select_NT.shape, wanted.k), self._here.device)
+        result = PassResult((2, *select_NT.shape, wanted.k + 1), self._here.device)
 
         def keep(micro: Microbatch, hidden: torch.Tensor) -> torch.Tensor:
             temperature, logits = self._layout.sampling.temperature, self._model.module.logits_of(hidden)

@@ -49,8 +49,8 @@ STALENESS = "staleness"
 that drew a row's oldest token and the weights that the step updates."""
 TOPK_IDS, TOPK_LOGPROBS = "topk_ids", "topk_logprobs"
 """Columns that the pass `topk_logits` writes: `[N, T, K]`, the most likely tokens of the distribution that each token
-was drawn from, largest first, and their log-probabilities under the whole vocabulary, with temperature; 0 outside the
-responses."""
+was drawn from, largest first, and `[N, T, K + 1]`, their log-probabilities under the whole vocabulary, with
+temperature, and that of all other tokens together (-inf where there are none); 0 outside the responses."""
 POLICY_TOPK = "policy_topk_logprobs"
 """Name of a computed column, like `ENTROPY`: `[N, T, K + 1]` float32 with gradient, the trained policy's own
 log-probabilities of the tokens `topk_ids`, and last of all other tokens together (-inf where there are none)."""

@@ -448,13 +448,15 @@ def _at_selected(logits: LazyLogits, inputs: ForwardInputs) -> LazyLogits:
 def selected_top_k(
     logits: LazyLogits, inputs: ForwardInputs, wanted: TopTokens, *, temperature: float, shard: VocabShard | None
 ) -> torch.Tensor:
-    """Return `[2 k, M]` float32: the k most likely tokens' log-probabilities, then their ids, at each selected token;
-    the same on every tensor and context rank (collective over both), without gradient.
+    """Return `[2 (k + 1), M]` float32: the k most likely tokens' log-probabilities and a 0, which are finite, then
+    their ids and the log-probability of all others together, at each selected token; the same on every tensor and
+    context rank (collective over both), without gradient.
 
     Ids are exact in float32: vocabularies are smaller than 2^24.
     """
     logprobs_mk, ids_mk = top_k_logprobs(_at_selected(logits, inputs), wanted, temperature=temperature, shard=shard)
-    return _on_every_context_rank(torch.cat([logprobs_mk.T, ids_mk.T.float()]), inputs)
+    top_km, rest_m = logprobs_mk[:, :-1].T, logprobs_mk[:, -1]
+    return _on_every_context_rank(torch.cat([top_km, torch.zeros_like(rest_m)[None], ids_mk.T, rest_m[None]]), inputs)
 
 
 def _on_every_context_rank(found_cm: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:

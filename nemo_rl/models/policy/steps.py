@@ -120,8 +120,8 @@ class Runner(Protocol):
     def top_k(
         self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor, wanted: TopTokens
     ) -> torch.Tensor:
-        """Return `[2, N, T, k]` float32: the most likely tokens' log-probabilities, and their ids, of the
-        distribution that each selected token was drawn from; 0 elsewhere.
+        """Return `[2, N, T, k + 1]` float32 as `selected_top_k` of the distribution that each selected token was drawn
+        from; 0 elsewhere.
 
         Raises:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.

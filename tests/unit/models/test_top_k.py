@@ -9,6 +9,7 @@ from nemo_rl.models import head
 from nemo_rl.models.head import LazyLogits
 from nemo_rl.models.logprobs import Sampling, WantedLines, token_lines
 from nemo_rl.models.top_k import TopTokens, top_k_logprobs
+from tests.helpers.distillation_reference import teacher_columns
 
 ROWS, VOCAB = 11, 40
 
@@ -24,18 +25,26 @@ def draw_logits() -> torch.Tensor:
 
 def test_the_most_likely_tokens_are_those_of_a_plain_top_k() -> None:
     values, ids = top_k_logprobs(LazyLogits.given(draw_logits()), TopTokens(k=7), temperature=0.7, shard=None)
-    expected = (draw_logits().double() / 0.7).log_softmax(-1).topk(7)
-    assert torch.equal(ids, expected.indices)
-    torch.testing.assert_close(values.double(), expected.values, rtol=1e-5, atol=1e-5)
+    expected_ids, expected = teacher_columns((draw_logits().double() / 0.7).log_softmax(-1), 7)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_rest_of_a_sure_teacher_is_exact() -> None:
+    logits = 12 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(1))
+    values, _ = top_k_logprobs(LazyLogits.given(logits), TopTokens(k=7), temperature=1.0, shard=None)
+    expected = teacher_columns(logits.double().log_softmax(-1), 7)[1]
+    assert float(expected[:, -1].min()) < -14, "1 minus the sum of the others is 0 in float32"
+    torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_tokens_that_the_student_has_no_logits_for_have_no_probability() -> None:
     values, ids = top_k_logprobs(
         LazyLogits.given(draw_logits()), TopTokens(k=30, vocab_size=30), temperature=1.0, shard=None
     )
-    expected = draw_logits()[:, :30].double().log_softmax(-1).topk(30)
-    assert torch.equal(ids, expected.indices)
-    torch.testing.assert_close(values.double(), expected.values, rtol=1e-5, atol=1e-5)
+    expected_ids, expected = teacher_columns(draw_logits()[:, :30].double().log_softmax(-1), 30)
+    assert torch.equal(ids, expected_ids) and bool(values[:, -1].isneginf().all())
+    torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_more_tokens_than_the_vocabulary_has_are_refused() -> None:

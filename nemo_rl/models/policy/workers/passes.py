@@ -184,8 +184,8 @@ class Passes:
         routes: RouteSlices | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(collective) Return the most likely tokens of the distribution that each token of `get_logprobs` was drawn
-        from, before a filter of top-k or top-p: ids `[N, T, k]` int32 and log-probabilities `[N, T, k]` float32, on
-        the CPU.
+        from, before a filter of top-k or top-p: ids `[N, T, k]` int32 and log-probabilities `[N, T, k + 1]` float32,
+        the last of all other tokens together, on the CPU.
 
         Args:
             routes: as in `train`.
@@ -206,8 +206,8 @@ class Passes:
             # Sampling masks belong to a filter, which a comparison of whole distributions leaves out.
             batch = _without(_without(batch, SUPPORT), ROUTES).to("cpu")
             runner = self._engine.runner(layout, pass_routes, observer)
-            logprobs_NTk, ids_NTk = runner.top_k(batch, microbatches, _scored_tokens(batch), wanted)
-        return ids_NTk.int(), logprobs_NTk
+            top_NTk, more_NTk = runner.top_k(batch, microbatches, _scored_tokens(batch), wanted)
+        return more_NTk[..., :-1].int(), torch.cat([top_NTk[..., :-1], more_NTk[..., -1:]], dim=-1)
 
     def score(self, batch: BatchedDataDict) -> torch.Tensor:
         """(collective) Return `[N, T]` as `get_logprobs`, under the model's own distribution; nobody looks on.

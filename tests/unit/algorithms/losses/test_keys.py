@@ -95,9 +95,9 @@ def behaviour(folder: Path, overrides: Sequence[str]) -> dict[str, object]:
     batch = loss_batch()
     now, entropy = batch.tensor("now").clone().requires_grad_(), batch.tensor("now").abs()
     events = torch.stack([now, 0.5 * now, now - now.detach(), 2 * now], -1).log_softmax(-1)
-    taught = torch.tensor([0.6, 0.2, 0.1]).log().expand(*now.shape, 3)
+    taught = torch.tensor([0.6, 0.2, 0.1, 0.1]).log().expand(*now.shape, 4)
     computed = {ENTROPY: entropy, UNFILTERED_LOGPROBS: now, POLICY_TOPK: events}
-    computed |= {TOPK_LOGPROBS: taught, TOPK_IDS: torch.zeros(taught.shape, dtype=torch.int32)}
+    computed |= {TOPK_LOGPROBS: taught, TOPK_IDS: torch.zeros(*now.shape, 3, dtype=torch.int32)}
     columns = {name: {**batch, **computed}[name] for name in loss_fn.input_fields}
     output = loss_fn(now, columns, scale=global_scale(batch))
     output.loss.backward()
