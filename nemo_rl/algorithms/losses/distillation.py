@@ -59,8 +59,8 @@ def distillation_term(
     """
     if teacher_NTk.shape != policy_NTk.shape:
         raise SchemaMismatch(
-            f"{TOPK_LOGPROBS}: expected the log-probabilities of {policy_NTk.shape[-1] - 1} tokens and of all others, got "
-            f"{teacher_NTk.shape[-1]} numbers a token; they were kept by another release, run the step anew"
+            f"{TOPK_LOGPROBS}: expected the log-probabilities of {policy_NTk.shape[-1] - 1} tokens and of all others, "
+            f"got {teacher_NTk.shape[-1]} numbers a token; they were kept by another release, run the step anew"
         )
     # Elsewhere nothing was computed; equal values have a KL of 0 and no gradient.
     policy_NTk = torch.where(mask_NT[..., None], policy_NTk, 0.0)

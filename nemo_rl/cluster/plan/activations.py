@@ -23,7 +23,7 @@ OWN_GATED, OWN_GATED_MEGATRON, FUSED_GATED = 4, 5, 3
 Transformer Engine keeps the halves and the product."""
 KEPT_BYTES, TOP_K_BYTES, TOP_P_BYTES, ENTROPY_BYTES, TWO_BYTES = 12, 10, 22, 17, 21
 """Per element of a tile of logits whose log-probabilities are computed under recorded sets, under top-k, under top-p,
-which sorts it, with entropies, whose gradients are another tile and its probabilities, or under a filter and without."""
+which sorts it, with entropies, whose gradients are another tile and its probabilities, or with and without a filter."""
 EXPERT_BYTES = 5
 """Per token and expert, of the scores and the map of a router."""
 ROUTES_SORTED = 24
