@@ -107,6 +107,10 @@ LOADED_BY_TWO = {"sharded": SAVED["split"], "split": SAVED["sharded"]}
 LOADED_BY_FOUR = {"sharded": Case(family="qwen3", batching="fixed", capacity=1), "split": Case(family="qwen3", tp=2)}
 
 
+def compiled_ranks(rank: int, cases: list[Case], folders: Folders) -> dict[str, Outcome]:
+    return {str(case): run_case(rank, 2, case, folders.model(case.family)) for case in cases}
+
+
 def two_ranks(rank: int, cases: list[Case], folders: Folders) -> dict[str, object]:
     found: dict[str, object] = {str(case): run_case(rank, 2, case, folders.model(case.family)) for case in cases}
     for name, case in SAVED.items():
@@ -155,9 +159,13 @@ def expected(folders: Folders) -> object:
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, folders: Folders) -> list[dict[str, object]]:
-    more = [*FAULTS, *HALF, *COMPILED]
-    cases = cases_of_this_run(request, [*cases_of_two(), *more], [*TWO, *FAULTS, *HALF_OF_THEM])
+    cases = cases_of_this_run(request, [*cases_of_two(), *FAULTS, *HALF], [*TWO, *FAULTS, *HALF_OF_THEM])
     return run_ranks(2, two_ranks, cases, folders, timeout_s=JOB_S)  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def compiled(folders: Folders) -> list[dict[str, Outcome]]:
+    return run_ranks(2, compiled_ranks, COMPILED, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +194,16 @@ def compare(outcomes: list[Outcome], reference: Expected) -> None:
 
 @pytest.mark.slow
 @LONG
-@pytest.mark.parametrize("case", [*params(cases_of_two(), TWO), *params(COMPILED, [])], ids=str)
+@pytest.mark.parametrize("case", params(cases_of_two(), TWO), ids=str)
 def test_two_ranks_equal_hugging_face(case: Case, two: list[dict[str, object]], expected) -> None:
     compare([rank[str(case)] for rank in two], expected(case.family, case.loss))
+
+
+@pytest.mark.full
+@LONG
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiled_layers_equal_hugging_face(case: Case, compiled: list[dict[str, Outcome]], expected) -> None:
+    compare([rank[str(case)] for rank in compiled], expected(case.family, case.loss))
 
 
 @pytest.mark.slow
