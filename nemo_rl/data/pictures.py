@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from nemo_rl.errors import DatasetError, name_some, shorten
+from nemo_rl.errors import DatasetError, boundary, name_some, shorten
 from nemo_rl.utils.files import read_plain
 
 __all__ = ["FORMATS", "IMAGE", "MAX_PIXELS", "EncodesPictures", "Picture", "PictureTensors", "pictures_of"]
@@ -63,7 +63,8 @@ class Picture:
         content = _content(source)
         with _opened(content, source) as image:
             several: Any = image
-            num_frames = several.n_frames if image.format in OWN_FRAMES else 1
+            with boundary(DatasetError, f"{_name(source)}: the picture is damaged"):
+                num_frames = several.n_frames if image.format in OWN_FRAMES else 1
             _check_mode(image, _name(source))
         return cls(source, hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest(), num_frames)
 
@@ -76,11 +77,12 @@ class Picture:
         content = _content(self.source)
         if hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest() != self.digest:
             raise DatasetError(f"{_name(self.source)}: the file has changed since the prompts were read; start again")
-        with _opened(content, self.source) as image:
-            try:
-                return _in_rgb(image)
-            except (OSError, ValueError, SyntaxError) as error:
-                raise DatasetError(f"{_name(self.source)}: the picture is damaged: {error}") from error
+        # Every decoder has exceptions of its own for wrong tags and pixels.
+        with (
+            _opened(content, self.source) as image,
+            boundary(DatasetError, f"{_name(self.source)}: the picture is damaged"),
+        ):
+            return _in_rgb(image)
 
 
 class PictureTensors(Protocol):
@@ -143,12 +145,14 @@ def pictures_of(value: object, *, folder: Path | None) -> tuple[Picture, ...]:
             raise DatasetError(
                 f"{shorten(text)}: pictures of other machines are not fetched; download them, and give their paths"
             )
-        path = Path(text).expanduser()
+        with boundary(DatasetError, f"{shorten(text)!r} is no path of a picture"):
+            path = Path(text).expanduser()
         return (Picture.of(path if path.is_absolute() or folder is None else folder / path),)
     if isinstance(value, Image.Image):
         buffer = io.BytesIO()
         _check_mode(value, "a picture")
-        _in_rgb(value).save(buffer, "PNG")
+        with boundary(DatasetError, "a decoded picture is damaged"):
+            _in_rgb(value).save(buffer, "PNG")
         return (Picture.of(buffer.getvalue()),)
     raise DatasetError(f"expected a path or the bytes of a picture, or a list of them, got {shorten(repr(value))}")
 
@@ -158,8 +162,9 @@ def _content(source: Path | bytes) -> bytes:
         return source
     try:
         return read_plain(source, most_bytes=MOST_BYTES)
-    except OSError as error:
-        raise DatasetError(f"{source}: the picture cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise DatasetError(f"{shorten(str(source))}: the picture cannot be read: {why}") from error
 
 
 def _opened(content: bytes, source: Path | bytes) -> Image.Image:

@@ -190,7 +190,8 @@ def read_adapter(
     for name, weight in folded(values.items(), config.scale):
         if not weight.isfinite().all():
             raise CheckpointError(
-                f"{where}: {name}: has numbers that are not finite, or not with the scale {config.scale}"
+                f"{where}: {name}: has numbers that are not finite, or not with the scale {config.scale}; take an "
+                "adapter of an earlier step, or train it again"
             )
     return values
 

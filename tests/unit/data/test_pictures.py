@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,26 @@ def test_only_pictures_in_plain_files_are_opened(tmp_path: Path, monkeypatch: py
     Image.fromarray(np.ones((4, 4), np.float32)).save(floats, "TIFF")
     with pytest.raises(DatasetError, match="numbers without a known range"):
         Picture.of(floats.getvalue())
+
+
+def test_damaged_files_and_odd_paths_are_refused_by_name(tmp_path: Path) -> None:
+    frames, buffer = [Image.new("RGB", (64, 64), color) for color in ("red", "blue", "green")], io.BytesIO()
+    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
+    draws = np.random.default_rng(0)
+    for content in (buffer.getvalue(), png(1, (40, 40))):
+        for _ in range(60):
+            broken = bytearray(content)
+            for place in draws.integers(6, len(broken), 8):
+                broken[place] = draws.integers(256)
+            # Whatever a decoder makes of it is a picture, or an error of ours.
+            with suppress(DatasetError):
+                Picture.of(bytes(broken[: int(draws.integers(20, len(broken)))])).decode()
+    for name, message in (
+        ("a\0b.png", "embedded null byte"),
+        ("~nobody-of-this-name/a.png", "is no path of a picture"),
+    ):
+        with pytest.raises(DatasetError, match=message):
+            pictures_of(name, folder=tmp_path)
 
 
 def test_the_first_frame_of_an_animation_is_the_picture() -> None:
