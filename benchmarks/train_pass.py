@@ -201,7 +201,7 @@ def syncs_of_losses(folder: Path, vocab: int) -> dict[str, dict[str, int]]:
     count, width = batch.tensor("input_ids").shape
     batch[STALENESS] = torch.arange(count, dtype=torch.int32) % 3
     batch[TOPK_IDS] = torch.arange(TOP_K, dtype=torch.int32).expand(count, width, TOP_K).contiguous()
-    batch[TOPK_LOGPROBS] = torch.full((count, width, TOP_K), -3.0)
+    batch[TOPK_LOGPROBS] = torch.full((count, width, TOP_K + 1), -3.0)
     found: dict[str, dict[str, int]] = {}
     for engine in ENGINES:
         worker = make_worker(folder, tokens=work.tokens, engine=engine)

@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -271,6 +272,41 @@ def test_memory_is_bounded_and_what_has_gone_is_asked_for_again(browser, feed):
     page.wait_for_function("place => tracer.value(place) !== null", arg=place)
     page.wait_for_function("() => document.querySelector('.pane-title').textContent.includes('step 1 ')")
     wait_until(lambda: len(shown_numbers(page)) == 6 * len(run.pieces[0]))
+
+
+def test_what_goes_while_its_answer_comes_is_asked_for_once_more(browser, feed):
+    run = DemoRun()
+    feed.begin(run)
+    for step in (1, 2, 3, 4):
+        feed.step(run, step)
+    page, clients, held, is_holding = browser.page(), [], [], Event()
+
+    def meddle(client):
+        hub = client.connect_to_server()
+        hub.on_message(lambda message: held.append(message) if is_holding.is_set() else client.send(message))
+        client.on_message(hub.send)
+        clients.append(client)
+
+    def look_at(step):
+        page.evaluate("step => tracer.go(step)", step)
+        page.wait_for_function("step => tracer.step === step", arg=step)
+
+    page.route_web_socket("**/live", meddle)
+    page.route("**/main.js", lambda route: _with_budget(route, "220 << 10"))
+    page.goto(feed.url())
+    page.wait_for_function("() => tracer.isComplete")
+    place = {"run": run.run, "step": 1, "site": "layer.out[0]", "reducer": "tiles(1, rms)"}
+    look_at(4)
+    assert page.evaluate("place => tracer.value(place)", place) is None
+    is_holding.set()
+    look_at(1)
+    wait_until(lambda: page.title() and any(isinstance(one, str) and '"done"' in one for one in held))
+    look_at(4)
+    is_holding.clear()
+    for message in held:
+        clients[0].send(message)
+    look_at(1)
+    page.wait_for_function("place => tracer.value(place) !== null", arg=place)
 
 
 def _with_budget(route, budget):

@@ -59,10 +59,13 @@ export class History {
     const key = `${id}|${step}`;
     if (this.asked.has(key) || !this.app.store.lacks(id, step)) return;
     this.asked.add(key);
+    const { steps, thin } = this.app.store.run(id);
+    // What goes while the answer comes, marks the step again: who has looked elsewhere meanwhile must ask once more.
+    thin.delete(step);
     const hasCome = await this.app.live.history(id, step, step);
-    if (hasCome) this.app.store.run(id).thin.delete(step);
+    if (!hasCome) thin.add(step);
     // What the hub has not is not asked for again; what goes once more, is.
-    if (!hasCome || !this.app.store.lacks(id, step)) this.asked.delete(key);
+    if (steps.has(step) || thin.has(step)) this.asked.delete(key);
     this.app.changed();
   }
 
