@@ -24,6 +24,8 @@ Transformer Engine keeps the halves and the product."""
 KEPT_BYTES, TOP_K_BYTES, TOP_P_BYTES, ENTROPY_BYTES, TWO_BYTES = 12, 10, 22, 17, 21
 """Per element of a tile of logits whose log-probabilities are computed under recorded sets, under top-k, under top-p,
 which sorts it, with entropies, whose gradients are another tile and its probabilities, or with and without a filter."""
+SHARED_BYTES = 1
+"""The same besides, as measured, of a float32 tile whose columns tensor ranks share; others are copied anyway."""
 EXPERT_BYTES = 5
 """Per token and expert, of the scores and the map of a router."""
 ROUTES_SORTED = 24
@@ -102,13 +104,16 @@ def pass_activations(
     in_flight = min(setting.layout.pp - stage, num_microbatches)
     # The last layer's weights are gathered while the head still runs backwards.
     seam, inside = seam + gathered.layer, inside + gathered.layer_gradients
-    passing = max(seam, *(missing + layer.backward + inside for missing, layer in zip(again, layers, strict=True)))
+    # What the head keeps has gone when the last layer runs backwards.
+    seam += in_flight * head
+    rest = (in_flight - 1) * head
+    passing = max(seam, *(rest + gone + layer.backward + inside for gone, layer in zip(again, layers, strict=True)))
     return PassActivations(
         layers=sum(kept),
         head=head,
         logits=logits,
         in_flight=in_flight,
-        peak=in_flight * (sum(kept) + head) + passing,
+        peak=in_flight * sum(kept) + passing,
     )
 
 
@@ -119,6 +124,8 @@ def layer_bytes(setting: PlanSetting, tokens: PassTokens, layer: int) -> LayerBy
     core, projections, moving = _attention_bytes(setting, tokens)
     has_experts = layer in _expert_layers(setting)
     mlp = _experts_bytes(setting, tokens) if has_experts else _mlp_bytes(setting, tokens, _mlp_width(setting))
+    # Without grouped kernels experts run one by one, and what one kept has gone when the next runs backwards.
+    at_once = setting.model.flops_shape.num_experts if has_experts and setting.gpu is None else 1
     whole = count * _hidden(setting) * size
     return LayerBytes(
         norms=norms,
@@ -128,7 +135,7 @@ def layer_bytes(setting: PlanSetting, tokens: PassTokens, layer: int) -> LayerBy
         entry=count * stream * size,
         products=_products_bytes(setting, tokens, has_experts=has_experts),
         # The gradients of the widest part, the float32 sides of a norm and the input's gradient.
-        backward=max(mlp * 3 // 4, moving) + 2 * whole,
+        backward=max(mlp * 3 // (4 * at_once), moving - mlp) + 2 * whole,
         forward=max(mlp, moving) + 2 * whole,
     )
 
@@ -156,7 +163,7 @@ def _seam(setting: PlanSetting, tokens: PassTokens, *, with_gradients: bool) -> 
     per_element = [2 * FLOAT32_BYTES + half]
     sampling = Sampling(top_k=generation.top_k, top_p=generation.top_p)
     if generation.record_support:
-        per_element.append(KEPT_BYTES + half)
+        per_element.append(KEPT_BYTES)
     elif sampling.has_filter:
         per_element.append((TOP_P_BYTES if sampling.top_p < 1 else TOP_K_BYTES) + half)
     if with_gradients and loss.entropy_coefficient > 0:
@@ -164,7 +171,8 @@ def _seam(setting: PlanSetting, tokens: PassTokens, *, with_gradients: bool) -> 
     if with_gradients and loss.reference_policy_kl_penalty > 0 and sampling.has_filter:
         per_element.append(TWO_BYTES + half)
     states = tokens.selected * _hidden(setting) * (FLOAT32_BYTES + 2 * size) if with_gradients else 0
-    return _tile_elements(setting, tokens) * max(per_element) + states
+    shared = SHARED_BYTES if setting.layout.tp > 1 and not half else 0
+    return _tile_elements(setting, tokens) * (max(per_element) + shared) + states
 
 
 # ---- widths of this rank
@@ -225,9 +233,6 @@ def _attention_bytes(setting: PlanSetting, tokens: PassTokens) -> tuple[int, int
     rest = 0.0
     if setting.model.has_head_norms:
         rest += (queries + keys) * (FLOAT32_BYTES + size) + FLOAT32_BYTES * (heads + groups)
-        if setting.is_megatron and size == FLOAT32_BYTES:
-            # The keys are a view of the projections' common output.
-            rest += size * (queries + keys)
     if setting.is_megatron or tokens.is_packed or is_split:
         rest += size * queries
     rotary = tokens.width * 4 * shape.head_dim * size if setting.is_megatron else 0

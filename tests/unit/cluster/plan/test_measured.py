@@ -47,7 +47,7 @@ from tests.helpers.gloo import JOB_S, run_ranks
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
 
 GRADIENTS = "the gradients are whole"
-REPEATS = 3
+REPEATS = 12
 MEMORY = "[memory]"
 
 
