@@ -228,7 +228,7 @@ def open_parts(
             panel.note(line)
         policy, teacher = _policies(config, groups, client, columns)
         tools = StageTools(
-            grpo=config.grpo,
+            grpo=config.scoring,
             settings=config.policy,
             logger=config.logger,
             client=client,

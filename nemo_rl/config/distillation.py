@@ -152,7 +152,7 @@ def rule_distillation_alone_trains_every_row(config: MasterConfig) -> list[str]:
     lines, why = [], f"{_SECTION}.mode 'alone' learns from rows of equal rewards as well"
     if grpo.use_dynamic_sampling:
         lines.append(f"grpo.use_dynamic_sampling: {why}; set it to false")
-    if grpo.drop_zero_advantage_groups:
+    if grpo.drop_zero_advantage_groups is True:
         lines.append(f"grpo.drop_zero_advantage_groups: {why}; set it to false")
     return lines
 

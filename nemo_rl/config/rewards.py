@@ -53,7 +53,7 @@ _BY_TURN = {"outcome_plus_turn": "turn_weight", "discounted_return": "turn_disco
 """Built-in estimators of turns, and the key that each reads."""
 _BY_KEYS = ("grpo", "gdpo", "outcome_plus_turn")
 """Built-in estimators that read the keys of baseline and normalisation."""
-_BY_STEP = ("reinforce_plus_plus", "gdpo")
+ESTIMATORS_BY_STEP = ("reinforce_plus_plus", "gdpo")
 """Built-in estimators that give advantages to groups whose rewards are all equal."""
 
 
@@ -84,7 +84,7 @@ def rule_estimator_keys_fit_the_estimator(config: MasterConfig) -> list[str]:
     if name in _BY_TURN and not config.experience.conversation.enabled:
         lines.append(f"{switch}: {name!r} needs turns; set experience.conversation.enabled=true, or another estimator")
     # Dynamic sampling has taken others in their place before the estimator sees them.
-    if name in _BY_STEP and grpo.drop_zero_advantage_groups and not grpo.use_dynamic_sampling:
+    if name in ESTIMATORS_BY_STEP and grpo.drop_zero_advantage_groups is True and not grpo.use_dynamic_sampling:
         lines.append(
             f"grpo.drop_zero_advantage_groups: true leaves out rows to which {name!r} gives advantages; set it to "
             "false, or grpo.use_dynamic_sampling=true"
@@ -130,7 +130,8 @@ def rule_dynamic_sampling_is_complete(config: MasterConfig) -> list[str]:
         names = ("dynamic_sampling_max_gen_batches", "batch_multiplier")
         return would_be_ignored(grpo, "grpo", names, switch=switch, because=f"{switch} is false")
     because = f"{switch} is true, which leaves such groups out itself"
-    lines = would_be_ignored(grpo, "grpo", ("drop_zero_advantage_groups",), switch=switch, because=because)
+    names = ("drop_zero_advantage_groups",) if grpo.drop_zero_advantage_groups is False else ()
+    lines = would_be_ignored(grpo, "grpo", names, switch=switch, because=because)
     if config.diagnostics.keep_steps.enabled:
         lines.append(
             f"diagnostics.keep_steps.enabled: a step with {switch} has rows of several rollouts, which cannot be "

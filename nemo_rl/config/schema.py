@@ -13,7 +13,17 @@ from typing import Annotated, Literal
 from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.async_grpo import AsyncConfig
-from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, ListOptions, Options, Section, Text, TimeLimit
+from nemo_rl.config.base import (
+    AUTO,
+    START_TIMEOUT_S,
+    EnvVars,
+    FilePath,
+    ListOptions,
+    Options,
+    Section,
+    Text,
+    TimeLimit,
+)
 from nemo_rl.config.conversation import ExperienceConfig, ToolsConfig
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.diagnostics import DiagnosticsConfig
@@ -31,7 +41,7 @@ from nemo_rl.config.parts import (
     EngineCapabilities,
 )
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.rewards import RewardScalingConfig, RewardShapingConfig
+from nemo_rl.config.rewards import ESTIMATORS_BY_STEP, RewardScalingConfig, RewardShapingConfig
 
 __all__ = [
     "MAIN_SET",
@@ -101,9 +111,9 @@ class GRPOConfig(Section):
     """Advantages below this are raised to it; null: no limit."""
     advantage_clip_high: float | None = None
     """Advantages above this are lowered to it; null: no limit."""
-    drop_zero_advantage_groups: bool = True
-    """Leave groups whose rewards are all equal out of the update: they carry no gradient. Dynamic sampling does so
-    itself."""
+    drop_zero_advantage_groups: bool | Literal["auto"] = AUTO
+    """Leave groups whose rewards are all equal out of the update; dynamic sampling does so itself. auto: where they
+    carry no gradient, which KL, an entropy bonus, distillation and estimators that compare a step's rows give them."""
     use_dynamic_sampling: bool = False
     """Sample others in place of the groups that are left out (DAPO): more prompts are drawn until
     `num_prompts_per_step` groups are left; what is beyond is trained in the next step."""
@@ -142,7 +152,8 @@ class GRPOConfig(Section):
 
     @property
     def leaves_equal_groups_out(self) -> bool:
-        return self.drop_zero_advantage_groups or self.use_dynamic_sampling
+        """Return whether the update is without groups of equal rewards; `MasterConfig.scoring` has decided auto."""
+        return bool(self.drop_zero_advantage_groups) or self.use_dynamic_sampling
 
     @property
     def rows_alive(self) -> int:
@@ -482,6 +493,16 @@ class MasterConfig(Section):
         return TOKEN_ESTIMATORS.is_builtin(name) and (
             self.loss_fn.use_kl_in_reward or TOKEN_ESTIMATORS.builtin[name] == ADVANTAGE_ESTIMATORS.builtin[name]
         )
+
+    @property
+    def scoring(self) -> GRPOConfig:
+        """Return `grpo` with `drop_zero_advantage_groups` decided."""
+        if self.grpo.drop_zero_advantage_groups != AUTO:
+            return self.grpo
+        loss = self.loss_fn
+        teaches = loss.reference_policy_kl_penalty > 0 or loss.entropy_coefficient > 0 or loss.distillation.enabled
+        teaches = teaches or self.grpo.adv_estimator.name in ESTIMATORS_BY_STEP
+        return self.grpo.model_copy(update={"drop_zero_advantage_groups": not teaches})
 
     @property
     def has_validation(self) -> bool:

@@ -192,7 +192,7 @@ def test_metrics_of_both_ranks_merge_to_those_of_one(ranks: list[dict], single: 
 
 def test_a_bad_row_of_one_rank_stops_both_with_its_key(ranks: list[dict]) -> None:
     for rank in ranks:
-        assert "samples uid1_g1 (rank 1); the weights were not changed" in rank["error"]
+        assert "samples uid1_g1 (rank 1); the weights were not changed. Look" in rank["error"]
 
 
 def test_unequal_numbers_of_microbatches_are_refused_on_both_ranks(ranks: list[dict]) -> None:

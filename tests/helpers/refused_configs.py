@@ -284,7 +284,10 @@ REFUSED_REWARDS: Refused = {
             "grpo.normalize_rewards: False would be ignored, because grpo.adv_estimator.name is 'maxrl'",
         ),
         (("+grpo.adv_estimator.component_weights.a=1",), "grpo.adv_estimator.component_weights: would be ignored"),
-        (("grpo.adv_estimator.name=reinforce_plus_plus",), "grpo.drop_zero_advantage_groups: true leaves out rows"),
+        (
+            ("grpo.adv_estimator.name=reinforce_plus_plus", "grpo.drop_zero_advantage_groups=true"),
+            "grpo.drop_zero_advantage_groups: true leaves out rows",
+        ),
     ],
     "rule_gdpo_needs_reward_components": [
         (

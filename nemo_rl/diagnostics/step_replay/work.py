@@ -194,7 +194,7 @@ def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] 
         scored = score_rows(
             rows.scalars,
             uids,
-            settings.config.grpo,
+            settings.config.scoring,
             per_token=needs.estimator is not None,
             by_conversation=settings.config.loss_fn.normalization == "sequence",
         )

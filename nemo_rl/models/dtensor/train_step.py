@@ -157,7 +157,7 @@ class StepRunner:
             if not self._optimizer_step.retry():
                 # The norm is global: every rank comes here together.
                 rows = [row for microbatch in microbatches for row in microbatch]
-                self._raise_together("the gradient norm", batch, rows)
+                self._raise_together("the gradient norm, not in a loss; one of", batch, rows)
 
     def _passes(
         self,

@@ -176,7 +176,9 @@ class PipelineRunner:
         grad_norm = self._optimizer.finish()
         if grad_norm is None:
             # The norm is global: every rank comes here together.
-            self._raise_together("the gradient norm", batch, [row for rows in microbatches for row in rows])
+            self._raise_together(
+                "the gradient norm, not in a loss; one of", batch, [row for rows in microbatches for row in rows]
+            )
             raise AssertionError("a batch without rows has no gradient")
         return StepOutcome(loss=loss, grad_norm=grad_norm, metrics=(*metrics, *self._balance.metrics()))
 

@@ -207,19 +207,16 @@ class StepNumbers:
         self._numbers += [part.double() for part in parts]
 
     def read(self) -> tuple[float, tuple[dict[str, Reduction], ...], list[int]]:
-        """Return the sum of the losses, the metrics of each microbatch, and the rows with NaN or inf; waits for the
-        device once."""
+        """Return the sum of the losses, the metrics of each microbatch, and the rows with NaN or inf: of a microbatch
+        whose loss alone has them all rows. Waits for the device once."""
         numbers = iter(torch.cat(self._numbers).tolist() if self._numbers else ())
         total, read, bad = 0.0, [], []
         for micro, metrics in zip(self._micros, self._metrics, strict=True):
             are_finite = list(islice(numbers, len(micro.rows)))
             loss = next(numbers)
             total += loss
-            bad += [
-                row
-                for row, is_finite in zip(micro.rows, are_finite, strict=True)
-                if not is_finite or not math.isfinite(loss)
-            ]
+            own = [row for row, is_finite in zip(micro.rows, are_finite, strict=True) if not is_finite]
+            bad += own or ([] if math.isfinite(loss) else micro.rows)
             if isinstance(metrics, DeferredMetrics):
                 read.append(metrics.of_numbers(islice(numbers, len(metrics.numbers))))
             else:
@@ -301,10 +298,10 @@ def raise_together(what: str, batch: BatchedDataDict, rows: Sequence[int], *, is
     """
     if all_reduce_sum([float(len(rows))])[0] == 0:
         return
+    floats = [column for column in batch.values() if isinstance(column, torch.Tensor) and column.is_floating_point()]
+    # Log-probabilities of tokens that cannot be are -inf.
+    causes = [row for row in rows if not all((column[row] < math.inf).all() for column in floats)]
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, row_names(batch, rows) if is_writer else [])
+    dist.all_gather_object(everywhere, row_names(batch, causes or rows) if is_writer else [])
     names = [f"{name} (rank {rank})" for rank, part in enumerate(everywhere) for name in part]
-    raise NonFiniteError(
-        f"NaN or inf in {what}: samples {name_some(names)}; the weights were not changed. Look at these samples, "
-        "lower the learning rate or use policy.precision=float32"
-    )
+    raise NonFiniteError(f"NaN or inf in {what}: samples {name_some(names)}")

@@ -16,6 +16,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.payload import SampleStats
+from tests.helpers.runs import ROOT, load_recipe
 
 PACKED = {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 64}
 TWO = ParallelLayout(dp=2)
@@ -50,6 +51,27 @@ def test_groups_with_equal_rewards_have_no_weight_and_are_left_out():
     assert scored.sample_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
     chosen = select_train_rows(scored, LENGTHS, policy(), layout=TWO)
     assert chosen.rows == (2, 3, 6, 7) and chosen.batch_sizes == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "leaves_out"),
+    [
+        ({"loss_fn.reference_policy_kl_penalty": "0"}, True),
+        ({"loss_fn.reference_policy_kl_penalty": "0.01"}, False),
+        ({"loss_fn.reference_policy_kl_penalty": "0.01", "loss_fn.use_kl_in_reward": "true"}, False),
+        ({"loss_fn.reference_policy_kl_penalty": "0", "loss_fn.entropy_coefficient": "0.001"}, False),
+        ({"loss_fn.reference_policy_kl_penalty": "0", "grpo.adv_estimator.name": "reinforce_plus_plus"}, False),
+        ({"loss_fn.reference_policy_kl_penalty": "0.01", "grpo.drop_zero_advantage_groups": "true"}, True),
+        ({"loss_fn.reference_policy_kl_penalty": "0", "grpo.drop_zero_advantage_groups": "false"}, False),
+    ],
+)
+def test_equal_groups_are_left_out_by_themselves_where_they_carry_no_gradient(overrides, leaves_out: bool):
+    config = load_recipe(
+        ROOT / "configs/grpo_sort_cpu.yaml", {"grpo.use_generation_logprobs_as_prev": "false", **overrides}
+    )
+    assert config.scoring.leaves_equal_groups_out is leaves_out
+    scored = score_rows(carry([1, 1, 0, 1]), uids(4), config.scoring)
+    assert scored.sample_mask.tolist() == [1 - leaves_out, 1 - leaves_out, 1, 1]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gdpo"])

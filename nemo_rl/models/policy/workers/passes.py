@@ -17,13 +17,14 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.policy.interfaces import ADVANTAGES, SQUARED_PROBS, TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
 from nemo_rl.models.policy.observer import NO_HOOK_OBSERVERS, HookObservers
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
-from nemo_rl.models.policy.steps import BatchForm, RankInfo, check_same_plan, loss_scales
+from nemo_rl.models.policy.steps import BatchForm, RankInfo, StepOutcome, check_same_plan, loss_scales
 from nemo_rl.models.policy.workers.base import WorkerState, deterministic_algorithms, device_name
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine
@@ -97,18 +98,17 @@ class Passes:
             plan = self._fixed_plan(batch, rows_per_step, mbs or self._config.train_micro_batch_size)
         steps = steps_of(plan, num_rows=batch.size)
         check_same_plan([len(microbatches) for microbatches in steps])
-        layout = self.batch_layout(plan)
+        layout, outcomes = self.batch_layout(plan), list[StepOutcome]()
         with (
             self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes,
             self._hook_observers.phase(WorkerPass.TRAIN, batch) as observer,
-            self._guarding("train", batch, plan),
+            self._guarding("train", batch, plan, [] if eval_mode else outcomes),
         ):
             batch = _for_the_loss(_without(batch, ROUTES)).to("cpu")
             learning_rate = self._engine.schedule.apply()
             scales = loss_scales(batch, steps, is_writer=self._here.is_writer)
             runner = self._engine.runner(layout, pass_routes, observer)
             observer.parameters()
-            outcomes = []
             for number, (microbatches, scale) in enumerate(zip(steps, scales, strict=True)):
                 observer.update(number)
                 outcomes.append(runner.run(batch, microbatches, loss_fn, scale, is_training=not eval_mode))
@@ -306,14 +306,36 @@ class Passes:
     # Private parts.
 
     @contextmanager
-    def _guarding(self, stage: str, batch: BatchedDataDict, plan: PackPlan) -> Iterator[None]:
-        """Surround a pass, with torch's flags of deterministic ones where that is asked for."""
+    def _guarding(
+        self, stage: str, batch: BatchedDataDict, plan: PackPlan, updates: Sequence[StepOutcome] | None = None
+    ) -> Iterator[None]:
+        """Surround a pass, with torch's flags of deterministic ones where that is asked for.
+
+        Args:
+            updates: those that have been made, while the pass makes them.
+        """
         keys = lowering_keys(self._config, is_training=stage == "train")
-        with (
-            self._device_states.guarding(stage, keys, microbatch=partial(largest_microbatch, batch, plan)),
-            deterministic_algorithms() if self._config.deterministic else nullcontext(),
-        ):
-            yield
+        try:
+            with (
+                self._device_states.guarding(stage, keys, microbatch=partial(largest_microbatch, batch, plan)),
+                deterministic_algorithms() if self._config.deterministic else nullcontext(),
+            ):
+                yield
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error}; {self._what_helps(updates)}") from error
+
+    def _what_helps(self, updates: Sequence[StepOutcome] | None) -> str:
+        """Say what NaN or inf has left of the weights, and what can be done in this run."""
+        is_megatron, is_float32 = self._config.megatron_cfg.enabled, self._config.precision == "float32"
+        rate = "policy.megatron_cfg.optimizer.lr" if is_megatron else "policy.optimizer.kwargs.lr"
+        precision = "" if is_float32 else ", or use policy.precision=float32"
+        if updates is None:
+            return (
+                "no loss had a part in it: these samples or the weights have. Check policy.model_name at the first "
+                f"step; later resume from a checkpoint with a lower {rate}{precision}"
+            )
+        done = f"{len(updates)} earlier updates of this step have changed the weights, this one has not"
+        return f"{done if updates else 'the weights were not changed'}. Look at these samples, lower {rate}{precision}"
 
     def _fixed_plan(self, batch: BatchedDataDict, rows_per_step: float, mbs: int) -> PackPlan:
         if rows_per_step != int(rows_per_step):

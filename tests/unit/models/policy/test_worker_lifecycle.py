@@ -178,9 +178,21 @@ def test_nan_in_the_batch_stops_training_with_the_keys(worker: PolicyWorker, col
     batch, weights = tiny_batch(), _weights(worker)
     batch[column] = batch.tensor(column).clone()
     batch.tensor(column)[3, 5] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"NaN or inf in the loss: samples uid1_g0 \(rank 0\), uid1_g1"):
+    with pytest.raises(
+        NonFiniteError, match=r"NaN or inf in the loss: samples uid1_g1 \(rank 0\); the weights were not"
+    ):
         worker.train(batch, LOSS, mbs=2)
     assert _same(_weights(worker), weights)
+
+
+def test_nan_in_a_later_update_says_that_weights_have_changed(worker: PolicyWorker, engine: str) -> None:
+    batch = tiny_batch()
+    batch["advantages"] = batch.tensor("advantages").clone()
+    batch.tensor("advantages")[6, 5] = float("nan")
+    key = "optimizer" if engine == "dtensor" else "megatron_cfg.optimizer"
+    says = rf"samples uid3_g0 \(rank 0\); 1 earlier updates of this step have changed the weights.*lower policy\.{key}"
+    with pytest.raises(NonFiniteError, match=says):
+        worker.train(batch, LOSS, gbs=4, mbs=2)
 
 
 def test_nan_weights_stop_logprobs_with_row_numbers_where_there_are_no_keys(worker: PolicyWorker) -> None:
