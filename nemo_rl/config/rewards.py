@@ -130,8 +130,8 @@ def rule_dynamic_sampling_is_complete(config: MasterConfig) -> list[str]:
         names = ("dynamic_sampling_max_gen_batches", "batch_multiplier")
         return would_be_ignored(grpo, "grpo", names, switch=switch, because=f"{switch} is false")
     because = f"{switch} is true, which leaves such groups out itself"
-    names = ("drop_zero_advantage_groups",) if grpo.drop_zero_advantage_groups is False else ()
-    lines = would_be_ignored(grpo, "grpo", names, switch=switch, because=because)
+    ignored = ("drop_zero_advantage_groups",) if grpo.drop_zero_advantage_groups is False else ()
+    lines = would_be_ignored(grpo, "grpo", ignored, switch=switch, because=because)
     if config.diagnostics.keep_steps.enabled:
         lines.append(
             f"diagnostics.keep_steps.enabled: a step with {switch} has rows of several rollouts, which cannot be "

@@ -111,7 +111,7 @@ class GRPOConfig(Section):
     """Advantages below this are raised to it; null: no limit."""
     advantage_clip_high: float | None = None
     """Advantages above this are lowered to it; null: no limit."""
-    drop_zero_advantage_groups: bool | Literal["auto"] = AUTO
+    drop_zero_advantage_groups: bool | Literal["auto"] = "auto"
     """Leave groups whose rewards are all equal out of the update; dynamic sampling does so itself. auto: where they
     carry no gradient, which KL, an entropy bonus, distillation and estimators that compare a step's rows give them."""
     use_dynamic_sampling: bool = False

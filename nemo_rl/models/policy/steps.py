@@ -210,7 +210,7 @@ class StepNumbers:
         """Return the sum of the losses, the metrics of each microbatch, and the rows with NaN or inf: of a microbatch
         whose loss alone has them all rows. Waits for the device once."""
         numbers = iter(torch.cat(self._numbers).tolist() if self._numbers else ())
-        total, read, bad = 0.0, [], []
+        total, read, bad = 0.0, list[dict[str, Reduction]](), list[int]()
         for micro, metrics in zip(self._micros, self._metrics, strict=True):
             are_finite = list(islice(numbers, len(micro.rows)))
             loss = next(numbers)
