@@ -16,15 +16,16 @@ import inspect
 import json
 import os
 import resource
-import shutil
 import signal
 import socket
 import stat
 import struct
 import sys
+import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -63,6 +64,12 @@ _CHANNEL_FROM = 500
 _TEXT_LIMIT = 2000
 """Characters of an error's text."""
 _FRAMES_SHOWN = 5
+_REMOVALS, _REMOVAL_PAUSE_S = 50, 0.1
+"""Most tries to remove a folder whose guard was killed, and the seconds between them."""
+_AS_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NETWORK_CALLS = ("connect", "bind", "sendto", "sendmsg")
+_NAME_LOOKUPS = ("getaddrinfo", "gethostbyname", "gethostbyaddr", "getnameinfo")
+"""Audit events of the module `socket`; a look-up of a name sends it to a server."""
 
 NetworkState = Literal["on", "namespace", "audit_hook"]
 """`namespace`: no program of the process reaches any network; `audit_hook`: no Python code of the process does."""
@@ -81,37 +88,62 @@ def start_guarded(parent: int, *, folder: str | None = None) -> None:
         parent: the process that started this one.
         folder: removed when everything has ended.
     """
+    remover, lifeline = _start_remover(folder) if folder is not None else (0, -1)
     become_subreaper()
 
-    def end_everything(number: int, frame: object) -> None:
-        del frame
-        kill_descendants()
-        remove_folder(folder)
-        os._exit(128 + number)
+    def end_everything(code: int) -> None:
+        kill_descendants(spared=remover)
+        if remover:
+            os.close(lifeline)
+            with suppress(ChildProcessError):
+                os.waitpid(remover, 0)
+        os._exit(code)
 
-    signal.signal(signal.SIGTERM, end_everything)
+    signal.signal(signal.SIGTERM, lambda number, frame: end_everything(128 + number))
     die_with_parent(parent, signal.SIGTERM)
     # Ctrl-C reaches the whole foreground group; the parent decides when the work ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     guard = os.getpid()
     guarded = os.fork()
     if guarded:
-        _guard(guarded, folder)
+        # What the guarded process shares with its owner must close with it.
+        os.closerange(3, max(lifeline, 3))
+        os.closerange(max(lifeline + 1, 3), os.sysconf("SC_OPEN_MAX"))
+        while True:
+            ended, status = os.wait()
+            if ended == guarded:
+                code = os.waitstatus_to_exitcode(status)
+                end_everything(code if code >= 0 else 128 - code)
+    if remover:
+        os.close(lifeline)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(guard)
 
 
-def _guard(guarded: int, folder: str | None) -> None:
-    """Wait for the guarded process, end the processes that it left, and exit with its code."""
-    # What the guarded process shares with its owner must close with it.
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    while True:
-        ended, status = os.wait()
-        if ended == guarded:
-            code = os.waitstatus_to_exitcode(status)
-            kill_descendants()
+def _start_remover(folder: str) -> tuple[int, int]:
+    """Fork a process that removes the folder once this one has ended, also by SIGKILL, as Ray ends the children of its
+    workers; return its id and the descriptor whose closing tells it."""
+    told, lifeline = os.pipe()
+    if remover := os.fork():
+        os.close(told)
+        return remover, lifeline
+    try:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(nothing, stream)
+        os.closerange(3, told)
+        os.closerange(told + 1, os.sysconf("SC_OPEN_MAX"))
+        os.read(told, 1)
+        for _ in range(_REMOVALS):  # what user code has started may live for a moment longer
             remove_folder(folder)
-            os._exit(code if code >= 0 else 128 - code)
+            if not os.path.lexists(folder):
+                break
+            time.sleep(_REMOVAL_PAUSE_S)
+    finally:
+        os._exit(0)
 
 
 def become_subreaper() -> None:
@@ -119,10 +151,10 @@ def become_subreaper() -> None:
     LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_descendants() -> None:
-    """Kill all descendants of a subreaper. Orphans become its children, so killing children until there are none
-    reaches every one."""
-    while children := children_of(os.getpid()):
+def kill_descendants(*, spared: int = 0) -> None:
+    """Kill all descendants of a subreaper but one child. Orphans become its children, so killing children until there
+    are none reaches every one."""
+    while children := set(children_of(os.getpid())) - {spared}:
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -154,22 +186,61 @@ def _children_by_search(parent: int) -> list[int]:
 
 
 def remove_folder(folder: str | None) -> None:
-    """Remove a folder of user code, also where that has taken permissions away. Errors are ignored."""
-    if folder is not None:
-        shutil.rmtree(folder, onerror=_allow_and_retry)
-
-
-def _allow_and_retry(function: Callable[..., Any], path: str, error: object) -> None:
-    del error
-    try:
-        os.chmod(os.path.dirname(path), stat.S_IRWXU)
-        if os.path.isdir(path) and not os.path.islink(path):
-            os.chmod(path, stat.S_IRWXU)
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            function(path)
-    except OSError:
+    """Remove a folder of user code, however deep, also where that has taken permissions away. Errors are ignored."""
+    if folder is None:
         return
+    with suppress(OSError):
+        if not os.path.islink(folder):
+            os.chmod(folder, stat.S_IRWXU)
+    try:
+        top = os.open(folder, _AS_FOLDER)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(folder)  # user code has put a link or a file in its place
+        return
+    try:
+        _empty(top)
+    finally:
+        os.close(top)
+    with suppress(OSError):
+        os.rmdir(folder)
+
+
+def _empty(top: int) -> None:
+    """Remove what an open folder holds.
+
+    Folders that lie deeper are moved to the top first, so that neither the stack, the open descriptors nor the length
+    of a path grow with the depth that user code has chosen.
+    """
+    prefix = os.urandom(8).hex()
+    new_names = (f"{prefix}-{number}" for number in count())
+    names = _remove_files(top, top, new_names)
+    while names:
+        name = names.pop()
+        with suppress(OSError):
+            place = os.open(name, _AS_FOLDER, dir_fd=top)
+            try:
+                names += _remove_files(place, top, new_names)
+            finally:
+                os.close(place)
+            os.rmdir(name, dir_fd=top)
+
+
+def _remove_files(place: int, top: int, new_names: Iterator[str]) -> list[str]:
+    """Remove the files of an open folder and move its folders to the top; return their names there."""
+    found = []
+    with os.scandir(place) as entries:
+        for entry in entries:
+            name = entry.name
+            with suppress(OSError):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(name, dir_fd=place)
+                    continue
+                os.chmod(name, stat.S_IRWXU, dir_fd=place)
+                if place != top:
+                    os.rename(name, name := next(new_names), src_dir_fd=place, dst_dir_fd=top)
+                found.append(name)
+    return found
 
 
 def main() -> None:
@@ -224,6 +295,7 @@ def serve(fd: int, answer: Callable[[dict[str, Any]], Mapping[str, object]], *, 
     Args:
         besides: file whose frames are not shown where user code raised.
     """
+    own = os.getpid()
     with socket.socket(fileno=fd) as channel, channel.makefile("rwb") as stream:
         for line in stream:
             request = json.loads(line)
@@ -237,6 +309,9 @@ def serve(fd: int, answer: Callable[[dict[str, Any]], Mapping[str, object]], *, 
             except Exception as error:  # noqa: BLE001 - user code; the owner reports it
                 kind = type(error).__name__
                 reply = {"error": cut(f"{kind}: {error}"), "places": places_of(error, besides=besides), "kind": kind}
+            if os.getpid() != own:
+                sys.stderr.write("a process that user code forked has returned from its call and was ended\n")
+                os._exit(0)
             # Prints must have left before the reply, so that they are reported with the right step.
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
@@ -270,9 +345,9 @@ def turn_network_off() -> NetworkState:
     """Take the network from this process and all that it starts, as well as the kernel lets it.
 
     `namespace`: a network namespace of its own that has nothing but a loopback interface; services of this machine are
-    out of reach too. Needs root, or user namespaces. `audit_hook`, elsewhere: Python refuses to connect or bind sockets
-    other than AF_UNIX in this process and its forks; other programs that they run are not hindered. Neither is a wall
-    against code that wants to break out.
+    out of reach too. Needs root, or user namespaces. `audit_hook`, elsewhere: Python refuses to connect, bind or send
+    by sockets other than AF_UNIX and to look up names in this process and its forks; other programs that they run are
+    not hindered. Neither is a wall against code that wants to break out.
     """
     if LIBC.unshare(_CLONE_NEWNET) == 0 or _unshare_as_user():
         _start_loopback()
@@ -302,7 +377,10 @@ def _start_loopback() -> None:
 
 
 def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in ("socket.connect", "socket.bind", "socket.sendto") and arguments[0].family != socket.AF_UNIX:
+    module, _, call = event.partition(".")
+    if module != "socket":
+        return
+    if call in _NAME_LOOKUPS or (call in _NETWORK_CALLS and arguments[0].family != socket.AF_UNIX):
         raise PermissionError(errno.EACCES, "the network is off for this process")
 
 

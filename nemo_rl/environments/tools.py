@@ -9,7 +9,7 @@ import operator
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ _EXPRESSION_LIMIT = 1000
 _INTEGER_BITS = 4096
 """Most bits of an integer, about 1,200 digits: larger ones take time and no conversation needs them."""
 _OUTPUT_LIMIT_BYTES = 1 << 20
+_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR")
+"""Environment variables that every program of `python` gets."""
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -97,7 +99,7 @@ def _bounded(value: Any) -> int | float:
     return value
 
 
-def python(code: str) -> str:
+def python(code: str, *, variables: Sequence[str] = ()) -> str:
     """Run a Python program and return what it prints.
 
     Args:
@@ -106,8 +108,10 @@ def python(code: str) -> str:
     # A file of its own: a text of 1 MB is no argument of a command, and standard input is empty.
     Path("program.py").write_text(code, encoding="utf-8", errors="surrogatepass")
     command = [sys.executable, "-I", "program.py"]
+    # Code that the model wrote sees no other variables: they hold keys.
+    known = {name: os.environ[name] for name in (*_VARIABLES, *variables) if name in os.environ}
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=known
     ) as process:
         assert process.stdout is not None, "it was asked for a pipe"
         output, num_dropped = bytearray(), 0
@@ -124,6 +128,14 @@ def python(code: str) -> str:
 
 
 vars(python)["runs_code"] = True
+
+
+def _check_python(*, variables: object = ()) -> None:
+    if not isinstance(variables, list | tuple) or not all(isinstance(name, str) for name in variables):
+        raise ValueError(f"python: options.variables: expected names of environment variables, got {variables!r}")
+
+
+vars(python)["check_options"] = _check_python
 
 
 def lookup(key: str, *, table: Mapping[str, object] | None = None, file: str | None = None) -> object:

@@ -258,6 +258,10 @@ class _Forks:
         for other in (self._wakeup, self._wakeup_write, self._control.detach()):
             os.close(other)
         folder = _folder_of(self._folder, number)
+        # Other forks have the rights of this one: whatever they did to the folder above, this one has its own.
+        os.makedirs(self._folder, 0o700, exist_ok=True)
+        os.chmod(self._folder, 0o700)
+        remove_folder(folder)
         os.mkdir(folder, 0o700)
         os.chdir(folder)
         os.environ["TMPDIR"], tempfile.tempdir = folder, None

@@ -114,6 +114,7 @@ ACTS: dict[str, Callable[[], str | None]] = {
     "memory": lambda: str(len(bytearray(3 << 30))),
     "network": lambda: str(socket.create_connection(("127.0.0.1", 9), timeout=5)),
     "where": os.getcwd,
+    "fork and return": lambda: str((os.fork(), os.getpid())[1]),
 }
 
 

@@ -221,14 +221,51 @@ def test_memory_and_network_are_limited(mark: str) -> None:
     assert "raised ConnectionRefusedError" in str(network) or "the network is off" in str(network)
 
 
-def test_the_audit_hook_refuses_connections() -> None:
+@pytest.mark.parametrize(
+    "act",
+    [
+        "socket.create_connection(('127.0.0.1', 9))",
+        "udp.sendto(b'x', ('127.0.0.1', 9))",
+        "udp.sendmsg([b'x'], [], 0, ('127.0.0.1', 9))",
+        "socket.gethostbyname('secret.example.com')",
+        "socket.getaddrinfo('secret.example.com', 80)",
+    ],
+)
+def test_the_audit_hook_refuses_the_network(act: str) -> None:
     code = (
         "import socket; from nemo_rl.environments import isolation as i; i.LIBC = type('L', (), "
         "{'unshare': lambda self, flags: -1})(); assert i.turn_network_off() == 'audit_hook'; "
-        "socket.socketpair(); socket.create_connection(('127.0.0.1', 9))"
+        f"socket.socketpair(); udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); {act}"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "the network is off for this process" in done.stderr
+
+
+def test_a_process_that_user_code_forks_answers_no_turn(mark: str) -> None:
+    async def ask(host: EnvironmentHost) -> list[bool]:
+        conversation = await host.open(row())
+        said = [(await conversation.reply(turn("fork and return"))).messages[0].content for _ in range(5)]
+        own = [f"> {conversation.pid}" == text for text in said]
+        await conversation.close()
+        return own
+
+    own, lines = hosted(ask)
+    assert all(own) and any("forked has returned from its call and was ended" in line for line in lines)
+
+
+def test_a_folder_goes_also_when_its_guard_is_killed(mark: str, tmp_path: Path) -> None:
+    async def kill_it(host: EnvironmentHost) -> None:
+        conversation = await host.open(row())
+        await conversation.reply(turn("files"))
+        for guard in psutil.Process().children():
+            guard.kill()
+        deadline = time.monotonic() + 10
+        while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        assert list(tmp_path.iterdir()) == []
+        await conversation.close()
+
+    hosted(kill_it)
 
 
 def test_a_conversation_that_is_stuck_while_it_closes_is_ended(mark: str) -> None:

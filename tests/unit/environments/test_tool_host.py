@@ -192,6 +192,39 @@ def test_python_programs_are_run_apart(mark: str, tmp_path: Path) -> None:
     assert marked(mark) == [] and list(tmp_path.iterdir()) == []
 
 
+DEEP = """import os
+for _ in range(2100):
+    os.mkdir('d'); os.chdir('d')
+open('file', 'x'); os.symlink('/', 'link'); os.chmod('.', 0)
+print('made')
+"""
+"""Deeper than Python recurses, and than a path may be long."""
+
+
+def test_a_deep_folder_is_removed_and_hinders_no_other_call(mark: str, tmp_path: Path) -> None:
+    async def use(host: ToolHost) -> list[str]:
+        slow = asyncio.create_task(host.call(call("python", code="import time; time.sleep(2); print('slow')"), seed=1))
+        found = [await host.call(call("python", code=code), seed=1) for code in (DEEP, "print('next')")]
+        return [result.text for result in (*found, await slow)]
+
+    assert hosted(use, PYTHON, num_workers=1) == ["made", "next", "slow"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_programs_of_the_model_see_the_variables_that_the_recipe_names(
+    mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SOME_API_KEY", "GIVEN"):
+        monkeypatch.setenv(name, "value")
+    tool = HostedTool(target=PYTHON.target, options={"variables": ["GIVEN", "NOT_SET"]})
+    (seen,) = results(call("python", code="import os; print(sorted(os.environ))"), tools=(tool,))
+    assert "'GIVEN'" in seen.text and "'PATH'" in seen.text and "'TMPDIR'" in seen.text
+    assert "SOME_API_KEY" not in seen.text and MARK not in seen.text
+    odd = HostedTool(target=PYTHON.target, options={"variables": "GIVEN"})
+    with pytest.raises(ConfigError, match="options.variables: expected names of environment variables, got 'GIVEN'"):
+        hosted(lambda host: asyncio.sleep(0), odd)
+
+
 EXPRESSIONS = {
     "12*(3+4)": "84",
     "123*456": "56088",
