@@ -7,11 +7,13 @@ it are weights of the resumed run: their digests, which refit receipts prove, mu
     <path>/<process>-<number>.seg    frames: magic, sizes, checksum, what is known of the groups, their columns
 
 Invariants: a group is read only from a whole frame with the right checksum; what was cut by a kill is never read. A
-segment is removed when no group in it can be asked for any more. Files of another run or a newer format are refused.
+segment is removed when no group in it can be asked for any more, by its writer, or by who finds it when the writer is
+gone. Files of another run or a newer format are refused.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -21,6 +23,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -41,6 +44,7 @@ from nemo_rl.experience.payload import SampleStats
 from nemo_rl.experience.rollout_records import GroupRequest, RolloutResult
 from nemo_rl.jagged import nest
 from nemo_rl.utils.exits import machine_problem
+from nemo_rl.utils.files import open_plain
 from nemo_rl.utils.metrics import Reduction, Sum, reduction_of_json, reduction_to_json
 
 __all__ = ["DurableGroups", "FinishedGroup", "StoredGroup", "check_segments", "rollout_identity"]
@@ -115,11 +119,11 @@ def check_segments(folder: Path, identity: str) -> None:
         RunFolderError: they are of another run, of a newer format, or no segments.
     """
     for path in sorted(folder.glob("*.seg")):
-        with path.open("rb") as file:
-            try:
+        try:
+            with _opened(path) as file:
                 described, _, _ = _read_frame(file, 0)
-            except _TornFrame:
-                continue  # nothing of it is used
+        except (_TornFrame, FileNotFoundError):
+            continue  # nothing of it is used
         _check_head(path, described, identity)
 
 
@@ -135,13 +139,16 @@ class DurableGroups:
         self._folder, self._fsync, self._identity = config.path, config.fsync, identity
         self._lock = threading.Lock()
         self._segments: dict[Path, _SegmentFile] = {}
+        self._foreign: set[Path] = set()
+        """Segments that other workers of the run were writing: those remove them."""
         self._stored: dict[int, list[StoredGroup]] = {}
         self._settled_below, self._settled = 0, frozenset[int]()
         self._failure: Exception | None = None
         self._name, self._number = f"{os.getpid()}-{uuid.uuid4().hex[:8]}", 0
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(self._folder.glob("*.seg")):
-            self._load(path)
+            with suppress(FileNotFoundError):  # its writer has removed it just now
+                self._load(path)
         self._queue: Queue[_Put | threading.Event | None] = Queue(maxsize=MOST_WAITING)
         self._thread = threading.Thread(target=self._write_all, name="durable-groups", daemon=True)
         self._thread.start()
@@ -254,7 +261,7 @@ class DurableGroups:
         for each in stored:
             place = each.path, each.offset
             if place not in known:
-                with each.path.open("rb") as file:
+                with _opened(each.path) as file:
                     known[place] = columns_of_bytes(_read_frame(file, each.offset)[1], str(each.path))
             first, count = each.group.rows
             for name, column in known[place].items():
@@ -293,6 +300,10 @@ class DurableGroups:
         """End, and remove all groups: the run is done."""
         self.settle(sys.maxsize, [])
         self.close()
+        for path in self._foreign:
+            with suppress(FileNotFoundError), _opened(path) as file:
+                if _is_finished(file):  # its writer was killed
+                    path.unlink()
 
     def close(self) -> None:
         """Write what was added, and end. Segments with groups that may be asked for stay."""
@@ -319,11 +330,20 @@ class DurableGroups:
     # ---- files
 
     def _load(self, path: Path) -> None:
-        segment = self._segments[path] = _SegmentFile()
-        with path.open("rb") as file:
+        segment = _SegmentFile()
+        with _opened(path) as file:
+            is_finished = _is_finished(file)
             for offset, described in _frames(file, path, self._identity):
-                for record in described["groups"]:
-                    self._keep(StoredGroup(group=_of_record(record), path=path, offset=offset), segment)
+                try:
+                    groups = [_of_record(record) for record in described["groups"]]
+                except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+                    raise _odd_segment(path, f"the frame at byte {offset} describes no groups") from error
+                for group in groups:
+                    self._keep(StoredGroup(group=group, path=path, offset=offset), segment)
+        if is_finished:
+            self._segments[path] = segment
+        else:
+            self._foreign.add(path)
 
     def _keep(self, stored: StoredGroup, segment: _SegmentFile) -> None:
         ordinal = stored.group.ordinal
@@ -349,6 +369,8 @@ class DurableGroups:
                     path = self._folder / f"{self._name}-{self._number}.seg"
                     self._number += 1
                     file = path.open("xb", buffering=0)
+                    with suppress(OSError):  # a file system without locks: others then leave the file alone
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     _write_whole(file, _frame({"format": FORMAT, "identity": self._identity}, b""))
                     with self._lock:
                         self._segments[path] = _SegmentFile(is_open=True)
@@ -366,6 +388,39 @@ class DurableGroups:
                         self._keep(StoredGroup(group=group, path=path, offset=offset), self._segments[path])
         if file is not None:
             file.close()
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open_plain(path)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise _odd_segment(path, "a link to nothing") from None
+        raise
+    except OSError as error:
+        raise _odd_segment(path, error.strerror) from error
+
+
+def _odd_segment(path: Path, found: object) -> RunFolderError:
+    return RunFolderError(
+        f"data_plane.durable.path: {path}: expected a file of finished groups, got: {found}; remove it, or use a "
+        "folder of this run's own"
+    )
+
+
+def _is_finished(file: BinaryIO) -> bool:
+    """Return whether nobody writes a segment any more: its writer holds a lock as long as it lives.
+
+    An empty file has a writer that has not locked it yet.
+    """
+    if not os.fstat(file.fileno()).st_size:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return True
 
 
 def _column(rows: list[Any], *, is_dense: bool) -> Column:
@@ -442,7 +497,13 @@ def _read_frame(file: BinaryIO, offset: int) -> tuple[dict[str, Any], bytes, int
     digest.update(body)
     if digest.intdigest() != checksum:
         raise _TornFrame("the checksum of the frame differs")
-    return msgpack.unpackb(text, strict_map_key=False), body, end
+    try:
+        described = msgpack.unpackb(text, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise _TornFrame(f"no description of groups: {error}") from error
+    if not isinstance(described, dict):
+        raise _TornFrame(f"expected a description of groups, got {type(described).__name__}")
+    return described, body, end
 
 
 def _frames(file: BinaryIO, path: Path, identity: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -134,6 +135,57 @@ def test_a_segment_goes_with_its_last_group_that_may_be_asked_for(tmp_path: Path
     groups.settle(7, [7])
     groups.close()
     assert not list(tmp_path.glob("*.seg"))
+
+
+ODD_FILES = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+    "a frame without groups": lambda path: path.write_bytes(HEAD + durable_groups._frame({}, b"")),
+    "groups that are numbers": lambda path: path.write_bytes(HEAD + durable_groups._frame({"groups": [1]}, b"")),
+    "no seed": lambda path: path.write_bytes(HEAD + durable_groups._frame({"groups": [{"rows": [0, 1]}]}, b"")),
+}
+HEAD = durable_groups._frame({"format": durable_groups.FORMAT, "identity": "mine"}, b"")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_files_that_are_no_segments_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    ODD_FILES[kind](tmp_path / "a.seg")
+    with pytest.raises(
+        RunFolderError, match=r"data_plane.durable.path: .*a.seg: expected .* got: .*; remove it, or use"
+    ):
+        check_segments(tmp_path, "mine")
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("is_list", [True, False])
+def test_a_head_that_describes_nothing_is_left_out(is_list: bool, tmp_path: Path) -> None:
+    (tmp_path / "a.seg").write_bytes(durable_groups._frame([1], b"") if is_list else b"")  # type: ignore[arg-type]
+    check_segments(tmp_path, "mine")
+    found = opened(tmp_path)
+    assert found.ordinals == {}
+    found.close()
+
+
+def test_a_segment_belongs_to_its_writer_until_that_is_gone(tmp_path: Path) -> None:
+    writer = opened(tmp_path)
+    writer.add([group(1, first=0)], {"x": torch.arange(8).reshape(4, 2)})
+    writer.flush()
+    other = opened(tmp_path)  # it starts again while the first one lives
+    writer.add([group(2, first=0)], {"x": torch.arange(8).reshape(4, 2)})
+    writer.flush()
+    for each in (other, writer):
+        each.settle(2, [])
+    assert len(list(tmp_path.glob("*.seg"))) == 1
+    writer.close()
+    later = opened(tmp_path)
+    assert 2 in later.ordinals
+    later.settle(3, [])
+    assert list(tmp_path.glob("*.seg")) == []
+    for each in (other, later):
+        each.close()
 
 
 def test_a_full_disk_is_told_at_the_next_group(tmp_path: Path) -> None:
