@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import shutil
 import signal
@@ -110,6 +111,39 @@ def test_a_folder_without_runs_and_a_folder_in_use_are_refused(tmp_path: Path, r
     with pytest.raises(UserError, match=r"expected a new folder, it has thesis\.txt"):
         written(results, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("kind", ["a page of somebody", "a link", "data of somebody", "a folder"])
+def test_an_export_replaces_only_what_it_has_made(kind: str, tmp_path: Path, results: Path) -> None:
+    folder, kept = tmp_path / "page", tmp_path / "kept"
+    kept.write_text("mine")
+    if kind in ("a link", "a folder"):
+        written(results, folder)
+        name = "index.html"
+        (folder / name).unlink()
+        (folder / name).mkdir() if kind == "a folder" else (folder / name).symlink_to(kept)
+    else:
+        name = "index.html" if kind == "a page of somebody" else "data.js"
+        folder.mkdir()
+        (folder / name).write_text("mine")
+    with pytest.raises(UserError, match=f"expected a new folder, it has {name}; name another one"):
+        ViewPages(results, is_served=False).write(folder)
+    assert kept.read_text() == "mine" and (kind in ("a link", "a folder") or (folder / name).read_text() == "mine")
+
+
+@pytest.mark.timeout(60)
+def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
+    for name in ("good", "pipe", "huge", "odd"):
+        write_run(tmp_path / name, lr=0.1)
+    (tmp_path / "pipe" / "config.yaml").unlink()
+    os.mkfifo(tmp_path / "pipe" / "config.yaml")
+    (tmp_path / "huge" / "metrics.jsonl").write_text(f'{{"step": 1, "train/reward": {10**400}, "train/loss": 2}}\n')
+    (tmp_path / "odd" / "rollouts").mkdir()
+    (tmp_path / "odd" / "rollouts" / f"step_{'9' * 200}.jsonl").write_text("")
+    pages = ViewPages(tmp_path, is_served=True)
+    table = pages.read("data.js") or b""
+    assert all(f'"{name}"'.encode() in table for name in ("good", "pipe", "huge"))
+    assert all(pages.read(f"run-{run.id}.js") for run in find_runs(tmp_path))
 
 
 def written(results: Path, folder: Path) -> str:

@@ -31,6 +31,7 @@ from nemo_rl.diagnostics.rollouts.page import PageLinks, page_text, problem_text
 from nemo_rl.diagnostics.view.runs import COLUMNS, DEPTH, ViewedRun, find_runs, id_of
 from nemo_rl.errors import UserError, boundary
 from nemo_rl.tracer import PAGE_FOLDER
+from nemo_rl.utils.files import open_plain, replace_file
 from nemo_rl.utils.rollout_file import steps_with_rollouts
 
 __all__ = ["INDEX", "ViewPages"]
@@ -45,6 +46,7 @@ FILES = {
 }
 """The fixed files; both pages draw with one copy of uPlot."""
 INDEX, DATA = "index.html", "data.js"
+SCRIPT_BEGIN = b"(window.nemoRlFiles ??= {})"
 PATH = re.compile(r"(run|rollouts|row|rows|trace)-([0-9a-f]{12})(?:-([0-9]{1,18}))?\.(?:js|html)")
 MOST_ROWS = 64
 """Rows of a step on the page of its rollouts."""
@@ -111,7 +113,11 @@ class ViewPages:
         """
         fixed = {*FILES, DATA}
         there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        others = sorted(name for name in there if name not in fixed and not PATH.fullmatch(name))
+        others = sorted(name for name in there if not _is_of_page(folder / name, fixed))
+        if there and not others and not _is_of_page(folder / DATA, fixed):
+            others = [
+                INDEX if INDEX in there else min(there)
+            ]  # named as a file of the page, but no page was written here
         if others:
             raise UserError(f"--export {folder}: expected a new folder, it has {others[0]}; name another one")
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +125,7 @@ class ViewPages:
         for name in names:
             content = self.read(name)
             if content is not None:
-                (folder / name).write_bytes(content)
+                replace_file(folder / name, lambda path, content=content: path.write_bytes(content))
         for name in there - set(names):  # of steps that an earlier page had
             (folder / name).unlink()
         return folder / INDEX
@@ -181,7 +187,17 @@ class ViewPages:
 
 def _script(path: str, value: object) -> bytes:
     text = json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return f"(window.nemoRlFiles ??= {{}})[{json.dumps(path)}] = {text};\n".encode()
+    return SCRIPT_BEGIN + f"[{json.dumps(path)}] = {text};\n".encode()
+
+
+def _is_of_page(path: Path, fixed: set[str]) -> bool:
+    """Return whether a file is one that an earlier `write` may have made: by its name, and `DATA` by its beginning."""
+    if path.is_symlink() or not path.is_file() or not (path.name in fixed or PATH.fullmatch(path.name)):
+        return False
+    if path.name != DATA:
+        return True
+    with open_plain(path) as file:
+        return file.read(len(SCRIPT_BEGIN)) == SCRIPT_BEGIN
 
 
 def _part(run: ViewedRun, part: str, **more: str) -> str:

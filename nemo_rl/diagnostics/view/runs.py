@@ -18,10 +18,11 @@ from typing import Any, TypeAlias
 
 from nemo_rl.config.yaml_text import YamlProblem, parse_yaml, yaml_line
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE
-from nemo_rl.errors import UserError
+from nemo_rl.errors import UserError, boundary
 from nemo_rl.tracer.process import HUB_FILE, OPEN_FILE
 from nemo_rl.tracer.store import stream_files
 from nemo_rl.tracer.stream_reader import RECORDING_FOLDER
+from nemo_rl.utils.files import read_plain
 from nemo_rl.utils.rollout_file import steps_with_rollouts
 from nemo_rl.utils.trackers import METRICS_FILE, read_metrics
 
@@ -40,6 +41,8 @@ COLUMNS = {
     "tokens/s": "rollout/tokens_per_s",
 }
 """Columns of the table of runs, and the metrics whose newest values they have."""
+MOST_CONFIG_BYTES = 4 << 20
+"""Of a config whose settings are shown."""
 TAIL_BYTES = 1 << 20
 """End of the metrics file that the overview reads: some 200 steps."""
 MOST_POINTS = 500
@@ -64,7 +67,15 @@ class ViewedRun:
         return id_of(self.name)
 
     def overview(self) -> dict[str, Any]:
-        """Return a line of the table of runs, and the settings."""
+        """Return a line of the table of runs, and the settings; of a damaged run only what is damaged."""
+        try:
+            with boundary(UserError, "damaged"):
+                return self._overview()
+        except UserError as error:
+            nothing = {"changed": 0.0, "steps": 0, "numbers": [None] * len(COLUMNS), "rollouts": None, "settings": {}}
+            return {"id": self.id, "name": f"{self.name} ({error})", **nothing}
+
+    def _overview(self) -> dict[str, Any]:
         step, newest = 0, dict[str, float]()
         for row in read_metrics(self.folder / METRICS_FILE, last_bytes=TAIL_BYTES):
             step = max(step, int(row["step"]))
@@ -101,7 +112,7 @@ class ViewedRun:
     def settings(self) -> dict[str, str]:
         """Return the keys of its config with their values as text; none where there is no readable config."""
         try:
-            tree = parse_yaml((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            tree = parse_yaml(read_plain(self.folder / CONFIG_FILE, most_bytes=MOST_CONFIG_BYTES).decode())
         except (OSError, ValueError, YamlProblem):
             return {}
         return dict(_flat(tree, "")) if isinstance(tree, Mapping) else {}
@@ -179,9 +190,10 @@ def _curves(
 
 
 def _number(value: object) -> float | None:
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    try:
+        return float(f"{value:.{DIGITS}g}") if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:  # an integer of hundreds of digits
         return None
-    return float(f"{value:.{DIGITS}g}")
 
 
 def _thinned(values: list[Any]) -> list[Any]:
