@@ -24,7 +24,15 @@ from queue import SimpleQueue
 from threading import Condition, Thread
 
 from nemo_rl.algorithms.async_schedule import AsyncLimits, AsyncSchedule, FailureKind, Frontier, StepSelection, Ticket
-from nemo_rl.algorithms.batches import BatchSource, RolloutParts, group_request, is_informative, step_of_groups
+from nemo_rl.algorithms.batches import (
+    BatchSource,
+    NoStepLeft,
+    RolloutParts,
+    group_request,
+    is_informative,
+    step_of_groups,
+    too_few_groups,
+)
 from nemo_rl.algorithms.kept_groups import GROUPS, keep_groups, restore_groups
 from nemo_rl.algorithms.schedule_file import ScheduleFile
 from nemo_rl.algorithms.stages.columns import PARTITION, TRAIN_TASK
@@ -41,13 +49,14 @@ from nemo_rl.errors import (
     DataPlaneError,
     NonFiniteError,
     RewardError,
+    UserError,
     WorkerError,
     WorkerLost,
     name_some,
 )
 from nemo_rl.experience.rollout_records import RolloutResult
 from nemo_rl.utils import interrupt
-from nemo_rl.utils.metrics import Reduction, Sum
+from nemo_rl.utils.metrics import Mean, Reduction, Sum
 from nemo_rl.utils.r3_trace import trace_retired
 
 __all__ = ["AsyncBatches", "build_schedule", "failure_kind", "limits_of"]
@@ -122,6 +131,8 @@ class AsyncBatches(BatchSource):
         self._events: SimpleQueue[tuple[str, Pending[RolloutResult]] | None] = SimpleQueue()
         self._failure: BaseException | None = None
         self._replaced_in_a_row = 0
+        self._filtered = Mean(0.0, 0.0)
+        """Rewards of the groups that were left out since the last step took its groups; a count of groups as weight."""
         self._is_closed = False
         self._thread = Thread(target=self._serve, name="groups", daemon=True)
 
@@ -134,6 +145,7 @@ class AsyncBatches(BatchSource):
         with self._changed:
             chosen = [self._ready.pop(name) for name in selection.names]
             self._taken[number] = selection.names
+            self._filtered = Mean(0.0, 0.0)
             metrics = self._metrics()
         groups = [result for _, result in chosen]
         self._claim([running.uid for running, _ in chosen], num_rows=sum(len(group.meta) for group in groups))
@@ -161,10 +173,12 @@ class AsyncBatches(BatchSource):
     def is_exhausted(self) -> bool:
         """True when the prompts that are left and the groups that are alive cannot fill another step."""
         with self._changed:
-            alive = len(self._running) + len(self._ready)
-            return not self._parts.sampler.has(max(1, self._parts.config.num_prompts_per_step - alive)) and (
-                alive < self._parts.config.num_prompts_per_step
-            )
+            return self._cannot_fill_a_step()
+
+    def _cannot_fill_a_step(self) -> bool:
+        """(under the lock) Return what `is_exhausted` says."""
+        alive, size = len(self._running) + len(self._ready), self._parts.config.num_prompts_per_step
+        return alive < size and not self._parts.sampler.has(size - alive)
 
     @property
     def num_waiting_rows(self) -> int:
@@ -294,6 +308,7 @@ class AsyncBatches(BatchSource):
                 selection = self._schedule.select(number)
                 if selection is not None:
                     return selection
+                self._check_filtered(number)
                 self._changed.wait(LOOK_S)
                 has_engines = not self._held
             if not has_engines and self._restart_engines is not None:
@@ -313,6 +328,16 @@ class AsyncBatches(BatchSource):
             if now - began >= warn_after:
                 warn_after *= 2
                 self._note(f"WARNING: {self._stuck(number, now - began)}{self._waiting(number)}")
+
+    def _check_filtered(self, number: int) -> None:
+        """(under the lock) End a step that groups of equal rewards keep from being filled."""
+        config, count = self._parts.config, int(self._filtered.weight)
+        is_over = self._schedule.is_over
+        if is_over and number > 1:
+            raise NoStepLeft
+        if count >= config.dynamic_sampling_max_gen_batches * config.num_prompts_per_step or (is_over and count):
+            sampled, ready = f"{count} groups of equal rewards", len(self._ready)
+            raise UserError(too_few_groups(number, ready, config, sampled=sampled, reward=self._filtered.value))
 
     def _stuck(self, number: int, seconds: float) -> str:
         """Return what a step waits for: groups, who has them and since when."""
@@ -348,6 +373,8 @@ class AsyncBatches(BatchSource):
             # A rest of prompts that fills no step is not sampled, as without asynchronous sampling.
             while count and not self._parts.sampler.has(count):
                 count -= 1
+            if self._cannot_fill_a_step():
+                self._schedule.exhausted()  # a step that waits already is trained with what is left
             if not count or (alive + count < size and not self._parts.sampler.has(size - alive)):
                 return
             tickets = self._schedule.admit(self._draw(count))
@@ -427,6 +454,8 @@ class AsyncBatches(BatchSource):
                 self._replaced_in_a_row = 0
                 if not is_kept:
                     self._schedule.filtered(name)
+                    reward = float(result.sample_stats.rewards.mean())
+                    self._filtered = self._filtered.merge(Mean(reward, 1.0))
                 elif self._schedule.ended(name, oldest_version=int(result.weight_versions.min())):
                     self._ready[name] = running, result
                 else:

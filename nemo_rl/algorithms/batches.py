@@ -52,6 +52,10 @@ OLDER_STATE = "redrawn_prompts"
 """Name in checkpoints that held numbers of prompts instead of ordinals."""
 
 
+class NoStepLeft(Exception):
+    """The last groups of the last epoch left while a step waited for them: the run has ended."""
+
+
 class BatchSource(ABC):
     """A stream of steps whose rows are in the data plane.
 
@@ -72,6 +76,7 @@ class BatchSource(ABC):
 
         Raises:
             UserError: the data or the recipe cannot give a step. WorkerError: a worker failed. No row of it is left.
+            NoStepLeft: `is_exhausted` has become True meanwhile.
         """
 
     @property
@@ -340,12 +345,22 @@ class DynamicBatches(SyncBatches):
 
     def _too_few(self, number: int, num_groups: int, rounds: _Rounds) -> str:
         config = self._parts.config
-        return (
-            f"grpo.dynamic_sampling_max_gen_batches: after {rounds.count} rounds of {config.prompts_per_round} "
-            f"prompts step {number} has {num_groups} of {config.num_prompts_per_step} groups whose rewards are not all "
-            f"equal (mean reward {rounds.reward.value:.3g}): the prompts are too easy or too hard for this model, or "
-            "the reward is constant. Take others, raise it, or set grpo.use_dynamic_sampling=false"
-        )
+        sampled = f"{rounds.count} rounds of {config.prompts_per_round} prompts"
+        return too_few_groups(number, num_groups, config, sampled=sampled, reward=rounds.reward.value)
+
+
+def too_few_groups(number: int, num_groups: int, config: GRPOConfig, *, sampled: str, reward: float) -> str:
+    """Return the error of a step whose groups nearly all have equal rewards.
+
+    Args:
+        reward: mean of the groups that were sampled.
+    """
+    return (
+        f"grpo.dynamic_sampling_max_gen_batches: after {sampled} step {number} has {num_groups} of "
+        f"{config.num_prompts_per_step} groups whose rewards are not all equal (mean reward {reward:.3g}): the prompts "
+        "are too easy or too hard for this model, or the reward is constant. Take others, raise it, or set "
+        "grpo.use_dynamic_sampling=false"
+    )
 
 
 def is_informative(group: RolloutResult, config: GRPOConfig) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_rl.algorithms.async_groups import Frontier
-from nemo_rl.algorithms.batches import BatchSource
+from nemo_rl.algorithms.batches import BatchSource, NoStepLeft
 from nemo_rl.algorithms.observers import MISMATCH_METRIC, StepObservers
 from nemo_rl.algorithms.saver import Saver
 from nemo_rl.algorithms.stages.bodies import clear_untrained
@@ -161,15 +161,33 @@ class GRPOTrainer:
         )
 
     def _steps(self) -> None:
+        metrics: Mapping[str, float] = {}
         while not self._is_done() and not self._is_out_of_time:
             interrupt.raise_if_received()
             began = time.monotonic()
-            metrics = self._after_step(self.step())
+            try:
+                step = self.step()
+            except NoStepLeft:
+                self._end_after(metrics)
+                break
+            metrics = self._after_step(step)
             self._deadline.step_took(time.monotonic() - began)
             self._save_if_due(metrics)
             self._settle()
         if self._is_done():
             self._parts.rollout.remove_durable()
+
+    def _end_after(self, metrics: Mapping[str, float]) -> None:
+        """Validate and save as after a last step: that the step before was the last one was not known then."""
+        config = self._config
+        self._end_validation()
+        has_validated = config.grpo.val_period > 0 and self._step % config.grpo.val_period == 0
+        if not has_validated and self._validation_is_due():
+            validated = self._validate().metrics()
+            self._parts.logger.log_metrics(validated, step=self._step)
+            metrics = {**metrics, **validated}
+        if self._step % config.checkpointing.save_period:
+            self._save_if_due(metrics)
 
     def _settle(self) -> None:
         """Let go of finished groups in files that no resumed run asks for."""

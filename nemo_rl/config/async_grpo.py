@@ -230,5 +230,4 @@ def rule_async_dynamic_sampling_has_no_rounds(config: MasterConfig) -> list[str]
     if not grpo.async_.takes_stale_rows or not grpo.use_dynamic_sampling:
         return []
     because = "an asynchronous run has no rounds: each group that is left out is replaced by another prompt"
-    names = ("batch_multiplier", "dynamic_sampling_max_gen_batches")
-    return would_be_ignored(grpo, "grpo", names, switch=_SWITCH, because=because)
+    return would_be_ignored(grpo, "grpo", ("batch_multiplier",), switch=_SWITCH, because=because)

@@ -106,10 +106,9 @@ REFUSED_ASYNC: Refused = {
     ],
     "rule_async_dynamic_sampling_has_no_rounds": [
         (
-            ("grpo.use_dynamic_sampling=true", *ASYNC, f"grpo.{name}={value}"),
-            f"grpo.{name}: {value} would be ignored, because an asynchronous run has no rounds",
+            ("grpo.use_dynamic_sampling=true", *ASYNC, "grpo.batch_multiplier=2.0"),
+            "grpo.batch_multiplier: 2.0 would be ignored, because an asynchronous run has no rounds",
         )
-        for name, value in (("batch_multiplier", "2.0"), ("dynamic_sampling_max_gen_batches", "3"))
     ],
 }
 """Refusals by the rules about asynchronous runs."""
@@ -128,7 +127,7 @@ ACCEPTED_ASYNC: list[tuple[str, ...]] = [
     (*ASYNC, *CORRECTED),
     (*ASYNC, *GPUS, APART, "policy.generation.colocated.gpus_per_node=2"),
     (*ASYNC, *LOCAL),
-    (*ASYNC, "grpo.use_dynamic_sampling=true"),
+    (*ASYNC, "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=3"),
     (*ASYNC, "diagnostics.tracer.enabled=true"),
     (*ASYNC, "loss_fn.name=my_package.losses:MyLoss", "~loss_fn.ratio_clip_max"),
 ]

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from nemo_rl.algorithms.async_batches import FRONTIER_STATE, AsyncBatches, build_schedule, failure_kind
-from nemo_rl.algorithms.batches import RolloutParts
+from nemo_rl.algorithms.batches import NoStepLeft, RolloutParts
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.interfaces import DataPlaneClient
@@ -18,10 +18,12 @@ from nemo_rl.errors import (
     DataPlaneError,
     NonFiniteError,
     RewardError,
+    UserError,
     WorkerError,
     WorkerLost,
 )
 from nemo_rl.experience.rollout_handle import RolloutHandle
+from nemo_rl.utils.metrics import Mean
 
 SIZE = 4
 
@@ -85,3 +87,28 @@ def test_a_checkpoint_that_an_asynchronous_run_cannot_go_on_from_is_refused() ->
         )
     with pytest.raises(CheckpointError, match="async: expected ordinals that were trained, got"):
         batches().load_state_dict({"sampler": sampler, FRONTIER_STATE: {"done": "4"}}, step=1, folder=Path())
+
+
+def test_a_step_that_equal_rewards_keep_waiting_ends_with_that_reason() -> None:
+    source = batches()
+    source._filtered = Mean(10 * SIZE - 1.0, 10 * SIZE - 1.0)
+    source._check_filtered(1)
+    source._filtered = source._filtered.merge(Mean(1.0))
+    wanted = (
+        r"dynamic_sampling_max_gen_batches: after 40 groups of equal rewards step 1 has 0 of 4 .*use_dynamic_sampling"
+    )
+    with pytest.raises(UserError, match=wanted):
+        source._check_filtered(1)
+
+
+def test_a_step_for_which_nothing_is_left_ends_the_run() -> None:
+    source = batches()
+    assert not source.is_exhausted
+    source._parts.sampler.next(40 - SIZE + 1)  # too few are left for a step
+    source._admit()
+    assert source.is_exhausted
+    with pytest.raises(NoStepLeft):
+        source._check_filtered(2)
+    source._filtered = Mean(0.0, 3.0)
+    with pytest.raises(UserError, match="after 3 groups of equal rewards step 1 has 0 of 4"):
+        source._check_filtered(1)
