@@ -18,6 +18,7 @@ What is known of a step is in its `StepState`; the trainer holds what outlives a
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -131,6 +132,8 @@ class GRPOTrainer:
         self._reported_bytes = 0
         self._first_val_reward: float | None = None
         self._val_reward: float | None = None
+        self._has_looked = False
+        """True once a save has looked for the metric that ranks checkpoints."""
         self._frontiers: dict[int, Frontier] = {}
         """Step of each checkpoint that is being written -> the prompts that are settled once it is whole."""
         self._validation: tuple[int, Pending[ValidationResult]] | None = None
@@ -432,7 +435,23 @@ class GRPOTrainer:
         is_good_enough = limit is not None and self._val_reward is not None and self._val_reward >= limit
         return self._step >= self._config.grpo.max_num_steps or self._parts.source.is_exhausted or is_good_enough
 
+    def _tell_missing_metric(self, metrics: Mapping[str, float]) -> None:
+        """Say once that checkpoints are ranked by a metric that nothing logs."""
+        name = self._config.checkpoint_metric.replace(":", "/", 1)
+        known = [each for each in metrics if each.partition("/")[0] == name.partition("/")[0]]
+        if self._has_looked or self._config.checkpointing.keep_top_k is None or not known:
+            return  # without validation in this step a later one may tell
+        self._has_looked = True
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3) or sorted(known)[:3]
+            shown = ", ".join(each.replace("/", ":", 1) for each in near)
+            self._parts.panel.note(
+                f"WARNING: checkpointing.metric_name: {self._config.checkpoint_metric!r} is not logged in step "
+                f"{self._step}, so the newest checkpoints are kept and not the best; set one that is, such as {shown}"
+            )
+
     def _save(self, metrics: Mapping[str, float], *, waits: bool) -> None:
+        self._tell_missing_metric(metrics)
         state = {
             "step": self._step,
             **self._parts.source.state_dict(),

@@ -294,7 +294,7 @@ class EnvConfig(Section):
     """Largest list of prompts, responses and answers that a custom reward is given; null: one response at a time."""
     timeout_s: PositiveFloat = 10.0
     """Wall-clock limit of one call of the reward, that is of one response or one batch; past it the scorer's process is
-    ended."""
+    ended, and the responses of a batch are scored one by one, each with this limit."""
     on_timeout: Literal["zero", "error"] = "zero"
     """A response whose scoring takes too long: reward 0 and a counter, or stop the run."""
     num_workers: PositiveInt = 1

@@ -123,7 +123,8 @@ class ScorerPool:
         self.source, self.checks_answers = first.source, first.checks_answers
 
     def score(self, items: Sequence[ScorerItem]) -> list[ScoreOutcome]:
-        """Return one outcome per item, in order; bounded by the calls' limits."""
+        """Return one outcome per item, in order; bounded by the calls' limits. A late batch is scored again item by
+        item."""
         calls = [items[start : start + self._batch_size] for start in range(0, len(items), self._batch_size)]
         return list(chain.from_iterable(self._threads.map(self._score_call, calls)))
 
@@ -153,7 +154,14 @@ class ScorerPool:
             reply = process.ask({"arguments": arguments}, timeout_s=self._timeout_s)
         except TimeoutError:
             self._drop(process)
-            return [ScoreOutcome(timed_out=True)] * len(items)
+            if len(items) == 1:
+                return [ScoreOutcome(timed_out=True)]
+            # One of them may be to blame alone.
+            self._hear(
+                f"a batch of {len(items)} responses took longer than env.timeout_s {self._timeout_s:g} s: they are "
+                "scored one by one, each with this limit"
+            )
+            return [outcome for item in items for outcome in self._score_call([item])]
         except (TypeError, ValueError, RecursionError) as error:
             given = ", ".join(name for name in names if name in ("answer", "row"))
             return [ScoreOutcome(error=f"cannot be given {given}, which holds no JSON values: {error}")] * len(items)

@@ -18,7 +18,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeAlias
@@ -125,7 +125,7 @@ class ViewPages:
         for name in names:
             content = self.read(name)
             if content is not None:
-                replace_file(folder / name, lambda path, content=content: path.write_bytes(content))
+                replace_file(folder / name, partial(_fill, content))
         for name in there - set(names):  # of steps that an earlier page had
             (folder / name).unlink()
         return folder / INDEX
@@ -188,6 +188,10 @@ class ViewPages:
 def _script(path: str, value: object) -> bytes:
     text = json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return SCRIPT_BEGIN + f"[{json.dumps(path)}] = {text};\n".encode()
+
+
+def _fill(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
 
 
 def _is_of_page(path: Path, fixed: set[str]) -> bool:

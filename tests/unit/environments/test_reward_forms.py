@@ -97,12 +97,13 @@ def test_only_a_reward_that_asks_for_the_row_needs_it_to_be_json() -> None:
         env.score([prompt], answered(["abc"]))
 
 
-def test_a_batch_reward_gets_lists_and_its_limit_holds_for_a_batch() -> None:
+def test_a_batch_reward_gets_lists_and_of_a_late_batch_only_the_late_response_pays() -> None:
     with environment(**custom("batch", reward_batch_size=4, timeout_s=2)) as env:
         texts = ["", "a", "aa", "aaa", "aaaa", "hang"]
         report = score(env, texts, [None] * 6)
-    assert report.rewards == (4.0, 4.01, 4.02, 4.03, 0.0, 0.0)
-    assert report.num_timeouts == 2
+    assert report.rewards == (4.0, 4.01, 4.02, 4.03, 1.04, 0.0)
+    assert report.num_timeouts == 1
+    assert [line for line in report.printed if "a batch of 2 responses took longer than env.timeout_s 2 s" in line]
     with (
         environment(**custom("short_batch", reward_batch_size=4)) as env,
         pytest.raises(RewardError, match="returned 1 scores, expected 3, one per response"),
