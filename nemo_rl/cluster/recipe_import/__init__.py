@@ -36,6 +36,10 @@ __all__ = ["TABLE", "Imported", "as_record", "import_recipe", "report_lines", "r
 TABLE: Table = {**NEMO_RL, **TURNS, **ADAPTERS}
 """Every key of a NeMo-RL GRPO recipe, and those of turns, tools and adapters of verl, TRL and prime-rl."""
 MAX_ROUNDS = 20
+DECIDING = ("loss_fn.", "grpo.", "algorithm.", "actor_rollout_ref.actor.", "reward_model.")
+"""Sections of NeMo-RL and verl that say which loss is trained on which advantages."""
+TRL_DECIDING = ("beta", "delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type", "reward_weights")
+"""The same in TRL, whose recipes have no sections."""
 """Most rounds of leaving keys out: one that is left out may reveal another."""
 DECIDE = "model_name"
 WORKERS = ("dtensor_cfg", "megatron_cfg")
@@ -121,7 +125,10 @@ def _unknown(key: str, value: object) -> KeyOutcome:
     section, _, name = key.rpartition(".")
     near = {known.rsplit(".", 1)[-1] for known in TABLE if known.rsplit(".", 1)[0] == section}
     hint = suggest(name, near) or suggest(key, TABLE)
-    return KeyOutcome(key=key, fate=Fate.UNKNOWN, why=f"no key of NeMo-RL's that is known here{hint}")
+    # Without a key of the loss or of the algorithm something else would be trained.
+    decides = (key.startswith(DECIDING) or key in TRL_DECIDING) and value not in (None, False, {}, [])
+    why = f"no key of NeMo-RL's that is known here{hint}"
+    return KeyOutcome(key=key, fate=Fate.UNKNOWN, why=why, must_decide=decides)
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

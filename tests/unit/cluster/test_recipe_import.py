@@ -197,7 +197,7 @@ def test_unknown_keys_get_a_suggestion_and_references_without_a_value_are_left_o
         unknown.key == "grpo.num_generation_per_prompt" and "did you mean 'num_generations_per_prompt'" in unknown.why
     )
     assert list(imported.given.unresolved) == ["logger.log_dir"]
-    assert "unknown: grpo.num_generation_per_prompt" in to_recipe(imported)
+    assert "to decide: grpo.num_generation_per_prompt: unknown" in to_recipe(imported)
     assert any("logger.log_dir: cannot resolve" in problem for problem in imported.problems)
 
 
@@ -303,6 +303,29 @@ def test_a_key_without_which_something_else_is_trained_ends_the_import_with_2(
     path = write(tmp_path, merged(changes))
     done = CliRunner().invoke(app, ["config", "import", str(path), "--out", str(tmp_path / "ours.yaml")])
     assert isinstance(done.exception, ConfigError) and f"{key}: not supported" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "decides"),
+    [
+        ("loss_fn.ratio_clip_by_entropy", 0.1, True),
+        ("grpo.adv_estimator.length_baseline", True, True),
+        ("grpo.adv_estimator.length_baseline", False, False),
+        ("algorithm.use_kl_in_reward", True, True),
+        ("loss_type", "dr_grpo", True),
+        ("trainer.project_name", "mine", False),
+    ],
+)
+def test_an_unknown_key_of_the_loss_or_the_algorithm_must_be_decided(
+    key: str, value: object, decides: bool, tmp_path: Path
+) -> None:
+    section, _, name = key.rpartition(".")
+    changes: dict[str, Any] = {name: value}
+    for part in reversed(section.split(".") if section else []):
+        changes = {part: changes}
+    imported = import_recipe(write(tmp_path, merged(changes)))
+    said = [problem for problem in imported.problems if problem.startswith(f"{key}: unknown: no key of NeMo-RL's")]
+    assert bool(said) == decides and all("change it, or leave it out, in" in line for line in said)
 
 
 def test_switches_that_are_off_there_and_sections_that_nothing_names_are_no_problem(tmp_path: Path) -> None:
