@@ -88,13 +88,13 @@ def start_guarded(parent: int, *, folder: str | None = None) -> None:
         parent: the process that started this one.
         folder: removed when everything has ended.
     """
-    remover, lifeline = _start_remover(folder) if folder is not None else (0, -1)
+    remover, write_end = _start_remover(folder) if folder is not None else (0, -1)
     become_subreaper()
 
     def end_everything(code: int) -> None:
         kill_descendants(spared=remover)
         if remover:
-            os.close(lifeline)
+            os.close(write_end)
             with suppress(ChildProcessError):
                 os.waitpid(remover, 0)
         os._exit(code)
@@ -107,15 +107,15 @@ def start_guarded(parent: int, *, folder: str | None = None) -> None:
     guarded = os.fork()
     if guarded:
         # What the guarded process shares with its owner must close with it.
-        os.closerange(3, max(lifeline, 3))
-        os.closerange(max(lifeline + 1, 3), os.sysconf("SC_OPEN_MAX"))
+        os.closerange(3, max(write_end, 3))
+        os.closerange(max(write_end + 1, 3), os.sysconf("SC_OPEN_MAX"))
         while True:
             ended, status = os.wait()
             if ended == guarded:
                 code = os.waitstatus_to_exitcode(status)
                 end_everything(code if code >= 0 else 128 - code)
     if remover:
-        os.close(lifeline)
+        os.close(write_end)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(guard)
 
@@ -123,10 +123,10 @@ def start_guarded(parent: int, *, folder: str | None = None) -> None:
 def _start_remover(folder: str) -> tuple[int, int]:
     """Fork a process that removes the folder once this one has ended, also by SIGKILL, as Ray ends the children of its
     workers; return its id and the descriptor whose closing tells it."""
-    told, lifeline = os.pipe()
+    told, write_end = os.pipe()
     if remover := os.fork():
         os.close(told)
-        return remover, lifeline
+        return remover, write_end
     try:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT):

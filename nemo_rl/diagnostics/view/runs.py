@@ -42,7 +42,7 @@ COLUMNS = {
 }
 """Columns of the table of runs, and the metrics whose newest values they have."""
 MOST_CONFIG_BYTES = 4 << 20
-"""Of a config whose settings are shown."""
+"""A longer config has no settings on the page."""
 TAIL_BYTES = 1 << 20
 """End of the metrics file that the overview reads: some 200 steps."""
 MOST_POINTS = 500
