@@ -21,7 +21,7 @@ from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.ray_worker_groups import RayWorkerGroup
 from nemo_rl.distributed.virtual_cluster import ClusterNeeds, EngineNodes, RayVirtualCluster
 from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.environments.answers import AnswerCheck
+from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.conversation_setup import RolloutSampling
 from nemo_rl.experience.evaluation.evaluator import EvaluationSettings, Evaluator
@@ -73,9 +73,12 @@ def open_evaluator(
         sets = load_held_out(
             config.data, tokenizer, now=now, tools=parts.environment.schemas, pictures=parts.pictures.encoder
         )
-        answers = AnswerCheck(
-            parts.environment.scorer, {config.data.held_out_key(name): found for name, found in sets.items()}
-        )
+        by_key = {config.data.held_out_key(name): found for name, found in sets.items()}
+        by_key = drop_unreadable(config.data, parts.environment.scorer, by_key)
+        sets = {name: by_key[config.data.held_out_key(name)] for name in sets}
+        for line in (line for found in sets.values() for line in found.remarks):
+            report(line)
+        answers = AnswerCheck(parts.environment.scorer, by_key)
         while not answers.look():
             report("looking at the gold answers")
         yield Evaluator(

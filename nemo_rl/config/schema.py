@@ -180,6 +180,9 @@ class DatasetConfig(Section):
     """Name of the prompt's column in a file."""
     output_key: Text = "output"
     """Name of the answer's column in a file."""
+    unreadable: Literal["refuse", "drop"] = "refuse"
+    """Rows with a gold answer that the reward cannot read: refuse to start, or count and drop them. To drop them all
+    rows are looked at before the first step, some 300 a second for each of `env.num_workers`."""
     image_key: Text | None = None
     """Name of the column with the images of a prompt in a file: a path (from the file's folder on), bytes, or a list of
     either, before the text of the prompt. Null: prompts have no images."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from nemo_rl.config.schema import DataConfig
 from nemo_rl.data.datasets import Prompt, PromptSet, RowProblems
 from nemo_rl.environments.interfaces import ChecksAnswers, Environment
-from nemo_rl.errors import shorten
+from nemo_rl.errors import NAMES_SHOWN, DatasetError, shorten
 
-__all__ = ["AnswerCheck"]
+__all__ = ["AnswerCheck", "drop_unreadable"]
 
 FIRST_S = 10.0
 """A start may take so long for it: some 3,000 mathematical answers."""
@@ -98,9 +100,39 @@ class AnswerCheck:
                     seen.add(prompt.index)
                     if problem is not None:
                         line = f"{where}: {prompt.place}: gold answer {shorten(repr(prompt.answer))}: {problem}"
+                        line += f"; correct it, or set {where}.unreadable=drop"
                         self._problems[where].add("with a gold answer that the reward cannot read", line)
         return True
 
     def _raise(self) -> None:
         for where, problems in self._problems.items():
             problems.check(len(self._seen[where]))
+
+
+def drop_unreadable(
+    data: DataConfig, environment: Environment | None, sets: Mapping[str, PromptSet]
+) -> dict[str, PromptSet]:
+    """Return sets by the dotted paths of their sections, without the rows that `unreadable: drop` leaves out.
+
+    Raises:
+        DatasetError: no row of a set is left.
+    """
+    sections = {"data.train": data.train, **{data.held_out_key(name): each for name, each in data.held_out.items()}}
+    found = dict(sets)
+    for where, prompts in sets.items():
+        if sections[where].unreadable != "drop" or not isinstance(environment, ChecksAnswers):
+            continue
+        problems = environment.answer_problems(prompts.prompts)
+        rows = list(zip(prompts.prompts, problems, strict=True))
+        dropped = [f"{prompt.place}: {shorten(repr(prompt.answer))}: {why}" for prompt, why in rows if why is not None]
+        if len(dropped) == len(rows):
+            raise DatasetError(f"{where}: no gold answer can be read; {dropped[0]}; correct data and output_key")
+        if dropped:
+            kept = (prompt for prompt, why in rows if why is None)
+            line = f"{where}: of {len(rows)} rows {len(dropped)} dropped, whose gold answer cannot be read: "
+            found[where] = replace(
+                prompts,
+                prompts=tuple(replace(prompt, index=index) for index, prompt in enumerate(kept)),
+                remarks=(*prompts.remarks, line + "; ".join(dropped[:NAMES_SHOWN])),
+            )
+    return found

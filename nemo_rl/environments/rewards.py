@@ -15,6 +15,7 @@ from typing import Any
 
 from nemo_rl.data.reasoning_gym_wrapper import Task, TaskScorer
 from nemo_rl.data.thinking import final_answer, last_boxes
+from nemo_rl.environments.math_answers import Stated, plain_numbers, read_answer
 
 __all__ = ["answer_problem", "exact_match", "has_math_verify", "make_math_reward", "make_reasoning_gym_reward"]
 
@@ -85,39 +86,61 @@ class MathReward:
             ValueError: the gold answer cannot be read.
         """
         del prompt
-        text, gold = self._gold(answer)
+        stated, gold = self._gold(answer)
+        text = stated.latex
         if not gold:
             raise ValueError(f"math-verify cannot read the gold answer {text!r}")
-        if not self._told_of_text and all(isinstance(part, str) for part in gold):
+        if not self._told_of_text and stated.word is None and all(isinstance(part, str) for part in gold):
             self._told_of_text = True
             logger.warning(
                 "gold answer %r is not LaTeX that math-verify can read: only the same text counts as right", text
             )
         said = final_answer(response)
         boxed = last_boxes(said)
-        if boxed is not None:
-            said = " and ".join(f"\\boxed{{{each}}}" for each in boxed)
-        stated = self._parse(said, self._latex if BOX.search(said) else self._latex_or_plain)
-        return float(self._library.verify(gold, stated, timeout_seconds=None))
+        answers = [read_answer(each) for each in boxed if each.strip()] if boxed is not None else [_whole_answer(said)]
+        is_equal = stated.equals(answers[0]) if len(answers) == 1 else None
+        is_certain = boxed is not None or stated.word is not None or answers[0].number is not None
+        if is_equal is not None and (is_certain or is_equal):
+            return float(is_equal)
+        if any(each.word is not None or each.problem for each in answers) and boxed is not None:
+            return 0.0
+        said = (
+            " and ".join(f"\\boxed{{{each.latex}}}" for each in answers) if boxed is not None else plain_numbers(said)
+        )
+        found = self._parse(said, self._latex if BOX.search(said) else self._latex_or_plain)
+        return float(self._library.verify(gold, found, timeout_seconds=None))
 
     def check_answer(self, answer: object) -> str | None:
         """Return why the gold answer cannot be read; None where it can."""
         problem = answer_problem(answer)
         if problem is not None:
             return problem
-        text, gold = self._gold(answer)
-        return None if gold else f"math-verify cannot read {text[:80]!r}"
+        stated, gold = self._gold(answer)
+        if stated.problem is not None:
+            return stated.problem
+        return None if gold else f"math-verify cannot read {stated.latex[:80]!r}"
 
-    def _gold(self, answer: object) -> tuple[str, list[Any]]:
-        """Return the text of the answer and its parsed form, which is empty where it cannot be read."""
+    def _gold(self, answer: object) -> tuple[Stated, list[Any]]:
+        """Return what the answer states and its parsed form, which is empty where it cannot be read."""
         # GSM8K's solutions end with their answer behind this mark.
         text = str(answer).rpartition("####")[2].strip()
-        return text, self._parse(text if "\\boxed" in text else f"\\boxed{{{text}}}", self._latex)
+        boxed = last_boxes(text)
+        if boxed is not None and len(boxed) > 1:
+            return Stated(latex=text), self._parse(text, self._latex)
+        stated = read_answer(text if boxed is None else boxed[0])
+        if stated.word is not None:
+            return stated, [stated.word]
+        return stated, self._parse(f"\\boxed{{{stated.latex}}}", self._latex)
 
     def _parse(self, text: str, readers: list[Any]) -> list[Any]:
         # Its own limits use SIGALRM, which sympy can swallow; the process that runs this has a limit that it cannot.
         parsed: list[Any] = self._library.parse(text, extraction_config=readers, parsing_timeout=None)
         return parsed
+
+
+def _whole_answer(said: str) -> Stated:
+    """Return what a response without a box states where it is nothing else: all of it, or what follows "answer is"."""
+    return read_answer(re.split(r"answer is:?", said, flags=re.IGNORECASE)[-1].strip().strip("*"))
 
 
 def make_reasoning_gym_reward() -> ReasoningGymReward:

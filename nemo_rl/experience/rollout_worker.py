@@ -39,7 +39,7 @@ from nemo_rl.distributed.abort import RootCause
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.environments.answers import AnswerCheck
+from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
 from nemo_rl.experience.conversation_log import (
     CONVERSATION,
@@ -121,13 +121,17 @@ class RolloutWorker:
         )
         self._pictures, self._image_specs = self._parts.pictures, image_specs(spec.data, spec.policy)
         try:
-            self._train, self._held_out = build_prompt_sets(
+            train, held_out = build_prompt_sets(
                 spec.data,
                 self._tokenizer,
                 now=spec.now,
                 tools=self._parts.environment.schemas,
                 pictures=self._pictures.encoder,
             )
+            self._train, self._held_out = train, held_out
+            sets = drop_unreadable(spec.data, self._parts.environment.scorer, self._sets)
+            self._train = sets["data.train"]
+            self._held_out = {name: sets[spec.data.held_out_key(name)] for name in held_out}
             self._answers = AnswerCheck(self._parts.environment.scorer, self._sets)
             if not self._answers.look():
                 self._answers.go_on()

@@ -35,7 +35,7 @@ from nemo_rl.data.messages import PromptEncoder, prompt_messages
 from nemo_rl.data.template_check import PatternCheck, check_template, role_patterns
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data.turn_encoder import TurnEncoder
-from nemo_rl.environments.answers import AnswerCheck
+from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
 from nemo_rl.errors import ConfigError, DatasetError, UserError
 from nemo_rl.experience.conversation_setup import RolloutEnvironment
 from nemo_rl.experience.rollouts import RolloutSpec
@@ -256,7 +256,7 @@ def check_answers(subject: Subject) -> list[str]:
     config = subject.config
     environment = RolloutEnvironment(RolloutSpec.of(config))
     try:
-        AnswerCheck(environment.scorer, subject.prompt_sets).look()
+        AnswerCheck(environment.scorer, drop_unreadable(config.data, environment.scorer, subject.prompt_sets)).look()
         _compare(subject, {"reward": environment.identity})
     finally:
         environment.shutdown()

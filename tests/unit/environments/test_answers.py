@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from nemo_rl.config.schema import DataConfig, DatasetConfig
 from nemo_rl.data.datasets import Prompt, PromptSet
-from nemo_rl.environments.answers import AnswerCheck
+from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
 from nemo_rl.environments.factory import SortEnvironment
 from nemo_rl.errors import DatasetError
 
@@ -43,7 +44,20 @@ def test_answers_that_cannot_be_read_are_counted_with_their_rows(bad: object) ->
         check.look()
     *lines, summary = str(raised.value).splitlines()
     assert lines[0].startswith("data.validation: prompt 4 (f:5): gold answer ") and len(lines) == 5
+    assert lines[0].endswith("; correct it, or set data.validation.unreadable=drop")
     assert "of 15 rows read these cannot be used: 10 with a gold answer that the reward cannot read" in summary
+
+
+def test_rows_whose_answers_cannot_be_read_are_dropped_where_that_is_asked_for() -> None:
+    data = DataConfig(train=DatasetConfig(unreadable="drop"))
+    sets = {"data.train": prompt_set(["a", None, "b", *[" "] * 9])}
+    found = drop_unreadable(data, SortEnvironment(), sets)["data.train"]
+    assert [(prompt.index, prompt.answer) for prompt in found.prompts] == [(0, "a"), (1, "b")]
+    (line,) = found.remarks
+    assert line.startswith("data.train: of 12 rows 10 dropped") and line.count("prompt ") == 5
+    assert drop_unreadable(DataConfig(), SortEnvironment(), sets) == sets
+    with pytest.raises(DatasetError, match="no gold answer can be read"):
+        drop_unreadable(data, SortEnvironment(), {"data.train": prompt_set([None, ""])})
 
 
 def test_what_is_not_looked_at_in_time_is_looked_at_when_it_is_drawn() -> None:
