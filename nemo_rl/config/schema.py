@@ -171,11 +171,13 @@ class DatasetConfig(Section):
     generated; `jsonl` and `huggingface` read local files; `owner/name` is a dataset of the Hugging Face hub; or
     `module:function` of your own, see docs/extending.md."""
     data_path: FilePath | None = None
-    """File (`jsonl`) or folder (`huggingface`, as written by `datasets.save_to_disk`, or JSON/parquet files)."""
+    """File (`jsonl`), or file or folder (`huggingface`: as written by `datasets.save_to_disk`, or JSON, CSV and parquet
+    files, whose names say their splits). `.gz` and `.zst` are read as well."""
     split: Text | None = None
     """Split of a `huggingface` dataset, or one of the hub, that has several."""
     subset: Text | None = None
-    """Subset (configuration) of a dataset of the hub that has several, for example `main` of `openai/gsm8k`."""
+    """Subset (configuration) of a dataset that has several, for example `main` of `openai/gsm8k`; of a local folder its
+    card (README.md) names them."""
     input_key: Text = "input"
     """Name of the prompt's column in a file."""
     output_key: Text = "output"

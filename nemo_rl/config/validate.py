@@ -78,7 +78,7 @@ def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
         # What a user-defined dataset reads of its section is not known here.
         return _template_lines(dataset, prefix)
     is_on_hub = DATASETS.is_on_hub(name)
-    ignored += [] if is_on_hub else ["subset"]
+    ignored += [] if is_on_hub or name == "huggingface" else ["subset"]
     if is_on_hub:
         ignored += ["data_path", "seed", "options"]
     elif name in GENERATED_DATASETS:

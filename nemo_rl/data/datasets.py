@@ -58,6 +58,8 @@ class RawPrompt:
     """The other columns of its row, or what the source's own reward needs."""
     place: str = ""
     """The place of the row, such as `train.jsonl:7`; empty for a generated one."""
+    remark: str = ""
+    """A line about its source, for the user; the first prompt of a source has it."""
     images: object = None
     """Pictures as `pictures_of` takes them; None: the prompt has none."""
 
@@ -282,12 +284,14 @@ class _PromptReader:
         self.num_read = self.num_overlong = self.num_overlap = 0
         self._counts: Counter[str] = Counter()
         self.skipped: list[str] = []
+        self._remarks: list[str] = []
         around = [cfg.system_prompt, cfg.prompt_template, cfg.apply_chat_template]
         self.digest = hashlib.blake2b(json.dumps(around).encode(), digest_size=DIGEST_BYTES)
 
     def take(self, raw: RawPrompt) -> None:
         """Add the row's prompt, or counts why there is none."""
         number, text = self.num_read, raw.text
+        self._remarks += [f"{self._where}: {raw.remark}"] if raw.remark else []
         self.num_read += 1
         place = f"prompt {number}" + (f" ({raw.place})" if raw.place else "")
         if not isinstance(text, str) or not text.strip():
@@ -330,9 +334,10 @@ class _PromptReader:
         return found
 
     def remarks(self) -> tuple[str, ...]:
-        """Return how many rows are unlike the others, in one line."""
+        """Return what is read of the source, and how many rows are unlike the others, each in one line."""
         told = [f"{count} {what}" for what, count in self._counts.items() if count]
-        return (f"{self._where}: of {self.num_read} rows {', '.join(told)}",) if told else ()
+        rows = (f"{self._where}: of {self.num_read} rows {', '.join(told)}",) if told else ()
+        return (*self._remarks, *rows)
 
     def _prompt(self, raw: RawPrompt, text: str, place: str, pictures: tuple[Picture, ...]) -> Prompt | None:
         """Return the encoded prompt, or None for one that is too long and may be skipped."""

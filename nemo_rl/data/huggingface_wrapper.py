@@ -1,29 +1,28 @@
-"""Datasets through Hugging Face `datasets` (extra `data`). The only file that names the library.
+"""Datasets as Hugging Face `datasets` (extra `data`) has them. The only file that names the library.
 
-`rows` reads local files: a folder written by `save_to_disk`, or JSON, JSON Lines, CSV or parquet files. `hub_rows`
-reads a dataset of the hub: the files of one subset are downloaded to the cache of huggingface_hub; without a network
-the cache alone is read. No code of a dataset runs.
+`rows` reads local files: a folder written by `save_to_disk`, or the files of `data_files`. `hub_rows` reads a dataset
+of the hub: the files of one subset are downloaded to the cache of huggingface_hub; without a network the cache alone
+is read. No code of a dataset runs.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import DatasetCard, constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+from nemo_rl.data.data_files import KINDS, FolderFiles, file_rows, folder_splits, kind_of, split_named, splits_of
 from nemo_rl.errors import DatasetError, boundary, name_some
 from nemo_rl.utils.hub_reach import ETAG_TIMEOUT_S, why_unreachable
 
 __all__ = ["has_datasets", "hub_rows", "rows"]
 
-_BUILDERS: Mapping[str, str] = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _CARD = "README.md"
-_ANY_FILE = ("*.json", "*.jsonl", "*.csv", "*.parquet", "*.gz")
+_ANY_FILE = tuple(f"*{kind}{packed}" for kind in KINDS for packed in ("", ".gz", ".zst"))
 """Files of a dataset whose card does not say which files its subsets have."""
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 
@@ -33,39 +32,49 @@ def has_datasets() -> bool:
     return importlib.util.find_spec("datasets") is not None
 
 
-def rows(path: Path, *, split: str | None, where: str) -> Iterator[Mapping[str, object]]:
+def rows(
+    path: Path,
+    *,
+    split: str | None,
+    where: str,
+    subset: str | None = None,
+    tell: Callable[[str], object] = lambda line: None,
+) -> Iterator[Mapping[str, object]]:
     """Yield the rows of the dataset at `path`.
 
+    Args:
+        tell: gets a line that says which files of a folder are read, before the first row.
+
     Raises:
-        DatasetError: the extra is missing, `path` holds no dataset, or `split` does not name one of its splits.
+        DatasetError: the extra is missing, `path` holds no dataset, or `subset` or `split` names none of its own.
     """
     _check_installed("huggingface", where)
     if not path.exists():
         raise DatasetError(f"{where}.data_path: {path} does not exist")
-    with tempfile.TemporaryDirectory(prefix="nemo_rl_datasets_") as cache:
-        loaded = _load(path, cache=cache, where=where)
-        yield from _pick_split(loaded, split, where=where)
+    if any((path / name).is_file() for name in _SAVED) and not _card(path):
+        yield from _saved_rows(path, split, where)
+        return
+    yield from _files(_splits(path, subset, where), path, split, where, tell)
 
 
-def hub_rows(name: str, *, subset: str | None, split: str | None, where: str) -> Iterator[Mapping[str, object]]:
-    """Yield the rows of the dataset `owner/name` of the hub.
+def hub_rows(
+    name: str,
+    *,
+    subset: str | None,
+    split: str | None,
+    where: str,
+    tell: Callable[[str], object] = lambda line: None,
+) -> Iterator[Mapping[str, object]]:
+    """Yield the rows of the dataset `owner/name` of the hub, as `rows` does.
 
     Raises:
         DatasetError: the extra is missing, the dataset is neither in the cache nor can be downloaded, or `subset` or
-            `split` does not name one of its own.
+            `split` names none of its own.
     """
     _check_installed(name, where)
     folder = _hub_folder(name, subset, where)
-    chosen = _subset(_card(folder), subset, where)
-    import datasets  # noqa: PLC0415  (optional extra)
-
-    with tempfile.TemporaryDirectory(prefix="nemo_rl_datasets_") as cache:
-        with boundary(DatasetError, f"{where}.dataset_name: {name!r} in {folder} cannot be read"):
-            options = {"cache_dir": cache, "keep_in_memory": True}
-            loaded = datasets.load_dataset(
-                str(folder), name=None if chosen is None else chosen["config_name"], **options
-            )
-        yield from _pick_split(loaded, split, where=where)
+    with boundary(DatasetError, f"{where}.dataset_name: {name!r} in {folder} cannot be read"):
+        yield from _files(_splits(folder, subset, where), folder, split, where, tell)
 
 
 def _check_installed(name: str, where: str) -> None:
@@ -129,8 +138,9 @@ def _subset(configs: list[Mapping[str, Any]], subset: str | None, where: str) ->
     found = [config for config in configs if config["config_name"] == (subset or "default")]
     found += [config for config in configs if subset is None and (config.get("default") or len(configs) == 1)]
     if not found:
-        names = name_some([config["config_name"] for config in configs]) or "the dataset has none; leave it out"
-        raise DatasetError(f"{where}.subset: expected one of {names}, got {subset!r}")
+        names = name_some([config["config_name"] for config in configs])
+        expected = f"one of {names}" if names else "no subset, since the dataset has no card that names one"
+        raise DatasetError(f"{where}.subset: expected {expected}, got {subset!r}")
     return found[0]
 
 
@@ -144,43 +154,64 @@ def _files_of(config: Mapping[str, Any] | None) -> list[str]:
     return [str(each) for path in paths for each in (path if isinstance(path, list) else [path])]
 
 
-def _load(path: Path, *, cache: str, where: str) -> Any:
+def _splits(path: Path, subset: str | None, where: str) -> FolderFiles:
+    """Return the files of a local path by their splits.
+
+    Raises:
+        DatasetError: there are none.
+    """
+    if path.is_file():
+        if subset is not None:
+            raise DatasetError(f"{where}.subset: {path} is one file and has no subsets; leave it out")
+        found = FolderFiles(splits={split_named(path.name) or "train": [path]} if kind_of(path) else {})
+    else:
+        config = _subset(_card(path), subset, where)
+        found = folder_splits(path) if config is None else splits_of(path, config, where)
+    if not found.splits:
+        names = sorted({file.name for file in found.left_out})
+        raise DatasetError(
+            f"{where}.data_path: {path}: expected a folder written by save_to_disk, or files among "
+            f"{', '.join(KINDS)} (.gz and .zst are read too), got {name_some(names) or 'none'}"
+        )
+    return found
+
+
+def _files(
+    found: FolderFiles, path: Path, split: str | None, where: str, tell: Callable[[str], object]
+) -> Iterator[Mapping[str, object]]:
+    """Yield the rows of a split."""
+    chosen = _pick_split(found.splits, split, where=where)
+    files = found.splits[chosen]
+    kinds = sorted({kind_of(file) or "" for file in files})
+    if len(kinds) > 1:
+        raise DatasetError(
+            f"{where}.data_path: {path}: expected files of one kind for split {chosen}, got {name_some(files)}, "
+            "which may be the same rows twice; name one file"
+        )
+    if path.is_dir():
+        tell(found.remark(chosen, path))
+    for file in files:
+        yield from file_rows(file)
+
+
+def _saved_rows(path: Path, split: str | None, where: str) -> Iterator[Mapping[str, object]]:
     import datasets  # noqa: PLC0415  (optional extra)
 
     try:
-        if any((path / name).is_file() for name in _SAVED):
-            return datasets.load_from_disk(str(path), keep_in_memory=True)
-        files = sorted(p for p in path.rglob("*") if p.suffix in _BUILDERS) if path.is_dir() else [path]
-        kinds = {_BUILDERS.get(p.suffix) for p in files}
-        if len(kinds) != 1 or None in kinds:
-            raise DatasetError(
-                f"{where}.data_path: {path}: expected a folder written by save_to_disk, or files of one kind among "
-                f"{', '.join(_BUILDERS)}, got {sorted({p.suffix for p in files}) or 'none'}"
-            )
-        data_files = _files_by_split(files)
-        return datasets.load_dataset(kinds.pop(), data_files=data_files, cache_dir=cache, keep_in_memory=True)
+        loaded = datasets.load_from_disk(str(path), keep_in_memory=True)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DatasetError(f"{where}.data_path: {path} cannot be read: {error}") from error
+    if isinstance(loaded, dict):
+        loaded = loaded[_pick_split(loaded, split, where=where)]
+    elif split is not None:
+        raise DatasetError(f"{where}.split: {split!r}: the dataset has no splits; leave it out")
+    yield from loaded
 
 
-def _files_by_split(files: list[Path]) -> dict[str, list[str]]:
-    """Sort files by split: those named `train*`, `validation*` and so on are splits of their own; all others are
-    `train`."""
-    known = ("train", "validation", "test")
-    splits: dict[str, list[str]] = {}
-    for file in files:
-        name = next((split for split in known if file.stem.startswith(split)), "train")
-        splits.setdefault(name, []).append(str(file))
-    return splits
-
-
-def _pick_split(loaded: Any, split: str | None, *, where: str) -> Any:
-    if not isinstance(loaded, dict):
-        if split is not None:
-            raise DatasetError(f"{where}.split: {split!r}: the dataset has no splits; leave it out")
-        return loaded
-    if split is None and len(loaded) == 1:
-        return next(iter(loaded.values()))
-    if split not in loaded:
-        raise DatasetError(f"{where}.split: expected one of {sorted(loaded)}, got {split!r}")
-    return loaded[split]
+def _pick_split(splits: Mapping[str, object], split: str | None, *, where: str) -> str:
+    if split is None and len(splits) == 1:
+        return next(iter(splits))
+    chosen = split if split in splits or split is None else split_named(split)
+    if chosen not in splits:
+        raise DatasetError(f"{where}.split: expected one of {sorted(splits)}, got {split!r}")
+    return str(chosen)

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
-from typing import TextIO, cast
+from typing import cast
 
 from nemo_rl.config.schema import DatasetConfig
 from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, shapes, sort_digits, turn_tasks
+from nemo_rl.data.data_files import json_rows, open_text
 from nemo_rl.data.datasets import RawPrompt
 from nemo_rl.errors import DatasetError, shorten
 
@@ -27,10 +26,6 @@ __all__ = [
     "sliding_puzzle_prompts",
     "sort_digits_prompts",
 ]
-
-MAX_ROW_CHARACTERS = 2**26
-"""Most characters of one line of a file: more than any prompt that fits a context, little enough to be held."""
-_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def sort_digits_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
@@ -91,11 +86,9 @@ def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> I
     try:
         if path.exists() and not path.is_file():
             raise DatasetError(f"{where}.data_path: {path} is not a regular file; expected a JSON Lines file")
-        # utf-8-sig: files of some editors begin with a byte order mark.
-        with path.open(encoding="utf-8-sig") as file:
-            filled = ((number, line) for number, line in enumerate(_lines(file, path), start=1) if line.strip())
-            for number, line in islice(filled, cfg.size):
-                yield _raw_prompt(_json_object(line, place=f"{path}:{number}"), cfg, place=f"{path}:{number}")
+        with open_text(path) as file:
+            for place, row in islice(json_rows(file, path), cfg.size):
+                yield _raw_prompt(row, cfg, place=place)
     except OSError as error:
         raise DatasetError(
             f"{where}.data_path: {path} cannot be read: {error.strerror}; expected a JSON Lines file"
@@ -104,50 +97,26 @@ def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> I
         raise DatasetError(f"{where}.data_path: {path} is not UTF-8 text: {error}") from error
 
 
-def _lines(file: TextIO, path: Path) -> Iterator[str]:
-    """Yield the lines of a file; one that has no end is refused before it fills the memory."""
-    number = 0
-    while line := file.readline(MAX_ROW_CHARACTERS + 1):
-        number += 1
-        if len(line) > MAX_ROW_CHARACTERS:
-            raise DatasetError(
-                f"{path}:{number}: expected a line of at most {MAX_ROW_CHARACTERS} characters; is each JSON object on "
-                "a line of its own?"
-            )
-        yield line
-
-
 def huggingface_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
     del exclude
     path = cfg.data_path
     assert path is not None, "rule_dataset_keys_fit_their_kind lets no huggingface dataset pass without data_path"
-    rows = huggingface_wrapper.rows(path, split=cfg.split, where=where)
+    told: list[str] = []
+    rows = huggingface_wrapper.rows(path, split=cfg.split, where=where, subset=cfg.subset, tell=told.append)
     for number, row in enumerate(islice(rows, cfg.size)):
-        yield _raw_prompt(row, cfg, place=f"{path} row {number}")
+        yield replace(_raw_prompt(row, cfg, place=f"{path} row {number}"), remark=told.pop() if told else "")
 
 
 def hub_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
     del exclude
-    rows = huggingface_wrapper.hub_rows(cfg.dataset_name, subset=cfg.subset, split=cfg.split, where=where)
+    told: list[str] = []
+    rows = huggingface_wrapper.hub_rows(
+        cfg.dataset_name, subset=cfg.subset, split=cfg.split, where=where, tell=told.append
+    )
     for number, row in enumerate(islice(rows, cfg.size)):
-        yield _raw_prompt(row, cfg, place=f"{cfg.dataset_name} row {number}")
-
-
-def _json_object(line: str, *, place: str) -> Mapping[str, object]:
-    try:
-        row = json.loads(line)
-        if _HALF_PAIR.search(line):
-            json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except json.JSONDecodeError as error:
-        raise DatasetError(f"{place}: expected a JSON object per line: {error}") from error
-    except UnicodeEncodeError as error:
-        raise DatasetError(f"{place}: expected Unicode texts, got half a surrogate pair: {error.reason}") from error
-    except (ValueError, RecursionError) as error:
-        # A number of thousands of digits, or lists in lists in lists.
-        raise DatasetError(f"{place}: expected a JSON object that can be read: {shorten(str(error))}") from error
-    if not isinstance(row, dict):
-        raise DatasetError(f"{place}: expected a JSON object, got {type(row).__name__}")
-    return row
+        yield replace(
+            _raw_prompt(row, cfg, place=f"{cfg.dataset_name} row {number}"), remark=told.pop() if told else ""
+        )
 
 
 def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) -> RawPrompt:

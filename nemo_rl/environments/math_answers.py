@@ -128,7 +128,7 @@ class Stated:
             return None
         if self.unit and other.unit and self.unit != other.unit:
             return False
-        near = Fraction(1, 10**6) * min(1, max(abs(self.number), abs(other.number)))
+        near = Fraction(1, 10**6) * min(Fraction(1), max(abs(self.number), abs(other.number)))
         is_whole = self.number.denominator == other.number.denominator == 1
         return self.number == other.number if is_whole else abs(self.number - other.number) <= near
 

@@ -1,0 +1,146 @@
+"""Files and folders of rows: their splits, their values, and what is said of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config.schema import DatasetConfig
+from nemo_rl.data.data_files import folder_splits, split_named
+from nemo_rl.data.datasets import raw_prompts
+from nemo_rl.errors import DatasetError
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+ROWS = [{"input": "one", "output": "014"}, {"input": "two", "output": "NA"}]
+
+
+def write(path: Path, rows: list[dict[str, str]] = ROWS) -> Path:
+    """Write rows in the form that the suffixes say."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    cells = "input,output\n" + "".join(",".join(row.values()) + "\n" for row in rows)
+    kind = "".join(path.suffixes)[1:]
+    if kind == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return path
+    content = {"json": json.dumps(rows), "jsonl": lines, "csv": cells, "tsv": cells.replace(",", "\t")}[
+        kind.split(".")[0]
+    ]
+    if kind.endswith(".gz"):
+        path.write_bytes(gzip.compress(content.encode()))
+    elif kind.endswith(".zst"):
+        path.write_bytes(pyarrow.compress(content.encode(), codec="zstd", asbytes=True))
+    else:
+        path.write_text(content)
+    return path
+
+
+def read(path: Path, *, source: str = "huggingface", **keys: object) -> list[tuple[object, object]]:
+    given = DatasetConfig.model_validate({"dataset_name": source, "data_path": path, **keys})
+    return [(raw.text, raw.answer) for raw in raw_prompts(given, "data.train")]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.json", "a.jsonl", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz", "a.csv.gz", "a.jsonl.zst", "a.csv.zst"]
+)
+def test_values_are_what_each_kind_of_file_says(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name)
+    assert read(path) == [("one", "014"), ("two", "NA")]
+    if ".jsonl" in name:
+        assert read(path, source="jsonl") == read(path)
+
+
+@pytest.mark.parametrize("source", ["jsonl", "huggingface"])
+def test_numbers_of_json_keep_their_digits(tmp_path: Path, source: str) -> None:
+    values = ["12345678901234567890123", "0.1", "1.10", "1e5", "12345678901234567.89", "null", '"null"', '"2025-01-02"']
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"input": "x", "output": {value}}}\n' for value in values))
+    expected = [12345678901234567890123, 0.1, 1.1, 100000.0, "12345678901234567.89", None, "null", "2025-01-02"]
+    assert [answer for _, answer in read(path, source=source)] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train.jsonl", "train"), ("gsm8k-train-00000-of-00002.parquet", "train"), ("training.csv", "train"),
+        ("val.jsonl", "validation"), ("my_dev.jsonl", "validation"), ("valid1.jsonl", "validation"),
+        ("validation-0.parquet", "validation"), ("test.jsonl", "test"), ("math.eval.jsonl", "test"),
+        ("evaluation.csv", "test"), ("train_test.jsonl", "test"), ("rows.jsonl", None), ("trainers.jsonl", None),
+        ("devices.jsonl", None), ("contest.jsonl", None),
+    ],
+)  # fmt: skip
+def test_names_say_splits(name: str, split: str | None) -> None:
+    assert split_named(name) == split
+
+
+def test_a_folder_is_read_by_split_and_says_what_is_left_out(tmp_path: Path) -> None:
+    taken = ["train/more.jsonl", "train-00000.jsonl"]
+    others = [
+        "dev.jsonl",
+        "eval/train.jsonl",
+        "notes.jsonl",
+        ".cache/train.jsonl",
+        "._train.jsonl",
+        "__MACOSX/train.jsonl",
+    ]
+    for name in (*taken, *others):
+        write(tmp_path / name, [{"input": name, "output": "1"}])
+    (tmp_path / "train.jsonl~").write_text("old")
+    (tmp_path / "train.zip").write_bytes(b"PK")
+    assert [text for text, _ in read(tmp_path, split="train")] == taken
+    assert [text for text, _ in read(tmp_path, split="val")] == ["dev.jsonl"]
+    given = DatasetConfig(dataset_name="huggingface", data_path=tmp_path, split="train")
+    first, *rest = raw_prompts(given, "data.train")
+    assert "split train is read from train/more.jsonl, train-00000.jsonl; left out: " in first.remark
+    assert "validation (dev.jsonl)" in first.remark and "test (eval/train.jsonl)" in first.remark
+    assert not any(raw.remark for raw in rest)
+    assert len(folder_splits(tmp_path).left_out) == 6
+
+
+@pytest.mark.parametrize(
+    ("files", "keys", "said"),
+    [
+        (["train.jsonl", "train.csv"], {}, "files of one kind for split train"),
+        (["train.jsonl", "test.jsonl"], {}, r"data.train.split: expected one of \['test', 'train'\]"),
+        (["train.jsonl"], {"subset": "main"}, "data.train.subset: expected no subset, since the dataset has no card"),
+        (
+            ["notes.txt.jsonl~"],
+            {},
+            "data.train.data_path: .* expected a folder written by save_to_disk, or files among",
+        ),
+    ],
+)
+def test_folders_that_cannot_be_read_for_certain_are_refused(
+    tmp_path: Path, files: list[str], keys: dict[str, str], said: str
+) -> None:
+    for name in files:
+        write(tmp_path / name) if not name.endswith("~") else (tmp_path / name).touch()
+    with pytest.raises(DatasetError, match=said):
+        read(tmp_path, **keys)
+
+
+@pytest.mark.parametrize("outside", ["../x.jsonl", "/etc/x.jsonl"])
+def test_a_card_names_subsets_and_files_of_its_folder_alone(tmp_path: Path, outside: str) -> None:
+    for name in ("main/a.jsonl", "hard/a.jsonl"):
+        write(tmp_path / name, [{"input": name, "output": "1"}])
+    card = "---\nconfigs:\n- {config_name: main, data_files: main/*}\n- {config_name: hard, data_files: %s}\n---\n"
+    (tmp_path / "README.md").write_text(card % outside)
+    assert read(tmp_path, subset="main") == [("main/a.jsonl", "1")]
+    with pytest.raises(DatasetError, match=r"data\.train\.subset: expected one of main, hard, got None"):
+        read(tmp_path)
+    with pytest.raises(DatasetError, match="outside of the folder"):
+        read(tmp_path, subset="hard")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.csv", b"a,b\n1,2,3\n"), ("a.parquet", b"PAR1"), ("a.csv.gz", b"\x1f\x8b")]
+)
+def test_damaged_files_are_refused_with_their_name(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatasetError, match=name):
+        read(tmp_path / name)
