@@ -179,9 +179,10 @@ class DatasetConfig(Section):
     """Subset (configuration) of a dataset that has several, for example `main` of `openai/gsm8k`; of a local folder its
     card (README.md) names them."""
     input_key: Text = "input"
-    """Name of the prompt's column in a file."""
+    """Name of the prompt's column in a file, or a dotted path into one; a text, or a list of messages."""
     output_key: Text = "output"
-    """Name of the answer's column in a file."""
+    """Name of the answer's column in a file, or a dotted path into one, such as `reward_model.ground_truth`. Where it
+    is missing and the prompt is a finished conversation, its last message is the answer."""
     unreadable: Literal["refuse", "drop"] = "refuse"
     """Rows with a gold answer that the reward cannot read: refuse to start, or count and drop them. To drop them all
     rows are looked at before the first step, some 300 a second for each of `env.num_workers`."""
@@ -201,7 +202,7 @@ class DatasetConfig(Section):
     category_key: Text | None = None
     """Column of a held-out prompt that names its category, for a table of its own; of `sort_digits` it is `digits`."""
     system_prompt: str | None = None
-    """Text of a system message before the prompt; null: none."""
+    """Text of a system message before the prompt, where its row has none; null: none."""
     prompt_template: str = "{input}"
     """Text of the user message; `{input}` is replaced by the prompt."""
     apply_chat_template: bool = True

@@ -60,6 +60,8 @@ class RawPrompt:
     """The place of the row, such as `train.jsonl:7`; empty for a generated one."""
     remark: str = ""
     """A line about its source, for the user; the first prompt of a source has it."""
+    history: tuple[Message, ...] = ()
+    """Messages before the text, which is the last one of the user."""
     images: object = None
     """Pictures as `pictures_of` takes them; None: the prompt has none."""
 
@@ -86,6 +88,8 @@ class Prompt:
     """Number of its row, and where that stands."""
     messages: tuple[Message, ...] = ()
     """The conversation that it opens, of which `ids` are the tokens."""
+    history: tuple[Message, ...] = ()
+    """Messages of its row before the text."""
     pictures: tuple[Picture, ...] = ()
     """Its images, which stand before the text; `ids` have a token for every feature of them."""
     unexpanded: tuple[int, ...] = ()
@@ -93,12 +97,13 @@ class Prompt:
 
     @property
     def identity(self) -> str:
-        """Return what tells prompts apart: equal texts with other pictures are other prompts."""
-        return _identity(self.text, self.pictures)
+        """Return what tells prompts apart: equal texts with other pictures or after other messages are others."""
+        return _identity(self.text, self.pictures, self.history)
 
 
-def _identity(text: str, pictures: Sequence[Picture]) -> str:
-    return "\0".join((text, *(picture.digest for picture in pictures)))
+def _identity(text: str, pictures: Sequence[Picture], history: Sequence[Message]) -> str:
+    before = (f"{message.role}: {message.content}" for message in history)
+    return "\0".join((text, *(picture.digest for picture in pictures), *before))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,7 +305,7 @@ class _PromptReader:
             return
         try:
             pictures = self._pictures(raw)
-            if _identity(text, pictures) in self._exclude:
+            if _identity(text, pictures, raw.history) in self._exclude:
                 self.num_overlap += 1
                 return
             prompt = self._prompt(raw, text, place, pictures)
@@ -321,7 +326,7 @@ class _PromptReader:
         except DatasetError as error:
             raise _Unusable("with a picture that cannot be used", f": {error}") from error
         has_places = bool(found) or self._cfg.has_images
-        num_places = self._messages(str(raw.text))[-1].content.count(IMAGE) if has_places else 0
+        num_places = self._messages(raw)[-1].content.count(IMAGE) if has_places else 0
         if num_places not in {0, len(found)}:
             raise _Unusable(
                 f"with another number of pictures than {IMAGE} in the text",
@@ -345,7 +350,7 @@ class _PromptReader:
         for name, value in raw.metadata.items():
             metadata[name] = _checked_value(value, name)
         limit = self._limits.max_input_seq_length
-        messages = self._messages(text)
+        messages = self._messages(raw)
         unexpanded, ids = self._ids(text, messages, limit, pictures)
         if ids is None or len(ids) > limit:
             size = f"{len(text)} characters" if ids is None else f"{len(ids)} tokens"
@@ -370,13 +375,21 @@ class _PromptReader:
             category=_category(metadata, self._cfg),
             place=place,
             messages=messages,
+            history=raw.history,
             pictures=pictures,
             unexpanded=unexpanded,
         )
 
-    def _messages(self, text: str) -> tuple[Message, ...]:
+    def _messages(self, raw: RawPrompt) -> tuple[Message, ...]:
         cfg = self._cfg
-        return tuple(prompt_messages(text, system_prompt=cfg.system_prompt, prompt_template=cfg.prompt_template))
+        return tuple(
+            prompt_messages(
+                str(raw.text),
+                system_prompt=cfg.system_prompt,
+                prompt_template=cfg.prompt_template,
+                history=raw.history,
+            )
+        )
 
     def _ids(
         self, text: str, messages: Sequence[Message], limit: int, pictures: Sequence[Picture]

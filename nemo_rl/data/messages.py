@@ -11,20 +11,72 @@ from datetime import datetime
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat_template import ChatTemplate, placeholders
-from nemo_rl.data.conversation import Message
+from nemo_rl.data.conversation import Message, Role
 from nemo_rl.data.pictures import IMAGE, EncodesPictures, Picture
 from nemo_rl.data.text_tokens import TextTokens
 from nemo_rl.errors import DatasetError, ModelFolderError, boundary
 
-__all__ = ["Message", "PromptEncoder", "encode_prompt", "prompt_messages"]
+__all__ = ["Message", "PromptEncoder", "encode_prompt", "messages_of", "prompt_messages"]
 
 ANOTHER_DAY = datetime(1999, 12, 31, 23, 59, 58)
 
 
-def prompt_messages(text: str, *, system_prompt: str | None = None, prompt_template: str = "{input}") -> list[Message]:
+_ROLES: Mapping[object, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
+"""Roles as OpenAI and ShareGPT name them."""
+
+
+def messages_of(value: Sequence[object]) -> list[Message]:
+    """Return the messages of a column: `{role, content}` as of OpenAI, or `{from, value}` as of ShareGPT.
+
+    Contents may be lists of parts of type text and image.
+
+    Raises:
+        ValueError: one is no such message, or has calls of tools.
+    """
+    found = []
+    for number, item in enumerate(value):
+        if not isinstance(item, Mapping):
+            raise ValueError(f"message {number}: expected role and content, or from and value, got {item!r:.80}")
+        role = _ROLES.get(item.get("role", item.get("from")))
+        content = item.get("content", item.get("value"))
+        if isinstance(content, list | tuple):
+            content = "".join(map(_part_text, content))
+        if role is None or not isinstance(content, str) or item.get("tool_calls"):
+            raise ValueError(
+                f"message {number}: expected a text of system, user or assistant, got {dict(item)!r:.80}; leave the "
+                "row out, or write its prompt as one text"
+            )
+        found.append(Message(role=role, content=content))
+    return found
+
+
+def _part_text(part: object) -> str:
+    if isinstance(part, Mapping) and part.get("type") in {"image", "image_url"}:
+        return IMAGE
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        raise ValueError(f"expected parts of type text or image, got {part!r:.80}")
+    return text
+
+
+def prompt_messages(
+    text: str,
+    *,
+    system_prompt: str | None = None,
+    prompt_template: str = "{input}",
+    history: Sequence[Message] = (),
+) -> list[Message]:
     """Return the conversation that a prompt opens; `{input}` in the template is replaced by the text, once and
-    literally."""
-    messages = [Message(role="system", content=system_prompt)] if system_prompt is not None else []
+    literally. A system message of the history stands for the system prompt."""
+    is_given = system_prompt is None or (bool(history) and history[0].role == "system")
+    messages = [*([] if is_given else [Message(role="system", content=system_prompt or "")]), *history]
     return [*messages, Message(role="user", content=prompt_template.replace("{input}", text))]
 
 

@@ -12,8 +12,10 @@ from typing import cast
 
 from nemo_rl.config.schema import DatasetConfig
 from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, shapes, sort_digits, turn_tasks
+from nemo_rl.data.conversation import Message
 from nemo_rl.data.data_files import json_rows, open_text
 from nemo_rl.data.datasets import RawPrompt
+from nemo_rl.data.messages import messages_of
 from nemo_rl.errors import DatasetError, shorten
 
 __all__ = [
@@ -120,18 +122,54 @@ def hub_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Ite
 
 
 def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) -> RawPrompt:
-    missing = [key for key in (cfg.input_key, cfg.output_key, cfg.image_key) if key is not None and key not in row]
+    text, history, reference = _opening(_at(row, cfg.input_key), cfg, place)
+    answer = _at(row, cfg.output_key)
+    answer = reference if answer is _MISSING and reference is not None else answer
+    images = None if cfg.image_key is None else _at(row, cfg.image_key)
+    found = {cfg.input_key: text, cfg.output_key: answer, cfg.image_key: images}
+    missing = [key for key, value in found.items() if value is _MISSING]
     if missing:
         raise DatasetError(
             f"{place}: no {' and no '.join(map(repr, missing))}, got {shorten(str(sorted(row)))}; set input_key, "
             "output_key and image_key"
         )
-    keys = (cfg.input_key, cfg.output_key, cfg.image_key)
-    others = {name: value for name, value in row.items() if name not in keys}
     return RawPrompt(
-        text=cast("str", row[cfg.input_key]),
-        answer=row[cfg.output_key],
-        metadata=others,
+        text=cast("str", text),
+        answer=answer,
+        metadata={name: value for name, value in row.items() if name not in found},
         place=place,
-        images=None if cfg.image_key is None else row[cfg.image_key],
+        history=history,
+        images=images,
     )
+
+
+_MISSING = object()
+
+
+def _at(row: Mapping[str, object], key: str) -> object:
+    """Return the value of a column, or of a dotted path into one; `_MISSING` where there is none."""
+    if key in row:
+        return row[key]
+    found: object = row
+    for name in key.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            return _MISSING
+        found = found[name]
+    return found
+
+
+def _opening(value: object, cfg: DatasetConfig, place: str) -> tuple[object, tuple[Message, ...], str | None]:
+    """Return the text of a prompt, the messages before it and, of a finished conversation, its last answer."""
+    if not isinstance(value, list | tuple) or not value:
+        return value, (), None
+    try:
+        messages = messages_of(value)
+    except ValueError as error:
+        raise DatasetError(f"{place}: input_key {cfg.input_key!r}: {error}") from error
+    reference = messages.pop().content if messages[-1].role == "assistant" else None
+    if not messages or messages[-1].role != "user":
+        raise DatasetError(
+            f"{place}: input_key {cfg.input_key!r}: expected a last message of the user, or of the assistant after one "
+            f"of the user, got roles {[message.role for message in messages]}; leave the row out"
+        )
+    return messages[-1].content, tuple(messages[:-1]), reference

@@ -349,15 +349,17 @@ def _first_prompts(subject: Subject, source: DatasetConfig, where: str, needed: 
             return [too_few_prompts(subject.config.grpo, source.size)]
         # The same prompts, but not all of them.
         source = source.model_copy(update={"size": min(source.size, needed)})
-    found = [str(raw.text) for raw in islice(raw_prompts(source, where), needed)]
+    found = list(islice(raw_prompts(source, where), needed))
     if not found:
         return [f"{where}: no prompt is left of 0 read"]
     lines = [too_few_prompts(subject.config.grpo, len(found))] if len(found) < needed else []
     encoder = PromptEncoder(subject.tokenizer, with_template=source.apply_chat_template)
-    for text in found[:PROMPTS_ENCODED]:
+    for raw in found[:PROMPTS_ENCODED]:
         # Longer ones are the loader's to skip or to refuse.
-        shown = text[: subject.config.data.max_input_seq_length]
-        messages = prompt_messages(shown, system_prompt=source.system_prompt, prompt_template=source.prompt_template)
+        shown = str(raw.text)[: subject.config.data.max_input_seq_length]
+        messages = prompt_messages(
+            shown, system_prompt=source.system_prompt, prompt_template=source.prompt_template, history=raw.history
+        )
         lines += _unknown_tokens(subject, f"tokens of a prompt of {where}", encoder.encode(messages))
     return list(dict.fromkeys(lines))
 

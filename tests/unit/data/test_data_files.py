@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from nemo_rl.config.schema import DatasetConfig
 from nemo_rl.data.data_files import folder_splits, split_named
-from nemo_rl.data.datasets import raw_prompts
+from nemo_rl.data.datasets import Prompt, raw_prompts
+from nemo_rl.data.messages import Message, prompt_messages
 from nemo_rl.errors import DatasetError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -19,16 +21,16 @@ parquet = pytest.importorskip("pyarrow.parquet")
 ROWS = [{"input": "one", "output": "014"}, {"input": "two", "output": "NA"}]
 
 
-def write(path: Path, rows: list[dict[str, str]] = ROWS) -> Path:
+def write(path: Path, rows: Sequence[Mapping[str, object]] = ROWS) -> Path:
     """Write rows in the form that the suffixes say."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    cells = "input,output\n" + "".join(",".join(row.values()) + "\n" for row in rows)
+    cells = "input,output\n" + "".join(",".join(map(str, row.values())) + "\n" for row in rows)
     kind = "".join(path.suffixes)[1:]
     if kind == "parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
         return path
-    content = {"json": json.dumps(rows), "jsonl": lines, "csv": cells, "tsv": cells.replace(",", "\t")}[
+    content = {"json": json.dumps(list(rows)), "jsonl": lines, "csv": cells, "tsv": cells.replace(",", "\t")}[
         kind.split(".")[0]
     ]
     if kind.endswith(".gz"):
@@ -144,3 +146,59 @@ def test_damaged_files_are_refused_with_their_name(tmp_path: Path, name: str, co
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DatasetError, match=name):
         read(tmp_path / name)
+
+
+USER, SYSTEM = {"role": "user", "content": "2+2?"}, {"role": "system", "content": "be brief"}
+PARTS = [
+    {"role": role, "content": [{"type": "text", "text": text}]}
+    for role, text in (("developer", "be brief"), ("user", "2+2?"))
+]
+TURNS = [{"from": role, "value": text} for role, text in (("system", "be brief"), ("human", "2+2?"), ("gpt", "4"))]
+REWARD = {"style": "rule", "ground_truth": "4"}
+FORMS: dict[str, tuple[dict[str, object], dict[str, str]]] = {
+    "verl": (
+        {"data_source": "d", "prompt": [SYSTEM, USER], "reward_model": REWARD},
+        {"input_key": "prompt", "output_key": "reward_model.ground_truth"},
+    ),
+    "trl": ({"prompt": [SYSTEM, USER], "answer": "4"}, {"input_key": "prompt", "output_key": "answer"}),
+    "openai": ({"messages": [SYSTEM, USER, {"role": "assistant", "content": "4"}]}, {"input_key": "messages"}),
+    "openai parts": ({"messages": PARTS, "output": "4"}, {"input_key": "messages"}),
+    "sharegpt": ({"conversations": TURNS}, {"input_key": "conversations"}),
+    "nemo-rl": ({"messages": [SYSTEM, USER], "task_name": "math", "output": "4"}, {"input_key": "messages"}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_rows_of_other_libraries_are_read_by_their_keys(tmp_path: Path, form: str, name: str) -> None:
+    row, keys = FORMS[form]
+    path = write(tmp_path / name, [row])
+    given = DatasetConfig.model_validate({"dataset_name": "huggingface", "data_path": path, **keys})
+    (raw,) = raw_prompts(given, "data.train")
+    assert (raw.text, raw.answer) == ("2+2?", "4")
+    assert [(message.role, message.content) for message in raw.history] == [("system", "be brief")]
+    assert form != "verl" or raw.metadata["data_source"] == "d"
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([SYSTEM], "input_key 'input': expected a last message of the user"),
+        ([{"role": "tool", "content": "4"}], "expected a text of system, user or assistant"),
+        (["2+2?"], "message 0: expected role and content, or from and value"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "expected parts of type text or image"),
+    ],
+)
+def test_conversations_that_open_no_prompt_are_refused(tmp_path: Path, messages: list[object], said: str) -> None:
+    with pytest.raises(DatasetError, match=said):
+        read(write(tmp_path / "a.jsonl", [{"input": messages, "output": "4"}]))
+
+
+def test_messages_before_the_text_are_rendered_and_tell_prompts_apart(tmp_path: Path) -> None:
+    first = Message(role="assistant", content="a")
+    opened = prompt_messages("b", system_prompt="s", history=[first])
+    assert [message.content for message in opened] == ["s", "a", "b"]
+    own = Message(role="system", content="own")
+    assert [message.content for message in prompt_messages("b", system_prompt="s", history=[own])] == ["own", "b"]
+    one, two = (Prompt(index=0, text="b", answer=1, ids=(1,), history=history) for history in ((), (first,)))
+    assert one.identity != two.identity
