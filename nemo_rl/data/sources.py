@@ -13,8 +13,8 @@ from typing import cast
 from nemo_rl.config.schema import DatasetConfig
 from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, shapes, sort_digits, turn_tasks
 from nemo_rl.data.conversation import Message
-from nemo_rl.data.data_files import json_rows, open_text
 from nemo_rl.data.datasets import RawPrompt
+from nemo_rl.data.huggingface_wrapper import json_rows, open_text
 from nemo_rl.data.messages import messages_of
 from nemo_rl.errors import DatasetError, shorten
 

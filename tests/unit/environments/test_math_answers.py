@@ -6,8 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from nemo_rl.environments.math_answers import read_answer
-from nemo_rl.environments.rewards import make_math_reward
+from nemo_rl.environments.rewards import make_math_reward, read_answer
 
 EQUAL: dict[str, tuple[str, ...]] = {
     "ten thousand": (
