@@ -150,9 +150,10 @@ class ToolsConfig(Section):
 
     use: tuple[ToolConfig, ...] = ()
     """The tools; none: turns are not searched for calls."""
-    format: Annotated[str, CALL_FORMATS] = "hermes"
-    """The form in which the model writes calls. `hermes`: Qwen and Hermes; `llama3`; `gpt_oss`; or `module:Class` of
-    your own."""
+    format: Annotated[str, CALL_FORMATS] = "auto"
+    """The form in which the model writes calls. `auto`: that of the chat template, which the preflight names. Others:
+    `hermes` (Qwen), `llama3`, `gpt_oss`, `qwen3_coder` (Qwen3.5 too), `kimi`, `glm`, `deepseek`, `mistral`, `gemma`,
+    `gemma4`, or `module:Class` of your own."""
     timeout_s: PositiveFloat = 10.0
     """Wall-clock limit of one call; past it the process of the tool is ended and the model is told."""
     num_workers: PositiveInt = 2

@@ -257,14 +257,24 @@ TOOLS = PluginKind(
         "lookup": "nemo_rl.environments.tools:lookup",
     },
 )
+AUTO = "auto"
 CALL_FORMATS = PluginKind(
     what="a format of calls",
     builtin={
+        AUTO: "nemo_rl.environments.call_choice:chosen_format",
         "hermes": "nemo_rl.environments.call_formats:HermesCalls",
         "llama3": "nemo_rl.environments.call_formats:Llama3Calls",
         "gpt_oss": "nemo_rl.environments.call_formats:GptOssCalls",
+        "qwen3_coder": "nemo_rl.environments.call_formats:Qwen3CoderCalls",
+        "kimi": "nemo_rl.environments.call_formats:KimiCalls",
+        "glm": "nemo_rl.environments.call_formats:GlmCalls",
+        "deepseek": "nemo_rl.environments.call_formats:DeepSeekCalls",
+        "mistral": "nemo_rl.environments.call_formats:MistralCalls",
+        "gemma": "nemo_rl.environments.call_formats:GemmaCalls",
+        "gemma4": "nemo_rl.environments.call_formats:Gemma4Calls",
     },
 )
+"""Built-in formats; `auto` takes the first of them that reads the calls of the chat template."""
 DATASETS = PluginKind(
     what="a dataset",
     builtin={

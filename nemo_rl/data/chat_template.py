@@ -27,12 +27,15 @@ from nemo_rl.data.text_tokens import TextTokens
 from nemo_rl.errors import DatasetError, ModelFolderError, boundary, shorten
 from nemo_rl.utils.deadlines import time_limit
 
-__all__ = ["ChatTemplate", "Form", "Shape", "placeholders", "shape_of"]
+__all__ = ["ChatTemplate", "Form", "Shape", "placeholders", "shape_of", "template_text"]
 
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of chat templates, as transformers knows them."""
 RENDER_S = 5.0
 """A template takes less than a millisecond; one with nested loops may take a lifetime."""
 # Stands for one message's text while the template is looked at; holds nothing that a template would trim or escape.
 _PLACEHOLDER = "NEMORLCONTENT{}END"
+_CALLED = "NEMORLTOOL"
 Shape = tuple[tuple[Role, tuple[str, ...]], ...]
 """Roles and names of called tools of a conversation."""
 
@@ -47,6 +50,8 @@ class Form:
     """Parts of type image in the last message, which is then given in parts."""
     arguments_as_text: bool = False
     """True where the arguments of a call are given as a JSON text."""
+    first_call: int = 0
+    """Number of the first call, from which the ids of calls are counted."""
     controls: tuple[int, ...] = ()
     """Control tokens of a conversation whose texts hold none, in order."""
 
@@ -64,6 +69,25 @@ def placeholders(shape: Shape, *, prefix: str = "") -> list[Message]:
 def shape_of(messages: Sequence[Message]) -> Shape:
     """Return roles and names of called tools."""
     return tuple((message.role, tuple(call.name for call in message.calls)) for message in messages)
+
+
+def template_text(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool = False) -> str:
+    """Return the chat template; of several named ones `tool_use` where there are tools, else `default`.
+
+    Raises:
+        ModelFolderError: neither is there.
+    """
+    named = tokenizer.chat_template
+    if not isinstance(named, dict):
+        return str(tokenizer.get_chat_template())
+    for name in (TOOL_USE, DEFAULT) if has_tools else (DEFAULT,):
+        if name in named:
+            return str(named[name])
+    raise ModelFolderError(
+        f"tokenizer {tokenizer.name_or_path!r}: expected a chat template named {DEFAULT!r}"
+        f"{f' or {TOOL_USE!r}' if has_tools else ''}, got {', '.join(map(repr, named))}; set "
+        "policy.tokenizer.chat_template to the one that is meant"
+    )
 
 
 class ChatTemplate:
@@ -268,8 +292,10 @@ class ChatTemplate:
         lost = [
             message.role
             for message in messages
-            if not message.calls
-            and (message.content.casefold() not in rendered or f"'text': '{message.content}" in rendered)
+            # Parts and arguments as Python shows them: the template wants them as text.
+            if any(f"'value': '{call.arguments['value']}".casefold() in rendered for call in message.calls)
+            or not (message.calls or message.content.casefold() in rendered)
+            or f"'text': '{message.content}".casefold() in rendered
         ]
         return list(dict.fromkeys(lost)), None
 
@@ -291,13 +317,31 @@ class ChatTemplate:
         Raises:
             ModelFolderError: the template fails, or takes too long.
         """
+        has_calls = any(message.calls for message in messages)
+        as_dicts = _as_dicts(messages, form, thoughts or {}, names_in_ids=has_calls and self._names_in_ids)
+        return self._rendered(as_dicts, generation_prompt=generation_prompt)
+
+    @cached_property
+    def _names_in_ids(self) -> bool:
+        """True for a template such as Kimi's, which prints the id of a call in place of its name."""
+        messages = placeholders((("user", ()), ("assistant", (_CALLED,))))
+        for as_text in (False, True):
+            try:
+                as_dicts = _as_dicts(messages, Form(arguments_as_text=as_text), {}, names_in_ids=False)
+                rendered = self._rendered(as_dicts, generation_prompt=False)
+            except ModelFolderError:
+                continue
+            return _CALLED not in rendered and _call_id(0) in rendered
+        return False
+
+    def _rendered(self, as_dicts: Sequence[Mapping[str, object]], *, generation_prompt: bool) -> str:
         # The template is a program in the model folder or in the recipe.
         what = f"tokenizer {self.tokenizer.name_or_path!r}: the chat template fails"
         with boundary(ModelFolderError, f"{what} (policy.tokenizer.chat_template replaces it)"), time_limit(RENDER_S):
             # As `apply_chat_template` renders it, which has no parameter for the time.
             return str(
                 _compile_jinja_template(self._text).render(
-                    messages=_as_dicts(messages, form, thoughts or {}),
+                    messages=as_dicts,
                     tools=self._tools or None,
                     documents=None,
                     add_generation_prompt=generation_prompt,
@@ -307,7 +351,7 @@ class ChatTemplate:
 
     @cached_property
     def _text(self) -> str:
-        return str(self.tokenizer.get_chat_template())
+        return template_text(self.tokenizer, has_tools=bool(self._tools))
 
 
 def _split_at_pictures(text: str, num_pictures: int) -> list[str | None]:
@@ -318,10 +362,13 @@ def _split_at_pictures(text: str, num_pictures: int) -> list[str | None]:
     return [*([first] if first else []), *(part for piece in pieces for part in (None, piece) if part != "")]
 
 
-def _as_dicts(messages: Sequence[Message], form: Form, thoughts: Mapping[int, str]) -> list[dict[str, object]]:
+def _as_dicts(
+    messages: Sequence[Message], form: Form, thoughts: Mapping[int, str], *, names_in_ids: bool
+) -> list[dict[str, object]]:
     """Return messages as templates take them, calls numbered over the conversation and results in their order."""
     found: list[dict[str, object]] = []
-    made, answered = 0, 0
+    ids: list[str] = []
+    answered = 0
     for place, message in enumerate(messages):
         text = message.content
         content: object = [{"type": "text", "text": text}] if message.role in form.in_parts else text
@@ -330,11 +377,15 @@ def _as_dicts(messages: Sequence[Message], form: Form, thoughts: Mapping[int, st
             content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
         as_dict: dict[str, object] = {"role": message.role, "content": content}
         if message.calls:
-            answered = made
-            as_dict["tool_calls"] = [_call(call, made + number, form) for number, call in enumerate(message.calls)]
-            made += len(message.calls)
+            answered = len(ids)
+            for call in message.calls:
+                ids.append(_call_id(form.first_call + len(ids), call.name if names_in_ids else None))
+            as_dict["tool_calls"] = [
+                _call(call, ids[answered + number], form) for number, call in enumerate(message.calls)
+            ]
         if message.role == "tool":
-            as_dict |= {"tool_call_id": _call_id(answered), **({"name": message.name} if message.name else {})}
+            call_id = ids[answered] if answered < len(ids) else _call_id(form.first_call + answered)
+            as_dict |= {"tool_call_id": call_id, **({"name": message.name} if message.name else {})}
             answered += 1
         if place in thoughts:
             as_dict["thinking"] = thoughts[place]
@@ -342,18 +393,18 @@ def _as_dicts(messages: Sequence[Message], form: Form, thoughts: Mapping[int, st
     return found
 
 
-def _call(call: ToolCall, number: int, form: Form) -> dict[str, object]:
+def _call(call: ToolCall, call_id: str, form: Form) -> dict[str, object]:
     arguments = json.dumps(dict(call.arguments), ensure_ascii=False) if form.arguments_as_text else dict(call.arguments)
     return {
-        "id": _call_id(number),
+        "id": call_id,
         "type": "function",
         "function": {"name": call.name, "arguments": arguments},
     }
 
 
-def _call_id(number: int) -> str:
-    """Return nine letters and digits, as some templates demand."""
-    return f"call{number:05d}"
+def _call_id(number: int, name: str | None = None) -> str:
+    """Return nine letters and digits, as some templates demand; with a name, the form that Kimi's templates take."""
+    return f"call{number:05d}" if name is None else f"functions.{name}:{number}"
 
 
 def _texts(messages: Iterable[Message]) -> list[str]:

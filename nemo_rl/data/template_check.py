@@ -114,7 +114,7 @@ def _check(encoder: TurnEncoder, tokenizer: PreTrainedTokenizerBase, pattern: Ro
     turn = pattern.turn
     sampled_text = turn.content
     if pattern.has_thoughts:
-        sampled_text, turn = _thinking(tokenizer, turn)
+        sampled_text, turn = _thinking(encoder, turn)
     conversation = [*opening, turn]
     try:
         end = [] if pattern.is_cut else [encoder.end_token(conversation, pattern.new)]
@@ -131,9 +131,9 @@ def _check(encoder: TurnEncoder, tokenizer: PreTrainedTokenizerBase, pattern: Ro
     return PatternCheck(name=pattern.name, verdict=verdict, tokens=texts, is_needed=pattern.is_needed)
 
 
-def _thinking(tokenizer: PreTrainedTokenizerBase, turn: Message) -> tuple[str, Message]:
+def _thinking(encoder: TurnEncoder, turn: Message) -> tuple[str, Message]:
     """Return a turn with thoughts, as text and as a message, in the form that the template knows."""
-    if ANALYSIS.removesuffix("analysis") in str(tokenizer.get_chat_template()):
+    if ANALYSIS.removesuffix("analysis") in encoder.template_text:
         final = "" if turn.calls else "<|start|>assistant<|channel|>final<|message|>"
         return f"{ANALYSIS}<|message|>2+2=4<|end|>{final}{turn.content}", turn
     text = f"<think>\n2+2=4\n{THINK_END}\n\n{turn.content}"

@@ -147,7 +147,8 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase, *, stop_ids: Iterable
     else:
         settings = tokenizer.get_vocab()
     about = [settings, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}, list(stop_ids)]
-    template = tokenizer.get_chat_template() if tokenizer.chat_template is not None else ""
+    template = tokenizer.chat_template or ""
+    template = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
     return {"tokenizer": _digest(json.dumps(about, sort_keys=True)), "template": _digest(template)}
 
 

@@ -24,8 +24,8 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.chat_template import ChatTemplate, Form, Shape, placeholders, shape_of
-from nemo_rl.data.conversation import Message
+from nemo_rl.data.chat_template import ChatTemplate, Form, Shape, placeholders, shape_of, template_text
+from nemo_rl.data.conversation import Message, ToolCall
 from nemo_rl.data.thinking import THINK_END, THINK_START
 from nemo_rl.errors import ModelFolderError, boundary
 
@@ -87,6 +87,8 @@ class _Seam:
     ends: frozenset[int]
     """End tokens that the template writes, with and without a message behind them."""
     num_seam: int
+    begins_next: bool
+    """True: turns have no end of their own, so that the end token is the one that begins the next message (GLM)."""
 
     def part(self, rendered: str) -> str:
         """Return what follows the turn, its end token first."""
@@ -123,7 +125,8 @@ class TurnEncoder:
             )
         self._tokenizer, self._stop_ids = tokenizer, frozenset(stop_ids)
         self._history: Literal["append", "new_row"] = history
-        self._template_text = str(tokenizer.get_chat_template())
+        self.template_text = template_text(tokenizer, has_tools=bool(tools))
+        """The template; of several named ones that for these tools."""
         self._now, self._tools = now, tuple(tools)
         self._chat = ChatTemplate(tokenizer, now=now, tools=tools)
         self._others: dict[str, TurnEncoder] = {}
@@ -140,7 +143,7 @@ class TurnEncoder:
     @property
     def prints_tools(self) -> bool:
         """Return whether the template has a place for the schemas of tools."""
-        return "tools" in self._template_text
+        return "tools" in self.template_text
 
     def with_tools(self, tools: Sequence[Mapping[str, object]]) -> TurnEncoder:
         """Return the encoder of conversations with these tools; the last ones are kept."""
@@ -164,6 +167,23 @@ class TurnEncoder:
         """
         with self._boundary("a prompt"):
             return self._chat.encode(messages)
+
+    def written(self, call: ToolCall) -> tuple[int, ...]:
+        """Return the tokens of a turn that makes a call, as the template writes them, up to the end of the turn.
+
+        Raises:
+            ModelFolderError: the template has no form for it.
+        """
+        messages = [Message(role="user", content="2+2"), Message(role="assistant", content="", calls=(call,))]
+        with self._boundary("a call"):
+            form, opening = self._chat.form(shape_of(messages), generation_prompt=False), messages[:1]
+            whole = self._chat.render(messages, form, generation_prompt=False)
+            for generation_prompt in (True, False):
+                before = self._chat.render(opening, form, generation_prompt=generation_prompt)
+                if whole.startswith(before):
+                    whole = whole[len(before) :]
+                    break
+            return tuple(self._chat.tokens.rendered(whole.rstrip()))
 
     def extend(
         self, conversation: Sequence[Message], new: Sequence[Message], *, sampled: Sequence[int], is_cut: bool
@@ -190,11 +210,9 @@ class TurnEncoder:
 
     def _append(self, conversation: Sequence[Message], new: Sequence[Message], *, is_ended: bool) -> Continuation:
         parts = self._parts(conversation, new)
-        rest = [
-            token
-            for number, part in enumerate(parts)
-            for token in self._after_end(conversation, part, generation_prompt=number == len(parts) - 1)
-        ]
+        rest: list[int] = []
+        for number, part in enumerate(parts):
+            rest += self._after_end(conversation, part, number=number, generation_prompt=number == len(parts) - 1)
         seam = self._seam(conversation, parts[0], generation_prompt=len(parts) == 1)
         if is_ended:
             return Continuation(ids=tuple(rest), num_seam=seam.num_seam)
@@ -221,16 +239,19 @@ class TurnEncoder:
         last = len(called) - 1
         return [*singles[:last], _Part(called=called[last:], new=tuple(new[last:]))]
 
-    def _after_end(self, conversation: Sequence[Message], part: _Part, *, generation_prompt: bool) -> tuple[int, ...]:
+    def _after_end(
+        self, conversation: Sequence[Message], part: _Part, *, number: int, generation_prompt: bool
+    ) -> tuple[int, ...]:
         seam = self._seam(conversation, part, generation_prompt=generation_prompt)
+        num_before = sum(len(message.calls) for message in conversation[:-1])
         ids = self._chat.encode_part(
             [*seam.dummy, *part.new],
-            seam.form,
+            replace(seam.form, first_call=num_before + number),
             generation_prompt=generation_prompt,
             part=seam.part,
             after=len(seam.dummy),
         )
-        return ids[ids.index(seam.end_id) + 1 :]
+        return ids[ids.index(seam.end_id) + (0 if seam.begins_next and number else 1) :]
 
     def is_ended(
         self, conversation: Sequence[Message], new: Sequence[Message], *, sampled: Sequence[int], is_cut: bool
@@ -240,10 +261,13 @@ class TurnEncoder:
         if not sampled:
             return False
         last, parts = sampled[-1], self._parts(conversation, new)
-        is_named = last in self._stop_ids and self._tokenizer.decode([last]) in self._template_text
+        seam = self._seam(conversation, parts[0], generation_prompt=len(parts) == 1)
+        if seam.begins_next:
+            return last == seam.end_id
+        is_named = last in self._stop_ids and self._tokenizer.decode([last]) in self.template_text
         if is_named and not is_cut:
             return True
-        return last in self._seam(conversation, parts[0], generation_prompt=len(parts) == 1).ends
+        return last in seam.ends
 
     def end_token(self, conversation: Sequence[Message], new: Sequence[Message]) -> int:
         """Return the token with which the template ends the last turn once the new messages follow."""
@@ -274,8 +298,11 @@ class TurnEncoder:
         end_alone = self._tokenizer.decode([controls[-1]]).strip() if controls else ""
         place = after_alone.rfind(end_alone)
         before_end, rest_alone = after_alone[:place], after_alone[place + len(end_alone) :]
+        begins_next = self._begins_next(after_alone, after_whole, controls)
+        if begins_next:
+            before_end, rest_alone = after_alone, ""
         ids = tokens.rendered(after_whole[len(before_end) :])
-        if not controls or not after_whole.startswith(before_end) or ids[0] not in tokens.control_ids:
+        if not (controls or begins_next) or not after_whole.startswith(before_end) or ids[0] not in tokens.control_ids:
             raise ModelFolderError(
                 f"tokenizer {self._tokenizer.name_or_path!r}: the chat template ends no assistant turn with a control "
                 f"token, so that a reply cannot be appended: it writes {after_whole[:40]!r} behind the text of one, "
@@ -290,9 +317,18 @@ class TurnEncoder:
             marks=marks,
             before_end=before_end,
             end_id=ids[0],
-            ends=frozenset({ids[0], controls[-1]}),
+            ends=frozenset({ids[0]} if begins_next else {ids[0], controls[-1]}),
             num_seam=num_seam,
+            begins_next=begins_next,
         )
+
+    def _begins_next(self, after_alone: str, after_whole: str, controls: Sequence[int]) -> bool:
+        """Return whether the model ends a turn with the token that begins the next message: the template writes that
+        right behind the turn, and no stop token before it."""
+        if not after_whole.startswith(after_alone) or (controls and controls[-1] in self._stop_ids):
+            return False
+        following = self._chat.tokens.rendered(after_whole[len(after_alone) :])
+        return bool(following) and following[0] in self._stop_ids
 
     # ---- history
 

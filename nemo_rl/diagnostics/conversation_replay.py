@@ -48,6 +48,7 @@ from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_sett
 from nemo_rl.diagnostics.verdict import Comparison, SiteCheck, Verdict
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
+from nemo_rl.environments.call_choice import call_format
 from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailure, Reply, ToolResult, Turn
 from nemo_rl.errors import CheckpointError, WorkerError
 from nemo_rl.experience.conversation_attempt import Attempt, AttemptParts, ConversationTask, Hosts, turn_seed
@@ -493,7 +494,9 @@ class _ConversationReplay:
                 environment=RecordedReplies(log, self._pause),
                 tools=RecordedResults(log, self._file.schemas, self._pause) if tools.use else None,
             ),
-            calls=CALL_FORMATS.load(tools.format, key="env.tools.format")(self._tokenizer) if tools.use else None,
+            calls=call_format(tools.format, tokenizer=self._tokenizer, encoder=encoder, schemas=self._file.schemas)
+            if tools.use
+            else None,
             stop_ids=frozenset(self._sampling.stop_token_ids),
         )
         opening = compared.kept.opening.opening

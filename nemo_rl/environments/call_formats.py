@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +19,21 @@ from nemo_rl.data.conversation import ToolCall
 from nemo_rl.data.thinking import THINK_END, THINK_START, with_thinking
 from nemo_rl.errors import shorten
 
-__all__ = ["CallFormat", "GptOssCalls", "HermesCalls", "Llama3Calls", "ParsedTurn"]
+__all__ = [
+    "CallFormat",
+    "DeepSeekCalls",
+    "Gemma4Calls",
+    "GemmaCalls",
+    "GlmCalls",
+    "GptOssCalls",
+    "HermesCalls",
+    "KimiCalls",
+    "Llama3Calls",
+    "MistralCalls",
+    "ParsedTurn",
+    "Qwen3CoderCalls",
+    "typed",
+]
 
 _SHOWN = 120
 """Characters of a call that cannot be read, in the reason."""
@@ -40,6 +54,44 @@ class ParsedTurn:
     calls: tuple[ToolCall, ...] = ()
     invalid: tuple[str, ...] = ()
     """A reason for each call that cannot be read, as the model may be told."""
+    has_untyped: bool = False
+    """True where arguments are texts as the model wrote them: `typed` gives them the types of the tool's schema."""
+
+
+def typed(turn: ParsedTurn, schemas: Sequence[Mapping[str, Any]]) -> ParsedTurn:
+    """Return the turn with arguments that were written without quotes as values of the types that the tools take.
+
+    A text stays one where the schema takes a text, or where it is no value.
+
+    Example:
+        `<parameter=a>1</parameter>` is `{"a": 1}` for a tool whose `a` is an integer, `{"a": "1"}` for a string.
+    """
+    if not turn.has_untyped:
+        return turn
+    forms = {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
+
+    def valued(call: ToolCall) -> ToolCall:
+        known = forms.get(call.name, {}).get("properties", {})
+        values = {key: _valued(value, known.get(key, {})) for key, value in call.arguments.items()}
+        return ToolCall(name=call.name, arguments=values)
+
+    return replace(turn, calls=tuple(map(valued, turn.calls)), has_untyped=False)
+
+
+_WORDS = {"True": True, "False": False, "None": None}
+"""Values as templates print them that do not make them JSON."""
+
+
+def _valued(text: object, form: Mapping[str, Any]) -> object:
+    kinds = [one.get("type") for one in form.get("anyOf", [form])]
+    takes_text = None in kinds or "string" in kinds or any("string" in kind for kind in kinds if isinstance(kind, list))
+    if not isinstance(text, str) or (takes_text and "enum" not in form):
+        return text
+    try:
+        value = _WORDS[text] if text in _WORDS else _parse_json(text)
+    except ValueError:
+        return text
+    return value if "enum" not in form or value in form["enum"] else text
 
 
 class CallFormat(Protocol):
@@ -53,36 +105,188 @@ class CallFormat(Protocol):
         """
 
 
-class HermesCalls:
-    """Qwen and Hermes: `<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>`, any number of them."""
+class _BlockCalls:
+    """Formats in which each call stands between two markers; `_read` reads what is between them."""
 
-    _START, _END = "<tool_call>", "</tool_call>"
+    _START: str
+    _END: str
+    _INNER: tuple[str, ...] = ()
+    """Markers within a call; in a body each has `_MARK` before it."""
+    _AROUND: tuple[str, ...] = ()
+    """Markers around all calls of a turn, which are no text."""
+    _UNTYPED = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._pieces = _Pieces(tokenizer, (self._START, self._END, THINK_START, THINK_END))
+        markers = (self._START, self._END, *self._INNER, *self._AROUND, THINK_START, THINK_END)
+        self._pieces = _Pieces(tokenizer, markers)
 
     def parse(self, ids: Sequence[int]) -> ParsedTurn:
         """Return the parts of a turn."""
         pieces = self._pieces.of(ids)
-        found = _CallCollector()
+        found = _CallCollector(has_untyped=self._UNTYPED)
         body: list[str] | None = None
         for piece, thinks in _with_thoughts(pieces):
             if piece.is_marker and not thinks and piece.text == self._START:
                 if body is not None:
-                    found.refuse("no </tool_call> before the next <tool_call>", "".join(body))
+                    found.refuse(f"no {self._END} before the next {self._START}", "".join(body))
                 body = []
             elif piece.is_marker and not thinks and piece.text == self._END:
                 if body is None:
-                    found.refuse("</tool_call> without <tool_call>", "")
+                    found.refuse(f"{self._END} without {self._START}", "")
                 else:
-                    found.read("".join(body), keys=("arguments", "parameters"))
+                    self._read(found, "".join(body))
                 body = None
             elif body is not None:
-                body.append(piece.text)
-            else:
+                is_inner = piece.is_marker and piece.text in self._INNER
+                body.append(f"{_MARK}{piece.text}" if is_inner else piece.text.replace(_MARK, "\ufffd"))
+            elif not (piece.is_marker and not thinks and piece.text in self._AROUND):
                 found.texts.append(piece.text)
         if body is not None:
-            found.refuse("no </tool_call>", "".join(body))
+            found.refuse(f"no {self._END}", "".join(body))
+        return found.turn()
+
+    def _read(self, found: _CallCollector, body: str) -> None:
+        """Add the call of a body, or refuse it."""
+        raise NotImplementedError
+
+
+_MARK = "\0"
+"""Stands before a marker in the body of a call; no JSON holds it."""
+
+
+class HermesCalls(_BlockCalls):
+    """Qwen and Hermes: `<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>`, any number of them; SmolLM writes
+    a list of such objects."""
+
+    _START, _END = "<tool_call>", "</tool_call>"
+
+    def _read(self, found: _CallCollector, body: str) -> None:
+        found.read(body, keys=("arguments", "parameters"))
+
+
+class Qwen3CoderCalls(_BlockCalls):
+    """Qwen3-Coder and Qwen3.5: a function with a parameter in each element.
+
+    `<tool_call><function=f><parameter=x>1</parameter></function></tool_call>`, a line break around each value.
+    """
+
+    _START, _END, _UNTYPED = "<tool_call>", "</tool_call>", True
+    _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+    _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=[^>\n]+>|$)", re.DOTALL)
+
+    def _read(self, found: _CallCollector, body: str) -> None:
+        function = self._FUNCTION.fullmatch(body)
+        if function is None:
+            found.refuse("expected <function=NAME>..</function>", body)
+        else:
+            found.read_pairs(
+                function[1].strip(), function[2], self._PARAMETER, expected="<parameter=KEY>..</parameter>"
+            )
+
+
+class GlmCalls(_BlockCalls):
+    """GLM: `<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>`, with or without line breaks."""
+
+    _START, _END, _UNTYPED = "<tool_call>", "</tool_call>", True
+    _INNER = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    _PAIR = re.compile(
+        r"\s*\0<arg_key>([^\0]*)\0</arg_key>\s*\0<arg_value>([^\0]*)\0</arg_value>\s*",
+    )
+
+    def _read(self, found: _CallCollector, body: str) -> None:
+        name, mark, pairs = body.partition(_MARK)
+        expected = "<arg_key>KEY</arg_key><arg_value>..</arg_value>"
+        found.read_pairs(name.strip(), mark + pairs, self._PAIR, expected=expected)
+
+
+class KimiCalls(_BlockCalls):
+    """Kimi: `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>` in a section."""
+
+    _START, _END = "<|tool_call_begin|>", "<|tool_call_end|>"
+    _INNER = ("<|tool_call_argument_begin|>",)
+    _AROUND = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    _ID = re.compile(r"\s*(?:functions\.)?([^\s:]+)(?::\d+)?\s*")
+
+    def _read(self, found: _CallCollector, body: str) -> None:
+        head, _, arguments = body.partition(_MARK + self._INNER[0])
+        named = self._ID.fullmatch(head)
+        if named is None or head == body:
+            found.refuse(f"expected functions.NAME:NUMBER{self._INNER[0]}" + "{..}", body)
+        else:
+            found.read_arguments(named[1], arguments)
+
+
+class DeepSeekCalls(_BlockCalls):
+    """DeepSeek: a name, a separator and the arguments, which V3 and R1 write as a block of JSON behind `function`."""
+
+    _START, _END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+    _INNER = ("<\uff5ctool\u2581sep\uff5c>",)
+    _AROUND = ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>")
+    _FENCED = re.compile(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
+
+    def _read(self, found: _CallCollector, body: str) -> None:
+        name, _, arguments = body.partition(_MARK + self._INNER[0])
+        fenced = self._FENCED.fullmatch(arguments)
+        if name == body or not name.strip():
+            found.refuse(f"expected NAME{self._INNER[0]}" + "{..}", body)
+        elif fenced is not None:
+            found.read_arguments(fenced[1], fenced[2])
+        else:
+            found.read_arguments(name.strip(), arguments)
+
+
+class GemmaCalls(_BlockCalls):
+    """FunctionGemma: `<start_function_call>call:f{x:1,y:<escape>a text<escape>}<end_function_call>`."""
+
+    _START, _END, _QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"
+    _INNER: tuple[str, ...] = (_QUOTE,)
+    _CALL = re.compile(r"\s*call:([^\s{]+)(\{.*\})\s*", re.DOTALL)
+    _KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
+
+    def _read(self, found: _CallCollector, body: str) -> None:
+        call = self._CALL.fullmatch(body)
+        if call is None:
+            found.refuse("expected call:NAME{..}", body)
+            return
+        # Texts become those of JSON, and so do keys, which have no quotes; the rest is JSON as it stands.
+        parts = call[2].split(_MARK + self._QUOTE)
+        written = [
+            json.dumps(part) if number % 2 else self._KEY.sub(r'\1"\2":', part) for number, part in enumerate(parts)
+        ]
+        found.read_arguments(call[1], "".join(written))
+
+
+class Gemma4Calls(GemmaCalls):
+    """Gemma 4: `<|tool_call>call:f{x:1,y:<|"|>a text<|"|>}<tool_call|>`."""
+
+    _START, _END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+    _INNER = (_QUOTE,)
+
+
+class MistralCalls:
+    """Mistral: `[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}]`, or `[TOOL_CALLS]f[ARGS]{"x": 1}` per call."""
+
+    _START, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._pieces = _Pieces(tokenizer, (self._START, self._ARGUMENTS, self._ID, THINK_START, THINK_END))
+
+    def parse(self, ids: Sequence[int]) -> ParsedTurn:
+        """Return the parts of a turn."""
+        found, bodies = _CallCollector(), list[list[str]]()
+        for piece, thinks in _with_thoughts(self._pieces.of(ids)):
+            if piece.is_marker and not thinks and piece.text == self._START:
+                bodies.append([])
+            elif bodies and not thinks:
+                bodies[-1].append(f"{_MARK}{piece.text}" if piece.is_marker else piece.text)
+            else:
+                found.texts.append(piece.text)
+        for body in map("".join, bodies):
+            head, mark, arguments = body.partition(_MARK + self._ARGUMENTS)
+            if mark:
+                found.read_arguments(head.partition(_MARK + self._ID)[0].strip(), arguments)
+            else:
+                found.read(body.strip(), keys=("arguments", "parameters"))
         return found.turn()
 
 
@@ -248,7 +452,8 @@ def _with_thoughts(pieces: Sequence[_Piece]) -> Iterator[tuple[_Piece, bool]]:
 class _CallCollector:
     """The parts of a turn that were found so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_untyped: bool = False) -> None:
+        self._has_untyped = has_untyped
         self.texts: list[str] = []
         self._calls: list[ToolCall] = []
         self._invalid: list[str] = []
@@ -258,24 +463,40 @@ class _CallCollector:
         text = "".join(self.texts)
         if self._calls or self._invalid:
             text = text.strip()
-        return ParsedTurn(text=text, calls=tuple(self._calls), invalid=tuple(self._invalid))
+        is_untyped = self._has_untyped and bool(self._calls)
+        return ParsedTurn(text=text, calls=tuple(self._calls), invalid=tuple(self._invalid), has_untyped=is_untyped)
 
     def refuse(self, reason: str, body: str) -> None:
         """Add a call that cannot be read."""
-        self._invalid.append(f"{reason}: {shorten(body.strip(), limit=_SHOWN)}" if body.strip() else reason)
+        body = body.replace(_MARK, "").strip()
+        self._invalid.append(f"{reason}: {shorten(body, limit=_SHOWN)}" if body else reason)
 
     def read(self, body: str, *, keys: Sequence[str]) -> None:
-        """Add the call of a JSON object; the first of `keys` that it has names its arguments."""
+        """Add the call of a JSON object, or those of a list of them; the first of `keys` that it has names its
+        arguments."""
         try:
-            call = _parse_json(body)
+            given = _parse_json(body)
         except ValueError as error:
             self.refuse(f"expected a JSON object, {error}", body)
             return
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-            self.refuse('expected a JSON object with a "name"', body)
-            return
-        key = next((key for key in keys if key in call), keys[0])
-        self._add(call["name"], call.get(key, {}), body)
+        for call in given if isinstance(given, list) and given else [given]:
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+                self.refuse('expected a JSON object with a "name"', body)
+                return
+            key = next((key for key in keys if key in call), keys[0])
+            self._add(call["name"], call.get(key, {}), body)
+
+    def read_pairs(self, name: str, body: str, pair: re.Pattern[str], *, expected: str) -> None:
+        """Add a call whose arguments are pairs of a key and a text, one after the other."""
+        arguments, place = dict[str, object](), 0
+        while place < len(body) and (match := pair.match(body, place)) is not None:
+            arguments[match[1].strip()], place = match[2], match.end()
+        if not name:
+            self.refuse("expected the name of a tool", body)
+        elif body[place:].strip():
+            self.refuse(f"{name}: expected {expected}", body)
+        else:
+            self._add(name, arguments, body)
 
     def read_arguments(self, name: str, body: str) -> None:
         """Add a call whose body holds the arguments alone."""

@@ -30,7 +30,7 @@ from nemo_rl.config.conversation import ConversationConfig, Ending, ToolsConfig
 from nemo_rl.data.conversation import Message, ToolCall
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.turn_encoder import TurnEncoder
-from nemo_rl.environments.call_formats import CallFormat, ParsedTurn
+from nemo_rl.environments.call_formats import CallFormat, ParsedTurn, typed
 from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailure, Reply, ToolResult, Turn
 from nemo_rl.environments.interfaces import Response
 from nemo_rl.environments.programs import ProgramHost
@@ -448,8 +448,10 @@ class Attempt:
         return SaidTurn(sample=sample, parsed=self._parse(sample))
 
     def _parse(self, sample: TurnSample) -> ParsedTurn:
-        calls = self._parts.calls
-        return self._plain(sample.token_ids) if calls is None else calls.parse(sample.token_ids)
+        calls, tools = self._parts.calls, self._parts.hosts.tools
+        if calls is None or tools is None:
+            return self._plain(sample.token_ids)
+        return typed(calls.parse(sample.token_ids), tools.schemas)
 
     def _plain(self, ids: Sequence[int]) -> ParsedTurn:
         """Return a turn whose calls are text as well."""

@@ -16,9 +16,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.conversation import program_command
-from nemo_rl.config.parts import CALL_FORMATS, ENVIRONMENTS, PROGRAM, TOOLS, TURN_ENVIRONMENTS
+from nemo_rl.config.parts import AUTO, ENVIRONMENTS, PROGRAM, TOOLS, TURN_ENVIRONMENTS
 from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.turn_encoder import TurnEncoder
+from nemo_rl.environments.call_choice import EXAMPLE_TOOL, call_format, reading_formats
+from nemo_rl.environments.call_formats import CallFormat
 from nemo_rl.environments.conversation_host import EnvironmentHost
 from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.environments.interfaces import Environment
@@ -217,7 +219,6 @@ class RolloutSampling:
             with_routes=policy.router_replay.records_at_rollout,
             with_support=policy.generation.record_support,
         )
-        has_calls = bool(tools.use) or spec.env.name == PROGRAM
         encoder = TurnEncoder(
             self._tokenizer,
             stop_ids=stops,
@@ -233,13 +234,25 @@ class RolloutSampling:
             sampler=self.turn_sampler,
             max_total_length=policy.max_total_sequence_length,
             hosts=self.environment.hosts,
-            calls=CALL_FORMATS.load(tools.format, key="env.tools.format")(self._tokenizer) if has_calls else None,
+            calls=self._call_format(encoder),
             stop_ids=frozenset(stops),
         )
         loop.use(parts)
         self.conversations = ConversationRollouts(
             loop, spec.experience.conversation, environment=self.environment.scorer, log=self.environment.log
         )
+
+    def _call_format(self, encoder: TurnEncoder) -> CallFormat | None:
+        """Return the format in which turns are searched for calls; None where they are not."""
+        name, schemas = self._spec.env.tools.format, self.environment.schemas
+        if self._spec.env.name == PROGRAM:
+            schemas = (EXAMPLE_TOOL,)
+            encoder = encoder.with_tools(schemas)
+            if name == AUTO and not reading_formats(self._tokenizer, encoder, schemas):
+                return None  # A program may have no tools; its requests with tools are refused.
+        if not schemas:
+            return None
+        return call_format(name, tokenizer=self._tokenizer, encoder=encoder, schemas=schemas)
 
 
 def turn_environment(env: EnvConfig) -> str | None:

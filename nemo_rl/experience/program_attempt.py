@@ -21,7 +21,7 @@ from typing import Any
 
 from nemo_rl.config.conversation import Ending
 from nemo_rl.data.conversation import Message
-from nemo_rl.environments.call_formats import ParsedTurn
+from nemo_rl.environments.call_formats import ParsedTurn, typed
 from nemo_rl.environments.conversation import EnvironmentFailure, Reply, ToolResult
 from nemo_rl.environments.endpoint import ChatAnswer, ChatRequest, RefusedRequest
 from nemo_rl.environments.programs import ProgramResult
@@ -263,7 +263,8 @@ class ProgramAttempt(Attempt):
         encoder = self._encoder.with_tools(request.tools)
         if request.tools and not (encoder.prints_tools and self._parts.calls):
             raise RefusedRequest(
-                "tools: the chat template of the model prints no tools; set policy.tokenizer.chat_template",
+                "tools: the chat template of the model prints no tools, or writes calls that env.tools.format does not "
+                "read; set policy.tokenizer.chat_template",
                 code="no_tools",
             )
         row = TokenRow(encoder.prompt(request.messages), first_turn=self._num_taken)
@@ -278,7 +279,7 @@ class ProgramAttempt(Attempt):
         plain = self._plain(sample.token_ids)
         if not self._tools or sample.truncated or self._parts.calls is None:
             return plain
-        parsed = self._parts.calls.parse(sample.token_ids)
+        parsed = typed(self._parts.calls.parse(sample.token_ids), self._tools)
         return plain if parsed.invalid else parsed
 
     def _record_said(self, *, was_extended: bool) -> None:

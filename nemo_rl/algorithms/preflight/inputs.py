@@ -21,10 +21,13 @@ from nemo_rl.algorithms.token_work import TokenEstimator
 from nemo_rl.config.distillation import teacher_policy
 from nemo_rl.config.parts import (
     ADVANTAGE_ESTIMATORS,
+    AUTO,
+    CALL_FORMATS,
     ENGINE_CAPABILITIES,
     ENGINES,
     GENERATED_DATASETS,
     LOSSES,
+    PROGRAM,
     SELECTIONS,
     STORES,
     EngineCapabilities,
@@ -36,6 +39,7 @@ from nemo_rl.data.template_check import PatternCheck, check_template, role_patte
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
+from nemo_rl.environments.call_choice import EXAMPLE_TOOL, KEY, call_format, reading_formats, written_calls
 from nemo_rl.errors import ConfigError, DatasetError, UserError
 from nemo_rl.experience.conversation_setup import RolloutEnvironment
 from nemo_rl.experience.rollouts import RolloutSpec
@@ -147,11 +151,43 @@ class Subject:
         if not config.experience.conversation.enabled:
             return ()
         names = [tool.name.rpartition(":")[2] for tool in tools.use]
-        encoder = TurnEncoder(
+        patterns = role_patterns(tools=names, max_parallel_calls=tools.max_parallel_calls)
+        return check_template(self.turn_encoder, self.tokenizer, patterns)
+
+    @cached_property
+    def turn_encoder(self) -> TurnEncoder:
+        """The encoder of the recipe's conversations."""
+        return TurnEncoder(
             self.tokenizer, stop_ids=self.stop_ids, tools=self.schemas, now=first_start(self.resume_from)
         )
-        patterns = role_patterns(tools=names, max_parallel_calls=tools.max_parallel_calls)
-        return check_template(encoder, self.tokenizer, patterns)
+
+    @cached_property
+    def call_finding(self) -> tuple[str, bool]:
+        """What `env.tools.format` makes of the calls that the chat template writes, for people, and whether the run
+        cannot go on with it; empty where turns are not searched for calls."""
+        config, key = self.config, self.config.env.tools.format
+        is_program = config.env.name == PROGRAM
+        schemas = (EXAMPLE_TOOL,) if is_program else self.schemas
+        if not config.experience.conversation.enabled or not schemas:
+            return "", False
+        encoder = self.turn_encoder.with_tools(schemas)
+        readers = reading_formats(self.tokenizer, encoder, schemas)
+        if key in readers or (key == AUTO and readers):
+            return (
+                f"{KEY}: {key} {'reads' if key != AUTO else f'takes {readers[0]}, which reads'} the template's calls",
+                False,
+            )
+        if key == AUTO and not is_program:
+            try:
+                call_format(key, tokenizer=self.tokenizer, encoder=encoder, schemas=schemas)
+            except ConfigError as error:
+                return str(error), True
+        writes = written_calls(self.tokenizer, encoder, schemas)
+        if readers and CALL_FORMATS.is_builtin(key):
+            other = "auto, or to " + " or ".join(readers)
+            return f"{KEY}: {key} does not read the calls of the chat template: {writes}; set it to {other}", True
+        advice = f"; {readers[0]} does" if readers else ""
+        return f"{KEY}: {key} does not read the calls of the chat template: {writes}{advice}", False
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -224,22 +260,25 @@ def check_prompts(subject: Subject) -> list[str]:
 
 def check_turns(subject: Subject) -> list[str]:
     """The chat template has a form for every reply that the recipe's conversations can have."""
-    return [
+    lines = [
         f"policy.tokenizer.chat_template: {found.line()}; set one that has a form for it"
         for found in subject.turn_checks
         if found.verdict == "refused" and found.is_needed
     ]
+    about_calls, is_refused = subject.call_finding
+    return [*lines, about_calls] if is_refused else lines
 
 
 def turn_lines(config: MasterConfig) -> list[str]:
     """Return what the chat template makes of each way in which a conversation can go on, for people."""
-    found = Subject(config).turn_checks
+    subject = Subject(config)
+    found, (about_calls, _) = subject.turn_checks, subject.call_finding
     if not found:
         return []
     history = config.data.history
     kept = "those tokens stay in the row" if history == "append" else "a new row is started"
     head = f"turns of conversations (data.history: {history}; new_row: {kept}):"
-    return [head, *(f"  {check.line()}" for check in found)]
+    return [head, *(f"  {check.line()}" for check in found), *([f"  {about_calls}"] if about_calls else [])]
 
 
 def check_reward(subject: Subject) -> list[str]:
