@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.conversation import ToolCall
 from nemo_rl.data.thinking import THINK_END, THINK_START, with_thinking
+from nemo_rl.environments.wire import read_json
 from nemo_rl.errors import shorten
 
 __all__ = [
@@ -37,8 +38,6 @@ __all__ = [
 
 _SHOWN = 120
 """Characters of a call that cannot be read, in the reason."""
-_DEPTH_LIMIT = 200
-"""Most brackets within brackets of a call: more are no arguments of a tool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +67,10 @@ def typed(turn: ParsedTurn, schemas: Sequence[Mapping[str, Any]]) -> ParsedTurn:
     """
     if not turn.has_untyped:
         return turn
-    forms = {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
+    forms = {schema["function"]["name"]: schema["function"].get("parameters") or {} for schema in schemas}
 
     def valued(call: ToolCall) -> ToolCall:
-        known = forms.get(call.name, {}).get("properties", {})
+        known = forms.get(call.name, {}).get("properties") or {}
         values = {key: _valued(value, known.get(key, {})) for key, value in call.arguments.items()}
         return ToolCall(name=call.name, arguments=values)
 
@@ -83,15 +82,18 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 def _valued(text: object, form: Mapping[str, Any]) -> object:
-    kinds = [one.get("type") for one in form.get("anyOf", [form])]
-    takes_text = None in kinds or "string" in kinds or any("string" in kind for kind in kinds if isinstance(kind, list))
-    if not isinstance(text, str) or (takes_text and "enum" not in form):
+    # The schemas of a program may hold anything.
+    one_of, choices = form.get("anyOf"), form.get("enum")
+    forms = [one for one in (one_of if isinstance(one_of, list) else [form]) if isinstance(one, dict)]
+    kinds = [one.get("type") for one in forms]
+    takes_text = not kinds or any(kind in (None, "string") or "string" in kind for kind in kinds)
+    if not isinstance(text, str) or (takes_text and not choices):
         return text
     try:
-        value = _WORDS[text] if text in _WORDS else _parse_json(text)
+        value = _WORDS[text] if text in _WORDS else read_json(text)
     except ValueError:
         return text
-    return value if "enum" not in form or value in form["enum"] else text
+    return text if isinstance(choices, list) and value not in choices else value
 
 
 class CallFormat(Protocol):
@@ -475,7 +477,7 @@ class _CallCollector:
         """Add the call of a JSON object, or those of a list of them; the first of `keys` that it has names its
         arguments."""
         try:
-            given = _parse_json(body)
+            given = read_json(body)
         except ValueError as error:
             self.refuse(f"expected a JSON object, {error}", body)
             return
@@ -501,7 +503,7 @@ class _CallCollector:
     def read_arguments(self, name: str, body: str) -> None:
         """Add a call whose body holds the arguments alone."""
         try:
-            arguments = _parse_json(body) if body.strip() else {}
+            arguments = read_json(body) if body.strip() else {}
         except ValueError as error:
             self.refuse(f"{name}: expected a JSON object of arguments, {error}", body)
             return
@@ -510,7 +512,7 @@ class _CallCollector:
     def _add(self, name: str, arguments: object, body: str) -> None:
         if isinstance(arguments, str):  # some models write the object as a string
             try:
-                arguments = _parse_json(arguments)
+                arguments = read_json(arguments)
             except ValueError as error:
                 self.refuse(f"{name}: expected arguments as a JSON object, {error}", body)
                 return
@@ -518,29 +520,6 @@ class _CallCollector:
             self.refuse(f"{name}: expected arguments as a JSON object, got {type(arguments).__name__}", body)
             return
         self._calls.append(ToolCall(name=name, arguments=arguments))
-
-
-def _parse_json(text: str) -> object:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: it is none, or is nested too deeply, or holds NaN.
-    """
-    depth = 0
-    for char in text:
-        depth += (char in "[{") - (char in "]}")
-        if depth > _DEPTH_LIMIT:
-            raise ValueError(f"nested more than {_DEPTH_LIMIT} deep")
-    try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at character {error.pos}") from error
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _split_objects(text: str) -> Iterator[str]:

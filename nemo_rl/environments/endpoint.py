@@ -14,14 +14,14 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from nemo_rl.data.conversation import Message, Role, ToolCall
 from nemo_rl.environments.conversation import EnvironmentFailure
-from nemo_rl.environments.wire import sound_text
+from nemo_rl.environments.wire import read_json, sound_text
 
 __all__ = ["Answer", "ChatAnswer", "ChatEndpoint", "ChatRequest", "RefusedRequest"]
 
@@ -46,6 +46,10 @@ class ChatRequest:
     """Schemas of the program's own tools, which the program runs itself."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    streams: bool = False
+    """True: the answer comes as chunks."""
+    wants_usage: bool = False
+    """True: a last chunk without choices counts the tokens."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Other fields of the request, such as `temperature`: the recipe's are used, so that training knows them."""
 
@@ -63,7 +67,7 @@ class ChatAnswer:
 
 Answer = Callable[[ChatRequest], Awaitable[ChatAnswer]]
 """The callback of a conversation. The program is told of a `RefusedRequest` and of an `EnvironmentFailure`; any other
-exception closes its connection."""
+exception is an error of status 500 and closes its connection."""
 
 
 class RefusedRequest(Exception):
@@ -72,11 +76,14 @@ class RefusedRequest(Exception):
     Args:
         status: HTTP status; not 408, 409, 429 or 500 and above, after which clients try again.
         code: the `code` of the error, such as `context_length_exceeded`.
+        param: the field of the request that is wrong.
     """
 
-    def __init__(self, text: str, *, status: int = 400, code: str = "invalid_request_error") -> None:
+    def __init__(
+        self, text: str, *, status: int = 400, code: str = "invalid_request_error", param: str | None = None
+    ) -> None:
         super().__init__(text)
-        self.status, self.code = status, code
+        self.status, self.code, self.param = status, code, param
 
 
 class ChatEndpoint:
@@ -130,44 +137,56 @@ class ChatEndpoint:
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request; return whether the connection stays."""
+        async with asyncio.timeout(_READ_TIMEOUT_S):
+            first = await reader.readexactly(1)
         try:
             async with asyncio.timeout(_READ_TIMEOUT_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-                method, path, headers = _parse_head(head)
+                method, target, headers = _parse_head(first + await reader.readuntil(b"\r\n\r\n"))
+                # Before its body is read, which only a conversation may send.
+                answer, path = self._answer_of(headers), target.partition("?")[0]
                 body = await _read_body(reader, headers)
-        except (asyncio.LimitOverrunError, ValueError) as error:
-            _write_json(writer, 400, _error(f"expected an HTTP request: {error}", "invalid_request_error"))
-            await writer.drain()
-            await _discard(reader)
-            return False
-        try:
-            await self._route(method, path.partition("?")[0], headers, body, writer=writer)
         except RefusedRequest as error:
-            _write_json(writer, error.status, _error(str(error), error.code))
+            return await _refuse_rest(reader, writer, error)
+        except (asyncio.LimitOverrunError, ValueError) as error:
+            return await _refuse_rest(reader, writer, RefusedRequest(f"expected an HTTP request: {error}"))
+        except (asyncio.IncompleteReadError, TimeoutError):
+            text = f"expected a whole HTTP request within {_READ_TIMEOUT_S:g} s, got a part of one"
+            return await _refuse_rest(reader, writer, RefusedRequest(text))
+        try:
+            await _route(method, path, body, answer=answer, writer=writer)
+        except RefusedRequest as error:
+            _write_json(writer, error.status, _error(error))
+        except Exception:
+            _write_json(writer, 500, _error(RefusedRequest("the run could not answer", code="server_error")))
+            await writer.drain()
+            raise
         await writer.drain()
         return headers.get("connection", "").lower() != "close"
 
-    async def _route(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes, *, writer: asyncio.StreamWriter
-    ) -> None:
+    def _answer_of(self, headers: Mapping[str, str]) -> Answer:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         answer = self._answers.get(token.strip()) if scheme.lower() == "bearer" else None
         if answer is None:
             raise RefusedRequest("no conversation has this key", status=401, code="invalid_api_key")
-        if method == "GET" and path == _MODELS_PATH:
-            _write_json(writer, 200, {"object": "list", "data": [{"id": _MODEL, "object": "model"}]})
-            return
-        if method != "POST" or path != _PATH:
-            raise RefusedRequest(f"expected POST {_PATH}, got {method} {path}", status=404, code="not_found")
-        request, streams = _parse_request(body)
-        try:
-            given = await answer(request)
-        except EnvironmentFailure as error:
-            raise RefusedRequest(str(error), status=410, code="conversation_ended") from error
-        if streams:
-            _write_events(writer, _chunks(given))
-        else:
-            _write_json(writer, 200, _completion(given))
+        return answer
+
+
+async def _route(method: str, path: str, body: bytes, *, answer: Answer, writer: asyncio.StreamWriter) -> None:
+    if method == "GET" and path == _MODELS_PATH:
+        model = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "nemo_rl"}
+        _write_json(writer, 200, {"object": "list", "data": [model]})
+        return
+    if method != "POST" or path != _PATH:
+        raise RefusedRequest(f"expected POST {_PATH}, got {method} {path}", status=404, code="not_found")
+    request = _parse_request(body)
+    try:
+        given = await answer(request)
+    except EnvironmentFailure as error:
+        raise RefusedRequest(str(error), status=410, code="conversation_ended") from error
+    if request.streams:
+        _write_events(writer, _chunks(given, with_usage=request.wants_usage))
+    else:
+        _write_json(writer, 200, _completion(given))
 
 
 # ---- HTTP
@@ -200,12 +219,16 @@ async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
     return bytes(body)
 
 
-async def _discard(reader: asyncio.StreamReader) -> None:
-    """Take what is still sent: a connection that is closed before that loses the answer."""
+async def _refuse_rest(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: RefusedRequest) -> bool:
+    """Refuse a request that was not read to its end; return False, since the connection cannot stay."""
+    _write_json(writer, error.status, _error(error))
+    await writer.drain()
+    # A connection that is closed before all is taken that was sent loses the answer.
     with suppress(TimeoutError):
         async with asyncio.timeout(_LINGER_S):
             while await reader.read(_HEAD_LIMIT_BYTES):
                 pass
+    return False
 
 
 def _write_json(writer: asyncio.StreamWriter, status: int, value: object) -> None:
@@ -224,64 +247,161 @@ def _write_events(writer: asyncio.StreamWriter, events: Iterator[Mapping[str, ob
 # ---- OpenAI's form
 
 
-def _parse_request(body: bytes) -> tuple[ChatRequest, bool]:
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RefusedRequest(f"expected JSON: {error}") from error
-    if not isinstance(given, dict) or not isinstance(given.get("messages"), list):
-        raise RefusedRequest("expected an object with a list of messages")
-    if given.get("n") not in (None, 1):
-        raise RefusedRequest(f"n: expected 1, got {given['n']!r}; a conversation has one next turn")
-    streams = bool(given.pop("stream", False))
-    stop = given.pop("stop", None) or ()
-    limits = [given.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
-    max_tokens = next((limit for limit in limits if limit is not None), None)
-    if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
-        raise RefusedRequest(f"max_tokens: expected a positive integer, got {max_tokens!r}")
+_SHOWN = 120
+"""Characters of a wrong value in the reason."""
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "an object": dict,
+    "a list": list,
+    "a text": str,
+    "true or false": bool,
+}
+
+
+def _parse_request(body: bytes) -> ChatRequest:
+    given = _parse_json(body, "body")
+    if not isinstance(given, dict):
+        raise _wrong("body", "an object", given)
+    messages = given.pop("messages", None)
+    if not isinstance(messages, list) or not messages:
+        raise _wrong("messages", "a list of messages", messages)
+    _refuse_unsupported(given)
+    _taken(given, "model", "a text")
+    streams = bool(_taken(given, "stream", "true or false", pops=True))
+    options = _taken(given, "stream_options", "an object", pops=True)
+    if options is not None and not streams:
+        raise _wrong("stream_options", "it together with stream=true", options)
+    limits = [_max_tokens(given, name) for name in ("max_completion_tokens", "max_tokens")]
+    tools = tuple(_tools(given))
+    choice = given.pop("tool_choice", None)
+    if choice not in (None, "auto", "none"):
+        raise _wrong("tool_choice", "auto or none (a turn cannot be forced to call)", choice)
     names: dict[str, str] = {}
-    request = ChatRequest(
-        messages=tuple(_message(message, names) for message in given.pop("messages")),
-        tools=tuple(given.pop("tools", None) or ()),
-        max_tokens=max_tokens,
-        stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
+    return ChatRequest(
+        messages=tuple(_message(message, f"messages[{n}]", names) for n, message in enumerate(messages)),
+        tools=() if choice == "none" else tools,
+        max_tokens=next((limit for limit in limits if limit is not None), None),
+        stop=_stop(given.pop("stop", None)),
+        streams=streams,
+        wants_usage=bool(_taken(options or {}, "include_usage", "true or false", where="stream_options.")),
         settings=given,
     )
-    return request, streams
 
 
-def _message(given: object, names: dict[str, str]) -> Message:
+def _refuse_unsupported(given: dict[str, Any]) -> None:
+    """Take the fields that mean what is done anyway, and refuse their other values."""
+    allowed: Mapping[str, tuple[tuple[object, ...], str]] = {
+        "n": ((1,), "1 (a conversation has one next turn)"),
+        "logprobs": ((False,), "false (they are kept for training, and not sent)"),
+        "top_logprobs": ((0,), "none (they are kept for training, and not sent)"),
+        "response_format": (({"type": "text"},), 'none or {"type": "text"} (turns are sampled freely)'),
+        "seed": ((), "none (turns are sampled with the seeds of the run, so that they can be repeated)"),
+        "functions": ((), "none; give them as tools"),
+        "function_call": ((), "none; give tools and tool_choice"),
+    }
+    for name, (values, expected) in allowed.items():
+        value = given.pop(name, None)
+        if value is not None and not any(value == one and type(value) is type(one) for one in values):
+            raise _wrong(name, expected, value)
+
+
+def _parse_json(text: str | bytes, param: str) -> object:
+    try:
+        return read_json(text)
+    except ValueError as error:
+        raise RefusedRequest(f"{param}: expected JSON: {error}", param=param) from error
+
+
+def _wrong(param: str, expected: str, got: object) -> RefusedRequest:
+    """Return the refusal of a field."""
+    shown = "none" if got is None else repr(got)
+    shown = f"{shown[:_SHOWN]}..." if len(shown) > _SHOWN else shown
+    return RefusedRequest(f"{param}: expected {expected}, got {shown}", param=param)
+
+
+def _taken(given: dict[str, Any], name: str, kind: str, *, where: str = "", pops: bool = False) -> Any:
+    """Return a field, which may be missing or null.
+
+    Raises:
+        RefusedRequest: it is of another kind.
+    """
+    value = given.pop(name, None) if pops else given.get(name)
+    if value is not None and not isinstance(value, _KINDS[kind]):
+        raise _wrong(f"{where}{name}", kind, value)
+    return value
+
+
+def _max_tokens(given: dict[str, Any], name: str) -> int | None:
+    limit = given.pop(name, None)
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise _wrong(name, "a positive integer", limit)
+    return limit
+
+
+def _stop(given: object) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise _wrong("stop", "a text or a list of texts, none of them empty", given)
+    return tuple(map(sound_text, stops))
+
+
+def _tools(given: dict[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for number, tool in enumerate(_taken(given, "tools", "a list", pops=True) or ()):
+        where = f"tools[{number}]"
+        if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+            raise _wrong(where, "an object of type function", tool)
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise _wrong(f"{where}.function", "an object with a name", function)
+        _taken(function, "description", "a text", where=f"{where}.function.")
+        parameters = _taken(function, "parameters", "an object", where=f"{where}.function.") or {}
+        properties = _taken(parameters, "properties", "an object", where=f"{where}.function.parameters.") or {}
+        for name, form in properties.items():
+            if not isinstance(form, dict):
+                raise _wrong(f"{where}.function.parameters.properties.{name[:_SHOWN]}", "an object", form)
+        yield tool
+
+
+def _message(given: object, where: str, names: dict[str, str]) -> Message:
     """Return a message; `names` maps ids of calls to the names of their tools."""
     if not isinstance(given, dict):
-        raise RefusedRequest(f"messages: expected objects, got {type(given).__name__}")
+        raise _wrong(where, "an object", given)
     role = "system" if given.get("role") == "developer" else given.get("role")
     if role not in ("system", "user", "assistant", "tool"):
-        raise RefusedRequest(f"messages: expected a role of system, user, assistant, tool, got {role!r}")
-    calls = tuple(_call(call, names) for call in given.get("tool_calls") or ())
-    name = names.get(str(given.get("tool_call_id"))) if role == "tool" else given.get("name")
-    return Message(role=cast("Role", role), content=_content(given.get("content")), calls=calls, name=name)
+        raise _wrong(f"{where}.role", "a role of system, developer, user, assistant, tool", role)
+    made = _taken(given, "tool_calls", "a list", where=f"{where}.") or []
+    if made and role != "assistant":
+        raise _wrong(f"{where}.tool_calls", "them on messages of an assistant alone", role)
+    calls = tuple(_call(call, f"{where}.tool_calls[{number}]", names) for number, call in enumerate(made))
+    answers = _taken(given, "tool_call_id", "a text", where=f"{where}.")
+    name = _taken(given, "name", "a text", where=f"{where}.")
+    return Message(
+        role=cast("Role", role),
+        content=_content(given.get("content"), f"{where}.content"),
+        calls=calls,
+        name=names.get(answers or "", name) if role == "tool" else name,
+    )
 
 
-def _content(given: object) -> str:
+def _content(given: object, where: str) -> str:
     if given is None:
         return ""
-    if isinstance(given, str):
-        return sound_text(given)
-    if isinstance(given, Sequence) and all(isinstance(part, dict) and part.get("type") == "text" for part in given):
-        return sound_text("".join(str(part["text"]) for part in given))
-    raise RefusedRequest("messages: expected content as text, or as parts of type text")
+    parts = given if isinstance(given, list) else [{"type": "text", "text": given}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise _wrong(where, "content as text, or as parts of type text with a text", given)
+    return sound_text("".join(part["text"] for part in parts))
 
 
-def _call(given: Any, names: dict[str, str]) -> ToolCall:
-    try:
-        name, text = str(given["function"]["name"]), given["function"]["arguments"] or "{}"
-        arguments = json.loads(text)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RefusedRequest(f"messages: expected tool_calls as they were answered: {error}") from error
+def _call(given: object, where: str, names: dict[str, str]) -> ToolCall:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _wrong(where, "an object with the function that was answered", given)
+    text = _taken(function, "arguments", "a text", where=f"{where}.function.") or "{}"
+    arguments = _parse_json(text, f"{where}.function.arguments")
     if not isinstance(arguments, dict):
-        raise RefusedRequest("messages: expected arguments of tool_calls as a JSON object")
-    names[str(given.get("id"))] = name
-    return ToolCall(name=name, arguments=arguments)
+        raise _wrong(f"{where}.function.arguments", "a JSON object", arguments)
+    names[_taken(given, "id", "a text", where=f"{where}.") or ""] = function["name"]
+    return ToolCall(name=function["name"], arguments=arguments)
 
 
 def _completion(given: ChatAnswer) -> dict[str, object]:
@@ -292,9 +412,9 @@ def _completion(given: ChatAnswer) -> dict[str, object]:
     return {**_frame("chat.completion"), "choices": [choice], "usage": _usage(given)}
 
 
-def _chunks(given: ChatAnswer) -> Iterator[Mapping[str, object]]:
+def _chunks(given: ChatAnswer, *, with_usage: bool) -> Iterator[Mapping[str, object]]:
     """Yield the answer as chunks: it is whole when it comes, so that its text is one chunk."""
-    frame = _frame("chat.completion.chunk")
+    frame = {**_frame("chat.completion.chunk"), **({"usage": None} if with_usage else {})}
 
     def chunk(delta: Mapping[str, object], reason: str | None = None) -> dict[str, object]:
         return {**frame, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
@@ -303,7 +423,8 @@ def _chunks(given: ChatAnswer) -> Iterator[Mapping[str, object]]:
     if given.calls:
         yield chunk({"tool_calls": [{"index": index, **_as_call(call)} for index, call in enumerate(given.calls)]})
     yield chunk({}, _finish_reason(given))
-    yield {**frame, "choices": [], "usage": _usage(given)}
+    if with_usage:
+        yield {**frame, "choices": [], "usage": _usage(given)}
 
 
 def _frame(kind: str) -> dict[str, object]:
@@ -326,5 +447,6 @@ def _usage(given: ChatAnswer) -> dict[str, int]:
     return {"prompt_tokens": given.prompt_tokens, "completion_tokens": given.sampled_tokens, "total_tokens": total}
 
 
-def _error(text: str, code: str) -> dict[str, object]:
-    return {"error": {"message": sound_text(text), "type": "invalid_request_error", "param": None, "code": code}}
+def _error(refused: RefusedRequest) -> dict[str, object]:
+    said = {"message": sound_text(str(refused)), "type": "invalid_request_error"}
+    return {"error": {**said, "param": refused.param and sound_text(refused.param), "code": refused.code}}

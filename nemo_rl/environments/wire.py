@@ -22,6 +22,7 @@ __all__ = [
     "plain_reply",
     "plain_text",
     "plain_turn",
+    "read_json",
     "read_reply",
     "read_row",
     "read_turn",
@@ -29,6 +30,8 @@ __all__ = [
     "sound_text",
 ]
 
+_DEPTH_LIMIT = 200
+"""Most lists and objects within each other."""
 TEXT_LIMIT = 1 << 20
 """Most characters of the texts of one reply or result."""
 _MARK_LENGTH = 60
@@ -39,6 +42,31 @@ _REPLY_FIELDS = tuple(field.name for field in fields(Reply))
 
 class MalformedReply(Exception):
     """An environment returned what is no reply; the text says what was expected and what was got."""
+
+
+def read_json(text: str | bytes) -> object:
+    """Return the value of a JSON text that a program or a model wrote.
+
+    Raises:
+        ValueError: it is none, or is nested too deeply, or holds NaN.
+    """
+    try:
+        value: object = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos}") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    level = [value]
+    for _ in range(_DEPTH_LIMIT):
+        objects = [list(each.values()) if isinstance(each, dict) else each for each in level]
+        level = [inner for each in objects if isinstance(each, list) for inner in each]
+    if level:
+        raise ValueError(f"nested more than {_DEPTH_LIMIT} deep")
+    return value
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")
 
 
 def sound_text(value: str | bytes) -> str:

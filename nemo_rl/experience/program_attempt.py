@@ -33,7 +33,7 @@ from nemo_rl.experience.turn_sampler import TurnSample
 
 __all__ = ["ProgramAttempt"]
 
-WITHOUT_EFFECT_ON_SAMPLING = frozenset({"model", "user", "metadata", "store", "stream_options", "service_tier"})
+WITHOUT_EFFECT_ON_SAMPLING = frozenset({"model", "user", "metadata", "store", "service_tier"})
 """Fields of a request that need no answer; of any other one the log says that the recipe's value is used."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from nemo_rl.data.conversation import Message, ToolCall
 from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailure
@@ -137,6 +139,132 @@ def test_answers_have_the_form_that_the_client_reads() -> None:
     served(use)
 
 
+async def says_hi(request: ChatRequest) -> ChatAnswer:
+    if request.messages[-1].content == "break":
+        raise ArithmeticError("a fault of ours")
+    calls = (ToolCall(name="f", arguments={"x": 1}),) if request.tools else ()
+    return ChatAnswer(text="hi", calls=calls, prompt_tokens=1, sampled_tokens=1)
+
+
+async def sent_raw(endpoint: ChatEndpoint, body: bytes, *, token: str = "", length: int | None = None) -> bytes:
+    """Send a request as bytes; return the whole answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.base_url.split(":")[2].split("/")[0]))
+    size = len(body) if length is None else length
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nauthorization: Bearer {token}\r\ncontent-length: {size}\r\n"
+    writer.write(head.encode() + b"connection: close\r\n\r\n" + body)
+    if len(body) < size < 1000:
+        writer.write_eof()  # half a body
+    try:
+        async with asyncio.timeout(10):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+USER = {"role": "user", "content": "x"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def calling(**function: object) -> dict[str, object]:
+    return {"role": "assistant", "tool_calls": [{**CALLED, "function": {"name": "f", **function}}]}
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("body", [1]),
+        ("messages", {"messages": "x"}),
+        ("messages", {"messages": []}),
+        ("messages[0]", {"messages": [5]}),
+        ("messages[0].role", {"messages": [{"role": ["user"], "content": "x"}]}),
+        ("messages[1].content", {"messages": [USER, {"role": "user", "content": [{"type": "text"}]}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
+        ("messages[0].name", {"messages": [{**USER, "name": 5}]}),
+        ("messages[0].tool_call_id", {"messages": [{"role": "tool", "content": "x", "tool_call_id": 5}]}),
+        ("messages[0].tool_calls", {"messages": [{"role": "assistant", "tool_calls": 5}]}),
+        ("messages[0].tool_calls", {"messages": [{**USER, "tool_calls": [CALLED]}]}),
+        ("messages[0].tool_calls[0]", {"messages": [{"role": "assistant", "tool_calls": [5]}]}),
+        ("messages[0].tool_calls[0].id", {"messages": [{"role": "assistant", "tool_calls": [{**CALLED, "id": 5}]}]}),
+        ("messages[0].tool_calls[0].function.arguments", {"messages": [calling(arguments="[" * 100_000)]}),
+        ("messages[0].tool_calls[0].function.arguments", {"messages": [calling(arguments='{"x": NaN}')]}),
+        ("messages[0].tool_calls[0].function.arguments", {"messages": [calling(arguments={})]}),
+        ("model", {"model": 5}),
+        ("stop", {"stop": 5}),
+        ("stop", {"stop": ["a", ""]}),
+        ("tools", {"tools": 5}),
+        ("tools[0]", {"tools": [5]}),
+        ("tools[0].function", {"tools": [{"type": "function", "function": {"name": 5}}]}),
+        ("tools[0].function.parameters", {"tools": [{"function": {"name": "f", "parameters": [1]}}]}),
+        ("tool_choice", {"tool_choice": "required", "tools": [TOOL]}),
+        ("max_tokens", {"max_tokens": True}),
+        ("max_completion_tokens", {"max_completion_tokens": "5"}),
+        ("stream", {"stream": "yes"}),
+        ("stream_options", {"stream_options": {"include_usage": True}}),
+        ("stream_options.include_usage", {"stream": True, "stream_options": {"include_usage": 1}}),
+        ("n", {"n": 2}),
+        ("n", {"n": True}),
+        ("logprobs", {"logprobs": True}),
+        ("top_logprobs", {"top_logprobs": 5}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("seed", {"seed": 1}),
+        ("functions", {"functions": []}),
+    ],
+)
+def test_every_malformed_field_is_refused_by_its_name(field: str, given: Any) -> None:
+    async def use(endpoint: ChatEndpoint) -> bytes:
+        request = {"messages": [USER], **given} if isinstance(given, dict) else given
+        return await sent_raw(endpoint, json.dumps(request).encode(), token=endpoint.register(says_hi))
+
+    head, _, body = served(use).partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert head.startswith(b"HTTP/1.1 400") and error["param"] == field
+    assert error["message"].startswith(f"{field}: expected ") and set(error) == {"message", "type", "param", "code"}
+
+
+def test_every_request_is_answered_and_its_key_looked_at_before_its_body() -> None:
+    async def use(endpoint: ChatEndpoint) -> list[bytes]:
+        token = endpoint.register(says_hi)
+        broken = json.dumps({"messages": [{"role": "user", "content": "break"}]}).encode()
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        return [
+            await sent_raw(endpoint, b"", token="wrong", length=10_000_000),
+            await sent_raw(endpoint, b"{", token=token, length=100),
+            await sent_raw(endpoint, b"{", token=token),
+            await sent_raw(endpoint, b"", token=token, length=1 << 40),
+            await sent_raw(endpoint, broken, token=token),
+        ]
+
+    answers = served(use)
+    assert [answer[9:12] for answer in answers] == [b"401", b"400", b"400", b"400", b"500"]
+    assert all("message" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"] for answer in answers)
+
+
+@pytest.mark.parametrize("tools", [(), (TOOL,)], ids=["text", "calls"])
+def test_the_types_of_the_client_parse_every_answer(tools: tuple[object, ...]) -> None:
+    async def use(endpoint: ChatEndpoint) -> list[bytes]:
+        token = endpoint.register(says_hi)
+        more = [{}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}]
+        requests = [json.dumps({"messages": [USER], "tools": tools, **each}).encode() for each in more]
+        return [(await sent_raw(endpoint, each, token=token)).partition(b"\r\n\r\n")[2] for each in requests]
+
+    whole, *streams = served(use)
+    answer = ChatCompletion.model_validate_json(whole, strict=True)
+    assert bool(answer.choices[0].message.tool_calls) == bool(tools)
+    for number, stream in enumerate(streams):
+        lines = [line.removeprefix(b"data: ") for line in stream.splitlines() if line.startswith(b"data: {")]
+        chunks = [ChatCompletionChunk.model_validate_json(line, strict=True) for line in lines]
+        assert [bool(chunk.choices) for chunk in chunks] == [True] * (2 + len(tools)) + [False] * number
+        assert (chunks[-1].usage is not None) == bool(number)
+
+
+def test_no_tools_are_offered_where_none_is_to_be_called() -> None:
+    async def use(endpoint: ChatEndpoint) -> Any:
+        return await ask(endpoint, says_hi, tools=[TOOL], tool_choice="none")
+
+    assert served(use).choices[0].message.tool_calls is None
+
+
 def test_wrong_requests_are_refused_with_their_reason() -> None:
     async def full(request: ChatRequest) -> ChatAnswer:
         raise RefusedRequest("the context is full", code="context_length_exceeded")
@@ -148,8 +276,9 @@ def test_wrong_requests_are_refused_with_their_reason() -> None:
         with pytest.raises(openai.BadRequestError, match="the context is full") as refused:
             await ask(endpoint, full)
         assert refused.value.code == "context_length_exceeded"
-        with pytest.raises(openai.BadRequestError, match="n: expected 1, got 2"):
+        with pytest.raises(openai.BadRequestError, match="n: expected 1 .*, got 2") as refused:
             await ask(endpoint, full, n=2)
+        assert (refused.value.param, refused.value.type) == ("n", "invalid_request_error")
         with pytest.raises(openai.BadRequestError, match="expected content as text"):
             await ask(endpoint, full, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
         with pytest.raises(openai.APIStatusError, match="410 - cancelled"):
@@ -162,13 +291,19 @@ def test_wrong_requests_are_refused_with_their_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"\xff\x00\r\n\r\n", b"GET\r\n\r\n", b"x" * 200_000, b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n"]
+    "sent",
+    [
+        b"\xff\x00\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"x" * 200_000,
+        b"POST / HTTP/1.1\r\nauthorization: Bearer TOKEN\r\ncontent-length: -1\r\n\r\n",
+    ],
 )
 def test_what_is_no_http_is_refused(sent: bytes) -> None:
     async def use(endpoint: ChatEndpoint) -> bytes:
         port = int(endpoint.base_url.split(":")[2].split("/")[0])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(sent)
+        writer.write(sent.replace(b"TOKEN", endpoint.register(says_hi).encode()))
         try:
             async with asyncio.timeout(10):
                 return await reader.read()
