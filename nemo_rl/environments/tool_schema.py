@@ -38,14 +38,20 @@ _PYTHON: Mapping[str, tuple[type, ...]] = {
 }
 _VALUE_SHOWN = 80
 """Characters of a wrong value that a message shows."""
-_ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_FIRST_END = re.compile(r"\n\s*\n|\n(?=\s*[:@]\w)")
+"""Ends the first paragraph of a docstring."""
+_HEADS = ("Args:", "Arguments:", "Parameters:")
+_ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_NUMPY = re.compile(r"(\w+(?:\s*,\s*\w+)*)\s*(?::.*)?()$")
+_FIELD = re.compile(r"[:@]param(?:eter)?\s+(?:[^:]*\s)?(\w+)\s*:\s*(.*)$")
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the schema of a tool in the form that chat templates take.
 
     Parameters are those before `*`; what stands after it are options of the recipe, which the model does not see. The
-    first paragraph of the docstring describes the tool, its section `Args:` the parameters.
+    first paragraph of the docstring describes the tool, its section about parameters, in the style of Google, NumPy or
+    Sphinx, the parameters.
 
     Raises:
         TypeError: the signature has a type without a JSON form, or parameters that cannot be given by name.
@@ -164,22 +170,36 @@ def _said(form: Mapping[str, Any]) -> str:
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return the first paragraph, and the descriptions of the section `Args:` by name."""
-    first = " ".join(text.split("\n\n", 1)[0].split())
+    """Return the first paragraph, and the descriptions of parameters by name: of a section `Args:` (Google), of one
+    `Parameters` underlined (NumPy), or of fields `:param name:` (Sphinx)."""
+    first = " ".join(_FIRST_END.split(text, maxsplit=1)[0].split())
     told: dict[str, str] = {}
-    _, found, section = text.partition("\nArgs:\n")
-    name, indent = None, None
-    for line in section.splitlines() if found else []:
-        if not line.strip():
-            break
-        depth = len(line) - len(line.lstrip())
-        if depth == 0:
-            break
-        indent = depth if indent is None else indent
-        match = _ARGUMENT.match(line) if depth == indent else None
+    lines = text.splitlines()
+    style, names, indent = "", list[str](), 0
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        said, depth = line.strip(), len(line) - len(line.lstrip())
+        match = None
+        if not said or set(said) == {"-"}:
+            continue
+        if field := _FIELD.match(said):
+            style, match, indent = "fields", field, depth
+        elif depth == 0 and set(following.strip()) == {"-"}:
+            style, names = "numpy" if said.endswith("Parameters") else "", []
+            continue
+        elif depth == 0 and style != "numpy":
+            style, names, indent = "google" if said in _HEADS else "", [], 0
+            continue
+        elif style == "google":
+            indent = indent or depth
+            match = _ARGUMENT.match(said) if depth == indent else None
+        elif style == "numpy" and depth == 0:
+            match = _NUMPY.match(said)
+            names = []
+        elif style == "fields" and depth <= indent:
+            style, names = "", []
         if match:
-            name = match[1]
-            told[name] = match[2].strip()
-        elif name is not None:
-            told[name] = f"{told[name]} {line.strip()}".strip()
+            names = match[1].replace(" ", "").split(",")
+            told |= dict.fromkeys(names, match[2].strip())
+        else:
+            told |= {name: f"{told[name]} {said}".strip() for name in names}
     return first, told

@@ -20,7 +20,9 @@ has ended.
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import json
 import os
 import random
@@ -132,7 +134,8 @@ class ToolService:
         random.seed(request["seed"])
         if "seed" in (found.__kwdefaults__ or {}) and "seed" not in options:
             options = {**options, "seed": request["seed"]}
-        return {"text": plain_text(found(**request["arguments"], **options))}
+        result = found(**request["arguments"], **options)
+        return {"text": plain_text(asyncio.run(result) if inspect.iscoroutine(result) else result)}
 
 
 _SERVICES: Mapping[str, type[EnvironmentService] | type[ToolService]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -133,3 +134,15 @@ def typed(
 ) -> dict[str, object]:
     """Return the arguments."""
     return {"a": a * factor, "b": b, "c": c, "d": d, "seed": seed}
+
+
+async def waits(text: str) -> str:
+    """Give the text back, a little later.
+
+    Parameters
+    ----------
+    text : str
+        The text.
+    """
+    await asyncio.sleep(0.01)
+    return text

@@ -14,7 +14,7 @@ from nemo_rl.algorithms.preflight.checks import CHECKS, preflight, run_checks
 from nemo_rl.algorithms.preflight.inputs import Subject, turn_lines
 from nemo_rl.algorithms.preflight.machine import busy_machine
 from nemo_rl.config.schema import ClusterConfig
-from nemo_rl.data.tokenizer import CHATML_TEMPLATE
+from nemo_rl.data.tokenizer import CHATML_TEMPLATE, TOOLS_TEMPLATE
 from nemo_rl.data_plane.adapters import mooncake_master
 from nemo_rl.errors import CheckpointError, NemoRLError, ResourceError, UserError
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -238,6 +238,30 @@ def test_a_preflight_warns_of_a_busy_machine_and_goes_on(
     assert "this machine is busy: load average 99.0" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("key", "problem", "line"),
+    [
+        ("auto", [], "  env.tools.format: auto takes hermes, which reads the template's calls"),
+        ("hermes", [], "  env.tools.format: hermes reads the template's calls"),
+        ("glm", ["glm does not read the calls", "set it to auto, or to hermes"], None),
+    ],
+)
+def test_the_format_of_calls_is_that_of_the_template(
+    tmp_path: Path, model: Path, key: str, problem: list[str], line: str | None
+) -> None:
+    recipe = write_recipe(
+        tmp_path,
+        model,
+        experience={"conversation": {"enabled": True}},
+        env={"tools": {"use": [{"name": "calculator"}], "format": key}},
+        policy={"tokenizer": {"chat_template": TOOLS_TEMPLATE}},
+    )
+    config = load_recipe(recipe, LOCAL)
+    problems = CHECKS["turns"](Subject(config))
+    assert len(problems) == bool(problem) and all(part in problems[0] for part in problem)
+    assert line is None or line in turn_lines(config)
+
+
 def test_a_template_that_takes_no_results_of_tools_is_refused_before_a_run(tmp_path: Path, model: Path) -> None:
     conversation = {"conversation": {"enabled": True}}
     env = {"tools": {"use": [{"name": "calculator"}]}}
@@ -250,7 +274,8 @@ def test_a_template_that_takes_no_results_of_tools_is_refused_before_a_run(tmp_p
         policy={"tokenizer": {"chat_template": no_tools + CHATML_TEMPLATE}},
     )
     config = load_recipe(recipe, LOCAL)
-    problems = CHECKS["turns"](Subject(config))
+    *problems, about_calls = CHECKS["turns"](Subject(config))
+    assert "env.tools.format: no format reads" in about_calls and "set policy.tokenizer.chat_template" in about_calls
     assert [line.split(": ")[1] for line in problems] == [
         "tool result",
         "tool result to thoughts",

@@ -22,6 +22,7 @@ from tests.helpers.turn_environments import do, typed
 
 DO = HostedTool(target="tests.helpers.turn_environments:do")
 TYPED = HostedTool(target="tests.helpers.turn_environments:typed", options={"factor": 2})
+WAITS = HostedTool(target="tests.helpers.turn_environments:waits")
 PYTHON = HostedTool(target="nemo_rl.environments.tools:python")
 LOOKUP = HostedTool(target="nemo_rl.environments.tools:lookup", options={"table": {"a": 1, "b": "two"}})
 CALCULATOR = HostedTool(target="nemo_rl.environments.tools:calculator")
@@ -109,6 +110,52 @@ def test_arguments_are_checked_against_the_schema(arguments: dict[str, object], 
     assert argument_problems(schema_of(typed), arguments) == ([] if problem is None else [problem])
 
 
+GOOGLE = """Find it.
+
+    Args:
+        a (int): The first
+            of two.
+
+        b: The second.
+
+    Returns:
+        c: no parameter
+    """
+NUMPY = """Find it.
+
+    Parameters
+    ----------
+    a : int, optional
+        The first
+        of two.
+    b
+        The second.
+
+    Returns
+    -------
+    c : int
+        no parameter
+    """
+SPHINX = """Find it.
+    :param int a: The first
+        of two.
+    :type a: int
+    :param b: The second.
+    :returns: c: no parameter
+    """
+
+
+@pytest.mark.parametrize("text", [GOOGLE, NUMPY, SPHINX], ids=["Google", "NumPy", "Sphinx"])
+def test_docstrings_of_all_styles_describe_parameters(text: str) -> None:
+    def find(a: int, b: int) -> int:
+        return a + b
+
+    find.__doc__ = text
+    function = schema_of(find)["function"]
+    told = {name: form["description"] for name, form in function["parameters"]["properties"].items()}
+    assert function["description"] == "Find it." and told == {"a": "The first of two.", "b": "The second."}
+
+
 def test_calls_give_results_or_failures_that_the_model_is_told(mark: str) -> None:
     calls = (
         call("typed", a=2),
@@ -116,14 +163,16 @@ def test_calls_give_results_or_failures_that_the_model_is_told(mark: str) -> Non
         call("lookup", key="c"),
         call("nothing"),
         call("typed", a="x"),
+        call("waits", text="later"),
     )
-    found = results(*calls, tools=(TYPED, LOOKUP))
+    found = results(*calls, tools=(TYPED, LOOKUP, WAITS))
     assert [(result.error, result.text) for result in found] == [
         (None, '{"a": 4, "b": 1.0, "c": "x", "d": null, "seed": 7}'),
         (None, "two"),
         ("raised", "error: lookup raised KeyError: 'no such key'"),
-        ("unknown_tool", "error: no tool 'nothing'; there are: typed, lookup"),
+        ("unknown_tool", "error: no tool 'nothing'; there are: typed, lookup, waits"),
         ("bad_arguments", "error: typed: wrong arguments: a: expected integer, got 'x'"),
+        (None, "later"),
     ]
     assert wait_for_none(mark, timeout_s=5) == []
 
