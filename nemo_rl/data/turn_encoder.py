@@ -123,11 +123,11 @@ class TurnEncoder:
                 f"tokenizer {tokenizer.name_or_path!r}: expected a chat template, which says how turns follow each "
                 "other, got none; set policy.tokenizer.chat_template"
             )
-        self._tokenizer, self._stop_ids = tokenizer, frozenset(stop_ids)
+        self.tokenizer, self._stop_ids = tokenizer, frozenset(stop_ids)
         self._history: Literal["append", "new_row"] = history
         self.template_text = template_text(tokenizer, has_tools=bool(tools))
         """The template; of several named ones that for these tools."""
-        self._now, self._tools = now, tuple(tools)
+        self._now, self.tools = now, tuple(tools)
         self._chat = ChatTemplate(tokenizer, now=now, tools=tools)
         self._others: dict[str, TurnEncoder] = {}
         """Encoders with other tools, by those."""
@@ -147,14 +147,14 @@ class TurnEncoder:
 
     def with_tools(self, tools: Sequence[Mapping[str, object]]) -> TurnEncoder:
         """Return the encoder of conversations with these tools; the last ones are kept."""
-        if list(tools) == list(self._tools):
+        if list(tools) == list(self.tools):
             return self
         key = json.dumps(list(tools), sort_keys=True)
         if key not in self._others:
             if len(self._others) >= MOST_ENCODERS:
                 self._others.clear()
             self._others[key] = TurnEncoder(
-                self._tokenizer, stop_ids=tuple(self._stop_ids), tools=tools, now=self._now, history=self._history
+                self.tokenizer, stop_ids=tuple(self._stop_ids), tools=tools, now=self._now, history=self._history
             )
         return self._others[key]
 
@@ -264,7 +264,7 @@ class TurnEncoder:
         seam = self._seam(conversation, parts[0], generation_prompt=len(parts) == 1)
         if seam.begins_next:
             return last == seam.end_id
-        is_named = last in self._stop_ids and self._tokenizer.decode([last]) in self.template_text
+        is_named = last in self._stop_ids and self.tokenizer.decode([last]) in self.template_text
         if is_named and not is_cut:
             return True
         return last in seam.ends
@@ -295,7 +295,7 @@ class TurnEncoder:
         after_alone, after_whole = alone[_end_of_marks(alone, marks) :], whole[_end_of_marks(whole, marks) :]
         tokens = self._chat.tokens
         controls = tokens.controls_in(tokens.rendered(after_alone))
-        end_alone = self._tokenizer.decode([controls[-1]]).strip() if controls else ""
+        end_alone = self.tokenizer.decode([controls[-1]]).strip() if controls else ""
         place = after_alone.rfind(end_alone)
         before_end, rest_alone = after_alone[:place], after_alone[place + len(end_alone) :]
         begins_next = self._begins_next(after_alone, after_whole, controls)
@@ -304,11 +304,11 @@ class TurnEncoder:
         ids = tokens.rendered(after_whole[len(before_end) :])
         if not (controls or begins_next) or not after_whole.startswith(before_end) or ids[0] not in tokens.control_ids:
             raise ModelFolderError(
-                f"tokenizer {self._tokenizer.name_or_path!r}: the chat template ends no assistant turn with a control "
+                f"tokenizer {self.tokenizer.name_or_path!r}: the chat template ends no assistant turn with a control "
                 f"token, so that a reply cannot be appended: it writes {after_whole[:40]!r} behind the text of one, "
                 f"and {after_alone[:40]!r} at the end; set policy.tokenizer.chat_template"
             )
-        end = self._tokenizer.decode([ids[0]])
+        end = self.tokenizer.decode([ids[0]])
         own = tokens.rendered(end + rest_alone)[1:]
         num_seam = next((n for n, (a, b) in enumerate(zip(own, ids[1:], strict=False)) if a != b), len(own))
         return _Seam(
@@ -335,7 +335,7 @@ class TurnEncoder:
     def rewrites(self, conversation: Sequence[Message], new: Sequence[Message], *, sampled: Sequence[int]) -> bool:
         """Return whether the template writes earlier turns otherwise once the new messages follow, such as without
         their thoughts. How it writes calls, and white space, is no such change: those were sampled."""
-        decoded = self._tokenizer.decode(list(sampled))
+        decoded = self.tokenizer.decode(list(sampled))
         last = len(conversation) - 1
         kinds = tuple(_kind(m, decoded if i == last else "") for i, m in enumerate(conversation))
         key = (kinds, shape_of(conversation), shape_of(new))
@@ -407,8 +407,8 @@ class TurnEncoder:
 
     def _count(self, text: str) -> list[tuple[int, int]]:
         """Return where each token of a foreign text begins and ends."""
-        if self._tokenizer.is_fast:
-            given = self._tokenizer(
+        if self.tokenizer.is_fast:
+            given = self.tokenizer(
                 text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False
             )
             return list(given["offset_mapping"])
@@ -433,7 +433,7 @@ class TurnEncoder:
                 return None
             mine = self._boundaries(ids)
             if mine != (fresh if number == 0 else fresh[len(fresh) - len(mine) :]):
-                decoded = [self._tokenizer.decode(list(part)) for part in (fresh, mine)]
+                decoded = [self.tokenizer.decode(list(part)) for part in (fresh, mine)]
                 return (
                     f"before turn {number}: expected the control tokens {decoded[0]!r} at its end, got {decoded[1]!r}"
                 )
@@ -445,7 +445,7 @@ class TurnEncoder:
         return [first if token in ends else token for token in self._chat.tokens.controls_in(ids)]
 
     def _boundary(self, what: str) -> AbstractContextManager[None]:
-        return boundary(ModelFolderError, f"tokenizer {self._tokenizer.name_or_path!r}: {what} has no tokens")
+        return boundary(ModelFolderError, f"tokenizer {self.tokenizer.name_or_path!r}: {what} has no tokens")
 
 
 def _called(last: Message, new: Sequence[Message]) -> tuple[str, ...]:

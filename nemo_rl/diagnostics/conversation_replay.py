@@ -494,9 +494,7 @@ class _ConversationReplay:
                 environment=RecordedReplies(log, self._pause),
                 tools=RecordedResults(log, self._file.schemas, self._pause) if tools.use else None,
             ),
-            calls=call_format(tools.format, tokenizer=self._tokenizer, encoder=encoder, schemas=self._file.schemas)
-            if tools.use
-            else None,
+            calls=call_format(tools.format, encoder) if tools.use else None,
             stop_ids=frozenset(self._sampling.stop_token_ids),
         )
         opening = compared.kept.opening.opening

@@ -19,7 +19,7 @@ from nemo_rl.config.conversation import program_command
 from nemo_rl.config.parts import AUTO, ENVIRONMENTS, PROGRAM, TOOLS, TURN_ENVIRONMENTS
 from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.turn_encoder import TurnEncoder
-from nemo_rl.environments.call_choice import EXAMPLE_TOOL, call_format, reading_formats
+from nemo_rl.environments.call_choice import EXAMPLE_TOOLS, call_format, reading_formats
 from nemo_rl.environments.call_formats import CallFormat
 from nemo_rl.environments.conversation_host import EnvironmentHost
 from nemo_rl.environments.factory import build_environment, reward_identity
@@ -244,15 +244,12 @@ class RolloutSampling:
 
     def _call_format(self, encoder: TurnEncoder) -> CallFormat | None:
         """Return the format in which turns are searched for calls; None where they are not."""
-        name, schemas = self._spec.env.tools.format, self.environment.schemas
+        name = self._spec.env.tools.format
         if self._spec.env.name == PROGRAM:
-            schemas = (EXAMPLE_TOOL,)
-            encoder = encoder.with_tools(schemas)
-            if name == AUTO and not reading_formats(self._tokenizer, encoder, schemas):
+            encoder = encoder.with_tools(EXAMPLE_TOOLS)
+            if name == AUTO and not reading_formats(encoder):
                 return None  # A program may have no tools; its requests with tools are refused.
-        if not schemas:
-            return None
-        return call_format(name, tokenizer=self._tokenizer, encoder=encoder, schemas=schemas)
+        return call_format(name, encoder) if encoder.tools else None
 
 
 def turn_environment(env: EnvConfig) -> str | None:

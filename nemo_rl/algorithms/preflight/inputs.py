@@ -6,6 +6,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,6 @@ from nemo_rl.config.distillation import teacher_policy
 from nemo_rl.config.parts import (
     ADVANTAGE_ESTIMATORS,
     AUTO,
-    CALL_FORMATS,
     ENGINE_CAPABILITIES,
     ENGINES,
     GENERATED_DATASETS,
@@ -40,6 +40,7 @@ from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_ide
 from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
 from nemo_rl.environments.call_choice import EXAMPLE_TOOL, KEY, call_format, reading_formats, written_calls
+from nemo_rl.environments.call_choice import EXAMPLE_TOOLS, FormatCheck, check_format
 from nemo_rl.errors import ConfigError, DatasetError, UserError
 from nemo_rl.experience.conversation_setup import RolloutEnvironment
 from nemo_rl.experience.rollouts import RolloutSpec
@@ -162,32 +163,16 @@ class Subject:
         )
 
     @cached_property
-    def call_finding(self) -> tuple[str, bool]:
-        """What `env.tools.format` makes of the calls that the chat template writes, for people, and whether the run
-        cannot go on with it; empty where turns are not searched for calls."""
+    def format_check(self) -> FormatCheck | None:
+        """The finding on `env.tools.format`; None where turns are not searched for calls."""
         config, key = self.config, self.config.env.tools.format
         is_program = config.env.name == PROGRAM
-        schemas = (EXAMPLE_TOOL,) if is_program else self.schemas
+        schemas = EXAMPLE_TOOLS if is_program else self.schemas
         if not config.experience.conversation.enabled or not schemas:
-            return "", False
-        encoder = self.turn_encoder.with_tools(schemas)
-        readers = reading_formats(self.tokenizer, encoder, schemas)
-        if key in readers or (key == AUTO and readers):
-            return (
-                f"{KEY}: {key} {'reads' if key != AUTO else f'takes {readers[0]}, which reads'} the template's calls",
-                False,
-            )
-        if key == AUTO and not is_program:
-            try:
-                call_format(key, tokenizer=self.tokenizer, encoder=encoder, schemas=schemas)
-            except ConfigError as error:
-                return str(error), True
-        writes = written_calls(self.tokenizer, encoder, schemas)
-        if readers and CALL_FORMATS.is_builtin(key):
-            other = "auto, or to " + " or ".join(readers)
-            return f"{KEY}: {key} does not read the calls of the chat template: {writes}; set it to {other}", True
-        advice = f"; {readers[0]} does" if readers else ""
-        return f"{KEY}: {key} does not read the calls of the chat template: {writes}{advice}", False
+            return None
+        found = check_format(key, self.turn_encoder.with_tools(schemas))
+        # A program may have no tools; its requests with tools are refused.
+        return replace(found, is_refused=False) if is_program and key == AUTO else found
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -265,20 +250,20 @@ def check_turns(subject: Subject) -> list[str]:
         for found in subject.turn_checks
         if found.verdict == "refused" and found.is_needed
     ]
-    about_calls, is_refused = subject.call_finding
-    return [*lines, about_calls] if is_refused else lines
+    about_calls = subject.format_check
+    return [*lines, about_calls.line] if about_calls is not None and about_calls.is_refused else lines
 
 
 def turn_lines(config: MasterConfig) -> list[str]:
     """Return what the chat template makes of each way in which a conversation can go on, for people."""
     subject = Subject(config)
-    found, (about_calls, _) = subject.turn_checks, subject.call_finding
+    found, about_calls = subject.turn_checks, subject.format_check
     if not found:
         return []
     history = config.data.history
     kept = "those tokens stay in the row" if history == "append" else "a new row is started"
     head = f"turns of conversations (data.history: {history}; new_row: {kept}):"
-    return [head, *(f"  {check.line()}" for check in found), *([f"  {about_calls}"] if about_calls else [])]
+    return [head, *(f"  {check.line()}" for check in found), *([f"  {about_calls.line}"] if about_calls else [])]
 
 
 def check_reward(subject: Subject) -> list[str]:

@@ -36,14 +36,8 @@ PREFIX = "experience.conversation"
 NO_LIMIT = 1000
 """Turns that stand for no limit there: `policy.max_total_sequence_length` ends a conversation before."""
 CHARACTERS_PER_TOKEN = 4
-FORMATS = {
-    "hermes": "hermes",
-    "gpt-oss": "gpt_oss",
-    "gpt_oss": "gpt_oss",
-    "llama3": "llama3",
-    "llama3_json": "llama3",
-    "qwen3_coder": "qwen3_coder",
-}
+FORMATS = {name: name for name in ("hermes", "gpt_oss", "llama3", "qwen3_coder")}
+FORMATS |= {"gpt-oss": "gpt_oss", "llama3_json": "llama3"}
 """Formats of calls here, by their names in verl."""
 OWN_TOOLS = "list functions in env.tools.use (docs/environments.md)"
 OWN_ENVIRONMENT = "write it as an environment with turns (env.name=module:Class, docs/environments.md)"

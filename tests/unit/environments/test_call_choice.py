@@ -134,8 +134,8 @@ def encoder(name: str) -> TurnEncoder:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_call_of_every_tool_is_read_in_the_format_of_the_template_and_in_no_other(name: str) -> None:
     using = encoder(name)
-    assert reading_formats(tokenizer(name), using, TOOLS) == (SHAPES[name][0],)
-    form = call_format("auto", tokenizer=tokenizer(name), encoder=using, schemas=TOOLS)
+    assert reading_formats(using) == (SHAPES[name][0],)
+    form = call_format("auto", using)
     call = ToolCall(name="search", arguments=ARGUMENTS)
     turn = typed(form.parse(using.written(call)), TOOLS)
     assert turn.calls == (call,) and not turn.invalid
@@ -145,14 +145,14 @@ def test_a_call_of_every_tool_is_read_in_the_format_of_the_template_and_in_no_ot
 def test_templates_of_the_older_formats_are_read_too(name: str) -> None:
     using = TurnEncoder(tokenizer_of(name), stop_ids=stop_ids_of(name), tools=TOOLS, now=NOW)
     expected = {"llama3": "llama3", "gpt_oss": "gpt_oss"}.get(name, "hermes")
-    assert reading_formats(tokenizer_of(name), using, TOOLS)[0] == expected
+    assert reading_formats(using)[0] == expected
 
 
 def test_auto_is_refused_where_no_format_reads_the_calls() -> None:
     made = build_tokenizer([CORPUS])
     using = TurnEncoder(made, stop_ids=(2,), tools=TOOLS, now=NOW)
     with pytest.raises(ConfigError, match=r"env.tools.format: no format reads .* set policy.tokenizer.chat_template"):
-        call_format("auto", tokenizer=made, encoder=using, schemas=TOOLS)
+        call_format("auto", using)
 
 
 @pytest.mark.parametrize("num_calls", [1, 2])
@@ -212,6 +212,6 @@ def test_the_template_named_tool_use_is_taken_where_there_are_tools() -> None:
     ],
 )  # fmt: skip
 def test_calls_that_cannot_be_read_say_why(name: str, turn: str, reason: str) -> None:
-    form = call_format(SHAPES[name][0], tokenizer=tokenizer(name), encoder=encoder(name), schemas=TOOLS)
+    form = call_format(SHAPES[name][0], encoder(name))
     found = form.parse(tokenizer(name)(turn, add_special_tokens=False)["input_ids"])
     assert not found.calls and len(found.invalid) == 1 and found.invalid[0].startswith(reason)
