@@ -261,7 +261,7 @@ AUTO = "auto"
 CALL_FORMATS = PluginKind(
     what="a format of calls",
     builtin={
-        AUTO: "nemo_rl.environments.call_choice:chosen_format",
+        AUTO: "nemo_rl.experience.conversation_setup:call_format",
         "hermes": "nemo_rl.environments.call_formats:HermesCalls",
         "llama3": "nemo_rl.environments.call_formats:Llama3Calls",
         "gpt_oss": "nemo_rl.environments.call_formats:GptOssCalls",

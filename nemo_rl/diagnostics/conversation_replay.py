@@ -48,11 +48,11 @@ from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_sett
 from nemo_rl.diagnostics.verdict import Comparison, SiteCheck, Verdict
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
-from nemo_rl.environments.call_choice import call_format
 from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailure, Reply, ToolResult, Turn
 from nemo_rl.errors import CheckpointError, WorkerError
 from nemo_rl.experience.conversation_attempt import Attempt, AttemptParts, ConversationTask, Hosts, turn_seed
 from nemo_rl.experience.conversation_log import ConversationFile, ConversationLog
+from nemo_rl.experience.conversation_setup import call_format
 from nemo_rl.experience.payload import TURNS, VERSION_SPANS
 from nemo_rl.experience.rollout_records import WEIGHT_VERSION
 from nemo_rl.experience.rollouts import sampling_params

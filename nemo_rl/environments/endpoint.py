@@ -385,11 +385,12 @@ def _message(given: object, where: str, names: dict[str, str]) -> Message:
 def _content(given: object, where: str) -> str:
     if given is None:
         return ""
-    parts = given if isinstance(given, list) else [{"type": "text", "text": given}]
-    for part in parts:
+    texts = list[str]()
+    for part in given if isinstance(given, list) else [{"type": "text", "text": given}]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise _wrong(where, "content as text, or as parts of type text with a text", given)
-    return sound_text("".join(part["text"] for part in parts))
+        texts.append(part["text"])
+    return sound_text("".join(texts))
 
 
 def _call(given: object, where: str, names: dict[str, str]) -> ToolCall:

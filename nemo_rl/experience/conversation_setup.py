@@ -1,4 +1,5 @@
-"""`RolloutSampling`: environment, sampler of held-out prompts and, where the recipe has them, conversations.
+"""`RolloutSampling`: environment, sampler of held-out prompts and, where the recipe has them, conversations, and the
+check of `env.tools.format`.
 
 Called by the rollout worker and by `nemo-rl eval`. Invariant: what is started is ended when a later part fails.
 """
@@ -9,6 +10,7 @@ import inspect
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,19 +18,21 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.conversation import program_command
-from nemo_rl.config.parts import AUTO, ENVIRONMENTS, PROGRAM, TOOLS, TURN_ENVIRONMENTS
+from nemo_rl.config.parts import AUTO, CALL_FORMATS, ENVIRONMENTS, PROGRAM, TOOLS, TURN_ENVIRONMENTS
 from nemo_rl.config.schema import EnvConfig
+from nemo_rl.data.conversation import ToolCall
 from nemo_rl.data.turn_encoder import TurnEncoder
-from nemo_rl.environments.call_choice import EXAMPLE_TOOLS, call_format, reading_formats
-from nemo_rl.environments.call_formats import CallFormat
+from nemo_rl.environments.call_formats import CallFormat, typed
 from nemo_rl.environments.conversation_host import EnvironmentHost
 from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.environments.interfaces import Environment
 from nemo_rl.environments.process_environment import RewardLog
 from nemo_rl.environments.programs import ProgramHost, ProgramSpec, absolute_command
 from nemo_rl.environments.tool_host import HostedTool, ToolHost
+from nemo_rl.environments.tool_schema import schema_of
+from nemo_rl.environments.tools import calculator
 from nemo_rl.environments.zygote import HostLimits
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, ModelFolderError, shorten
 from nemo_rl.experience.conversation_attempt import AttemptParts, Hosts
 from nemo_rl.experience.conversation_rollouts import ConversationRollouts, ConversationSampler
 from nemo_rl.experience.conversations import ConversationLoop
@@ -37,7 +41,29 @@ from nemo_rl.experience.turn_sampler import TurnSampler
 from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
 from nemo_rl.models.vision_processor import PromptPictures, encoder_of
 
-__all__ = ["RolloutEnvironment", "RolloutSampling"]
+__all__ = [
+    "FormatCheck",
+    "RolloutEnvironment",
+    "RolloutSampling",
+    "call_format",
+    "check_format",
+    "reading_formats",
+]
+
+FORMAT_KEY = "env.tools.format"
+EXAMPLE_TOOLS: tuple[Mapping[str, Any], ...] = (schema_of(calculator),)
+"""Stands for the tools of a program, which are not known before its first request."""
+_TEXT = 'a < b: "c" {d}\n3'
+_SAMPLES: Mapping[str, object] = {"string": _TEXT, "integer": 3, "number": 2.5, "boolean": True, "null": None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatCheck:
+    """The finding on a format: the one that is used, and what is said about it."""
+
+    name: str
+    line: str
+    is_refused: bool = False
 
 
 class RolloutEnvironment:
@@ -258,3 +284,83 @@ def turn_environment(env: EnvConfig) -> str | None:
         return TURN_ENVIRONMENTS.get(env.name)
     found = ENVIRONMENTS.load(env.name, key="env.name")
     return env.name if inspect.getattr_static(found, "open", None) is not None else None
+
+
+def call_format(name: str, encoder: TurnEncoder) -> CallFormat:
+    """Return the format of a name; for `auto` the first built-in one that reads the calls of the chat template.
+
+    Args:
+        encoder: of conversations with the tools.
+
+    Raises:
+        ConfigError: `auto`, and no format reads them.
+    """
+    if name == AUTO:
+        found = check_format(name, encoder)
+        if found.is_refused:
+            raise ConfigError(found.line)
+        name = found.name
+    made: CallFormat = CALL_FORMATS.load(name, key=FORMAT_KEY)(encoder.tokenizer)
+    return made
+
+
+def check_format(name: str, encoder: TurnEncoder) -> FormatCheck:
+    """Return what becomes of `env.tools.format` with the calls that the chat template writes."""
+    readers = reading_formats(encoder)
+    if name in readers:
+        return FormatCheck(name=name, line=f"{FORMAT_KEY}: {name} reads the calls of the chat template")
+    if name == AUTO and readers:
+        return FormatCheck(
+            name=readers[0], line=f"{FORMAT_KEY}: auto takes {readers[0]}, which reads the chat template's calls"
+        )
+    try:
+        written = encoder.written(_sample_call(encoder.tools[0]))
+        writes = f"it writes {shorten(repr(encoder.tokenizer.decode(list(written))))}"
+    except ModelFolderError as error:
+        writes = shorten(str(error))
+    if name == AUTO:
+        line = (
+            f"{FORMAT_KEY}: no format reads the calls of the chat template: {writes}; set "
+            "policy.tokenizer.chat_template to one that prints tools and calls, or name the format that the model is told of: "
+            f"{', '.join(word for word in CALL_FORMATS.builtin if word != AUTO)}, or module:Class"
+        )
+        return FormatCheck(name=name, line=line, is_refused=True)
+    line = f"{FORMAT_KEY}: {name} does not read the calls of the chat template: {writes}"
+    if readers:
+        line += f"; set it to auto, or to {' or '.join(readers)}"
+    return FormatCheck(name=name, line=line, is_refused=bool(readers) and CALL_FORMATS.is_builtin(name))
+
+
+def reading_formats(encoder: TurnEncoder) -> tuple[str, ...]:
+    """Return the built-in formats that read a call of every tool as the chat template writes it; none where it has no
+    form for calls."""
+    calls = [_sample_call(schema) for schema in encoder.tools]
+    try:
+        written = [encoder.written(call) for call in calls]
+    except ModelFolderError:
+        return ()
+
+    def reads(name: str) -> bool:
+        form: CallFormat = CALL_FORMATS.load(name, key=FORMAT_KEY)(encoder.tokenizer)
+        turns = [typed(form.parse(ids), encoder.tools) for ids in written]
+        return all(turn.calls == (call,) and not turn.invalid for turn, call in zip(turns, calls, strict=True))
+
+    return tuple(name for name in CALL_FORMATS.builtin if name != AUTO and reads(name))
+
+
+def _sample_call(schema: Mapping[str, Any]) -> ToolCall:
+    """Return a call with a value for each parameter."""
+    function = schema["function"]
+    properties = function["parameters"].get("properties", {})
+    return ToolCall(name=function["name"], arguments={name: _sample(form) for name, form in properties.items()})
+
+
+def _sample(form: Mapping[str, Any]) -> object:
+    if "anyOf" in form:
+        return _sample(form["anyOf"][0])
+    if "enum" in form:
+        return form["enum"][0]
+    kind = form.get("type", "string")
+    if kind == "array":
+        return [_sample(form.get("items", {}))]
+    return {"key": _sample(form.get("additionalProperties") or {})} if kind == "object" else _SAMPLES[kind]

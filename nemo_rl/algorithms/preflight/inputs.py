@@ -42,7 +42,7 @@ from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
 from nemo_rl.environments.call_choice import EXAMPLE_TOOL, KEY, call_format, reading_formats, written_calls
 from nemo_rl.environments.call_choice import EXAMPLE_TOOLS, FormatCheck, check_format
 from nemo_rl.errors import ConfigError, DatasetError, UserError
-from nemo_rl.experience.conversation_setup import RolloutEnvironment
+from nemo_rl.experience.conversation_setup import EXAMPLE_TOOLS, FormatCheck, RolloutEnvironment, check_format
 from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.models.dtensor.optim import LearningRate, build_optimizer
 from nemo_rl.models.hf_folder import open_weights

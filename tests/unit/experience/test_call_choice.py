@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.data.conversation import Message, ToolCall
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.data.turn_encoder import TurnEncoder
-from nemo_rl.environments.call_choice import call_format, reading_formats
 from nemo_rl.environments.call_formats import typed
 from nemo_rl.environments.tool_schema import schema_of
 from nemo_rl.errors import ConfigError
+from nemo_rl.experience.conversation_setup import call_format, reading_formats
 from tests.helpers.chat_templates import CASES, CORPUS, NOW, stop_ids_of, tokenizer_of
 
 
