@@ -319,10 +319,11 @@ def check_format(name: str, encoder: TurnEncoder) -> FormatCheck:
     except ModelFolderError as error:
         writes = shorten(str(error))
     if name == AUTO:
+        names = ", ".join(word for word in CALL_FORMATS.builtin if word != AUTO)
         line = (
             f"{FORMAT_KEY}: no format reads the calls of the chat template: {writes}; set "
-            "policy.tokenizer.chat_template to one that prints tools and calls, or name the format that the model is told of: "
-            f"{', '.join(word for word in CALL_FORMATS.builtin if word != AUTO)}, or module:Class"
+            "policy.tokenizer.chat_template to one that prints tools and calls, or name the format that the model is "
+            f"told of: {names}, or module:Class"
         )
         return FormatCheck(name=name, line=line, is_refused=True)
     line = f"{FORMAT_KEY}: {name} does not read the calls of the chat template: {writes}"
