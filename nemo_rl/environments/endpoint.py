@@ -389,7 +389,7 @@ def _content(given: object, where: str) -> str:
     for part in given if isinstance(given, list) else [{"type": "text", "text": given}]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise _wrong(where, "content as text, or as parts of type text with a text", given)
-        texts.append(part["text"])
+        texts.append(str(part["text"]))
     return sound_text("".join(texts))
 
 
