@@ -39,8 +39,6 @@ from nemo_rl.data.template_check import PatternCheck, check_template, role_patte
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
-from nemo_rl.environments.call_choice import EXAMPLE_TOOL, KEY, call_format, reading_formats, written_calls
-from nemo_rl.environments.call_choice import EXAMPLE_TOOLS, FormatCheck, check_format
 from nemo_rl.errors import ConfigError, DatasetError, UserError
 from nemo_rl.experience.conversation_setup import EXAMPLE_TOOLS, FormatCheck, RolloutEnvironment, check_format
 from nemo_rl.experience.rollouts import RolloutSpec
