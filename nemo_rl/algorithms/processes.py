@@ -16,7 +16,7 @@ from nemo_rl.config.policy import CUBLAS_VARIABLE, REPEATABLE_WORKSPACES
 from nemo_rl.config.r3_trace_env import trace_environment
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.store_kinds import kind_named, transport_environment
-from nemo_rl.distributed.environment import worker_environment
+from nemo_rl.distributed.environment import LEAST_OPEN_FILES, raise_open_files, worker_environment
 from nemo_rl.distributed.fork_server import ForkServer
 
 __all__ = ["environment_lines", "forked_modules", "run_environment", "worker_forks"]
@@ -30,7 +30,11 @@ def worker_forks(config: MasterConfig) -> AbstractContextManager[ForkServer | No
 
     None for other runs: what has looked at a GPU must not be forked, a running cluster has its own workers, and only
     Linux can watch and end processes as the server does.
+
+    Raises:
+        ResourceError: the driver may not open as many files as a run needs.
     """
+    raise_open_files(least=LEAST_OPEN_FILES)
     cluster = config.cluster
     if cluster.launcher != "ray" or cluster.address is not None or cluster.gpus_per_node or sys.platform != "linux":
         return nullcontext()

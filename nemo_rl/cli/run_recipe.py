@@ -22,7 +22,6 @@ from nemo_rl.config.lora import adapter_warnings
 from nemo_rl.config.policy import CUBLAS_VARIABLE, REPEATABLE_WORKSPACES
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.distributed.environment import raise_open_files
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -110,7 +109,6 @@ def _train(config: MasterConfig, console: Console) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads_per_worker))
     if config.policy.deterministic:
         os.environ.setdefault(CUBLAS_VARIABLE, REPEATABLE_WORKSPACES[0])
-    raise_open_files()
     # The workers' imports begin before this process's own.
     with worker_forks(config) as forks:
         from nemo_rl.algorithms.run import run  # noqa: PLC0415

@@ -6,18 +6,31 @@ import os
 import resource
 from pathlib import Path
 
-__all__ = ["FAIR_SHARE", "NO_SPARE_WORKERS", "raise_open_files", "ray_environment", "worker_environment"]
+from nemo_rl.errors import ResourceError
+
+__all__ = ["FAIR_SHARE", "LEAST_OPEN_FILES", "NO_SPARE_WORKERS", "raise_open_files", "ray_environment", "worker_environment"]
 
 KERNELS = "TORCHINDUCTOR_CACHE_DIR"
 MOST_OPEN_FILES = 1 << 20
 """Programs exist that close every descriptor up to the limit when they start: some systems allow a billion."""
+LEAST_OPEN_FILES = 1024
+"""A run of one small worker needs some 300 in its driver."""
 
 
-def raise_open_files() -> None:
+def raise_open_files(*, least: int = 0) -> None:
     """Allow this process, and those that it starts, as many open files and sockets as its hard limit does: a group of
-    several hundred ranks needs a socket for each of its members."""
+    several hundred ranks needs a socket for each of its members.
+
+    Raises:
+        ResourceError: the hard limit is below `least`.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if wanted < least:
+        raise ResourceError(
+            f"open files: a run needs at least {least:,} in a process, and the hard limit here is {hard:,} (`ulimit -Hn`); "
+            "raise it: in a container with --ulimit nofile=65536, on a machine in /etc/security/limits.conf"
+        )
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

@@ -18,7 +18,7 @@ from nemo_rl.distributed.environment import MOST_OPEN_FILES, raise_open_files
 from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
-from nemo_rl.errors import CollectiveTimeout, NonFiniteError, WorkerError, WorkerLate, WorkerLost
+from nemo_rl.errors import CollectiveTimeout, NonFiniteError, ResourceError, WorkerError, WorkerLate, WorkerLost
 
 START_S = 600.0
 T = TypeVar("T")
@@ -260,6 +260,8 @@ def test_a_process_raises_its_limit_of_open_files():
         raise_open_files()
         raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert raised == (MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES))
+        with pytest.raises(ResourceError, match="open files: .*hard limit here is .*--ulimit nofile"):
+            raise_open_files(least=MOST_OPEN_FILES + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
