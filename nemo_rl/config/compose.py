@@ -245,6 +245,8 @@ def _read_into(recipe: Recipe, path: Path, *, chain: tuple[Path, ...], needs_par
 
 def _read(path: Path, *, chain: tuple[Path, ...]) -> dict[str, Any]:
     wanted_by = f" (named in `defaults:` of {chain[-1]})" if chain else ""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"{path}: cannot be opened{wanted_by}: expected a plain file, got a pipe, socket or device")
     try:
         with path.open(encoding="utf-8") as file:
             loaded = parse_yaml(file.read(MAX_TEXT + 1))

@@ -24,6 +24,7 @@ from huggingface_hub import DatasetCard, constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from nemo_rl.errors import DatasetError, boundary, name_some, shorten
+from nemo_rl.utils.files import open_plain
 from nemo_rl.utils.hub_reach import ETAG_TIMEOUT_S, why_unreachable
 
 __all__ = ["has_datasets", "hub_rows", "json_rows", "open_text", "rows", "split_named"]
@@ -358,6 +359,7 @@ def json_rows(file: TextIO, path: Path) -> Iterator[tuple[str, Mapping[str, obje
 def open_text(path: Path) -> TextIO:
     """Open a text, compressed or not. Some editors begin their files with a byte order mark."""
     raw: IO[bytes]
+    open_plain(path).close()  # nothing waits for the writer of a pipe
     if path.suffix.lower() == ".gz":
         raw = cast("IO[bytes]", gzip.GzipFile(path, "rb"))
     elif path.suffix.lower() == ".zst":

@@ -8,7 +8,14 @@ from pathlib import Path
 
 from nemo_rl.errors import ResourceError
 
-__all__ = ["FAIR_SHARE", "LEAST_OPEN_FILES", "NO_SPARE_WORKERS", "raise_open_files", "ray_environment", "worker_environment"]
+__all__ = [
+    "FAIR_SHARE",
+    "LEAST_OPEN_FILES",
+    "NO_SPARE_WORKERS",
+    "raise_open_files",
+    "ray_environment",
+    "worker_environment",
+]
 
 KERNELS = "TORCHINDUCTOR_CACHE_DIR"
 MOST_OPEN_FILES = 1 << 20
@@ -28,8 +35,8 @@ def raise_open_files(*, least: int = 0) -> None:
     wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
     if wanted < least:
         raise ResourceError(
-            f"open files: a run needs at least {least:,} in a process, and the hard limit here is {hard:,} (`ulimit -Hn`); "
-            "raise it: in a container with --ulimit nofile=65536, on a machine in /etc/security/limits.conf"
+            f"open files: a run needs at least {least:,} in a process, and the hard limit here is {hard:,} "
+            "(`ulimit -Hn`). Raise it: in a container by --ulimit nofile=65536, else in /etc/security/limits.conf"
         )
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

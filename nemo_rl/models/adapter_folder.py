@@ -49,6 +49,7 @@ from nemo_rl.models.lora import (
 )
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
+from nemo_rl.utils.files import MOST_BYTES, read_plain
 
 __all__ = [
     "CONFIG_FILE",
@@ -398,7 +399,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"adapter {str(folder)!r}: expected {CONFIG_FILE}, which is missing")
     with boundary(CheckpointError, f"adapter {str(folder)!r}: {CONFIG_FILE} cannot be read"):
-        found = json.loads(path.read_text())
+        found = json.loads(read_plain(path, most_bytes=MOST_BYTES))
         if not isinstance(found, dict):
             raise ValueError("expected a JSON object")
         return found

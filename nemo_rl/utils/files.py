@@ -19,6 +19,7 @@ from typing import BinaryIO
 from nemo_rl.errors import UnsupportedFormat
 
 __all__ = [
+    "MOST_BYTES",
     "FileFormat",
     "check_format",
     "give_usual_mode",
@@ -103,6 +104,10 @@ def open_plain(path: Path) -> BinaryIO:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "expected a plain file, got a pipe, socket or device", str(path))
     return os.fdopen(descriptor, "rb")
+
+
+MOST_BYTES = 64 << 20
+"""Largest text that somebody gives to be read as a whole: a recipe, a table, limits."""
 
 
 def read_plain(path: Path, *, most_bytes: int | None = None) -> bytes:

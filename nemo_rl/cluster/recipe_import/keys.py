@@ -18,6 +18,7 @@ from nemo_rl.config.interpolate import resolve_interpolations
 from nemo_rl.config.schema_walk import drop, lookup
 from nemo_rl.config.yaml_text import parse_yaml
 from nemo_rl.errors import ConfigError, boundary
+from nemo_rl.utils.files import MOST_BYTES, read_plain
 
 __all__ = [
     "MANDATORY",
@@ -233,7 +234,7 @@ def read_recipe(path: Path) -> Given:
     if path.suffix == TOML:
         # prime-rl's: one file, which inherits nothing.
         with boundary(ConfigError, str(path)):
-            return Given(file=path, tree=tomllib.loads(path.read_text(encoding="utf-8")))
+            return Given(file=path, tree=tomllib.loads(read_plain(path, most_bytes=MOST_BYTES).decode()))
     recipe = compose(path, needs_parents=False)
     assumed = []
     if any(Path(parent).name == EXEMPLAR_NAME for parent in recipe.missing):

@@ -22,6 +22,7 @@ from nemo_rl.diagnostics.compare.side import ComparedSite
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
+from nemo_rl.utils.files import MOST_BYTES, read_plain
 
 __all__ = ["DEFAULT", "STAGES", "Precision", "Rule", "ToleranceRules", "coarsest", "limits_text", "read_limits"]
 
@@ -124,7 +125,7 @@ def read_limits(path: Path) -> ToleranceRules:
     ConfigError: all that is wrong with the file.
     """
     try:
-        rules = parse_yaml(path.read_text(encoding="utf-8"))
+        rules = parse_yaml(read_plain(path, most_bytes=MOST_BYTES).decode())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (YamlProblem, UnicodeDecodeError) as error:

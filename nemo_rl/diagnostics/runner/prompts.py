@@ -16,6 +16,7 @@ from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import UserError
+from nemo_rl.utils.files import MOST_BYTES, read_plain
 
 __all__ = ["DEFAULT_LENGTH", "PromptKind", "PromptSpec", "RunnerRows", "batch_of", "make_rows"]
 
@@ -158,6 +159,6 @@ def _read(spec: PromptSpec) -> str:
     if spec.path is None:
         raise UserError(f"prompt {spec.kind}: give a file")
     try:
-        return spec.path.read_text(encoding="utf-8")
+        return read_plain(spec.path, most_bytes=MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{spec.path}: cannot be read: {error}") from error

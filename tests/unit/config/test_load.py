@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 import time
@@ -48,6 +49,14 @@ def test_child_wins_over_parents_and_later_parents_over_earlier(tmp_path: Path) 
 def test_override_marker_replaces_a_section(tmp_path: Path) -> None:
     recipe = overlay(tmp_path, "policy: {optimizer: {kwargs: {_override_: true, lr: 0.5}}}")
     assert load_config(recipe).policy.optimizer.kwargs == {"lr": 0.5}
+
+
+def test_a_pipe_in_place_of_a_recipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    child = write(tmp_path, "child.yaml", "defaults: pipe.yaml")
+    for path in (tmp_path / "pipe.yaml", child):
+        (line,) = problems(path)
+        assert "pipe.yaml: cannot be opened" in line and "expected a plain file" in line
 
 
 def test_files_that_inherit_from_each_other_are_reported(tmp_path: Path) -> None:
