@@ -67,7 +67,7 @@ from nemo_rl.algorithms.token_statistics import TokenStatistics
 from nemo_rl.algorithms.token_work import token_estimator
 from nemo_rl.config.distillation import num_teacher_workers
 from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
-from nemo_rl.config.render import to_yaml
+from nemo_rl.config.render import masked, to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.factory import build_data_plane_client
@@ -388,7 +388,7 @@ def _recorders(
         return ()
     train = next(stage for stage in columns if stage.name == WorkerPass.TRAIN)
     facts = RunFacts(
-        config=config.model_dump(mode="json"),
+        config=masked(config.model_dump(mode="json")),
         world_size=tools.policy.layout.world_size,
         stages=tuple(stage.name for stage in columns),
         train_fields=fetched_fields(train),
@@ -433,7 +433,7 @@ def write_resolved_config(config: MasterConfig) -> Path:
 def _logger(config: MasterConfig, resume_from: Checkpoint | None) -> Logger:
     return build_logger(
         config.logger,
-        run_config=config.model_dump(mode="json"),
+        run_config=masked(config.model_dump(mode="json")),
         resume_step=resume_from.step if resume_from is not None else None,
     )
 

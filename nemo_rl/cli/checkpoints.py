@@ -21,6 +21,7 @@ import typer
 
 from nemo_rl.config.load import load_config
 from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.render import masked
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import CheckpointError
 from nemo_rl.utils import interrupt
@@ -168,7 +169,7 @@ def _record(config: MasterConfig, weights: _Weights, result: ValidationResult, *
         "evaluation": config.evaluation.model_dump(mode="json"),
         "generation": config.policy.generation.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json", exclude={"train"}),
-        "env": config.env.model_dump(mode="json"),
+        "env": masked(config.env.model_dump(mode="json")),
         "packages": dict(package_versions()),
         "seconds": round(seconds, 3),
     }

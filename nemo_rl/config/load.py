@@ -21,6 +21,7 @@ from nemo_rl.config.interpolate import resolve_interpolations
 from nemo_rl.config.megatron import MegatronOptimizerConfig
 from nemo_rl.config.parts import UNKNOWN_PART
 from nemo_rl.config.r3_trace_env import r3_trace_verify_forward_enabled
+from nemo_rl.config.render import MASKED
 from nemo_rl.config.rule import Ignored
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import default_tree, drop, lookup, place_of, suggest, suggest_path
@@ -57,15 +58,18 @@ _EXPECTED: Mapping[str, str] = {
 }
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, with_masked: bool = False) -> MasterConfig:
     """Compose `path`, apply `overrides`, resolve `${...}` and validate.
+
+    Args:
+        with_masked: secrets may be masked, because nothing uses them.
 
     Raises:
         ConfigError: with one line per problem, `FILE: dotted.path: what; expected ..., got ...; did you mean 'x'?`
     """
     recipe = compose(Path(path))
     problems = apply_overrides(recipe, overrides)
-    unusable = resolve_interpolations(recipe) | _unset(recipe)
+    unusable = resolve_interpolations(recipe) | _unset(recipe) | ({} if with_masked else _masked(recipe))
     unusable |= {place: text for place, text in locate_paths(recipe).items() if place not in unusable}
     problems += [f"{recipe.source_of(place)}: {'.'.join(place)}: {text}" for place, text in unusable.items()]
     problems += carry_optimizer(recipe)
@@ -131,6 +135,15 @@ def _rules_on_the_rest(recipe: Recipe, error: ValidationError, broken: Sequence[
     except ValidationError:
         return []
     return _rule_problems(recipe, config, broken)
+
+
+def _masked(recipe: Recipe) -> dict[tuple[str, ...], str]:
+    """Return the keys whose value was masked when it was written, with the way to give it."""
+    return {
+        path: f"was masked when this file was written; give it anew, as '{'.'.join(path)}=${{oc.env:NAME}}'"
+        for path, value in recipe.leaves()
+        if isinstance(value, str) and MASKED.search(value)
+    }
 
 
 def _unset(recipe: Recipe) -> dict[tuple[str, ...], str]:

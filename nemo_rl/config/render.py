@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -19,7 +21,15 @@ from nemo_rl.config.base import keys_of
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import section_class
 
-__all__ = ["commented_defaults", "to_yaml"]
+__all__ = ["MASKED", "commented_defaults", "masked", "to_yaml"]
+
+MASKED = re.compile(r"<masked [0-9a-f]{16}>")
+"""Text in place of a secret: equal ones have equal digests, so that two starts can be compared."""
+_SECRET = (
+    r"(?:key|(?:[^=&#?]*[_.-])?(?:(?:api|access|private|secret)[_.-]?key|token|secret|passw(?:or)?d|credentials?))"
+)
+_SECRET_KEY = re.compile(_SECRET, re.IGNORECASE)
+_IN_URL = re.compile(rf"(?<=://)[^/@\s]+(?=@)|(?<=[?&])(?P<name>{_SECRET})=(?P<value>[^&#\s]+)", re.IGNORECASE)
 
 _HEAD = """\
 # Every key with its default. Written by `make configs` from nemo_rl/config; do not edit by hand.
@@ -30,9 +40,34 @@ _WIDTH = 116
 
 
 def to_yaml(config: MasterConfig) -> str:
-    """Return every key of `config`; the text loads again as a recipe."""
+    """Return every key of `config`; the text loads again as a recipe, but for secrets, which are masked."""
     # JSON is YAML too, but nobody reads it; dumping the JSON values keeps paths and tuples plain.
-    return str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=_WIDTH))
+    tree = masked(config.model_dump(mode="json"))
+    return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=_WIDTH))
+
+
+def masked(value: Any, key: str = "") -> Any:
+    """Return JSON values in which texts are masked whose key looks like that of a secret, and the passwords of URLs.
+
+    Example:
+        >>> masked({"api_key": "k", "url": "http://me:pw@host/x"})["url"].startswith("http://<masked ")
+        True
+    """
+    if isinstance(value, dict):
+        return {name: masked(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [masked(item, key) for item in value]
+    if not isinstance(value, str) or not value or MASKED.search(value):
+        return value
+    return _mask(value) if _SECRET_KEY.fullmatch(key) else _IN_URL.sub(_mask_part, value)
+
+
+def _mask_part(found: re.Match[str]) -> str:
+    return _mask(found[0]) if found["name"] is None else f"{found['name']}={_mask(found['value'])}"
+
+
+def _mask(text: str) -> str:
+    return f"<masked {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}>"
 
 
 def commented_defaults() -> str:

@@ -17,6 +17,7 @@ from nemo_rl.algorithms.run_folder import CONFIG_FILE
 from nemo_rl.config.base import AUTO
 from nemo_rl.config.load import load_config
 from nemo_rl.config.policy import packing_decided
+from nemo_rl.config.render import masked
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, PreflightError, RunFolderError, UserError, name_some
 from nemo_rl.models.hub import local_folders
@@ -145,10 +146,11 @@ def _decided(config: MasterConfig, *, resume: bool, overwrite: bool) -> MasterCo
 def _differences(config: MasterConfig, path: Path) -> list[str]:
     """Dotted names of keys whose values differ from those of an earlier start."""
     try:
-        earlier = load_config(path)
+        earlier = load_config(path, with_masked=True)
     except ConfigError:
         return [f"keys that cannot be read ({path})"]
-    before, now = (dict(_leaves(one.model_dump(mode="json", include=COMPARED), "")) for one in (earlier, config))
+    trees = (masked(one.model_dump(mode="json", include=COMPARED)) for one in (earlier, config))
+    before, now = (dict(_leaves(tree, "")) for tree in trees)
     return sorted(
         name for name in before.keys() | now.keys() if before.get(name) != now.get(name) and name not in LENGTH
     )

@@ -184,7 +184,7 @@ def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
 def _problems(path: Path, overrides: Sequence[str]) -> list[str]:
     """Return the loader's objections to the config."""
     try:
-        load_config(path, overrides)
+        load_config(path, overrides, with_masked=True)
     except ConfigError as error:
         return error.problems
     return []

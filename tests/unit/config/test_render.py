@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
+
 from nemo_rl.config.load import load_config
-from nemo_rl.config.render import commented_defaults
+from nemo_rl.config.render import commented_defaults, masked, to_yaml
 from nemo_rl.config.schema_walk import iter_fields, section_class
+from nemo_rl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,3 +36,34 @@ def test_base_recipe_equals_the_defaults(tmp_path: Path) -> None:
     ]
     (tmp_path / "empty.yaml").write_text("")
     assert load_config(ROOT / "configs/grpo_base.yaml", needed) == load_config(tmp_path / "empty.yaml", needed)
+
+
+SECRETS = {
+    **{"api_key": "sk-abc", "judge.HF_TOKEN": "hf-abc", "model": "tokenizer", "max_tokens": 7},
+    "url": "https://me:pw@host:8000/v1?api_key=sk-def&page=2",
+}
+
+
+def test_secrets_are_masked_and_a_masked_value_is_no_recipe(tmp_path: Path) -> None:
+    options = ["env.name=my_rewards:Environment", f"env.options={json.dumps(SECRETS)}"]
+    config = load_config(ROOT / "configs/grpo_sort_cpu.yaml", options)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    text = (tmp_path / "config.yaml").read_text()
+    assert not any(secret in text for secret in ("sk-abc", "hf-abc", "me:pw", "sk-def"))
+    assert "model: tokenizer" in text and "page=2" in text and "input_key: input" in text
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "config.yaml")
+    assert [line.partition(": ")[2].partition(": ")[0] for line in caught.value.problems] == [
+        "env.options.api_key",
+        "env.options.judge.HF_TOKEN",
+        "env.options.url",
+    ]
+    assert all("${oc.env:NAME}" in line for line in caught.value.problems)
+    read = load_config(tmp_path / "config.yaml", with_masked=True)
+    assert masked(read.model_dump(mode="json")) == masked(config.model_dump(mode="json"))
+    load_config(tmp_path / "config.yaml", options)
+
+
+def test_masks_of_other_secrets_differ() -> None:
+    first, second, again = (masked({"token": text})["token"] for text in ("a", "b", "a"))
+    assert first == again != second and masked({"token": first})["token"] == first
