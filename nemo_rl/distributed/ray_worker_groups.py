@@ -265,7 +265,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def shutdown(self) -> None:
         actors, self._actors = self._actors, []
-        for actor in actors:
+        for actor in actors if ray.is_initialized() else ():
             ray.kill(actor)
 
     def _alive(self, rank: int, stage: str) -> ActorHandle:
@@ -295,6 +295,9 @@ class RayWorkerGroup(WorkerGroup):
         failures: list[NemoRLError] = []
         while waiting:
             left = max(0.0, deadline - time.monotonic())
+            if not ray.is_initialized():
+                # A thread that still waits while the run ends: `ray.wait` would start a Ray of its own.
+                raise WorkerLost("the run has ended", rank=self._first + rank_of[waiting[0]], stage=stage)
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(left, RAY_LOOK_S))
             check_own_ray(stage=stage)
             if not done and not left:

@@ -192,8 +192,8 @@ class WorkerFleet:
         return tuple(healed)
 
     def shutdown(self) -> None:
-        """Ends all members. Idempotent."""
-        members, self._members = self._members, {}
+        """Ends all members, and starts none anew from here on. Idempotent."""
+        members, self._members, self._start = self._members, {}, None
         for member in members.values():
             member.shutdown()
 

@@ -21,7 +21,7 @@ from nemo_rl.data_plane.interfaces import KVBatchMeta, Tags
 from nemo_rl.distributed.abort import RootCause
 from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.errors import WorkerError, WorkerLost
+from nemo_rl.errors import WorkerError, WorkerLate, WorkerLost
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask
 from nemo_rl.experience.evaluation.result import ValidationResult
 from nemo_rl.experience.rollout_records import GroupRequest, RolloutInfo, RolloutResult
@@ -183,12 +183,19 @@ class RolloutHandle:
 
         Args:
             timeout_s: None: that of a stage.
+
+        Raises:
+            WorkerLate: lost workers are still being replaced then.
         """
-        numbers = self._numbers("rollout")
-        request = ask(RolloutWorker.abort, names=tuple(names))
-        self._workers.run_one(
-            numbers[0], Call(request=request, stage="rollout", timeout_s=timeout_s or self._timeout_s)
-        )
+        limit_s = timeout_s or self._timeout_s
+        if not self._replacing.acquire(timeout=limit_s):
+            raise WorkerLate(f"no worker took it within {limit_s:g} s: lost ones are being replaced", stage="rollout")
+        numbers = self._workers.numbers
+        self._replacing.release()
+        # The groups of lost workers are lost with them.
+        if numbers:
+            request = ask(RolloutWorker.abort, names=tuple(names))
+            self._workers.run_one(numbers[0], Call(request=request, stage="rollout", timeout_s=limit_s))
 
     def waiting(self, names: Sequence[str]) -> list[str]:
         """Return what conversations of running groups wait for; see `RolloutWorker.waiting`."""

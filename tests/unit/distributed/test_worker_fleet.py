@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import psutil
@@ -14,6 +15,7 @@ from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.worker_fleet import MOST_STARTS, WorkerFleet
 from nemo_rl.errors import ConfigError, NonFiniteError, WorkerError, WorkerLate, WorkerLost
+from nemo_rl.experience.rollout_handle import RolloutHandle
 
 START_S = 600.0
 GONE_S = 60.0
@@ -115,3 +117,27 @@ def test_a_member_that_never_starts_again_is_given_up(ray_cluster):
     fleet = WorkerFleet([started(0)], start=start)
     fleet.lose(0, WorkerLost("gone", rank=0, stage="adding"))
     assert [fleet.restart_failed() for _ in range(4)] == [()] * 4 and tries == [0] * MOST_STARTS
+
+
+def test_an_abort_does_not_wait_for_workers_that_are_being_replaced(ray_cluster):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def start(number: int) -> RayWorkerGroup:
+        begun.set()
+        may_end.wait(60)
+        raise ConfigError("no such model")
+
+    fleet = WorkerFleet([started(0)], start=start)
+    fleet.lose(0, WorkerLost("gone", rank=0, stage="adding"))
+    rollout = RolloutHandle(fleet, timeout_s=60, report=print)
+    replacing = threading.Thread(target=rollout.replace_lost)
+    replacing.start()
+    assert begun.wait(60)
+    with pytest.raises(WorkerLate, match=r"within 0.1 s: lost ones are being replaced"):
+        rollout.abort(["group"], timeout_s=0.1)
+    may_end.set()
+    replacing.join(60)
+    rollout.abort(["group"])
+    begun.clear()
+    rollout.shutdown()
+    assert rollout.replace_lost() == () and not begun.is_set()
