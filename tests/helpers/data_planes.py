@@ -73,7 +73,7 @@ PLANES: dict[str, PlaneKind] = {
 }
 """Each adapter once; a new one is added here, and the whole suite runs over it."""
 CONFIGS = {name: kind.config for name, kind in PLANES.items()}
-LEASE_S = 2.0
+LEASE_S = 3.0
 IMPORTED = ("tensordict", "nemo_rl.data_plane.factory")
 """Once for all actors of the cluster: those of tests, of the ledger and of TransferQueue."""
 
