@@ -11,6 +11,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal, Union, cast
 
 __all__ = ["argument_problems", "options_problem", "schema_of"]
@@ -174,9 +175,8 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
     `Parameters` underlined (NumPy), or of fields `:param name:` (Sphinx)."""
     first = " ".join(_FIRST_END.split(text, maxsplit=1)[0].split())
     told: dict[str, str] = {}
-    lines = text.splitlines()
     style, names, indent = "", list[str](), 0
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+    for line, following in pairwise([*text.splitlines(), ""]):
         said, depth = line.strip(), len(line) - len(line.lstrip())
         match = None
         if not said or set(said) == {"-"}:
