@@ -298,10 +298,14 @@ def raise_together(what: str, batch: BatchedDataDict, rows: Sequence[int], *, is
     """
     if all_reduce_sum([float(len(rows))])[0] == 0:
         return
+    raise NonFiniteError(f"NaN or inf in {what}: samples {name_some(_bad_samples(batch, rows, is_writer=is_writer))}")
+
+
+def _bad_samples(batch: BatchedDataDict, rows: Sequence[int], *, is_writer: bool) -> list[str]:
+    """Return the samples of all ranks (collective): of bad rows those whose columns have NaN or inf, if there are."""
     floats = [column for column in batch.values() if isinstance(column, torch.Tensor) and column.is_floating_point()]
     # Log-probabilities of tokens that cannot be are -inf.
     causes = [row for row in rows if not all((column[row] < math.inf).all() for column in floats)]
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, row_names(batch, causes or rows) if is_writer else [])
-    names = [f"{name} (rank {rank})" for rank, part in enumerate(everywhere) for name in part]
-    raise NonFiniteError(f"NaN or inf in {what}: samples {name_some(names)}")
+    return [f"{name} (rank {rank})" for rank, part in enumerate(everywhere) for name in part]

@@ -309,11 +309,7 @@ class Passes:
     def _guarding(
         self, stage: str, batch: BatchedDataDict, plan: PackPlan, updates: Sequence[StepOutcome] | None = None
     ) -> Iterator[None]:
-        """Surround a pass, with torch's flags of deterministic ones where that is asked for.
-
-        Args:
-            updates: those that have been made, while the pass makes them.
-        """
+        """Surround a pass, which makes these updates, with torch's flags of deterministic ones where asked for."""
         keys = lowering_keys(self._config, is_training=stage == "train")
         try:
             with (
