@@ -28,6 +28,7 @@ LEGAL = frozenset(
         *("tokenizer: no chat template", "tokenizer: generation config without an end", "override: largest integer"),
         *("tokenizer: a chat template of its own file", "weights: in shards", "row: numbers that are no JSON"),
         *("override: negative seed", "yaml: a tag that says what it is"),
+        *("row: a conversation for input", "row: 1e999"),
     }
 )
 
