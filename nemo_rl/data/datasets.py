@@ -28,6 +28,7 @@ from nemo_rl.data.pictures import IMAGE, EncodesPictures, Picture, pictures_of
 from nemo_rl.errors import NAMES_SHOWN, DatasetError, boundary, shorten
 
 __all__ = [
+    "MISSING",
     "Prompt",
     "PromptSet",
     "RawPrompt",
@@ -38,6 +39,7 @@ __all__ = [
     "load_held_out",
     "load_prompts",
     "raw_prompts",
+    "value_at",
 ]
 
 CHARACTERS_PER_TOKEN = 256
@@ -426,15 +428,31 @@ def _checked_value(value: object, column: str) -> object:
         raise _Unusable("with columns that are not JSON", f": column {column!r}: {error}; leave it out") from error
 
 
+MISSING = object()
+
+
+def value_at(row: Mapping[str, object], key: str) -> object:
+    """Return the value of a column, or of a dotted path into one; `MISSING` where there is none."""
+    if key in row:
+        return row[key]
+    found: object = row
+    for name in key.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            return MISSING
+        found = found[name]
+    return found
+
+
 def _category(metadata: Mapping[str, object], cfg: DatasetConfig) -> str | None:
     if cfg.category_key is None:
         return None
-    found = metadata.get(cfg.category_key)
+    found = value_at(metadata, cfg.category_key)
     if isinstance(found, str | int) and str(found):
         return str(found)
     raise _Unusable(
         "without a category",
-        f": category_key {cfg.category_key!r}: expected a text or a whole number, got {shorten(repr(found))}; it has "
+        f": category_key {cfg.category_key!r}: expected a text or a whole number, got "
+        f"{'nothing' if found is MISSING else shorten(repr(found))}; it has "
         f"{shorten(str(sorted(metadata)))}",
     )
 

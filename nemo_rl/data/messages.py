@@ -32,21 +32,23 @@ _ROLES: Mapping[object, Role] = {
 """Roles as OpenAI and ShareGPT name them."""
 
 
-def messages_of(value: Sequence[object]) -> list[Message]:
+def messages_of(value: Sequence[object]) -> tuple[list[Message], list[tuple[int, object]]]:
     """Return the messages of a column: `{role, content}` as of OpenAI, or `{from, value}` as of ShareGPT.
 
-    Contents may be lists of parts of type text and image.
+    Contents may be lists of parts of type text and image: `IMAGE` in the text is the place of a picture, of which the
+    number of its message and the part are returned, too.
 
     Raises:
         ValueError: one is no such message, or has calls of tools.
     """
-    found = []
+    found, pictures = [], []
     for number, item in enumerate(value):
         if not isinstance(item, Mapping):
             raise ValueError(f"message {number}: expected role and content, or from and value, got {item!r:.80}")
         role = _ROLES.get(item.get("role", item.get("from")))
         content = item.get("content", item.get("value"))
         if isinstance(content, list | tuple):
+            pictures += [(number, part) for part in content if _is_picture(part)]
             content = "".join(map(_part_text, content))
         if role is None or not isinstance(content, str) or item.get("tool_calls"):
             raise ValueError(
@@ -54,11 +56,15 @@ def messages_of(value: Sequence[object]) -> list[Message]:
                 "row out, or write its prompt as one text"
             )
         found.append(Message(role=role, content=content))
-    return found
+    return found, pictures
+
+
+def _is_picture(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in {"image", "image_url"}
 
 
 def _part_text(part: object) -> str:
-    if isinstance(part, Mapping) and part.get("type") in {"image", "image_url"}:
+    if _is_picture(part):
         return IMAGE
     text = part.get("text") if isinstance(part, Mapping) else part
     if not isinstance(text, str):

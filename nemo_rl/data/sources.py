@@ -13,7 +13,7 @@ from typing import cast
 from nemo_rl.config.schema import DatasetConfig
 from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, shapes, sort_digits, turn_tasks
 from nemo_rl.data.conversation import Message
-from nemo_rl.data.datasets import RawPrompt
+from nemo_rl.data.datasets import MISSING, RawPrompt, value_at
 from nemo_rl.data.huggingface_wrapper import json_rows, open_text
 from nemo_rl.data.messages import messages_of
 from nemo_rl.errors import DatasetError, shorten
@@ -122,12 +122,13 @@ def hub_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Ite
 
 
 def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) -> RawPrompt:
-    text, history, reference = _opening(_at(row, cfg.input_key), cfg, place)
-    answer = _at(row, cfg.output_key)
-    answer = reference if answer is _MISSING and reference is not None else answer
-    images = None if cfg.image_key is None else _at(row, cfg.image_key)
-    found = {cfg.input_key: text, cfg.output_key: answer, cfg.image_key: images}
-    missing = [key for key, value in found.items() if value is _MISSING]
+    text, history, reference, images = _opening(value_at(row, cfg.input_key), cfg, place)
+    answer = value_at(row, cfg.output_key)
+    answer = reference if answer is MISSING and reference is not None else answer
+    if cfg.image_key != cfg.input_key:
+        images = None if cfg.image_key is None else value_at(row, cfg.image_key)
+    found = {cfg.image_key: images, cfg.input_key: text, cfg.output_key: answer}
+    missing = [key for key, value in found.items() if value is MISSING]
     if missing:
         raise DatasetError(
             f"{place}: no {' and no '.join(map(repr, missing))}, got {shorten(str(sorted(row)))}; set input_key, "
@@ -143,27 +144,15 @@ def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) ->
     )
 
 
-_MISSING = object()
-
-
-def _at(row: Mapping[str, object], key: str) -> object:
-    """Return the value of a column, or of a dotted path into one; `_MISSING` where there is none."""
-    if key in row:
-        return row[key]
-    found: object = row
-    for name in key.split("."):
-        if not isinstance(found, Mapping) or name not in found:
-            return _MISSING
-        found = found[name]
-    return found
-
-
-def _opening(value: object, cfg: DatasetConfig, place: str) -> tuple[object, tuple[Message, ...], str | None]:
-    """Return the text of a prompt, the messages before it and, of a finished conversation, its last answer."""
+def _opening(
+    value: object, cfg: DatasetConfig, place: str
+) -> tuple[object, tuple[Message, ...], str | None, list[object]]:
+    """Return the text of a prompt, the messages before it, of a finished conversation its last answer, and the parts of
+    its text that are pictures."""
     if not isinstance(value, list | tuple) or not value:
-        return value, (), None
+        return value, (), None, []
     try:
-        messages = messages_of(value)
+        messages, pictures = messages_of(value)
     except ValueError as error:
         raise DatasetError(f"{place}: input_key {cfg.input_key!r}: {error}") from error
     reference = messages.pop().content if messages[-1].role == "assistant" else None
@@ -172,4 +161,14 @@ def _opening(value: object, cfg: DatasetConfig, place: str) -> tuple[object, tup
             f"{place}: input_key {cfg.input_key!r}: expected a last message of the user, or of the assistant after one "
             f"of the user, got roles {[message.role for message in messages]}; leave the row out"
         )
-    return messages[-1].content, tuple(messages[:-1]), reference
+    if pictures and cfg.image_key is None:
+        raise DatasetError(
+            f"{place}: input_key {cfg.input_key!r}: its messages have parts of type image; set image_key to "
+            f"{cfg.input_key!r} where these hold the pictures, or else to the column that does"
+        )
+    if any(number != len(messages) - 1 for number, _ in pictures):
+        raise DatasetError(
+            f"{place}: input_key {cfg.input_key!r}: expected pictures in the last message of the user alone, "
+            f"got one in message {pictures[0][0]}; leave the row out"
+        )
+    return messages[-1].content, tuple(messages[:-1]), reference, [part for _, part in pictures]

@@ -146,8 +146,17 @@ class ProcessEnvironment:
         return self._pool.source
 
     def answer_problems(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """See `ChecksAnswers`: the function's `check_answer` says it, where it has one."""
-        return self._pool.answer_problems([self._answer_of(prompt) for prompt in prompts])
+        """See `ChecksAnswers`: the function's `check_answer` says it, where it has one; a row without a column that the
+        function needs cannot be scored either."""
+        found = self._pool.answer_problems([self._answer_of(prompt) for prompt in prompts])
+        needed = [name for name, is_needed in self._pool.columns.items() if is_needed]
+        for place, prompt in enumerate(prompts):
+            if missing := [name for name in needed if name not in prompt.metadata]:
+                found[place] = (
+                    f"reward function {self._spec.target!r} takes {name_some(missing)} by name, and the row has "
+                    f"{name_some(sorted(prompt.metadata)) or 'no further columns'}"
+                )
+        return found
 
     def shutdown(self) -> None:
         """End the scoring processes. Idempotent."""

@@ -3,8 +3,8 @@
 Started by `ScorerProcess`; standard library only, so that it starts at once. It is two processes: the guard of
 `isolation` and the scorer itself. One JSON object per line over an inherited socket:
 
-    {"id", "paths", "target", "is_factory", "in_batches"}   -> {"id", "ready", "wants", "source", "checks_answers"}
-                                                               or {"id", "failed"}
+    {"id", "paths", "target", "is_factory", "in_batches"}   -> {"id", "ready", "wants", "columns", "source",
+                                                                "checks_answers"} or {"id", "failed"}
     {"id", "arguments"}                                      -> {"id", "scores"} or {"id", "error"}
     {"id", "answers"}                                        -> {"id", "problems"} or {"id", "error"}
 
@@ -65,32 +65,34 @@ class _RewardFunction:
             raise TypeError(f"expected a function, got {type(function).__name__}")
         self._function, self._score = function, _score_batch if request["in_batches"] else _score_one
         self._check = inspect.getattr_static(function, _ANSWER_CHECK, None) and getattr(function, _ANSWER_CHECK)
-        wants, source = _wanted(function), digest_of(module, function)
-        return {"ready": True, "wants": wants, "source": source, "checks_answers": self._check is not None}
+        (wants, columns), source = _wanted(function), digest_of(module, function)
+        loaded = {"ready": True, "wants": wants, "columns": columns, "source": source}
+        return {**loaded, "checks_answers": self._check is not None}
 
 
-def _wanted(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the further arguments that the function takes.
+def _wanted(function: Callable[..., Any]) -> tuple[list[str], dict[str, bool]]:
+    """Return the names of the further arguments that the function takes, and the columns of the row that it takes by
+    name, True for those without a default.
 
     Raises:
-        TypeError: it needs an argument that does not exist.
+        TypeError: it does not take prompt, response and answer.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # a builtin without a signature
-        return []
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return list(_BY_NAME)
+        return [], {}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     further = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY or p in positional[len(_POSITIONAL) :]}
-    needed = [n for n, p in further.items() if p.default is p.empty and n not in _BY_NAME]
+    columns = {n: p.default is p.empty for n, p in further.items() if n not in _BY_NAME}
+    unnamed = [p for p in positional[len(_POSITIONAL) :] if p.kind is p.POSITIONAL_ONLY]
     takes_three = len(positional) >= len(_POSITIONAL) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if needed or not takes_three:
+    if unnamed or not takes_three:
         raise TypeError(
-            f"expected a function of ({', '.join(_POSITIONAL)}) that may also take {', '.join(_BY_NAME)}, "
-            f"got {inspect.signature(function)}"
+            f"expected a function of ({', '.join(_POSITIONAL)}) that may also take {', '.join(_BY_NAME)} and columns "
+            f"of the row by name, got {inspect.signature(function)}"
         )
-    return [name for name in _BY_NAME if name in further]
+    return [name for name in _BY_NAME if takes_any or name in further], columns
 
 
 def _score_one(function: Callable[..., Any], arguments: dict[str, list[Any]]) -> list[object]:

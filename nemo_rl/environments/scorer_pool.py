@@ -120,7 +120,7 @@ class ScorerPool:
         except RewardError:
             self.shutdown()
             raise
-        self.source, self.checks_answers = first.source, first.checks_answers
+        self.source, self.checks_answers, self.columns = first.source, first.checks_answers, first.columns
 
     def score(self, items: Sequence[ScorerItem]) -> list[ScoreOutcome]:
         """Return one outcome per item, in order; bounded by the calls' limits. A late batch is scored again item by
@@ -150,6 +150,10 @@ class ScorerPool:
         process = self._process()
         names = ("prompt", "response", "answer", *sorted(process.wants))
         arguments = {name: [getattr(item, name) for item in items] for name in names}
+        rows = [cast("Mapping[str, object]", item.row or {}) for item in items]
+        for name, is_needed in process.columns.items():
+            if is_needed or any(name in row for row in rows):
+                arguments[name] = [row.get(name) for row in rows]
         try:
             reply = process.ask({"arguments": arguments}, timeout_s=self._timeout_s)
         except TimeoutError:
@@ -235,6 +239,8 @@ class ScorerProcess(UserProcess):
         self._exchange = Exchange(_REPLY_LIMIT_BYTES)
         self.wants: frozenset[str] = frozenset()
         """Further arguments that the function takes."""
+        self.columns: Mapping[str, bool] = {}
+        """Columns of the row that it takes by name, True for those without a default."""
         self.source = ""
         """Digest of the function's source."""
         self.checks_answers = False
@@ -262,6 +268,7 @@ class ScorerProcess(UserProcess):
             cause = printable(str(reply["failed"]), limit=_ERROR_LIMIT, keep_lines=True)
             raise RewardError(f"reward function {spec.target!r}: cannot be loaded: {cause}")
         self.wants = frozenset(cast("list[str]", reply["wants"]))
+        self.columns = cast("dict[str, bool]", reply["columns"])
         self.source, self.checks_answers = str(reply["source"]), bool(reply["checks_answers"])
 
     def ask(self, request: Mapping[str, object], *, timeout_s: float) -> Mapping[str, object]:

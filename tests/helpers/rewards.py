@@ -149,3 +149,8 @@ def explode(prompt: str, response: str, answer: object) -> float:
 def hang(prompt: str, response: str, answer: object) -> float:
     time.sleep(600)
     return 1.0
+
+
+def of_columns(prompt: str, response: str, answer: object, level: int, *, bonus: float = 0.5) -> float:
+    """Takes columns of the row by their names, as reward functions of TRL do."""
+    return level + bonus

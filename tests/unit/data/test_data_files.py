@@ -13,6 +13,7 @@ from nemo_rl.config.schema import DatasetConfig
 from nemo_rl.data.datasets import Prompt, raw_prompts
 from nemo_rl.data.huggingface_wrapper import split_named
 from nemo_rl.data.messages import Message, prompt_messages
+from nemo_rl.data.pictures import IMAGE
 from nemo_rl.errors import DatasetError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -191,6 +192,40 @@ def test_rows_of_other_libraries_are_read_by_their_keys(tmp_path: Path, form: st
 def test_conversations_that_open_no_prompt_are_refused(tmp_path: Path, messages: list[object], said: str) -> None:
     with pytest.raises(DatasetError, match=said):
         read(write(tmp_path / "a.jsonl", [{"input": messages, "output": "4"}]))
+
+
+PNG = "data:image/png;base64,iVBORw0KGgo="
+PICTURE_PARTS: list[dict[str, object]] = [
+    {"type": "image", "image": PNG},
+    {"type": "image_url", "image_url": {"url": PNG}},
+    {"type": "text", "text": "2+2?"},
+]
+
+
+def test_pictures_of_a_message_are_its_parts(tmp_path: Path) -> None:
+    row = {"messages": [SYSTEM, {"role": "user", "content": PICTURE_PARTS}], "output": "4"}
+    path = write(tmp_path / "a.jsonl", [row])
+    keys = {"dataset_name": "jsonl", "data_path": path, "input_key": "messages", "image_key": "messages"}
+    (raw,) = raw_prompts(DatasetConfig.model_validate(keys), "data.train")
+    assert (raw.text, raw.images, raw.metadata) == (f"{IMAGE}{IMAGE}2+2?", PICTURE_PARTS[:2], {})
+
+
+@pytest.mark.parametrize(
+    ("image_key", "roles", "said"),
+    [
+        (None, ["user"], "set image_key to 'messages' where these hold the pictures"),
+        ("messages", ["user", "assistant", "user"], "expected pictures in the last message of the user alone, got one"),
+        ("images", ["user"], "no 'images'"),
+    ],
+)
+def test_pictures_of_messages_that_no_key_names_are_refused(
+    tmp_path: Path, image_key: str | None, roles: list[str], said: str
+) -> None:
+    messages = [{"role": role, "content": PICTURE_PARTS if role == "user" else "4"} for role in roles]
+    path = write(tmp_path / "a.jsonl", [{"messages": messages, "output": "4"}])
+    keys = {"dataset_name": "jsonl", "data_path": path, "input_key": "messages", "image_key": image_key}
+    with pytest.raises(DatasetError, match=said):
+        list(raw_prompts(DatasetConfig.model_validate(keys), "data.train"))
 
 
 def test_messages_before_the_text_are_rendered_and_tell_prompts_apart(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from nemo_rl.config.schema import DataConfig, DatasetConfig, EnvConfig
 from nemo_rl.data.datasets import Prompt, build_prompt_sets
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.environments.factory import build_environment
-from nemo_rl.environments.interfaces import Environment, EnvReport, Response
+from nemo_rl.environments.interfaces import ChecksAnswers, Environment, EnvReport, Response
 from nemo_rl.errors import RewardError
 
 REWARDS = "tests.helpers.rewards"
@@ -71,6 +71,19 @@ def test_custom_reward_gets_prompt_response_and_answer_and_keeps_their_order() -
         report = score(env, responses, answer={"gold": "p"})
         assert report.rewards == tuple(n + 0.5 for n in range(40))
         assert report.num_timeouts == 0
+
+
+def test_a_reward_takes_columns_of_the_row_by_name_and_rows_without_them_are_found_first() -> None:
+    rows: list[dict[str, object]] = [{"level": 1}, {"level": 2, "bonus": 4.0}, {"bonus": 1.0}]
+    prompts = [Prompt(index=n, text="p", answer="", ids=(1,), metadata=row) for n, row in enumerate(rows)]
+    with environment(**custom("of_columns", num_workers=1)) as env:
+        assert env.score(prompts[:2], answered(["a", "b"])).rewards == (1.5, 6.0)
+        assert isinstance(env, ChecksAnswers)
+        assert env.answer_problems(prompts) == [
+            None,
+            None,
+            f"reward function '{REWARDS}:of_columns' takes level by name, and the row has bonus",
+        ]
 
 
 def test_a_file_in_the_working_directory_can_hold_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
