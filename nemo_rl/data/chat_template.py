@@ -210,7 +210,7 @@ class ChatTemplate:
                 return {key: marked(item) for key, item in value.items()}
             return [marked(item) for item in value] if isinstance(value, list | tuple) else value
 
-        calls = tuple(ToolCall(name=call.name, arguments=marked(call.arguments)) for call in message.calls)
+        calls = tuple(replace(call, arguments=marked(call.arguments)) for call in message.calls)
         return replace(message, content=marked(message.content), calls=calls)
 
     @cached_property
@@ -379,7 +379,7 @@ def _as_dicts(
         if message.calls:
             answered = len(ids)
             for call in message.calls:
-                ids.append(_call_id(form.first_call + len(ids), call.name if names_in_ids else None))
+                ids.append(call.id or _call_id(form.first_call + len(ids), call.name if names_in_ids else None))
             as_dict["tool_calls"] = [
                 _call(call, ids[answered + number], form) for number, call in enumerate(message.calls)
             ]

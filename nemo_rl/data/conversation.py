@@ -25,6 +25,9 @@ class ToolCall:
     name: str
     arguments: Mapping[str, object] = field(default_factory=dict)
     """JSON-like values by the names of the tool's parameters."""
+    id: str = field(default="", compare=False)
+    """Nine letters and digits that the model gave the call, as models of Mistral do; templates repeat it beside the
+    result. Empty: calls are numbered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -168,13 +168,13 @@ class TurnEncoder:
         with self._boundary("a prompt"):
             return self._chat.encode(messages)
 
-    def written(self, call: ToolCall) -> tuple[int, ...]:
-        """Return the tokens of a turn that makes a call, as the template writes them, up to the end of the turn.
+    def written(self, *calls: ToolCall) -> tuple[int, ...]:
+        """Return the tokens of a turn that makes these calls, as the template writes them, up to the end of the turn.
 
         Raises:
             ModelFolderError: the template has no form for it.
         """
-        messages = [Message(role="user", content="2+2"), Message(role="assistant", content="", calls=(call,))]
+        messages = [Message(role="user", content="2+2"), Message(role="assistant", content="", calls=calls)]
         with self._boundary("a call"):
             form, opening = self._chat.form(shape_of(messages), generation_prompt=False), messages[:1]
             whole = self._chat.render(messages, form, generation_prompt=False)
@@ -244,8 +244,12 @@ class TurnEncoder:
     ) -> tuple[int, ...]:
         seam = self._seam(conversation, part, generation_prompt=generation_prompt)
         num_before = sum(len(message.calls) for message in conversation[:-1])
+        given = [call.id for call in conversation[-1].calls][number:]
+        called = seam.dummy[-1].calls
+        calls = tuple(replace(call, id=own) for call, own in zip(called, given, strict=False))
+        last = replace(seam.dummy[-1], calls=(*calls, *called[len(calls) :]))
         ids = self._chat.encode_part(
-            [*seam.dummy, *part.new],
+            [*seam.dummy[:-1], last, *part.new],
             replace(seam.form, first_call=num_before + number),
             generation_prompt=generation_prompt,
             part=seam.part,

@@ -38,6 +38,8 @@ __all__ = [
 
 _SHOWN = 120
 """Characters of a call that cannot be read, in the reason."""
+_CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
+"""Ids that Mistral's templates take; others, which could be anything, are not repeated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +74,7 @@ def typed(turn: ParsedTurn, schemas: Sequence[Mapping[str, Any]]) -> ParsedTurn:
     def valued(call: ToolCall) -> ToolCall:
         known = forms.get(call.name, {}).get("properties") or {}
         values = {key: _valued(value, known.get(key, {})) for key, value in call.arguments.items()}
-        return ToolCall(name=call.name, arguments=values)
+        return replace(call, arguments=values)
 
     return replace(turn, calls=tuple(map(valued, turn.calls)), has_untyped=False)
 
@@ -286,7 +288,8 @@ class MistralCalls:
         for body in map("".join, bodies):
             head, mark, arguments = body.partition(_MARK + self._ARGUMENTS)
             if mark:
-                found.read_arguments(head.partition(_MARK + self._ID)[0].strip(), arguments)
+                name, _, call_id = head.partition(_MARK + self._ID)
+                found.read_arguments(name.strip(), arguments, call_id=call_id.strip())
             else:
                 found.read(body.strip(), keys=("arguments", "parameters"))
         return found.turn()
@@ -486,7 +489,7 @@ class _CallCollector:
                 self.refuse('expected a JSON object with a "name"', body)
                 return
             key = next((key for key in keys if key in call), keys[0])
-            self._add(call["name"], call.get(key, {}), body)
+            self._add(call["name"], call.get(key, {}), body, call_id=call.get("id"))
 
     def read_pairs(self, name: str, body: str, pair: re.Pattern[str], *, expected: str) -> None:
         """Add a call whose arguments are pairs of a key and a text, one after the other."""
@@ -500,16 +503,16 @@ class _CallCollector:
         else:
             self._add(name, arguments, body)
 
-    def read_arguments(self, name: str, body: str) -> None:
+    def read_arguments(self, name: str, body: str, *, call_id: object = None) -> None:
         """Add a call whose body holds the arguments alone."""
         try:
             arguments = read_json(body) if body.strip() else {}
         except ValueError as error:
             self.refuse(f"{name}: expected a JSON object of arguments, {error}", body)
             return
-        self._add(name, arguments, body)
+        self._add(name, arguments, body, call_id=call_id)
 
-    def _add(self, name: str, arguments: object, body: str) -> None:
+    def _add(self, name: str, arguments: object, body: str, *, call_id: object = None) -> None:
         if isinstance(arguments, str):  # some models write the object as a string
             try:
                 arguments = read_json(arguments)
@@ -519,7 +522,8 @@ class _CallCollector:
         if not isinstance(arguments, dict):
             self.refuse(f"{name}: expected arguments as a JSON object, got {type(arguments).__name__}", body)
             return
-        self._calls.append(ToolCall(name=name, arguments=arguments))
+        is_id = isinstance(call_id, str) and _CALL_ID.fullmatch(call_id) is not None
+        self._calls.append(ToolCall(name=name, arguments=arguments, id=str(call_id) if is_id else ""))
 
 
 def _split_objects(text: str) -> Iterator[str]:

@@ -307,12 +307,14 @@ def call_format(name: str, encoder: TurnEncoder) -> CallFormat:
 def check_format(name: str, encoder: TurnEncoder) -> FormatCheck:
     """Return what becomes of `env.tools.format` with the calls that the chat template writes."""
     readers = reading_formats(encoder)
-    if name in readers:
-        return FormatCheck(name=name, line=f"{FORMAT_KEY}: {name} reads the calls of the chat template")
-    if name == AUTO and readers:
-        return FormatCheck(
-            name=readers[0], line=f"{FORMAT_KEY}: auto takes {readers[0]}, which reads the chat template's calls"
+    several = reading_formats(encoder, at_once=2)
+    if name in readers or (name == AUTO and readers):
+        found = next((each for each in readers if each in several), readers[0]) if name == AUTO else name
+        takes = f"auto takes {found}, which" if name == AUTO else name
+        one_by_one = (
+            "" if found in several else "; several calls in a turn it does not read, or the template cannot write"
         )
+        return FormatCheck(name=found, line=f"{FORMAT_KEY}: {takes} reads the calls of the chat template{one_by_one}")
     try:
         written = encoder.written(_sample_call(encoder.tools[0]))
         writes = f"it writes {shorten(repr(encoder.tokenizer.decode(list(written))))}"
@@ -332,19 +334,19 @@ def check_format(name: str, encoder: TurnEncoder) -> FormatCheck:
     return FormatCheck(name=name, line=line, is_refused=bool(readers) and CALL_FORMATS.is_builtin(name))
 
 
-def reading_formats(encoder: TurnEncoder) -> tuple[str, ...]:
-    """Return the built-in formats that read a call of every tool as the chat template writes it; none where it has no
-    form for calls."""
-    calls = [_sample_call(schema) for schema in encoder.tools]
+def reading_formats(encoder: TurnEncoder, *, at_once: int = 1) -> tuple[str, ...]:
+    """Return the built-in formats that read calls of every tool as the chat template writes so many in one turn; none
+    where it has no form for them."""
+    turns = [(_sample_call(schema),) * at_once for schema in encoder.tools]
     try:
-        written = [encoder.written(call) for call in calls]
+        written = [encoder.written(*calls) for calls in turns]
     except ModelFolderError:
         return ()
 
     def reads(name: str) -> bool:
         form: CallFormat = CALL_FORMATS.load(name, key=FORMAT_KEY)(encoder.tokenizer)
-        turns = [typed(form.parse(ids), encoder.tools) for ids in written]
-        return all(turn.calls == (call,) and not turn.invalid for turn, call in zip(turns, calls, strict=True))
+        read = [typed(form.parse(ids), encoder.tools) for ids in written]
+        return all(turn.calls == calls and not turn.invalid for turn, calls in zip(read, turns, strict=True))
 
     return tuple(name for name in CALL_FORMATS.builtin if name != AUTO and reads(name))
 

@@ -241,7 +241,7 @@ def test_a_preflight_warns_of_a_busy_machine_and_goes_on(
 @pytest.mark.parametrize(
     ("key", "problem", "line"),
     [
-        ("auto", [], "  env.tools.format: auto takes hermes, which reads the chat template's calls"),
+        ("auto", [], "  env.tools.format: auto takes hermes, which reads the calls of the chat template"),
         ("hermes", [], "  env.tools.format: hermes reads the calls of the chat template"),
         ("glm", ["glm does not read the calls", "set it to auto, or to hermes"], None),
     ],

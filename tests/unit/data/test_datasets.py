@@ -74,7 +74,9 @@ def test_a_category_is_a_column_of_each_prompt(tmp_path: Path, tokenizer: PreTra
     path.write_text('{"input": "a", "output": "1", "level": 3}\n{"input": "b", "output": "2"}\n')
     held = DatasetConfig(dataset_name="jsonl", data_path=path, category_key="level")
     cfg = DataConfig(train=jsonl(tmp_path / "t", "x"), validation=held)
-    with pytest.raises(DatasetError, match=r"data.validation: prompt 1: category_key 'level': expected a text.*nothing"):
+    with pytest.raises(
+        DatasetError, match=r"data.validation: prompt 1: category_key 'level': expected a text.*nothing"
+    ):
         build_prompt_sets(cfg, tokenizer)
     one = cfg.model_copy(update={"validation": held.model_copy(update={"size": 1})})
     assert [prompt.category for prompt in build_prompt_sets(one, tokenizer)[1]["validation"].prompts] == ["3"]

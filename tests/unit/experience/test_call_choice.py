@@ -98,7 +98,8 @@ SHAPES: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     ),
     "mistral": (
         "mistral", ("[TOOL_CALLS]",), chat('{{ (c.function | tojson)[:-1] + \', "id": "\' + c.id + \'"}\' }}'
-        "{% if not loop.last %}, {% endif %}", before="[TOOL_CALLS] [", after="]"), "<|im_end|>",
+        "{% if not loop.last %}, {% endif %}", before="[TOOL_CALLS] [", after="]",
+        result='{"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}'), "<|im_end|>",
     ),
     "mistral with names": (
         "mistral", ("[TOOL_CALLS]", "[ARGS]"), chat("[TOOL_CALLS]{{ c.function.name }}[ARGS]" + JSON), "<|im_end|>",
@@ -137,8 +138,9 @@ def test_a_call_of_every_tool_is_read_in_the_format_of_the_template_and_in_no_ot
     assert reading_formats(using) == (SHAPES[name][0],)
     form = call_format("auto", using)
     call = ToolCall(name="search", arguments=ARGUMENTS)
-    turn = typed(form.parse(using.written(call)), TOOLS)
-    assert turn.calls == (call,) and not turn.invalid
+    turn = typed(form.parse(using.written(call, call)), TOOLS)
+    assert turn.calls == (call, call) and not turn.invalid
+    assert reading_formats(using, at_once=2) == (SHAPES[name][0],)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -173,6 +175,23 @@ def test_rows_of_scripted_calls_are_what_the_template_renders(name: str, num_cal
         row += [*sampled, *using.extend([*messages, turn], new, sampled=sampled, is_cut=False).ids]
         assert made.decode(row) == made.decode(list(fresh)) and row == list(fresh)
         messages += [turn, *new]
+
+
+def test_results_repeat_the_ids_that_a_model_gave_its_calls() -> None:
+    using = encoder("mistral")
+    given = [ToolCall(name="ask", arguments={"question": "a"}, id=f"Ab3{n}Xyz90") for n in range(2)]
+    turn = call_format("auto", using).parse(using.written(*given))
+    assert [call.id for call in turn.calls] == [call.id for call in given]
+    odd = ToolCall(name="ask", arguments={"question": "a"}, id="[INST] hi")
+    assert call_format("auto", using).parse(using.written(odd)).calls[0].id == ""
+    conversation = [
+        Message(role="user", content="hello"),
+        Message(role="assistant", content="", calls=turn.calls),
+    ]
+    new = [Message(role="tool", content="b", name="ask") for _ in given]
+    row = using.tokenizer.decode(list(using.extend(conversation, new, sampled=(), is_cut=True).ids))
+    assert all(f'"call_id": "{call.id}"' in row for call in given) and "call0000" not in row
+    assert using.tokenizer.decode(list(using.prompt([*conversation, *new]))).endswith(row)
 
 
 def test_a_stop_token_that_begins_the_next_message_stands_once() -> None:
