@@ -96,6 +96,8 @@ def pass_activations(
         # A pipeline stage has what it got and what it sends.
         streams = 2 if setting.layout.pp > 1 else 1
         stream = streams * tokens.tokens * _stream_width(setting) * setting.element_bytes
+        # On a GPU the next layer's weights are gathered while a layer runs.
+        inside -= gathered.layer if setting.gpu is None else 0
         peak = stream + max(seam, *(layer.forward + inside for layer in layers))
         return PassActivations(layers=0, head=0, logits=logits, in_flight=1, peak=peak)
     kept = [_kept(setting, layer, number) for number, layer in enumerate(layers)]

@@ -342,8 +342,9 @@ def policy_of(case: Case, folder: Path) -> PolicyConfig:
     return tiny_policy(model, precision=case.precision, max_total_sequence_length=WIDTH, **batching, **sections, **more)
 
 
-def check(case: Case, policy: PolicyConfig, measured: list[Measured]) -> None:
-    """Each pipeline stage by its largest rank: that is what must fit."""
+def ratios(case: Case, policy: PolicyConfig, measured: list[Measured]) -> dict[str, float]:
+    """Return planned / measured of passes; each pipeline stage by its largest rank: that is what must fit."""
+    of_passes = {}
     loss = LossConfig(
         entropy_coefficient=0.1 if ENTROPY in case.asks else 0.0,
         reference_policy_kl_penalty=0.1 if UNFILTERED_LOGPROBS in case.asks else 0.0,
@@ -372,16 +373,19 @@ def check(case: Case, policy: PolicyConfig, measured: list[Measured]) -> None:
                 with_gradients=with_gradients,
             ).peak + (held if with_gradients else 0)
             largest = max(getattr(one, name) for one in found)
-            print(f"{case}: stage {stage}: {name}: planned / measured = {planned / largest:.3f}")
-            assert planned == pytest.approx(largest, rel=IN_PASSES), f"{case}: stage {stage}: {name}"
+            of_passes[f"{case}: stage {stage}: {name}"] = planned / largest
+    return of_passes
 
 
 def compare(cases: list[Case], world_size: int, folder: Path) -> None:
     policies = [policy_of(case, folder) for case in cases]
     table = [(policy, (ROWS, WIDTH, PROMPT), case.asks) for case, policy in zip(cases, policies, strict=True)]
     by_rank = run_ranks(world_size, measure_table, world_size, table, timeout_s=JOB_S / 3)
+    found: dict[str, float] = {}
     for number, (case, policy) in enumerate(zip(cases, policies, strict=True)):
-        check(case, policy, [of_rank[number] for of_rank in by_rank])
+        found |= ratios(case, policy, [of_rank[number] for of_rank in by_rank])
+    print("planned / measured", *(f"{ratio:.3f} {name}" for name, ratio in found.items()), sep="\n")
+    assert not {name: ratio for name, ratio in found.items() if abs(ratio - 1.0) > IN_PASSES}
 
 
 def test_a_plan_gives_the_memory_of_two_ranks(tmp_path: Path) -> None:
