@@ -5,7 +5,8 @@
 Both runs have the same seed, the same starter checkpoint and this Python's packages; the other revision is checked out
 into a work tree of its own. Compared are all metrics but times, bytes and memory, and the rollouts token by token.
 Prints the first number that differs of each recipe; exit code 1 when there is one. A change that renames or adds
-metrics says so on the command line: `--renamed old=new`, `--added NAME`.
+metrics says so on the command line: `--renamed old=new`, `--added NAME`. One that gives a key another default is told
+apart by giving it a value: `--set grpo.drop_zero_advantage_groups=true`.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def tree_at(revision: str, folder: Path) -> Iterator[Path]:
         subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
 
 
-def run_recipe(tree: Path, recipe: str, *, steps: int, log_dir: Path) -> None:
-    """Run a recipe with a tree's own code."""
+def run_recipe(tree: Path, recipe: str, *, steps: int, log_dir: Path, more: Sequence[str] = ()) -> None:
+    """Run a recipe with a tree's own code; `more` are settings `KEY=VALUE` besides."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     loaded = subprocess.run(
         [sys.executable, "-c", "import nemo_rl; print(nemo_rl.__path__[0])"],
@@ -114,7 +115,7 @@ def run_recipe(tree: Path, recipe: str, *, steps: int, log_dir: Path) -> None:
         "logger.log_dir": log_dir,
     }
     done = subprocess.run(
-        [sys.executable, "examples/run_grpo.py", "--config", recipe, *(f"{k}={v}" for k, v in settings.items())],
+        [sys.executable, "examples/run_grpo.py", "--config", recipe, *(f"{k}={v}" for k, v in settings.items()), *more],
         cwd=tree,
         env=environment,
         stdout=subprocess.PIPE,
@@ -133,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="recipes with one of these words in their name")
     parser.add_argument("--renamed", nargs="+", default=[], metavar="OLD=NEW", help="metrics with another name here")
     parser.add_argument("--added", nargs="+", default=[], metavar="NAME", help="metrics that the base lacks")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of both runs")
     given = parser.parse_args(arguments)
     changes = Changes(
         renamed=dict(pair.split("=", 1) for pair in given.renamed),
@@ -147,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             started = time.monotonic()
             logs = {name: Path(root) / "logs" / name / Path(recipe).stem for name in ("base", "here")}
             for name, tree in (("base", base), ("here", ROOT)):
-                run_recipe(tree, recipe, steps=given.steps, log_dir=logs[name])
+                run_recipe(tree, recipe, steps=given.steps, log_dir=logs[name], more=given.set)
             numbers = {name: numbers_of(log_dir) for name, log_dir in logs.items()}
             difference = first_difference(numbers["base"], numbers["here"], changes)
             num_different += difference is not None
