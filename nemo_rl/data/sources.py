@@ -122,11 +122,11 @@ def hub_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Ite
 
 
 def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) -> RawPrompt:
-    text, history, reference, images = _opening(value_at(row, cfg.input_key), cfg, place)
+    text, history, reference, parts = _opening(value_at(row, cfg.input_key), cfg, place)
     answer = value_at(row, cfg.output_key)
     answer = reference if answer is MISSING and reference is not None else answer
-    if cfg.image_key != cfg.input_key:
-        images = None if cfg.image_key is None else value_at(row, cfg.image_key)
+    is_apart = cfg.image_key is not None and cfg.image_key != cfg.input_key
+    images = value_at(row, cast("str", cfg.image_key)) if is_apart else parts or None
     found = {cfg.image_key: images, cfg.input_key: text, cfg.output_key: answer}
     missing = [key for key, value in found.items() if value is MISSING]
     if missing:
