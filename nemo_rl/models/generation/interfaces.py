@@ -9,16 +9,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.errors import UserError
 from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.vision import PromptImages
 from nemo_rl.routes.places import RecordedRoutes
 from nemo_rl.utils.metrics import Reduction, merge_metrics
+
+if TYPE_CHECKING:
+    from nemo_rl.models.generation.continuous import ContinuousDecoding
 
 __all__ = [
     "BASE",
@@ -340,6 +345,9 @@ class SleepReport:
 class GenerationInterface(ABC):
     """A generation backend, possibly of several replicas."""
 
+    _decoding: ContinuousDecoding | None = None
+    """The running batch that feeds and `abort` go to; None: the engine has no continuous mode."""
+
     @abstractmethod
     def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Samples all rows; an empty request gives an empty output."""
@@ -358,7 +366,7 @@ class GenerationInterface(ABC):
         Raises:
             NotImplementedError: the engine has no continuous mode.
         """
-        raise self._not_continuous()
+        self._running().abort(names)
 
     def feed(self, name: str) -> Iterator[GroupSamples]:
         """Yield rows that `add_to_feed` brings over time, as they end, until `close_feed`.
@@ -368,7 +376,7 @@ class GenerationInterface(ABC):
         Raises:
             NotImplementedError: the engine has no continuous mode.
         """
-        raise self._not_continuous()
+        return self._running().feed(name)
 
     def add_to_feed(self, name: str, request: GenerationRequest, first: int) -> None:
         """Let a request with groups of one row join a feed.
@@ -376,25 +384,27 @@ class GenerationInterface(ABC):
         Args:
             first: number in the feed of the first prompt of the request.
         """
-        raise self._not_continuous()
+        self._running().add_to_feed(name, request, first)
 
     def abort_in_feed(self, name: str, numbers: Sequence[int]) -> None:
         """Take rows with these numbers out of a feed, which never gives them; those that have ended stay."""
-        raise self._not_continuous()
+        self._running().abort_in_feed(name, numbers)
 
     def close_feed(self, name: str) -> None:
         """Take all rows of a feed out, and end it. Idempotent."""
-        raise self._not_continuous()
+        self._running().close_feed(name)
 
-    def _not_continuous(self) -> NotImplementedError:
-        return NotImplementedError(
-            f"{type(self).__name__} has no continuous mode, so that rows cannot come one by one; set "
-            "grpo.async.enabled=false and experience.conversation.enabled=false, or use another engine"
-        )
+    def _running(self) -> ContinuousDecoding:
+        if self._decoding is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no continuous mode, so that rows cannot come one by one; set "
+                "grpo.async.enabled=false and experience.conversation.enabled=false, or use another engine"
+            )
+        return self._decoding
 
     def take_load(self) -> EngineLoad:
         """Return what a continuous engine has done since the last call."""
-        return EngineLoad()
+        return EngineLoad() if self._decoding is None else self._decoding.take_load()
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
@@ -468,16 +478,22 @@ class TracedEngine(ABC):
         """Stop showing the step. Idempotent."""
 
 
-class RecordedEngine(ABC):
+class RecordedEngine:
     """An engine whose tensors can be recorded while it decodes (`EngineSpec.record`)."""
 
-    @abstractmethod
+    _recording: Any
+    """`WorkersRecording` or `DecodeRecording`; None: nothing can be recorded."""
+
     def begin_recording(self, step: int) -> None:
         """Record the requests that follow and have keys, until `end_recording`."""
+        if self._recording is None:
+            raise UserError(f"step {step}: this engine was started without anything to record; see diagnostics.record")
+        self._recording.begin(step)
 
-    @abstractmethod
     def end_recording(self) -> None:
         """End the records of the step. Idempotent."""
+        if self._recording is not None:
+            self._recording.end()
 
 
 def traced_row(engine: int, row: int) -> str:

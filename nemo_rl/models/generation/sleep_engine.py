@@ -22,7 +22,6 @@ import torch
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.generation.continuous import ContinuousDecoding
 from nemo_rl.models.generation.interfaces import (
-    EngineLoad,
     EngineSpec,
     GenerationInterface,
     GenerationOutput,
@@ -248,6 +247,8 @@ class SleepEngine(RefitTarget, GenerationInterface):
         clock: None: the one that the options name.
     """
 
+    _decoding: ContinuousDecoding
+
     def __init__(self, spec: EngineSpec, *, clock: SleepClock | None = None) -> None:
         generation = spec.policy.generation
         self.options = SleepOptions.of(generation.options)
@@ -270,24 +271,6 @@ class SleepEngine(RefitTarget, GenerationInterface):
 
     def stream(self, request: GenerationRequest) -> Iterator[GroupSamples]:
         yield from self._decoding.stream(request)
-
-    def abort(self, names: Sequence[str]) -> None:
-        self._decoding.abort(names)
-
-    def feed(self, name: str) -> Iterator[GroupSamples]:
-        yield from self._decoding.feed(name)
-
-    def add_to_feed(self, name: str, request: GenerationRequest, first: int) -> None:
-        self._decoding.add_to_feed(name, request, first)
-
-    def abort_in_feed(self, name: str, numbers: Sequence[int]) -> None:
-        self._decoding.abort_in_feed(name, numbers)
-
-    def close_feed(self, name: str) -> None:
-        self._decoding.close_feed(name)
-
-    def take_load(self) -> EngineLoad:
-        return self._decoding.take_load()
 
     def prepare_for_generation(self) -> None:
         if self._decoding.is_frozen:

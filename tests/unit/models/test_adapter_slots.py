@@ -163,7 +163,7 @@ def _finishing(*, batch_invariant: bool = False) -> tuple[Streams, TorchEngine]:
     assert engine.weight_version == 0
     slow.gate.set()
     refit.join(20)
-    assert engine.weight_version == 1 and not engine._continuous.is_frozen
+    assert engine.weight_version == 1 and not engine._decoding.is_frozen
     streams.start(asked(4, 4, stop_token_ids=()))
     streams.join()
     assert not streams.errors, streams.errors

@@ -83,7 +83,7 @@ def test_streams_and_feeds_of_two_engines_have_the_same_bits() -> None:
                 engine.add_to_feed("turns", asked(row, 1, 1, named=named), row)
             reader.wait_for(NUM_ROWS)
         assert all(equal_bits(reader.found[row], alone[row]) for row in range(NUM_ROWS))
-        assert not engine._continuous._batch._batch_of  # type: ignore[union-attr,attr-defined]
+        assert not engine._decoding._batch._batch_of  # type: ignore[union-attr,attr-defined]
 
 
 def test_the_key_reaches_the_engine_and_is_refused_for_others(tmp_path: Path) -> None:

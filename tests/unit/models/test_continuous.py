@@ -459,7 +459,7 @@ def test_rows_without_names_have_places_and_versions_of_their_own() -> None:
     refit = threading.Thread(target=engine.finish_generation)
     slow.stop_after = None
     slow.gate.set()
-    while not any(lane for lane, _ in engine._continuous._batch._batches):  # type: ignore[union-attr,attr-defined]
+    while not any(lane for lane, _ in engine._decoding._batch._batches):  # type: ignore[union-attr,attr-defined]
         time.sleep(0.001)
     refit.start()
     refit.join(30)

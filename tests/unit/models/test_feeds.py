@@ -203,15 +203,15 @@ def test_closed_feeds_take_their_rows_out_and_are_not_opened_again() -> None:
     engine = engine_of(places=3)
     with feed_of(engine, "other") as other:
         engine.add_to_feed("turns", asked(0, 6, 1, stop_token_ids=(), max_new_tokens=50), 0)
-        wait_until(lambda: bool(engine._continuous._live))  # type: ignore[union-attr]
+        wait_until(lambda: bool(engine._decoding._live))  # type: ignore[union-attr]
         engine.close_feed("turns")
         engine.close_feed("turns")
         engine.add_to_feed("turns", asked(9, 1, 1), 9)
-        assert not any(engine._continuous._lines.values())  # type: ignore[union-attr]
+        assert not any(engine._decoding._lines.values())  # type: ignore[union-attr]
         assert list(engine.feed("turns")) == []
         engine.add_to_feed("other", asked(7, 3, 1, named=False), 7)
         other.wait_for(3)
-        wait_until(lambda: engine._continuous._num_live == {True: 0, False: 0})  # type: ignore[union-attr]
+        wait_until(lambda: engine._decoding._num_live == {True: 0, False: 0})  # type: ignore[union-attr]
     for number, output in other.found.items():
         assert_near(output, in_request_mode(asked(number, 1, 1)))
 

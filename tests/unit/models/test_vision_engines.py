@@ -162,7 +162,7 @@ class ContinuousEngine:
         """Sample, and bring new weights when every row has some tokens."""
         found = list[GroupSamples]()
         thread = threading.Thread(target=lambda: found.extend(self.worker.stream(request)))
-        decoding = self.worker._decoding if hasattr(self.worker, "_decoding") else self.worker._continuous
+        decoding = self.worker._decoding
         until = decoding._turns + 5
         thread.start()
         give_up = time.monotonic() + 60.0

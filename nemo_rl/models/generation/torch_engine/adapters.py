@@ -9,7 +9,7 @@ a forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.models.expert_adapters import AddsResult, Product, run_experts
-from nemo_rl.models.generation.adapter_versions import AdapterVersions
+from nemo_rl.models.generation.adapter_versions import HeldAdapters
 from nemo_rl.models.generation.interfaces import BASE
 from nemo_rl.models.lora import A_SUFFIX, B_SUFFIX, adapted_layers
-from nemo_rl.models.weight_sync.buckets import WeightSlot, match_adapter
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
 
 __all__ = ["AdapterSlots"]
@@ -30,28 +29,21 @@ __all__ = ["AdapterSlots"]
 Tensors = Mapping[str, torch.Tensor]
 
 
-class AdapterSlots:
-    """Versions of one adapter of a model.
-
-    Args:
-        most: versions that are held at once.
-    """
+class AdapterSlots(HeldAdapters):
+    """Versions of one adapter of a model, in its memory."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, *, most: int) -> None:
-        self.versions, self._tensors = AdapterVersions(most=most), dict[int, Tensors]()
+        super().__init__(most=most)
+        self._tensors = dict[int, Tensors]()
         self._num_rows = 0
         self._parts: Sequence[tuple[Tensors | None, torch.Tensor | None]] | None = None
         """Tensors of the rows at these places of a forward pass, or of all; None between passes."""
-        self._device = model.device
-        self.known: dict[str, WeightSlot] = {}
-        """Tensors of a version, as they are received."""
+        self.device = model.device
         of_experts: dict[str, list[str]] = {}
         for layer in adapted_layers(model, config):
             owner, _, end = layer.name.rpartition(".")
             weight = model.get_parameter(layer.name if layer.num_experts else f"{layer.name}.weight")
-            dtype = str(weight.dtype).removeprefix("torch.")
-            for name, shape in layer.shapes(config.rank).items():
-                self.known[name] = WeightSlot(name=name, dtype=dtype, shape=shape)
+            self._expect(layer, weight, rank=config.rank)
             if layer.num_experts:
                 of_experts.setdefault(owner, []).append(end)
             else:
@@ -61,27 +53,12 @@ class AdapterSlots:
             experts = model.get_submodule(owner)
             experts.forward = _Experts(self, experts, owner, ends)  # type: ignore[assignment]
 
-    def add(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, live: Collection[int] = ()) -> None:
-        """Hold a version, which no row has before it is used; the tensors must not change from here on.
-
-        Args:
-            live: versions of rows that are being sampled, which stay.
-
-        Raises:
-            ValueError: a name is unknown or missing, or has another shape.
-            WorkerError: there is no slot for it.
-        """
-        found = dict(tensors)
-        match_adapter({name: tuple(tensor.shape) for name, tensor in found.items()}, self.known)
-        for old in self.versions.begin(version, live=live):
+    def _take(self, version: int, given: Tensors, gone: Sequence[int]) -> None:
+        for old in gone:
             del self._tensors[old]
-        self._tensors[version] = {
-            name: found[name].to(self._device, getattr(torch, slot.dtype)) for name, slot in self.known.items()
-        }
-        self.versions.hold(version)
+        self._tensors[version] = given
 
     def fingerprints(self, version: int) -> dict[str, str]:
-        """Return name -> fingerprint of A and s B, from the memory that serves the version."""
         return fingerprints(self._of(version).items())
 
     @contextmanager
@@ -94,7 +71,7 @@ class AdapterSlots:
                 None if version == BASE else self._of(version),
                 None
                 if len(distinct) == 1
-                else torch.tensor([row for row, own in enumerate(versions_B) if own == version], device=self._device),
+                else torch.tensor([row for row, own in enumerate(versions_B) if own == version], device=self.device),
             )
             for version in distinct
         ]

@@ -18,10 +18,9 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.adapter_folder import served_adapter
+from nemo_rl.models.generation.adapter_versions import ServesAdapters
 from nemo_rl.models.generation.continuous import ContinuousDecoding
 from nemo_rl.models.generation.interfaces import (
-    EngineLoad,
-    GenerationInterface,
     GenerationOutput,
     GenerationRequest,
     GroupSamples,
@@ -59,7 +58,7 @@ __all__ = ["TorchEngine"]
 SHUT_DOWN = "this engine was shut down; build a new one"
 
 
-class TorchEngine(GenerationInterface):
+class TorchEngine(ServesAdapters[AdapterSlots]):
     """One model, one process; rows are decoded together, `max_batch_size` at a time.
 
     Example:
@@ -102,7 +101,6 @@ class TorchEngine(GenerationInterface):
         self._weight_version = weight_version
         self._recorder: RouteRecorder | None = None
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
-        self._continuous: ContinuousDecoding | None = None
         self._states = EngineStates(ModuleMemory(model), number=number)
 
     @classmethod
@@ -159,7 +157,7 @@ class TorchEngine(GenerationInterface):
         if with_routes:
             # Before the first row: hooks must not be added while another thread decodes.
             self._route_recorder()
-        self._continuous = ContinuousDecoding(TurnBatches(self), spec, version=lambda: self._weight_version)
+        self._decoding = ContinuousDecoding(TurnBatches(self), spec, version=lambda: self._weight_version)
 
     @property
     def weight_version(self) -> int:
@@ -174,8 +172,8 @@ class TorchEngine(GenerationInterface):
             ValueError: seeds do not divide by prompts, or a prompt is empty or leaves no room for a token.
         """
         rows, settings = self.rows_of(request), self.settings_of(request)
-        if self._continuous is not None:
-            return self._continuous.generate(request)
+        if self._decoding is not None:
+            return self._decoding.generate(request)
         # Rows of like prompt length share a batch: less padding. The sort is stable, so groups stay together.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt))
         size = 1 if self.batch_invariant else self._max_batch_size
@@ -209,10 +207,7 @@ class TorchEngine(GenerationInterface):
     def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
         if self._model is not None and not self._states.is_awake:
             raise self._states.not_awake()
-        if self._adapters is not None:
-            self._adapters.versions.check_request(request.adapters)
-        elif request.adapters:
-            raise self._no_adapters()
+        self._check_adapters(request)
         if request.images:
             check_images(request, family_of(self._loaded_model().config))
         return rows_of(request, max_total_length=self._max_total_length)
@@ -230,8 +225,8 @@ class TorchEngine(GenerationInterface):
         Raises:
             ConfigError, NonFiniteError, ValueError: as `generate`, which samples each batch.
         """
-        if self._continuous is not None:
-            yield from self._continuous.stream(request)
+        if self._decoding is not None:
+            yield from self._decoding.stream(request)
             return
         num_groups, size = len(request.prompt_ids), request.group_size
         groups_of_batch, rest = divmod(self._max_batch_size, max(1, size))
@@ -243,29 +238,6 @@ class TorchEngine(GenerationInterface):
         for start in range(0, num_groups, groups_of_batch):
             groups = tuple(order[start : start + groups_of_batch])
             yield GroupSamples(groups=groups, output=self.generate(request.of_groups(groups)))
-
-    def abort(self, names: Sequence[str]) -> None:
-        self._running().abort(names)
-
-    def feed(self, name: str) -> Iterator[GroupSamples]:
-        yield from self._running().feed(name)
-
-    def add_to_feed(self, name: str, request: GenerationRequest, first: int) -> None:
-        self._running().add_to_feed(name, request, first)
-
-    def abort_in_feed(self, name: str, numbers: Sequence[int]) -> None:
-        self._running().abort_in_feed(name, numbers)
-
-    def close_feed(self, name: str) -> None:
-        self._running().close_feed(name)
-
-    def _running(self) -> ContinuousDecoding:
-        if self._continuous is None:
-            raise self._not_continuous()
-        return self._continuous
-
-    def take_load(self) -> EngineLoad:
-        return super().take_load() if self._continuous is None else self._continuous.take_load()
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
@@ -280,7 +252,7 @@ class TorchEngine(GenerationInterface):
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
         """Replaces every weight; a tied weight may come under either of its names, or both."""
-        with nullcontext() if self._continuous is None else self._continuous.at_rest():
+        with nullcontext() if self._decoding is None else self._decoding.at_rest():
             return self._replace_weights(weights, version=version)
 
     def _replace_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
@@ -313,83 +285,35 @@ class TorchEngine(GenerationInterface):
         self._weight_version = version
         return version
 
-    def update_adapter(self, adapter: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
-        # Copies: the caller may go on to train.
-        self.hold_adapter(((name, tensor.clone()) for name, tensor in adapter), version=version)
-        return self.use_adapter(version)
-
-    def hold_adapter(self, adapter: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Hold a version of the adapter, which rows have from `use_adapter` on. Waits while rows have all slots.
-
-        Raises:
-            ValueError: a name is missing, unknown or of another shape.
-        """
-        slots = self.adapter_slots
-        if self._continuous is None:
-            slots.add(version, adapter)
-            return
-        found = dict(adapter)
-
-        def attempt(live: set[int]) -> bool:
-            if not slots.versions.has_room(version, live):
-                return False
-            slots.add(version, found.items(), live=live)
-            return True
-
-        self._continuous.between_turns(attempt, waits_for=f"a slot for version {version} of the adapter")
-
-    def use_adapter(self, version: int) -> int:
-        """Let rows that begin from here on have a version that is held; return the version in use."""
-        if self._continuous is None:
-            self._use_adapter(version)
-        else:
-            self._continuous.switch(lambda: self._use_adapter(version))
-        return self._weight_version
-
-    def _use_adapter(self, version: int) -> None:
-        self.adapter_slots.versions.use(version)
-        self._weight_version = version
-
-    @property
-    def adapter_slots(self) -> AdapterSlots:
-        """Return the versions of the adapter.
-
-        Raises:
-            NotImplementedError: the engine serves none.
-        """
-        if self._adapters is None:
-            raise self._no_adapters()
-        return self._adapters
-
     def prepare_for_generation(self) -> None:
         """Wake up; rows that stand still go on."""
         self._loaded_model()
         self._states.wake()
-        if self._continuous is not None:
-            self._continuous.thaw()
+        if self._decoding is not None:
+            self._decoding.thaw()
 
     def finish_generation(self) -> None:
         """Hands unused cache memory back to the device; caches themselves end with each call. In continuous mode rows
         stand still from here on, until `prepare_for_generation`."""
-        if self._continuous is not None:
-            self._continuous.freeze()
+        if self._decoding is not None:
+            self._decoding.freeze()
         if self._model is not None and self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def sleep(self, level: int) -> SleepReport:
         self._loaded_model()
         self.finish_generation()
-        if self._continuous is not None:
-            self._continuous.check_idle()
+        if self._decoding is not None:
+            self._decoding.check_idle()
         report = self._states.sleep(level)
         if not self._states.has_weights:
             self._weight_version = -1
         return report
 
     def shutdown(self) -> None:
-        if self._continuous is not None:
-            self._continuous.end(RuntimeError(SHUT_DOWN))
-            self._continuous = None
+        if self._decoding is not None:
+            self._decoding.end(RuntimeError(SHUT_DOWN))
+            self._decoding = None
         self._tracing.close()
         # It holds the model's modules.
         self._tracing = NO_TRACING

@@ -6,37 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from nemo_rl.errors import UserError
 from nemo_rl.models.generation.interfaces import EngineSpec, RecordedEngine, SleepReport, TracedEngine
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.generation.turn_batch import ContinuousSpec
-from nemo_rl.models.weight_sync.buckets import WeightSlot, match_adapter
+from nemo_rl.models.weight_sync.buckets import WeightSlot
 from nemo_rl.models.weight_sync.target import ModuleRefitTarget
 
 __all__ = ["EngineWorker", "build_engine_worker"]
 
 
-class EngineWorker(ModuleRefitTarget, TracedEngine, RecordedEngine, TorchEngine):
+class EngineWorker(TorchEngine, TracedEngine, RecordedEngine, ModuleRefitTarget):
     """A `TorchEngine` that `WeightSync` brings new weights to, and whose decoding the live tracer shows."""
 
     @property
     def refit_module(self) -> torch.nn.Module:
         return self._loaded_model()
-
-    def match_adapter(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
-        return match_adapter(offered, self.adapter_slots.known)
-
-    def hold_adapter(self, adapter: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        TorchEngine.hold_adapter(self, adapter, version=version)
-
-    def use_adapter(self, version: int) -> int:
-        return TorchEngine.use_adapter(self, version)
-
-    def adapter_fingerprints(self, version: int) -> Mapping[str, str]:
-        return self.adapter_slots.fingerprints(version)
-
-    def adapter_versions(self) -> tuple[int, ...]:
-        return self.adapter_slots.versions.held
 
     def match_refit(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
         # What is free is asked for after this.
@@ -44,8 +28,8 @@ class EngineWorker(ModuleRefitTarget, TracedEngine, RecordedEngine, TorchEngine)
         return super().match_refit(offered)
 
     def hold_version(self, version: int) -> None:
-        if self._continuous is not None:
-            self._continuous.check_rest()
+        if self._decoding is not None:
+            self._decoding.check_rest()
         self._weight_version = version
         self._states.has_weights = self._states.has_weights or version >= 0
 
@@ -65,15 +49,6 @@ class EngineWorker(ModuleRefitTarget, TracedEngine, RecordedEngine, TorchEngine)
 
     def end_tracing(self) -> None:
         self._tracing.end()
-
-    def begin_recording(self, step: int) -> None:
-        if self._recording is None:
-            raise UserError(f"step {step}: this engine was started without anything to record; see diagnostics.record")
-        self._recording.begin(step)
-
-    def end_recording(self) -> None:
-        if self._recording is not None:
-            self._recording.end()
 
     def shutdown(self) -> None:
         self.leave_refit()

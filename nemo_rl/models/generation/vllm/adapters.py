@@ -9,7 +9,7 @@ an adapter that share a batch with others. Imports no vLLM but in the worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.errors import ConfigError, name_some
-from nemo_rl.models.generation.adapter_versions import AdapterVersions
+from nemo_rl.models.generation.adapter_versions import HeldAdapters
 from nemo_rl.models.generation.interfaces import BASE
 from nemo_rl.models.loading import is_experts
 from nemo_rl.models.lora import A_SUFFIX, AdaptedLayer, adapted_layers
-from nemo_rl.models.weight_sync.buckets import WeightSlot, match_adapter
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
 
 __all__ = ["GUARD_SLOTS", "RANKS", "Rpc", "VllmAdapters", "WorkerAdapters", "served_layers"]
@@ -70,25 +69,21 @@ def served_layers(model: PreTrainedModel, config: LoraConfig, *, use_gpu: bool) 
     return layers
 
 
-class VllmAdapters:
+class VllmAdapters(HeldAdapters):
     """Versions of an adapter in one vLLM engine.
 
     Args:
         rpc: calls vLLM's workers.
-        most: versions that are held at once.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, rpc: Rpc, *, most: int) -> None:
-        self._rpc, self.versions, self._rank = rpc, AdapterVersions(most=most), config.rank
+        super().__init__(most=most)
+        self._rpc, self._rank = rpc, config.rank
         self._numbers, self._num_taken = dict[int, int](), 0
-        self.known: dict[str, WeightSlot] = {}
-        """Tensors of a version, as they are received."""
         for layer in adapted_layers(model, config):
             weight = model.get_submodule(layer.name).weight
             assert isinstance(weight, torch.Tensor), f"{layer.name} is a linear layer"
-            dtype = str(weight.dtype).removeprefix("torch.")
-            for name, shape in layer.shapes(config.rank).items():
-                self.known[name] = WeightSlot(name=name, dtype=dtype, shape=shape)
+            self._expect(layer, weight, rank=config.rank)
 
     def prepare(self) -> None:
         """Let the workers find the place of every tensor, and clear the slot that no version has.
@@ -104,22 +99,8 @@ class VllmAdapters:
                     "out, set policy.lora.serve=merged, or policy.generation.backend=torch"
                 )
 
-    def add(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, live: Collection[int] = ()) -> None:
-        """Hold a version, which no row has before it is used.
-
-        Args:
-            live: versions of rows that are being sampled, which stay.
-
-        Raises:
-            ValueError: a name is unknown or missing, or has another shape.
-            WorkerError: there is no slot for it.
-        """
-        found = dict(tensors)
-        match_adapter({name: tuple(tensor.shape) for name, tensor in found.items()}, self.known)
-        gone = self.versions.begin(version, live=live)
-        given = {name: found[name].to(getattr(torch, slot.dtype)) for name, slot in self.known.items()}
+    def _take(self, version: int, given: Mapping[str, torch.Tensor], gone: Sequence[int]) -> None:
         self._rpc("take_adapter", _number(version), given, self._rank, [_number(old) for old in gone])
-        self.versions.hold(version)
         self._num_taken += 1
         self._numbers[version] = self._num_taken
 
@@ -128,7 +109,6 @@ class VllmAdapters:
         return f"v{version}.{self._numbers.get(version, 0)}"
 
     def fingerprints(self, version: int) -> Mapping[str, str]:
-        """Return name -> fingerprint of A and s B, from the slot of vLLM that serves the version."""
         self.versions.check(version)
         [found] = self._rpc("adapter_fingerprints", _number(version), self._rank)
         assert isinstance(found, dict), "the worker answers by name"

@@ -21,18 +21,16 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import (
     ConfigError,
     ResourceError,
-    UserError,
     WorkerError,
     WorkerLost,
     boundary,
     shorten,
 )
 from nemo_rl.models.adapter_folder import served_adapter
+from nemo_rl.models.generation.adapter_versions import ServesAdapters
 from nemo_rl.models.generation.continuous import ContinuousDecoding
 from nemo_rl.models.generation.interfaces import (
-    EngineLoad,
     EngineSpec,
-    GenerationInterface,
     GenerationOutput,
     GenerationRequest,
     GroupSamples,
@@ -51,7 +49,7 @@ from nemo_rl.models.generation.vllm.start import EngineArguments, engine_argumen
 from nemo_rl.models.generation.vllm.turns import FORCED, VllmTurns
 from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.vision import family_of
-from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, match_adapter, match_slots
+from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, match_slots
 from nemo_rl.models.weight_sync.target import RefitTarget
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec
 from nemo_rl.routes.shape import RouteShape
@@ -62,7 +60,7 @@ STAGE = "generation"
 SHUT_DOWN = "this engine was shut down; build a new one"
 
 
-class VllmEngine(GenerationInterface):
+class VllmEngine(ServesAdapters[VllmAdapters]):
     """A vLLM engine of one model, over one rank or several.
 
     vLLM's scheduler runs in this process, and with one rank the model does, too. The ranks of an engine with several
@@ -73,6 +71,8 @@ class VllmEngine(GenerationInterface):
         ConfigError: vLLM cannot serve this model, or not with these settings.
         ResourceError: its cache does not fit.
     """
+
+    _decoding: ContinuousDecoding
 
     def __init__(self, spec: EngineSpec) -> None:
         config, weight_version, generation = spec.policy, spec.weight_version, spec.policy.generation
@@ -93,7 +93,6 @@ class VllmEngine(GenerationInterface):
             self._recording = WorkersRecording(
                 spec.record, self._rpc, number=spec.number, num_engines=spec.num_engines, num_ranks=sizes.num_ranks
             )
-        self._adapters: VllmAdapters | None = None
         if config.lora.is_native:
             self._adapters = VllmAdapters(self._expected, config.lora, self._rpc, most=spec.adapter_slots)
             self._adapters.prepare()
@@ -149,25 +148,13 @@ class VllmEngine(GenerationInterface):
             raise WorkerError(
                 f"generation engine {self._number} has no complete weights to sample from: {self._broken}", stage=STAGE
             )
-        if self._adapters is not None:
-            self._adapters.versions.check_request(request.adapters)
-        elif request.adapters:
-            raise self._no_adapters()
+        self._check_adapters(request)
         if request.with_routes and self.route_shape is None:
             raise ConfigError("policy.router_replay.enabled: false, so vLLM was started without routes; set it to true")
         if request.forced is not None and not request.sampling.is_plain:
             raise ValueError("vLLM decodes forced responses at temperature 1 without top-p and top-k alone")
         check_images(request, self.vision)
         return rows_of(request, max_total_length=self._max_total_length)
-
-    def begin_recording(self, step: int) -> None:
-        if self._recording is None:
-            raise UserError(f"step {step}: this engine was started without anything to record; see diagnostics.record")
-        self._recording.begin(step)
-
-    def end_recording(self) -> None:
-        if self._recording is not None:
-            self._recording.end()
 
     def key_of(self, row: TurnRow) -> str | None:
         """Return the key of a row that is recorded; None for another one."""
@@ -182,66 +169,8 @@ class VllmEngine(GenerationInterface):
         """Return the version of the adapter that a row gets, or `BASE`; None where there are no adapters."""
         return None if self._adapters is None else self._adapters.versions.resolved(row.adapter)
 
-    def update_adapter(self, adapter: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
-        self.hold_adapter(adapter, version=version)
-        return self.use_adapter(version)
-
-    def hold_adapter(self, adapter: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Hold a version of the adapter, which rows have from `use_adapter` on. Waits while rows have all slots."""
-        slots, found = self.adapter_slots, dict(adapter)
-
-        def attempt(live: set[int]) -> bool:
-            if not slots.versions.has_room(version, live):
-                return False
-            slots.add(version, found.items(), live=live)
-            return True
-
-        self._decoding.between_turns(attempt, waits_for=f"a slot for version {version} of the adapter")
-
-    def use_adapter(self, version: int) -> int:
-        """Let rows that begin from here on have a version that is held; return the version in use."""
-
-        def use() -> None:
-            self.adapter_slots.versions.use(version)
-            self._weight_version = version
-
-        if self._is_continuous:
-            self._decoding.switch(use)
-        else:
-            use()
-        return self._weight_version
-
-    @property
-    def adapter_slots(self) -> VllmAdapters:
-        """Return the versions of the adapter.
-
-        Raises:
-            NotImplementedError: the engine serves none.
-        """
-        if self._adapters is None:
-            raise self._no_adapters()
-        return self._adapters
-
     def named(self) -> str:
         return f"generation engine {self._number}, weight version {self._weight_version}"
-
-    def abort(self, names: Sequence[str]) -> None:
-        self._decoding.abort(names)
-
-    def feed(self, name: str) -> Iterator[GroupSamples]:
-        yield from self._decoding.feed(name)
-
-    def add_to_feed(self, name: str, request: GenerationRequest, first: int) -> None:
-        self._decoding.add_to_feed(name, request, first)
-
-    def abort_in_feed(self, name: str, numbers: Sequence[int]) -> None:
-        self._decoding.abort_in_feed(name, numbers)
-
-    def close_feed(self, name: str) -> None:
-        self._decoding.close_feed(name)
-
-    def take_load(self) -> EngineLoad:
-        return self._decoding.take_load()
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
         """Replace every weight; a tied weight may come under either of its names, or both."""
@@ -411,7 +340,7 @@ def _start(arguments: EngineArguments, config: PolicyConfig) -> vllm.LLM:
             ) from error
 
 
-class VllmWorker(RefitTarget, VllmEngine, RecordedEngine):
+class VllmWorker(VllmEngine, RecordedEngine, RefitTarget):
     """A `VllmEngine` that `WeightSync` brings new weights to.
 
     Every rank receives them by itself: buckets are joined to weights on the rank's device, and each weight goes to
@@ -439,18 +368,6 @@ class VllmWorker(RefitTarget, VllmEngine, RecordedEngine):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
         self._on_ranks("forget_base")
         return super().update_weights(weights, version=version)
-
-    def match_adapter(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
-        return match_adapter(offered, self.adapter_slots.known)
-
-    def use_adapter(self, version: int) -> int:
-        return VllmEngine.use_adapter(self, version)
-
-    def adapter_fingerprints(self, version: int) -> Mapping[str, str]:
-        return self.adapter_slots.fingerprints(version)
-
-    def adapter_versions(self) -> tuple[int, ...]:
-        return self.adapter_slots.versions.held
 
     def begin_refit(self, plan: RefitPlan, *, handles: Sequence[IpcHandle] = ()) -> None:
         if plan.kind == "weights":
