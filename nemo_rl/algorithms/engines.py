@@ -31,9 +31,7 @@ from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.tracer.watch import GENERATION
 
 __all__ = [
-    "STREAMS_PER_WORKER",
     "EngineStarts",
-    "LogPlace",
     "RolloutStarts",
     "engine_bundles",
     "engine_scheduler",

@@ -48,11 +48,8 @@ __all__ = [
     "plan_rows",
     "plan_train",
     "rewards_of",
-    "rows_of_zero_variance_groups",
-    "scale_rewards",
     "score_rows",
     "select_train_rows",
-    "shaped_rewards",
 ]
 
 

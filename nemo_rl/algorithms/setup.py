@@ -103,7 +103,7 @@ from nemo_rl.utils.logger import Logger, build_logger
 from nemo_rl.utils.memory import package_versions
 from nemo_rl.utils.panel import Panel
 
-__all__ = ["FollowedSchedule", "open_parts", "open_trainer", "write_resolved_config"]
+__all__ = ["FollowedSchedule", "open_parts", "open_trainer"]
 
 logger = logging.getLogger(__name__)
 

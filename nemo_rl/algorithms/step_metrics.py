@@ -24,7 +24,6 @@ from nemo_rl.utils.logger import REWARD_METRIC
 from nemo_rl.utils.metrics import values
 
 __all__ = [
-    "Traffic",
     "data_plane_metrics",
     "ending_texts",
     "engine_speeds",

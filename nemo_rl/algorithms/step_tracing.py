@@ -43,7 +43,7 @@ from nemo_rl.tracer.process import HubSpec, TracedJob, open_job
 from nemo_rl.tracer.protocol import RankGroup
 from nemo_rl.tracer.watch import CLASSICAL, GENERATION, WatchPlan
 
-__all__ = ["LiveTracing", "TracedEngines", "TracedRun", "open_tracing", "watches_of"]
+__all__ = ["LiveTracing", "TracedEngines", "TracedRun", "open_tracing"]
 
 logger = logging.getLogger(__name__)
 

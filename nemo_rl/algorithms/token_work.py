@@ -39,7 +39,6 @@ __all__ = [
     "TokenEstimator",
     "TokenRows",
     "TokenWork",
-    "Whitening",
     "advantages_in_process",
     "plan_groups",
     "return_to_go",

@@ -28,7 +28,7 @@ from nemo_rl.data_plane.ledger.host import LedgerHost
 from nemo_rl.data_plane.run_view import ClientView, RunView, view_of
 from nemo_rl.utils.console import bytes_text
 
-__all__ = ["TopClient", "TopHead", "TopTable", "TopTask", "watch"]
+__all__ = ["TopTable", "watch"]
 
 TIMEOUT_S = 10.0
 """One question to a running ledger."""

@@ -28,7 +28,7 @@ from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.console import configure_logging, make_console
 from nemo_rl.utils.exits import FAILURE, INTERRUPTED, TIME_LIMIT, USER_ERROR, crash_line, machine_problem, text_of
 
-__all__ = ["Extent", "extent_of", "resume_hint", "run_recipe"]
+__all__ = ["extent_of", "resume_hint", "run_recipe"]
 
 RESUME = "checkpointing.resume=true"
 

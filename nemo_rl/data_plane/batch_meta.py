@@ -24,7 +24,7 @@ from nemo_rl.data_plane.chunks.wire import Counted, Packed, message_bytes, pack_
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 
-__all__ = ["JsonLike", "KVBatchMeta", "Version", "checked_info", "join_info", "shard_meta_for_dp"]
+__all__ = ["KVBatchMeta", "Version", "shard_meta_for_dp"]
 
 JsonLike: TypeAlias = "bool | int | float | str | Sequence[JsonLike] | Mapping[str, JsonLike] | None"
 _PLANS = frozenset(

@@ -24,7 +24,7 @@ from nemo_rl.data_plane.ledger.host import LedgerHost
 from nemo_rl.data_plane.run_view import RunView, view_of
 from nemo_rl.errors import DataPlaneError, ResourceError
 
-__all__ = ["METRICS", "PREFIX", "MetricsEndpoint", "ServedMetric", "check_metrics_port", "docs_table"]
+__all__ = ["METRICS", "PREFIX", "MetricsEndpoint", "check_metrics_port", "docs_table"]
 
 logger = logging.getLogger(__name__)
 

@@ -42,16 +42,7 @@ from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.utils.deadlines import StartUp
 
-__all__ = [
-    "LOOPBACK",
-    "OwnRay",
-    "check_own_ray",
-    "end_servers",
-    "keep_sigterm_handler",
-    "leave",
-    "shut_down_ray",
-    "watch_ray_start",
-]
+__all__ = ["LOOPBACK", "OwnRay", "check_own_ray", "keep_sigterm_handler", "leave", "shut_down_ray", "watch_ray_start"]
 
 logger = logging.getLogger(__name__)
 

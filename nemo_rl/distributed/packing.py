@@ -35,7 +35,6 @@ from nemo_rl.distributed.packing_form import (
 __all__ = [
     "DEFAULT_COST",
     "PackPlan",
-    "PlanKeywords",
     "StepPlanKeywords",
     "TooFewRows",
     "microbatches_needed",

@@ -35,7 +35,6 @@ __all__ = [
     "EngineNodes",
     "NodeShare",
     "RayVirtualCluster",
-    "alive_nodes",
     "choose_nodes",
     "node_resource",
 ]

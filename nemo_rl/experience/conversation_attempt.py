@@ -43,11 +43,9 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 __all__ = [
     "Attempt",
     "AttemptParts",
-    "CallsTools",
     "ConversationRecord",
     "ConversationTask",
     "Hosts",
-    "OpensConversations",
     "Replies",
     "SaidTurn",
     "TimeIsUp",

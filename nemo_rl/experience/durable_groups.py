@@ -47,7 +47,7 @@ from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.files import open_plain
 from nemo_rl.utils.metrics import Reduction, Sum, reduction_of_json, reduction_to_json
 
-__all__ = ["DurableGroups", "FinishedGroup", "StoredGroup", "check_segments", "rollout_identity"]
+__all__ = ["DurableGroups", "FinishedGroup", "check_segments", "rollout_identity"]
 
 logger = logging.getLogger(__name__)
 

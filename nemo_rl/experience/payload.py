@@ -35,7 +35,6 @@ from nemo_rl.utils.rollout_file import rounded
 
 __all__ = [
     "TURNS",
-    "TURN_REWARDS",
     "VERSION_SPANS",
     "ConversationStats",
     "SampleStats",

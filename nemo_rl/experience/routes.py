@@ -19,7 +19,7 @@ from nemo_rl.routes.places import RecordedRoutes, RouteCounts, count_routes, pla
 from nemo_rl.routes.shape import bound_bits_per_token
 from nemo_rl.utils.metrics import Mean, Reduction, Sum
 
-__all__ = ["RouteColumns", "RouteWriter"]
+__all__ = ["RouteWriter"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

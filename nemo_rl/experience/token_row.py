@@ -18,7 +18,7 @@ import torch
 from nemo_rl.errors import WorkerError
 from nemo_rl.routes.places import RecordedRoutes
 
-__all__ = ["Inserted", "InsertedTokens", "TokenRow", "TurnTokens", "routes_of_rows"]
+__all__ = ["Inserted", "TokenRow", "routes_of_rows"]
 
 
 class Inserted(StrEnum):

@@ -40,7 +40,7 @@ from nemo_rl.models.generation.turn_batch import DEADLINE_S
 from nemo_rl.routes.places import RecordedRoutes
 from nemo_rl.utils.metrics import Reduction, Sum
 
-__all__ = ["EngineFeed", "FeedSettings", "SamplesTurns", "TurnRequest", "TurnSample", "TurnSampler"]
+__all__ = ["SamplesTurns", "TurnRequest", "TurnSample", "TurnSampler"]
 
 logger = logging.getLogger(__name__)
 

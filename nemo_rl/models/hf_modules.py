@@ -22,7 +22,7 @@ from nemo_rl.models.vision import family_of, is_in_tower
 from nemo_rl.records.record import DimSplit
 from nemo_rl.records.sites import SiteKind
 
-__all__ = ["ROUTER_KINDS", "Choose", "HFRouters", "HFSites", "SplitOf"]
+__all__ = ["ROUTER_KINDS", "Choose", "HFRouters", "HFSites"]
 
 Choose: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor | None]
 """(number of the layer in the model, from 0; `[T, K]` ids of the model's own choice) -> the ids to use, None to keep

@@ -45,7 +45,6 @@ __all__ = [
     "STARTER_TASKS",
     "StarterConfig",
     "StarterReport",
-    "StarterTask",
     "check_starter_place",
     "make_starter",
     "prompt_ids",

@@ -23,7 +23,7 @@ from nemo_rl.errors import ModelFolderError, UserError, boundary
 from nemo_rl.models.loading import model_class
 from nemo_rl.models.vision import family_of
 
-__all__ = ["SmallModel", "language_config", "small_model_config", "write_small_model"]
+__all__ = ["language_config", "small_model_config", "write_small_model"]
 
 HEADS, HEAD_DIM, HIDDEN, WINDOW, POSITIONS, WIDTH = 4, 32, 64, 16, 2048, 128
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2

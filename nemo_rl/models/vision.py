@@ -26,8 +26,6 @@ __all__ = [
     "PIXELS",
     "SMALL_FEATURES",
     "PromptImages",
-    "RowPlaces",
-    "VisionColumn",
     "VisionFamily",
     "family_of",
     "freeze_tower",

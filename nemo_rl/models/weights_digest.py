@@ -17,7 +17,7 @@ from functools import cache
 
 import torch
 
-__all__ = ["TensorDigest", "WeightsDigest", "digest_weights"]
+__all__ = ["WeightsDigest", "digest_weights"]
 
 NUM_PROJECTIONS = 4
 BLOCK = 4096

@@ -20,7 +20,7 @@ from nemo_rl.records.record import FORMAT, DimSplit, RecordManifest, RecordPlace
 from nemo_rl.records.writer import MANIFEST, digest_of, end_path, lines_path, payload_path
 from nemo_rl.utils.files import FileFormat, check_format, open_plain, read_plain
 
-__all__ = ["CorruptRecord", "RecordFolder", "RecordProblem", "TensorRecord", "read_folder"]
+__all__ = ["CorruptRecord", "RecordFolder", "TensorRecord", "read_folder"]
 
 MOST_RANKS = 1 << 16
 """More have never recorded; a damaged manifest may say any number."""

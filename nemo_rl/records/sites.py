@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["ORDER_IN_LAYER", "SITES", "Direction", "SiteKind", "SiteMeaning", "execution_order"]
+__all__ = ["SITES", "Direction", "SiteKind", "execution_order"]
 
 
 class SiteKind(StrEnum):

@@ -24,16 +24,7 @@ from nemo_rl.tracer.store import quiet_s, stream_files
 from nemo_rl.tracer.stream_reader import StreamReader
 from nemo_rl.tracer.watch import GENERATION, PHASES
 
-__all__ = [
-    "FirstNonFinite",
-    "NonFiniteSite",
-    "Reading",
-    "RecordingSummary",
-    "SiteKey",
-    "SiteSummary",
-    "StreamSummary",
-    "summarize",
-]
+__all__ = ["FirstNonFinite", "Reading", "RecordingSummary", "SiteKey", "SiteSummary", "StreamSummary", "summarize"]
 
 RUN_ORDER: Mapping[str, int] = {
     phase: place for place, phase in enumerate((GENERATION, *(phase for phase in PHASES if phase != GENERATION)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["LatentAttention", "TransformerShape", "sequence_cost", "theoretical_tflops", "transformer_flops"]
+__all__ = ["TransformerShape", "sequence_cost", "theoretical_tflops", "transformer_flops"]
 
 # Dense matrix TFLOP/s from the vendors' data sheets: part of the device name -> dtype -> peak. First match wins.
 PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {

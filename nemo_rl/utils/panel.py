@@ -23,7 +23,7 @@ from rich.text import Text
 
 from nemo_rl.utils.console import bytes_text
 
-__all__ = ["Panel", "RunReport", "StepReport", "duration_text", "final_lines", "step_line"]
+__all__ = ["Panel", "RunReport", "StepReport", "final_lines", "step_line"]
 
 # Rewards drawn in the panel, as far as the terminal is wide enough.
 HISTORY_SHOWN = 60

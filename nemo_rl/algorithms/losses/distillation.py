@@ -27,7 +27,7 @@ from nemo_rl.config.distillation import DistillationConfig
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.models.policy.interfaces import TOPK_LOGPROBS
 
-__all__ = ["DistillationTerm", "distillation_term"]
+__all__ = ["distillation_term"]
 
 LEAST_REST = 1e-6
 """Probability of all tokens outside a teacher's top-k where its vocabulary has none and the policy's has: the reverse

@@ -17,16 +17,7 @@ from nemo_rl.config.loss import LossConfig
 from nemo_rl.models.policy.interfaces import DeferredMetrics, LossScale
 from nemo_rl.utils.metrics import Max, Mean, Min, Reduction, Sum
 
-__all__ = [
-    "TokenMeasures",
-    "constant_length",
-    "normalize",
-    "sequence_mean",
-    "token_mean",
-    "token_weights",
-    "valid_token_mask",
-    "weighed",
-]
+__all__ = ["TokenMeasures", "constant_length", "normalize", "token_weights", "weighed"]
 
 
 def valid_token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -46,16 +46,7 @@ from nemo_rl.models.policy.interfaces import (
     LossScale,
 )
 
-__all__ = [
-    "DistillationLoss",
-    "KlTerm",
-    "PolicyLoss",
-    "build_loss",
-    "kl_term",
-    "measure_by_staleness",
-    "measure_mismatch",
-    "measure_policy",
-]
+__all__ = ["DistillationLoss", "PolicyLoss", "build_loss", "kl_term"]
 
 GENERATION, REFERENCE = "generation_logprobs", "reference_policy_logprobs"
 

@@ -16,7 +16,7 @@ from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.models.head import CHUNK_ELEMENTS
 from nemo_rl.models.logprobs import Sampling
 
-__all__ = ["LayerBytes", "PassActivations", "layer_bytes", "pass_activations", "scores_bytes"]
+__all__ = ["PassActivations", "layer_bytes", "pass_activations", "scores_bytes"]
 
 OWN_GATED, OWN_GATED_MEGATRON, FUSED_GATED = 4, 5, 3
 """Widths of a gated MLP that are kept: both halves, the activation, the product; megatron-core copies one half;

@@ -28,7 +28,7 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, ResourceError
 from nemo_rl.utils.console import bytes_text
 
-__all__ = ["PlanChange", "PlanRequest", "changes_of", "cheapest_change", "plan_recipe", "show_plan"]
+__all__ = ["PlanRequest", "changes_of", "plan_recipe", "show_plan"]
 
 FACTORS = (2, 4, 8)
 CPU_OFFLOADED = 1.0

@@ -22,17 +22,14 @@ from nemo_rl.models.lora import adapted_layers, adapter_infos
 from nemo_rl.models.weight_sync.buckets import NUM_SLOTS, WeightSlot, bucket_bytes, most_bucket_bytes
 
 __all__ = [
-    "PROCESS_BYTES",
     "EngineMemory",
     "RankMemory",
     "adapter_slots",
-    "delta_bytes",
     "engine_memory",
     "engine_peak",
     "host_bytes",
     "plan_slots",
     "rank_memory",
-    "refit_bytes",
     "teacher_bytes",
 ]
 

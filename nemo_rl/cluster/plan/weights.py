@@ -19,15 +19,7 @@ from nemo_rl.models.lora import adapted_layers, adapter_infos
 from nemo_rl.models.megatron.convert_table import Weight, weights_of
 from nemo_rl.models.vision import family_of, is_in_tower
 
-__all__ = [
-    "NOTHING_GATHERED",
-    "GatheredBytes",
-    "LocalWeight",
-    "RestMemory",
-    "gathered_weights",
-    "local_weights",
-    "rest_memory",
-]
+__all__ = ["NOTHING_GATHERED", "GatheredBytes", "RestMemory", "gathered_weights", "local_weights", "rest_memory"]
 
 ROOT = -1
 """Unit of the weights that belong to no layer: embedding, last norm, head."""

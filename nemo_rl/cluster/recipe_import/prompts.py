@@ -15,7 +15,7 @@ from nemo_rl.cluster.recipe_import.keys import OFF, Fate, Given, KeyOutcome, bec
 from nemo_rl.config.compose import find_path
 from nemo_rl.errors import ConfigError, boundary
 
-__all__ = ["PLAIN_PROCESSORS", "convert_environments", "convert_prompts", "our_template"]
+__all__ = ["convert_environments", "convert_prompts"]
 
 PLAIN_PROCESSORS = ("math_hf_data_processor", "math_data_processor")
 """Processors that make the prompt's text, put into the template, the user's only message."""

@@ -21,7 +21,7 @@ from nemo_rl.config.schema_walk import lookup, put
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.errors import UserError
 
-__all__ = ["TEACHER", "Changes", "ShrinkChange", "SmallLayout", "changes_of", "small_layout", "teacher_sizes"]
+__all__ = ["TEACHER", "Changes", "ShrinkChange", "changes_of", "small_layout", "teacher_sizes"]
 
 KEPT = 2
 """Ranks along an axis that has several: the fewest that exchange anything."""

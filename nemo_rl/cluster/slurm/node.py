@@ -37,7 +37,7 @@ from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils.exits import INTERRUPTED, NODE_LOST
 from nemo_rl.utils.files import write_text
 
-__all__ = ["SlurmNode", "main"]
+__all__ = ["main"]
 
 logger = logging.getLogger(__name__)
 

@@ -20,16 +20,7 @@ from nemo_rl.errors import (
     name_some,
 )
 
-__all__ = [
-    "CONNECTION_BROKEN",
-    "MASTER_SILENT",
-    "NOT_FOUND",
-    "NO_SPACE",
-    "OK",
-    "TRANSFER_FAILED",
-    "call_error",
-    "read_error",
-]
+__all__ = ["CONNECTION_BROKEN", "NOT_FOUND", "NO_SPACE", "OK", "TRANSFER_FAILED", "call_error", "read_error"]
 
 OK = 0
 NO_SPACE = -200

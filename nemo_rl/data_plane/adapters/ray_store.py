@@ -42,7 +42,7 @@ from nemo_rl.errors import (
 )
 from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
 
-__all__ = ["RayNodeStore", "RayStore", "check_connected", "node_place", "owners"]
+__all__ = ["RayNodeStore", "RayStore", "owners"]
 
 PROBE_S = 1.0
 """Seconds that the holder may take to answer that it is alive."""

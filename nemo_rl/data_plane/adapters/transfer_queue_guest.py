@@ -26,7 +26,7 @@ from nemo_rl.data_plane.keys import QUEUE_PREFIX, queue_partition
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, ResourceError
 
-__all__ = ["FoundQueue", "find_queue", "leave_clean", "mark_owner", "remove_dead_runs"]
+__all__ = ["find_queue", "leave_clean", "mark_owner", "remove_dead_runs"]
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, DataPlaneError, KeysNotFound, SchemaMismatch, name_some
 from nemo_rl.jagged import lengths_of, nest, values_of
 
-__all__ = ["QueueRows", "clear_rows", "remove_partition"]
+__all__ = ["QueueRows", "remove_partition"]
 
 _T = TypeVar("_T")
 

@@ -24,7 +24,7 @@ from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import SchemaMismatch
 
-__all__ = ["ChecksumError", "ChunkReader", "GatheredColumn", "Run", "blocks_of_runs", "gather", "gather_padded"]
+__all__ = ["ChecksumError", "ChunkReader", "Run", "blocks_of_runs", "gather", "gather_padded"]
 
 SMALL_PIECE_BYTES = 64 << 10
 """Smaller pieces of a column are laid end to end before their rows are padded: a copy more is faster than a loop."""

@@ -31,7 +31,7 @@ from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import DataPlaneError, DataPlaneTimeout, KeysNotFound, PayloadLost, SchemaMismatch, name_some
 
-__all__ = ["AnnouncedPut", "ForeignColumns", "KeyedRowsLink"]
+__all__ = ["ForeignColumns", "KeyedRowsLink"]
 
 logger = logging.getLogger(__name__)
 

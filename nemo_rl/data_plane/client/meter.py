@@ -34,17 +34,7 @@ if TYPE_CHECKING:
     from nemo_rl.data_plane.interfaces import Columns
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-__all__ = [
-    "REPORT_TIMEOUT_S",
-    "Cost",
-    "CountReporter",
-    "DataPlaneEvent",
-    "EventCallback",
-    "Meter",
-    "columns_bytes",
-    "load_callback",
-    "print_event",
-]
+__all__ = ["REPORT_TIMEOUT_S", "Cost", "CountReporter", "DataPlaneEvent", "Meter", "columns_bytes", "print_event"]
 
 logger = logging.getLogger(__name__)
 

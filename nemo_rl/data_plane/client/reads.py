@@ -52,7 +52,7 @@ from nemo_rl.torch_private import jagged_view
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["Located", "Read", "RowReader", "assemble", "assemble_padded"]
+__all__ = ["Read", "RowReader", "assemble", "assemble_padded"]
 
 
 logger = logging.getLogger(__name__)

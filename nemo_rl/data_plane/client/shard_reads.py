@@ -17,7 +17,7 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.collectives import Fields
 from nemo_rl.jagged import values_of
 
-__all__ = ["ShardCache", "ShardReads"]
+__all__ = ["ShardReads"]
 
 Column = torch.Tensor | list[object]
 Key = tuple[str, tuple[str, ...], Version, int | None]

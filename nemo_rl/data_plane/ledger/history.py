@@ -14,7 +14,7 @@ from pathlib import Path
 from nemo_rl.data_plane.keys import cut_key
 from nemo_rl.data_plane.ledger.events import expand_keys, names_key, read_events
 
-__all__ = ["RowHistory", "RowMoment", "RunHistory", "histories_of_keys", "history_of_key", "read_history"]
+__all__ = ["RowHistory", "histories_of_keys", "history_of_key", "read_history"]
 
 TRAIN_STAGE = "train"
 

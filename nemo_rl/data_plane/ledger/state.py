@@ -24,7 +24,6 @@ __all__ = [
     "Row",
     "RowPiece",
     "SplitRow",
-    "TagScalar",
     "TaskCursor",
     "check_invariants",
 ]

@@ -16,7 +16,7 @@ from nemo_rl.diagnostics.compare.site_result import COLUMNS, RowName, SiteResult
 from nemo_rl.diagnostics.verdict import Comparison
 from nemo_rl.records.sites import SiteKind
 
-__all__ = ["ComparedNonFinite", "Contribution", "FirstDivergence", "RecordingComparison", "SideFacts"]
+__all__ = ["RecordingComparison", "SideFacts"]
 
 BLOCKS = ((SiteKind.LAYER_IN, SiteKind.LAYER_OUT), (SiteKind.MLP_IN, SiteKind.MLP_OUT))
 """Pairs of sites: the input and the output of a part of a layer."""

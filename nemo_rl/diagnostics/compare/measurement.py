@@ -14,19 +14,7 @@ from enum import StrEnum
 
 import torch
 
-__all__ = [
-    "ULP_BUCKETS",
-    "Measurement",
-    "Metric",
-    "RowStats",
-    "WorstRow",
-    "as_rows",
-    "measure",
-    "row_stats",
-    "take_rows",
-    "ulp_counts",
-    "ulp_dtype",
-]
+__all__ = ["ULP_BUCKETS", "Measurement", "Metric", "as_rows", "measure", "row_stats", "take_rows", "ulp_counts"]
 
 CHUNK = 1 << 21
 """Values that are converted to float64 at once: 16 MiB for each of a dozen temporaries."""

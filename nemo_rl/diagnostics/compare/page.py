@@ -20,7 +20,7 @@ from nemo_rl.diagnostics.verdict import Comparison
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.utils.files import write_text
 
-__all__ = ["layer_plot", "page_text", "ulp_bars", "write_page"]
+__all__ = ["page_text", "write_page"]
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 340, 60, 190, 16, 34
 """Sizes of a plot in pixels, with the legend to the right."""

@@ -21,7 +21,7 @@ from nemo_rl.records.sites import Direction, SiteKind, execution_order
 from nemo_rl.records.writer import bytes_of, digest_of
 from nemo_rl.tracer.watch import GENERATION
 
-__all__ = ["PHASES", "POSITIONS", "ComparedSite", "Side", "SideTokens", "token_texts"]
+__all__ = ["PHASES", "POSITIONS", "ComparedSite", "Side", "token_texts"]
 
 PHASES = ("prev_logprobs", "reference_logprobs", "forward", "train")
 """Passes in the order in which a step runs them."""

@@ -11,7 +11,7 @@ from nemo_rl.diagnostics.compare.measurement import Measurement, Metric, measure
 from nemo_rl.diagnostics.compare.merge import MatchedRows, Merged, SampleMap, match_rows
 from nemo_rl.diagnostics.compare.side import POSITIONS, ComparedSite, Side
 
-__all__ = ["COLUMNS", "RowName", "SiteResult", "WorstToken", "compare_site", "finite_or_text"]
+__all__ = ["COLUMNS", "RowName", "SiteResult", "WorstToken", "compare_site"]
 
 
 COLUMNS = (Metric.TOKEN_REL, Metric.MAX_ABS, Metric.RMS_REL, Metric.COSINE_DISTANCE, Metric.DIFFERING_FRACTION)

@@ -41,7 +41,7 @@ from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_sett
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.models.logprobs import Sampling, k3
 
-__all__ = ["Evidence", "FarToken", "MismatchReport", "explain_mismatch", "far_tokens", "look_at"]
+__all__ = ["MismatchReport", "explain_mismatch", "look_at"]
 
 logger = logging.getLogger(__name__)
 

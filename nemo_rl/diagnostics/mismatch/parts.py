@@ -33,16 +33,7 @@ from nemo_rl.diagnostics.mismatch.setting import (
 )
 from nemo_rl.models.logprobs import Sampling, k3
 
-__all__ = [
-    "MismatchPart",
-    "MismatchSplit",
-    "TokenDivergence",
-    "divergence",
-    "find_trainer",
-    "named_first",
-    "noise_floor",
-    "split",
-]
+__all__ = ["MismatchPart", "TokenDivergence", "divergence", "named_first", "split"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

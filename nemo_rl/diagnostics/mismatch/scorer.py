@@ -25,7 +25,7 @@ from nemo_rl.models.logprobs import filter_logits, token_logprobs
 from nemo_rl.models.support import KeptSets, SupportRecorder, decode_support
 from nemo_rl.routes.shape import MISSING, RouteShape
 
-__all__ = ["RoutesOf", "Scorer", "scaled_rope"]
+__all__ = ["Scorer", "scaled_rope"]
 
 FREQUENCIES = "inv_freq"
 """End of the name of the buffers: frequency i of n is base ** (-i / n), some scaled for long rows."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, RolloutSample, digest_of
 
-__all__ = ["DifferencePlace", "RouteComparison", "compare", "guess", "lookup"]
+__all__ = ["RouteComparison", "compare", "guess", "lookup"]
 
 Kind = Literal["tokens", "routes"]
 

@@ -18,7 +18,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import UserError
 from nemo_rl.utils.files import MOST_BYTES, read_plain
 
-__all__ = ["DEFAULT_LENGTH", "PromptKind", "PromptSpec", "RunnerRows", "batch_of", "make_rows"]
+__all__ = ["PromptSpec", "RunnerRows", "batch_of", "make_rows"]
 
 DEFAULT_LENGTH = 137
 """Odd, so that no layout divides it: padding is met in every run."""

@@ -58,7 +58,6 @@ __all__ = [
     "STEP",
     "RankResult",
     "RankWork",
-    "RoutesFile",
     "engine_policy",
     "probe_engine",
     "probe_rank",

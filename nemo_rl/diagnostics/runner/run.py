@@ -41,7 +41,7 @@ from nemo_rl.tracer.process import HubSpec, open_job
 from nemo_rl.tracer.watch import GENERATION, WatchPlan
 from nemo_rl.utils.files import write_text
 
-__all__ = ["RECORDS", "RESULT", "ABRuns", "ProbeResult", "ProbeSpec", "run_ab", "run_probe"]
+__all__ = ["RECORDS", "ProbeResult", "ProbeSpec", "run_ab", "run_probe"]
 
 RECORDS, RESULT = "records", "result.json"
 """Names in the folder of a probe."""

@@ -40,7 +40,7 @@ from nemo_rl.models.weights_digest import WeightsDigest
 from nemo_rl.routes.shape import MISSING
 from nemo_rl.utils.metrics import merge_metrics
 
-__all__ = ["KeptRates", "RankJob", "RankStep", "ReplayRank", "ReplayedValues", "Visit", "replay_rank"]
+__all__ = ["RankJob", "RankStep", "ReplayRank", "ReplayedValues", "replay_rank"]
 
 
 class KeptRates(Schedule):

@@ -52,7 +52,7 @@ from nemo_rl.records.reader import CorruptRecord, TensorRecord, read_folder
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import SiteKind
 
-__all__ = ["compare_step", "first_non_finite", "replay_step"]
+__all__ = ["first_non_finite", "replay_step"]
 
 
 def first_non_finite(folder: Path) -> str:

@@ -29,7 +29,7 @@ from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.errors import ConfigError, NonFiniteError
 from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES
 
-__all__ = ["RowNumbers", "StepWork", "TokenNeeds", "make_work"]
+__all__ = ["StepWork", "make_work"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

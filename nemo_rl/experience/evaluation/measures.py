@@ -30,7 +30,6 @@ __all__ = [
     "SetMeasures",
     "jackknife_error",
     "majority_of_samples",
-    "mean_of_samples",
     "measure_set",
     "pass_of_samples",
     "stated_answer",

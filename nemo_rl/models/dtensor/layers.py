@@ -29,7 +29,7 @@ from nemo_rl.models.vision import family_of
 from nemo_rl.torch_private import Compilations
 from nemo_rl.utils.metrics import Max, Reduction
 
-__all__ = ["KEPT_OPERATIONS", "CompiledLayers", "chooses_compiled", "compile_problem", "recompute_layers"]
+__all__ = ["CompiledLayers", "chooses_compiled", "compile_problem", "recompute_layers"]
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from nemo_rl.config.dtensor import OptimizerConfig, SchedulerPhase
 from nemo_rl.config.policy import SchedulerConfig
 from nemo_rl.errors import ConfigError
 
-__all__ = ["LearningRate", "LossScaler", "build_optimizer", "class_at", "learning_rate_factor"]
+__all__ = ["LearningRate", "LossScaler", "build_optimizer", "learning_rate_factor"]
 
 # Dynamic loss scale of float16: start high, halve on overflow, double after this many clean steps.
 INITIAL_SCALE = 2.0**15

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from nemo_rl.errors import ConfigError, shorten
 
-__all__ = ["MODEL_TYPES", "plan_of"]
+__all__ = ["plan_of"]
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types with a plan of their own, which also serves sequence parallelism."""

@@ -27,7 +27,6 @@ from nemo_rl.models.shards import Box, chunk_of, local_shard
 from nemo_rl.torch_private import copy_all
 
 __all__ = [
-    "box_of",
     "boxes_of",
     "fill_adapters",
     "fill_shards",

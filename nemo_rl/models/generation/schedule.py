@@ -13,7 +13,7 @@ from typing import Literal, cast, get_args
 
 from nemo_rl.errors import WorkerError
 
-__all__ = ["BatchEvents", "EventKind", "ScheduleEntry", "Script"]
+__all__ = ["BatchEvents", "ScheduleEntry", "Script"]
 
 EventKind = Literal["join", "swap", "leave"]
 """`join`: groups joined the batch; `swap`: new weights; `leave`: the groups' stream was closed before they ended."""

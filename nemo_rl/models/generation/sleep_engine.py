@@ -34,7 +34,7 @@ from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes
 from nemo_rl.models.weight_sync.target import RefitTarget
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroup, RefitGroupSpec, device_id
 
-__all__ = ["RealClock", "SleepClock", "SleepEngine", "SleepOptions", "VirtualClock", "build_sleep_engine"]
+__all__ = ["SleepEngine", "SleepOptions", "VirtualClock", "build_sleep_engine"]
 
 TAIL_Z = 3.0902
 """Standard deviations of a normal distribution up to its quantile .999."""

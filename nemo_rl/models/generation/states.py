@@ -21,7 +21,7 @@ from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import RankMemoryChange, SleepReport
 from nemo_rl.models.weight_sync.transport import device_id
 
-__all__ = ["EngineState", "EngineStates", "ModuleMemory", "SleepingMemory"]
+__all__ = ["EngineStates", "ModuleMemory"]
 
 logger = logging.getLogger(__name__)
 

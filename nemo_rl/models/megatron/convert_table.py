@@ -21,8 +21,6 @@ from nemo_rl.models.megatron.architecture import Architecture, Mixture, layers_o
 __all__ = [
     "AdaptedLinear",
     "Weight",
-    "WeightPart",
-    "WeightSplit",
     "adapted_linears",
     "adapter_weights",
     "check_adapters_fit",

@@ -33,7 +33,6 @@ __all__ = [
     "NO_RECORDING",
     "RecordSink",
     "RecordSpec",
-    "RecordedModel",
     "Recording",
     "SiteRecording",
     "StepRecords",

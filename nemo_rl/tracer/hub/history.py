@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
 from nemo_rl.tracer.reducer import Reducer
 
-__all__ = ["History", "Kept", "KeptTable", "Place"]
+__all__ = ["History", "Kept", "Place"]
 
 Place = tuple[str, str, FrameSite, Reducer]
 """Run, phase, site and reducer: one picture of the page, which newer frames replace."""

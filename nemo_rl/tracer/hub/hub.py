@@ -30,7 +30,7 @@ from nemo_rl.tracer.reducer import REDUCERS, VECTOR_FILES, Project
 from nemo_rl.tracer.summary import FirstNonFinite
 from nemo_rl.tracer.watch import WatchPlan
 
-__all__ = ["Hub", "HubRunFacts", "Sink", "SinkThread"]
+__all__ = ["Hub", "Sink", "SinkThread"]
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from nemo_rl.tracer.protocol import BadMessage, ErrorCode, HubLimits, Role, dump
 from nemo_rl.tracer.reducer import Full, Project, Reducer, Tiles
 from nemo_rl.tracer.watch import BY_FLAG, Classical
 
-__all__ = ["LEGACY_PATH", "METHODS", "PHASE", "LegacyViewer", "read_request", "serve_legacy"]
+__all__ = ["LEGACY_PATH", "PHASE", "serve_legacy"]
 
 PHASE = "train"
 """The tracers show the forward passes of training steps."""

@@ -20,7 +20,7 @@ from nemo_rl.tracer.hub.assembly import Assembly, Phase
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.protocol import RankGroup
 
-__all__ = ["HubTokenTexts", "Peer", "Ranks"]
+__all__ = ["Peer", "Ranks"]
 
 logger = logging.getLogger(__name__)
 

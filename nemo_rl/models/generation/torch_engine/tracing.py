@@ -33,15 +33,7 @@ from nemo_rl.tracer.link import BufferedSender
 from nemo_rl.tracer.protocol import RankGroup
 from nemo_rl.tracer.watch import GENERATION
 
-__all__ = [
-    "NO_SITES",
-    "NO_TRACING",
-    "DecodeRecording",
-    "DecodeTracing",
-    "EngineTracing",
-    "ObservedRequest",
-    "RequestSites",
-]
+__all__ = ["NO_TRACING", "DecodeRecording", "DecodeTracing", "EngineTracing", "ObservedRequest", "RequestSites"]
 
 
 class ObservedRequest:

@@ -24,7 +24,7 @@ from nemo_rl.models.loading import is_experts
 from nemo_rl.models.lora import A_SUFFIX, AdaptedLayer, adapted_layers
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
 
-__all__ = ["GUARD_SLOTS", "RANKS", "Rpc", "VllmAdapters", "WorkerAdapters", "served_layers"]
+__all__ = ["GUARD_SLOTS", "RANKS", "VllmAdapters", "WorkerAdapters", "served_layers"]
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM makes slots."""

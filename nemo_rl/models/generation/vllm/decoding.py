@@ -24,7 +24,7 @@ import torch
 from nemo_rl.routes.places import RecordedRoutes
 from nemo_rl.routes.shape import MISSING, RouteShape, route_dtype
 
-__all__ = ["RowGenerator", "draw_by_position", "force_rows", "join_routes"]
+__all__ = ["draw_by_position", "force_rows", "join_routes"]
 
 # splitmix64 (Steele, Lea, Flood 2014).
 _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

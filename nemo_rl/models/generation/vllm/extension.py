@@ -45,16 +45,7 @@ from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 from nemo_rl.models.weight_sync.target import RefitReceiver
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec, device_id
 
-__all__ = [
-    "RankRefit",
-    "RefitExtension",
-    "VllmWeights",
-    "WeightLoader",
-    "expected_weights",
-    "one_answer",
-    "remove_names",
-    "same_on_all_ranks",
-]
+__all__ = ["RankRefit", "RefitExtension", "expected_weights", "one_answer", "remove_names", "same_on_all_ranks"]
 
 
 def expected_weights(folder: str | Path, *, precision: str) -> PreTrainedModel:

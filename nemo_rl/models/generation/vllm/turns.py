@@ -25,7 +25,7 @@ from nemo_rl.models.generation.vllm.images import image_prompt
 if TYPE_CHECKING:
     from nemo_rl.models.generation.vllm.engine import VllmEngine
 
-__all__ = ["FORCED", "VllmTurns", "row_params"]
+__all__ = ["FORCED", "VllmTurns"]
 
 ALL_TOKENS = 0
 """vLLM's top-k that leaves nothing out."""

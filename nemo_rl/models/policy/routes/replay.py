@@ -22,14 +22,7 @@ from nemo_rl.routes.shape import dummy_route
 from nemo_rl.torch_private import after_backward
 from nemo_rl.utils.metrics import Mean, Reduction
 
-__all__ = [
-    "MicrobatchRoutes",
-    "MicrobatchTokens",
-    "ReplayAction",
-    "RouteObserver",
-    "RouteReplayer",
-    "microbatch_routes",
-]
+__all__ = ["MicrobatchRoutes", "MicrobatchTokens", "ReplayAction", "RouteReplayer", "microbatch_routes"]
 
 ReplayAction: TypeAlias = Literal["record", "replay_forward", "replay_backward"]
 OwnChoice: TypeAlias = Callable[[], torch.Tensor]

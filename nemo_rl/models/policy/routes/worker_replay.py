@@ -47,17 +47,7 @@ from nemo_rl.utils.r3_trace import (
     trace_router_replay_forward_verify,
 )
 
-__all__ = [
-    "OWN_ROUTES",
-    "ROUTES",
-    "NoReplay",
-    "PassRoutes",
-    "Replay",
-    "RouteTrace",
-    "Routers",
-    "StageReplay",
-    "WorkerReplay",
-]
+__all__ = ["OWN_ROUTES", "ROUTES", "NoReplay", "PassRoutes", "Replay", "RouteTrace", "Routers", "WorkerReplay"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,13 +36,7 @@ from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerPart
 from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.policy.workers.saving import Saving
 
-__all__ = [
-    "compose_parts",
-    "compose_worker",
-    "ensure_process_group",
-    "pick_device",
-    "worker_of_job",
-]
+__all__ = ["compose_parts", "compose_worker", "ensure_process_group", "worker_of_job"]
 
 
 @contextmanager

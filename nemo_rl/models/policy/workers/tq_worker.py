@@ -35,7 +35,7 @@ from nemo_rl.routes.columns import decode_routes, encode_routes
 from nemo_rl.utils.metrics import Max, Mean, Reduction, merge_metrics
 from nemo_rl.utils.r3_trace import trace_rollout_payload, trace_tq_fetch_payload
 
-__all__ = ["NoStoredRoutes", "RouteSource", "RoutesOfShards", "StoredRoutes", "TQWorker", "logprob_mismatch"]
+__all__ = ["NoStoredRoutes", "StoredRoutes", "TQWorker", "logprob_mismatch"]
 
 RATIOS = {"f128": 1.28, "f2": 2.0}
 """Metric -> bound: beyond the first clipping sets in, beyond the second a token has another weight altogether."""

@@ -34,7 +34,7 @@ from nemo_rl.models.weight_sync.receipt import (
 )
 from nemo_rl.models.weight_sync.target import RefitTarget
 
-__all__ = ["Parties", "Receipts", "behaviour_problems", "content_problems", "gap", "measured", "scoring_problems"]
+__all__ = ["Receipts", "behaviour_problems", "content_problems", "gap", "measured", "scoring_problems"]
 
 FLOORS: Mapping[str, float] = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """No measured tolerance is below: what the order of sums makes of one precision."""
