@@ -268,7 +268,7 @@ def select_train_rows(
         kept = [i for i in members if stays[i]]
         if not kept:
             continue
-        if not _is_capped(policy):
+        if not (policy.sequence_packing.is_on or policy.dynamic_batching.enabled):
             kept = list(members)
         else:
             fillers = sorted((i for i in members if not stays[i]), key=lambda i: -lengths[i])
@@ -401,10 +401,6 @@ def _rows_needed(lengths: Sequence[int], policy: PolicyConfig, layout: ParallelL
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _is_capped(policy: PolicyConfig) -> bool:
-    return policy.sequence_packing.is_on or policy.dynamic_batching.enabled
 
 
 def rewards_of(sample_stats: SampleStats, config: GRPOConfig) -> torch.Tensor:

@@ -92,7 +92,7 @@ def default_tree(section: type[BaseModel] = MasterConfig) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, field in keys_of(section).items():
         inner = section_class(field.annotation)
-        if inner is not None and not _is_nullable(field.annotation):
+        if inner is not None and not (_is_union(field.annotation) and type(None) in typing.get_args(field.annotation)):
             tree[name] = default_tree(inner)
         elif not field.is_required():
             value = field.get_default(call_default_factory=True)
@@ -200,7 +200,3 @@ def drop(tree: dict[str, Any], path: Sequence[str]) -> None:
 
 def _is_union(annotation: object) -> bool:
     return typing.get_origin(annotation) in (typing.Union, types.UnionType)
-
-
-def _is_nullable(annotation: object) -> bool:
-    return _is_union(annotation) and type(None) in typing.get_args(annotation)

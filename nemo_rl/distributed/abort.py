@@ -148,11 +148,9 @@ def abort_process_groups() -> int:
     thread ends with its process.
     """
     with _one_at_a_time:
-        return _abort_nccl() + sum(_shut_down(fd) for epoll in set(_gloo_polls()) for fd in _polled_by(epoll))
-
-
-def _abort_nccl() -> int:
-    return abort_nccl() if torch.cuda.is_available() else 0
+        return (abort_nccl() if torch.cuda.is_available() else 0) + sum(
+            _shut_down(fd) for epoll in set(_gloo_polls()) for fd in _polled_by(epoll)
+        )
 
 
 def _gloo_polls() -> Iterator[int]:

@@ -204,7 +204,7 @@ class ConversationLoop:
         if self._config.too_few == "refill" and num_scored < group.min_scored:
             again = {
                 number: self._conversation(
-                    replace(task, seed=_refill_seed(task.seed), name=task.name and f"{task.name}r")
+                    replace(task, seed=row_seeds(task.seed, "refill", count=1)[0], name=task.name and f"{task.name}r")
                 )
                 for number, (task, record) in enumerate(zip(tasks, records, strict=True))
                 if not record.is_scored
@@ -243,7 +243,3 @@ async def _all(work: Iterable[Coroutine[object, object, _T]]) -> list[_T]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-def _refill_seed(seed: int) -> int:
-    return row_seeds(seed, "refill", count=1)[0]

@@ -479,7 +479,7 @@ class RolloutWorker:
             return {}
         if not turns:
             raise WorkerError("expected routes with the samples, the engines gave none", stage="rollout")
-        declared = self._declared(partition_id)
+        declared = frozenset(spec.name for spec in self.client.partition_fields(partition_id))
         written = self._routes.write(
             turns,
             lengths=columns.tensor("input_lengths"),
@@ -491,10 +491,6 @@ class RolloutWorker:
         trace_rollout_payload(keys=keys, data=columns, layers=written.layers, routes=routes, continues=not is_first)
         columns.update(written.columns)
         return written.metrics
-
-    def _declared(self, partition_id: str) -> frozenset[str]:
-        """Return the names of the partition's columns."""
-        return frozenset(spec.name for spec in self.client.partition_fields(partition_id))
 
     def validate(self, task: EvaluationTask) -> ValidationResult:
         """Measures the held-out prompts; see `Evaluator.evaluate`."""

@@ -17,7 +17,6 @@ from nemo_rl.diagnostics.rollouts.row import (
     Grade,
     RolloutRow,
     RowTokens,
-    TokenPiece,
     difference_text,
     pieces_of,
     shared_reason,
@@ -281,12 +280,7 @@ def _tokens(tokens: RowTokens) -> Iterator[Markup]:
     for piece in pieces_of(tokens):
         shade = "masked" if piece.is_masked else CLASSES[piece.grade or Grade.CLOSE]
         said = "\n".join(_values(tokens, at) for at in piece.tokens)
-        yield tag("span", {"class": shade, "title": said}, _visible(piece))
-
-
-def _visible(piece: TokenPiece) -> str:
-    """Spell out line feeds, so that each is seen before it acts."""
-    return _lines(piece.text).replace("\n", "\\n\n")
+        yield tag("span", {"class": shade, "title": said}, _lines(piece.text).replace("\n", "\\n\n"))
 
 
 def _values(tokens: RowTokens, at: int) -> str:
