@@ -269,33 +269,13 @@ def _rebuild_worker_error(kind: type[WorkerError], text: str, rank: int | None, 
 
 
 _BY_NAME: Mapping[str, type[NemoRLError]] = {
-    kind.__name__: kind
-    for kind in (
-        CapacityExceeded,
-        DataPlaneClosed,
-        DataPlaneError,
-        DataPlaneTimeout,
-        FieldNotProduced,
-        KeysNotFound,
-        LeaseExpired,
-        LedgerLost,
-        PartitionNotFound,
-        PayloadCorrupt,
-        PayloadLost,
-        SchemaMismatch,
-        VersionMismatch,
-        UserError,
-        ConfigError,
-        DatasetError,
-        ModelFolderError,
-        ResourceError,
-        RewardError,
-        NonFiniteError,
-        CheckpointError,
-        RunFolderError,
-        RecordingError,
-    )
+    name: kind
+    for name, kind in globals().items()
+    if isinstance(kind, type)
+    and issubclass(kind, DataPlaneError | UserError)
+    and kind not in (PreflightError, UnsupportedFormat)
 }
+"""Errors that keep their class on the way through a socket or an actor reply."""
 
 
 def to_record(error: BaseException) -> dict[str, str]:

@@ -41,8 +41,7 @@ def jagged_view(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """
     if values.requires_grad:
         return torch.nested.nested_tensor_from_jagged(values, offsets)
-    view: torch.Tensor = NestedTensor(values, offsets)
-    return view
+    return NestedTensor(values, offsets)
 
 
 def jagged_parts(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -117,8 +116,7 @@ def default_store() -> dist.Store:
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return how long a collective of the group may take on a device."""
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout
+    return group._get_backend(device).options._timeout
 
 
 def nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:

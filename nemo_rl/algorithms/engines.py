@@ -5,6 +5,7 @@ Called by `setup` for a run and by `evaluate` for a checkpoint.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -147,8 +148,50 @@ def engine_bundles(config: MasterConfig, cluster: RayVirtualCluster) -> dict[int
     return {number: of_kind[place.start : place.stop] for number, place in zip(numbers, places, strict=True)}
 
 
-class EngineStarts:
-    """Starts engines under Ray, each a group of its own.
+class WorkerStarts(ABC):
+    """Starts workers under Ray, each a group of its own."""
+
+    _members: list[RayWorkerGroup]
+
+    def fleet(self, *, timeout_s: float) -> WorkerFleet:
+        """The processes of all workers; `begin_all` builds the workers in them.
+
+        Args:
+            timeout_s: for one that is started later in place of another.
+        """
+        return WorkerFleet(list(self._members), start=partial(self._replacement, timeout_s=timeout_s))
+
+    def begin_all(self) -> None:
+        """Builds every worker, without waiting."""
+        for number, group in enumerate(self._members):
+            self._begin(number, group)
+
+    def finish_all(self, *, timeout_s: float) -> None:
+        """Wait until every worker is built."""
+        for group in self._members:
+            group.finish_start(timeout_s=timeout_s)
+
+    @abstractmethod
+    def _processes_of(self, number: int) -> RayWorkerGroup: ...
+
+    @abstractmethod
+    def _begin(self, number: int, group: RayWorkerGroup) -> None: ...
+
+    def _replacement(self, number: int, *, timeout_s: float) -> RayWorkerGroup:
+        """Return a worker in place of one that was lost, when it is built; its group is ended where that fails. The
+        weights of an engine come with the refit that asked for it."""
+        group = self._processes_of(number)
+        try:
+            self._begin(number, group)
+            group.finish_start(timeout_s=timeout_s)
+        except BaseException:
+            group.shutdown()
+            raise
+        return group
+
+
+class EngineStarts(WorkerStarts):
+    """Starts engines under Ray.
 
     Args:
         spec_of: by the number of the engine.
@@ -158,24 +201,6 @@ class EngineStarts:
         self._config, self._spec_of, self._log, self._cluster = config, spec_of, log_place(config), cluster
         self._bundles = engine_bundles(config, cluster)
         self._members = [self._processes_of(number) for number in range(config.policy.generation.num_replicas)]
-
-    def fleet(self, *, timeout_s: float) -> WorkerFleet:
-        """The processes of all engines; `begin_all` builds the engines in them.
-
-        Args:
-            timeout_s: for one that is started later in place of another.
-        """
-        return WorkerFleet(list(self._members), start=partial(self._replacement, timeout_s=timeout_s))
-
-    def begin_all(self) -> None:
-        """Builds every engine, without waiting."""
-        for number, group in enumerate(self._members):
-            self._begin(number, group)
-
-    def finish_all(self, *, timeout_s: float) -> None:
-        """Wait until every engine is built."""
-        for group in self._members:
-            group.finish_start(timeout_s=timeout_s)
 
     def _processes_of(self, number: int) -> RayWorkerGroup:
         streams = STREAMS_PER_WORKER if self._config.has_continuous_engines else 0
@@ -197,13 +222,9 @@ class EngineStarts:
             spec = replace(spec, bundles=tuple(bundles), gpu_share=_engine_share(self._config))
         group.begin_start(_builder(self._config), [{"spec": spec}])
 
-    def _replacement(self, number: int, *, timeout_s: float) -> RayWorkerGroup:
-        """An engine in place of one that was lost; its weights come with the refit that asked for it."""
-        return _started(self._processes_of(number), partial(self._begin, number), timeout_s=timeout_s)
 
-
-class RolloutStarts:
-    """Starts rollout workers under Ray, each a group of its own.
+class RolloutStarts(WorkerStarts):
+    """Starts rollout workers under Ray.
 
     Args:
         engines: returns the scheduler of the engines for a worker that starts now.
@@ -214,41 +235,14 @@ class RolloutStarts:
         self._num_streams = STREAMS_PER_WORKER if config.has_continuous_engines else 1
         self._members = [self._processes_of(number) for number in range(config.experience.num_workers)]
 
-    def fleet(self, *, timeout_s: float) -> WorkerFleet:
-        """The processes of all workers; `begin_all` builds the workers in them.
-
-        Args:
-            timeout_s: for one that is started later in place of another.
-        """
-        return WorkerFleet(list(self._members), start=partial(self._replacement, timeout_s=timeout_s))
-
-    def begin_all(self) -> None:
-        """Builds every worker, without waiting."""
-        for group in self._members:
-            self._begin(group)
-
     def _processes_of(self, number: int) -> RayWorkerGroup:
         placement = RayPlacement(num_cpus=ROLLOUT_CPUS)
         return RayWorkerGroup(
             "rollout", world_size=1, placement=placement, first=number, num_streams=self._num_streams, **self._log
         )
 
-    def _begin(self, group: RayWorkerGroup) -> None:
+    def _begin(self, number: int, group: RayWorkerGroup) -> None:
         group.begin_start(RolloutWorker, [{"spec": self._spec, "generation": self._engines()}])
-
-    def _replacement(self, number: int, *, timeout_s: float) -> RayWorkerGroup:
-        return _started(self._processes_of(number), self._begin, timeout_s=timeout_s)
-
-
-def _started(group: RayWorkerGroup, begin: Callable[[RayWorkerGroup], None], *, timeout_s: float) -> RayWorkerGroup:
-    """Return the group when its worker is built; it is ended where that fails."""
-    try:
-        begin(group)
-        group.finish_start(timeout_s=timeout_s)
-    except BaseException:
-        group.shutdown()
-        raise
-    return group
 
 
 def _builder(config: MasterConfig) -> Callable[..., object]:

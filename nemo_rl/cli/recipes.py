@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nemo_rl.cli.doors import AsJson
 from nemo_rl.cluster.recipe_import import as_record, import_recipe, report_lines, to_recipe
 from nemo_rl.errors import ConfigError, UserError, boundary
 from nemo_rl.utils.console import make_console
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from nemo_rl.cluster.shrink.run import ShrinkReport
 
 __all__ = ["app", "doctor", "plan", "shrink"]
+
+ModelConfig = Annotated[
+    Path | None, typer.Option("--model-config", metavar="FILE", help="config.json of a model that is not here")
+]
 
 app = typer.Typer(no_args_is_help=True, help="Recipes: from other frameworks.")
 
@@ -64,10 +69,8 @@ def plan(
     ] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="such as H100-80G")] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="in place of cluster.num_nodes")] = None,
-    model_config: Annotated[
-        Path | None, typer.Option("--model-config", metavar="FILE", help="config.json of a model that is not here")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+    model_config: ModelConfig = None,
+    as_json: AsJson = False,
 ) -> None:
     """Plan a run without starting anything.
 
@@ -104,10 +107,8 @@ def shrink(
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, max=100, help="steps to run")] = 3,
     is_run: Annotated[bool, typer.Option("--run/--no-run", help="run it, or only write it")] = True,
-    model_config: Annotated[
-        Path | None, typer.Option("--model-config", metavar="FILE", help="config.json of a model that is not here")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+    model_config: ModelConfig = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run the code of RECIPE on this machine: few CPU workers, a small random model of the same family.
 

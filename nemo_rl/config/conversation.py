@@ -82,18 +82,7 @@ class EndingPolicies(Section):
     @property
     def by_ending(self) -> dict[Ending, EndingPolicy]:
         """Return the policy of each ending."""
-        return {
-            Ending.ANSWERED: self.answered,
-            Ending.ENVIRONMENT_DONE: self.environment_done,
-            Ending.TURN_LIMIT: self.turn_limit,
-            Ending.TOKEN_LIMIT: self.token_limit,
-            Ending.TIME_LIMIT: self.time_limit,
-            Ending.INVALID_CALLS: self.invalid_calls,
-            Ending.CONTEXT_FULL: self.context_full,
-            Ending.ENV_ERROR: self.env_error,
-            Ending.ENGINE_ERROR: self.engine_error,
-            Ending.CANCELLED: self.cancelled,
-        }
+        return {ending: getattr(self, ending.value) for ending in Ending}
 
 
 class ConversationConfig(Section):
@@ -175,11 +164,11 @@ def rule_conversation_keys_need_conversations(config: MasterConfig) -> list[str]
     if section.enabled:
         return []
     names, switch = keys_besides_the_switch(section), f"{prefix}.enabled"
-    lines = would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
+    lines = would_be_ignored(section, prefix, names, switch=switch)
     tools = tuple(type(config.env.tools).model_fields)
-    lines += would_be_ignored(config.env.tools, "env.tools", tools, switch=switch, because=f"{switch} is false")
+    lines += would_be_ignored(config.env.tools, "env.tools", tools, switch=switch)
     if config.data.history != "append":
-        lines += would_be_ignored(config.data, "data", ("history",), switch=switch, because=f"{switch} is false")
+        lines += would_be_ignored(config.data, "data", ("history",), switch=switch)
     return lines
 
 

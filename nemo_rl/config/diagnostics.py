@@ -121,7 +121,7 @@ def rule_keep_steps_need_their_switch(config: MasterConfig) -> list[str]:
         return []
     prefix, names = "diagnostics.keep_steps", tuple(type(section).model_fields)
     switch = f"{prefix}.enabled"
-    return would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
+    return would_be_ignored(section, prefix, names, switch=switch)
 
 
 def rule_record_keys_need_steps(config: MasterConfig) -> list[str]:

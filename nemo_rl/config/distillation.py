@@ -135,7 +135,7 @@ def rule_distillation_keys_need_their_switch(config: MasterConfig) -> list[str]:
         because = f"{_SECTION}.kl is {section.kl!r}"
         return would_be_ignored(section, _SECTION, ["mixed_weight"], switch=f"{_SECTION}.kl", because=because)
     names = keys_besides_the_switch(section)
-    return would_be_ignored(section, _SECTION, names, switch=switch, because=f"{switch} is false")
+    return would_be_ignored(section, _SECTION, names, switch=switch)
 
 
 def rule_distillation_needs_a_teacher(config: MasterConfig) -> list[str]:

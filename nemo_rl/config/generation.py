@@ -188,7 +188,7 @@ def rule_receipt_keys_need_receipts(config: MasterConfig) -> list[str]:
     if receipt.enabled:
         return []
     names, switch = keys_besides_the_switch(receipt), f"{prefix}.enabled"
-    return would_be_ignored(receipt, prefix, names, switch=switch, because=f"{switch} is false")
+    return would_be_ignored(receipt, prefix, names, switch=switch)
 
 
 def rule_sampling_mask_needs_top_p_or_top_k(config: MasterConfig) -> list[str]:
@@ -312,7 +312,7 @@ def rule_delta_refit_needs_processes(config: MasterConfig) -> list[str]:
     delta, key = config.policy.generation.refit_delta, "policy.generation.refit_delta"
     if not delta.enabled:
         switch = f"{key}.enabled"
-        return would_be_ignored(delta, key, ("full_every",), switch=switch, because=f"{switch} is false")
+        return would_be_ignored(delta, key, ("full_every",), switch=switch)
     if config.cluster.launcher == "local":
         return [
             f"{key}.enabled: true, but with cluster.launcher 'local' weights never leave the process, so that a delta "

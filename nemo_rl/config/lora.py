@@ -90,7 +90,7 @@ def rule_lora_keys_need_lora(config: MasterConfig) -> list[str]:
     if lora.enabled:
         return []
     names, switch = keys_besides_the_switch(lora), f"{prefix}.enabled"
-    return would_be_ignored(lora, prefix, names, switch=switch, because=f"{switch} is false")
+    return would_be_ignored(lora, prefix, names, switch=switch)
 
 
 def rule_lora_reference_needs_an_adapter(config: MasterConfig) -> list[str]:

@@ -268,7 +268,7 @@ def rule_megatron_recompute_keys_need_their_switch(config: MasterConfig) -> list
     if not megatron.activation_checkpointing:
         names = ("recompute_granularity", *full, *selective)
         switch = f"{_SECTION}.activation_checkpointing"
-        return would_be_ignored(megatron, _SECTION, names, switch=switch, because=f"{switch} is false")
+        return would_be_ignored(megatron, _SECTION, names, switch=switch)
     granularity, switch = megatron.recompute_granularity, f"{_SECTION}.recompute_granularity"
     others = selective if granularity == "full" else full
     lines = would_be_ignored(megatron, _SECTION, others, switch=switch, because=f"{switch} is {granularity!r}")
@@ -356,7 +356,7 @@ def rule_megatron_offload_needs_its_keys(config: MasterConfig) -> list[str]:
         return []
     if not optimizer.optimizer_cpu_offload:
         names, switch = ["optimizer_offload_fraction"], f"{prefix}.optimizer_cpu_offload"
-        return would_be_ignored(optimizer, prefix, names, switch=switch, because=f"{switch} is false")
+        return would_be_ignored(optimizer, prefix, names, switch=switch)
     lines = []
     if optimizer.optimizer_offload_fraction == 0:
         lines.append(f"{prefix}.optimizer_offload_fraction: 0 offloads nothing; set a number up to 1")

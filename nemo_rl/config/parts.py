@@ -109,22 +109,13 @@ class PluginKind:
         return part  # type: ignore[no-any-return]
 
 
+_LOSS_NAMES = (
+    *("clipped_pg", "reinforce", "gspo", "gspo_token", "luspo", "gmpo"),
+    *("cispo", "sapo", "dppo_tv", "dppo_kl", "vespo", "dro"),
+)
 LOSSES = PluginKind(
     what="a loss",
-    builtin={
-        "clipped_pg": "nemo_rl.algorithms.losses.terms:clipped_pg",
-        "reinforce": "nemo_rl.algorithms.losses.terms:reinforce",
-        "gspo": "nemo_rl.algorithms.losses.terms:gspo",
-        "gspo_token": "nemo_rl.algorithms.losses.terms:gspo_token",
-        "luspo": "nemo_rl.algorithms.losses.terms:luspo",
-        "gmpo": "nemo_rl.algorithms.losses.terms:gmpo",
-        "cispo": "nemo_rl.algorithms.losses.terms:cispo",
-        "sapo": "nemo_rl.algorithms.losses.terms:sapo",
-        "dppo_tv": "nemo_rl.algorithms.losses.terms:dppo_tv",
-        "dppo_kl": "nemo_rl.algorithms.losses.terms:dppo_kl",
-        "vespo": "nemo_rl.algorithms.losses.terms:vespo",
-        "dro": "nemo_rl.algorithms.losses.terms:dro",
-    },
+    builtin={name: f"nemo_rl.algorithms.losses.terms:{name}" for name in _LOSS_NAMES},
 )
 """Built-in ones are `PolicyTerm`s, which `PolicyLoss` completes; one of the user's own is a whole `LossFunction`."""
 ADVANTAGE_ESTIMATORS = PluginKind(
@@ -275,20 +266,6 @@ CALL_FORMATS = PluginKind(
     },
 )
 """Built-in formats; `auto` takes the first of them that reads the calls of the chat template."""
-DATASETS = PluginKind(
-    what="a dataset",
-    builtin={
-        "sort_digits": "nemo_rl.data.sources:sort_digits_prompts",
-        "guess": "nemo_rl.data.sources:guess_prompts",
-        "calculator_sums": "nemo_rl.data.sources:calculator_sums_prompts",
-        "sliding_puzzle": "nemo_rl.data.sources:sliding_puzzle_prompts",
-        "shapes": "nemo_rl.data.sources:shapes_prompts",
-        "reasoning_gym": "nemo_rl.data.sources:reasoning_gym_prompts",
-        "jsonl": "nemo_rl.data.sources:jsonl_prompts",
-        "huggingface": "nemo_rl.data.sources:huggingface_prompts",
-    },
-    hub="nemo_rl.data.sources:hub_prompts",
-)
 GENERATED_DATASETS: Mapping[str, tuple[str, ...] | None] = {
     "sort_digits": ("min_digits", "max_digits"),
     "guess": ("numbers", "games"),
@@ -298,5 +275,10 @@ GENERATED_DATASETS: Mapping[str, tuple[str, ...] | None] = {
     "reasoning_gym": None,
 }
 """Options of the datasets that are drawn by a seed and a size; None: those of the task."""
+DATASETS = PluginKind(
+    what="a dataset",
+    builtin={name: f"nemo_rl.data.sources:{name}_prompts" for name in (*GENERATED_DATASETS, "jsonl", "huggingface")},
+    hub="nemo_rl.data.sources:hub_prompts",
+)
 TRACKERS = PluginKind(what="a tracker", builtin={})
 """Built-in trackers have switches of their own (`logger.wandb_enabled` and so on)."""

@@ -284,7 +284,7 @@ def rule_worker_keys_fit_the_worker(config: MasterConfig) -> list[str]:
     ):
         if not section.enabled and other.enabled:
             names, switch = keys_besides_the_switch(section), f"{prefix}.enabled"
-            lines += would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
+            lines += would_be_ignored(section, prefix, names, switch=switch)
     if megatron.enabled and not dtensor.enabled:
         for name in ("optimizer", "scheduler"):
             because = f"the Megatron worker takes policy.megatron_cfg.{name}"

@@ -128,7 +128,7 @@ def rule_dynamic_sampling_is_complete(config: MasterConfig) -> list[str]:
     grpo, switch = config.grpo, "grpo.use_dynamic_sampling"
     if not grpo.use_dynamic_sampling:
         names = ("dynamic_sampling_max_gen_batches", "batch_multiplier")
-        return would_be_ignored(grpo, "grpo", names, switch=switch, because=f"{switch} is false")
+        return would_be_ignored(grpo, "grpo", names, switch=switch)
     because = f"{switch} is true, which leaves such groups out itself"
     ignored = ("drop_zero_advantage_groups",) if grpo.drop_zero_advantage_groups is False else ()
     lines = would_be_ignored(grpo, "grpo", ignored, switch=switch, because=because)
@@ -145,7 +145,7 @@ def rule_reward_scaling_maps_an_interval(config: MasterConfig) -> list[str]:
     if not section.enabled:
         switch = f"{prefix}.enabled"
         names = ("source_min", "source_max", "target_min", "target_max")
-        return would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
+        return would_be_ignored(section, prefix, names, switch=switch)
     lines = []
     if section.source_min >= section.source_max:
         lines.append(f"{prefix}.source_min: {section.source_min} is not below source_max {section.source_max}")
@@ -159,7 +159,7 @@ def rule_reward_shaping_is_complete(config: MasterConfig) -> list[str]:
     buffer = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
     if not section.enabled:
         switch, names = f"{prefix}.enabled", (*buffer, "stop_properly_penalty_coef")
-        return would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
+        return would_be_ignored(section, prefix, names, switch=switch)
     if section.stop_properly_penalty_coef is not None:
         switch = f"{prefix}.stop_properly_penalty_coef"
         return would_be_ignored(section, prefix, buffer, switch=switch, because=f"{switch} replaces the buffer")
@@ -196,5 +196,5 @@ def rule_sibling_std_needs_a_sibling_baseline(config: MasterConfig) -> list[str]
     ):
         if not is_on:
             switch, names = f"grpo.{name}", ("use_leave_one_out_std",)
-            lines += would_be_ignored(config.grpo, "grpo", names, switch=switch, because=f"{switch} is false")
+            lines += would_be_ignored(config.grpo, "grpo", names, switch=switch)
     return lines

@@ -57,7 +57,7 @@ def rule_router_replay_keys_need_their_switch(config: MasterConfig) -> list[str]
     if replay.enabled:
         return []
     names = tuple(name for name in type(replay).model_fields if name != "enabled")
-    return would_be_ignored(replay, _SECTION, names, switch=switch, because=f"{switch} is false")
+    return would_be_ignored(replay, _SECTION, names, switch=switch)
 
 
 def rule_route_recording_needs_its_pass(config: MasterConfig) -> list[str]:

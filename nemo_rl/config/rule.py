@@ -40,9 +40,16 @@ class Ignored(str):
         return line
 
 
-def would_be_ignored(section: Section, prefix: str, names: Iterable[str], *, switch: str, because: str) -> list[str]:
+def would_be_ignored(
+    section: Section, prefix: str, names: Iterable[str], *, switch: str, because: str = ""
+) -> list[str]:
     """Return one line for each of the attributes `names` that differs from its default; of a section below, one for
-    each of its keys."""
+    each of its keys.
+
+    Args:
+        because: empty: the switch is false.
+    """
+    because = because or f"{switch} is false"
     lines: list[str] = []
     for name in names:
         value, field = getattr(section, name), type(section).model_fields[name]

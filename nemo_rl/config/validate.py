@@ -243,7 +243,7 @@ def rule_checkpoint_keys_need_checkpointing(config: MasterConfig) -> list[str]:
     ranking = ("keep_top_k", "metric_name", "higher_is_better")
     names = ("save_period", *ranking, "save_optimizer", "async_save", "must_save_by")
     switch = "checkpointing.enabled"
-    return would_be_ignored(checkpointing, "checkpointing", names, switch=switch, because=f"{switch} is false")
+    return would_be_ignored(checkpointing, "checkpointing", names, switch=switch)
 
 
 def rule_checkpoint_metric_is_logged(config: MasterConfig) -> list[str]:
@@ -293,7 +293,7 @@ def rule_tracker_keys_need_their_tracker(config: MasterConfig) -> list[str]:
     for name, is_on, section in trackers:
         if not is_on:
             switch, names = f"logger.{name}_enabled", tuple(type(section).model_fields)
-            lines += would_be_ignored(section, f"logger.{name}", names, switch=switch, because=f"{switch} is false")
+            lines += would_be_ignored(section, f"logger.{name}", names, switch=switch)
     return lines
 
 

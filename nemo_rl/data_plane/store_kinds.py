@@ -118,14 +118,6 @@ def _ray(config: DataPlaneConfig) -> type[RayNodeStore] | type[RayStore]:
     return RayStore
 
 
-def _start_ray(config: DataPlaneConfig, *, run_id: str, start: StartUp) -> PayloadStore:
-    return _ray(config).start(config, run_id=run_id, start=start)
-
-
-def _join_ray(address: DataPlaneAddress) -> PayloadStore:
-    return _ray(address.config).join(address.config, run_id=address.run_id)
-
-
 def _ray_environment(config: DataPlaneConfig) -> Mapping[str, str]:
     # Ray gives freed objects back once a second; sooner, the next put finds memory that is warm.
     return {**WARM_MEMORY, "RAY_free_objects_period_milliseconds": "20"}
@@ -140,10 +132,6 @@ def _transfer_queue(config: DataPlaneConfig) -> type[TransferQueueStore]:
     from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore  # noqa: PLC0415 - see above
 
     return TransferQueueStore
-
-
-def _start_transfer_queue(config: DataPlaneConfig, *, run_id: str, start: StartUp) -> PayloadStore:
-    return _transfer_queue(config).start(config, run_id=run_id, start=start)
 
 
 def _join_transfer_queue(address: DataPlaneAddress) -> PayloadStore:
@@ -172,10 +160,6 @@ def _mooncake(config: DataPlaneConfig) -> type[MooncakeStore]:
     from nemo_rl.data_plane.adapters.mooncake import MooncakeStore  # noqa: PLC0415 - see above
 
     return MooncakeStore
-
-
-def _start_mooncake(config: DataPlaneConfig, *, run_id: str, start: StartUp) -> PayloadStore:
-    return _mooncake(config).start(config, run_id=run_id, start=start)
 
 
 def _join_mooncake(address: DataPlaneAddress) -> PayloadStore:
@@ -251,10 +235,11 @@ def _user_defined(impl: str) -> StoreKind:
         kind: _OpenableStore = STORES.load(impl, key="data_plane.impl")  # type: ignore[assignment]
         return kind
 
-    def start_own(config: DataPlaneConfig, *, run_id: str, start: StartUp) -> PayloadStore:
-        return loaded().start(config, run_id=run_id, start=start)
-
-    return StoreKind(start=start_own, join=lambda address: loaded().join(address), ledger_host_without_ray="socket")
+    return StoreKind(
+        start=lambda config, *, run_id, start: loaded().start(config, run_id=run_id, start=start),
+        join=lambda address: loaded().join(address),
+        ledger_host_without_ray="socket",
+    )
 
 
 def _set(variables: Mapping[str, str]) -> None:
@@ -266,14 +251,14 @@ _BUILTIN: Mapping[str, StoreKind] = {
     "noop": StoreKind(start=_start_noop, join=_join_noop, ledger_host="in_process", environment=lambda config: {}),
     "shm": StoreKind(start=_start_shm, join=_join_shm, ledger_host="socket"),
     "ray": StoreKind(
-        start=_start_ray,
-        join=_join_ray,
+        start=lambda config, *, run_id, start: _ray(config).start(config, run_id=run_id, start=start),
+        join=lambda address: _ray(address.config).join(address.config, run_id=address.run_id),
         has_processes=True,
         needs_ledger_actor=lambda config: config.ray.owner != "node",
         environment=_ray_environment,
     ),
     "transfer_queue": StoreKind(
-        start=_start_transfer_queue,
+        start=lambda config, *, run_id, start: _transfer_queue(config).start(config, run_id=run_id, start=start),
         join=_join_transfer_queue,
         has_processes=True,
         environment=_transfer_queue_environment,
@@ -284,7 +269,7 @@ _BUILTIN: Mapping[str, StoreKind] = {
         forked_modules=("tensordict",),
     ),
     "mooncake": StoreKind(
-        start=_start_mooncake,
+        start=lambda config, *, run_id, start: _mooncake(config).start(config, run_id=run_id, start=start),
         join=_join_mooncake,
         ledger_host_without_ray="socket",
         has_processes=True,

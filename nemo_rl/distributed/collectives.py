@@ -288,8 +288,7 @@ def _describe(fields: Fields) -> tuple[Json, list[torch.Tensor]]:
 
 def _column(described: Json, buffers: Sequence[torch.Tensor]) -> torch.Tensor | list[object]:
     if "rows" in described:
-        rows: list[object] = described["rows"]
-        return rows
+        return described["rows"]
     values = _view(described["values"], buffers)
     if "offsets" not in described:
         return values

@@ -27,16 +27,14 @@ def copy_to(value: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the value itself, which every rank holds, before each rank uses it for its part: gradients are summed."""
     if group is None:
         return value
-    result: torch.Tensor = _CopyTo.apply(value, group)  # type: ignore[no-untyped-call]
-    return result
+    return _CopyTo.apply(value, group)  # type: ignore[no-untyped-call]
 
 
 def reduce_from(value: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the sum of every rank's part, which every rank then uses alike: its gradient is each part's gradient."""
     if group is None:
         return value
-    result: torch.Tensor = _ReduceFrom.apply(value, group)  # type: ignore[no-untyped-call]
-    return result
+    return _ReduceFrom.apply(value, group)  # type: ignore[no-untyped-call]
 
 
 def gather_along(value: torch.Tensor, group: Group, *, dim: int) -> torch.Tensor:
@@ -45,16 +43,14 @@ def gather_along(value: torch.Tensor, group: Group, *, dim: int) -> torch.Tensor
     """
     if group is None:
         return value
-    result: torch.Tensor = _GatherAlong.apply(value, group, dim)  # type: ignore[no-untyped-call]
-    return result
+    return _GatherAlong.apply(value, group, dim)  # type: ignore[no-untyped-call]
 
 
 def scatter_along(value: torch.Tensor, group: Group, *, dim: int) -> torch.Tensor:
     """Return this rank's slice of the sum of every rank's part."""
     if group is None:
         return value
-    result: torch.Tensor = _ScatterAlong.apply(value, group, dim)  # type: ignore[no-untyped-call]
-    return result
+    return _ScatterAlong.apply(value, group, dim)  # type: ignore[no-untyped-call]
 
 
 class _CopyTo(torch.autograd.Function):

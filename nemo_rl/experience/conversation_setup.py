@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.conversation import program_command
+from nemo_rl.config.conversation import ToolsConfig, program_command
 from nemo_rl.config.parts import AUTO, CALL_FORMATS, ENVIRONMENTS, PROGRAM, TOOLS, TURN_ENVIRONMENTS
 from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.conversation import ToolCall
@@ -136,18 +136,20 @@ class RolloutEnvironment:
             self._ending.callback(self.loop.close)
             self.loop.start(timeout_s=2 * spec.start_timeout_s)
 
+    def _limits(self, section: EnvConfig | ToolsConfig) -> HostLimits:
+        return HostLimits(
+            timeout_s=section.timeout_s,
+            start_timeout_s=self._spec.start_timeout_s,
+            num_workers=section.num_workers,
+            memory_mib=section.memory_mib,
+            network=section.network,
+        )
+
     def _environment_host(self) -> EnvironmentHost | None:
         env = self._spec.env
         if self._turns is None:
             return None
-        limits = HostLimits(
-            timeout_s=env.timeout_s,
-            start_timeout_s=self._spec.start_timeout_s,
-            num_workers=env.num_workers,
-            memory_mib=env.memory_mib,
-            network=env.network,
-        )
-        return EnvironmentHost(self._turns, env.options, limits=limits, hear=self.log.hear)
+        return EnvironmentHost(self._turns, env.options, limits=self._limits(env), hear=self.log.hear)
 
     def _program_host(self) -> ProgramHost:
         env = self._spec.env
@@ -168,17 +170,10 @@ class RolloutEnvironment:
         tools = self._spec.env.tools
         if not tools.use:
             return None
-        limits = HostLimits(
-            timeout_s=tools.timeout_s,
-            start_timeout_s=self._spec.start_timeout_s,
-            num_workers=tools.num_workers,
-            memory_mib=tools.memory_mib,
-            network=tools.network,
-        )
         hosted = [
             HostedTool(target=TOOLS.builtin.get(tool.name, tool.name), options=tool.options) for tool in tools.use
         ]
-        return ToolHost(hosted, limits=limits, hear=self.log.hear)
+        return ToolHost(hosted, limits=self._limits(tools), hear=self.log.hear)
 
 
 class RolloutSampling:
@@ -300,8 +295,7 @@ def call_format(name: str, encoder: TurnEncoder) -> CallFormat:
         if found.is_refused:
             raise ConfigError(found.line)
         name = found.name
-    made: CallFormat = CALL_FORMATS.load(name, key=FORMAT_KEY)(encoder.tokenizer)
-    return made
+    return CALL_FORMATS.load(name, key=FORMAT_KEY)(encoder.tokenizer)
 
 
 def check_format(name: str, encoder: TurnEncoder) -> FormatCheck:

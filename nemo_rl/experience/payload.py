@@ -113,8 +113,7 @@ class ConversationStats:
         )
 
     def _column(self, name: str) -> np.ndarray:
-        found: np.ndarray = getattr(self, name)
-        return found
+        return getattr(self, name)
 
     def ending_of(self, row: int) -> Ending:
         """Return the ending of the row's conversation."""

@@ -86,14 +86,12 @@ def _has(experts: Any, feature: str) -> bool:
 
 
 def _between(experts: Any, value: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = experts._apply_gate(value) if experts.has_gate else experts.act_fn(value)
-    return result
+    return experts._apply_gate(value) if experts.has_gate else experts.act_fn(value)
 
 
 def _weight(experts: Any, name: str) -> torch.Tensor:
     """Return the parameter, or what hides it: a rank's part of it is an attribute of the same name."""
-    weight: torch.Tensor = getattr(experts, name)
-    return weight
+    return getattr(experts, name)
 
 
 def _bias(experts: Any, name: str, expert: torch.Tensor | int) -> torch.Tensor | None:

@@ -149,8 +149,7 @@ def token_lines(
     lazy = logits if isinstance(logits, LazyLogits) else LazyLogits.given(logits)
     empty = lazy.of((lazy.hidden_MD.new_empty(0), None, None, None, None))
     call = _LineCall(targets_M=targets_M.long(), sampling=sampling, shard=shard, kept=kept, lines=lines)
-    result: torch.Tensor = _TokenLines.apply(call, empty, *lazy.tensors)  # type: ignore[no-untyped-call]
-    return result
+    return _TokenLines.apply(call, empty, *lazy.tensors)  # type: ignore[no-untyped-call]
 
 
 def token_logprobs(

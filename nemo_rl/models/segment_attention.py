@@ -50,8 +50,7 @@ def varlen_on_device(  # noqa: PLR0913 - the arguments of a kernel
     elif q.shape[1] != k.shape[1]:
         k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
     found: Any = varlen_attn(q, k, v, ends, ends, most, most, **options)
-    result: torch.Tensor = found[None]
-    return result
+    return found[None]
 
 
 @torch.library.custom_op("nrl::segment_attention", mutates_args=(), device_types="cpu")

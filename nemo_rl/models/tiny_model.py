@@ -141,8 +141,7 @@ def small_model_config(
     _keep_products(given, small, heads=given.get(heads_name))
     _shrink_lists(given, small, count, layers)
     _shrink_rope(given, small)
-    config: PretrainedConfig = type(real)(**{name: value for name, value in small.items() if name != "model_type"})
-    return config
+    return type(real)(**{name: value for name, value in small.items() if name != "model_type"})
 
 
 def write_small_model(

@@ -294,14 +294,13 @@ class QwenVision(VisionFamily):
             "fullatt_block_indexes": [1],
         }
         names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        config: PretrainedConfig = type(self.config)(
+        return type(self.config)(
             # The class's own begin token lies beyond a small vocabulary.
             text_config={**text.to_dict(), "rope_parameters": rope, "bos_token_id": None},
             vision_config=vision,
             tie_word_embeddings=self.config.tie_word_embeddings,
             **dict(zip(names, tokens, strict=True)),
         )
-        return config
 
     def hugging_face_inputs(self, ids_L: torch.Tensor, row: RowTensors) -> dict[str, torch.Tensor]:
         found = super().hugging_face_inputs(ids_L, row)
@@ -376,14 +375,13 @@ class TileVision(VisionFamily):
             **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
             **{"patch_size": patch, "image_size": 2 * patch * factor, "initializer_range": deviation},
         }
-        config: PretrainedConfig = type(self.config)(
+        return type(self.config)(
             text_config=text.to_dict(),
             vision_config=vision,
             image_token_id=tokens[0],
             scale_factor=factor,
             tie_word_embeddings=self.config.tie_word_embeddings,
         )
-        return config
 
     def hugging_face_inputs(self, ids_L: torch.Tensor, row: RowTensors) -> dict[str, torch.Tensor]:
         found = super().hugging_face_inputs(ids_L, row)

@@ -103,8 +103,7 @@ def check_trackers(cfg: LoggerConfig) -> None:
 
 
 def _own_tracker(name: str, cfg: LoggerConfig, run_config: Mapping[str, object]) -> Tracker:
-    tracker: Tracker = TRACKERS.load(name, key="logger.trackers")(log_dir=cfg.log_dir, run_config=run_config)
-    return tracker
+    return TRACKERS.load(name, key="logger.trackers")(log_dir=cfg.log_dir, run_config=run_config)
 
 
 def _append_made(trackers: list[Tracker], make: Callable[[], Tracker]) -> None:

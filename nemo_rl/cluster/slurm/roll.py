@@ -73,8 +73,7 @@ class Roll:
     async def open(self, address: str) -> int:
         """Listen on a free port of `address`, which it returns."""
         self._server = await asyncio.start_server(self._meet, address, 0, limit=LINE_BYTES)
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+        return self._server.sockets[0].getsockname()[1]
 
     def call(self, ray: str) -> None:
         """Tell all nodes that Ray's head is there and they may join it, also those that report later."""

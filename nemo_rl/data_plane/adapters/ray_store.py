@@ -31,7 +31,7 @@ from nemo_rl.data_plane.adapters.shm import SharedMemoryStore
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
 from nemo_rl.data_plane.keys import owner_of, place_of
-from nemo_rl.data_plane.ledger.host_ray import NAMESPACE, Place, ReferenceTable, ledger_actor_name
+from nemo_rl.data_plane.ledger.host_ray import NAMESPACE, ReferenceTable, ledger_actor_name
 from nemo_rl.errors import (
     CapacityExceeded,
     DataPlaneClosed,
@@ -58,20 +58,8 @@ class _Holder:
         return True
 
 
-class _ReferenceActor:
+class _ReferenceActor(ReferenceTable):
     """Keeps the references of a run whose ledger's process may die and come back."""
-
-    def __init__(self) -> None:
-        self._references = ReferenceTable()
-
-    def hold(self, places: Mapping[str, Place]) -> None:
-        self._references.hold(places)
-
-    def lend(self, chunk_ids: Sequence[str]) -> dict[str, Place]:
-        return self._references.lend(chunk_ids)
-
-    def let_go(self, chunk_ids: Sequence[str]) -> None:
-        self._references.let_go(chunk_ids)
 
     def ping(self) -> bool:
         return True

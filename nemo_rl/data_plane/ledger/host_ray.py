@@ -92,7 +92,7 @@ RECOVERY_LIMIT_S = 30.0
 RECOVERY_POLL_S = 0.05
 
 
-class _LedgerActor:
+class _LedgerActor(ReferenceTable):
     """Serves requests one at a time."""
 
     def __init__(  # noqa: PLR0913 - what its process is to know
@@ -111,9 +111,9 @@ class _LedgerActor:
         owner: id of the run's process.
         metrics_port: where that process serves metrics; 0 where it serves none.
         """
+        super().__init__()
         self._service = build_service(config, run_id=run_id, validate=validate, log_dir=log_dir, journal=journal)
         self._server = LedgerServer(self._service)
-        self._references = ReferenceTable()
         if journal is not None and log_dir is not None:
             address = self._server.address
             write_attach_file(log_dir, ledger=address, process_id=owner, metrics_port=metrics_port)
@@ -123,15 +123,6 @@ class _LedgerActor:
 
     def socket_address(self) -> LedgerAddress:
         return self._server.address
-
-    def hold(self, places: Mapping[str, Place]) -> None:
-        self._references.hold(places)
-
-    def lend(self, chunk_ids: Sequence[str]) -> dict[str, Place]:
-        return self._references.lend(chunk_ids)
-
-    def let_go(self, chunk_ids: Sequence[str]) -> None:
-        self._references.let_go(chunk_ids)
 
     def close(self) -> None:
         self._server.close()

@@ -52,8 +52,7 @@ class RolloutSample:
     @property
     def is_missing(self) -> np.ndarray:
         """`[T, L]` bool: tokens without a route."""
-        lost: np.ndarray = self.digests == digest_of([-1] * self.top_k)
-        return lost
+        return self.digests == digest_of([-1] * self.top_k)
 
     def columns(self, layers: Sequence[int]) -> list[int]:
         """Column of each layer; -1 for one that the rollout does not know."""

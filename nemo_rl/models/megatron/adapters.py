@@ -92,7 +92,7 @@ class LinearAdapters(torch.nn.Module):
             for weight in self._linear.tensors(layer, rank=1, size=size)
         ]
         axes = {weight.local.partition(f".{ADAPTER_PART}.")[2]: weight.split.dim for weight in tensors}
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {name: axis for name, axis in axes.items() if axis is not None},
@@ -100,7 +100,6 @@ class LinearAdapters(torch.nn.Module):
             tp_group=self._group,
             dp_cp_group=groups,
         )
-        return found
 
     # Private parts.
 

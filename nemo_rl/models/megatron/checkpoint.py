@@ -286,8 +286,7 @@ class _Places:
                 return leaf.unwrap()
             return loaded[path] if isinstance(leaf, ShardedBase) else leaf
 
-        tree: dict[Any, Any] = _mapped(self.tree, fill)
-        return tree
+        return _mapped(self.tree, fill)
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

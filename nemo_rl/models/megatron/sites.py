@@ -125,8 +125,7 @@ class _Finder(TapList):
 
 def _half(place: int, output: Any) -> torch.Tensor:
     """Return gate or up, which lie one after the other on each tensor rank."""
-    half: torch.Tensor = output[0].chunk(2, dim=-1)[place]
-    return half
+    return output[0].chunk(2, dim=-1)[place]
 
 
 def _ids(top_k: int, output: Any) -> torch.Tensor:

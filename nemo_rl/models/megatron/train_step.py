@@ -249,7 +249,7 @@ class PipelineRunner:
     def _through(self, micro: Microbatch, module: Any, at_all_positions: bool) -> torch.Tensor:
         """Return the forward pass of this rank's stage."""
         inputs = micro.inputs
-        output: torch.Tensor = module(
+        return module(
             inputs.input_ids,
             inputs.position_ids,
             None,
@@ -263,7 +263,6 @@ class PipelineRunner:
             ),
             **({"fp32_output": False} if self._model.config.bf16 else {}),
         )
-        return output
 
     def _build(
         self,

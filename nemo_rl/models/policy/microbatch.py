@@ -146,8 +146,7 @@ class Microbatch:
 
     def to(self, device: torch.device) -> Microbatch:
         """Return the microbatch on the device; the copies run while the host goes on."""
-        moved: Microbatch = self if device.type == "cpu" else _sent(self, device)
-        return moved
+        return self if device.type == "cpu" else _sent(self, device)
 
     def to_rows(self, values_M: torch.Tensor) -> torch.Tensor:
         """Return selected values at their places in `[n, t]`, 0 elsewhere; differentiable."""

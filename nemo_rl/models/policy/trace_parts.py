@@ -72,8 +72,7 @@ class ReducedValues:
     @cached_property
     def array(self) -> np.ndarray:
         """Return the same on the CPU."""
-        found: np.ndarray = self.floats.cpu().numpy()
-        return found
+        return self.floats.cpu().numpy()
 
     @cached_property
     def squares_R(self) -> torch.Tensor:
@@ -144,8 +143,7 @@ def _stats_on_device(floats: torch.Tensor) -> np.ndarray:
         floats.isposinf().sum(),
         floats.isneginf().sum(),
     )
-    found: np.ndarray = torch.stack([part.double() for part in parts]).cpu().numpy()
-    return found
+    return torch.stack([part.double() for part in parts]).cpu().numpy()
 
 
 def _histogram(reducer: Reducer, values: ReducedValues) -> np.ndarray:

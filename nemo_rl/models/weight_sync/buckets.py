@@ -7,6 +7,7 @@ buckets.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -25,6 +26,7 @@ __all__ = [
     "BucketSink",
     "DeltaRefit",
     "RefitPlan",
+    "Sink",
     "WeightJoiner",
     "WeightSlot",
     "bucket_bytes",
@@ -171,12 +173,7 @@ def match_slots(
     Raises:
         ValueError: a name is unknown or missing, or has another shape.
     """
-    problems = [f"{name}: unknown" for name in offered if name not in model]
-    problems += [
-        f"{name}: expected shape {tuple(model[name].shape)}, got {tuple(shape)}"
-        for name, shape in offered.items()
-        if name in model and tuple(model[name].shape) != tuple(shape)
-    ]
+    problems = _misfits(offered, model)
     covered = {id(model[name]) for name in offered if name in model}
     problems += [f"{name}: missing" for name, weight in model.items() if id(weight) not in covered]
     if problems:
@@ -201,19 +198,22 @@ def match_adapter(
     Raises:
         ValueError: a name is unknown or missing, or has another shape.
     """
-    problems = [f"{name}: unknown" for name in offered if name not in known]
-    problems += [
-        f"{name}: expected shape {tuple(known[name].shape)}, got {tuple(shape)}"
-        for name, shape in offered.items()
-        if name in known and tuple(known[name].shape) != tuple(shape)
-    ]
-    problems += [f"{name}: missing" for name in known if name not in offered]
+    problems = _misfits(offered, known) + [f"{name}: missing" for name in known if name not in offered]
     if problems:
         raise ValueError(f"the policy's adapter does not fit this engine: {name_some(problems)}")
     return tuple(
         WeightSlot(name=name, dtype=str(known[name].dtype).removeprefix("torch."), shape=tuple(shape))
         for name, shape in offered.items()
     )
+
+
+def _misfits(offered: Mapping[str, tuple[int, ...]], known: Mapping[str, torch.Tensor | WeightSlot]) -> list[str]:
+    """Return a line for each name that is unknown or has another shape."""
+    return [f"{name}: unknown" for name in offered if name not in known] + [
+        f"{name}: expected shape {tuple(known[name].shape)}, got {tuple(shape)}"
+        for name, shape in offered.items()
+        if name in known and tuple(known[name].shape) != tuple(shape)
+    ]
 
 
 def in_dtypes(plan: RefitPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -268,12 +268,11 @@ class BucketFiller:
         self._next_slot += 1
 
 
-class BucketSink:
-    """The receiving side: copies one bucket after another into the engine's tensors."""
+class Sink(ABC):
+    """The receiving side: takes one bucket after another."""
 
-    def __init__(self, plan: RefitPlan, targets: Sequence[torch.Tensor]) -> None:
-        self._buckets = plan.buckets()
-        self._targets = [flat_bytes(target) for target in targets]
+    def __init__(self, plan: RefitPlan) -> None:
+        self._plan, self._buckets = plan, plan.buckets()
         self._num_loaded = 0
 
     @property
@@ -281,16 +280,31 @@ class BucketSink:
         """Return buckets that have not come yet."""
         return len(self._buckets) - self._num_loaded
 
+    @abstractmethod
     def load(self, buffer: torch.Tensor) -> None:
-        """Copy the next bucket out of `buffer` (uint8, on any device)."""
+        """Take the next bucket out of `buffer` (uint8, on any device).
+
+        Raises:
+            WorkerError: it holds something else.
+        """
+
+
+class BucketSink(Sink):
+    """Copies buckets into the engine's tensors."""
+
+    def __init__(self, plan: RefitPlan, targets: Sequence[torch.Tensor]) -> None:
+        super().__init__(plan)
+        self._targets = [flat_bytes(target) for target in targets]
+
+    def load(self, buffer: torch.Tensor) -> None:
         for piece in self._buckets[self._num_loaded]:
             target = self._targets[piece.slot][piece.start : piece.start + piece.size]
             target.copy_(buffer[piece.offset : piece.offset + piece.size])
         self._num_loaded += 1
 
 
-class WeightJoiner:
-    """The receiving side of an engine that takes full weights: each is handed over as soon as its last byte is there.
+class WeightJoiner(Sink):
+    """Buckets of an engine that takes full weights: each is handed over as soon as its last byte is there.
 
     Besides the bucket one weight is held; its receiver may keep it.
     """
@@ -298,21 +312,14 @@ class WeightJoiner:
     def __init__(
         self, plan: RefitPlan, take: Callable[[str, torch.Tensor], None], *, device: torch.device | str
     ) -> None:
-        self._plan, self._take, self._device = plan, take, device
-        self._buckets = plan.buckets()
-        self._num_loaded = 0
+        super().__init__(plan)
+        self._take, self._device = take, device
         self._weight = torch.empty(0)
         for slot in plan.slots:
             if not slot.num_bytes:
                 take(slot.name, torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device=device))
 
-    @property
-    def num_missing(self) -> int:
-        """Return buckets that have not come yet."""
-        return len(self._buckets) - self._num_loaded
-
     def load(self, buffer: torch.Tensor) -> None:
-        """Copy the next bucket out of `buffer` (uint8, on any device)."""
         for piece in self._buckets[self._num_loaded]:
             slot = self._plan.slots[piece.slot]
             if piece.start == 0:

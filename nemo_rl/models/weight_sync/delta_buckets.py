@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from nemo_rl.errors import ConfigError, WorkerError
-from nemo_rl.models.weight_sync.buckets import BucketFiller, BucketPiece, DeltaRefit, RefitPlan, WeightSlot, flat_bytes
+from nemo_rl.models.weight_sync.buckets import (
+    BucketFiller,
+    BucketPiece,
+    DeltaRefit,
+    RefitPlan,
+    Sink,
+    WeightSlot,
+    flat_bytes,
+)
 from nemo_rl.models.weight_sync.delta import apply_block, encode_block, read_block, write_block
 
 __all__ = ["NO_VERSION", "DeltaFiller", "DeltaSchedule", "DeltaSink", "HeldWeights"]
@@ -100,8 +108,8 @@ class DeltaFiller(BucketFiller):
         return size
 
 
-class DeltaSink:
-    """The receiving side: changes the weights that are held.
+class DeltaSink(Sink):
+    """Changes the weights that are held.
 
     Args:
         held: begun with this plan.
@@ -117,25 +125,14 @@ class DeltaSink:
         device: torch.device | str = "cpu",
     ) -> None:
         assert plan.delta is not None
-        self._plan, self._held, self._take, self._device = plan, held, take, device
-        self._buckets = plan.buckets()
-        self._num_loaded = 0
+        super().__init__(plan)
+        self._held, self._take, self._device = held, take, device
         for index, slot in enumerate(plan.slots):
             if not slot.num_bytes:
                 self._whole(index)
         held.note(num_missing=self.num_missing)
 
-    @property
-    def num_missing(self) -> int:
-        """Return buckets that have not come yet."""
-        return len(self._buckets) - self._num_loaded
-
     def load(self, buffer: torch.Tensor) -> None:
-        """Take the next bucket out of `buffer` (uint8, on any device).
-
-        Raises:
-            WorkerError: it holds something else.
-        """
         at = 0
         for piece in self._buckets[self._num_loaded]:
             block = read_block(buffer[at:])

@@ -20,7 +20,15 @@ import torch
 
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface
-from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, WeightJoiner, WeightSlot, free_bytes, match_slots
+from nemo_rl.models.weight_sync.buckets import (
+    BucketSink,
+    RefitPlan,
+    Sink,
+    WeightJoiner,
+    WeightSlot,
+    free_bytes,
+    match_slots,
+)
 from nemo_rl.models.weight_sync.channel import BucketReader, ChannelSpec
 from nemo_rl.models.weight_sync.delta_buckets import DeltaSink, HeldWeights
 from nemo_rl.models.weight_sync.receipt import Answer, Probe
@@ -28,8 +36,6 @@ from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroup, RefitGroupSpec, device_id
 
 __all__ = ["ModuleRefitTarget", "RefitReceiver", "RefitTarget"]
-
-Sink = BucketSink | WeightJoiner | DeltaSink
 
 
 class RefitReceiver:

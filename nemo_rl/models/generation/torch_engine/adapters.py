@@ -136,8 +136,7 @@ class _Experts:
         self, tensors: Tensors | None, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         if tensors is None:
-            result: torch.Tensor = self._plain(hidden, index, weights)
-            return result
+            return self._plain(hidden, index, weights)
         adapters = {
             end: _added(tensors[f"{self._name}.{end}{A_SUFFIX}"], tensors[f"{self._name}.{end}{B_SUFFIX}"])
             for end in self._ends

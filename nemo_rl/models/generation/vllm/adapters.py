@@ -225,14 +225,12 @@ class WorkerAdapters:
     def _stacked(self, place: _Place) -> torch.Tensor:
         """Return `[slots, 1, out, in]`."""
         module = self._manager.modules[place.module]
-        stacked: torch.Tensor = (module.lora_a_stacked if place.is_a else module.lora_b_stacked)[place.part]
-        return stacked
+        return (module.lora_a_stacked if place.is_a else module.lora_b_stacked)[place.part]
 
     def _layer_of(self, name: str) -> str:
         from vllm.lora.utils import parse_fine_tuned_lora_name  # noqa: PLC0415 - this module is read without vLLM
 
-        layer: str = parse_fine_tuned_lora_name(f"base_model.model.{name}", self._mapper)[0]
-        return layer
+        return parse_fine_tuned_lora_name(f"base_model.model.{name}", self._mapper)[0]
 
 
 def _end(name: str) -> str:

@@ -269,8 +269,7 @@ class VllmEngine(ServesAdapters[VllmAdapters]):
     def _rpc(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of `RefitExtension` in every rank."""
         with self.running() as llm:
-            found: list[Any] = llm.collective_rpc(method, args=arguments)
-            return found
+            return llm.collective_rpc(method, args=arguments)
 
     @contextmanager
     def running(self) -> Iterator[vllm.LLM]:
