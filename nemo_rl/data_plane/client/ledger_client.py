@@ -101,7 +101,6 @@ class LedgerClient(DataPlaneClient):
 
     @property
     def counters(self) -> dict[str, int]:
-        """Payload bytes this client put and got, and bytes it read but was not asked for."""
         return self._link.counters
 
     @property

@@ -127,7 +127,6 @@ class RecordingComparison(Comparison):
 
     @property
     def agreement(self) -> str:
-        """The way in which sites agree."""
         return f" within their limits, {sum(result.is_bit_equal for result in self.sites)} of them bit by bit"
 
     @property
@@ -171,7 +170,6 @@ class RecordingComparison(Comparison):
         return [found[side] for side in sorted(found)]
 
     def more(self) -> Mapping[str, object]:
-        """Return what JSON has besides."""
         first, most = self.divergence, self.contribution
         return {
             "a": self.a.as_record(),
@@ -222,11 +220,9 @@ class RecordingComparison(Comparison):
         return f"{row}: {worst.a:.6g} against {worst.b:.6g} at {worst.element}, token_rel {worst.token_rel:.3g}"
 
     def head(self) -> Sequence[str]:
-        """Return the names of the columns."""
         return ["site", "rows", *(metric.value for metric in COLUMNS), "result"]
 
     def shown(self, *, is_all: bool) -> Sequence[SiteResult]:
-        """Return failing sites and the worst of the others, in their order."""
         if is_all:
             return self.sites
         failing = [result for result in self.sites if result.failures][:FAILING_SHOWN]
@@ -236,7 +232,6 @@ class RecordingComparison(Comparison):
         return [result for result in self.sites if result.site in shown]
 
     def count(self) -> str:
-        """Return the last line on the sites."""
         failing = sum(bool(result.failures) for result in self.sites)
         equal = sum(result.is_bit_equal for result in self.sites)
         return f"{len(self.sites)} sites compared, {failing} fail, {equal} are equal bit by bit"

@@ -83,7 +83,6 @@ class RouteReport(Comparison):
     """`<hop>/<stage>` -> routes of one token and layer that were compared."""
 
     def more(self) -> Mapping[str, object]:
-        """Return what JSON has besides."""
         own = ("bad_records", "num_files", "num_processes", "num_samples", "events", "compared")
         record: dict[str, object] = {name: getattr(self, name) for name in own}
         mismatch = None if self.mismatch is None else asdict(self.mismatch)

@@ -152,7 +152,6 @@ class LegacyViewer(Viewer):
         super().message(dump(message))
 
     def refused(self, error: BadMessage) -> None:
-        """Send why a message was refused."""
         self.say({"type": "error", "code": error.code.value, "text": str(error)})
 
     def ask(self, request: Mapping[Classical, Reducer]) -> None:
