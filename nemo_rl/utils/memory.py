@@ -7,7 +7,6 @@ processes (PSS), where the operating system counts it.
 from __future__ import annotations
 
 import gc
-import os
 import re
 import threading
 import time
@@ -60,9 +59,9 @@ def frozen_startup_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-def resident_bytes(pid: int | None = None) -> int:
-    """Return the resident memory of one process, shared pages included."""
-    return int(psutil.Process(pid or os.getpid()).memory_info().rss)
+def resident_bytes() -> int:
+    """Return the resident memory of this process, shared pages included."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
@@ -114,14 +113,10 @@ def proportional_bytes(pids: Iterable[int]) -> int:
     return total
 
 
-def tree_proportional_bytes(pid: int | None = None) -> int:
-    """Return the memory of a process and all its descendants."""
-    try:
-        root = psutil.Process(pid or os.getpid())
-        pids = [root.pid, *(child.pid for child in root.children(recursive=True))]
-    except psutil.NoSuchProcess:
-        return 0
-    return proportional_bytes(pids)
+def tree_proportional_bytes() -> int:
+    """Return the memory of this process and all its descendants."""
+    root = psutil.Process()
+    return proportional_bytes([root.pid, *(child.pid for child in root.children(recursive=True))])
 
 
 class PeakMemory:

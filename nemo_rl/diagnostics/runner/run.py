@@ -141,11 +141,8 @@ class ProbeResult:
         return lines
 
 
-def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> ProbeResult:
+def run_probe(spec: ProbeSpec) -> ProbeResult:
     """Run the ranks and return what they computed; under torchrun, as one of its ranks.
-
-    Args:
-        environment: of this process, for what torchrun has set.
 
     Raises:
         UserError: what is asked for cannot be done with this model, on these rows, or on this disk.
@@ -156,7 +153,7 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
         if spec.out is None:
             raise UserError("a dump needs a folder for its records: give --out DIR")
     plan = WatchPlan.parse(spec.watches)
-    if spec.watches and (spec.out is None or "RANK" in environment):
+    if spec.watches and (spec.out is None or "RANK" in os.environ):
         raise UserError("the trace server of this process writes what is watched: give --out DIR, without torchrun")
     if spec.routes_from is not None and spec.routes_to is not None:
         raise UserError("routes are recorded or replayed, not both: give one file")
@@ -170,7 +167,7 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
             check_policy_fits(policy)
             work = _work(policy, spec, rows, world_size, weights=weights)
             words = _layout_words(work)
-            rank, found = _worker_result(work, spec, plan, world_size, environment)
+            rank, found = _worker_result(work, spec, plan, world_size)
     result = ProbeResult(
         rows=rows,
         texts=texts,
@@ -185,12 +182,10 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
     return result
 
 
-def _worker_result(
-    work: RankWork, spec: ProbeSpec, plan: WatchPlan, world_size: int, environment: Mapping[str, str]
-) -> tuple[RankSpec, RankResult]:
+def _worker_result(work: RankWork, spec: ProbeSpec, plan: WatchPlan, world_size: int) -> tuple[RankSpec, RankResult]:
     """Run the rows through the ranks of a worker, or through the rank that torchrun has started here."""
-    if "RANK" in environment:
-        rank = RankSpec.of_torchrun(environment)
+    if "RANK" in os.environ:
+        rank = RankSpec.of_torchrun(os.environ)
         if rank.world_size != world_size:
             raise UserError(f"torchrun started {rank.world_size} ranks, the layout needs {world_size}")
         with quiet_libraries():
