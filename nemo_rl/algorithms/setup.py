@@ -99,7 +99,7 @@ from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.deadlines import StartUp
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.flops import TransformerShape, sequence_cost
-from nemo_rl.utils.logger import build_logger
+from nemo_rl.utils.logger import Logger, build_logger
 from nemo_rl.utils.memory import package_versions
 from nemo_rl.utils.panel import Panel
 
@@ -198,11 +198,7 @@ def open_parts(
         resume_from = _checkpoint_to_resume(config, checkpoints, panel)
         write_resolved_config(given)
         began = first_start(resume_from)
-        run_logger = build_logger(
-            config.logger,
-            run_config=masked(config.model_dump(mode="json")),
-            resume_step=resume_from.step if resume_from is not None else None,
-        )
+        run_logger = _logger(config, resume_from)
         stack.callback(run_logger.close)
         panel.note(_what_starts(config))
         start = StartUp(timeout_s=config.cluster.worker_start_timeout_s, report=panel.note)
@@ -246,14 +242,7 @@ def open_parts(
             weighs_by_row=config.loss_fn.normalization == "sequence",
         )
         weight_sync = _weight_sync(config, groups, rollout, receipt=receipt_spec(config.policy, model_config.to_dict()))
-        batch_parts = RolloutParts(
-            config=config.grpo,
-            client=client,
-            rollout=rollout,
-            sampler=_sampler(config, info),
-            weight_version=lambda: weight_sync.version,
-            rows_per_conversation=config.rows_per_conversation,
-        )
+        batch_parts = _rollout_parts(config, client, rollout, info, weight_sync)
         source = _source(config, batch_parts, panel, resume_from, follows, weight_sync.restart_engines)
         stages = build_stages(columns, tools)
         recorders = _recorders(tools, columns, config, resume_from, identity)
@@ -294,6 +283,19 @@ def _policies(
         extras=extras_of(columns),
     )
     return policy, teacher_of(config, groups.teacher, address=client.address)
+
+
+def _rollout_parts(
+    config: MasterConfig, client: DataPlaneClient, rollout: RolloutHandle, info: RolloutInfo, weight_sync: WeightSync
+) -> RolloutParts:
+    return RolloutParts(
+        config=config.grpo,
+        client=client,
+        rollout=rollout,
+        sampler=_sampler(config, info),
+        weight_version=lambda: weight_sync.version,
+        rows_per_conversation=config.rows_per_conversation,
+    )
 
 
 def _observers(
@@ -426,6 +428,14 @@ def _what_starts(config: MasterConfig) -> str:
 def write_resolved_config(config: MasterConfig) -> Path:
     """`config.yaml` next to the logs of the run."""
     return write_text(config.logger.log_dir / CONFIG_FILE, to_yaml(config))
+
+
+def _logger(config: MasterConfig, resume_from: Checkpoint | None) -> Logger:
+    return build_logger(
+        config.logger,
+        run_config=masked(config.model_dump(mode="json")),
+        resume_step=resume_from.step if resume_from is not None else None,
+    )
 
 
 def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> RayVirtualCluster:
