@@ -292,19 +292,13 @@ def rule_store_sections_need_their_store(config: MasterConfig) -> list[str]:
         "simple": plane.impl == "transfer_queue" and plane.backend == "simple",
         "mooncake": plane.uses_mooncake,
     }
-    sections: dict[str, Section] = {
-        "ray": plane.ray,
-        "shm": plane.shm,
-        "transfer_queue": plane.transfer_queue,
-        "simple": plane.simple,
-        "mooncake": plane.mooncake,
-    }
     switch = "data_plane.impl" if config.data_plane.enabled else "data_plane.enabled"
     because = f"the store is {plane.impl!r}" + (f" with owner {plane.ray.owner!r}" if plane.impl == "ray" else "")
     lines: list[str] = []
-    for name, section in sections.items():
-        if not used[name]:
-            names = tuple(type(section).model_fields)
+    for name, is_used in used.items():
+        if not is_used:
+            section: Section = getattr(plane, name)
+            names = type(section).model_fields
             lines += would_be_ignored(section, f"data_plane.{name}", names, switch=switch, because=because)
     return lines
 

@@ -115,15 +115,6 @@ class DiagnosticsConfig(Section):
     tracer: TracerConfig = Field(default_factory=TracerConfig)
 
 
-def rule_keep_steps_need_their_switch(config: MasterConfig) -> list[str]:
-    section = config.diagnostics.keep_steps
-    if section.enabled:
-        return []
-    prefix, names = "diagnostics.keep_steps", tuple(type(section).model_fields)
-    switch = f"{prefix}.enabled"
-    return would_be_ignored(section, prefix, names, switch=switch)
-
-
 def rule_record_keys_need_steps(config: MasterConfig) -> list[str]:
     section, prefix = config.diagnostics.record, "diagnostics.record"
     if section.steps:
@@ -152,15 +143,6 @@ def rule_generation_can_be_recorded(config: MasterConfig) -> list[str]:
             "policy.generation.vllm_cfg.enforce_eager=true"
         )
     return lines
-
-
-def rule_tracer_keys_need_their_switch(config: MasterConfig) -> list[str]:
-    section, switches = config.diagnostics.tracer, config.policy.tracer
-    if section.enabled:
-        return []
-    because = {"switch": "diagnostics.tracer.enabled", "because": "diagnostics.tracer.enabled is false"}
-    lines = would_be_ignored(section, "diagnostics.tracer", tuple(type(section).model_fields), **because)
-    return lines + would_be_ignored(switches, "policy.tracer", tuple(type(switches).model_fields), **because)
 
 
 def rule_tracer_host_reachable(config: MasterConfig) -> list[str]:

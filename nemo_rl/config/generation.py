@@ -15,7 +15,7 @@ from pydantic import (
 
 from nemo_rl.config.base import EnvVars, Options, Section, Text
 from nemo_rl.config.parts import ENGINE_CAPABILITIES, ENGINES, EngineCapabilities
-from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
+from nemo_rl.config.rule import would_be_ignored
 
 if TYPE_CHECKING:
     from nemo_rl.config.schema import MasterConfig
@@ -181,14 +181,6 @@ class GenerationConfig(Section):
     def ranks_per_engine(self) -> int:
         """Return the number of GPUs of one engine where there are GPUs, and of its processes where there are none."""
         return self.vllm_cfg.num_ranks if self.backend == "vllm" else 1
-
-
-def rule_receipt_keys_need_receipts(config: MasterConfig) -> list[str]:
-    receipt, prefix = config.policy.generation.receipt, "policy.generation.receipt"
-    if receipt.enabled:
-        return []
-    names, switch = keys_besides_the_switch(receipt), f"{prefix}.enabled"
-    return would_be_ignored(receipt, prefix, names, switch=switch)
 
 
 def rule_sampling_mask_needs_top_p_or_top_k(config: MasterConfig) -> list[str]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import Section, Text
-from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
 
 if TYPE_CHECKING:
     from nemo_rl.config.schema import MasterConfig
@@ -83,14 +82,6 @@ def adapter_warnings(config: MasterConfig) -> list[str]:
             f"policy.lora.dropout: {lora.dropout:g} in training alone: the ratios of a first update are noise around 1"
         )
     return lines
-
-
-def rule_lora_keys_need_lora(config: MasterConfig) -> list[str]:
-    lora, prefix = config.policy.lora, "policy.lora"
-    if lora.enabled:
-        return []
-    names, switch = keys_besides_the_switch(lora), f"{prefix}.enabled"
-    return would_be_ignored(lora, prefix, names, switch=switch)
 
 
 def rule_lora_reference_needs_an_adapter(config: MasterConfig) -> list[str]:

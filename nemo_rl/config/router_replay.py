@@ -52,14 +52,6 @@ def _why_no_logprobs(config: MasterConfig) -> str:
     return "grpo.use_generation_logprobs_as_prev" if is_sampled else "loss_fn.force_on_policy_ratio"
 
 
-def rule_router_replay_keys_need_their_switch(config: MasterConfig) -> list[str]:
-    replay, switch = config.policy.router_replay, f"{_SECTION}.enabled"
-    if replay.enabled:
-        return []
-    names = tuple(name for name in type(replay).model_fields if name != "enabled")
-    return would_be_ignored(replay, _SECTION, names, switch=switch)
-
-
 def rule_route_recording_needs_its_pass(config: MasterConfig) -> list[str]:
     replay = config.policy.router_replay
     if replay.enabled and replay.source == "prev_logprobs" and not config.has_prev_logprobs_pass:

@@ -37,10 +37,29 @@ from nemo_rl.config.parts import (
     TURN_ENVIRONMENTS,
     PluginKind,
 )
-from nemo_rl.config.rule import Rule, rules_in, would_be_ignored
+from nemo_rl.config.rule import Rule, keys_besides_the_switch, rules_in, would_be_ignored
 from nemo_rl.config.schema import DatasetConfig, MasterConfig
 
 __all__ = ["RULES"]
+
+
+def rule_keys_need_their_switch(config: MasterConfig) -> list[str]:
+    policy, tracer, steps = config.policy, config.diagnostics.tracer, config.diagnostics.keep_steps
+    receipt, lines = policy.generation.receipt, list[str]()
+    sections: tuple[tuple[str, Section, bool], ...] = (
+        ("policy.generation.receipt", receipt, receipt.enabled),
+        ("policy.lora", policy.lora, policy.lora.enabled),
+        ("policy.router_replay", policy.router_replay, policy.router_replay.enabled),
+        ("diagnostics.keep_steps", steps, steps.enabled),
+        ("diagnostics.tracer", tracer, tracer.enabled),
+    )
+    for prefix, section, is_on in sections:
+        if not is_on:
+            lines += would_be_ignored(section, prefix, keys_besides_the_switch(section), switch=f"{prefix}.enabled")
+    if not tracer.enabled:
+        switches = type(policy.tracer).model_fields
+        lines += would_be_ignored(policy.tracer, "policy.tracer", switches, switch="diagnostics.tracer.enabled")
+    return lines
 
 
 def rule_lengths_fit(config: MasterConfig) -> list[str]:

@@ -219,7 +219,6 @@ MERGED = (*ADAPTERS, "policy.lora.serve=merged")
 FINISH = f"{IN_FLIGHT}=finish"
 
 REFUSED_ADAPTERS: Refused = {
-    "rule_lora_keys_need_lora": [(("policy.lora.rank=8",), "policy.lora.rank: 8 would be ignored")],
     "rule_lora_reference_needs_an_adapter": [
         ((*ADAPTERS, "policy.lora.reference=start"), "policy.lora.reference: 'start' needs an adapter to start from")
     ],

@@ -77,11 +77,16 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((RECORDED,), "policy.generation.record_support: policy.generation.top_p is 1 and"),
         ((RECORDED, FILTERED, "policy.generation.backend=vllm"), "policy.generation.backend is 'vllm', and only the"),
     ],
-    "rule_receipt_keys_need_receipts": [
+    "rule_keys_need_their_switch": [
         (
             ("policy.generation.receipt.enabled=false", "policy.generation.receipt.every=2"),
             "policy.generation.receipt.every: 2 would be ignored, because policy.generation.receipt.enabled is false",
-        )
+        ),
+        (("policy.lora.rank=8",), "policy.lora.rank: 8 would be ignored"),
+        (("policy.router_replay.bit_packed=true",), "policy.router_replay.bit_packed: True would be ignored"),
+        (("policy.router_replay.source=prev_logprobs",), "policy.router_replay.source: 'prev_logprobs' would be"),
+        (("diagnostics.keep_steps.max_bytes=5",), "max_bytes: 5 would be ignored"),
+        (("policy.tracer.hidden_states=true",), "hidden_states: True would be"),
     ],
     "rule_durable_rows_need_receipts": [
         (
@@ -208,10 +213,6 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_advantage_clip_is_an_interval": [
         (("grpo.advantage_clip_low=1", "grpo.advantage_clip_high=1"), "grpo.advantage_clip_low: 1.0 is not below"),
     ],
-    "rule_router_replay_keys_need_their_switch": [
-        (("policy.router_replay.bit_packed=true",), "policy.router_replay.bit_packed: True would be ignored"),
-        (("policy.router_replay.source=prev_logprobs",), "policy.router_replay.source: 'prev_logprobs' would be"),
-    ],
     "rule_route_recording_needs_its_pass": [
         ((*BY_POLICY, *FORCED_RATIO), "'prev_logprobs' never records, because loss_fn.force_on_policy_ratio is true"),
         ((*BY_POLICY, NO_LOGPROBS), "policy.router_replay.source: 'prev_logprobs' never records"),
@@ -332,8 +333,6 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_profile_kind_fits_the_devices": [(("policy.profile={steps: [1], kind: nsys}",), "kind: nsys records CUDA")],
     "rule_record_keys_need_steps": [(("diagnostics.record.sites=logits",), "sites: 'logits' would be ignored")],
-    "rule_keep_steps_need_their_switch": [(("diagnostics.keep_steps.max_bytes=5",), "max_bytes: 5 would be ignored")],
-    "rule_tracer_keys_need_their_switch": [(("policy.tracer.hidden_states=true",), "hidden_states: True would be")],
     "rule_tracer_host_reachable": [(("diagnostics.tracer.enabled=true", "cluster.num_nodes=2"), "is reached")],
     "rule_resume_excludes_overwrite": [(("checkpointing.resume=true", "logger.overwrite=true"), "removes")],
     "rule_tracker_keys_need_their_tracker": [
