@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TypeVar
 
 from nemo_rl.distributed.calls import Call, Pending, Request
@@ -81,12 +81,12 @@ class WorkerFleet:
         pending: dict[int, Pending[list[_T]]] = {}
         results: dict[int, _T] = {}
         for number in sorted(asked.keys() & self._members.keys()):
-            with suppress(WorkerLost), self._losing(number):
+            with self._losing(number):
                 pending[number] = self._member(number, stage).submit(
                     Call(request=asked[number], stage=stage, timeout_s=timeout_s)
                 )
         for number, answer in pending.items():
-            with suppress(WorkerLost), self._losing(number):
+            with self._losing(number):
                 results[number] = answer.result()[0]
         if not results:
             raise self.none_left(stage)
@@ -98,8 +98,11 @@ class WorkerFleet:
         Raises:
             WorkerLost: it is lost, and no member any more; the caller says what becomes of the work.
         """
-        with self._losing(number):
+        try:
             return self._member(number, call.stage).run(call)[0]
+        except WorkerLost as error:
+            self.lose(number, error)
+            raise
 
     def submit_one(self, number: int, call: Call[_T]) -> Pending[_T]:
         """Ask one member without waiting.
@@ -110,8 +113,11 @@ class WorkerFleet:
         pending = self._member(number, call.stage).submit(call)
 
         def result() -> _T:
-            with self._losing(number):
+            try:
                 return pending.result()[0]
+            except WorkerLost as error:
+                self.lose(number, error)
+                raise
 
         return pending.after(result)
 
@@ -121,8 +127,11 @@ class WorkerFleet:
         Raises:
             WorkerLost: as `run_one`.
         """
-        with self._losing(number):
+        try:
             yield from self._member(number, call.stage).stream(call)
+        except WorkerLost as error:
+            self.lose(number, error)
+            raise
 
     def _member(self, number: int, stage: str) -> WorkerGroup:
         member = self._members.get(number)
@@ -148,12 +157,11 @@ class WorkerFleet:
 
     @contextmanager
     def _losing(self, number: int) -> Iterator[None]:
-        """End a member when the block loses it."""
+        """End a lost member alone when the block loses it."""
         try:
             yield
         except WorkerLost as error:
             self.lose(number, error)
-            raise
 
     def none_left(self, stage: str) -> WorkerError:
         """Return the error that ends a run whose members are all lost: the first loss since all were there."""
