@@ -181,7 +181,7 @@ class ServesAdapters(GenerationInterface, Generic[Held]):
     """An engine that serves versions of an adapter beside the frozen weights, where it was given a place for them."""
 
     _adapters: Held | None = None
-    """None: it serves none."""
+    """Versions that are held; None where the engine serves none."""
     _weight_version: int
     _is_continuous = True
     """False: rows of one call are decoded at a time, so that a version is put to use between two."""

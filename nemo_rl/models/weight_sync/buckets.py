@@ -26,7 +26,7 @@ __all__ = [
     "BucketSink",
     "DeltaRefit",
     "RefitPlan",
-    "Sink",
+    "RefitSink",
     "WeightJoiner",
     "WeightSlot",
     "bucket_bytes",
@@ -268,7 +268,7 @@ class BucketFiller:
         self._next_slot += 1
 
 
-class Sink(ABC):
+class RefitSink(ABC):
     """The receiving side: takes one bucket after another."""
 
     def __init__(self, plan: RefitPlan) -> None:
@@ -289,7 +289,7 @@ class Sink(ABC):
         """
 
 
-class BucketSink(Sink):
+class BucketSink(RefitSink):
     """Copies buckets into the engine's tensors."""
 
     def __init__(self, plan: RefitPlan, targets: Sequence[torch.Tensor]) -> None:
@@ -303,7 +303,7 @@ class BucketSink(Sink):
         self._num_loaded += 1
 
 
-class WeightJoiner(Sink):
+class WeightJoiner(RefitSink):
     """Buckets of an engine that takes full weights: each is handed over as soon as its last byte is there.
 
     Besides the bucket one weight is held; its receiver may keep it.

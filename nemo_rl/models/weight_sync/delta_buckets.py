@@ -17,7 +17,7 @@ from nemo_rl.models.weight_sync.buckets import (
     BucketPiece,
     DeltaRefit,
     RefitPlan,
-    Sink,
+    RefitSink,
     WeightSlot,
     flat_bytes,
 )
@@ -108,7 +108,7 @@ class DeltaFiller(BucketFiller):
         return size
 
 
-class DeltaSink(Sink):
+class DeltaSink(RefitSink):
     """Changes the weights that are held.
 
     Args:

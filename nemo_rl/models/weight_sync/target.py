@@ -23,7 +23,7 @@ from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.weight_sync.buckets import (
     BucketSink,
     RefitPlan,
-    Sink,
+    RefitSink,
     WeightJoiner,
     WeightSlot,
     free_bytes,
@@ -53,7 +53,7 @@ class RefitReceiver:
         self._targets: list[torch.Tensor] = []
         self._staged: dict[str, torch.Tensor] = {}
         """Tensors of an adapter, which nothing reads."""
-        self._sink: Sink | None = None
+        self._sink: RefitSink | None = None
         self._held = HeldWeights()
         self._num_buckets = 0
         self._buffer_bytes = 0
@@ -83,7 +83,7 @@ class RefitReceiver:
         self._num_buckets, self._buffer_bytes = self._sink.num_missing, plan.buffer_bytes
         self._shared = handle.open(self._device) if handle is not None else None
 
-    def _adapter_sink(self, plan: RefitPlan) -> Sink:
+    def _adapter_sink(self, plan: RefitPlan) -> RefitSink:
         self._staged = {
             slot.name: torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device=self._device)
             for slot in plan.slots
@@ -95,7 +95,7 @@ class RefitReceiver:
         staged, self._staged = self._staged, {}
         return staged or None
 
-    def _sink_of(self, plan: RefitPlan) -> Sink:
+    def _sink_of(self, plan: RefitPlan) -> RefitSink:
         take = self._take
         if plan.delta is not None:
             # An engine that takes full weights needs the last ones, to apply the changes to them.
@@ -164,7 +164,7 @@ class RefitReceiver:
             self._group.close()
         self._group, self._shared = None, None
 
-    def _begun(self) -> Sink:
+    def _begun(self) -> RefitSink:
         assert self._sink is not None, "begin comes first"
         return self._sink
 
