@@ -316,6 +316,8 @@ class AsyncBatches(BatchSource):
                 self._restart_engines()
                 self._start_held()
             interrupt.raise_if_received()
+            if interrupt.is_noticed():
+                raise NoStepLeft
             now = time.monotonic()
             if now >= deadline:
                 raise WorkerError(f"{self._stuck(number, now - began)}; raise cluster.stage_timeout_s", stage="rollout")

@@ -53,7 +53,8 @@ OLDER_STATE = "redrawn_prompts"
 
 
 class NoStepLeft(Exception):
-    """The last groups of the last epoch left while a step waited for them: the run has ended."""
+    """No other step comes: the last groups of the last epoch left while a step waited for them, or a signal has asked
+    for the end of the run."""
 
 
 class BatchSource(ABC):
@@ -76,7 +77,7 @@ class BatchSource(ABC):
 
         Raises:
             UserError: the data or the recipe cannot give a step. WorkerError: a worker failed. No row of it is left.
-            NoStepLeft: `is_exhausted` has become True meanwhile.
+            NoStepLeft: `is_exhausted` has become True meanwhile, or `interrupt.is_noticed`.
         """
 
     @property

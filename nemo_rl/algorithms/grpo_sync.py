@@ -107,6 +107,8 @@ class RunSummary:
     """The best of the kept checkpoints by `checkpointing.metric_name`."""
     is_out_of_time: bool = False
     """Ended before its last step, to be saved by `checkpointing.must_save_by`."""
+    is_interrupted: bool = False
+    """Ended before its last step, after SIGTERM or SIGUSR1."""
 
 
 class GRPOTrainer:
@@ -151,7 +153,8 @@ class GRPOTrainer:
             self.open_run()
             self._parts.panel.begin()
             self._check_time()
-            with frozen_startup_objects():
+            grace_s, note = self._config.cluster.grace_s, self._parts.panel.note
+            with frozen_startup_objects(), interrupt.finishing(grace_s, tell=note):
                 self._steps()
         return RunSummary(
             first_reward=self._first_val_reward,
@@ -161,6 +164,7 @@ class GRPOTrainer:
             last_checkpoint=self._saver.last_path,
             best_checkpoint=self._best_checkpoint(),
             is_out_of_time=self._is_out_of_time and not self._is_done(),
+            is_interrupted=interrupt.is_noticed() and not self._is_done(),
         )
 
     def _steps(self) -> None:
@@ -169,6 +173,8 @@ class GRPOTrainer:
             interrupt.raise_if_received()
             began = time.monotonic()
             try:
+                if interrupt.is_noticed():
+                    raise NoStepLeft
                 step = self.step()
             except NoStepLeft:
                 self._end_after(metrics)
@@ -181,7 +187,7 @@ class GRPOTrainer:
             self._parts.rollout.remove_durable()
 
     def _end_after(self, metrics: Mapping[str, float]) -> None:
-        """Validate and save as after a last step: that the step before was the last one was not known then."""
+        """Validate and save as after a last step: that the step before is the last one was not known then."""
         config = self._config
         self._end_validation()
         has_validated = config.grpo.val_period > 0 and self._step % config.grpo.val_period == 0
@@ -189,7 +195,7 @@ class GRPOTrainer:
             validated = self._validate().metrics()
             self._parts.logger.log_metrics(validated, step=self._step)
             metrics = {**metrics, **validated}
-        if self._step % config.checkpointing.save_period:
+        if self._step % config.checkpointing.save_period and self._step != self._saver.last_step:
             self._save_if_due(metrics)
 
     def _settle(self) -> None:
@@ -348,10 +354,15 @@ class GRPOTrainer:
             return
         with self._timer.time("checkpoint"):
             self._saver.look()
-            is_last = self._is_done() or self._deadline.is_reached()
+            is_noticed = interrupt.is_noticed()
+            is_last = self._is_done() or self._deadline.is_reached() or is_noticed
             if not is_last and self._step % self._config.checkpointing.save_period:
                 return
-            self._save(metrics, waits=is_last)
+            with interrupt.saving():
+                self._save(metrics, waits=is_last)
+        if is_noticed:
+            self._parts.panel.note(f"saved step {self._step} and ending")
+            return
         self._is_out_of_time = self._deadline.is_reached()
         if self._is_out_of_time and not self._is_done():
             self._parts.panel.note(
@@ -425,7 +436,7 @@ class GRPOTrainer:
 
     def _validation_is_due(self) -> bool:
         config = self._config.grpo
-        if self._config.data.validation is None:
+        if self._config.data.validation is None or interrupt.is_noticed():
             return False
         is_last = self._step >= config.max_num_steps or self._parts.source.is_exhausted
         return (config.val_period > 0 and self._step % config.val_period == 0) or (config.val_at_end and is_last)

@@ -114,6 +114,8 @@ def _train(config: MasterConfig, console: Console) -> int:
         from nemo_rl.algorithms.run import run  # noqa: PLC0415
 
         summary = run(config, console=console, forks=forks)
+    if summary.is_interrupted:
+        raise KeyboardInterrupt
     return TIME_LIMIT if summary.is_out_of_time else 0
 
 

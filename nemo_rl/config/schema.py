@@ -352,6 +352,9 @@ class ClusterConfig(Section):
     """Deadline of one collective between workers, in seconds."""
     stage_timeout_s: PositiveFloat = 1800.0
     """Deadline of one stage (rollout, logprobs, train, refit, checkpoint), in seconds."""
+    grace_s: PositiveFloat = 25.0
+    """Seconds in which the step that runs at SIGTERM or SIGUSR1 must end, to be saved before the run ends; Slurm kills
+    30 s after SIGTERM. A step that takes longer is interrupted."""
 
     @property
     def num_workers(self) -> int:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl.distributed.fork_stub import LENGTH, STATUS
 from nemo_rl.utils.files import receive_exactly
-from nemo_rl.utils.process_guard import die_with_parent
+from nemo_rl.utils.process_guard import die_with_parent, leave_notices_to_driver
 
 REQUEST_S = 10.0
 """A stub sends its request in one go."""
@@ -183,6 +183,7 @@ def _forget_randomness() -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """`arguments`: descriptor of the listener, then the modules to import."""
+    leave_notices_to_driver()
     for name in arguments[1:]:
         try:
             importlib.import_module(name)

@@ -37,7 +37,7 @@ from nemo_rl.distributed import fork_stub
 from nemo_rl.distributed.environment import ray_environment
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.liveness import ProcessIdentity
-from nemo_rl.distributed.ray_private import on_loopback, started_by, without_what_nobody_asks
+from nemo_rl.distributed.ray_private import apart_from_signals, on_loopback, started_by, without_what_nobody_asks
 from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.utils.deadlines import StartUp
@@ -164,6 +164,7 @@ class OwnRay:
             folder.marking(),
             _variables(self._environment),
             on_loopback(),
+            apart_from_signals(),
             without_what_nobody_asks(),
             keep_sigterm_handler(),
             watch_ray_start(),

@@ -18,7 +18,7 @@ from pathlib import Path
 from ray.scripts.scripts import main as ray_command
 
 from nemo_rl.distributed import fork_stub
-from nemo_rl.distributed.ray_private import started_by, without_what_nobody_asks
+from nemo_rl.distributed.ray_private import apart_from_signals, started_by, without_what_nobody_asks
 
 __all__: list[str] = []
 
@@ -31,6 +31,7 @@ def main() -> None:
     sys.argv = ["ray", "start", *json.loads(line)]
     with ExitStack() as changes:
         changes.enter_context(without_what_nobody_asks())
+        changes.enter_context(apart_from_signals())
         if fork_stub.ADDRESS in os.environ:
             changes.enter_context(started_by(Path(fork_stub.__file__)))
         ray_command()

@@ -6,15 +6,18 @@ running cluster whether they hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
-__all__ = ["on_loopback", "started_by", "without_what_nobody_asks"]
+from nemo_rl.utils.process_guard import leave_notices_to_driver
+
+__all__ = ["apart_from_signals", "on_loopback", "started_by", "without_what_nobody_asks"]
 
 NOT_STARTED = ("start_api_server", "start_monitor", "start_log_monitor", "start_ray_client_server")
 """Python processes with imports of their own: dashboard (which is waited for), autoscaler, logs, remote clients."""
@@ -61,6 +64,25 @@ def started_by(script: Path) -> Iterator[None]:
         yield
     finally:
         RayParams.update_if_absent = update
+
+
+@contextmanager
+def apart_from_signals() -> Iterator[None]:
+    """A Ray whose processes leave to the driver what is sent to its process group, and SIGUSR1 and SIGUSR2."""
+    before = services.ConsolePopen
+
+    def start(*words: object, preexec_fn: Callable[[], None], **given: object) -> subprocess.Popen[bytes]:
+        def prepare() -> None:
+            preexec_fn()
+            leave_notices_to_driver()
+
+        return before(*words, preexec_fn=prepare, process_group=0, **given)
+
+    services.ConsolePopen = start
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
 
 
 def _start_nothing(node: Node, **given: object) -> None:

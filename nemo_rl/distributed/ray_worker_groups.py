@@ -34,6 +34,7 @@ from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.distributed.worker_log import WorkerLog
 from nemo_rl.errors import NemoRLError, WorkerError, WorkerLate, WorkerLost
+from nemo_rl.utils.process_guard import leave_notices_to_driver
 
 __all__ = ["RayPlacement", "RayWorkerGroup"]
 
@@ -67,6 +68,7 @@ class _Host:
 
     def __init__(self, log_file: Path | None, log_level: str) -> None:
         raise_open_files()
+        leave_notices_to_driver()
         self._worker: object | None = None
         self._log = WorkerLog.open(log_file, level=log_level)
         logger.info("process %d on %s", os.getpid(), socket.gethostname())

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from nemo_rl.utils.process_guard import LIBC, die_with_parent
+from nemo_rl.utils.process_guard import LIBC, die_with_parent, leave_notices_to_driver
 
 __all__ = [
     "CHANNEL_CLOSED_CODE",
@@ -88,6 +88,7 @@ def start_guarded(parent: int, *, folder: str | None = None) -> None:
         parent: the process that started this one.
         folder: removed when everything has ended.
     """
+    leave_notices_to_driver()
     remover, write_end = _start_remover(folder) if folder is not None else (0, -1)
     become_subreaper()
 

@@ -19,9 +19,11 @@ import time
 from functools import partial
 from pathlib import Path
 
-__all__ = ["APART", "GRACE_S", "LIBC", "MARK", "SWEEP_S", "die_with_parent", "sweep"]
+__all__ = ["APART", "GRACE_S", "LIBC", "MARK", "SWEEP_S", "die_with_parent", "leave_notices_to_driver", "sweep"]
 
 LIBC = ctypes.CDLL(None, use_errno=True)
+_set_handler = LIBC.signal
+_set_handler.argtypes, _set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
 PR_SET_PDEATHSIG = 1
 APART = "--apart"
 """Makes the guard no child of its owner, in place of a command: Ray kills the children of a worker that dies."""
@@ -40,6 +42,16 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
     LIBC.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(0)
+
+
+def leave_notices_to_driver() -> None:
+    """Ignore SIGUSR1 and SIGUSR2 from now on, from any thread, and so do processes that this one starts.
+
+    Clusters send them to every process of a job; the driver decides when the work ends.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        # Python's own function works in the main thread alone.
+        _set_handler(number, ctypes.c_void_p(signal.SIG_IGN.value))
 
 
 def sweep(folder: str) -> None:
@@ -73,6 +85,7 @@ def _marked(folder: str) -> list[int]:
 
 def main(folder: str, *command: str) -> int:
     """Wait for the owner's end, or the command's; return the command's exit code."""
+    leave_notices_to_driver()
     child = None
     if command == (APART,):
         if os.fork():

@@ -8,13 +8,15 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers.processes import MARK, end_all, listening_off_loopback, marked, wait_for_none
 from tests.helpers.resume_kills import ResumeKills
-from tests.helpers.runs import logged_steps, start_cli, write_recipe
+from tests.helpers.runs import LOCAL, logged_steps, start_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
 pytestmark = pytest.mark.slow
@@ -90,6 +92,39 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_cause(tmp_path, model, ma
     told = any(text in output for text in said)
     assert told and "stage" in output and "Traceback" not in output, output[-3000:]
     assert "Ray's logs of this run are in" in output and list((tmp_path / "logs" / "ray_logs").glob("raylet*"))
+    assert wait_for_none(mark, timeout_s=GONE_S) == []
+
+
+ASYNC = {"grpo.async.enabled": True, "loss_fn.use_importance_sampling_correction": True, "data_plane.impl": "ray"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "number"), [(LOCAL, signal.SIGTERM), (ASYNC, signal.SIGUSR1)], ids=["sync-SIGTERM", "async-SIGUSR1"]
+)
+def test_what_a_cluster_sends_before_it_takes_the_machine_ends_the_run_with_a_checkpoint(
+    tmp_path, model, mark, settings, number
+):
+    """Every process gets SIGUSR1 and SIGUSR2 here, as on a cluster; SIGUSR2 means nothing, and workers heed neither."""
+    recipe = write_recipe(tmp_path, model, checkpointing={"enabled": True, "save_period": 1000})
+    process = start_cli(recipe, "grpo.max_num_steps=100000", *(f"{name}={value}" for name, value in settings.items()))
+    wait_for_step(tmp_path / "logs", 1, process)
+    for each in marked(mark):
+        with suppress(psutil.NoSuchProcess):
+            each.send_signal(signal.SIGUSR2)
+    wait_for_step(tmp_path / "logs", int(logged_steps(tmp_path / "logs")[-1]["step"]) + 2, process)
+    for each in [process] if number == signal.SIGTERM else marked(mark):
+        with suppress(psutil.NoSuchProcess):
+            each.send_signal(number)
+    output, _ = process.communicate(timeout=GONE_S)
+    last = int(logged_steps(tmp_path / "logs")[-1]["step"])
+    saved = tmp_path / "logs" / "checkpoints" / f"step_{last}"
+    assert process.returncode == 130 and saved.is_dir(), output[-3000:]
+    for said in (
+        f"{number.name}: ending after this step, which may take 25 s (cluster.grace_s)",
+        f"saved step {last} and ending",
+        f"the last checkpoint is {saved}; to continue:",
+    ):
+        assert said in " ".join(output.split()), output[-3000:]
     assert wait_for_none(mark, timeout_s=GONE_S) == []
 
 

@@ -115,7 +115,7 @@ def test_a_signal_during_a_save_is_an_interrupt_that_says_how_to_go_on(tmp_path,
     with pytest.raises(UserError, match=rf"logs is in use by another run: process {process.pid} on "):
         train(recipe, logger__overwrite="true")
     wait_for("tmp_step_*", tmp_path / "logs" / "checkpoints", process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "interrupted" in output and "Traceback" not in output and "disk" not in output, output

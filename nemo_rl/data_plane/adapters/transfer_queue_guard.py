@@ -13,6 +13,7 @@ import threading
 from subprocess import DEVNULL
 
 from nemo_rl.utils.child_process import ChildProcess
+from nemo_rl.utils.process_guard import leave_notices_to_driver
 
 __all__ = ["CLOSED", "CLOSE_S", "main", "start_guard"]
 
@@ -36,6 +37,7 @@ def start_guard(*, run_id: str, ray_address: str, node: str) -> ChildProcess:
 
 def main(run_id: str, ray_address: str, node: str) -> None:
     """Wait for the owner's end, and clean up after one that has died."""
+    leave_notices_to_driver()
     if sys.stdin.buffer.read() == CLOSED:
         return
     # Where the cluster has died as well, Ray waits for it without end.

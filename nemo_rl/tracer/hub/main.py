@@ -20,6 +20,7 @@ from nemo_rl.tracer.hub.server import HubEndpoint, HubServer
 from nemo_rl.tracer.process import HubSpec
 from nemo_rl.tracer.tokens import HubTokens
 from nemo_rl.tracer.watch import WatchPlan
+from nemo_rl.utils.process_guard import leave_notices_to_driver
 
 __all__ = ["main"]
 
@@ -82,6 +83,7 @@ def _record(hub: Hub, spec: HubSpec) -> None:
 
 async def _job_ends(parent: int) -> None:
     """Standard input ends, the parent is gone, or somebody ends this process."""
+    leave_notices_to_driver()
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)

@@ -26,6 +26,7 @@ def handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     interrupt._received.clear()
 
 
@@ -53,6 +54,43 @@ def test_a_second_signal_leaves_the_teardown_of_the_first_alone(second, monkeypa
     monkeypatch.setattr(interrupt, "AGAIN_AFTER_S", -1.0)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(second)
+
+
+@pytest.mark.parametrize("number", interrupt.NOTICES)
+@pytest.mark.parametrize(
+    ("then", "grace_s"),
+    [(signal.SIGTERM, 60.0), (signal.SIGINT, 60.0), (None, 0.05)],
+    ids=["SIGTERM", "SIGINT", "late"],
+)
+def test_a_notice_lets_the_step_end_and_a_second_signal_or_the_end_of_the_grace_interrupts(
+    number, then, grace_s, monkeypatch
+):
+    monkeypatch.setattr(interrupt, "TWICE_S", 0.0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt.install()
+    told, has_gone_on = [], False
+    with pytest.raises(KeyboardInterrupt), interrupt.finishing(grace_s, tell=told.append):
+        assert not interrupt.is_noticed()
+        signal.raise_signal(number)
+        assert interrupt.is_noticed() and not interrupt.received()
+        signal.raise_signal(signal.SIGUSR1)  # a cluster may repeat it
+        has_gone_on = True
+        if then is not None:
+            signal.raise_signal(then)
+        time.sleep(30)
+    assert has_gone_on and interrupt.received()
+    assert told[0].startswith(f"{number.name}: ending after this step, which may take {grace_s:g} s (cluster.grace_s)")
+    assert (then is None) == ("raise cluster.grace_s" in told[-1])
+
+
+def test_a_save_may_take_longer_than_the_grace_and_what_follows_is_undisturbed():
+    interrupt.install()
+    with interrupt.finishing(0.01, tell=lambda text: None):
+        signal.raise_signal(signal.SIGTERM)
+        with interrupt.saving():
+            time.sleep(0.5)
+    signal.raise_signal(signal.SIGTERM)  # amid the teardown
+    assert interrupt.is_noticed()
 
 
 def test_what_is_ignored_stays_ignored():
