@@ -19,12 +19,14 @@ from ray.scripts.scripts import main as ray_command
 
 from nemo_rl.distributed import fork_stub
 from nemo_rl.distributed.ray_private import apart_from_signals, started_by, without_what_nobody_asks
+from nemo_rl.utils.process_guard import leave_notices_to_driver
 
 __all__: list[str] = []
 
 
 def main() -> None:
     """Read the words, and run as `ray start` from then on."""
+    leave_notices_to_driver()
     line = sys.stdin.readline()
     if not line:
         return

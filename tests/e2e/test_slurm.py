@@ -342,14 +342,18 @@ def test_a_recipe_runs_on_two_nodes_and_leaves_nothing(cluster, tmp_path, model)
 
 
 @pytest.mark.full
-def test_a_cancelled_job_leaves_nothing(cluster, tmp_path, model):
-    recipe = write_recipe(tmp_path, model, cluster=TWO_NODES, grpo=ENDLESS)
+@pytest.mark.parametrize(("words", "ended"), [((), "CANCELLED"), (("--signal=USR1",), "FAILED")])
+def test_a_cancelled_job_leaves_nothing_and_one_that_is_told_before_saves(cluster, tmp_path, model, words, ended):
+    saving = {"enabled": True, "save_period": 1000}
+    recipe = write_recipe(tmp_path, model, cluster=TWO_NODES, grpo=ENDLESS, checkpointing=saving)
     job = cluster.launch(recipe)
     wait_for_step(job, 1, tmp_path / "logs")
-    cluster.run("scancel", job.number)
-    assert job.wait(timeout_s=60) == "CANCELLED"
+    cluster.run("scancel", *words, job.number)
+    assert job.wait(timeout_s=60) == ended
     job.check_nothing_is_left()
     assert (job.folder / "start_0" / "result").read_text() == f"{INTERRUPTED}\n"
+    last = logged_steps(tmp_path / "logs")[-1]["step"]
+    assert not words or (tmp_path / "logs" / "checkpoints" / f"step_{last}").is_dir(), job.log
 
 
 @pytest.mark.full

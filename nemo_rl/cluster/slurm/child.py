@@ -15,7 +15,7 @@ from pathlib import Path
 from nemo_rl.errors import NemoRLError
 from nemo_rl.utils.files import read_tail
 
-__all__ = ["CommandChild", "RayChild", "RayFailed"]
+__all__ = ["STEP_END_S", "CommandChild", "RayChild", "RayFailed"]
 
 READY_FILE = "ray_current_cluster"
 """Written by `ray start` into its temporary folder when all its processes are there; holds the head's address."""
@@ -25,6 +25,8 @@ END_S = 6.0
 """Seconds for an orderly end of Ray, after which it is killed; Slurm itself waits 30 s for all of it."""
 COMMAND_END_S = 12.0
 """The same for the command, which ends its workers first."""
+STEP_END_S = 28.0
+"""The same for a command that ends its step and saves first (`cluster.grace_s`); Slurm kills after 30 s."""
 PIPE_END_S = 2.0
 PIECE_BYTES = 65536
 LAST_WORDS = 1500
@@ -147,14 +149,15 @@ class CommandChild:
         """End the command and all of its process group, and copy the last of its output. Idempotent.
 
         Args:
-            is_signalled: it has got a signal already (`scancel` reaches every process of a job); a second one would
-                meet its teardown.
+            is_signalled: the job has got a signal. The command, where Slurm sent it there too, takes both for one.
         """
         if self._process is None or self._pump is None:
             return
-        if is_signalled:
+        if is_signalled and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGTERM)
             with suppress(TimeoutError):
-                async with asyncio.timeout(COMMAND_END_S):
+                async with asyncio.timeout(STEP_END_S):
                     await self._process.wait()
         await _end(self._process, to_group=True, timeout_s=END_S if is_signalled else COMMAND_END_S)
         # What the command has left behind may hold the pipe open.

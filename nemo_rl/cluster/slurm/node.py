@@ -26,7 +26,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from nemo_rl.cluster.slurm.child import CommandChild, RayChild, RayFailed
+from nemo_rl.cluster.slurm.child import STEP_END_S, CommandChild, RayChild, RayFailed
 from nemo_rl.cluster.slurm.roll import Attendance, NodesMissing, Roll
 from nemo_rl.cluster.slurm.settings import HEAD_FILE, RESULT_FILE, TOKEN_FILE, NodeSettings, PortRange
 from nemo_rl.config.base import START_TIMEOUT_S
@@ -64,8 +64,9 @@ class SlurmNode:
     async def run(self) -> int:
         """Run this node's process, and return its exit code."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             loop.add_signal_handler(number, self._stop.set)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         async with AsyncExitStack() as stack:
             folder = await self._open_folder(stack)
             logs = self._settings.folder / "nodes" / self._settings.name
@@ -170,6 +171,9 @@ class SlurmNode:
                     return 0
                 attendance.joined()
                 ended = await self._first(attendance.dismissed(), ray.ended(), self._stop.wait())
+                if ended is True:
+                    # The command ends its step meanwhile, which needs this node's workers.
+                    await self._first(attendance.dismissed(), ray.ended(), asyncio.sleep(STEP_END_S))
                 if isinstance(ended, str):
                     attendance.failed(ended)
                     logger.error("error: %s", ended)
