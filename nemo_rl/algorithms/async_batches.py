@@ -56,6 +56,7 @@ from nemo_rl.errors import (
 )
 from nemo_rl.experience.rollout_records import RolloutResult
 from nemo_rl.utils import interrupt
+from nemo_rl.utils.deadlines import awake_s
 from nemo_rl.utils.metrics import Mean, Reduction, Sum
 from nemo_rl.utils.r3_trace import trace_retired
 
@@ -267,7 +268,7 @@ class AsyncBatches(BatchSource):
         oldest = int(result.weight_versions.min())
         ticket = self._schedule.restore(self._parts.sampler.draw(ordinal), oldest_version=oldest)
         uid = group_uid(result.meta.keys[0])
-        self._ready[ticket.name] = _RolloutGroup(ticket=ticket, uid=uid, began=time.monotonic()), result
+        self._ready[ticket.name] = _RolloutGroup(ticket=ticket, uid=uid, began=awake_s()), result
         self._skipped.add(ordinal)
 
     def frontier(self) -> Frontier:
@@ -298,7 +299,7 @@ class AsyncBatches(BatchSource):
     # ---- groups
 
     def _wait_for(self, number: int) -> StepSelection:
-        began = time.monotonic()
+        began = awake_s()
         warn_after, deadline = STUCK_S, began + self._timeout_s
         drops_left = MOST_DROPS if self._parts.config.async_.overdue == "drop" else 0
         while True:
@@ -318,7 +319,7 @@ class AsyncBatches(BatchSource):
             interrupt.raise_if_received()
             if interrupt.is_noticed():
                 raise NoStepLeft
-            now = time.monotonic()
+            now = awake_s()
             if now >= deadline:
                 raise WorkerError(f"{self._stuck(number, now - began)}; raise cluster.stage_timeout_s", stage="rollout")
             if drops_left and now >= began + self._timeout_s * DROP_SHARE:
@@ -344,7 +345,7 @@ class AsyncBatches(BatchSource):
     def _stuck(self, number: int, seconds: float) -> str:
         """Return what a step waits for: groups, who has them and since when."""
         with self._changed:
-            now = time.monotonic()
+            now = awake_s()
             names = self._schedule.waits_for(number)
             shown = [
                 f"group {name} (prompt {self._running[name].ticket.draw.prompt}, uid {self._running[name].uid}, weight "
@@ -394,7 +395,7 @@ class AsyncBatches(BatchSource):
         return drawn
 
     def _register(self, tickets: Sequence[Ticket]) -> None:
-        uids, now = new_group_ids(len(tickets)), time.monotonic()
+        uids, now = new_group_ids(len(tickets)), awake_s()
         self._running |= {
             ticket.name: _RolloutGroup(ticket=ticket, uid=uid, began=now)
             for ticket, uid in zip(tickets, uids, strict=True)
@@ -522,7 +523,7 @@ class AsyncBatches(BatchSource):
             self._leaving.update(running.uid for running in dropped)
         self._parts.rollout.abort([running.ticket.name for running in dropped])
         self._clear([running.uid for running in dropped], DROPPED)
-        now = time.monotonic()
+        now = awake_s()
         shown = [f"{running.ticket.name} (after {now - running.began:.0f} s)" for running in dropped]
         self._note(f"dropped groups that were overdue and had not ended: {name_some(shown)}")
         self._admit()

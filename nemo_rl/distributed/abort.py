@@ -359,7 +359,10 @@ class AbortWatch:
         after = self._signs_of_life()
         silent = [rank for rank in range(self.world_size) if rank != self.rank and before[rank] == after[rank]]
         if silent:
-            return self._publish(_death(silent[0], mine.stage, f"gave no sign of life for {SECONDARY_WAIT_S:.0f} s"))
+            known = self._neighbours.get(silent[0])
+            why = f": {known.stopped_text()}" if known is not None and known.is_stopped() else ""
+            what = f"gave no sign of life for {SECONDARY_WAIT_S:.0f} s{why}"
+            return self._publish(_death(silent[0], mine.stage, what))
         timed_out = "timed out waiting" in mine.text.lower()
         kind = CollectiveTimeout.__name__ if timed_out else WorkerError.__name__
         text = f"a collective failed, and every rank still lives: {mine.text}"

@@ -1,6 +1,7 @@
 """Liveness of processes and of the cluster: the identity of a process, and the watchdog of a lost connection.
 
-The abort watch asks `ProcessIdentity` and so learns of a killed peer before any connection says so. `DriverWatchdog`
+The abort watch asks `ProcessIdentity` and so learns of a killed peer before any connection says so. A driver has
+`STOPPED_WORKERS` warn of workers that somebody has stopped. `DriverWatchdog`
 ends a worker process whose cluster can no longer be reached: a machine that is cut off from the others keeps its
 processes, since Ray there goes on looking for its head and nobody ends a worker that waits for its next call. The actor
 behind `RayWorkerGroup` holds one where a cluster has several machines.
@@ -13,10 +14,11 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LOST_S", "DriverWatchdog", "ProcessIdentity"]
+__all__ = ["LOST_S", "STOPPED_S", "STOPPED_WORKERS", "DriverWatchdog", "ProcessIdentity", "StoppedProcesses"]
 
 PROC = Path("/proc")
 STATE_FIELD, START_FIELD = 0, 19
@@ -63,6 +65,10 @@ class ProcessIdentity:
         stat = _stat(self.pid)
         return stat is not None and stat[STATE_FIELD] in STOPPED_STATES and int(stat[START_FIELD]) == self.start
 
+    def stopped_text(self) -> str:
+        """Return the words about it when it is stopped."""
+        return f"process {self.pid} is stopped (state T in /proc/{self.pid}/stat); kill -CONT {self.pid} lets it go on"
+
 
 def _stat(pid: int) -> list[str] | None:
     try:
@@ -74,11 +80,55 @@ def _stat(pid: int) -> list[str] | None:
 
 logger = logging.getLogger(__name__)
 
+STOPPED_S = 15.0
+"""Longer than a look with a debugger, shorter than Ray's own health checks take."""
 LOST_S = 60.0
 """Longer than a switch takes to come back; what a driver waits for was given up long before."""
 LOOK_S = 5.0
 LOST_EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h."""
+
+
+class StoppedProcesses:
+    """Warns of processes of this machine that somebody has stopped, from a thread that begins with the first one.
+
+    Args:
+        stopped_s: seconds from the stop to the warning.
+    """
+
+    def __init__(self, *, stopped_s: float = STOPPED_S, look_s: float = LOOK_S) -> None:
+        self._stopped_s, self._look_s = stopped_s, look_s
+        self._watched: dict[str, ProcessIdentity] = {}
+        self._thread: threading.Thread | None = None
+
+    def watch(self, processes: Mapping[str, ProcessIdentity]) -> None:
+        """Watch these until they have ended, as far as this process can see them; names are for the warning."""
+        me = ProcessIdentity.of_this_process()
+        self._watched |= {name: each for name, each in processes.items() if each.is_visible_from(me)}
+        if self._thread is None and self._watched:
+            self._thread = threading.Thread(target=self._look, name="stopped-workers", daemon=True)
+            self._thread.start()
+
+    def _look(self) -> None:
+        since: dict[ProcessIdentity, float] = {}
+        told: set[ProcessIdentity] = set()
+        while True:
+            time.sleep(self._look_s)
+            for name, process in tuple(self._watched.items()):
+                if not process.is_stopped():
+                    since.pop(process, None)
+                    told.discard(process)
+                    if not process.is_alive():
+                        del self._watched[name]
+                elif (
+                    time.monotonic() - since.setdefault(process, time.monotonic()) >= self._stopped_s
+                    and process not in told
+                ):
+                    told.add(process)
+                    logger.warning("the run waits for %s: %s", name, process.stopped_text())
+
+
+STOPPED_WORKERS = StoppedProcesses()
 
 
 class DriverWatchdog:

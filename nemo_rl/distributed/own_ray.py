@@ -36,7 +36,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from nemo_rl.distributed import fork_stub
 from nemo_rl.distributed.environment import ray_environment
 from nemo_rl.distributed.fork_server import ForkServer
-from nemo_rl.distributed.liveness import ProcessIdentity
+from nemo_rl.distributed.liveness import STOPPED_S, ProcessIdentity
 from nemo_rl.distributed.ray_private import apart_from_signals, on_loopback, started_by, without_what_nobody_asks
 from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.errors import ResourceError, WorkerError
@@ -50,8 +50,6 @@ LOOPBACK = "127.0.0.1"
 SLOW_START = ("timed out during startup", "Timed out waiting for", "Failed to connect to GCS")
 """Texts with which Ray reports that its own processes did not come up in half a minute, a limit without an option."""
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
-STOPPED_S = 15.0
-"""Longer than a look with a debugger, shorter than Ray's own health checks take."""
 LOOK_S = 1.0
 UNHEARD_S = 40.0
 """Seconds from the metadata server's death until this process exits, if Ray was not closed by then: after 60 s Ray

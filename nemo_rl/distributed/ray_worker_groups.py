@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,11 +28,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_rl.distributed.abort import GuardedWorker, RootCause, is_secondary
 from nemo_rl.distributed.calls import Call, Pending
 from nemo_rl.distributed.environment import raise_open_files
-from nemo_rl.distributed.liveness import DriverWatchdog
+from nemo_rl.distributed.liveness import STOPPED_WORKERS, DriverWatchdog, ProcessIdentity
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.distributed.worker_log import WorkerLog
 from nemo_rl.errors import NemoRLError, WorkerError, WorkerLate, WorkerLost
+from nemo_rl.utils.deadlines import awake_s
 from nemo_rl.utils.process_guard import leave_notices_to_driver
 
 __all__ = ["RayPlacement", "RayWorkerGroup"]
@@ -61,6 +61,7 @@ class _WorkerProcess:
 
     id: int
     host: str
+    identity: ProcessIdentity
 
 
 class _Host:
@@ -79,7 +80,8 @@ class _Host:
     def start(self, factory: Callable[..., object], stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Builds the worker; separate from the actor's start so that its errors come back as records."""
         reply = self._guard(stage, lambda: self._assign(factory(**kwargs)))[0]
-        return {**reply, "process": _WorkerProcess(id=os.getpid(), host=socket.gethostname())}
+        me = ProcessIdentity.of_this_process()
+        return {**reply, "process": _WorkerProcess(id=me.pid, host=socket.gethostname(), identity=me)}
 
     def call(self, method: str, stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Result inside the record."""
@@ -195,10 +197,13 @@ class RayWorkerGroup(WorkerGroup):
             list(range(self.world_size)),
             stage=self._start_stage,
             timeout_s=timeout_s,
-            deadline=time.monotonic() + timeout_s,
+            deadline=awake_s() + timeout_s,
             key=START_KEY,
         )
         self._processes = [cast("_WorkerProcess", reply["process"]) for reply in replies]
+        STOPPED_WORKERS.watch(
+            {f"{self.name} rank {self._first + rank}": each.identity for rank, each in enumerate(self._processes)}
+        )
 
     def rendezvous(self, reserve: Callable[[str], int], *, timeout_s: float) -> tuple[str, int]:
         """Address of rank 0's node, and a port there that `reserve` has bound in the process of rank 0.
@@ -217,7 +222,7 @@ class RayWorkerGroup(WorkerGroup):
             ) from error
 
     def submit(self, call: Call[_T]) -> Pending[list[_T]]:
-        deadline = time.monotonic() + call.timeout_s
+        deadline = awake_s() + call.timeout_s
         ranks = self._ranks(call)
         refs = [self._alive(rank, call.stage).call.remote(*_sent(call, rank)) for rank in ranks]
 
@@ -230,13 +235,13 @@ class RayWorkerGroup(WorkerGroup):
         return Pending(wait, ready=lambda: _first_failure_or_all(refs))
 
     def stream(self, call: Call[Iterator[_T]]) -> Iterator[_T]:
-        deadline = time.monotonic() + call.timeout_s
+        deadline = awake_s() + call.timeout_s
         method = self._alive(0, call.stage).stream.options(num_returns="streaming", **self._stream_options)
         return self._results(method.remote(*_sent(call, 0)), call, deadline)
 
     def _results(self, replies: ray.ObjectRefGenerator, call: Call[Iterator[_T]], deadline: float) -> Iterator[_T]:
         while True:
-            left = max(0.0, deadline - time.monotonic())
+            left = max(0.0, deadline - awake_s())
             done, _ = ray.wait([replies], timeout=min(left, RAY_LOOK_S))
             check_own_ray(stage=call.stage)
             if not done and left:
@@ -288,7 +293,7 @@ class RayWorkerGroup(WorkerGroup):
         """Replies in the order of `refs`; on the first failure ends the group and raises the root cause.
 
         Args:
-            timeout_s: for the error of ranks that are not done at `deadline`, on the monotonic clock. What has come by
+            timeout_s: for the error of ranks that are not done at `deadline`, by `awake_s`. What has come by
                 then is taken, however late the driver looks.
             key: of the config that sets it.
         """
@@ -296,7 +301,7 @@ class RayWorkerGroup(WorkerGroup):
         replies: dict[ray.ObjectRef, dict[str, object]] = {}
         failures: list[NemoRLError] = []
         while waiting:
-            left = max(0.0, deadline - time.monotonic())
+            left = max(0.0, deadline - awake_s())
             if not ray.is_initialized():
                 # A thread that still waits while the run ends: `ray.wait` would start a Ray of its own.
                 raise WorkerLost("the run has ended", rank=self._first + rank_of[waiting[0]], stage=stage)
@@ -317,7 +322,7 @@ class RayWorkerGroup(WorkerGroup):
                     self.shutdown()
                     raise self._located(failure)
                 if not failures:
-                    deadline = min(deadline, time.monotonic() + FIRST_CAUSE_GRACE_S)
+                    deadline = min(deadline, awake_s() + FIRST_CAUSE_GRACE_S)
                 failures.append(failure)
         if failures or waiting:
             self.shutdown()
@@ -361,10 +366,13 @@ class RayWorkerGroup(WorkerGroup):
         return error
 
     def _too_late(self, late: Sequence[int], timeout_s: float, *, stage: str, key: str) -> WorkerLate:
-        ranks = [self._first + rank for rank in late]
+        ranks, me = [self._first + rank for rank in late], ProcessIdentity.of_this_process()
+        waited_for = [self._processes[rank].identity for rank in late if self._processes]
+        stopped = [each.stopped_text() for each in waited_for if each.is_visible_from(me) and each.is_stopped()]
+        advice = "; ".join(stopped) or f"raise {key} if they are only slow"
         return WorkerLate(
-            f"{self.name}: ranks {ranks} did not finish in {timeout_s:.0f} s (processes {self._places(late)}); raise "
-            f"{key} if they are only slow",
+            f"{self.name}: ranks {ranks} did not finish in {timeout_s:.0f} s (processes {self._places(late)}); "
+            f"{advice}",
             rank=ranks[0],
             stage=stage,
         )

@@ -36,6 +36,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GroupSamples,
 )
+from nemo_rl.utils.deadlines import awake_s
 from nemo_rl.utils.metrics import Mean, Min, Reduction, Sum
 
 __all__ = ["EngineScheduler", "expected_work", "split_request"]
@@ -287,10 +288,10 @@ class _Stream:
 
     def _take(self) -> int | None:
         """The next block; waits while other engines may still put theirs back. None: all have been sampled."""
-        give_up = time.monotonic() + self._scheduler.timeout_s + GRACE_S
+        give_up = awake_s() + self._scheduler.timeout_s + GRACE_S
         with self._changed:
             while not self._waiting and self._num_open:
-                if not self._changed.wait(max(0.0, give_up - time.monotonic())):
+                if not self._changed.wait(max(0.0, give_up - awake_s())):
                     return None
             return self._waiting.popleft() if self._num_open else None
 

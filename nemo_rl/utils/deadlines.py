@@ -3,7 +3,7 @@
 `setup` makes one `StartUp` from `cluster.worker_start_timeout_s`, and all that starts a process takes it. There is no
 other deadline for a start, so a machine that is merely slow needs one key. `SaveDeadline` is made from
 `checkpointing.must_save_by`: a run whose steps and saves take no longer than those before them ends before the limit
-with a checkpoint of its last step.
+with a checkpoint of its last step. Waits for other processes are judged by `awake_s`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,51 @@ from typing import NoReturn
 from nemo_rl.config.base import AUTO, START_TIMEOUT_S, seconds_of
 from nemo_rl.errors import UserError
 
-__all__ = ["DEFAULT_START", "SaveDeadline", "StartUp", "seconds_left", "time_limit"]
+__all__ = ["DEFAULT_START", "AwakeClock", "SaveDeadline", "StartUp", "awake_s", "seconds_left", "time_limit"]
 
 logger = logging.getLogger(__name__)
 
 TELL_EVERY_S = 10.0
 """Long enough that a quiet machine says nothing, short enough that nobody believes it hangs."""
+
+
+TICK_S = 1.0
+MISSING_S = 5.0
+"""A thread that has not run for so long belongs to a process that was stopped, or to a machine that was."""
+
+
+class AwakeClock:
+    """A monotonic clock without the seconds in which this process was stopped (SIGSTOP, a debugger, a laptop's lid).
+
+    Whoever waits for others by it does not take its own pause for their silence. A thread looks at it once a second.
+
+    Args:
+        clock: seconds that go on meanwhile.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._process_id = clock, 0
+        self._lock, self._last, self._stopped_s = threading.Lock(), 0.0, 0.0
+
+    def __call__(self) -> float:
+        if self._process_id != os.getpid():  # the first call, also of a process that was forked
+            self._lock, self._last, self._process_id = threading.Lock(), self._clock(), os.getpid()
+            threading.Thread(target=self._tick, name="awake-clock", daemon=True).start()
+        with self._lock:
+            now = self._clock()
+            if now - self._last > MISSING_S:
+                self._stopped_s += now - self._last
+            self._last = now
+            return now - self._stopped_s
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(TICK_S)
+            self()
+
+
+awake_s = AwakeClock()
+"""The clock of this process's deadlines; its seconds are comparable with each other alone."""
 
 
 def _log(text: str) -> None:

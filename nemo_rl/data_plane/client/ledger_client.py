@@ -59,6 +59,7 @@ from nemo_rl.errors import (
     SchemaMismatch,
     name_some,
 )
+from nemo_rl.utils.deadlines import awake_s
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -306,7 +307,7 @@ class LedgerClient(DataPlaneClient):
             reply = self._schemas.use(call, partition_id, ask)
             if reply["keys"] or limit is None:
                 return reply
-            if time.monotonic() + poll_s > call.started + limit:
+            if awake_s() + poll_s > call.started + limit:
                 raise DataPlaneTimeout(
                     f"{call.what}: nothing to claim for {limit:.1f} s by {consumer_id!r}: {_why(reply)}; "
                     "is the stage that writes these fields alive?"

@@ -34,6 +34,7 @@ from nemo_rl.errors import (
     SchemaMismatch,
     name_some,
 )
+from nemo_rl.utils.deadlines import awake_s
 
 __all__ = [
     "CLEAR",
@@ -124,19 +125,19 @@ class RoomWait:
         """
         poll_s = FIRST_POLL_S
         while True:
-            asked = time.monotonic()
+            asked = awake_s()
             reply = self.ask(op, {**args, "waited_s": self.untold_s()})
             blocked = reply.get("blocked")
             if blocked is None:
                 return reply
-            if time.monotonic() + poll_s + LAST_CALLS_S > self.deadline:
-                self.waited_s += time.monotonic() - asked
+            if awake_s() + poll_s + LAST_CALLS_S > self.deadline:
+                self.waited_s += awake_s() - asked
                 raise CapacityExceeded(
                     f"{self.what}: no capacity: {blocked}; waited {self.waited_s:.1f} s; clear rows sooner, put "
                     "fewer rows at a time, or raise the limit"
                 )
             time.sleep(poll_s)
-            self.waited_s += time.monotonic() - asked
+            self.waited_s += awake_s() - asked
             poll_s = min(poll_s * 2, LONGEST_POLL_S)
 
     def untold_s(self) -> float:
@@ -160,11 +161,11 @@ class ClientCall:
 
     def left(self) -> float:
         """Return seconds until the deadline."""
-        return max(self.deadline - time.monotonic(), 0.0)
+        return max(self.deadline - awake_s(), 0.0)
 
     def age(self) -> float:
         """Return seconds since it began."""
-        return time.monotonic() - self.started
+        return awake_s() - self.started
 
 
 class ClientLink:
@@ -194,7 +195,7 @@ class ClientLink:
     def begin(self, what: str) -> ClientCall:
         """Return a call with the client's deadline."""
         self.check_open()
-        now = time.monotonic()
+        now = awake_s()
         return ClientCall(what=what, deadline=now + self.timeout_s, started=now)
 
     def check_open(self) -> None:

@@ -36,7 +36,7 @@ from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.data_plane.ledger.recovery import CallNumbers
 from nemo_rl.distributed.run_folder import make_owned_folder
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, LedgerLost
-from nemo_rl.utils.deadlines import DEFAULT_START, StartUp
+from nemo_rl.utils.deadlines import DEFAULT_START, StartUp, awake_s
 
 __all__ = ["NAMESPACE", "Place", "RayLedgerHost", "ReferenceTable", "ledger_actor_name"]
 
@@ -259,16 +259,16 @@ class RayLedgerHost:
         Raises:
             LedgerLost: it has not come back in time. DataPlaneClosed: it never will.
         """
-        give_up = time.monotonic() + timeout_s
+        give_up = awake_s() + timeout_s
         lost_at = 0.0
         while True:
-            left = max(give_up - time.monotonic(), 0.0)
+            left = max(give_up - awake_s(), 0.0)
             try:
                 if lost_at and self._is_near:
                     self._find_socket(left)
                 reply = self._exchange(request, left)
             except LedgerLost as error:
-                now = time.monotonic()
+                now = awake_s()
                 if not lost_at:
                     lost_at, give_up = now, min(give_up, now + RECOVERY_LIMIT_S)
                 if now + RECOVERY_POLL_S > give_up:
@@ -276,7 +276,7 @@ class RayLedgerHost:
                 time.sleep(RECOVERY_POLL_S)
                 continue
             if lost_at:
-                gone_s = time.monotonic() - lost_at
+                gone_s = awake_s() - lost_at
                 logger.warning("run %s: the ledger has come back after %.1f s", self._address.run_id, gone_s)
             return reply
 

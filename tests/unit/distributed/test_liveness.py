@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl.distributed.liveness import LOST_EXIT_CODE, ProcessIdentity
+from nemo_rl.distributed.liveness import LOST_EXIT_CODE, ProcessIdentity, StoppedProcesses
 
 SHOW = (
     "import json; from dataclasses import asdict; from nemo_rl.distributed.liveness import ProcessIdentity as P; "
@@ -40,6 +41,27 @@ def test_processes_elsewhere_are_not_looked_at():
     assert me.is_alive() and me.is_visible_from(me)
     assert not replace(me, namespace="another machine").is_visible_from(me)
     assert not replace(me, namespace="").is_visible_from(replace(me, namespace=""))
+
+
+def test_a_stopped_process_is_named_with_its_state_once_and_again_after_it_went_on(caplog):
+    watch = StoppedProcesses(stopped_s=0.2, look_s=0.05)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            watch.watch({"policy rank 0": ProcessIdentity.of(child.pid)})
+            said = (
+                f"the run waits for policy rank 0: process {child.pid} is stopped (state T in /proc/{child.pid}/stat)"
+            )
+            for count in (1, 2):
+                child.send_signal(signal.SIGSTOP)
+                deadline = time.monotonic() + 30
+                while caplog.text.count(said) < count and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                time.sleep(0.3)
+                assert caplog.text.count(said) == count, caplog.text
+                child.send_signal(signal.SIGCONT)
+                time.sleep(0.3)
+        finally:
+            child.kill()
 
 
 def _start_of(line: bytes) -> int:

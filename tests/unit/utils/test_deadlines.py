@@ -13,7 +13,7 @@ import pytest
 from nemo_rl.config.base import seconds_of
 from nemo_rl.config.schema import CheckpointingConfig, ClusterConfig
 from nemo_rl.errors import UserError
-from nemo_rl.utils.deadlines import END_S, SaveDeadline, StartUp, seconds_left, time_limit
+from nemo_rl.utils.deadlines import END_S, AwakeClock, SaveDeadline, StartUp, seconds_left, time_limit
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,18 @@ def test_a_duration_counts_from_the_start_of_the_run_and_auto_to_the_end_of_the_
     assert 498 < seconds_left("auto", variables={"SLURM_JOB_END_TIME": ends}) <= 500
     with pytest.raises(UserError, match="auto needs SLURM_JOB_END_TIME, which is '' here; run it as a Slurm job"):
         seconds_left("auto", variables={})
+
+
+def test_seconds_in_which_this_process_was_stopped_do_not_count():
+    now = [100.0]
+    clock = AwakeClock(lambda: now[0])
+    deadline = clock() + 30
+    now[0] += 4.0
+    assert clock() == deadline - 26
+    now[0] += 600.0  # stopped
+    assert clock() == deadline - 26
+    now[0] += 1.0
+    assert clock() == deadline - 25
 
 
 ROOT = Path(__file__).parents[3] / "nemo_rl"
