@@ -254,7 +254,7 @@ replay-draw: $(VENV)/.dev ## four recipes that keep their steps; 20 of these at 
 chaos: $(VENV)/.dev ## faults of every kind in small runs and refits, each with its expected end, about an hour
 	$(BIN)/python -m tests.helpers.chaos $(ARGS)
 
-leaks: $(VENV)/.dev ## memory, descriptors, threads and shared memory of all processes over 200 small steps
+leaks: $(VENV)/.dev ## memory, descriptors, threads, shared memory and temporary folders of all processes over 200 small steps
 	$(BIN)/python -m tests.helpers.leaks $(ARGS)
 
 check-ledger: $(VENV)/.dev ## the data plane's ledger against its specification: all histories of up to 12 operations

@@ -38,7 +38,7 @@ MISSING_S = 5.0
 class AwakeClock:
     """A monotonic clock without the seconds in which this process was stopped (SIGSTOP, a debugger, a laptop's lid).
 
-    Whoever waits for others by it does not take its own pause for their silence. A thread looks at it once a second.
+    A process that waits for others by it does not take its own pause for their silence. A thread reads it every second.
 
     Args:
         clock: seconds that go on meanwhile.

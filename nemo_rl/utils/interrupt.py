@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
-"""What clusters send some time before they take a machine."""
+"""The signals that clusters send some time before they take a machine."""
 SIGNALS = (signal.SIGINT, signal.SIGHUP, *NOTICES)
 
 AGAIN_AFTER_S = 30.0
@@ -49,7 +49,7 @@ _received: list[float] = []
 
 @dataclass(slots=True)
 class _Notice:
-    """What has come while a run can still end its step."""
+    """The signals that have come while a run can still end its step."""
 
     came: SimpleQueue[str | None] = field(default_factory=SimpleQueue)
     """Name of each signal, then None at the end of the block. Its `put` may interrupt itself, as a handler does."""

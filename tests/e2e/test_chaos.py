@@ -38,5 +38,7 @@ def test_the_table_kills_and_stops_every_process_at_every_stage():
     assert len(set(rows)) == len(rows) and set(ROWS) <= set(rows)
     assert {row.role for row in rows} == set(ROLES) == set(NAMED) | {"driver"}
     assert {(row.signal, row.stage) for row in rows} == {("KILL", s) for s in ("start", "rollout", "train")} | {
-        ("STOP", "train")
+        ("STOP", "train"),
+        ("CONT", "train"),
     }
+    assert {(row.signal, row.is_async) for row in rows} >= {("KILL", True), ("CONT", True), ("CONT", False)}

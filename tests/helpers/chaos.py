@@ -29,6 +29,7 @@ import psutil
 
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE
 from nemo_rl.distributed.run_folder import OWNER_FILE
+from nemo_rl.models.starter import STARTER_TASKS, make_starter
 from nemo_rl.utils.trackers import METRICS_FILE
 from tests.helpers.model_families import write_dense
 from tests.helpers.processes import MARK, end_all, marked, wait_for_none
@@ -264,11 +265,28 @@ DEADLINES = {
 """Deadlines of each run in seconds: they find a stopped process, and none is replaced."""
 START_S = 400.0
 """Longest time until the stage is reached, on a machine that does much else."""
-END_S = {"KILL": 90.0, "STOP": 240.0}
+END_S = {"KILL": 60.0, "STOP": 240.0, "CONT": 60.0}
 """Longest time from the signal to the end of the run."""
 GONE_S = 30.0
 """Longest time from the end of the run to that of its last process."""
 STOPPED_DRIVER_S = 3.0
+CONT_S = 30.0
+"""From SIGSTOP to SIGCONT: a stopped worker is named before."""
+CONVERSATIONS = ROOT / "configs/recipes/grpo_guess_async_cpu.yaml"
+SHORT = {
+    "grpo.num_prompts_per_step": 4,
+    "grpo.num_generations_per_prompt": 4,
+    "grpo.drop_zero_advantage_groups": "false",
+    "policy.train_global_batch_size": 8,
+    "grpo.val_period": 0,
+    "grpo.val_at_start": "false",
+    "grpo.val_at_end": "false",
+    "data.validation": "null",
+    "checkpointing.enabled": "false",
+    "logger.tensorboard_enabled": "false",
+    "logger.live_panel": "false",
+}
+"""What makes the steps of `CONVERSATIONS` short."""
 ROLES = {
     "driver": r"examples/run_grpo\.py",
     "policy": r"^ray::PolicyWorker",
@@ -282,6 +300,8 @@ ROLES = {
     "scorer": r"scorer_child",
     "guard": r"scorer_child",
     "forks": r"fork_server_process",
+    "reaper": r"process_guard\.py \S+/r[a-z0-9_]+ $",
+    "tools": r"-P -c import sys.*zygote_child",
 }
 """Command lines of the processes of a run; a scorer is the child of its guard."""
 NAMED = {
@@ -295,17 +315,24 @@ NAMED = {
     "gcs": r"gcs_server|GCS",
     "scorer": r"reward|scor",
     "guard": r"reward|scor",
-    "forks": r"worker|rank \d|generation|rollout|[Ll]edger",
+    "forks": r"worker|rank \d|generation|rollout|[Ll]edger|fork server",
+    "reaper": r"reaper",
+    "tools": r"environment|tool",
 }
 """Pattern that the error must match, by role."""
 STAGES = {"rollout": '"event":"clear"', "train": '"event":"commit"'}
 """Event of the ledger that comes just before each stage."""
 STARTED_AGAIN = ("raylet", "gcs", "forks")
 """A start of Ray that fails is repeated; without a fork server, workers start as Ray starts them."""
-NOT_MISSED = (("STOP", "guard"), ("STOP", "forks"))
+NOT_MISSED = (("STOP", "guard"), ("STOP", "forks"), ("STOP", "reaper"), ("KILL", "reaper"))
 """Signals that stop no other process: the run goes on, and must end when it is told to."""
 ENDS = "ends in time, cause named, nothing left"
 OF_TRANSFER_QUEUE = ("controller", "storage")
+OF_REWARDS = ("scorer", "guard")
+REPLACED = ("engine", "rollout", "tools")
+"""Processes that an asynchronous run starts again."""
+HEARD_AGAIN = ("driver", "policy", "engine", "rollout")
+"""Roles that are stopped and go on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,9 +343,19 @@ class Row:
     signal: str
     role: str
     stage: str
+    is_async: bool = False
+    """Asynchronous, with conversations."""
 
     def __str__(self) -> str:
-        return f"{self.store:<14} {self.signal:<4} {self.role:<10} {self.stage:<7}"
+        kind = "async" if self.is_async else "sync"
+        return f"{self.store:<14} {self.signal:<4} {self.role:<10} {self.stage:<7} {kind:<5}"
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the run may do without the process, or must wait for it."""
+        return (
+            self.signal == "CONT" or (self.signal, self.role) in NOT_MISSED or (self.is_async and self.role in REPLACED)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -334,9 +371,18 @@ class Outcome:
 
 
 def table(stores: Sequence[str]) -> Iterator[Row]:
-    """Yield every kill at the start, in a rollout and in training, and every stop in training."""
+    """Yield every kill at the start, in a rollout and in training, and every stop in training; over Ray's store also
+    every kill in an asynchronous run with conversations, and stops that end."""
+    if "ray" in stores:
+        for is_async in (False, True):
+            for role in HEARD_AGAIN:
+                yield Row(store="ray", signal="CONT", role=role, stage="train", is_async=is_async)
+        for role in ROLES:
+            if role not in (*OF_TRANSFER_QUEUE, *OF_REWARDS):
+                yield Row(store="ray", signal="KILL", role=role, stage="train", is_async=True)
     for store in stores:
-        roles = [role for role in ROLES if store == "transfer_queue" or role not in OF_TRANSFER_QUEUE]
+        left_out = ("tools",) if store == "transfer_queue" else ("tools", *OF_TRANSFER_QUEUE)
+        roles = [role for role in ROLES if role not in left_out]
         stages = ("start", "rollout", "train") if store == "transfer_queue" else ("train",)
         for role, stage in product(roles, stages):
             yield Row(store=store, signal="KILL", role=role, stage=stage)
@@ -363,8 +409,17 @@ def _is_of_pair(role: str, process: psutil.Process) -> bool:
 def hit(row: Row, folder: Path, model: Path) -> Outcome:
     """Run a row and return its end."""
     mark = os.environ[MARK] = uuid.uuid4().hex
-    settings = {**DEADLINES, "grpo.max_num_steps": 100000, "data_plane.impl": row.store}
-    process = start_cli(write_recipe(folder, model), *(f"{name}={value}" for name, value in settings.items()))
+    settings = {"grpo.max_num_steps": 100000, "data_plane.impl": row.store}
+    # A stop that ends must not look like a failure; the asynchronous run has the deadlines of its recipe.
+    settings |= {} if row.is_async or row.signal == "CONT" else DEADLINES
+    if row.is_async:
+        settings |= {**SHORT, "policy.model_name": _guessing(model.parent), "logger.log_dir": folder / "logs"}
+    recipe = CONVERSATIONS if row.is_async else write_recipe(folder, model)
+    temporary = folder / "tmp"
+    temporary.mkdir(parents=True)
+    before, os.environ["TMPDIR"] = os.environ.get("TMPDIR"), str(temporary)
+    process = start_cli(recipe, *(f"{name}={value}" for name, value in settings.items()))
+    os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
     output_file = folder / "output.txt"
     with output_file.open("w") as file:
         reader = subprocess.Popen(["cat"], stdin=process.stdout, stdout=file)
@@ -374,24 +429,38 @@ def hit(row: Row, folder: Path, model: Path) -> Outcome:
             return _outcome(row, process, 0.0, output_file, ["the stage was not reached"])
         victim.send_signal(signal.SIGKILL if row.signal == "KILL" else signal.SIGSTOP)
         started = time.monotonic()
+        if row.signal == "CONT":
+            time.sleep(CONT_S)
+            victim.send_signal(signal.SIGCONT)
         if row.role == "driver" and row.signal == "STOP":
             time.sleep(STOPPED_DRIVER_S)
             victim.send_signal(signal.SIGCONT)
             process.send_signal(signal.SIGTERM)
-        if (row.signal, row.role) in NOT_MISSED and _goes_on(folder / "logs" / EVENTS_FILE, process):
-            row = replace(row, role="driver")
+        problems = []
+        if row.may_go_on and _goes_on(folder / "logs" / EVENTS_FILE, process):
+            if (
+                row.signal == "CONT"
+                and row.role != "driver"
+                and "(state T" not in " ".join(output_file.read_text().split())
+            ):
+                problems.append("the stopped process is not named")
+            row, started = replace(row, role="driver"), time.monotonic()
             process.send_signal(signal.SIGTERM)
         if row.stage == "start" and row.role in STARTED_AGAIN and _trains(folder / "logs" / EVENTS_FILE, process):
             row = replace(row, role="driver")
             process.send_signal(signal.SIGTERM)
-        problems = []
         try:
             process.wait(END_S[row.signal])
+            left = wait_for_none(mark, timeout_s=GONE_S)
         except subprocess.TimeoutExpired:
             problems.append(f"no end after {END_S[row.signal]:.0f} s")
+            left = []
         seconds = time.monotonic() - started
-        left = wait_for_none(mark, timeout_s=GONE_S) if not problems else []
-        problems += [f"left: {what}" for what in [*left, *_left_behind(process.pid, folder / "logs" / EVENTS_FILE)]]
+        left += _left_behind(process.pid, folder / "logs" / EVENTS_FILE)
+        left += [
+            str(path) for path in temporary.iterdir() if path.name != f"nemo_rl-{os.getuid()}" or any(path.iterdir())
+        ]
+        problems += [f"left: {what}" for what in left]
         return _outcome(row, process, seconds, output_file, problems)
     finally:
         end_all(mark)
@@ -401,6 +470,14 @@ def hit(row: Row, folder: Path, model: Path) -> Outcome:
         assert process.stdout is not None
         process.stdout.close()
         del os.environ[MARK]
+
+
+def _guessing(folder: Path) -> Path:
+    """Return the model of `CONVERSATIONS`, hardly trained."""
+    model, task = folder / "guessing", STARTER_TASKS["guess"]
+    if not model.exists():
+        make_starter(model, task, config=replace(task.config, max_steps=60, batch_size=16, num_problems=500))
+    return model
 
 
 def _wait_for_stage(row: Row, events: Path, mark: str, process: subprocess.Popen[str]) -> psutil.Process | None:

@@ -1,4 +1,5 @@
-"""A run of many small steps, and what grows in it: memory, descriptors and threads of every process, shared memory.
+"""A run of many small steps, and what grows in it: memory, descriptors and threads of every process, shared memory,
+entries of its temporary folder.
 
     python -m tests.helpers.leaks [--steps 200] [--stores transfer_queue,ray]
 
@@ -29,7 +30,14 @@ from tests.helpers.runs import start_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
 MIB = 2**20
-MAY_GROW = {"memory_mib": 12.0, "descriptors": 3.0, "threads": 3.0, "shared_mib": 4.0, "shared_files": 4.0}
+MAY_GROW = {
+    "memory_mib": 12.0,
+    "descriptors": 3.0,
+    "threads": 3.0,
+    "shared_mib": 4.0,
+    "shared_files": 4.0,
+    "temporary": 0.0,
+}
 """Allowed growth from the second quarter of the steps to the last; Ray's own servers record every task."""
 SERVERS_MAY_GROW_MIB = 40.0
 SERVERS = re.compile(r"raylet|gcs_server|ray/_private|log_monitor")
@@ -65,18 +73,18 @@ def grown(looks: Sequence[Look], *, steps: int) -> Iterator[str]:
                 yield f"{who[:100]}: {what} {before:.0f} -> {after:.0f}"
 
 
-def watch(process: subprocess.Popen[str], mark: str, metrics: Path, *, steps: int) -> list[Look]:
+def watch(process: subprocess.Popen[str], mark: str, metrics: Path, temporary: Path, *, steps: int) -> list[Look]:
     """Looks once a second until the run ends or its time is over."""
     give_up = time.monotonic() + START_S + STEP_S * steps
     looks: list[Look] = []
     while process.poll() is None and time.monotonic() < give_up:
         step = metrics.read_text().count("\n") if metrics.is_file() else 0
-        looks += [Look(who=who, step=step, held=held) for who, held in _held(mark)]
+        looks += [Look(who=who, step=step, held=held) for who, held in _held(mark, temporary)]
         time.sleep(1.0)
     return looks
 
 
-def _held(mark: str) -> Iterator[tuple[str, dict[str, float]]]:
+def _held(mark: str, temporary: Path) -> Iterator[tuple[str, dict[str, float]]]:
     for process in marked(mark):
         try:
             with process.oneshot():
@@ -92,7 +100,8 @@ def _held(mark: str) -> Iterator[tuple[str, dict[str, float]]]:
             continue
         yield f"{process.pid} {name}", held
     files = [path for path in Path("/dev/shm").iterdir() if path.is_file()]
-    yield OF_ALL, {"shared_mib": sum(_blocks(path) for path in files) / MIB, "shared_files": float(len(files))}
+    shared = {"shared_mib": sum(_blocks(path) for path in files) / MIB, "shared_files": float(len(files))}
+    yield OF_ALL, {**shared, "temporary": float(len(list(temporary.iterdir())))}
 
 
 def _blocks(path: Path) -> int:
@@ -106,12 +115,16 @@ def run(folder: Path, model: Path, *, store: str, steps: int) -> tuple[int, list
     """Exit code, everything seen, and the end of the output."""
     mark = os.environ[MARK] = uuid.uuid4().hex
     settings = {"grpo.max_num_steps": steps, "data_plane.impl": store}
-    process = start_cli(write_recipe(folder, model), *(f"{name}={value}" for name, value in settings.items()))
+    recipe, temporary = write_recipe(folder, model), folder / "tmp"
+    temporary.mkdir()
+    before, os.environ["TMPDIR"] = os.environ.get("TMPDIR"), str(temporary)
+    process = start_cli(recipe, *(f"{name}={value}" for name, value in settings.items()))
+    os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
     output = folder / "output.txt"
     try:
         with output.open("w") as file:
             reader = subprocess.Popen(["cat"], stdin=process.stdout, stdout=file)
-        looks = watch(process, mark, folder / "logs" / "metrics.jsonl", steps=steps)
+        looks = watch(process, mark, folder / "logs" / "metrics.jsonl", temporary, steps=steps)
         process.kill()
         process.wait()
         reader.wait()
