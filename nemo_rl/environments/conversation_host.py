@@ -21,6 +21,7 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailure, Reply, Turn
+from nemo_rl.environments.user_process import Form
 from nemo_rl.environments.wire import MalformedReply, plain_turn, read_reply
 from nemo_rl.environments.zygote import Fork, HostLimits, Zygote, ZygoteFailed
 from nemo_rl.errors import RewardError
@@ -118,9 +119,10 @@ class EnvironmentHost:
         for zygote in self._zygotes:
             zygote.kill()
 
-    async def ask(self, fork: Fork, request: Mapping[str, object], what: str) -> Mapping[str, Any]:
+    async def ask(self, fork: Fork, request: Mapping[str, object], what: str, *, form: Form) -> Mapping[str, Any]:
         """Return the reply of a conversation's process; used by `HostedConversation`."""
-        return cast("Mapping[str, Any]", await self._named(fork.ask(request, timeout_s=self._limits.timeout_s), what))
+        call = fork.ask(request, form=form, timeout_s=self._limits.timeout_s)
+        return cast("Mapping[str, Any]", await self._named(call, what))
 
     def forget(self) -> None:
         """Count one conversation less; used by `HostedConversation`."""
@@ -174,7 +176,7 @@ class HostedConversation:
 
     async def begin(self, row: ConversationRow) -> None:
         """Call `open` of the environment; used by the host."""
-        reply = await self._host.ask(self._fork, {"open": asdict(row)}, "open")
+        reply = await self._host.ask(self._fork, {"open": asdict(row)}, "open", form={"has_close": bool})
         self._has_close = bool(reply["has_close"])
 
     async def reply(self, turn: Turn) -> Reply:
@@ -184,7 +186,7 @@ class HostedConversation:
             EnvironmentFailure: it raised, was too late, ended, or gave no valid reply.
         """
         what = f"reply to turn {turn.number}"
-        answer = await self._host.ask(self._fork, {"reply": plain_turn(turn)}, what)
+        answer = await self._host.ask(self._fork, {"reply": plain_turn(turn)}, what, form={"reply": (dict, str)})
         try:
             return read_reply(answer["reply"])
         except MalformedReply as error:
@@ -199,7 +201,7 @@ class HostedConversation:
     async def _close(self) -> None:
         try:
             if self._has_close and self._fork.can_answer:
-                await self._host.ask(self._fork, {"close": True}, "close")
+                await self._host.ask(self._fork, {"close": True}, "close", form={})
         except EnvironmentFailure as error:
             self._host.hear(str(error))
         finally:

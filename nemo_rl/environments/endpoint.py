@@ -29,6 +29,8 @@ _HEAD_LIMIT_BYTES = 1 << 16
 _BODY_LIMIT_BYTES = 16 << 20
 _READ_TIMEOUT_S = 60.0
 """Longest time in which a program sends one request, or waits between two on one connection."""
+_MOST_CONNECTIONS = 512
+"""Open connections; with one more the one that has waited longest for a request is closed, as clients expect."""
 _LINGER_S = 1.0
 """Longest time in which the rest of a refused request is taken."""
 _PATH = "/v1/chat/completions"
@@ -93,6 +95,8 @@ class ChatEndpoint:
         self._server: asyncio.Server | None = None
         self._answers: dict[str, Answer] = {}
         self._connections: set[asyncio.Task[None]] = set()
+        self._idle: dict[asyncio.Task[None], None] = {}
+        """Connections that have no request, the one that has waited longest first."""
         self.base_url = ""
         """`http://127.0.0.1:PORT/v1`, once it is started."""
 
@@ -126,17 +130,23 @@ class ChatEndpoint:
         task = asyncio.current_task()
         assert task is not None, "a server runs its callback in a task"
         self._connections.add(task)
+        if len(self._connections) > _MOST_CONNECTIONS and self._idle:
+            next(iter(self._idle)).cancel()
         try:
-            while await self._serve_one(reader, writer):
+            while await self._serve_one(reader, writer, task):
                 pass
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             pass  # the program is gone, or the endpoint ends
         finally:
             self._connections.discard(task)
+            self._idle.pop(task, None)
             writer.close()
 
-    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _serve_one(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
+    ) -> bool:
         """Answer one request; return whether the connection stays."""
+        self._idle[task] = None
         async with asyncio.timeout(_READ_TIMEOUT_S):
             first = await reader.readexactly(1)
         try:
@@ -145,6 +155,7 @@ class ChatEndpoint:
                 # Before its body is read, which only a conversation may send.
                 answer, path = self._answer_of(headers), target.partition("?")[0]
                 body = await _read_body(reader, headers)
+                self._idle.pop(task, None)
         except RefusedRequest as error:
             return await _refuse_rest(reader, writer, error)
         except (asyncio.LimitOverrunError, ValueError) as error:

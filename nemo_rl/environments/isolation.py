@@ -13,24 +13,23 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import resource
 import signal
 import socket
-import stat
 import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from itertools import count
+from json import dumps, loads
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
-from nemo_rl.utils.process_guard import LIBC, die_with_parent, leave_notices_to_driver
+from nemo_rl.utils.exits import text_of
+from nemo_rl.utils.process_guard import LIBC, die_with_parent, leave_notices_to_driver, remove_folder
 
 __all__ = [
     "CHANNEL_CLOSED_CODE",
@@ -46,7 +45,6 @@ __all__ = [
     "main",
     "out_of_reach",
     "places_of",
-    "remove_folder",
     "serve",
     "start_guarded",
     "turn_network_off",
@@ -66,7 +64,6 @@ _TEXT_LIMIT = 2000
 _FRAMES_SHOWN = 5
 _REMOVALS, _REMOVAL_PAUSE_S = 50, 0.1
 """Most tries to remove a folder whose guard was killed, and the seconds between them."""
-_AS_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NETWORK_CALLS = ("connect", "bind", "sendto", "sendmsg")
 _NAME_LOOKUPS = ("getaddrinfo", "gethostbyname", "gethostbyaddr", "getnameinfo")
 """Audit events of the module `socket`; a look-up of a name sends it to a server."""
@@ -186,64 +183,6 @@ def _children_by_search(parent: int) -> list[int]:
     return found
 
 
-def remove_folder(folder: str | None) -> None:
-    """Remove a folder of user code, however deep, also where that has taken permissions away. Errors are ignored."""
-    if folder is None:
-        return
-    with suppress(OSError):
-        if not os.path.islink(folder):
-            os.chmod(folder, stat.S_IRWXU)
-    try:
-        top = os.open(folder, _AS_FOLDER)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(folder)  # user code has put a link or a file in its place
-        return
-    try:
-        _empty(top)
-    finally:
-        os.close(top)
-    with suppress(OSError):
-        os.rmdir(folder)
-
-
-def _empty(top: int) -> None:
-    """Remove what an open folder holds.
-
-    Folders that lie deeper are moved to the top first, so that neither the stack, the open descriptors nor the length
-    of a path grow with the depth that user code has chosen.
-    """
-    prefix = os.urandom(8).hex()
-    new_names = (f"{prefix}-{number}" for number in count())
-    names = _remove_files(top, top, new_names)
-    while names:
-        name = names.pop()
-        with suppress(OSError):
-            place = os.open(name, _AS_FOLDER, dir_fd=top)
-            try:
-                names += _remove_files(place, top, new_names)
-            finally:
-                os.close(place)
-            os.rmdir(name, dir_fd=top)
-
-
-def _remove_files(place: int, top: int, new_names: Iterator[str]) -> list[str]:
-    """Remove the files of an open folder and move its folders to the top; return their names there."""
-    found = []
-    with os.scandir(place) as entries:
-        for entry in entries:
-            name = entry.name
-            with suppress(OSError):
-                if not entry.is_dir(follow_symlinks=False):
-                    os.unlink(name, dir_fd=place)
-                    continue
-                os.chmod(name, stat.S_IRWXU, dir_fd=place)
-                if place != top:
-                    os.rename(name, name := next(new_names), src_dir_fd=place, dst_dir_fd=top)
-                found.append(name)
-    return found
-
-
 def main() -> None:
     """Run a program under a guard: the arguments are PARENT_PID FOLDER MEMORY_MIB COMMAND.., memory 0 for no limit.
 
@@ -299,30 +238,46 @@ def serve(fd: int, answer: Callable[[dict[str, Any]], Mapping[str, object]], *, 
     own = os.getpid()
     with socket.socket(fileno=fd) as channel, channel.makefile("rwb") as stream:
         for line in stream:
-            request = json.loads(line)
+            request = loads(line)
             try:
-                reply = answer(request)
+                said = dumps({"id": request["id"], **answer(request)})
             except SystemExit as error:
-                if not isinstance(error.code, int | None):
-                    sys.stderr.write(f"{error.code}\n")
-                sys.stdout.flush()
-                os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
-            except Exception as error:  # noqa: BLE001 - user code; the owner reports it
-                kind = type(error).__name__
-                reply = {"error": cut(f"{kind}: {error}"), "places": places_of(error, besides=besides), "kind": kind}
+                _exit_as(error.code)
+            except BaseException as error:  # noqa: BLE001 - user code; the owner reports it
+                said = dumps({"id": request["id"], **_told(error, besides=besides)})
             if os.getpid() != own:
-                sys.stderr.write("a process that user code forked has returned from its call and was ended\n")
+                with suppress(Exception):
+                    sys.stderr.write("a process that user code forked has returned from its call and was ended\n")
                 os._exit(0)
             # Prints must have left before the reply, so that they are reported with the right step.
-            with suppress(OSError, ValueError):
+            with suppress(Exception):  # user code may have put anything in its place
                 sys.stdout.flush()
             # The line feed before it ends whatever else was written there.
             try:
-                stream.write(b"\n" + json.dumps({"id": request["id"], **reply}).encode() + b"\n")
+                stream.write(b"\n" + said.encode() + b"\n")
                 stream.flush()
             except OSError:
                 os._exit(CHANNEL_CLOSED_CODE)
     os._exit(0)
+
+
+def _exit_as(code: object) -> NoReturn:
+    """Exit as the interpreter does after `SystemExit`."""
+    with suppress(Exception):
+        if not isinstance(code, int | None):
+            sys.stderr.write(f"{code}\n")
+        sys.stdout.flush()
+    os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
+
+
+def _told(error: BaseException, *, besides: str) -> dict[str, str]:
+    """Return what the owner is told of an error of user code, whose class may be anything."""
+    kind = cut(type(error).__name__)
+    try:
+        places = places_of(error, besides=besides)
+    except Exception as second:  # noqa: BLE001 - user code has changed what finds them
+        places = f"\n  (no places: {type(second).__name__})"
+    return {"error": cut(f"{kind}: {text_of(error)}"), "places": places, "kind": kind}
 
 
 # ---- limits

@@ -20,6 +20,7 @@ from nemo_rl.environments.interfaces import EnvReport, Response
 from nemo_rl.environments.scorer_pool import Score, ScoreOutcome, ScorerItem, ScorerPool, ScorerSpec
 from nemo_rl.errors import RewardError, name_some
 from nemo_rl.utils.console import printable
+from nemo_rl.utils.exits import machine_problem
 
 __all__ = ["ProcessEnvironment", "RewardLog"]
 
@@ -81,9 +82,14 @@ class RewardLog:
         self._num_bytes += len(encoded)
         if self._num_bytes > _FILE_LIMIT_BYTES:
             encoded = b"... more was printed than this file holds\n"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab") as file:
-            file.write(encoded)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                file.write(encoded)
+        except OSError as error:
+            # No reward fails for what it prints; what a run must write names the problem as its end.
+            self._num_bytes = _FILE_LIMIT_BYTES + 1
+            self._shown.append(f"what rewards print is kept no more: {machine_problem(error) or error}")
 
 
 # Characters of a prompt or response, and of a cause, in an error message.

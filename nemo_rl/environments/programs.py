@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -25,8 +25,10 @@ from pathlib import Path
 
 from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailure
 from nemo_rl.environments.endpoint import Answer, ChatEndpoint
-from nemo_rl.environments.isolation import remove_folder
 from nemo_rl.environments.user_process import PART_BYTES, PrintedLines, python_command
+from nemo_rl.environments.wire import NUMBER_LIMIT, MalformedReply, finite, plain_parts
+from nemo_rl.utils.exits import machine_problem
+from nemo_rl.utils.process_guard import kill_marked, remove_folder
 
 __all__ = ["ProgramHost", "ProgramResult", "ProgramSpec", "absolute_command", "run_program"]
 
@@ -148,7 +150,11 @@ async def run_program(
         EnvironmentFailure: it cannot be started, is too late, exits with another code than 0, or states a reward that
             is no finite number.
     """
-    started, folder = time.monotonic(), tempfile.mkdtemp(prefix=_PREFIX)
+    started, name = time.monotonic(), f"program {spec.command[0]!r}"
+    try:
+        folder = tempfile.mkdtemp(prefix=_PREFIX)
+    except OSError as error:
+        raise EnvironmentFailure(f"{name}: has no folder: {machine_problem(error)}") from error
     variables = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": token, "TMPDIR": folder}
     limit = str(spec.memory_mib or 0)
     command = [*python_command("nemo_rl.environments.isolation"), str(os.getpid()), folder, limit, *spec.command]
@@ -168,8 +174,10 @@ async def run_program(
             start_new_session=True,
             env={**variables, **spec.environment},
         )
-    except BaseException:
-        remove_folder(folder)
+    except BaseException as error:
+        await asyncio.to_thread(remove_folder, folder)
+        if isinstance(error, OSError):
+            raise EnvironmentFailure(f"{name}: cannot be started: {machine_problem(error) or error}") from error
         raise
     try:
         async with asyncio.timeout(spec.timeout_s):
@@ -178,13 +186,12 @@ async def run_program(
     except TimeoutError:
         seconds = time.monotonic() - started
         raise EnvironmentFailure(
-            f"program {spec.command[0]!r}: has not ended within its limit of {spec.timeout_s or 0:g} s "
-            f"(after {seconds:.2f} s)"
+            f"{name}: has not ended within its limit of {spec.timeout_s or 0:g} s (after {seconds:.2f} s)"
         ) from None
     finally:
         await asyncio.shield(_end(process, folder))
     if code != 0:
-        raise EnvironmentFailure(f"program {spec.command[0]!r}: exited with code {code}; its last line: {last[:300]!r}")
+        raise EnvironmentFailure(f"{name}: exited with code {code}; its last line: {last[:300]!r}")
     reward, components = _stated(last)
     return ProgramResult(reward=reward, components=components, seconds=time.monotonic() - started)
 
@@ -218,14 +225,23 @@ async def _read_lines(stream: asyncio.StreamReader, hear: Callable[[str], None])
 
 async def _end(process: asyncio.subprocess.Process, folder: str) -> None:
     """End the program and what it has started, whatever has happened."""
-    for ask in (process.terminate, process.kill):
+    assert process.stdout and process.stderr, "it was asked for pipes"
+    # Its end is seen once its pipes are empty.
+    readers = [asyncio.create_task(_read_lines(pipe, lambda line: None)) for pipe in (process.stdout, process.stderr)]
+    for number in (signal.SIGTERM, signal.SIGKILL):
         if process.returncode is None:
             with suppress(ProcessLookupError):
-                ask()
+                process.send_signal(number)
+                process.send_signal(signal.SIGCONT)  # the program may have stopped its guard
             with suppress(TimeoutError):
                 async with asyncio.timeout(_END_TIMEOUT_S):
                     await process.wait()
-    remove_folder(folder)
+    for reader in readers:
+        reader.cancel()
+    if process.returncode is None or process.returncode < 0:
+        # Its guard was killed: what it was to end carries the folder's name.
+        await asyncio.to_thread(kill_marked, "TMPDIR", folder)
+    await asyncio.to_thread(remove_folder, folder)
 
 
 def _stated(line: str) -> tuple[float | None, Mapping[str, float]]:
@@ -236,8 +252,10 @@ def _stated(line: str) -> tuple[float | None, Mapping[str, float]]:
         return None, {}
     if not isinstance(given, dict) or "reward" not in given:
         return None, {}
-    components = given.get("components", {})
-    numbers = [given["reward"], *components.values()] if isinstance(components, dict) else [None]
-    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers):
-        raise EnvironmentFailure(f"expected a finite reward and components by name, got the line {line[:300]!r}")
-    return float(given["reward"]), {str(name): float(value) for name, value in components.items()}
+    reward, components = finite(given["reward"]), given.get("components", {})
+    try:
+        if reward is None or not isinstance(components, dict):
+            raise MalformedReply(f"expected a finite reward of at most {NUMBER_LIMIT:g} and components by name")
+        return reward, plain_parts(components)
+    except MalformedReply as error:
+        raise EnvironmentFailure(f"{error}, got the line {line[:300]!r}") from error

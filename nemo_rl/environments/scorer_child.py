@@ -15,12 +15,13 @@ told apart. `arguments` holds one list per parameter, a value per row; a score i
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 from nemo_rl.environments.isolation import cut, digest_of, load_target, out_of_reach, serve, start_guarded
+from nemo_rl.environments.wire import NUMBER_LIMIT, MalformedReply, finite, plain_parts, shown
 
 _POSITIONAL = ("prompt", "response", "answer")
 _ANSWER_CHECK = "check_answer"
@@ -31,9 +32,9 @@ _BY_NAME = ("row", "prompt_tokens", "response_tokens", "truncated")
 
 
 def main() -> None:
-    """Serve a scorer: the arguments are SOCKET_FD PARENT_PID."""
+    """Serve a scorer: the arguments are SOCKET_FD PARENT_PID FOLDER."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    start_guarded(parent)
+    start_guarded(parent, folder=sys.argv[3])
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     serve(out_of_reach(fd), _RewardFunction().answer, besides=__file__)
 
@@ -50,7 +51,7 @@ class _RewardFunction:
                 return {"failed": cut(f"{type(error).__name__}: {error}")}
         if "answers" in request:
             problems = map(self._check, request["answers"])
-            return {"problems": [None if problem is None else str(problem) for problem in problems]}
+            return {"problems": [None if problem is None else cut(str(problem)) for problem in problems]}
         try:
             return {"scores": self._score(self._function, request["arguments"])}
         except _BadScore as error:
@@ -106,11 +107,13 @@ def _score_batch(function: Callable[..., Any], arguments: dict[str, list[Any]]) 
     first = [arguments.pop(name) for name in _POSITIONAL]
     given = function(*first, **arguments)
     try:
-        scores = [_number_or_parts(value) for value in given]
+        values = list(islice(given, count + 1))
     except TypeError as error:
-        raise _BadScore(f"returned {cut(repr(given))}, expected one score per response: {error}") from error
+        raise _BadScore(f"returned {shown(given)}, expected one score per response: {error}") from error
+    scores = [_number_or_parts(value) for value in values]
     if len(scores) != count:
-        raise _BadScore(f"returned {len(scores)} scores, expected {count}, one per response")
+        found = len(scores) if len(scores) < count else "more"
+        raise _BadScore(f"returned {found} scores, expected {count}, one per response")
     return scores
 
 
@@ -120,15 +123,11 @@ class _BadScore(Exception):
 
 def _number_or_parts(value: object) -> object:
     if isinstance(value, Mapping):
-        return {str(name): _number(part, f"{cut(str(name))!r}: ") for name, part in value.items()}
-    return _number(value, "")
-
-
-def _number(value: Any, where: str) -> float:
-    try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise _BadScore(f"returned {where}{cut(repr(value))}, expected a finite number")
+        try:
+            return plain_parts(value)
+        except MalformedReply as error:
+            raise _BadScore(f"returned {error}") from error
+    number = finite(value)
+    if number is None:
+        raise _BadScore(f"returned {shown(value)}, expected a finite number of at most {NUMBER_LIMIT:g}")
     return number

@@ -14,16 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import cast
+from typing import Any
 
 from nemo_rl.environments.user_process import (
     LEFTOVER_TIMEOUT_S,
     PART_BYTES,
     Exchange,
+    Form,
     PrintedLines,
     UserProcess,
     import_paths,
 )
+from nemo_rl.environments.wire import MalformedReply, finite, plain_parts, shown
 from nemo_rl.errors import RewardError
 from nemo_rl.utils.console import printable
 from nemo_rl.utils.files import time_left, wait_readable
@@ -155,7 +157,7 @@ class ScorerPool:
             if is_needed or any(name in row for row in rows):
                 arguments[name] = [row.get(name) for row in rows]
         try:
-            reply = process.ask({"arguments": arguments}, timeout_s=self._timeout_s)
+            reply = process.ask({"arguments": arguments}, form={"scores": list}, timeout_s=self._timeout_s)
         except TimeoutError:
             self._drop(process)
             if len(items) == 1:
@@ -174,12 +176,17 @@ class ScorerPool:
             return [ScoreOutcome(error=f"ended its process: {error}")] * len(items)
         if "error" in reply:
             return [ScoreOutcome(error=_cause(reply))] * len(items)
-        return [ScoreOutcome(score=score) for score in cast("list[Score]", reply["scores"])]
+        outcomes = _outcomes(reply["scores"], len(items))
+        if outcomes is None:
+            self._drop(process)
+            error = f"sent {shown(reply['scores'])}, expected {len(items)} finite scores"
+            return [ScoreOutcome(error=error)] * len(items)
+        return outcomes
 
     def _check_answers(self, answers: Sequence[object]) -> list[str | None]:
         process = self._process()
         try:
-            reply = process.ask({"answers": list(answers)}, timeout_s=self._timeout_s)
+            reply = process.ask({"answers": list(answers)}, form={"problems": list}, timeout_s=self._timeout_s)
         except (TimeoutError, OSError, EOFError) as error:
             self._drop(process)
             if len(answers) > 1:
@@ -191,7 +198,8 @@ class ScorerPool:
             ]
         if "error" in reply:
             return [_cause(reply)] * len(answers)
-        return cast("list[str | None]", reply["problems"])
+        problems = [None if problem is None else str(problem) for problem in reply["problems"]]
+        return problems if len(problems) == len(answers) else [f"its reader sent {shown(problems)}"] * len(answers)
 
     def _process(self) -> ScorerProcess:
         """Return this thread's process; made by this thread, because it dies with the thread that made it."""
@@ -221,7 +229,17 @@ class ScorerPool:
 
 def _cause(reply: Mapping[str, object]) -> str:
     """Return why there is no score: what user code raised, or what else is wrong with its reply."""
-    return f"raised {reply['error']}{reply['places']}" if "kind" in reply else str(reply["error"])
+    return f"raised {reply['error']}{reply.get('places') or ''}" if "kind" in reply else str(reply["error"])
+
+
+def _outcomes(scores: Sequence[object], count: int) -> list[ScoreOutcome] | None:
+    """Return the outcomes of a call; None where user code has changed what its process says."""
+    try:
+        found = [plain_parts(score) if isinstance(score, dict) else finite(score) for score in scores]
+    except MalformedReply:
+        return None
+    outcomes = [ScoreOutcome(score=score) for score in found if score is not None]
+    return outcomes if len(outcomes) == len(found) == count else None
 
 
 class ScorerProcess(UserProcess):
@@ -259,28 +277,31 @@ class ScorerProcess(UserProcess):
             "in_batches": spec.in_batches,
         }
         try:
-            reply = self.ask(request, timeout_s=timeout_s)
+            form = {"wants": list, "columns": dict, "source": str, "checks_answers": bool}
+            reply = self.ask(request, form=form, timeout_s=timeout_s)
         except TimeoutError:
             reply = {"failed": f"not loaded within {timeout_s:.0f} s"}
         except (OSError, EOFError) as error:
             reply = {"failed": f"its process ended while loading it: {error}"}
+        if "error" in reply:
+            reply = {"failed": _cause(reply)}
         if "failed" in reply:
             cause = printable(str(reply["failed"]), limit=_ERROR_LIMIT, keep_lines=True)
             raise RewardError(f"reward function {spec.target!r}: cannot be loaded: {cause}")
-        self.wants = frozenset(cast("list[str]", reply["wants"]))
-        self.columns = cast("dict[str, bool]", reply["columns"])
-        self.source, self.checks_answers = str(reply["source"]), bool(reply["checks_answers"])
+        self.wants = frozenset(map(str, reply["wants"]))
+        self.columns = {str(name): bool(is_needed) for name, is_needed in reply["columns"].items()}
+        self.source, self.checks_answers = reply["source"], reply["checks_answers"]
 
-    def ask(self, request: Mapping[str, object], *, timeout_s: float) -> Mapping[str, object]:
-        """Send a request and wait for its reply.
+    def ask(self, request: Mapping[str, object], *, form: Form, timeout_s: float) -> Mapping[str, Any]:
+        """Send a request and wait for its reply, which has the fields of `form`.
 
         Raises:
             TimeoutError: no reply in time.
-            EOFError: the process ended, or was killed.
+            EOFError: the process ended, or was killed. OSError: it sent something else.
             TypeError: the request is no JSON.
         """
         deadline = time.monotonic() + timeout_s
-        request_line = self._exchange.request(request)
+        request_line = self._exchange.request(request, form=form)
         self.channel.settimeout(timeout_s)
         self.channel.sendall(request_line)
         while True:

@@ -139,8 +139,12 @@ class ToolHost:
             fork = await self._take(is_new=call.name in self._runs_code, name=call.name)
             request = {"tool": call.name, "arguments": dict(call.arguments), "seed": seed}
             try:
-                answer = await fork.ask(request, timeout_s=self._limits.timeout_s)
-                return None, str(answer["text"])
+                answer = await fork.ask(request, form={"text": str}, timeout_s=self._limits.timeout_s)
+                if answer.get("changed"):  # by an earlier call
+                    await asyncio.shield(fork.end())
+                    fork = await self._take(is_new=True, name=call.name)
+                    answer = await fork.ask(request, form={"text": str}, timeout_s=self._limits.timeout_s)
+                return None, answer["text"]
             except ForkError as error:
                 return "raised", f"error: {call.name} {error.text}"
             except ForkLate:

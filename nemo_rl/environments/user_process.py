@@ -5,22 +5,28 @@ Started by `ScorerProcess` and `Zygote`; `isolation` is the child's side.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from nemo_rl.environments.isolation import Lines
 from nemo_rl.utils.child_process import ChildProcess
+from nemo_rl.utils.process_guard import kill_marked, remove_folder
 
 __all__ = [
     "LEFTOVER_TIMEOUT_S",
     "PART_BYTES",
     "Exchange",
+    "Form",
     "PrintedLines",
     "UserProcess",
     "import_paths",
@@ -32,10 +38,23 @@ LEFTOVER_TIMEOUT_S = 5.0
 """Seconds from the end of a channel to the end of the process: more means that user code has closed the channel."""
 _END_TIMEOUT_S = 10.0
 """Seconds from the request to end a process to SIGKILL: its guard first ends what user code has started."""
+Form = Mapping[str, type | tuple[type, ...]]
+"""Fields of a reply and their types."""
+FAILURES: Mapping[str, Form] = {
+    "error": {"error": str, "kind": (str, type(None)), "places": (str, type(None))},
+    "failed": {"failed": str},
+}
+"""Forms of replies that say what failed, by the field that such a reply has."""
+_SHOWN = 200
+"""Characters of a reply of another form that an error shows."""
 PART_BYTES = 1 << 16
 """Read at once; between two parts the deadline is looked at."""
+_PREFIX = "nemo-rl-environment-"
+"""Beginning of the name of the folder of user code."""
 _LINE_LIMIT_BYTES = 1 << 16
 """Most bytes of a printed line; the rest of it is counted and dropped."""
+_LINES_AT_ONCE = 1 << 12
+"""Most lines of one piece that are handed on: a program that prints line feeds alone keeps nobody busy."""
 
 
 def python_command(module: str) -> list[str]:
@@ -53,21 +72,28 @@ def import_paths() -> list[str]:
 class UserProcess(ChildProcess):
     """A module of this library that starts with `isolation.start_guarded`, and everything that it starts.
 
-    It ends with the thread that has started it, also when that is killed.
-
-    Args:
-        arguments: of the module, after the descriptor of its channel and the id of this process.
+    It ends with the thread that has started it, also when that is killed. The arguments of the module are the
+    descriptor of its channel, the id of this process, and its folder for temporary files, which ends with it.
     """
 
     _stdin = subprocess.DEVNULL
 
-    def __init__(self, module: str, *arguments: str, name: str) -> None:
+    def __init__(self, module: str, *, name: str) -> None:
+        self._folder = tempfile.mkdtemp(prefix=_PREFIX)
         self.channel, theirs = socket.socketpair()
-        command = [*python_command(module), str(theirs.fileno()), str(os.getpid()), *arguments]
+        command = [*python_command(module), str(theirs.fileno()), str(os.getpid()), self._folder]
         try:
-            super().__init__(command, name=name, log=subprocess.STDOUT, is_read=True, pass_fds=[theirs.fileno()])
+            super().__init__(
+                command,
+                name=name,
+                log=subprocess.STDOUT,
+                is_read=True,
+                environment={"TMPDIR": self._folder},
+                pass_fds=[theirs.fileno()],
+            )
         except BaseException:
             self.channel.close()
+            remove_folder(self._folder)
             raise
         finally:
             theirs.close()
@@ -76,10 +102,18 @@ class UserProcess(ChildProcess):
         """Have its guard end it and everything that it has started, without waiting."""
         if self.exit_code is None:
             self._process.terminate()
+            self._process.send_signal(signal.SIGCONT)  # user code may have stopped it
 
     def kill(self) -> None:
-        """End it and everything that it has started, from any thread; who waits for it sees its channel end."""
-        self.end(timeout_s=_END_TIMEOUT_S)
+        """End it and all that it has started, from any thread, and remove its folder. Idempotent.
+
+        Who waits for it sees its channel end.
+        """
+        code = self.end(timeout_s=_END_TIMEOUT_S)
+        if code is None or code < 0:
+            # Its guard was killed: what it was to end carries the folder's name.
+            kill_marked("TMPDIR", self._folder)
+        remove_folder(self._folder)
 
 
 class PrintedLines:
@@ -92,9 +126,11 @@ class PrintedLines:
     def add(self, part: bytes) -> None:
         """Take a piece of what was printed."""
         *whole, rest = part.split(b"\n")
-        for piece in whole:
+        for piece in whole[:_LINES_AT_ONCE]:
             self._extend(piece)
             self._hand_on()
+        if len(whole) > _LINES_AT_ONCE:
+            self._hear(f"... and {len(whole) - _LINES_AT_ONCE} more short lines")
         self._extend(rest)
 
     def end(self) -> None:
@@ -121,20 +157,38 @@ class Exchange:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self._lines, self._id = Lines(limit_bytes), ""
+        self._lines, self._limit_bytes, self._id = Lines(limit_bytes), limit_bytes, ""
+        self._form: Form = {}
+        self._num_bytes = 0
 
-    def request(self, content: Mapping[str, object]) -> bytes:
-        """Return the request to send; raise TypeError or ValueError for one that is no JSON."""
-        self._id = secrets.token_hex(8)
+    def request(self, content: Mapping[str, object], *, form: Form) -> bytes:
+        """Return the request to send; raise TypeError or ValueError for one that is no JSON.
+
+        Args:
+            form: fields that its reply has, unless it says what failed.
+        """
+        self._id, self._form, self._num_bytes = secrets.token_hex(8), form, 0
         return json.dumps({"id": self._id, **content}).encode() + b"\n"
 
-    def reply_in(self, piece: bytes) -> Mapping[str, object] | None:
-        """Return the reply, once a piece of what has come ends it; raises as `Lines.add`."""
+    def reply_in(self, piece: bytes) -> Mapping[str, Any] | None:
+        """Return the reply, once a piece of what has come ends it.
+
+        Raises:
+            OSError: too much has come without one, or it has another form: user code has changed its process.
+        """
+        self._num_bytes += len(piece)
         for line in self._lines.add(piece):
+            if self._id.encode() not in line:
+                continue
             try:
                 message = json.loads(line)
             except (ValueError, RecursionError):
                 continue
             if isinstance(message, dict) and message.get("id") == self._id:
-                return message
+                form = next((FAILURES[name] for name in FAILURES if name in message), self._form)
+                if all(isinstance(message.get(name), kind) for name, kind in form.items()):
+                    return message
+                raise OSError(errno.EBADMSG, f"a reply of another form came: {ascii(message)[:_SHOWN]}")
+        if self._num_bytes > 2 * self._limit_bytes:
+            raise OSError(errno.EMSGSIZE, f"more than {self._num_bytes} bytes came where a reply was expected")
         return None

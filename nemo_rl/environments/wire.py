@@ -1,7 +1,9 @@
 """Rows, turns, replies and results of tools as JSON: what conversations and their hosts send each other.
 
 Standard library only: both sides import it. Invariant: texts that come out hold no surrogate, so that they can be
-encoded, and no more than `TEXT_LIMIT` characters in all; everything else that user code gives is refused with a reason.
+encoded, and no more than `TEXT_LIMIT` characters in all; numbers are finite and no larger than `NUMBER_LIMIT`;
+everything else that user code gives is refused with a reason. Objects of user code may lie about what they are: none
+of their methods is trusted.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
+from itertools import islice
 from typing import Any, cast
 
 from nemo_rl.data.conversation import Message, Role, ToolCall
 from nemo_rl.environments.conversation import ConversationRow, Reply, Turn
 
 __all__ = [
+    "NUMBER_LIMIT",
     "TEXT_LIMIT",
     "MalformedReply",
+    "finite",
+    "plain_parts",
     "plain_reply",
     "plain_text",
     "plain_turn",
@@ -27,6 +33,7 @@ __all__ = [
     "read_row",
     "read_turn",
     "shorten_text",
+    "shown",
     "sound_text",
 ]
 
@@ -34,6 +41,14 @@ _DEPTH_LIMIT = 200
 """Most lists and objects within each other."""
 TEXT_LIMIT = 1 << 20
 """Most characters of the texts of one reply or result."""
+NUMBER_LIMIT = 1e15
+"""Largest reward, or part of one: squares of sums of such numbers are finite in float32."""
+_PARTS_LIMIT, _NAME_LIMIT = 100, 64
+"""Most parts of a reward, each a curve of the run, and characters of a name."""
+_MESSAGES_LIMIT = 1000
+"""Most messages of one reply."""
+_STOPS_LIMIT, _STOP_LIMIT = 64, 1000
+"""Most stop strings, and characters of one: they are searched for after each token."""
 _MARK_LENGTH = 60
 """Most characters of the mark of a cut."""
 _ROLES = ("user", "tool", "system")
@@ -51,29 +66,78 @@ def read_json(text: str | bytes) -> object:
         ValueError: it is none, or is nested too deeply, or holds NaN.
     """
     try:
-        value: object = json.loads(text, parse_constant=_refuse_constant)
+        value: object = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos}") from error
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    _check_depth(value)
+    return value
+
+
+def _check_depth(value: object) -> None:
     level = [value]
     for _ in range(_DEPTH_LIMIT):
         objects = [list(each.values()) if isinstance(each, dict) else each for each in level]
         level = [inner for each in objects if isinstance(each, list) for inner in each]
     if level:
         raise ValueError(f"nested more than {_DEPTH_LIMIT} deep")
-    return value
 
 
 def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is no JSON")
 
 
+def _finite_float(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"{digits[:_NAME_LIMIT]} is too large for a number")
+    return value
+
+
 def sound_text(value: str | bytes) -> str:
     """Return a text that can be encoded: U+FFFD stands for what is no Unicode."""
     if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return bytes.decode(value, "utf-8", "replace")
+    return str.encode(value, "utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def shown(value: object, *, limit: int = 200) -> str:
+    """Return the beginning of a value in Python's form, also where its class cannot give one."""
+    try:
+        text = str.__getitem__(repr(value), slice(limit + 1))
+    except Exception as error:  # noqa: BLE001 - user code
+        text = f"an object whose __repr__ raises {type(error).__name__}"
+    return text if len(text) <= limit else f"{text[:limit]} ..."
+
+
+def finite(value: Any) -> float | None:
+    """Return the float of a number that user code gave; None for what is none, or is beyond `NUMBER_LIMIT`."""
+    try:
+        number = math.nan if isinstance(value, (str, bytes, bytearray, memoryview)) else float(value)
+    except Exception:  # noqa: BLE001 - user code
+        return None
+    return number if abs(number) <= NUMBER_LIMIT else None
+
+
+def plain_parts(parts: Mapping[Any, Any]) -> dict[str, float]:
+    """Return the parts of a reward by name.
+
+    Raises:
+        MalformedReply: one is no finite number, a name is none, or there are too many.
+    """
+    found: dict[str, float] = {}
+    for key, part in islice(parts.items(), _PARTS_LIMIT + 1):
+        name, number = sound_text(str(key)), finite(part)
+        if number is None:
+            raise MalformedReply(f"components {shown(name)}: expected a finite number, got {shown(part)}")
+        if not 0 < len(name) <= _NAME_LIMIT or not name.isprintable():
+            raise MalformedReply(
+                f"components: expected names of 1 to {_NAME_LIMIT} printable characters, got {shown(name)}"
+            )
+        found[name] = number
+    if len(found) > _PARTS_LIMIT:
+        raise MalformedReply(f"components: expected at most {_PARTS_LIMIT} of them, got more")
+    return found
 
 
 def shorten_text(text: str, *, limit: int = TEXT_LIMIT) -> str:
@@ -131,37 +195,39 @@ def plain_reply(reply: object) -> dict[str, object]:
     elif isinstance(reply, Mapping):
         given = {str(name): value for name, value in reply.items()}
     else:
-        raise MalformedReply(f"expected a Reply, got {type(reply).__name__} {repr(reply)[:200]}")
+        raise MalformedReply(f"expected a Reply, got {type(reply).__name__} {shown(reply)}")
     if unknown := sorted(set(given) - set(_REPLY_FIELDS)):
         raise MalformedReply(
             f"expected the fields {', '.join(_REPLY_FIELDS)} of a Reply, got {', '.join(unknown)[:200]}"
         )
-    messages = [_plain_message(message) for message in _items(given.get("messages", ()), "messages")]
+    messages = [_plain_message(item) for item in _items(given.get("messages", ()), "messages", most=_MESSAGES_LIMIT)]
     _share_limit(messages)
     parts = given.get("components") or {}
     if not isinstance(parts, Mapping):
-        raise MalformedReply(f"components: expected numbers by name, got {repr(parts)[:200]}")
+        raise MalformedReply(f"components: expected numbers by name, got {shown(parts)}")
     stop, columns = given.get("stop"), given.get("columns") or {}
     return {
         "messages": messages,
         "done": bool(given.get("done", False)),
-        "reward": _number(given.get("reward", 0.0), "reward"),
-        "components": {str(name): _number(part, f"components {str(name)[:60]!r}") for name, part in parts.items()},
-        "stop": None if stop is None else [_text(item, "stop") for item in _items(stop, "stop")],
+        "reward": _number(given.get("reward", 0.0)),
+        "components": plain_parts(parts),
+        "stop": None if stop is None else _stops(stop),
         **({"columns": _columns(columns)} if columns else {}),
     }
 
 
 def _columns(columns: object) -> dict[str, object]:
     if not isinstance(columns, Mapping):
-        raise MalformedReply(f"columns: expected values by name, got {repr(columns)[:200]}")
+        raise MalformedReply(f"columns: expected values by name, got {shown(columns)}")
     try:
         text = json.dumps({str(name): value for name, value in columns.items()}, default=_plain_value)
+        plain = json.loads(text)
+        _check_depth(plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise MalformedReply(f"columns: expected numbers, lists of them, or JSON: {error}") from error
     if len(text) > TEXT_LIMIT:
         raise MalformedReply(f"columns: expected at most {TEXT_LIMIT} characters as JSON, got {len(text)}")
-    return cast("dict[str, object]", json.loads(text))
+    return cast("dict[str, object]", plain)
 
 
 def _plain_value(value: Any) -> object:
@@ -204,14 +270,14 @@ def read_reply(given: Mapping[str, Any] | str) -> Reply:
 def _plain_message(message: object) -> dict[str, str | None]:
     given = asdict(message) if is_dataclass(message) and not isinstance(message, type) else message
     if not isinstance(given, Mapping) or "content" not in given:
-        raise MalformedReply(f"messages: expected a Message, got {type(message).__name__} {repr(message)[:200]}")
+        raise MalformedReply(f"messages: expected a Message, got {type(message).__name__} {shown(message)}")
     role, name = given.get("role"), given.get("name")
     if role not in _ROLES:
-        raise MalformedReply(f"messages: expected a role of {', '.join(_ROLES)}, got {repr(role)[:60]}")
+        raise MalformedReply(f"messages: expected a role of {', '.join(_ROLES)}, got {shown(role)}")
     return {
         "role": str(role),
         "content": _text(given["content"], "content of a message"),
-        "name": None if name is None else _text(name, "name of a message"),
+        "name": None if name is None else _text(name, "name of a message", most=_NAME_LIMIT),
     }
 
 
@@ -221,23 +287,30 @@ def _share_limit(messages: list[dict[str, str | None]]) -> None:
         message["content"] = shorten_text(str(message["content"]), limit=TEXT_LIMIT // max(1, len(messages)))
 
 
-def _items(value: object, what: str) -> list[Any]:
+def _items(value: object, what: str, *, most: int) -> list[Any]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise MalformedReply(f"{what}: expected a list, got {type(value).__name__} {repr(value)[:200]}")
-    return list(value)
+        raise MalformedReply(f"{what}: expected a list, got {type(value).__name__} {shown(value)}")
+    items = list(islice(value, most + 1))
+    if len(items) > most:
+        raise MalformedReply(f"{what}: expected at most {most} of them, got more")
+    return items
 
 
-def _text(value: object, what: str) -> str:
+def _text(value: object, what: str, *, most: int | None = None) -> str:
     if not isinstance(value, (str, bytes)):
-        raise MalformedReply(f"{what}: expected text, got {type(value).__name__} {repr(value)[:200]}")
-    return sound_text(value)
+        raise MalformedReply(f"{what}: expected text, got {type(value).__name__} {shown(value)}")
+    text = sound_text(value)
+    if most is not None and len(text) > most:
+        raise MalformedReply(f"{what}: expected at most {most} characters, got {len(text)}")
+    return text
 
 
-def _number(value: Any, what: str) -> float:
-    try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise MalformedReply(f"{what}: expected a finite number, got {repr(value)[:200]}")
+def _stops(value: object) -> list[str]:
+    return [_text(item, "stop", most=_STOP_LIMIT) for item in _items(value, "stop", most=_STOPS_LIMIT)]
+
+
+def _number(value: Any) -> float:
+    number = finite(value)
+    if number is None:
+        raise MalformedReply(f"reward: expected a finite number of at most {NUMBER_LIMIT:g}, got {shown(value)}")
     return number

@@ -12,19 +12,20 @@ import json
 import os
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from nemo_rl.environments.conversation import EnvironmentFailure
-from nemo_rl.environments.isolation import CHANNEL_CLOSED_CODE, Lines, remove_folder
+from nemo_rl.environments.isolation import CHANNEL_CLOSED_CODE, Lines
 from nemo_rl.environments.user_process import (
     LEFTOVER_TIMEOUT_S,
     PART_BYTES,
     Exchange,
+    Form,
     PrintedLines,
     UserProcess,
     import_paths,
@@ -38,8 +39,6 @@ _END_TIMEOUT_S = 10.0
 """Seconds from the request to end a process until its end; then everything of the zygote is ended."""
 _REPLY_LIMIT_BYTES = 16 << 20
 """A reply has at most a million characters, six bytes each; more comes from something else that writes there."""
-_PREFIX = "nemo-rl-environment-"
-"""Beginning of the name of the folder that holds the working folders."""
 
 
 class ZygoteFailed(Exception):
@@ -92,7 +91,6 @@ class Zygote:
         self._numbers = count()
         self._permits = asyncio.Semaphore(FORKS_AT_ONCE)
         self._forks: dict[int, Fork] = {}
-        self._folder: str | None = None
         self._control: socket.socket | None = None
         self._process: UserProcess | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -116,12 +114,9 @@ class Zygote:
             ZygoteFailed: the code cannot be loaded.
         """
         loop = asyncio.get_running_loop()
-        self._folder = tempfile.mkdtemp(prefix=_PREFIX)
         try:
-            child = "nemo_rl.environments.zygote_child"
-            self._process = UserProcess(child, self._folder, name="the process of user code")
+            self._process = UserProcess("nemo_rl.environments.zygote_child", name="the process of user code")
         except OSError as error:
-            remove_folder(self._folder)
             raise ZygoteFailed(f"its process cannot be started: {error}") from error
         self._control = self._process.channel
         printed = self._process.output.fileno()
@@ -207,7 +202,6 @@ class Zygote:
         if self._process is None or self._hearing is None:
             return
         self._process.kill()
-        remove_folder(self._folder)
         self._hearing.join(_END_TIMEOUT_S)
         if not self._hearing.is_alive():
             self._process.output.close()
@@ -292,15 +286,15 @@ class Fork:
             if not future.done():
                 future.set_result(None)
 
-    async def ask(self, request: Mapping[str, object], *, timeout_s: float) -> Mapping[str, object]:
-        """Send a request and return its reply.
+    async def ask(self, request: Mapping[str, object], *, form: Form, timeout_s: float) -> Mapping[str, Any]:
+        """Send a request and return its reply, which has the fields of `form`.
 
         Raises:
             ForkLate: no reply in time. ForkError: user code raised. EnvironmentFailure: the process ended.
         """
         if not self.can_answer:
             raise EnvironmentFailure(f"its process {self._state}")
-        started, line = time.monotonic(), self._replies.request(request)
+        started, line = time.monotonic(), self._replies.request(request, form=form)
         self._is_busy = self._is_exchanging = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -317,8 +311,7 @@ class Fork:
                 self._channel.close()
         self._is_busy = False
         if "error" in reply:
-            text, kind = str(reply["error"]), str(reply["kind"])
-            raise ForkError(f"raised {text}", kind=kind, places=str(reply.get("places", "")))
+            raise ForkError(f"raised {reply['error']}", kind=str(reply.get("kind")), places=reply.get("places") or "")
         return reply
 
     def request_end(self) -> None:
@@ -346,7 +339,7 @@ class Fork:
             return self.exit_text
         return "is being ended" if self._is_ending else "has not answered the request before"
 
-    async def _exchange(self, line: bytes) -> Mapping[str, object]:
+    async def _exchange(self, line: bytes) -> Mapping[str, Any]:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._channel, line)
         while True:
@@ -355,10 +348,11 @@ class Fork:
                 raise EOFError
             if (reply := self._replies.reply_in(part)) is not None:
                 return reply
+            await asyncio.sleep(0)  # a socket that always has more to read gives nobody else a turn
 
     async def _failure(self, error: Exception) -> EnvironmentFailure:
         """Return why there is no reply, once the process has ended."""
-        if isinstance(error, OSError) and error.errno == errno.EMSGSIZE:
+        if isinstance(error, OSError) and error.errno in (errno.EMSGSIZE, errno.EBADMSG):
             self.request_end()
             return EnvironmentFailure(f"sent no reply: {error.strerror}")
         await asyncio.wait([self._ended], timeout=LEFTOVER_TIMEOUT_S)

@@ -21,11 +21,13 @@ has ended.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import gc
 import inspect
 import json
 import os
 import random
+import resource
 import select
 import signal
 import socket
@@ -47,20 +49,21 @@ from nemo_rl.environments.isolation import (
     load_target,
     out_of_reach,
     places_of,
-    remove_folder,
     serve,
     start_guarded,
     turn_network_off,
 )
 from nemo_rl.environments.tool_schema import options_problem, schema_of
 from nemo_rl.environments.wire import MalformedReply, plain_reply, plain_text, read_row, read_turn
-from nemo_rl.utils.process_guard import die_with_parent
+from nemo_rl.utils.process_guard import die_with_parent, remove_folder
 
 __all__ = ["EnvironmentService", "Service", "ToolService", "main"]
 
 _SWEEP_S = 5.0
 """Longest time in which orphans of one fork are killed; SIGKILL takes microseconds."""
 _PART_BYTES = 1 << 16
+_REMOVED_AT_ONCE = 200
+"""Most files of a fork that are removed before the next request is heard: milliseconds."""
 
 
 class Service(Protocol):
@@ -108,6 +111,7 @@ class ToolService:
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._tools: dict[str, Any] = {}
+        self._state: tuple[object, ...] | None = None
         schemas, runs_code, sources = [], [], []
         for tool in given["tools"]:
             module, found = load_target(tool["target"])
@@ -129,13 +133,34 @@ class ToolService:
         self.ready: dict[str, object] = {"schemas": schemas, "runs_code": runs_code, "source": "+".join(sources)}
 
     def answer(self, request: dict[str, Any]) -> dict[str, object]:
-        """Return the reply to one request."""
+        """Return the reply to one request; `changed` says that an earlier call has left the process unfit for it."""
+        try:
+            state = _process_state()
+            self._state = self._state or state
+        except Exception:  # noqa: BLE001 - an earlier call has changed what is asked here
+            state = ()
+        if state != self._state:
+            return {"text": "", "changed": True}
         found, options = self._tools[request["tool"]]
         random.seed(request["seed"])
         if "seed" in (found.__kwdefaults__ or {}) and "seed" not in options:
             options = {**options, "seed": request["seed"]}
         result = found(**request["arguments"], **options)
         return {"text": plain_text(asyncio.run(result) if inspect.iscoroutine(result) else result)}
+
+
+def _process_state() -> tuple[object, ...]:
+    """Return what a call may change that makes later calls of other conversations go wrong."""
+    umask = os.umask(0o77)
+    os.umask(umask)
+    limits = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_CPU, resource.RLIMIT_AS)
+    names = [vars(module).items() for module in (builtins, os, json)]
+    return (
+        (os.getcwd(), umask, sys.getrecursionlimit(), sys.modules.get("os") is os),
+        (id(sys.stdout), id(sys.stderr), sys.gettrace(), signal.getitimer(signal.ITIMER_REAL)),
+        (signal.pthread_sigmask(signal.SIG_BLOCK, ()), [resource.getrlimit(limit) for limit in limits]),
+        [(name, id(value)) for items in names for name, value in items],
+    )
 
 
 _SERVICES: Mapping[str, type[EnvironmentService] | type[ToolService]] = {
@@ -204,8 +229,8 @@ class _Forks:
         self._folder, self._memory_mib = folder, memory_mib
         self._numbers: dict[int, int] = {}
         self._pids: dict[int, int] = {}
-        self._others = frozenset(children_of(os.getpid()))
-        """Processes that user code has started while it was loaded: they serve all forks."""
+        self._others = set(children_of(os.getpid()))
+        """Processes that user code has started while it was loaded, which serve all forks, and those that remove."""
         self._wakeup, self._wakeup_write = os.pipe()
         for end in (self._wakeup, self._wakeup_write):
             os.set_blocking(end, False)
@@ -284,12 +309,29 @@ class _Forks:
                 number = self._numbers.pop(pid)
                 del self._pids[number]
                 ended.append((number, os.waitstatus_to_exitcode(status)))
+            self._others.discard(pid)
         if not ended:
             return
         self._kill_orphans()
         for number, code in ended:
-            remove_folder(_folder_of(self._folder, number))
+            folder = _folder_of(self._folder, number)
+            if not remove_folder(folder, most=_REMOVED_AT_ONCE):
+                self._remove_apart(folder)
             _send(self._control, {"ended": number, "code": code})
+
+    def _remove_apart(self, folder: str) -> None:
+        """Remove a folder in a process of its own: other forks wait for nothing that one has made."""
+        try:
+            pid = os.fork()
+        except OSError:
+            return  # it is removed with all folders, at the end
+        if pid == 0:
+            try:
+                signal.set_wakeup_fd(-1)
+                remove_folder(folder)
+            finally:
+                os._exit(0)
+        self._others.add(pid)
 
     def _kill_orphans(self) -> None:
         deadline = time.monotonic() + _SWEEP_S

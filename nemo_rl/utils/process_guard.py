@@ -11,16 +11,31 @@ from __future__ import annotations
 import ctypes
 import os
 import select
-import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 
-__all__ = ["APART", "GRACE_S", "LIBC", "MARK", "SWEEP_S", "die_with_parent", "leave_notices_to_driver", "sweep"]
+__all__ = [
+    "APART",
+    "GRACE_S",
+    "LIBC",
+    "MARK",
+    "SWEEP_S",
+    "die_with_parent",
+    "kill_marked",
+    "leave_notices_to_driver",
+    "remove_folder",
+    "sweep",
+]
 
+_AS_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 LIBC = ctypes.CDLL(None, use_errno=True)
 _set_handler = LIBC.signal
 _set_handler.argtypes, _set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
@@ -56,20 +71,24 @@ def leave_notices_to_driver() -> None:
 
 def sweep(folder: str) -> None:
     """Kill every process that carries the folder's mark, and remove the folder. Idempotent."""
+    kill_marked(MARK, folder)
+    remove_folder(folder)
+
+
+def kill_marked(variable: str, value: str) -> None:
+    """Kill every process that was started with this value of an environment variable. Idempotent."""
     give_up = time.monotonic() + SWEEP_S
-    while (left := _marked(folder)) and time.monotonic() < give_up:
+    while (left := _marked(f"{variable}={value}".encode())) and time.monotonic() < give_up:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         time.sleep(SWEEP_POLL_S)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _marked(folder: str) -> list[int]:
+def _marked(mark: bytes) -> list[int]:
     """Return the live processes that carry the mark; those of other users cannot be seen."""
-    mark = f"{MARK}={folder}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
@@ -81,6 +100,72 @@ def _marked(folder: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def remove_folder(folder: str | None, *, most: int | None = None) -> bool:
+    """Remove a folder of user code, however deep, also where that has taken permissions away. Errors are ignored.
+
+    Returns:
+        False where the folder holds more than `most` files and folders: then as many were removed.
+    """
+    if folder is None:
+        return True
+    with suppress(OSError):
+        if not os.path.islink(folder):
+            os.chmod(folder, stat.S_IRWXU)
+    try:
+        top = os.open(folder, _AS_FOLDER)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(folder)  # user code has put a link or a file in its place
+        return True
+    try:
+        with suppress(OSError):
+            for number, _ in enumerate(_empty(top), start=1):
+                if number == most:
+                    return False
+    finally:
+        os.close(top)
+    with suppress(OSError):
+        os.rmdir(folder)
+    return True
+
+
+def _empty(top: int) -> Iterator[None]:
+    """Remove what an open folder holds, one thing after the other.
+
+    Folders that lie deeper are moved to the top first, so that neither the stack, the open descriptors nor the length
+    of a path grow with the depth that user code has chosen.
+    """
+    prefix = os.urandom(8).hex()
+    new_names = (f"{prefix}-{number}" for number in count())
+    names: list[str] = []
+    yield from _remove_files(top, top, new_names, names)
+    while names:
+        name = names.pop()
+        with suppress(OSError):
+            place = os.open(name, _AS_FOLDER, dir_fd=top)
+            try:
+                yield from _remove_files(place, top, new_names, names)
+            finally:
+                os.close(place)
+            os.rmdir(name, dir_fd=top)
+
+
+def _remove_files(place: int, top: int, new_names: Iterator[str], found: list[str]) -> Iterator[None]:
+    """Remove the files of an open folder and move its folders to the top; their names there are added to `found`."""
+    with os.scandir(place) as entries:
+        for entry in entries:
+            name = entry.name
+            yield
+            with suppress(OSError):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(name, dir_fd=place)
+                    continue
+                os.chmod(name, stat.S_IRWXU, dir_fd=place)
+                if place != top:
+                    os.rename(name, name := next(new_names), src_dir_fd=place, dst_dir_fd=top)
+                found.append(name)
 
 
 def main(folder: str, *command: str) -> int:

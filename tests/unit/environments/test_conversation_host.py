@@ -125,7 +125,7 @@ def test_failures_say_what_happened(mark: str) -> None:
         "nothing": "no valid reply: expected a Reply, got NoneType",
         "number": "content of a message: expected text, got int 3",
         "role": "expected a role of user, tool, system, got 'assistant'",
-        "nan": "reward: expected a finite number, got nan",
+        "nan": "reward: expected a finite number of at most 1e+15, got nan",
         "unknown": "got mesages",
         "empty": "expected messages for the model to read, or done=True",
     }

@@ -311,3 +311,19 @@ def test_what_is_no_http_is_refused(sent: bytes) -> None:
             writer.close()
 
     assert served(use).startswith(b"HTTP/1.1 400")
+
+
+def test_a_program_with_many_connections_hinders_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_rl.environments.endpoint._MOST_CONNECTIONS", 20)
+
+    async def use(endpoint: ChatEndpoint) -> int:
+        port = int(endpoint.base_url.split(":")[2].split("/")[0])
+        open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+        completion = await ask(endpoint, Doubler(), messages=[{"role": "user", "content": "4"}])
+        assert completion.choices[0].message.tool_calls[0].function.arguments == '{"x": 4}'
+        closed = [await asyncio.wait_for(reader.read(1), 10) for reader, _ in open_ones[:50]]
+        for _, writer in open_ones:
+            writer.close()
+        return closed.count(b"")
+
+    assert served(use) == 50
