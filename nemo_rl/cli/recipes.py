@@ -11,6 +11,7 @@ import typer
 
 from nemo_rl.cli.doors import AsJson
 from nemo_rl.cluster.recipe_import import as_record, import_recipe, report_lines, to_recipe
+from nemo_rl.config.render import write_recipe
 from nemo_rl.errors import ConfigError, UserError, boundary
 from nemo_rl.utils.console import make_console
 
@@ -48,7 +49,7 @@ def import_(
     recipe = to_recipe(imported)
     if out is not None:
         with boundary(UserError, f"{out}: cannot be written"):
-            out.write_text(recipe, encoding="utf-8")
+            write_recipe(out, recipe)
     elif not as_json:
         # Not by rich, which wraps lines.
         typer.echo(recipe, nl=False)

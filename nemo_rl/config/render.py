@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 import textwrap
@@ -21,15 +22,23 @@ from nemo_rl.config.base import keys_of
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import section_class
 
-__all__ = ["MASKED", "commented_defaults", "masked", "to_yaml"]
+__all__ = ["MASKED", "commented_defaults", "masked", "to_yaml", "write_recipe"]
 
 MASKED = re.compile(r"<masked [0-9a-f]{16}>")
 """Text in place of a secret: equal ones have equal digests, so that two starts can be compared."""
-_SECRET = (
-    r"(?:key|(?:[^=&#?]*[_.-])?(?:(?:api|access|private|secret)[_.-]?key|token|secret|passw(?:or)?d|credentials?))"
-)
+_NAME = r"(?:(?:api|access|private|secret)[_.-]?key|token|secret|passw(?:or)?d|credentials?)"
+_SECRET = rf"(?:key|(?:[^=&#?]*[_.-])?{_NAME})"
 _SECRET_KEY = re.compile(_SECRET, re.IGNORECASE)
 _IN_URL = re.compile(rf"(?<=://)[^/@\s]+(?=@)|(?<=[?&])(?P<name>{_SECRET})=(?P<value>[^&#\s]+)", re.IGNORECASE)
+_FLAG = rf"--?(?:key|(?:[\w.-]*[_.-])?{_NAME})"
+_IN_WORDS = re.compile(
+    rf"(?<![\w./-])(?P<name>{_FLAG}(?:=|\s+)|(?:[\w.]*[_.])?{_NAME}=)(?P<value>[\"']?(?![-\"'])[^\s\"']+[\"']?)",
+    re.IGNORECASE,
+)
+"""In the words of a command: `--api-key K`, `--token=K`, `SOME_TOKEN=K`."""
+_IS_FLAG = re.compile(_FLAG, re.IGNORECASE)
+_WORDS_BELOW = ("command", "options")
+"""Keys whose texts may be commands; in others, such as prompts, `token=` is a text like any other."""
 
 _HEAD = """\
 # Every key with its default. Written by `make configs` from nemo_rl/config; do not edit by hand.
@@ -46,24 +55,54 @@ def to_yaml(config: MasterConfig) -> str:
     return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=_WIDTH))
 
 
-def masked(value: Any, key: str = "") -> Any:
+def masked(value: Any, key: str = "", *, in_words: bool = False) -> Any:
     """Return JSON values in which texts are masked whose key looks like that of a secret, and the passwords of URLs.
+
+    Args:
+        in_words: the texts may be words of a command, of which `--api-key K` and `SOME_TOKEN=K` are masked too; so
+            they may below the keys `command` and `options`.
 
     Example:
         >>> masked({"api_key": "k", "url": "http://me:pw@host/x"})["url"].startswith("http://<masked ")
         True
     """
+    in_words = in_words or key in _WORDS_BELOW
     if isinstance(value, dict):
-        return {name: masked(item, str(name)) for name, item in value.items()}
+        return {name: masked(item, str(name), in_words=in_words) for name, item in value.items()}
     if isinstance(value, list):
-        return [masked(item, key) for item in value]
+        flags = ["", *map(_flag_of, value)] if in_words else [""] * len(value)
+        return [
+            masked(item, flag if flag and not str(item).startswith("--") else key, in_words=in_words)
+            for item, flag in zip(value, flags, strict=False)
+        ]
     if not isinstance(value, str) or not value or MASKED.search(value):
         return value
-    return _mask(value) if _SECRET_KEY.fullmatch(key) else _IN_URL.sub(_mask_part, value)
+    if _SECRET_KEY.fullmatch(key):
+        return _mask(value)
+    text = _IN_URL.sub(_mask_part, value)
+    return _IN_WORDS.sub(_mask_word, text) if in_words else text
+
+
+def write_recipe(path: Path, text: str) -> None:
+    """Write a recipe, in place of a file that is there; one that holds secrets can be read by its owner alone."""
+    tree = yaml.safe_load(text)
+    mode = 0o666 if masked(tree) == tree else 0o600
+    path.unlink(missing_ok=True)
+    with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        file.write(text)
+
+
+def _flag_of(item: object) -> str:
+    """Return the name of a secret that a word of a command announces; empty where it announces none."""
+    return item.lstrip("-") if isinstance(item, str) and _IS_FLAG.fullmatch(item) else ""
 
 
 def _mask_part(found: re.Match[str]) -> str:
     return _mask(found[0]) if found["name"] is None else f"{found['name']}={_mask(found['value'])}"
+
+
+def _mask_word(found: re.Match[str]) -> str:
+    return found[0] if MASKED.match(found["value"]) else f"{found['name']}{_mask(found['value'])}"
 
 
 def _mask(text: str) -> str:

@@ -32,6 +32,7 @@ from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.cluster.known_models import planned_model_config
 from nemo_rl.cluster.shrink.changes import TEACHER, Changes, ShrinkChange, changes_of, small_layout, teacher_sizes
+from nemo_rl.config import render
 from nemo_rl.config.compose import COMMAND_LINE, apply_overrides, compose
 from nemo_rl.config.load import load_config
 from nemo_rl.config.policy import packing_decided
@@ -93,7 +94,7 @@ def _write(path: Path, head: Sequence[str], tree: Mapping[str, Any]) -> None:
     text = yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True, width=116)
     with boundary(RunFolderError, f"{path}: cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"# {line}\n" for line in head) + text, encoding="utf-8")
+        render.write_recipe(path, "".join(f"# {line}\n" for line in head) + text)
 
 
 WORKERS_PER_CPU, MAX_WORKERS = 4, 8

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config.load import load_config
-from nemo_rl.config.render import commented_defaults, masked, to_yaml
+from nemo_rl.config.render import commented_defaults, masked, to_yaml, write_recipe
 from nemo_rl.config.schema_walk import iter_fields, section_class
 from nemo_rl.errors import ConfigError
 
@@ -62,6 +62,41 @@ def test_secrets_are_masked_and_a_masked_value_is_no_recipe(tmp_path: Path) -> N
     read = load_config(tmp_path / "config.yaml", with_masked=True)
     assert masked(read.model_dump(mode="json")) == masked(config.model_dump(mode="json"))
     load_config(tmp_path / "config.yaml", options)
+
+
+COMMANDS = {
+    "list": [
+        "prog",
+        "--api-key",
+        "SECRET",
+        "-v",
+        "--token",
+        "--hub.token=SECRET",
+        "HF_TOKEN=SECRET",
+        "--tokenizer",
+        "x",
+    ],
+    "shell": "SOME_API_KEY=SECRET prog --password 'SECRET' --max-tokens 5 --model key=1 \\\n--secret=SECRET",
+    "quoted": 'prog --token="SECRET"',
+}
+
+
+@pytest.mark.parametrize("form", COMMANDS)
+def test_secrets_in_the_words_of_a_command_are_masked(form: str) -> None:
+    found = masked({"env": {"options": {"command": COMMANDS[form], "nested": [{"words": COMMANDS[form]}]}}})
+    assert "SECRET" not in str(found) and str(found).count("<masked ") == 2 * str(COMMANDS[form]).count("SECRET")
+    for kept in ("prog", "--max-tokens 5", "--tokenizer', 'x'", "--model key=1", "'-v'", "--token', '--hub"):
+        assert kept not in str(COMMANDS[form]) or kept in str(found)
+    prompt = {"data": {"prompt": "write token=5 and --key x", "text": "--token"}}
+    assert masked(prompt) == prompt and masked(found) == found
+
+
+@pytest.mark.parametrize(("key", "mode"), [("api_key", 0o600), ("page", 0o644)])
+def test_a_recipe_with_secrets_is_for_its_owner_alone(key: str, mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("old")
+    write_recipe(path, f"env: {{options: {{{key}: abc}}}}\n")
+    assert path.stat().st_mode & 0o777 == mode and "abc" in path.read_text()
 
 
 def test_masks_of_other_secrets_differ() -> None:
