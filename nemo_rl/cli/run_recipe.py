@@ -10,6 +10,7 @@ import logging
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -26,7 +27,16 @@ from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.console import configure_logging, make_console
-from nemo_rl.utils.exits import FAILURE, INTERRUPTED, TIME_LIMIT, USER_ERROR, crash_line, machine_problem, text_of
+from nemo_rl.utils.exits import (
+    FAILURE,
+    INTERRUPTED,
+    TIME_LIMIT,
+    USER_ERROR,
+    crash_line,
+    disk_line,
+    machine_problem,
+    text_of,
+)
 
 __all__ = ["extent_of", "resume_hint", "run_recipe"]
 
@@ -129,6 +139,17 @@ def _look(config: MasterConfig, console: Console, recipe: Path) -> None:
     console.print(f"{recipe}: ok: {', '.join(CHECKS)}")
 
 
+def _folders(config: MasterConfig) -> dict[str, Path]:
+    """Return the folders that a run writes to, by the keys and variables that name them."""
+    durable = config.data_plane.durable.path
+    return {
+        "logger.log_dir": config.logger.log_dir.absolute(),
+        "checkpointing.checkpoint_dir": config.checkpoint_dir.absolute(),
+        **({"data_plane.durable.path": durable.absolute()} if durable is not None else {}),
+        "TMPDIR": Path(tempfile.gettempdir()),
+    }
+
+
 def _report(error: BaseException, config: MasterConfig | None, errors: Console) -> int:
     """Say how it ended, and for a run that had begun how to go on; return the exit code."""
     # Libraries make errors of their own of an interrupt.
@@ -142,6 +163,8 @@ def _report(error: BaseException, config: MasterConfig | None, errors: Console) 
     else:
         line = machine_problem(error) or crash_line(error, folder=config.logger.log_dir if config is not None else None)
         errors.print(f"error: {line}", style="red")
+    if config is not None and not is_interrupt and (said := disk_line(error, _folders(config))):
+        errors.print(f"  ({said})", style="red")
     if not is_interrupt and (isinstance(error, UserError) or machine_problem(error) is not None):
         return USER_ERROR
     if config is not None:

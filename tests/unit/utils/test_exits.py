@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from nemo_rl.errors import NemoRLError
-from nemo_rl.utils.exits import crash_line, machine_problem, text_of
+from nemo_rl.utils.exits import crash_line, disk_line, machine_problem, text_of
 
 
 def test_a_full_disk_is_named_with_its_file_and_what_to_do() -> None:
@@ -18,6 +19,31 @@ def test_a_full_disk_is_named_with_its_file_and_what_to_do() -> None:
     assert machine_problem(caught.value) == "No space left on device; free disk space"
     named = PermissionError(errno.EACCES, "Permission denied", "/logs/a.jsonl")
     assert machine_problem(named) == "/logs/a.jsonl: Permission denied; change its permissions, or choose another path"
+
+
+FOLDERS = {
+    "logger.log_dir": Path("/logs/run"),
+    "checkpointing.checkpoint_dir": Path("/logs/run/saved"),
+    "TMPDIR": Path("/tmp"),
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/logs/run/a"), "logger.log_dir"),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/logs/run/saved/a"), "checkpointing.checkpoint_dir"),
+        (RuntimeError("rank 1: OSError: [Errno 30] Read-only file system: '/tmp/x'"), "TMPDIR"),
+    ],
+)
+def test_of_a_full_disk_folder_room_and_key_are_named(error: Exception, named: str) -> None:
+    outer = RuntimeError("a step failed")
+    outer.__cause__ = error
+    for one in (error, outer):
+        told = disk_line(one, FOLDERS)
+        assert told is not None and told.startswith(f"{named} {FOLDERS[named]}: ") and " MiB free" in told
+        assert told.endswith(f"set {named}=FOLDER to one that has room")
+    assert disk_line(OSError(errno.EACCES, "Permission denied", "/tmp/x"), FOLDERS) is None
 
 
 def test_memory_that_torch_does_not_get_is_named() -> None:
