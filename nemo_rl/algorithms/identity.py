@@ -16,6 +16,7 @@ from nemo_rl.errors import CheckpointError, boundary
 from nemo_rl.experience.rollout_records import RolloutInfo
 from nemo_rl.models.loading import CONFIG_FILE
 from nemo_rl.utils.checkpoint import Checkpoint
+from nemo_rl.utils.files import open_plain, read_plain_text
 
 __all__ = [
     "date_line",
@@ -52,7 +53,7 @@ def model_digest(folder: str | Path) -> str:
     with boundary(CheckpointError, f"model folder {str(path)!r}: cannot be compared"):
         for name in (CONFIG_FILE, GENERATION_CONFIG):
             if (path / name).is_file():
-                config = json.loads((path / name).read_text(encoding="utf-8"))
+                config = json.loads(read_plain_text(path / name))
                 kept = {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL}
                 digest.update(json.dumps(kept, sort_keys=True).encode())
         files = sorted(path.glob("*.safetensors"))
@@ -60,7 +61,7 @@ def model_digest(folder: str | Path) -> str:
         step = max(1, -(-sum(sizes) // MODEL_BYTES)) * BLOCK_BYTES
         for file, size in zip(files, sizes, strict=True):
             digest.update(f"{size}\n".encode())
-            with file.open("rb") as stream:
+            with open_plain(file) as stream:
                 for start in range(0, size, step):
                     stream.seek(start)
                     digest.update(stream.read(BLOCK_BYTES))
@@ -82,7 +83,7 @@ def model_dtype(folder: str | Path) -> str | None:
     """Return the dtype that config.json of a model folder names, such as `bfloat16`; None where it names none."""
     path = Path(folder) / CONFIG_FILE
     with boundary(CheckpointError, f"{path}: cannot be read"):
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_plain_text(path))
         dtype = config.get("dtype") or config.get("torch_dtype")
     return dtype if isinstance(dtype, str) else None
 

@@ -20,7 +20,7 @@ from nemo_rl.experience.durable_groups import check_segments, rollout_identity
 from nemo_rl.experience.payload import SampleStats
 from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.experience.rollout_records import RolloutInfo, RolloutResult
-from nemo_rl.utils.files import write_text
+from nemo_rl.utils.files import read_plain, write_text
 
 __all__ = ["GROUPS", "keep_groups", "open_durable_groups", "restore_groups"]
 
@@ -82,7 +82,7 @@ def restore_groups(folder: Path, rollout: RolloutHandle, *, group_size: int) -> 
         CheckpointError: the files are not those that `keep_groups` writes.
     """
     try:
-        record = json.loads((folder / ROWS_FILE).read_text(encoding="utf-8"))
+        record = json.loads(read_plain(folder / ROWS_FILE))
         ordinals, tags = [int(ordinal) for ordinal in record["ordinals"]], record["tags"]
         stats = SampleStats.from_json(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:

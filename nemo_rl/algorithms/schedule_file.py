@@ -15,6 +15,7 @@ from threading import Lock
 
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.generation.schedule import ScheduleEntry
+from nemo_rl.utils.files import read_plain
 
 __all__ = ["SCHEDULE_FILE", "RunSchedule", "ScheduleFile", "read_schedule"]
 
@@ -76,7 +77,7 @@ def read_schedule(log_dir: Path, *, start: int) -> RunSchedule:
         raise CheckpointError(f"{path}: not there; only asynchronous runs (grpo.async.enabled) have a schedule")
     found: RunSchedule | None = None
     starts: list[int] = []
-    for place, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for place, text in enumerate(read_plain(path).decode("utf-8").splitlines(), start=1):
         try:
             line = json.loads(text)
             event = line["event"]

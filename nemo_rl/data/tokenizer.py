@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from nemo_rl.data.thinking import THINK_END, THINK_START
 from nemo_rl.errors import ModelFolderError, boundary, shorten
+from nemo_rl.utils.files import read_plain_text
 
 __all__ = [
     "CHATML_TEMPLATE",
@@ -131,7 +132,7 @@ def stop_token_ids(model_folder: str | Path, tokenizer: PreTrainedTokenizerBase)
         path = Path(model_folder) / name
         if path.is_file():
             with boundary(ModelFolderError, f"{path}: cannot be read"):
-                config = json.loads(path.read_text(encoding="utf-8"))
+                config = json.loads(read_plain_text(path))
                 if not isinstance(config, dict):
                     raise ModelFolderError(f"{path}: expected a JSON object, got {shorten(repr(config))}")
                 found += _end_tokens(config, where=str(path))

@@ -28,6 +28,7 @@ from nemo_rl.environments.endpoint import Answer, ChatEndpoint
 from nemo_rl.environments.user_process import PART_BYTES, PrintedLines, python_command
 from nemo_rl.environments.wire import NUMBER_LIMIT, MalformedReply, finite, plain_parts
 from nemo_rl.utils.exits import machine_problem
+from nemo_rl.utils.files import open_plain
 from nemo_rl.utils.process_guard import kill_marked, remove_folder
 
 __all__ = ["ProgramHost", "ProgramResult", "ProgramSpec", "absolute_command", "run_program"]
@@ -91,7 +92,9 @@ class ProgramHost:
         for part in self._spec.command:
             digest.update(part.encode() + b"\0")
             if Path(part).is_file() and part != sys.executable:
-                digest.update(Path(part).read_bytes())
+                with open_plain(Path(part)) as file:
+                    while piece := file.read(1 << 20):
+                        digest.update(piece)
         return digest.hexdigest()
 
     async def start(self) -> None:

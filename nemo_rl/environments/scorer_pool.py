@@ -179,8 +179,8 @@ class ScorerPool:
         outcomes = _outcomes(reply["scores"], len(items))
         if outcomes is None:
             self._drop(process)
-            error = f"sent {shown(reply['scores'])}, expected {len(items)} finite scores"
-            return [ScoreOutcome(error=error)] * len(items)
+            cause = f"sent {shown(reply['scores'])}, expected {len(items)} finite scores"
+            return [ScoreOutcome(error=cause)] * len(items)
         return outcomes
 
     def _check_answers(self, answers: Sequence[object]) -> list[str | None]:

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.utils.files import read_plain_text
+
 __all__ = ["calculator", "lookup", "python"]
 
 _EXPRESSION_LIMIT = 1000
@@ -162,7 +164,7 @@ vars(lookup)["check_options"] = _check_lookup
 def _table_of(file: str | None) -> Mapping[str, object]:
     if file is None:
         raise ValueError("lookup: set options.table to a table, or options.file to a JSON file that holds one")
-    entries = json.loads(Path(file).read_text(encoding="utf-8"))
+    entries = json.loads(read_plain_text(Path(file)))
     if not isinstance(entries, dict):
         raise ValueError(f"{file}: expected a JSON object, got {type(entries).__name__}")
     return entries

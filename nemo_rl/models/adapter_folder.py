@@ -49,7 +49,7 @@ from nemo_rl.models.lora import (
 )
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
-from nemo_rl.utils.files import MOST_BYTES, read_plain
+from nemo_rl.utils.files import MOST_BYTES, open_plain, read_plain
 
 __all__ = [
     "CONFIG_FILE",
@@ -181,6 +181,7 @@ def read_adapter(
     if base is not None:
         _check_base(folder, base)
     with boundary(CheckpointError, f"{where}: {WEIGHTS_FILE} cannot be read"):
+        open_plain(folder / WEIGHTS_FILE).close()
         stored = load_file(str(folder / WEIGHTS_FILE))
     expected = _names_in_peft(infos)
     missing, unknown = sorted(expected.values() - stored.keys()), sorted(stored.keys() - expected.values())

@@ -30,7 +30,7 @@ from nemo_rl.models.adapter_folder import base_of, read_adapter, write_adapter
 from nemo_rl.models.loading import PROCESSOR_FILES
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.utils.console import bytes_text
-from nemo_rl.utils.files import give_usual_modes
+from nemo_rl.utils.files import give_usual_modes, open_plain
 
 __all__ = [
     "WRITE_ERRORS",
@@ -237,13 +237,13 @@ def refuse_code(folder: Path) -> None:
         CheckpointError: no such checkpoint, damaged, or it holds pickles of anything but tensors and plain values.
     """
     try:
-        with (folder / INDEX_FILE).open("rb") as file:
+        with open_plain(folder / INDEX_FILE) as file:
             index = _IndexUnpickler(file).load()
         if not isinstance(index, Metadata):
             raise pickle.UnpicklingError(f"{INDEX_FILE} holds a {type(index).__name__}")
         for key, place in index.storage_data.items():
             if isinstance(index.state_dict_metadata[key.fqn], BytesStorageMetadata):
-                with (folder / place.relative_path).open("rb") as file:
+                with open_plain(folder / place.relative_path) as file:
                     file.seek(place.offset)
                     torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
     except (OSError, EOFError, KeyError, AttributeError, TypeError, RuntimeError, pickle.UnpicklingError) as error:

@@ -21,6 +21,7 @@ from nemo_rl.models.hf_files import INDEX_FILE, SINGLE_FILE, FileNames, StoredTe
 from nemo_rl.models.loading import check_model_folder, model_without_weights, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.shards import Box
+from nemo_rl.utils.files import open_plain
 
 __all__ = [
     "ALL_ROWS",
@@ -166,7 +167,7 @@ class FolderWeights:
             path = self._folder / file
             with boundary(ModelFolderError, f"{self.where}: {file} cannot be read"):
                 # safetensors says of a file without permission that it does not exist.
-                path.open("rb").close()
+                open_plain(path).close()
                 self._files[file] = safe_open(str(path), framework="pt", device="cpu")
         return self._files[file]
 

@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from nemo_rl.data.tokenizer import GENERATION_CONFIG
 from nemo_rl.errors import ModelFolderError, boundary, shorten
 from nemo_rl.models.vision import family_of
+from nemo_rl.utils.files import read_plain_text
 
 __all__ = [
     "ADAPTER_PART",
@@ -252,7 +253,7 @@ def _maker_of(path: Path) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise ModelFolderError(f"{path}: expected at most {MAX_CONFIG_BYTES} bytes, got {path.stat().st_size}")
-    given = json.loads(path.read_text(encoding="utf-8"))
+    given = json.loads(read_plain_text(path))
     if not isinstance(given, dict):
         raise ModelFolderError(f"{path}: expected a JSON object, got {type(given).__name__}")
     return given

@@ -38,7 +38,7 @@ from nemo_rl.errors import ModelFolderError, name_some
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.logprobs import Sampling, negative_log_likelihood, token_logprobs
-from nemo_rl.utils.files import give_usual_modes
+from nemo_rl.utils.files import give_usual_modes, read_plain_text
 
 __all__ = [
     "STARTER_FILE",
@@ -358,7 +358,7 @@ def _check_place(folder: Path) -> None:
 def _files_of_starter(folder: Path) -> frozenset[str]:
     """Return the files that `make_starter` has written there; empty where it has not."""
     try:
-        found = json.loads((folder / STARTER_FILE).read_text(encoding="utf-8"))["files"]
+        found = json.loads(read_plain_text(folder / STARTER_FILE))["files"]
         return frozenset({STARTER_FILE, *map(str, found)})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return frozenset()

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from nemo_rl.errors import UserError
 from nemo_rl.tracer.entry import EntryKind, EntryProblem, StreamEntry, entry_at, find_entry, size_of
 from nemo_rl.tracer.store import stream_files
-from nemo_rl.utils.files import FileFormat, check_format
+from nemo_rl.utils.files import FileFormat, check_format, open_plain
 
 __all__ = ["RECORDING_FOLDER", "Follow", "StreamReader", "find_recording"]
 
@@ -98,7 +98,7 @@ class StreamReader:
                 return
 
     def _of_file(self, number: int, path: Path, wait: _Wait) -> Iterator[StreamEntry]:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             at, tried, is_complete = 0, -1, not wait.is_following
             while True:
                 size = size_of(file)

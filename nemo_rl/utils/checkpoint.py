@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 
 from nemo_rl.errors import CheckpointError, NemoRLError, WorkerError
 from nemo_rl.utils import interrupt
-from nemo_rl.utils.files import read_plain, write_text
+from nemo_rl.utils.files import read_plain, read_plain_text, write_text
 from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
 
 __all__ = [
@@ -271,7 +271,7 @@ class CheckpointManager:
 
     def _pointer(self) -> str | None:
         try:
-            return (self._folder / LATEST_FILE).read_text(encoding="utf-8").strip()
+            return read_plain_text(self._folder / LATEST_FILE).strip()
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:

@@ -27,6 +27,7 @@ __all__ = [
     "open_plain",
     "read_line",
     "read_plain",
+    "read_plain_text",
     "read_tail",
     "receive_exactly",
     "replace_file",
@@ -118,9 +119,15 @@ def read_plain(path: Path, *, most_bytes: int | None = None) -> bytes:
         return file.read()
 
 
+def read_plain_text(path: Path) -> str:
+    """Return the text of a plain file that somebody gives; raises as `read_plain`, and ValueError for other bytes."""
+    text = read_plain(path, most_bytes=MOST_BYTES).decode("utf-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
 def read_tail(path: Path, num_bytes: int) -> bytes:
-    """Return the last bytes of a file that may be large, such as a log."""
-    with path.open("rb") as file:
+    """Return the last bytes of a plain file that may be large, such as a log."""
+    with open_plain(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
         return file.read(num_bytes)
 

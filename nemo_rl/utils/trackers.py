@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from nemo_rl.config.schema import MlflowConfig, WandbConfig
-from nemo_rl.utils.files import write_text
+from nemo_rl.utils.files import open_plain, write_text
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -111,7 +111,7 @@ def metrics_by_step(path: Path) -> dict[int, dict[str, float]]:
 
 def _rows(path: Path, *, last_bytes: int | None = None) -> Iterator[tuple[str, dict[str, float | None]]]:
     """Yield the line and row of every line that is whole."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         if last_bytes is not None:
             file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
         for encoded in file:

@@ -1,4 +1,4 @@
-"""A file system that becomes full in the middle of a run ends it with the folder, its room and the key that moves it."""
+"""A file system that becomes full in the middle of a run: its folder, its room and the key that moves it are named."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from nemo_rl.cluster.recipe_import.dialects import GAME
 from nemo_rl.cluster.recipe_import.keys import OFF, Fate, Given, KeyOutcome, becomes, lacks
 from nemo_rl.config.compose import find_path
 from nemo_rl.errors import ConfigError, boundary
+from nemo_rl.utils.files import read_plain_text
 
 __all__ = ["convert_environments", "convert_prompts"]
 
@@ -220,7 +221,7 @@ def _text_of_file(given: Given, name: str) -> str | None:
     if path is None:
         return None
     with boundary(ConfigError, f"{path}: cannot be read"):
-        return path.read_text(encoding="utf-8").strip()
+        return read_plain_text(path).strip()
 
 
 def our_template(text: str) -> str:

@@ -19,6 +19,7 @@ from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.rollouts.turns import RowTime, RowTurn
 from nemo_rl.errors import UserError, boundary
 from nemo_rl.utils.console import printable
+from nemo_rl.utils.files import read_plain
 
 __all__ = [
     "BOUNDS",
@@ -180,7 +181,7 @@ def read_rows(path: Path) -> list[RolloutRow]:
         UserError: it cannot be read, or a line is no row.
     """
     with boundary(UserError, f"{path}: expected readable rollouts"):
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_plain(path).decode("utf-8").split("\n")
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():

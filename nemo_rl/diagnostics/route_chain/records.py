@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl.errors import UnsupportedFormat
-from nemo_rl.utils.files import FileFormat, check_format
+from nemo_rl.utils.files import FileFormat, check_format, read_plain
 
 __all__ = ["RecordError", "Trace", "TraceRecord", "decode_array", "read_trace", "trace_folders"]
 
@@ -142,7 +142,7 @@ def decode_array(packed: object, where: str) -> np.ndarray:
 
 
 def _read_file(path: Path, trace: Trace) -> None:
-    lines = path.read_bytes().split(b"\n")
+    lines = read_plain(path).split(b"\n")
     if not lines[-1]:
         lines.pop()
     num_started = 0

@@ -36,6 +36,7 @@ from nemo_rl.models.loading import named_weights
 from nemo_rl.models.lora import named_adapters
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.shards import local_shard
+from nemo_rl.utils.files import read_plain
 
 __all__ = [
     "DTensorSnapshot",
@@ -208,7 +209,7 @@ def load_optimizer(model: PolicyModel, optimizer: torch.optim.Optimizer, folder:
     """
     refuse_code(folder)
     try:
-        trainer_state: dict[str, float] = json.loads((folder / STATE_FILE).read_text())
+        trainer_state: dict[str, float] = json.loads(read_plain(folder / STATE_FILE))
         state: dict[str, object] = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         same_ranks = trainer_state["world_size"] == dist.get_world_size()
         rng = {str(dist.get_rank()): random_state()}

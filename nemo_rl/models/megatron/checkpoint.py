@@ -54,6 +54,7 @@ from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.shards import Box, chunk_of
+from nemo_rl.utils.files import read_plain
 
 __all__ = ["GatheredPart", "MegatronSnapshot", "OptimizerSnapshot", "SharedPart", "equal_share", "load_optimizer"]
 
@@ -224,7 +225,7 @@ def load_optimizer(model: MegatronModel, optimizer: PolicyOptimizer, folder: Pat
     problem = None
     trainer_state: dict[str, float] = {}
     try:
-        document = json.loads((folder / STATE_FILE).read_text())
+        document = json.loads(read_plain(folder / STATE_FILE))
         trainer_state, updates_done = document["trainer_state"], int(document["updates_done"])
         own = _random_file(folder)
         states = torch.load(own, weights_only=True) if document["world_size"] == dist.get_world_size() else None

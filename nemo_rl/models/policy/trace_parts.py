@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from nemo_rl.errors import UserError
+from nemo_rl.errors import UserError, boundary
 from nemo_rl.tracer.reducer import (
     EXPONENTS,
     VECTOR,
@@ -38,7 +38,7 @@ from nemo_rl.tracer.reducer import (
     mix,
 )
 from nemo_rl.utils.exits import machine_problem
-from nemo_rl.utils.files import replace_file
+from nemo_rl.utils.files import open_plain, replace_file
 
 __all__ = ["TENSOR", "ReducedValues", "Vectors", "convert_vector", "part_of"]
 
@@ -304,6 +304,8 @@ def convert_vector(source: Path, out: Path, *, normalize: bool) -> tuple[int, ..
 
 
 def _vector_of(path: Path) -> torch.Tensor:
+    with boundary(UserError, f"{path}: cannot be read"):
+        open_plain(path).close()
     found = _of_safetensors(path) if path.suffix == VECTOR_FILES[0] else _of_torch(path)
     if not found.is_floating_point() or found.dim() not in (1, 2):
         shape = list(found.shape)

@@ -11,15 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.diagnostics.rollouts.row import read_rows
+from nemo_rl.environments.tools import lookup
+from nemo_rl.errors import UserError
+from nemo_rl.models.policy.trace_parts import convert_vector
 from nemo_rl.utils.files import (
+    MOST_BYTES,
     give_usual_modes,
     read_line,
     read_plain,
+    read_plain_text,
     read_tail,
     replace_file,
     write_text,
 )
 from nemo_rl.utils.manifest import BLOCK_BYTES, Manifest
+from nemo_rl.utils.trackers import read_metrics
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -123,3 +130,35 @@ def test_every_file_is_listed_with_size_and_checksum(tmp_path):
 def test_what_is_no_manifest_is_an_error(text):
     with pytest.raises(ValueError):
         Manifest.parse(text)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "loop", "large"])
+def test_files_that_somebody_gives_are_plain_and_of_a_size(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "given"
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "folder":
+            path.mkdir()
+        case "loop":
+            path.symlink_to(path)
+        case "large":
+            with path.open("wb") as file:
+                file.truncate(MOST_BYTES + 1)
+    started = time.monotonic()
+    with pytest.raises(OSError, match=r"expected a plain file|directory|symbolic links|expected at most 64 MiB"):
+        read_plain_text(path)
+    with pytest.raises(OSError):
+        lookup("a", file=str(path))
+    if kind == "pipe":
+        vector = path.rename(tmp_path / "v.safetensors")
+        for read in (
+            read_rows,
+            read_metrics,
+            lambda given: convert_vector(given, tmp_path / "out.safetensors", normalize=False),
+        ):
+            with pytest.raises((UserError, OSError), match="expected a plain file"):
+                list(read(vector))
+    assert time.monotonic() - started < 10
