@@ -141,13 +141,10 @@ def _look(config: MasterConfig, console: Console, recipe: Path) -> None:
 
 def _folders(config: MasterConfig) -> dict[str, Path]:
     """Return the folders that a run writes to, by the keys and variables that name them."""
+    folders = {"logger.log_dir": config.logger.log_dir, "checkpointing.checkpoint_dir": config.checkpoint_dir}
     durable = config.data_plane.durable.path
-    return {
-        "logger.log_dir": config.logger.log_dir.absolute(),
-        "checkpointing.checkpoint_dir": config.checkpoint_dir.absolute(),
-        **({"data_plane.durable.path": durable.absolute()} if durable is not None else {}),
-        "TMPDIR": Path(tempfile.gettempdir()),
-    }
+    found = {**folders, "data_plane.durable.path": durable, "TMPDIR": Path(tempfile.gettempdir())}
+    return {key: folder.absolute() for key, folder in found.items() if folder is not None}
 
 
 def _report(error: BaseException, config: MasterConfig | None, errors: Console) -> int:

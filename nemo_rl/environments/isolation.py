@@ -26,7 +26,7 @@ from contextlib import suppress
 from json import dumps, loads
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from nemo_rl.utils.exits import text_of
 from nemo_rl.utils.process_guard import LIBC, die_with_parent, leave_notices_to_driver, remove_folder
@@ -90,6 +90,7 @@ def start_guarded(parent: int, *, folder: str | None = None) -> None:
     become_subreaper()
 
     def end_everything(code: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # asked twice, it would leave before its remover
         kill_descendants(spared=remover)
         if remover:
             os.close(write_end)
@@ -242,7 +243,11 @@ def serve(fd: int, answer: Callable[[dict[str, Any]], Mapping[str, object]], *, 
             try:
                 said = dumps({"id": request["id"], **answer(request)})
             except SystemExit as error:
-                _exit_as(error.code)
+                with suppress(Exception):
+                    if not isinstance(error.code, int | None):
+                        sys.stderr.write(f"{error.code}\n")
+                    sys.stdout.flush()
+                os._exit(error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None))
             except BaseException as error:  # noqa: BLE001 - user code; the owner reports it
                 said = dumps({"id": request["id"], **_told(error, besides=besides)})
             if os.getpid() != own:
@@ -259,15 +264,6 @@ def serve(fd: int, answer: Callable[[dict[str, Any]], Mapping[str, object]], *, 
             except OSError:
                 os._exit(CHANNEL_CLOSED_CODE)
     os._exit(0)
-
-
-def _exit_as(code: object) -> NoReturn:
-    """Exit as the interpreter does after `SystemExit`."""
-    with suppress(Exception):
-        if not isinstance(code, int | None):
-            sys.stderr.write(f"{code}\n")
-        sys.stdout.flush()
-    os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
 
 
 def _told(error: BaseException, *, besides: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.environments.isolation import Lines
+from nemo_rl.environments.wire import shown
 from nemo_rl.utils.child_process import ChildProcess
 from nemo_rl.utils.process_guard import kill_marked, remove_folder
 
@@ -40,13 +41,8 @@ _END_TIMEOUT_S = 10.0
 """Seconds from the request to end a process to SIGKILL: its guard first ends what user code has started."""
 Form = Mapping[str, type | tuple[type, ...]]
 """Fields of a reply and their types."""
-FAILURES: Mapping[str, Form] = {
-    "error": {"error": str, "kind": (str, type(None)), "places": (str, type(None))},
-    "failed": {"failed": str},
-}
-"""Forms of replies that say what failed, by the field that such a reply has."""
-_SHOWN = 200
-"""Characters of a reply of another form that an error shows."""
+_FAILURES = ("error", "failed")
+"""Fields, one of which a reply has that says what failed."""
 PART_BYTES = 1 << 16
 """Read at once; between two parts the deadline is looked at."""
 _PREFIX = "nemo-rl-environment-"
@@ -81,16 +77,11 @@ class UserProcess(ChildProcess):
     def __init__(self, module: str, *, name: str) -> None:
         self._folder = tempfile.mkdtemp(prefix=_PREFIX)
         self.channel, theirs = socket.socketpair()
-        command = [*python_command(module), str(theirs.fileno()), str(os.getpid()), self._folder]
+        fds, out = [theirs.fileno()], subprocess.STDOUT
+        command = [*python_command(module), str(fds[0]), str(os.getpid()), self._folder]
+        variables = {"TMPDIR": self._folder}
         try:
-            super().__init__(
-                command,
-                name=name,
-                log=subprocess.STDOUT,
-                is_read=True,
-                environment={"TMPDIR": self._folder},
-                pass_fds=[theirs.fileno()],
-            )
+            super().__init__(command, name=name, log=out, is_read=True, environment=variables, pass_fds=fds)
         except BaseException:
             self.channel.close()
             remove_folder(self._folder)
@@ -185,10 +176,10 @@ class Exchange:
             except (ValueError, RecursionError):
                 continue
             if isinstance(message, dict) and message.get("id") == self._id:
-                form = next((FAILURES[name] for name in FAILURES if name in message), self._form)
+                form = next(({name: str} for name in _FAILURES if name in message), self._form)
                 if all(isinstance(message.get(name), kind) for name, kind in form.items()):
                     return message
-                raise OSError(errno.EBADMSG, f"a reply of another form came: {ascii(message)[:_SHOWN]}")
+                raise OSError(errno.EBADMSG, f"a reply of another form came: {shown(message)}")
         if self._num_bytes > 2 * self._limit_bytes:
             raise OSError(errno.EMSGSIZE, f"more than {self._num_bytes} bytes came where a reply was expected")
         return None

@@ -311,7 +311,9 @@ class Fork:
                 self._channel.close()
         self._is_busy = False
         if "error" in reply:
-            raise ForkError(f"raised {reply['error']}", kind=str(reply.get("kind")), places=reply.get("places") or "")
+            raise ForkError(
+                f"raised {reply['error']}", kind=str(reply.get("kind")), places=str(reply.get("places") or "")
+            )
         return reply
 
     def request_end(self) -> None:

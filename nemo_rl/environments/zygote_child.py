@@ -153,14 +153,11 @@ def _process_state() -> tuple[object, ...]:
     """Return what a call may change that makes later calls of other conversations go wrong."""
     umask = os.umask(0o77)
     os.umask(umask)
-    limits = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_CPU, resource.RLIMIT_AS)
-    names = [vars(module).items() for module in (builtins, os, json)]
-    return (
-        (os.getcwd(), umask, sys.getrecursionlimit(), sys.modules.get("os") is os),
-        (id(sys.stdout), id(sys.stderr), sys.gettrace(), signal.getitimer(signal.ITIMER_REAL)),
-        (signal.pthread_sigmask(signal.SIG_BLOCK, ()), [resource.getrlimit(limit) for limit in limits]),
-        [(name, id(value)) for items in names for name, value in items],
-    )
+    limits = [resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS)]
+    names = [(name, id(value)) for module in (builtins, os, json) for name, value in vars(module).items()]
+    streams = (id(sys.stdout), id(sys.stderr), sys.gettrace(), sys.modules.get("os") is os)
+    blocked, timer = signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.getitimer(signal.ITIMER_REAL)
+    return os.getcwd(), umask, sys.getrecursionlimit(), limits, names, streams, blocked, timer
 
 
 _SERVICES: Mapping[str, type[EnvironmentService] | type[ToolService]] = {

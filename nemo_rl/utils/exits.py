@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 import traceback
 from collections.abc import Mapping
@@ -56,8 +57,7 @@ _ADVICE = {
     errno.EIO: "the disk fails: see the system's log",
 }
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_FULL_BYTES = 64 << 20
-"""A file system with less is called full: what could not be written may have been as large."""
+_CAUSES_SEEN = 20
 
 
 def text_of(error: BaseException) -> str:
@@ -84,45 +84,31 @@ def machine_problem(error: BaseException) -> str | None:
 
 
 def disk_line(error: BaseException, folders: Mapping[str, Path]) -> str | None:
-    """Return which folders of a run have no room, their free bytes and the keys that move them.
+    """Return which of a run's folders has no room, its free bytes and the key that moves it.
 
     Args:
-        error: of this process or of a worker, whose text alone is left; None is returned for an error that no disk has
-            caused, or that names the key itself.
+        error: of this process, or of a worker, whose text alone is left. For one that no disk has caused, or that names
+            the key itself, None is returned.
         folders: by the key, or the variable of the environment, that names each.
     """
-    chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in chain:
-        chain.append(cause)
+    texts, cause = list[str](), error
+    while cause is not None and len(texts) < _CAUSES_SEEN:
+        texts.append(f"{text_of(cause)} {cause.filename if isinstance(cause, OSError) else ''}")
         cause = cause.__cause__ or cause.__context__
-    text = "\n".join([*map(text_of, chain), *(str(one.filename) for one in chain if isinstance(one, OSError))])
+    text = "\n".join(texts)
     if not any(os.strerror(number) in text for number in _DISK_ERRORS):
         return None
-    states = {key: (folder, *_room(folder)) for key, folder in folders.items()}
-    lines = {key: f"{key} {folder}: {said}" for key, (folder, _, said) in states.items()}
-    # Deeper folders first: one names a file better than the folder around it.
-    named = sorted(
-        (key for key, folder in folders.items() if str(folder) in text), key=lambda key: -len(str(folders[key]))
-    )
-    chosen = named[:1] or [key for key, (_, is_full, _) in states.items() if is_full] or list(states)
-    if all(key in text for key in chosen):
-        return None  # it is said already
-    keys = [f"{key}=FOLDER" for key in chosen]
-    return f"{'; '.join(lines[key] for key in chosen)}; free some, or set {' or '.join(keys)} to one that has room"
+    free = {key: _free_bytes(folder) for key, folder in folders.items()}
+    # The folder that the error names, the deepest of several; else the one with the least room.
+    named = [key for key, folder in folders.items() if str(folder) in text]
+    chosen = max(named, key=lambda key: len(str(folders[key])), default=min(free, key=lambda key: free[key]))
+    said = f"{chosen} {folders[chosen]}: {free[chosen] >> 20} MiB free"
+    return None if chosen in text else f"{said}; free some, or set {chosen}=FOLDER to one that has room"
 
 
-def _room(folder: Path) -> tuple[bool, str]:
-    """Return whether a folder's file system takes nothing more, and what is left of it."""
-    place = next((one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir()), Path("/"))
-    try:
-        found = os.statvfs(place)
-    except OSError as error:
-        return True, f"not to be asked: {error.strerror}"
-    free, has_names = found.f_bavail * found.f_frsize, found.f_favail > 0 or found.f_files == 0
-    said = f"{free >> 20} MiB free" + ("" if has_names else ", no file more")
-    is_read_only = bool(found.f_flag & os.ST_RDONLY)
-    return free < _FULL_BYTES or not has_names or is_read_only, said + (", read-only" if is_read_only else "")
+def _free_bytes(folder: Path) -> int:
+    place = next((one for one in (folder, *folder.parents) if one.is_dir()), Path("/"))
+    return shutil.disk_usage(place).free
 
 
 def crash_line(error: BaseException, *, folder: Path | None) -> str:
