@@ -35,7 +35,7 @@ _IN_WORDS = re.compile(
     rf"(?<![\w./-])(?P<name>{_FLAG}(?:=|\s+)|(?:[\w.]*[_.])?{_NAME}=)(?P<value>[\"']?(?![-\"'])[^\s\"']+[\"']?)",
     re.IGNORECASE,
 )
-"""In the words of a command: `--api-key K`, `--token=K`, `SOME_TOKEN=K`."""
+"""Secrets as words of a command: `--api-key K`, `--token=K`, `SOME_TOKEN=K`."""
 _IS_FLAG = re.compile(_FLAG, re.IGNORECASE)
 _WORDS_BELOW = ("command", "options")
 """Keys whose texts may be commands; in others, such as prompts, `token=` is a text like any other."""

@@ -119,7 +119,9 @@ class EnvironmentHost:
         for zygote in self._zygotes:
             zygote.kill()
 
-    async def ask(self, fork: Fork, request: Mapping[str, object], what: str, *, form: Form) -> Mapping[str, Any]:
+    async def ask(
+        self, fork: Fork, request: Mapping[str, object], what: str, *, form: Form | None = None
+    ) -> Mapping[str, Any]:
         """Return the reply of a conversation's process; used by `HostedConversation`."""
         call = fork.ask(request, form=form, timeout_s=self._limits.timeout_s)
         return cast("Mapping[str, Any]", await self._named(call, what))
@@ -201,7 +203,7 @@ class HostedConversation:
     async def _close(self) -> None:
         try:
             if self._has_close and self._fork.can_answer:
-                await self._host.ask(self._fork, {"close": True}, "close", form={})
+                await self._host.ask(self._fork, {"close": True}, "close")
         except EnvironmentFailure as error:
             self._host.hear(str(error))
         finally:

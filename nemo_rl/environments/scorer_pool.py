@@ -292,7 +292,7 @@ class ScorerProcess(UserProcess):
         self.columns = {str(name): bool(is_needed) for name, is_needed in reply["columns"].items()}
         self.source, self.checks_answers = reply["source"], reply["checks_answers"]
 
-    def ask(self, request: Mapping[str, object], *, form: Form, timeout_s: float) -> Mapping[str, Any]:
+    def ask(self, request: Mapping[str, object], *, form: Form | None = None, timeout_s: float) -> Mapping[str, Any]:
         """Send a request and wait for its reply, which has the fields of `form`.
 
         Raises:

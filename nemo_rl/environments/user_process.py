@@ -152,13 +152,13 @@ class Exchange:
         self._form: Form = {}
         self._num_bytes = 0
 
-    def request(self, content: Mapping[str, object], *, form: Form) -> bytes:
+    def request(self, content: Mapping[str, object], *, form: Form | None = None) -> bytes:
         """Return the request to send; raise TypeError or ValueError for one that is no JSON.
 
         Args:
             form: fields that its reply has, unless it says what failed.
         """
-        self._id, self._form, self._num_bytes = secrets.token_hex(8), form, 0
+        self._id, self._form, self._num_bytes = secrets.token_hex(8), form or {}, 0
         return json.dumps({"id": self._id, **content}).encode() + b"\n"
 
     def reply_in(self, piece: bytes) -> Mapping[str, Any] | None:

@@ -286,7 +286,9 @@ class Fork:
             if not future.done():
                 future.set_result(None)
 
-    async def ask(self, request: Mapping[str, object], *, form: Form, timeout_s: float) -> Mapping[str, Any]:
+    async def ask(
+        self, request: Mapping[str, object], *, form: Form | None = None, timeout_s: float
+    ) -> Mapping[str, Any]:
         """Send a request and return its reply, which has the fields of `form`.
 
         Raises:

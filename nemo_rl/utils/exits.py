@@ -91,7 +91,8 @@ def disk_line(error: BaseException, folders: Mapping[str, Path]) -> str | None:
             the key itself, None is returned.
         folders: by the key, or the variable of the environment, that names each.
     """
-    texts, cause = list[str](), error
+    texts = list[str]()
+    cause: BaseException | None = error
     while cause is not None and len(texts) < _CAUSES_SEEN:
         texts.append(f"{text_of(cause)} {cause.filename if isinstance(cause, OSError) else ''}")
         cause = cause.__cause__ or cause.__context__
