@@ -152,7 +152,7 @@ class ScorerPool:
         process = self._process()
         names = ("prompt", "response", "answer", *sorted(process.wants))
         arguments = {name: [getattr(item, name) for item in items] for name in names}
-        rows = [cast("Mapping[str, object]", item.row or {}) for item in items]
+        rows = [item.row if isinstance(item.row, dict) else {} for item in items]
         for name, is_needed in process.columns.items():
             if is_needed or any(name in row for row in rows):
                 arguments[name] = [row.get(name) for row in rows]
