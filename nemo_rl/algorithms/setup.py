@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -293,7 +294,7 @@ def _rollout_parts(
         client=client,
         rollout=rollout,
         sampler=_sampler(config, info),
-        weight_version=lambda: weight_sync.version,
+        weight_version=partial(attrgetter("version"), weight_sync),
         rows_per_conversation=config.rows_per_conversation,
     )
 

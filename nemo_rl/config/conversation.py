@@ -82,7 +82,18 @@ class EndingPolicies(Section):
     @property
     def by_ending(self) -> dict[Ending, EndingPolicy]:
         """Return the policy of each ending."""
-        return {ending: getattr(self, ending.value) for ending in Ending}
+        return {
+            Ending.ANSWERED: self.answered,
+            Ending.ENVIRONMENT_DONE: self.environment_done,
+            Ending.TURN_LIMIT: self.turn_limit,
+            Ending.TOKEN_LIMIT: self.token_limit,
+            Ending.TIME_LIMIT: self.time_limit,
+            Ending.INVALID_CALLS: self.invalid_calls,
+            Ending.CONTEXT_FULL: self.context_full,
+            Ending.ENV_ERROR: self.env_error,
+            Ending.ENGINE_ERROR: self.engine_error,
+            Ending.CANCELLED: self.cancelled,
+        }
 
 
 class ConversationConfig(Section):

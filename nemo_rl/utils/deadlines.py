@@ -49,15 +49,17 @@ class AwakeClock:
         self._lock, self._last, self._stopped_s = threading.Lock(), 0.0, 0.0
 
     def __call__(self) -> float:
-        if self._process_id != os.getpid():  # the first call, also of a process that was forked
-            self._lock, self._last, self._process_id = threading.Lock(), self._clock(), os.getpid()
-            threading.Thread(target=self._tick, name="awake-clock", daemon=True).start()
+        if self._process_id != os.getpid():
+            self._begin()
         with self._lock:
-            now = self._clock()
-            if now - self._last > MISSING_S:
-                self._stopped_s += now - self._last
-            self._last = now
-            return now - self._stopped_s
+            before, self._last = self._last, self._clock()
+            self._stopped_s += self._last - before if self._last - before > MISSING_S else 0.0
+            return self._last - self._stopped_s
+
+    def _begin(self) -> None:
+        """At the first call, also of a process that was forked."""
+        self._lock, self._last, self._process_id = threading.Lock(), self._clock(), os.getpid()
+        threading.Thread(target=self._tick, name="awake-clock", daemon=True).start()
 
     def _tick(self) -> None:
         while True:

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 
 from nemo_rl.errors import WorkerError, name_some
-from nemo_rl.models.generation.interfaces import BASE, GenerationInterface, GenerationRequest
+from nemo_rl.models.generation.interfaces import BASE, GenerationInterface
 from nemo_rl.models.lora import AdaptedLayer
 from nemo_rl.models.weight_sync.buckets import WeightSlot, match_adapter
 
@@ -196,12 +196,6 @@ class ServesAdapters(GenerationInterface, Generic[Held]):
         if self._adapters is None:
             raise self._no_adapters()
         return self._adapters
-
-    def _check_adapters(self, request: GenerationRequest) -> None:
-        if self._adapters is not None:
-            self._adapters.versions.check_request(request.adapters)
-        elif request.adapters:
-            raise self._no_adapters()
 
     def update_adapter(self, adapter: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
         # Copies: the caller may go on to train.

@@ -207,7 +207,8 @@ class TorchEngine(ServesAdapters[AdapterSlots]):
     def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
         if self._model is not None and not self._states.is_awake:
             raise self._states.not_awake()
-        self._check_adapters(request)
+        if self._adapters is not None or request.adapters:
+            self.adapter_slots.versions.check_request(request.adapters)
         if request.images:
             check_images(request, family_of(self._loaded_model().config))
         return rows_of(request, max_total_length=self._max_total_length)

@@ -148,7 +148,8 @@ class VllmEngine(ServesAdapters[VllmAdapters]):
             raise WorkerError(
                 f"generation engine {self._number} has no complete weights to sample from: {self._broken}", stage=STAGE
             )
-        self._check_adapters(request)
+        if self._adapters is not None or request.adapters:
+            self.adapter_slots.versions.check_request(request.adapters)
         if request.with_routes and self.route_shape is None:
             raise ConfigError("policy.router_replay.enabled: false, so vLLM was started without routes; set it to true")
         if request.forced is not None and not request.sampling.is_plain:
