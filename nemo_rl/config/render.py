@@ -87,8 +87,9 @@ def write_recipe(path: Path, text: str) -> None:
     """Write a recipe, in place of a file that is there; one that holds secrets can be read by its owner alone."""
     tree = yaml.safe_load(text)
     mode = 0o666 if masked(tree) == tree else 0o600
-    path.unlink(missing_ok=True)
-    with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+    with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        if mode == 0o600 and path.is_file():
+            os.fchmod(file.fileno(), mode)
         file.write(text)
 
 

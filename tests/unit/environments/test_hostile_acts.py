@@ -11,7 +11,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from nemo_rl.environments.scorer_pool import ScoreOutcome, ScorerItem, ScorerPoo
 from nemo_rl.environments.tool_host import HostedTool, ToolHost
 from nemo_rl.environments.wire import NUMBER_LIMIT, TEXT_LIMIT
 from nemo_rl.environments.zygote import HostLimits
+from nemo_rl.utils.process_guard import remove_folder
 from tests.helpers.hostile_acts import DEEDS, OUTER, VALUES
 from tests.helpers.hostile_surfaces import LAST_LINES, NEIGHBOUR
 from tests.helpers.processes import MARK, wait_for_none
@@ -63,7 +64,7 @@ def drawn(surface: str, count: int) -> Acts:
 
 
 @pytest.fixture
-def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     """Mark the processes of a test, and give it a folder of its own."""
     name = f"acts-{os.getpid()}-{time.monotonic()}"
     monkeypatch.setenv(MARK, name)
@@ -73,7 +74,9 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     # Whoever has stopped what is to end it is waited for that long.
     for module in ("zygote", "programs", "user_process"):
         monkeypatch.setattr(f"nemo_rl.environments.{module}._END_TIMEOUT_S", 3.0)
-    return name
+    yield name
+    # Folders may lie deeper in it than pytest can remove.
+    remove_folder(str(tmp_path / "hostile-work"))
 
 
 async def check(acts: Acts, do: Callable[[str, str], Awaitable[object]], right: Callable[[Any], bool]) -> None:
