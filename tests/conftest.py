@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
+from nemo_rl.utils.deadlines import awake_s
+
 
 @pytest.fixture(autouse=True, scope="session")
 def interrupts_are_heard() -> None:
@@ -20,6 +22,12 @@ def interrupts_are_heard() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def clock_of_deadlines_runs() -> None:
+    """Its thread is one of the process, and none that a test has left."""
+    awake_s()
 
 
 @pytest.fixture(autouse=True)
