@@ -79,7 +79,7 @@ def with_everything(prompt: str, response: str, answer: object, **context: objec
     return float(context["prompt_tokens"])
 
 
-def with_the_unknown(prompt: str, response: str, answer: object, judge: object) -> float:
+def with_the_unnamed(prompt: str, response: str, answer: object, judge: object, /) -> float:
     return 0.0
 
 
