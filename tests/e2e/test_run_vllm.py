@@ -35,7 +35,7 @@ def _run(recipe: str, folder: Path, changes: dict[str, str], **variables: str) -
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return logged_steps(folder / "logs")
