@@ -57,7 +57,7 @@ class AwakeClock:
             return self._last - self._stopped_s
 
     def _begin(self) -> None:
-        """At the first call, also of a process that was forked."""
+        """Start the thread, at the first call of this process, which may have been forked."""
         self._lock, self._last, self._process_id = threading.Lock(), self._clock(), os.getpid()
         threading.Thread(target=self._tick, name="awake-clock", daemon=True).start()
 
