@@ -115,8 +115,8 @@ class Setting:
 
 
 QUICK = Setting(
-    shape=replace(SHAPES["narrow"], layers=4, vocab=8192),
-    small_vocab=1024,
+    shape=replace(SHAPES["narrow"], layers=2, vocab=2048),
+    small_vocab=256,
     peak_hidden=64,
     peak_tokens=128,
     gradient_ranks=(2,),

@@ -11,6 +11,7 @@ besides them. The exit code is 0 when every part passed.
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import resource
 import subprocess
@@ -140,6 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="test_suite_") as folder:
         if given.full:
             os.environ[FULL] = "1"
+        # Tests start some hundred processes, and where bytecode is not written each of them would compile the library.
+        compileall.compile_dir(ROOT / "nemo_rl", quiet=1)
         suite = Suite(folder=Path(folder), failed=[], lock=Lock())
         parts = [*pytest_parts(marks, is_fast=given.fast), *static_parts()]
         parts = [part for part in parts if not given.only or part.name in given.only]
