@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -106,10 +107,17 @@ def parse_yaml(text: str) -> Any:
     """
     if len(text) > MAX_TEXT:
         raise YamlProblem(f"expected at most {MAX_TEXT} characters, got {len(text)}")
+    node = _composed(text)
+    return None if node is None else _Reader().value(node, depth=0)
+
+
+# Every recipe is written over the base, whose text is parsed once.
+@lru_cache(maxsize=32)
+def _composed(text: str) -> yaml.Node | None:
     try:
         composer = _Composer(text)
         try:
-            node = composer.get_single_node()
+            return composer.get_single_node()
         finally:
             composer.dispose()
     except YamlProblem:
@@ -117,7 +125,6 @@ def parse_yaml(text: str) -> Any:
     except (yaml.YAMLError, RecursionError, ValueError, ArithmeticError) as error:
         # The last two: what escapes such as \\UFFFFFFFF make of Python's own chr().
         raise YamlProblem(" ".join(str(error).split())) from error
-    return None if node is None else _Reader().value(node, depth=0)
 
 
 def text_problem(text: str) -> str | None:
