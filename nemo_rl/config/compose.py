@@ -273,21 +273,24 @@ def _merge(
     recipe: Recipe, into: dict[Any, Any], child: Mapping[Any, Any], *, prefix: tuple[str, ...], layer: Layer
 ) -> None:
     for key, value in child.items():
-        path = (*prefix, str(key))
+        path, present = (*prefix, str(key)), into.get(key)
         if isinstance(value, dict):
             replaces = value.pop(_REPLACE, False)
             if not isinstance(replaces, bool):
                 raise ConfigError(
                     f"{layer.name}: {'.'.join(path)}.{_REPLACE}: expected true or false, got {shorten(repr(replaces))}"
                 )
-            present = into.get(key)
             if replaces or not isinstance(present, dict):
                 into[key] = {}
                 recipe.mark(path, layer)
             _merge(recipe, into[key], value, prefix=path, layer=layer)
-        else:
-            into[key] = copy.deepcopy(value)
+            continue
+        into[key] = copy.deepcopy(value)
+        if isinstance(present, dict | list):
             recipe.mark(path, layer)
+        else:
+            # Nothing is below it, and a look for it at every path known would be most of the time of a merge.
+            recipe.layers[path] = layer
 
 
 def _leaves(node: Any, *, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

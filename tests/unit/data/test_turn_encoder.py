@@ -15,9 +15,10 @@ from nemo_rl.data.conversation import Message, ToolCall
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.errors import ModelFolderError
+from tests.helpers.case_selection import num_examples
 from tests.helpers.chat_templates import CASES, CORPUS, NOW, TemplateCase, stop_ids_of, tokenizer_of
 
-NUM_CONVERSATIONS = 200
+NUM_CONVERSATIONS = num_examples()
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
     for name in ("calculator", "lookup")
