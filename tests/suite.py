@@ -33,8 +33,15 @@ FULL = "NEMO_RL_TEST_FULL"
 """Variable that says the same to code that sees no mark; see `tests.helpers.case_selection`."""
 PART_TIMEOUT_S = 4800.0
 SLOWEST = 20
-CLUSTERS = ("test_two_hosts.py", "test_slurm.py", "test_cluster_page.py")
-"""Of `tests/e2e`: what waits for hosts, nodes and jobs more than it computes."""
+OWN_PARTS = {
+    "runs": ("tests/e2e/test_run_*.py",),
+    "models": ("tests/unit/models",),
+    "processes": ("tests/unit/distributed", "tests/unit/environments", "tests/unit/experience"),
+    **{name: (f"tests/{name}",) for name in ("contract", "parity", "distributed")},
+    "clusters": ("tests/e2e/test_two_hosts.py", "tests/e2e/test_slurm.py", "tests/e2e/test_cluster_page.py"),
+}
+"""Name -> paths of a part that lies in another. The rest of `tests/e2e` takes as long as its runs of recipes; clusters
+and processes wait more than they compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,16 +59,16 @@ def pytest_parts(marks: str, *, is_fast: bool) -> list[Part]:
     Of the fast ones few tests are left, and what a part imports takes as long as they do: they are other parts, without
     jobs of several ranks.
     """
-    clusters = tuple(f"tests/e2e/{name}" for name in CLUSTERS)
-    runs = ("tests/e2e", *(f"--ignore={path}" for path in clusters))
-    models = "tests/unit/models"
-    own = {"e2e": runs, "unit": ("tests/unit", f"--ignore={models}"), "models": (models,), "clusters": clusters}
-    own |= {name: (f"tests/{name}",) for name in ("contract", "parity", "distributed")}
-    rest = ("tests", *(f"--ignore={path}" for paths in own.values() for path in paths if path.startswith("tests/")))
-    parts = {**own, "rest": rest}
+    own = {
+        name: [str(found.relative_to(ROOT)) for path in paths for found in sorted(ROOT.glob(path))]
+        for name, paths in OWN_PARTS.items()
+    }
+    ignored = [f"--ignore={path}" for paths in own.values() for path in paths]
+    parts = {"e2e": ["tests/e2e", *ignored], "runs": own["runs"], "unit": ["tests/unit", *ignored], **own}
+    parts["rest"] = ["tests", "--ignore=tests/e2e", "--ignore=tests/unit", *ignored]
     if is_fast:
-        parts = {"unit": own["unit"], "models": own["models"], "rest": rest}
-        parts["runs"] = (*own["contract"], "tests/e2e")
+        unit = ["tests/unit", "--ignore=tests/unit/models"]
+        parts = {"unit": unit, "models": own["models"], "rest": parts["rest"], "runs": [*own["contract"], "tests/e2e"]}
     return [Part(name=name, command=(*PYTEST, *paths, "-m", f"not alone{marks}")) for name, paths in parts.items()]
 
 
@@ -133,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--fast", action="store_true", help="static checks, unit tests and a few runs in one process")
     size.add_argument("--full", action="store_true", help="every test over every store and layout")
-    parser.add_argument("--jobs", type=int, default=min(4, 1 + (os.cpu_count() or 1)), help="parts at a time")
+    parser.add_argument("--jobs", type=int, default=min(4, 2 + (os.cpu_count() or 1)), help="parts at a time")
     parser.add_argument("--only", nargs="+", default=[], help="only these parts")
     given = parser.parse_args(arguments)
     marks = "" if given.full else " and not full and not slow" if given.fast else " and not full"
