@@ -99,7 +99,7 @@ def share_of(worker: PolicyWorker) -> float:
     [step] = steps_of(plan, num_rows=num_rows)
     [scale] = loss_scales(batch, [step], is_writer=True)
     between = _Between(engine.model)
-    runner = engine.runner(worker.passes.batch_layout(plan), OWN_ROUTES, between)
+    runner = engine.runner(worker.batch_layout(plan), OWN_ROUTES, between)
     runner.run(batch, step, NLLLoss(), scale, is_training=True)
     parameters = sum(weight.numel() for weight in engine.model.parameters())
     return between.most / (FLOAT32_BYTES * parameters / worker.world_size)

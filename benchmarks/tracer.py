@@ -148,7 +148,7 @@ def pairs(
     Args:
         watches: of the step with the tracer; None: nothing, compared with a worker that was made without a tracer.
     """
-    tracing, with_tracer = worker.tracing, worker.passes._hook_observers
+    tracing, with_tracer = worker.tracing, worker._hook_observers
     assert isinstance(tracing, SiteTracing), "a worker that can be traced"
     link = tracing.link
     traced_s, sent, sent_bytes = 0.0, 0, 0
@@ -159,7 +159,7 @@ def pairs(
             if is_traced and watches is not None:
                 worker.begin_tracing(pair + WARMUP_PAIRS + 1, watches, KEYS)
             # Megatron-core has room for one model in a process: this is what a worker without a tracer holds.
-            worker.passes._hook_observers = with_tracer if is_traced or watches is not None else NO_HOOK_OBSERVERS
+            worker._hook_observers = with_tracer if is_traced or watches is not None else NO_HOOK_OBSERVERS
             began = time.perf_counter()
             seconds = step_s(worker, batch)
             wall_s = time.perf_counter() - began
@@ -167,7 +167,7 @@ def pairs(
             if pair >= 0:
                 (samples.with_s if is_traced else samples.without_s).append(seconds)
                 traced_s += wall_s if is_traced else 0.0
-    worker.passes._hook_observers = with_tracer
+    worker._hook_observers = with_tracer
     samples.frames_per_s = (link.sent - sent) / traced_s
     samples.bytes_per_s = (link.sent_bytes - sent_bytes) / traced_s
     logger.info("%s, %s: %+.2f %% over %d pairs", samples.engine, samples.what, samples.percent, case.num_pairs)

@@ -12,12 +12,12 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.worker_mixin import ReplicaMember, TQWorkerMixin
 from nemo_rl.distributed.abort import NoWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.collectives import replica_group_of
+from nemo_rl.distributed.collectives import RankSpec, replica_group_of
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.errors import ConfigError, DataPlaneClosed, KeysNotFound, SchemaMismatch
 from nemo_rl.models.policy.steps import RankInfo
-from nemo_rl.models.policy.workers.compose import compose_parts
+from nemo_rl.models.policy.workers.policy_worker import WorkerSpec
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
@@ -37,16 +37,15 @@ def start_worker(rank: int, folder: str) -> TQWorker:
     """Rank 1 leads."""
     replica = ReplicaMember(group=replica_group_of(rank, [[0, 1]]), leader=1, is_write_back_leader=rank == 1)
     here = RankInfo(layout=ParallelLayout.of(2), rank=rank, device=torch.device("cpu"))
-    parts = compose_parts(
-        tiny_policy(folder),
-        here,
+    spec = WorkerSpec(
+        policy=tiny_policy(folder),
+        rank=RankSpec(rank=rank, world_size=2),
         num_steps=4,
         collective_timeout_s=60,
         seed=0,
         keep_reference=False,
-        owns_group=True,
     )
-    return TQWorker(parts, replica=replica, watch=NoWatch())
+    return TQWorker(spec, here, owns_group=True, replica=replica, watch=NoWatch())
 
 
 def open_store() -> tuple[DataPlaneClient, KVBatchMeta]:

@@ -66,7 +66,7 @@ def logits_of(job: Job) -> np.ndarray:
 
     no_tokens, microbatches = torch.zeros_like(ids_nT, dtype=torch.bool), job.plan.microbatches[0]
     with routes_of(worker, job) as replay:
-        runner = worker.engine.runner(worker.passes.batch_layout(job.plan), replay)
+        runner = worker.engine.runner(worker.batch_layout(job.plan), replay)
         micros = runner._build(job.shard, microbatches, no_tokens)
         runner._run(micros, len(microbatches), keep, is_training=False, at_all_positions=True)
     return found_nTV.numpy()

@@ -321,7 +321,7 @@ def run_job(job: Job, rank: int, loss_fn: PolicyLoss = LOSS) -> Outcome:
     if POLICY_TOPK in loss_fn.input_fields or "routed_experts" in job.shard:
         topk_ids, topk = job.worker.get_topk_logprobs(job.all_tokens, TopTokens(k=TOP_K), plan=job.plan)
     if ENTROPY in loss_fn.input_fields:
-        logprobs, squares = job.worker.passes.get_logprobs_with_squares(job.all_tokens, plan=job.plan)
+        logprobs, squares = job.worker.get_logprobs_with_squares(job.all_tokens, plan=job.plan)
     else:
         logprobs = job.worker.get_logprobs(job.all_tokens, plan=job.plan)
     results = [job.worker.train(job.shard, loss_fn, plan=job.plan) for _ in range(STEPS)]
@@ -440,7 +440,7 @@ def hf_logits(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
 
 def routes_of(worker: PolicyWorker, job: Job) -> AbstractContextManager[PassRoutes]:
     """(collective) Around log-probability passes of the shard: its forced routes, if it has any."""
-    shape = worker.passes.batch_layout(job.plan).shape
+    shape = worker.batch_layout(job.plan).shape
     return worker.replay.replaying(WorkerPass.PREV_LOGPROBS, job.shard, job.plan, shape, None)
 
 

@@ -113,7 +113,7 @@ def dtensor_logits(job: Job) -> np.ndarray:
     select_NT = torch.zeros_like(ids_nT, dtype=torch.bool)
     worker.engine.model.eval()
     with routes_of(worker, job) as replay, torch.no_grad():
-        layout = worker.passes.batch_layout(job.plan)
+        layout = worker.batch_layout(job.plan)
         runner = worker.engine.runner(layout, replay)
         for rows in job.plan.microbatches[0]:
             micro = runner._build(job.shard, rows, select_NT, fields=())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,25 +15,23 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import ParallelGroups
-from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.dtensor.images import place_images
 from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
-from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
+from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch, row_names
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,
-    PassResult,
+    Keep,
+    Microbatches,
+    RankInfo,
+    Runner,
     StepNumbers,
     StepOutcome,
     computed_fields,
-    loss_columns,
-    raise_together,
-    row_names,
     stored_fields,
-    sum_over_shards,
     trained_tokens,
 )
 from nemo_rl.models.shards import local_shard
@@ -48,89 +45,27 @@ CLIP_EPSILON = 1e-6
 """Epsilon of torch's own clipping."""
 
 
-class StepRunner:
+class StepRunner(Runner):
     """The `Runner` of a sharded model."""
 
-    def __init__(  # noqa: PLR0913 - the parts of a pass
+    def __init__(
         self,
         model: PolicyModel,
         layout: BatchForm,
-        groups: ParallelGroups,
+        here: RankInfo,
         optimizer_step: OptimizerStep,
         routes: PassRoutes,
         observer: PassObserver = NO_OBSERVER,
-        *,
-        device: torch.device,
     ) -> None:
-        self._model = model
-        self._device = device
-        self._layout = layout
-        self._groups = groups
-        self._optimizer_step = optimizer_step
-        self._routes, self._observer = routes, observer
+        super().__init__(layout, here, observer)
+        self._model, self._optimizer_step, self._routes = model, optimizer_step, routes
         reason = "routers are told their routes" if routes is not OWN_ROUTES else None
         self._why_eager = "a pass is recorded or watched" if observer is not NO_OBSERVER else reason
-
-    def logprobs(
-        self,
-        batch: BatchedDataDict,
-        microbatches: Sequence[Sequence[int]],
-        select_NT: torch.Tensor,
-        *,
-        computed: Sequence[str] = (),
-    ) -> torch.Tensor:
-        self._model.eval()
-        result = PassResult((1 + len(computed), *select_NT.shape), self._device)
-        with torch.no_grad():
-            for rows in microbatches:
-                micro = self._build(batch, rows, select_NT, fields=())
-                with self._pass_of(micro):
-                    found = self._forward(micro, computed)
-                    self._observer.logprobs(micro, found[0])
-                if micro.rows:
-                    result.keep(micro, found)
-        values_cNT, bad = result.read()
-        self._raise_together("log-probabilities", batch, bad)
-        return values_cNT
-
-    def top_k(
-        self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], select_NT: torch.Tensor, wanted: TopTokens
-    ) -> torch.Tensor:
-        self._model.eval()
-        result = PassResult((2, *select_NT.shape, wanted.k + 1), self._device)
-        with torch.no_grad():
-            for rows in microbatches:
-                micro = self._build(batch, rows, select_NT, fields=())
-                with self._pass_of(micro):
-                    found_cM = self._model(micro.inputs, sampling=self._layout.sampling, top_k=wanted)
-                if micro.rows:
-                    result.keep(micro, [micro.to_rows(part_kM.T) for part_kM in found_cM.chunk(2)])
-        values_cNTk, bad = result.read()
-        self._raise_together("top-k log-probabilities", batch, bad)
-        return values_cNTk
-
-    def topk_logits(
-        self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], *, k: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._model.eval()
-        ids_NT = batch.tensor("input_ids")
-        values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32)
-        tokens_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.int64)
-        nothing_NT = torch.zeros_like(ids_NT, dtype=torch.bool)
-        layout = replace(self._layout, is_packed=False)
-        for rows in microbatches:
-            micro = self._build(batch, rows, nothing_NT, fields=(), layout=layout)
-            with torch.no_grad():
-                values, tokens = self._model(micro.inputs, sampling=layout.sampling, top_k=k)
-            for i, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
-                values_NTk[row, :length] = values[i, :length]
-                tokens_NTk[row, :length] = tokens[i, :length]
-        return values_NTk, tokens_NTk
 
     def run(
         self,
         batch: BatchedDataDict,
-        microbatches: Sequence[Sequence[int]],
+        microbatches: Microbatches,
         loss_fn: LossFunction,
         scale: LossScale,
         *,
@@ -155,48 +90,58 @@ class StepRunner:
                     metrics = (*metrics, self._model.compiled.metrics())
                 return StepOutcome(loss=loss, grad_norm=grad_norm, metrics=metrics)
             if not self._optimizer_step.retry():
-                # The norm is global: every rank comes here together.
-                rows = [row for microbatch in microbatches for row in microbatch]
-                self._raise_together("the gradient norm, not in a loss; one of", batch, rows)
+                self._refuse_norm(batch, microbatches)
+
+    # Private parts.
+
+    def _look(
+        self,
+        batch: BatchedDataDict,
+        microbatches: Microbatches,
+        select_NT: torch.Tensor,
+        keep: Keep,
+        *,
+        computed: Sequence[str] = (),
+        top_k: TopTokens | int | None = None,
+    ) -> None:
+        self._model.eval()
+        is_packed = self._layout.is_packed and not isinstance(top_k, int)
+        with torch.no_grad():
+            for rows in microbatches:
+                micro = self._build(batch, rows, select_NT, is_packed=is_packed)
+                with self._pass_of(micro):
+                    found = self._model(micro.inputs, sampling=self._layout.sampling, top_k=top_k, computed=computed)
+                    if micro.rows:
+                        keep(micro, found)
 
     def _passes(
         self,
         batch: BatchedDataDict,
-        microbatches: Sequence[Sequence[int]],
+        microbatches: Microbatches,
         loss_fn: LossFunction,
         scale: LossScale,
         loss_scale: float | None,
     ) -> tuple[float, tuple[dict[str, Reduction], ...]]:
-        select_NT = trained_tokens(batch)
-        computed = computed_fields(loss_fn, self._layout.sampling)
+        select_NT, fields = trained_tokens(batch), stored_fields(loss_fn)
+        sampling = self._layout.sampling
+        computed = computed_fields(loss_fn, sampling)
         # FSDP averages gradients over data x context ranks, while the loss is divided by the global count already. Each
         # context rank has the whole loss, of which only its own tokens' part flows back.
-        averaged_over = self._groups.fsdp_mesh.size()
+        averaged_over = self._optimizer_step.groups.fsdp_mesh.size()
         numbers, last = StepNumbers(), len(microbatches) - 1
         for i, rows in enumerate(microbatches):
             as_fsdp(self._model).set_requires_gradient_sync(i == last or not self._optimizer_step.keeps_whole)
-            micro = self._build(batch, rows, select_NT, fields=stored_fields(loss_fn))
+            micro = self._build(batch, rows, select_NT, fields=fields, is_packed=self._layout.is_packed)
             # Layers that the backward pass runs again need the same routes.
             with self._pass_of(micro):
-                found = self._forward(micro, computed)
-                self._observer.logprobs(micro, found[0])
-                if not micro.rows:
-                    loss = found[0].sum()
-                else:
-                    output = loss_fn(found[0], loss_columns(micro, found, computed), scale=scale)
-                    loss = output.loss
-                    self._observer.loss(micro, output)
-                    numbers.add(micro, found[0], output)
+                found_cM = self._model(micro.inputs, sampling=sampling, computed=computed)
+                loss = self._loss(micro, found_cM, loss_fn, scale, numbers)
                 if loss_scale is not None:
                     (loss * (averaged_over * loss_scale)).backward()
-        total, metrics, bad = numbers.read()
-        try:
-            self._raise_together("the loss", batch, bad)
-        except NonFiniteError:
-            self._model.zero_grad(set_to_none=True)
-            raise
-        [total] = sum_over_shards([total], is_writer=self._groups.is_writer)
-        return total, metrics
+        return self._read(numbers, batch)
+
+    def _drop_gradients(self) -> None:
+        self._model.zero_grad(set_to_none=True)
 
     @contextmanager
     def _pass_of(self, micro: Microbatch) -> Iterator[None]:
@@ -214,33 +159,22 @@ class StepRunner:
         batch: BatchedDataDict,
         rows: Sequence[int],
         select_NT: torch.Tensor,
-        fields: Sequence[str],
-        layout: BatchForm | None = None,
+        *,
+        fields: Sequence[str] = (),
+        is_packed: bool,
     ) -> Microbatch:
-        layout = layout or self._layout
         micro = build_microbatch(
             batch,
             rows,
             select_NT=select_NT,
             fields=fields,
-            is_packed=layout.is_packed,
-            shape=layout.shape,
-            device=self._device,
+            is_packed=is_packed,
+            shape=self._layout.shape,
+            device=self._here.device,
         )
         if self._model.vision is not None:
             micro = place_images(micro, batch, self._model.vision, names=row_names(batch, rows))
-        return micro.to(self._device)
-
-    def _raise_together(self, what: str, batch: BatchedDataDict, rows: Sequence[int]) -> None:
-        raise_together(what, batch, rows, is_writer=self._groups.is_writer)
-
-    def _forward(self, micro: Microbatch, computed: Sequence[str] = ()) -> tuple[torch.Tensor, ...]:
-        """Return `[n, t]` log-probabilities, and of `COMPUTED_FIELDS` those that are asked for."""
-        found_cM = self._model(micro.inputs, sampling=self._layout.sampling, computed=computed)
-        if not micro.rows:
-            # The sum of no token: zero, but connected to the parameters, so that this rank's collectives take place.
-            return (found_cM.sum()[None, None][:0],)
-        return tuple(micro.to_rows(part_M) for part_M in found_cM)
+        return micro.to(self._here.device)
 
 
 class OptimizerStep:
@@ -264,7 +198,7 @@ class OptimizerStep:
         self._optimizer = optimizer
         # Alone a rank holds whole gradients in any case, and saves the copies of a reduction.
         self.keeps_whole = keeps_whole or groups.fsdp_mesh.size() == 1
-        self._groups = groups
+        self.groups = groups
         self._max_grad_norm = max_grad_norm
         self.scaler = scaler
 
@@ -274,7 +208,7 @@ class OptimizerStep:
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         if self.scaler.scale != 1.0:
             scale_([local_shard(grad) for grad in grads], 1.0 / self.scaler.scale)
-        norm = grad_norm(grads, self._groups)
+        norm = grad_norm(grads, self.groups)
         if norm - norm != 0.0:
             self._optimizer.zero_grad(set_to_none=True)
             return None

@@ -9,14 +9,12 @@ n rows of a microbatch, K positions whose logits are computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.logprobs import VocabShard
 from nemo_rl.models.megatron.attention import PackedSegments
 from nemo_rl.models.megatron.balance import AuxiliaryLoss, biases_kept_on_error
@@ -35,16 +33,14 @@ from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,
+    Keep,
     Microbatches,
-    PassResult,
     RankInfo,
+    Runner,
     StepNumbers,
     StepOutcome,
     computed_fields,
-    loss_columns,
-    raise_together,
     stored_fields,
-    sum_over_shards,
     trained_tokens,
 )
 from nemo_rl.models.top_k import TopTokens
@@ -56,7 +52,7 @@ OnOutput = Callable[[Microbatch, torch.Tensor], torch.Tensor]
 `[n, K, H]`, or logits `[n, s, V]` at all positions."""
 
 
-class PipelineRunner:
+class PipelineRunner(Runner):
     """The `Runner` of this rank's pipeline stage; all but the last stage return zeros."""
 
     def __init__(
@@ -68,70 +64,11 @@ class PipelineRunner:
         routes: PassRoutes,
         observer: PassObserver = NO_OBSERVER,
     ) -> None:
-        self._model, self._layout, self._here, self._optimizer = model, layout, here, optimizer
-        self._routes, self._observer = routes, observer
+        super().__init__(layout, here, observer)
+        self._model, self._optimizer, self._routes = model, optimizer, routes
         self._balance = AuxiliaryLoss(model.config, num_shards=here.layout.dp, device=here.device)
         self._shard = _vocab_shard(model, here)
         model.config.finalize_model_grads_func = _finalize
-
-    def logprobs(
-        self,
-        batch: BatchedDataDict,
-        microbatches: Microbatches,
-        select_NT: torch.Tensor,
-        *,
-        computed: Sequence[str] = (),
-    ) -> torch.Tensor:
-        result = PassResult((1 + len(computed), *select_NT.shape), self._here.device)
-
-        def keep(micro: Microbatch, hidden: torch.Tensor) -> torch.Tensor:
-            found = self._logprobs(micro, hidden, computed)
-            if micro.rows:
-                self._observer.logprobs(micro, found[0])
-                result.keep(micro, found)
-            return found[0].sum()
-
-        self._run(self._build(batch, microbatches, select_NT), len(microbatches), keep, is_training=False)
-        values_cNT, bad = result.read()
-        self._raise_together("log-probabilities", batch, bad)
-        return values_cNT
-
-    def top_k(
-        self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor, wanted: TopTokens
-    ) -> torch.Tensor:
-        result = PassResult((2, *select_NT.shape, wanted.k + 1), self._here.device)
-
-        def keep(micro: Microbatch, hidden: torch.Tensor) -> torch.Tensor:
-            temperature, logits = self._layout.sampling.temperature, self._model.module.logits_of(hidden)
-            found_cM = selected_top_k(logits, micro.inputs, wanted, temperature=temperature, shard=self._shard)
-            if micro.rows:
-                result.keep(micro, [micro.to_rows(part_kM.T) for part_kM in found_cM.chunk(2)])
-            return found_cM.sum()
-
-        self._run(self._build(batch, microbatches, select_NT), len(microbatches), keep, is_training=False)
-        values_cNTk, bad = result.read()
-        self._raise_together("top-k log-probabilities", batch, bad)
-        return values_cNTk
-
-    def topk_logits(
-        self, batch: BatchedDataDict, microbatches: Microbatches, *, k: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids_NT = batch.tensor("input_ids")
-        values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32)
-        tokens_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.int64)
-
-        def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
-            values, tokens = top_k_logits(logits, micro.inputs.segments, k=k, shard=self._shard)
-            for i, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
-                values_NTk[row, :length] = values[i, :length]
-                tokens_NTk[row, :length] = tokens[i, :length]
-            return values.sum()
-
-        nothing_NT = torch.zeros_like(ids_NT, dtype=torch.bool)
-        padded = replace(self._layout, is_packed=False)
-        micros = self._build(batch, microbatches, nothing_NT, layout=padded)
-        self._run(micros, len(microbatches), keep, is_training=False, at_all_positions=True)
-        return values_NTk, tokens_NTk
 
     def run(
         self,
@@ -149,6 +86,33 @@ class PipelineRunner:
 
     # Private parts.
 
+    def _look(
+        self,
+        batch: BatchedDataDict,
+        microbatches: Microbatches,
+        select_NT: torch.Tensor,
+        keep: Keep,
+        *,
+        computed: Sequence[str] = (),
+        top_k: TopTokens | int | None = None,
+    ) -> None:
+        def find(micro: Microbatch, output: torch.Tensor) -> torch.Tensor:
+            found: Any
+            if isinstance(top_k, int):
+                found = top_k_logits(output, micro.inputs.segments, k=top_k, shard=self._shard)
+            elif top_k is not None:
+                logits, temperature = self._model.module.logits_of(output), self._layout.sampling.temperature
+                found = selected_top_k(logits, micro.inputs, top_k, temperature=temperature, shard=self._shard)
+            else:
+                found = self._logprobs(micro, output, computed)
+            if micro.rows:
+                keep(micro, found)
+            return found[0].sum()
+
+        at_all_positions = isinstance(top_k, int)
+        micros = self._build(batch, microbatches, select_NT, is_packed=self._layout.is_packed and not at_all_positions)
+        self._run(micros, len(microbatches), find, is_training=False, at_all_positions=at_all_positions)
+
     def _one_batch(
         self,
         batch: BatchedDataDict,
@@ -158,51 +122,34 @@ class PipelineRunner:
         *,
         is_training: bool,
     ) -> StepOutcome:
-        numbers = StepNumbers()
+        numbers, computed = StepNumbers(), computed_fields(loss_fn, self._layout.sampling)
+
+        def loss_of(micro: Microbatch, hidden: torch.Tensor) -> torch.Tensor:
+            return self._loss(micro, self._logprobs(micro, hidden, computed), loss_fn, scale, numbers)
+
         self._balance.begin(len(microbatches))
         self._optimizer.zero_grad()
-        micros = self._build(batch, microbatches, self._trained(batch), fields=self._fields(loss_fn))
-        self._run(micros, len(microbatches), partial(self._loss, loss_fn, scale, numbers), is_training=is_training)
-        total, metrics, bad = numbers.read()
-        try:
-            self._raise_together("the loss", batch, bad)
-        except NonFiniteError:
-            self._optimizer.zero_grad()
-            raise
-        [loss] = sum_over_shards([total], is_writer=self._here.is_writer)
+        # The last stage alone has the masks, and computes a loss.
+        is_last = self._here.is_last_stage
+        select_NT = trained_tokens(batch) if is_last else torch.zeros_like(batch.tensor("input_ids"), dtype=torch.bool)
+        micros = self._build(batch, microbatches, select_NT, fields=stored_fields(loss_fn) if is_last else ())
+        self._run(micros, len(microbatches), loss_of, is_training=is_training)
+        loss, metrics = self._read(numbers, batch)
         if not is_training:
             return StepOutcome(loss=loss, grad_norm=0.0, metrics=metrics)
         self._observer.gradients()
         grad_norm = self._optimizer.finish()
         if grad_norm is None:
-            # The norm is global: every rank comes here together.
-            self._raise_together(
-                "the gradient norm, not in a loss; one of", batch, [row for rows in microbatches for row in rows]
-            )
-            raise AssertionError("a batch without rows has no gradient")
+            self._refuse_norm(batch, microbatches)
         return StepOutcome(loss=loss, grad_norm=grad_norm, metrics=(*metrics, *self._balance.metrics()))
 
-    def _loss(
-        self, loss_fn: LossFunction, scale: LossScale, numbers: StepNumbers, micro: Microbatch, hidden: torch.Tensor
-    ) -> torch.Tensor:
-        computed = computed_fields(loss_fn, self._layout.sampling)
-        found = self._logprobs(micro, hidden, computed)
-        if not micro.rows:
-            return found[0].sum()
-        self._observer.logprobs(micro, found[0])
-        output = loss_fn(found[0], loss_columns(micro, found, computed), scale=scale)
-        self._observer.loss(micro, output)
-        numbers.add(micro, found[0], output)
-        return output.loss
+    def _drop_gradients(self) -> None:
+        self._optimizer.zero_grad()
 
-    def _logprobs(
-        self, micro: Microbatch, hidden_nKH: torch.Tensor, computed: Sequence[str] = ()
-    ) -> tuple[torch.Tensor, ...]:
-        """Return `[n, t]`, and of `COMPUTED_FIELDS` those that are asked for; for a microbatch without rows no
-        token, connected to the weights."""
+    def _logprobs(self, micro: Microbatch, hidden_nKH: torch.Tensor, computed: Sequence[str]) -> torch.Tensor:
+        """Return `[1 + c, M]`: log-probabilities, and the `COMPUTED_FIELDS` that are asked for."""
         logits, sampling = self._model.module.logits_of(hidden_nKH), self._layout.sampling
-        found_cM = selected_logprobs(logits, micro.inputs, sampling=sampling, shard=self._shard, computed=computed)
-        return tuple(micro.to_rows(part_M) if micro.rows else part_M for part_M in found_cM)
+        return selected_logprobs(logits, micro.inputs, sampling=sampling, shard=self._shard, computed=computed)
 
     def _run(
         self,
@@ -247,7 +194,6 @@ class PipelineRunner:
         return output, finish
 
     def _through(self, micro: Microbatch, module: Any, at_all_positions: bool) -> torch.Tensor:
-        """Return the forward pass of this rank's stage."""
         inputs = micro.inputs
         return module(
             inputs.input_ids,
@@ -271,9 +217,8 @@ class PipelineRunner:
         select_NT: torch.Tensor,
         *,
         fields: Sequence[str] = (),
-        layout: BatchForm | None = None,
+        is_packed: bool | None = None,
     ) -> Iterator[Microbatch]:
-        layout = layout or self._layout
         if not self._here.is_last_stage:
             select_NT = torch.zeros_like(select_NT)
         for rows in microbatches:
@@ -282,23 +227,11 @@ class PipelineRunner:
                 rows,
                 select_NT=select_NT,
                 fields=fields,
-                is_packed=layout.is_packed,
-                shape=layout.shape,
+                is_packed=self._layout.is_packed if is_packed is None else is_packed,
+                shape=self._layout.shape,
                 device=self._here.device,
             )
             yield micro.to(self._here.device)
-
-    def _trained(self, batch: BatchedDataDict) -> torch.Tensor:
-        """Return the number of trained tokens; the last stage alone has the masks."""
-        if self._here.is_last_stage:
-            return trained_tokens(batch)
-        return torch.zeros_like(batch.tensor("input_ids"), dtype=torch.bool)
-
-    def _fields(self, loss_fn: LossFunction) -> tuple[str, ...]:
-        return stored_fields(loss_fn) if self._here.is_last_stage else ()
-
-    def _raise_together(self, what: str, batch: BatchedDataDict, rows: Sequence[int]) -> None:
-        raise_together(what, batch, rows, is_writer=self._here.is_writer)
 
 
 def _vocab_shard(model: MegatronModel, here: RankInfo) -> VocabShard | None:

@@ -54,8 +54,6 @@ class TrainSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shard:
-    """The rows of one rank."""
-
     batch: BatchedDataDict
     plan: PackPlan
     """Plan of the rows, in indices into `batch`."""

@@ -43,11 +43,15 @@ __all__ = [
     "PassShape",
     "build_microbatch",
     "fixed_plan",
+    "row_names",
     "selected_logprobs",
     "selected_top_k",
     "steps_of",
     "top_k_logits",
 ]
+
+KEYS_COLUMN = "keys"
+"""Optional list column with the keys of the rows; errors then name keys instead of row numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -479,3 +483,9 @@ def top_k_logits(
     order = segments.row_order
     whole = [gather_along(part, segments.group, dim=1).index_select(1, order) for part in (values, ids)]
     return whole[0], whole[1]
+
+
+def row_names(batch: BatchedDataDict, rows: Sequence[int]) -> list[str]:
+    """Return keys of the rows where the batch has them, else their numbers."""
+    keys = batch.get(KEYS_COLUMN)
+    return [str(keys[row]) for row in rows] if isinstance(keys, list) else [f"row {row}" for row in rows]

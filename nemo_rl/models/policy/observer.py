@@ -21,8 +21,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.policy.hooks import HookPoint, HookPoints, TokenPositions
 from nemo_rl.models.policy.interfaces import LossOutput
-from nemo_rl.models.policy.microbatch import Microbatch
-from nemo_rl.models.policy.steps import row_names
+from nemo_rl.models.policy.microbatch import Microbatch, row_names
 from nemo_rl.records.record import DimSplit, RecordPlace, TokenTable
 from nemo_rl.records.sites import SITES, Direction, SiteKind
 from nemo_rl.torch_private import after_backward
@@ -238,7 +237,6 @@ class SiteObserver(PassObserver):
                     sink.see(capture)
 
     def _show_named(self, kind: SiteKind, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Show named tensors, which every rank has whole."""
         for name, value in tensors:
             self._show(
                 Capture(

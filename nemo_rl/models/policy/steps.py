@@ -7,10 +7,11 @@ of the ranks that share a data-parallel shard exactly one, its writer, contribut
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ from nemo_rl.models.policy.interfaces import (
     LossOutput,
     LossScale,
 )
-from nemo_rl.models.policy.microbatch import Microbatch, PassShape
+from nemo_rl.models.policy.microbatch import Microbatch, PassShape, row_names
+from nemo_rl.models.policy.observer import PassObserver
 from nemo_rl.models.top_k import TopTokens
 from nemo_rl.utils.metrics import Reduction
 
@@ -45,15 +47,14 @@ __all__ = [
     "loss_columns",
     "loss_scales",
     "raise_together",
-    "row_names",
     "stored_fields",
     "sum_over_shards",
     "trained_tokens",
 ]
 
-KEYS_COLUMN = "keys"
-"""Optional list column with the keys of the rows; errors then name keys instead of row numbers."""
 Microbatches = Sequence[Sequence[int]]
+Keep = Callable[[Microbatch, Any], None]
+"""Takes what a pass has found of a microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +100,11 @@ class StepOutcome:
     """This rank's, one per microbatch; empty on ranks that do not see the loss."""
 
 
-class Runner(Protocol):
+class Runner(ABC):
     """Runs the microbatches of one rank. Methods are collective: every rank calls them in the same order."""
+
+    def __init__(self, layout: BatchForm, here: RankInfo, observer: PassObserver) -> None:
+        self._layout, self._here, self._observer = layout, here, observer
 
     def logprobs(
         self,
@@ -116,6 +120,15 @@ class Runner(Protocol):
         Raises:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
         """
+        result = PassResult((1 + len(computed), *select_NT.shape), self._here.device)
+
+        def keep(micro: Microbatch, found_cM: torch.Tensor) -> None:
+            found = [micro.to_rows(part_M) for part_M in found_cM]
+            self._observer.logprobs(micro, found[0])
+            result.keep(micro, found)
+
+        self._look(batch, microbatches, select_NT, keep, computed=computed)
+        return self._finite("log-probabilities", batch, result)
 
     def top_k(
         self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor, wanted: TopTokens
@@ -126,12 +139,31 @@ class Runner(Protocol):
         Raises:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
         """
+        result = PassResult((2, *select_NT.shape, wanted.k + 1), self._here.device)
+
+        def keep(micro: Microbatch, found_cM: torch.Tensor) -> None:
+            result.keep(micro, [micro.to_rows(part_kM.T) for part_kM in found_cM.chunk(2)])
+
+        self._look(batch, microbatches, select_NT, keep, top_k=wanted)
+        return self._finite("top-k log-probabilities", batch, result)
 
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Microbatches, *, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values and ids `[N, T, k]` of the largest logits at each position, 0 in the padding."""
+        ids_NT = batch.tensor("input_ids")
+        values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32)
+        tokens_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.int64)
 
+        def keep(micro: Microbatch, found: Sequence[torch.Tensor]) -> None:
+            for i, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
+                for whole_NTk, part in zip((values_NTk, tokens_NTk), found, strict=True):
+                    whole_NTk[row, :length] = part[i, :length]
+
+        self._look(batch, microbatches, torch.zeros_like(ids_NT, dtype=torch.bool), keep, top_k=k)
+        return values_NTk, tokens_NTk
+
+    @abstractmethod
     def run(
         self,
         batch: BatchedDataDict,
@@ -147,6 +179,67 @@ class Runner(Protocol):
             NonFiniteError: on every rank, when loss, log-probabilities or gradients are NaN or inf; weights and
                 optimizer are as before.
         """
+
+    # Parts of every runner.
+
+    @abstractmethod
+    def _look(
+        self,
+        batch: BatchedDataDict,
+        microbatches: Microbatches,
+        select_NT: torch.Tensor,
+        keep: Keep,
+        *,
+        computed: Sequence[str] = (),
+        top_k: TopTokens | int | None = None,
+    ) -> None:
+        """Run passes without gradients, and keep what each microbatch with rows has found: what `selected_logprobs`
+        gives, with `TopTokens` `selected_top_k`; with a number `top_k_logits` of rows that are not packed."""
+
+    @abstractmethod
+    def _drop_gradients(self) -> None: ...
+
+    def _finite(self, what: str, batch: BatchedDataDict, result: PassResult) -> torch.Tensor:
+        values, bad = result.read()
+        raise_together(what, batch, bad, is_writer=self._here.is_writer)
+        return values
+
+    def _loss(
+        self,
+        micro: Microbatch,
+        found_cM: torch.Tensor,
+        loss_fn: LossFunction,
+        scale: LossScale,
+        numbers: StepNumbers,
+    ) -> torch.Tensor:
+        """Return the loss of a microbatch; without rows the sum of no token: zero, but connected to the parameters, so
+        that this rank's collectives take place."""
+        if not micro.rows:
+            return found_cM.sum()
+        found = [micro.to_rows(part_M) for part_M in found_cM]
+        self._observer.logprobs(micro, found[0])
+        columns = loss_columns(micro, found, computed_fields(loss_fn, self._layout.sampling))
+        output = loss_fn(found[0], columns, scale=scale)
+        self._observer.loss(micro, output)
+        numbers.add(micro, found[0], output)
+        return output.loss
+
+    def _read(self, numbers: StepNumbers, batch: BatchedDataDict) -> tuple[float, tuple[dict[str, Reduction], ...]]:
+        """Return the global loss, and the metrics of this rank; without gradients where a loss is NaN or inf."""
+        total, metrics, bad = numbers.read()
+        try:
+            raise_together("the loss", batch, bad, is_writer=self._here.is_writer)
+        except NonFiniteError:
+            self._drop_gradients()
+            raise
+        [total] = sum_over_shards([total], is_writer=self._here.is_writer)
+        return total, metrics
+
+    def _refuse_norm(self, batch: BatchedDataDict, microbatches: Microbatches) -> NoReturn:
+        """Raise for a gradient norm that is not finite. It is global: every rank comes here together."""
+        rows = [row for microbatch in microbatches for row in microbatch]
+        raise_together("the gradient norm, not in a loss; one of", batch, rows, is_writer=self._here.is_writer)
+        raise AssertionError("a batch without rows has no gradient")
 
 
 def trained_tokens(batch: BatchedDataDict) -> torch.Tensor:
@@ -282,12 +375,6 @@ def check_same_plan(microbatches_per_step: Sequence[int]) -> None:
             + "; give every rank its part of one plan (PackPlan.for_rank), or without a plan as many rows, in "
             "multiples of policy.train_micro_batch_size (policy.logprob_batch_size for log-probabilities)"
         )
-
-
-def row_names(batch: BatchedDataDict, rows: Sequence[int]) -> list[str]:
-    """Return keys of the rows where the batch has them, else their numbers."""
-    keys = batch.get(KEYS_COLUMN)
-    return [str(keys[row]) for row in rows] if isinstance(keys, list) else [f"row {row}" for row in rows]
 
 
 def raise_together(what: str, batch: BatchedDataDict, rows: Sequence[int], *, is_writer: bool) -> None:

@@ -106,7 +106,6 @@ def _stats(_: Reducer, values: ReducedValues) -> np.ndarray:
 
 
 def _stats_of(floats: torch.Tensor) -> np.ndarray:
-    """Return the `stats` of a block."""
     array = floats.numpy()
     if not array.size:
         return NOTHING

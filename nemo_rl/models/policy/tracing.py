@@ -313,7 +313,6 @@ class TracedPhases(StepTracing):
             self.link.say({"type": "end", "step": self._step.number, "phase": phase, **counts})
 
     def _report(self, text: str) -> None:
-        """Report each problem once."""
         if text not in self._problems:
             self._problems.add(text)
             logger.warning("tracer: %s", text)

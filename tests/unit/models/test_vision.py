@@ -23,8 +23,7 @@ from nemo_rl.models.hf_modules import HFSites
 from nemo_rl.models.loading import load_model_config, model_without_weights
 from nemo_rl.models.lora import adapted_layers
 from nemo_rl.models.policy.fit import check_policy_fits
-from nemo_rl.models.policy.microbatch import Microbatch, PassShape, build_microbatch
-from nemo_rl.models.policy.steps import row_names
+from nemo_rl.models.policy.microbatch import Microbatch, PassShape, build_microbatch, row_names
 from nemo_rl.models.vision import FAMILIES, GRID, PIXELS, PromptImages, family_of, is_in_tower, vision_columns
 from nemo_rl.models.vision_processor import processor_for
 from nemo_rl.records.sites import SiteKind

@@ -1,13 +1,12 @@
 """Router replay of one policy worker: which routes each of its passes replays or records.
 
-A worker has a `WorkerReplay` where its config has `policy.router_replay.enabled`, else `NoReplay`. Invariant: the
+A worker has a `WorkerReplay` where its config has `policy.router_replay.enabled`, else a `Replay`. Invariant: the
 reference model and passes that ask for the model's own routes run without; every other pass has routes, or fails before
 its first microbatch.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import FieldNotProduced, name_some
-from nemo_rl.models.policy.microbatch import Microbatch, PassShape
+from nemo_rl.models.policy.microbatch import Microbatch, PassShape, row_names
 from nemo_rl.models.policy.routes.replay import (
     MicrobatchRoutes,
     MicrobatchTokens,
@@ -31,7 +30,7 @@ from nemo_rl.models.policy.routes.replay import (
     microbatch_routes,
 )
 from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
-from nemo_rl.models.policy.steps import RankInfo, row_names
+from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.routes.shape import MISSING, RouteShape
 from nemo_rl.utils.metrics import Reduction
 from nemo_rl.utils.r3_trace import (
@@ -47,7 +46,7 @@ from nemo_rl.utils.r3_trace import (
     trace_router_replay_forward_verify,
 )
 
-__all__ = ["OWN_ROUTES", "ROUTES", "NoReplay", "PassRoutes", "Replay", "RouteTrace", "Routers", "WorkerReplay"]
+__all__ = ["OWN_ROUTES", "ROUTES", "PassRoutes", "Replay", "RouteTrace", "Routers", "WorkerReplay"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,10 +269,9 @@ class StageReplay:
         return found
 
 
-class Replay(ABC):
-    """Chooses the routes that the passes of one worker use."""
+class Replay:
+    """Chooses the routes that the passes of one worker use; under the base class routers choose for themselves."""
 
-    @abstractmethod
     def replaying(
         self,
         stage: WorkerPass,
@@ -293,8 +291,8 @@ class Replay(ABC):
             FieldNotProduced: routes are needed, and there are none; names stage and samples.
             SchemaMismatch: they are not of this model.
         """
+        return nullcontext(OWN_ROUTES)
 
-    @abstractmethod
     def recording(
         self, stage: WorkerPass, batch: BatchedDataDict, plan: PackPlan
     ) -> AbstractContextManager[StageReplay]:
@@ -303,32 +301,7 @@ class Replay(ABC):
         Raises:
             RuntimeError: router replay is off.
         """
-
-    @abstractmethod
-    def metrics(self) -> dict[str, Reduction]:
-        """Return the counts since the last call."""
-
-
-class NoReplay(Replay):
-    """The replay of a worker whose routers choose for themselves."""
-
-    def replaying(
-        self,
-        stage: WorkerPass,
-        batch: BatchedDataDict,
-        plan: PackPlan,
-        shape: PassShape,
-        routes: RouteSlices | None,
-    ) -> AbstractContextManager[PassRoutes]:
-        return nullcontext(OWN_ROUTES)
-
-    def recording(
-        self, stage: WorkerPass, batch: BatchedDataDict, plan: PackPlan
-    ) -> AbstractContextManager[StageReplay]:
         raise RuntimeError("record_routes: set policy.router_replay.enabled=true")
-
-    def metrics(self) -> dict[str, Reduction]:
-        return {}
 
 
 class WorkerReplay(Replay):

@@ -1,4 +1,4 @@
-"""Putting a policy worker together: engine, device states, router replay, passes, refit source, saving, in that order.
+"""Policy workers without a data plane.
 
 `compose_worker` makes a worker without a data plane, also where none is installed, `worker_of_job` that of a rank of a
 job on this machine; `launch` makes those of a run.
@@ -6,37 +6,24 @@ job on this machine; `launch` makes those of a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nemo_rl.config.generation import DeviceSharing
-from nemo_rl.config.parts import TRAINING_ENGINES
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
-from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, new_group
+from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.models.policy.observer import HookObserver, HookObservers
-from nemo_rl.models.policy.recording import NO_RECORDING, RecordSpec, SiteRecording
-from nemo_rl.models.policy.routes.worker_replay import NoReplay, Replay, WorkerReplay
+from nemo_rl.models.policy.observer import HookObserver
+from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.steps import RankInfo
-from nemo_rl.models.policy.tracing import NO_TRACING, SiteTracing, TraceSpec
-from nemo_rl.models.policy.workers.base import DeviceSide, check_workspace
-from nemo_rl.models.policy.workers.device_states import DeviceStates
-from nemo_rl.models.policy.workers.engine import Engine, EngineFactory
-from nemo_rl.models.policy.workers.out_of_memory import gradients_decided
-from nemo_rl.models.policy.workers.passes import Passes
-from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
-from nemo_rl.models.policy.workers.refit_source import RefitSource
-from nemo_rl.models.policy.workers.saving import Saving
+from nemo_rl.models.policy.tracing import TraceSpec
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerSpec
 
-__all__ = ["compose_parts", "compose_worker", "ensure_process_group", "worker_of_job"]
+__all__ = ["compose_worker", "ensure_process_group", "worker_of_job"]
 
 
 @contextmanager
@@ -115,113 +102,21 @@ def compose_worker(  # noqa: PLR0913 - the parts of a worker
         if owns_group:
             # The next worker of this process makes its own.
             undo.callback(destroy_process_group)
-        layout = layout or ParallelLayout.of_policy(config, world_size=world_size)
-        parts = compose_parts(
-            config,
-            RankInfo(layout=layout, rank=rank, device=chosen),
+        spec = WorkerSpec(
+            policy=config,
+            rank=RankSpec(rank=rank, world_size=world_size),
             num_steps=num_steps,
             collective_timeout_s=collective_timeout_s,
             seed=seed,
             keep_reference=keep_reference,
-            owns_group=owns_group,
             record=record,
             trace=trace,
-            hook_observers=hook_observers,
             sharing=sharing,
         )
+        here = RankInfo(layout=layout or spec.layout, rank=rank, device=chosen)
+        worker = PolicyWorker(spec, here, owns_group=owns_group, hook_observers=hook_observers)
         undo.pop_all()
-    return PolicyWorker(parts)
-
-
-def compose_parts(  # noqa: PLR0913 - the parts of a worker
-    config: PolicyConfig,
-    here: RankInfo,
-    *,
-    num_steps: int,
-    collective_timeout_s: float,
-    seed: int,
-    keep_reference: bool,
-    owns_group: bool,
-    record: RecordSpec | None = None,
-    trace: TraceSpec | None = None,
-    hook_observers: Sequence[HookObserver] = (),
-    sharing: DeviceSharing = "crowded",
-    planned: Mapping[str, int] = MappingProxyType({}),
-) -> WorkerParts:
-    """(collective) Return the parts of one rank, in a process whose default process group exists.
-
-    Args:
-        owns_group: that group ends with the worker.
-        planned: as in `WorkerSpec`.
-    """
-    if config.deterministic:
-        check_workspace(here.device)
-    tokenizer = load_tokenizer(config.tokenizer.name or config.model_name, chat_template=config.tokenizer.chat_template)
-    room = torch.cuda.get_device_properties(here.device).total_memory if here.device.type == "cuda" else 0
-    config = gradients_decided(config, planned, room=room, device=here.device)
-    start = _engine_factory(config)
-    engine = start(config, here, num_steps=num_steps, collective_timeout_s=collective_timeout_s, seed=seed)
-    device_side = DeviceSide(here.device, planned=planned)
-    with ExitStack() as undo:
-        undo.callback(engine.close)
-        replay = _replay(config, engine, here)
-        hook_points = engine.hook_points() if record is not None or trace is not None or hook_observers else None
-        recording = NO_RECORDING if record is None or hook_points is None else SiteRecording(record, hook_points, here)
-        tracing = NO_TRACING if trace is None or hook_points is None else SiteTracing(trace, hook_points, here)
-        undo.callback(tracing.close)
-        device_states = DeviceStates(
-            engine,
-            device_side,
-            rank=here.rank,
-            keep_reference=keep_reference,
-            adapter_reference=config.lora.reference,
-            sharing=sharing,
-        )
-        group = new_group(range(here.layout.world_size), backend="gloo")
-        assert group is not None, "every rank is in it"
-        saving = Saving(engine, device_states, tokenizer, model=Path(config.model_name), group=group)
-        undo.pop_all()
-    return WorkerParts(
-        config=config,
-        here=here,
-        tokenizer=tokenizer,
-        device_side=device_side,
-        engine=engine,
-        replay=replay,
-        device_states=device_states,
-        passes=Passes(
-            config,
-            here,
-            engine,
-            device_states,
-            replay,
-            HookObservers(hook_points, (recording, tracing, *hook_observers)),
-        ),
-        recording=recording,
-        tracing=tracing,
-        refit=RefitSource(
-            engine,
-            device_states,
-            device_side,
-            rank=here.rank,
-            takes_fingerprints=config.generation.receipt.enabled,
-            lora=config.lora if config.lora.enabled else None,
-        ),
-        saving=saving,
-        owns_group=owns_group,
-    )
-
-
-def _engine_factory(config: PolicyConfig) -> EngineFactory:
-    """Return the engine that the config names, imported here by the processes that need it."""
-    name = "megatron" if config.megatron_cfg.enabled else "dtensor"
-    return TRAINING_ENGINES.load(name, key=f"policy.{name}_cfg.enabled")
-
-
-def _replay(config: PolicyConfig, engine: Engine, here: RankInfo) -> Replay:
-    if not config.router_replay.enabled:
-        return NoReplay()
-    return WorkerReplay(engine.routers(validates=router_replay_validate_enabled()), here)
+    return worker
 
 
 def ensure_process_group(rank: int, world_size: int, timeout_s: float, device: torch.device) -> bool:

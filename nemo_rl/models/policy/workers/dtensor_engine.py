@@ -130,7 +130,6 @@ class DTensorEngine(Engine):
         return AdapterBase(config=self._config.lora, model_name=name, identity=identity)
 
     def _start_adapter(self, seed: int) -> None:
-        """(collective) Give the adapters their first values."""
         if self._base is None:
             return
         lora = self._config.lora
@@ -148,7 +147,7 @@ class DTensorEngine(Engine):
             max_grad_norm=self._config.max_grad_norm,
             keeps_whole=self._config.dtensor_cfg.gradient_accumulation == "whole",
         )
-        return StepRunner(self.model, layout, self._groups, step, routes, observer, device=self._device)
+        return StepRunner(self.model, layout, self._here, step, routes, observer)
 
     def hook_points(self) -> HookPoints:
         def weights() -> Iterator[tuple[str, torch.Tensor]]:

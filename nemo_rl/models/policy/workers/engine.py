@@ -1,6 +1,7 @@
 """`Engine`: model and optimizer of one rank, as the other parts of a policy worker see them.
 
-`DTensorEngine` and `MegatronEngine` are named by import path (`compose.ENGINES`), for each takes seconds to import.
+`DTensorEngine` and `MegatronEngine` are named by import path (`config.parts.TRAINING_ENGINES`), for each takes seconds
+to import.
 """
 
 from __future__ import annotations

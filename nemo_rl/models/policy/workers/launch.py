@@ -8,60 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from nemo_rl.config.base import START_TIMEOUT_S
-from nemo_rl.config.generation import DeviceSharing
-from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.worker_mixin import ReplicaMember
 from nemo_rl.distributed.abort import AbortWatch, NoWatch, StepWatch
-from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, job_store
-from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.distributed.collectives import destroy_process_group, init_process_group, job_store
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.steps import RankInfo
-from nemo_rl.models.policy.tracing import TraceSpec
-from nemo_rl.models.policy.workers.compose import compose_parts
+from nemo_rl.models.policy.workers.policy_worker import WorkerSpec
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.models.weight_sync.transport import device_id
 
 __all__ = ["WorkerSpec", "build_policy_worker", "check_distinct_devices"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerSpec:
-    """Everything one rank needs to start."""
-
-    policy: PolicyConfig
-    rank: RankSpec
-    num_steps: int
-    """GRPO steps of the run, for the learning-rate schedule."""
-    keep_reference: bool
-    """Keep a copy of the first weights for the KL penalty."""
-    seed: int
-    use_gpu: bool = False
-    threads: int = 1
-    collective_timeout_s: float = 120.0
-    record: RecordSpec | None = None
-    """Records that the passes write, in steps that the driver names; None for none."""
-    trace: TraceSpec | None = None
-    """Hub to which passes show what is watched; None: none."""
-    start_timeout_s: float = START_TIMEOUT_S
-    """Seconds that the ranks wait for one another before the first collective."""
-    sharing: DeviceSharing = "crowded"
-    """The other users of the worker's device."""
-    planned: dict[str, int] = field(default_factory=dict)
-    """Bytes on the device by stage, as `nemo-rl plan` counts them; empty on CPUs, and where it is not installed."""
-    joins_process: bool = False
-    """True for a second model in the process of another worker, which has made the process group of one rank."""
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """Return the layout: which part each rank holds."""
-        return ParallelLayout.of_policy(self.policy, world_size=self.rank.world_size)
 
 
 def build_policy_worker(spec: WorkerSpec) -> TQWorker:
@@ -78,20 +38,13 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
     with start:
         if spec.use_gpu and not spec.joins_process:
             check_distinct_devices(device_id(device))
-        parts = compose_parts(
-            spec.policy,
+        worker = TQWorker(
+            spec,
             RankInfo(layout=spec.layout, rank=spec.rank.rank, device=device),
-            num_steps=spec.num_steps,
-            collective_timeout_s=spec.collective_timeout_s,
-            seed=spec.seed,
-            keep_reference=spec.keep_reference,
             owns_group=not spec.joins_process,
-            record=spec.record,
-            trace=spec.trace,
-            sharing=spec.sharing,
-            planned=spec.planned,
+            replica=ReplicaMember.build(spec.layout, rank=spec.rank.rank),
+            watch=watch,
         )
-        worker = TQWorker(parts, replica=ReplicaMember.build(spec.layout, rank=spec.rank.rank), watch=watch)
         dist.barrier()
     return worker
 

@@ -303,7 +303,6 @@ class MegatronEngine(Engine):
         yield from self.model.module.buffers()
 
     def _start_adapters(self, seed: int) -> None:
-        """(collective) Set the adapters to their start."""
         lora = self._config.lora
         if lora.adapter is None:
             start = dict(initial_adapter(self.adapter_infos(), lora, seed=seed))

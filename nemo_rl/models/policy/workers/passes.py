@@ -1,7 +1,7 @@
 """`Passes`: training calls and log-probabilities of a policy worker, whatever engine holds the model.
 
-A part of the worker. Invariant: weights, optimizer and learning rate depend on the global batches alone, not on their
-split into ranks or microbatches.
+The base of `PolicyWorker`. Invariant: weights, optimizer and learning rate depend on the global batches alone, not on
+their split into ranks or microbatches.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Passes:
         replay: Replay,
         hook_observers: HookObservers = NO_HOOK_OBSERVERS,
     ) -> None:
-        self._config, self._here, self._engine, self._device_states = config, here, engine, device_states
-        self._replay, self._hook_observers = replay, hook_observers
+        self.config, self._here, self.engine, self.device_states = config, here, engine, device_states
+        self.replay, self._hook_observers = replay, hook_observers
 
     def train(  # noqa: PLR0913 - a published interface, and its routes
         self,
@@ -91,29 +91,29 @@ class Passes:
             NonFiniteError: on every rank; names the samples.
             FieldNotProduced: router replay is on, and there are no routes.
         """
-        self._device_states.require("train", WorkerState.TRAINING, *([WorkerState.LOGPROBS] if eval_mode else []))
-        self._device_states.require_policy_weights("train")
+        self.device_states.require("train", WorkerState.TRAINING, *([WorkerState.LOGPROBS] if eval_mode else []))
+        self.device_states.require_policy_weights("train")
         if plan is None:
-            rows_per_step = (gbs or self._config.train_global_batch_size) / self._here.layout.dp
-            plan = self._fixed_plan(batch, rows_per_step, mbs or self._config.train_micro_batch_size)
+            rows_per_step = (gbs or self.config.train_global_batch_size) / self._here.layout.dp
+            plan = self._fixed_plan(batch, rows_per_step, mbs or self.config.train_micro_batch_size)
         steps = steps_of(plan, num_rows=batch.size)
         check_same_plan([len(microbatches) for microbatches in steps])
         layout, outcomes = self.batch_layout(plan), list[StepOutcome]()
         with (
-            self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes,
+            self.replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes,
             self._hook_observers.phase(WorkerPass.TRAIN, batch) as observer,
             self._guarding("train", batch, plan, [] if eval_mode else outcomes),
         ):
             batch = _for_the_loss(_without(batch, ROUTES)).to("cpu")
-            learning_rate = self._engine.schedule.apply()
+            learning_rate = self.engine.schedule.apply()
             scales = loss_scales(batch, steps, is_writer=self._here.is_writer)
-            runner = self._engine.runner(layout, pass_routes, observer)
+            runner = self.engine.runner(layout, pass_routes, observer)
             observer.parameters()
             for number, (microbatches, scale) in enumerate(zip(steps, scales, strict=True)):
                 observer.update(number)
                 outcomes.append(runner.run(batch, microbatches, loss_fn, scale, is_training=not eval_mode))
         if not eval_mode:
-            self._engine.schedule.advance()
+            self.engine.schedule.advance()
         lengths = [int(n) for n in batch.tensor("input_lengths").tolist()]
         metrics = tuple(metrics for outcome in outcomes for metrics in outcome.metrics)
         return TrainResult(
@@ -123,13 +123,13 @@ class Passes:
             metrics=metrics,
             microbatch_losses=tuple(part["loss"].value for part in metrics if "loss" in part),
             total_flops=transformer_flops(
-                self._engine.flops_shape,
+                self.engine.flops_shape,
                 lengths,
                 with_backward=not eval_mode,
-                trains_weights=not self._config.lora.enabled,
+                trains_weights=not self.config.lora.enabled,
                 num_head_tokens=sum(batch.tensor("token_mask").sum(1).tolist()),
             ),
-            theoretical_tflops=theoretical_tflops(device_name(self._here.device), dtype=self._config.precision),
+            theoretical_tflops=theoretical_tflops(device_name(self._here.device), dtype=self.config.precision),
             learning_rate=learning_rate,
             num_tokens=sum(lengths),
         )
@@ -156,12 +156,12 @@ class Passes:
         Raises:
             FieldNotProduced: router replay is on, and there are no routes.
         """
-        self._device_states.require("get_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self.device_states.require("get_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, mbs)
         if not replay:
             return self._logprobs(batch, plan, OWN_ROUTES, phase)[0]
         shape = self.batch_layout(plan).shape
-        with self._replay.replaying(WorkerPass.PREV_LOGPROBS, batch, plan, shape, routes) as pass_routes:
+        with self.replay.replaying(WorkerPass.PREV_LOGPROBS, batch, plan, shape, routes) as pass_routes:
             return self._logprobs(batch, plan, pass_routes, phase)[0]
 
     def get_logprobs_with_squares(
@@ -169,10 +169,10 @@ class Passes:
     ) -> torch.Tensor:
         """(collective) Return `[2, N, T]`: as `get_logprobs`, and the sum of squared probabilities of each token's
         whole distribution."""
-        self._device_states.require("get_logprobs_with_squares", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self.device_states.require("get_logprobs_with_squares", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
         phase, shape = WorkerPass.PREV_LOGPROBS, self.batch_layout(plan).shape
-        with self._replay.replaying(phase, batch, plan, shape, routes) as pass_routes:
+        with self.replay.replaying(phase, batch, plan, shape, routes) as pass_routes:
             return self._logprobs(batch, plan, pass_routes, phase, computed=(SQUARED_PROBS,))
 
     def get_topk_logprobs(
@@ -193,19 +193,19 @@ class Passes:
         Raises:
             FieldNotProduced: router replay is on, and there are no routes.
         """
-        self._device_states.require("get_topk_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self.device_states.require("get_topk_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
         microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
         check_same_plan([len(microbatches)])
         layout, stage = self.batch_layout(plan), WorkerPass.TOPK_LOGITS
         with (
-            self._replay.replaying(stage, batch, plan, layout.shape, routes) as pass_routes,
+            self.replay.replaying(stage, batch, plan, layout.shape, routes) as pass_routes,
             self._hook_observers.phase(stage, batch) as observer,
             self._guarding(stage.value, batch, plan),
         ):
             # Sampling masks belong to a filter, which a comparison of whole distributions leaves out.
             batch = _without(_without(batch, SUPPORT), ROUTES).to("cpu")
-            runner = self._engine.runner(layout, pass_routes, observer)
+            runner = self.engine.runner(layout, pass_routes, observer)
             top_NTk, more_NTk = runner.top_k(batch, microbatches, _scored_tokens(batch), wanted)
         return more_NTk[..., :-1].int(), torch.cat([top_NTk[..., :-1], more_NTk[..., -1:]], dim=-1)
 
@@ -214,7 +214,7 @@ class Passes:
 
         All rows run at once, and the routers choose for themselves.
         """
-        self._device_states.require("score", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
+        self.device_states.require("score", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
         return self._logprobs(batch, self._inference_plan(batch, batch.size), OWN_ROUTES, None, sampling=Sampling())[0]
 
     def record_routes(
@@ -226,9 +226,9 @@ class Passes:
         Raises:
             RuntimeError: router replay is off.
         """
-        self._device_states.require("record_routes", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self.device_states.require("record_routes", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
-        with self._replay.recording(WorkerPass.PREV_LOGPROBS, batch, plan) as stage:
+        with self.replay.recording(WorkerPass.PREV_LOGPROBS, batch, plan) as stage:
             computed = (SQUARED_PROBS,) if with_squares else ()
             found_cNT = self._logprobs(batch, plan, stage, WorkerPass.PREV_LOGPROBS, computed=computed)
             routes_NTLK = stage.recorded(batch)
@@ -258,7 +258,7 @@ class Passes:
             hook_observers.phase(phase or WorkerPass.PREV_LOGPROBS, batch) as observer,
             self._guarding("logprobs", batch, plan),
         ):
-            runner = self._engine.runner(layout, routes, observer)
+            runner = self.engine.runner(layout, routes, observer)
             return runner.logprobs(batch, microbatches, select_NT, computed=computed)
 
     def get_reference_policy_logprobs(
@@ -267,8 +267,8 @@ class Passes:
         """(collective) Return `get_logprobs` under the reference weights, whose routers choose for themselves;
         without the filter of top-k and top-p."""
         plan = plan or self._inference_plan(batch, mbs)
-        with self._device_states.use_reference_model():
-            self._device_states.require("get_reference_policy_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        with self.device_states.use_reference_model():
+            self.device_states.require("get_reference_policy_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
             # The KL compares whole distributions; a filter would leave each policy a set of its own.
             whole = self.batch_layout(plan).sampling.unfiltered
             return self._logprobs(batch, plan, OWN_ROUTES, WorkerPass.REFERENCE_LOGPROBS, sampling=whole)[0]
@@ -280,10 +280,10 @@ class Passes:
 
         Values `[N, T, k]` float32 and ids `[N, T, k]` int64 on the CPU, without temperature; 0 in the padding.
         """
-        self._device_states.require("get_topk_logits", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self.device_states.require("get_topk_logits", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = self._inference_plan(batch, mbs)
         check_same_plan([len(plan.microbatches[0])])
-        runner = self._engine.runner(self.batch_layout(plan), OWN_ROUTES)
+        runner = self.engine.runner(self.batch_layout(plan), OWN_ROUTES)
         return runner.topk_logits(batch.to("cpu"), plan.microbatches[0], k=k)
 
     def batch_layout(self, plan: PackPlan, sampling: Sampling | None = None) -> BatchForm:
@@ -292,11 +292,11 @@ class Passes:
         Args:
             sampling: None takes that of the rollouts.
         """
-        generation, multiple = self._config.generation, self._config.make_sequence_length_divisible_by
+        generation, multiple = self.config.generation, self.config.make_sequence_length_divisible_by
         return BatchForm(
             is_packed=plan.packed,
             shape=PassShape.of(
-                self._here.layout, rank=self._here.rank, context=self._engine.context, configured_multiple=multiple
+                self._here.layout, rank=self._here.rank, context=self.engine.context, configured_multiple=multiple
             ),
             # Greedy rollouts have no distribution of their own; the model's is taken.
             sampling=sampling
@@ -310,11 +310,11 @@ class Passes:
         self, stage: str, batch: BatchedDataDict, plan: PackPlan, updates: Sequence[StepOutcome] | None = None
     ) -> Iterator[None]:
         """Surround a pass, which makes these updates, with torch's flags of deterministic ones where asked for."""
-        keys = lowering_keys(self._config, is_training=stage == "train")
+        keys = lowering_keys(self.config, is_training=stage == "train")
         try:
             with (
-                self._device_states.guarding(stage, keys, microbatch=partial(largest_microbatch, batch, plan)),
-                deterministic_algorithms() if self._config.deterministic else nullcontext(),
+                self.device_states.guarding(stage, keys, microbatch=partial(largest_microbatch, batch, plan)),
+                deterministic_algorithms() if self.config.deterministic else nullcontext(),
             ):
                 yield
         except NonFiniteError as error:
@@ -322,7 +322,7 @@ class Passes:
 
     def _what_helps(self, updates: Sequence[StepOutcome] | None) -> str:
         """Say what NaN or inf has left of the weights, and what can be done in this run."""
-        is_megatron, is_float32 = self._config.megatron_cfg.enabled, self._config.precision == "float32"
+        is_megatron, is_float32 = self.config.megatron_cfg.enabled, self.config.precision == "float32"
         rate = "policy.megatron_cfg.optimizer.lr" if is_megatron else "policy.optimizer.kwargs.lr"
         precision = "" if is_float32 else ", or use policy.precision=float32"
         if updates is None:
@@ -345,10 +345,10 @@ class Passes:
             rows_per_microbatch=mbs,
             pad_to=batch.tensor("input_ids").shape[1],
         )
-        return replace(plan, packed=self._config.sequence_packing.is_on)
+        return replace(plan, packed=self.config.sequence_packing.is_on)
 
     def _inference_plan(self, batch: BatchedDataDict, mbs: int | None) -> PackPlan:
-        rows = mbs or self._config.logprob_batch_size or self._config.train_micro_batch_size
+        rows = mbs or self.config.logprob_batch_size or self.config.train_micro_batch_size
         return self._fixed_plan(batch, max(1, batch.size), rows)
 
 

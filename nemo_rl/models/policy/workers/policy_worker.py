@@ -1,80 +1,95 @@
-"""`PolicyWorker`: one rank of the policy, put together from its parts.
+"""`PolicyWorker`: one rank of the policy, which makes its parts.
 
-Made by `compose`, in plain Python without Ray. The driver names its methods (`worker_groups.ask`). Invariant: nothing
-of a worker is set from outside after it was made; methods marked (collective) are called on every rank in the same
-order.
+Made by `compose` and `launch`, in plain Python without Ray. The driver names its methods (`worker_groups.ask`).
+Invariant: nothing of a worker is set from outside after it was made; methods marked (collective) are called on every
+rank in the same order.
 
-    PolicyWorker
-      passes   Passes                           train, log-probabilities      -> engine, device_states, replay
-      device_states     DeviceStates                        states, memory, reference     -> engine
-      refit    RefitSource                      weights to the engines        -> engine, device_states
-      saving   Saving                           checkpoints                   -> engine, device_states
-      replay   WorkerReplay | NoReplay          routes of each pass
-      recording  Recording                      records of each pass
-      tracing  Tracing                          what the hub is shown
-      engine   DTensorEngine | MegatronEngine   model, optimizer, runner
+    PolicyWorker(Passes)                        train, log-probabilities
+      engine         DTensorEngine | MegatronEngine   model, optimizer, runner
+      device_states  DeviceStates                     states, memory, reference     -> engine
+      refit          RefitSource                      weights to the engines        -> engine, device_states
+      saving         Saving                           checkpoints                   -> engine, device_states
+      replay         Replay                           routes of each pass
+      recording      Recording                        records of each pass
+      tracing        Tracing                          what the hub is shown
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.config.base import START_TIMEOUT_S
+from nemo_rl.config.generation import DeviceSharing
+from nemo_rl.config.parts import TRAINING_ENGINES
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.collectives import destroy_process_group
-from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.models.policy.interfaces import LossFunction, TensorInfo, TrainResult
-from nemo_rl.models.policy.recording import Recording
-from nemo_rl.models.policy.routes.slices import RouteSlices
-from nemo_rl.models.policy.routes.worker_replay import Replay
+from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, new_group
+from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.policy.observer import HookObserver, HookObservers
+from nemo_rl.models.policy.recording import NO_RECORDING, RecordSpec, SiteRecording
+from nemo_rl.models.policy.routes.worker_replay import Replay, WorkerReplay
 from nemo_rl.models.policy.steps import RankInfo
-from nemo_rl.models.policy.tracing import Tracing
-from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
+from nemo_rl.models.policy.tracing import NO_TRACING, SiteTracing, TraceSpec
+from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState, check_workspace
 from nemo_rl.models.policy.workers.device_states import DeviceStates
-from nemo_rl.models.policy.workers.engine import Engine
-from nemo_rl.models.policy.workers.passes import Passes, RankRoutes
+from nemo_rl.models.policy.workers.engine import EngineFactory
+from nemo_rl.models.policy.workers.out_of_memory import gradients_decided
+from nemo_rl.models.policy.workers.passes import Passes
 from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.policy.workers.saving import Saving
-from nemo_rl.models.top_k import TopTokens
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.channel import ChannelOffer, ChannelRequest
 from nemo_rl.models.weight_sync.receipt import Probe, ScoredProbe, Sent
 from nemo_rl.models.weight_sync.transport import RefitGroupSpec
 from nemo_rl.models.weights_digest import WeightsDigest, digest_weights
 
-__all__ = ["PolicyWorker", "WorkerParts"]
+__all__ = ["PolicyWorker", "WorkerSpec"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerParts:
-    """The parts of a worker."""
+class WorkerSpec:
+    """Everything one rank needs to start."""
 
-    config: PolicyConfig
-    here: RankInfo
-    tokenizer: PreTrainedTokenizerBase
-    device_side: DeviceSide
-    engine: Engine
-    replay: Replay
-    device_states: DeviceStates
-    passes: Passes
-    recording: Recording
-    tracing: Tracing
-    refit: RefitSource
-    saving: Saving
-    owns_group: bool
-    """The default process group ends with the worker."""
+    policy: PolicyConfig
+    rank: RankSpec
+    num_steps: int
+    """GRPO steps of the run, for the learning-rate schedule."""
+    keep_reference: bool
+    """Keep a copy of the first weights for the KL penalty."""
+    seed: int
+    use_gpu: bool = False
+    threads: int = 1
+    collective_timeout_s: float = 120.0
+    record: RecordSpec | None = None
+    """Records that the passes write, in steps that the driver names; None for none."""
+    trace: TraceSpec | None = None
+    """Hub to which passes show what is watched; None: none."""
+    start_timeout_s: float = START_TIMEOUT_S
+    """Seconds that the ranks wait for one another before the first collective."""
+    sharing: DeviceSharing = "crowded"
+    """The other users of the worker's device."""
+    planned: dict[str, int] = field(default_factory=dict)
+    """Bytes on the device by stage, as `nemo-rl plan` counts them; empty on CPUs, and where it is not installed."""
+    joins_process: bool = False
+    """True for a second model in the process of another worker, which has made the process group of one rank."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Return the layout: which part each rank holds."""
+        return ParallelLayout.of_policy(self.policy, world_size=self.rank.world_size)
 
 
-class PolicyWorker:
+class PolicyWorker(Passes):
     """One rank of the policy. Starts ready for training.
 
     Example:
@@ -84,73 +99,64 @@ class PolicyWorker:
         (0.0123,)
     """
 
-    def __init__(self, parts: WorkerParts) -> None:
-        self.config, self.rank, self.device = parts.config, parts.here.rank, parts.here.device
-        self.layout, self.world_size = parts.here.layout, parts.here.layout.world_size
-        self.engine, self.replay, self.device_states = parts.engine, parts.replay, parts.device_states
-        self.passes, self.refit, self.saving = parts.passes, parts.refit, parts.saving
-        self.recording, self.tracing = parts.recording, parts.tracing
-        self._device_side, self._owns_group = parts.device_side, parts.owns_group
+    def __init__(
+        self, spec: WorkerSpec, here: RankInfo, *, owns_group: bool, hook_observers: Sequence[HookObserver] = ()
+    ) -> None:
+        """(collective) Make one rank, in a process whose default process group exists.
 
-    # Training and log-probabilities.
-
-    def train(  # noqa: PLR0913 - a published interface, and its routes
-        self,
-        batch: BatchedDataDict,
-        loss_fn: LossFunction,
-        *,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        plan: PackPlan | None = None,
-        routes: RouteSlices | None = None,
-    ) -> TrainResult:
-        """(collective) Train one optimizer step per global batch; see `Passes.train`."""
-        return self.passes.train(batch, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs, plan=plan, routes=routes)
-
-    def get_logprobs(
-        self,
-        batch: BatchedDataDict,
-        *,
-        mbs: int | None = None,
-        plan: PackPlan | None = None,
-        routes: RouteSlices | None = None,
-        replay: bool = True,
-    ) -> torch.Tensor:
-        """(collective) Return `[N, T]` float32, position 0 is 0, padding is 0; all 0 before the last pipeline stage.
-
-        See `Passes.get_logprobs`.
+        Args:
+            owns_group: that group ends with the worker.
+            hook_observers: who else sees the sites of its passes.
         """
-        return self.passes.get_logprobs(batch, mbs=mbs, plan=plan, routes=routes, replay=replay)
-
-    def get_reference_policy_logprobs(
-        self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
-    ) -> torch.Tensor:
-        """(collective) Return `get_logprobs` under the reference weights, whose routers choose for themselves."""
-        return self.passes.get_reference_policy_logprobs(batch, mbs=mbs, plan=plan)
-
-    def record_routes(self, batch: BatchedDataDict, *, plan: PackPlan | None = None) -> RankRoutes:
-        """(collective) Return log-probabilities, and the routes that the routers chose for themselves."""
-        return self.passes.record_routes(batch, plan=plan)
-
-    def get_topk_logprobs(
-        self,
-        batch: BatchedDataDict,
-        wanted: TopTokens,
-        *,
-        plan: PackPlan | None = None,
-        routes: RouteSlices | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(collective) Return ids `[N, T, k]` int32 and log-probabilities `[N, T, k]` float32 of the most likely tokens
-        in the place of each token; all 0 before the last pipeline stage. See `Passes.get_topk_logprobs`."""
-        return self.passes.get_topk_logprobs(batch, wanted, plan=plan, routes=routes)
-
-    def get_topk_logits(
-        self, batch: BatchedDataDict, *, k: int, mbs: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(collective) Return values `[N, T, k]` float32 and ids `[N, T, k]` int64; all 0 before the last pipeline
-        stage."""
-        return self.passes.get_topk_logits(batch, k=k, mbs=mbs)
+        config, planned = spec.policy, spec.planned
+        if config.deterministic:
+            check_workspace(here.device)
+        self.tokenizer = load_tokenizer(
+            config.tokenizer.name or config.model_name, chat_template=config.tokenizer.chat_template
+        )
+        room = torch.cuda.get_device_properties(here.device).total_memory if here.device.type == "cuda" else 0
+        config = gradients_decided(config, planned, room=room, device=here.device)
+        name = "megatron" if config.megatron_cfg.enabled else "dtensor"
+        # Imported here, by the processes that need it.
+        start: EngineFactory = TRAINING_ENGINES.load(name, key=f"policy.{name}_cfg.enabled")
+        engine = start(
+            config, here, num_steps=spec.num_steps, collective_timeout_s=spec.collective_timeout_s, seed=spec.seed
+        )
+        self._device_side, self._owns_group = DeviceSide(here.device, planned=planned), owns_group
+        with ExitStack() as undo:
+            undo.callback(engine.close)
+            replay = Replay()
+            if config.router_replay.enabled:
+                replay = WorkerReplay(engine.routers(validates=router_replay_validate_enabled()), here)
+            record, trace = spec.record, spec.trace
+            points = engine.hook_points() if record is not None or trace is not None or hook_observers else None
+            self.recording = NO_RECORDING if record is None or points is None else SiteRecording(record, points, here)
+            self.tracing = NO_TRACING if trace is None or points is None else SiteTracing(trace, points, here)
+            undo.callback(self.tracing.close)
+            device_states = DeviceStates(
+                engine,
+                self._device_side,
+                rank=here.rank,
+                keep_reference=spec.keep_reference,
+                adapter_reference=config.lora.reference,
+                sharing=spec.sharing,
+            )
+            group = new_group(range(here.layout.world_size), backend="gloo")
+            assert group is not None, "every rank is in it"
+            self.saving = Saving(engine, device_states, self.tokenizer, model=Path(config.model_name), group=group)
+            undo.pop_all()
+        observers = HookObservers(points, (self.recording, self.tracing, *hook_observers))
+        super().__init__(config, here, engine, device_states, replay, observers)
+        self.rank, self.device = here.rank, here.device
+        self.layout, self.world_size = here.layout, here.layout.world_size
+        self.refit = RefitSource(
+            engine,
+            device_states,
+            self._device_side,
+            rank=here.rank,
+            takes_fingerprints=config.generation.receipt.enabled,
+            lora=config.lora if config.lora.enabled else None,
+        )
 
     def begin_recording(self, step: int) -> None:
         """Record the passes from here on, as the worker's `RecordSpec` says, until `end_recording`."""
@@ -254,7 +260,7 @@ class PolicyWorker:
         """
         started, batch, logprobs = time.monotonic(), probe.batch(), tuple[float, ...]()
         with self.engine.without_adapter() if of_base else nullcontext():
-            scored_NT = self.passes.score(batch)
+            scored_NT = self.score(batch)
         if self.layout.is_writer(self.rank):
             logprobs = probe.spread(scored_NT[batch.tensor("token_mask")].tolist())
         return ScoredProbe(logprobs=logprobs, seconds=time.monotonic() - started)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.data_plane.chunks.ragged import to_nested_by_length
-from nemo_rl.data_plane.client.shard_reads import ShardReads
-from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS, ROUTE_FIELDS
 from nemo_rl.data_plane.worker_mixin import ReplicaMember, TQWorkerMixin
 from nemo_rl.distributed.abort import StepWatch
@@ -27,15 +25,15 @@ from nemo_rl.models.policy.routes.slices import RouteSlices, ShardRoutes
 from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
 from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.workers.base import WorkerState
-from nemo_rl.models.policy.workers.passes import Passes, RankRoutes
-from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
+from nemo_rl.models.policy.workers.passes import RankRoutes
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerSpec
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.models.top_k import TopTokens
 from nemo_rl.routes.columns import decode_routes, encode_routes
 from nemo_rl.utils.metrics import Max, Mean, Reduction, merge_metrics
 from nemo_rl.utils.r3_trace import trace_rollout_payload, trace_tq_fetch_payload
 
-__all__ = ["NoStoredRoutes", "StoredRoutes", "TQWorker", "logprob_mismatch"]
+__all__ = ["StoredRoutes", "TQWorker", "logprob_mismatch"]
 
 RATIOS = {"f128": 1.28, "f2": 2.0}
 """Metric -> bound: beyond the first clipping sets in, beyond the second a token has another weight altogether."""
@@ -67,68 +65,6 @@ def logprob_mismatch(batch: BatchedDataDict, logprobs_NT: torch.Tensor, name: st
 GENERATION_LOGPROBS = "generation_logprobs"
 
 
-class RouteSource(Protocol):
-    """The data plane half of the worker, on a rank that reads."""
-
-    @property
-    def client(self) -> DataPlaneClient: ...
-    @property
-    def reads(self) -> ShardReads: ...
-    @property
-    def fetch_group(self) -> dist.ProcessGroup | None:
-        """Return the group over which the leader sends, or None when this rank reads for itself."""
-
-
-class RoutesOfShards(Protocol):
-    """Router replay in the passes over a shard from the data plane."""
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Return the columns that `prev_logprobs` reads."""
-
-    def fetch(
-        self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
-    ) -> RouteSlices | None:
-        """(collective over the replica group) Return what the passes of this rank need; None without router replay."""
-
-    def prev_logprobs(
-        self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource, *, with_squares: bool
-    ) -> Mapping[str, torch.Tensor]:
-        """(collective) Return the columns that the pass writes.
-
-        Args:
-            with_squares: `squared_probs`, too.
-        """
-
-    def metrics(self) -> dict[str, Reduction]:
-        """Return the metrics of this rank since the last call."""
-
-
-class NoStoredRoutes:
-    """The routes of a worker whose routers choose for themselves."""
-
-    fields = LP_SEED_FIELDS
-
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
-
-    def fetch(
-        self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
-    ) -> RouteSlices | None:
-        """Return None: without router replay nothing is fetched."""
-        return None
-
-    def prev_logprobs(
-        self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource, *, with_squares: bool
-    ) -> Mapping[str, torch.Tensor]:
-        """(collective) Return `prev_logprobs` `[N, T]` float32, and `squared_probs` where they are asked for."""
-        return _logprob_columns(self._passes, batch, meta.pack, None, with_squares=with_squares)
-
-    def metrics(self) -> dict[str, Reduction]:
-        """Return no metrics."""
-        return {}
-
-
 @dataclass(kw_only=True, slots=True)
 class StoredRoutes:
     """Router replay over the data plane."""
@@ -137,7 +73,6 @@ class StoredRoutes:
     here: RankInfo
     replica: ReplicaMember
     replay: WorkerReplay
-    passes: Passes
     _mismatch: tuple[dict[str, Reduction], ...] = ()
     """Since the last look at the metrics."""
 
@@ -146,36 +81,36 @@ class StoredRoutes:
         """Return the columns, with the rollout's log-probabilities, by which replay is measured."""
         return (*LP_SEED_FIELDS, GENERATION_LOGPROBS)
 
-    def fetch(self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource) -> RouteSlices:
+    def fetch(self, worker: TQWorker, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict) -> RouteSlices:
         """(collective over the replica group) Read whole rows at the leader; every rank gets what its passes need."""
         replay, plan = self.replay, _plan_of(meta)
-        shape = self.passes.batch_layout(plan).shape
-        if source.fetch_group is None:
-            return replay.cut(self._whole(stage, meta, batch, source), plan, shape, rank=self.here.rank)
+        shape = worker.batch_layout(plan).shape
+        if worker.fetch_group is None:
+            return replay.cut(self._whole(worker, stage, meta, batch), plan, shape, rank=self.here.rank)
 
         def cut() -> dict[int, dict[str, torch.Tensor | list[object]]]:
-            whole = self._whole(stage, meta, batch, source)
+            whole = self._whole(worker, stage, meta, batch)
             return {rank: dict(replay.cut(whole, plan, shape, rank=rank).fields) for rank in self.replica.ranks}
 
-        own = scatter_from_leader(cut, group=source.fetch_group, leader=self.replica.leader, ranks=self.replica.ranks)
+        own = scatter_from_leader(cut, group=worker.fetch_group, leader=self.replica.leader, ranks=self.replica.ranks)
         tensors = {name: column for name, column in own.items() if isinstance(column, torch.Tensor)}
         ranges = replay.shard.tokens(plan, meta.sequence_lengths or (), shape).ranges
         return RouteSlices(**tensors, ranges=ranges)
 
     def prev_logprobs(
-        self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource, *, with_squares: bool
+        self, worker: TQWorker, meta: KVBatchMeta, batch: BatchedDataDict, *, with_squares: bool
     ) -> Mapping[str, torch.Tensor]:
         """(collective) Return `prev_logprobs` `[N, T]` float32, `squared_probs` where they are asked for, and the
         routes where this pass records them."""
         if self.config.records_at_rollout:
-            routes = self.fetch(WorkerPass.PREV_LOGPROBS, meta, batch, source)
-            columns = _logprob_columns(self.passes, batch, meta.pack, routes, with_squares=with_squares)
+            routes = self.fetch(worker, WorkerPass.PREV_LOGPROBS, meta, batch)
+            columns = _logprob_columns(worker, batch, meta.pack, routes, with_squares=with_squares)
         else:
-            recorded = self.passes.record_routes(batch, plan=meta.pack, with_squares=with_squares)
+            recorded = worker.record_routes(batch, plan=meta.pack, with_squares=with_squares)
             columns = {WorkerPass.PREV_LOGPROBS.column: recorded.logprobs_NT, **self._encoded(recorded, meta, batch)}
             if recorded.squares_NT is not None:
                 columns[SQUARED_PROBS] = recorded.squares_NT
-        self._compare(batch, columns[WorkerPass.PREV_LOGPROBS.column], meta.pack)
+        self._compare(worker, batch, columns[WorkerPass.PREV_LOGPROBS.column], meta.pack)
         return columns
 
     def metrics(self) -> dict[str, Reduction]:
@@ -185,18 +120,18 @@ class StoredRoutes:
 
     # Private parts.
 
-    def _whole(self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource) -> ShardRoutes:
+    def _whole(self, worker: TQWorker, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict) -> ShardRoutes:
         """Return whole rows from the store, on the rank that reads.
 
         Raises:
             FieldNotProduced: there are none; names stage and samples.
         """
         shape = self.replay.shape
-        declared = {spec.name for spec in source.client.partition_fields(meta.partition_id)}
+        declared = {spec.name for spec in worker.client.partition_fields(meta.partition_id)}
         names = [name for name in ROUTE_FIELDS if name in declared]
         if not names:
             raise self.replay.missing(stage, batch)
-        columns = {name: c for name, c in source.reads.ragged(meta, names).items() if isinstance(c, torch.Tensor)}
+        columns = {name: c for name, c in worker.reads.ragged(meta, names).items() if isinstance(c, torch.Tensor)}
         routes = decode_routes(columns, shape)
         if "input_ids" in batch:
             trace_tq_fetch_payload(
@@ -224,7 +159,9 @@ class StoredRoutes:
             trace_rollout_payload(keys=meta.keys, data=batch, layers=shape.layers, routes=list(rows.unbind()))
         return encode_routes(rows, shape, bit_packed=self.config.bit_packed, with_digests=self.config.with_digests)
 
-    def _compare(self, batch: BatchedDataDict, logprobs_NT: torch.Tensor, plan: PackPlan | None) -> None:
+    def _compare(
+        self, worker: TQWorker, batch: BatchedDataDict, logprobs_NT: torch.Tensor, plan: PackPlan | None
+    ) -> None:
         """(collective) Measure how far the rollout's log-probabilities are; for some microbatches also without
         replay."""
         found = [logprob_mismatch(batch, logprobs_NT, "r3")] if self._sees_results(batch) else []
@@ -238,7 +175,7 @@ class StoredRoutes:
             )
             smaller = replace(plan, microbatches=(renumbered,), steps=(len(sample),))
             # Without observers, which would take it for the pass of the stage.
-            free = self.passes.get_logprobs(part, plan=smaller, replay=False, phase=None)
+            free = worker.get_logprobs(part, plan=smaller, replay=False, phase=None)
             if self._sees_results(batch):
                 found.append(logprob_mismatch(part, free, "free"))
         self._mismatch = (*self._mismatch, *found)
@@ -248,11 +185,11 @@ class StoredRoutes:
 
 
 def _logprob_columns(
-    passes: Passes, batch: BatchedDataDict, plan: PackPlan | None, routes: RouteSlices | None, *, with_squares: bool
+    worker: TQWorker, batch: BatchedDataDict, plan: PackPlan | None, routes: RouteSlices | None, *, with_squares: bool
 ) -> dict[str, torch.Tensor]:
     if not with_squares:
-        return {WorkerPass.PREV_LOGPROBS.column: passes.get_logprobs(batch, plan=plan, routes=routes)}
-    logprobs_NT, squares_NT = passes.get_logprobs_with_squares(batch, plan=plan, routes=routes)
+        return {WorkerPass.PREV_LOGPROBS.column: worker.get_logprobs(batch, plan=plan, routes=routes)}
+    logprobs_NT, squares_NT = worker.get_logprobs_with_squares(batch, plan=plan, routes=routes)
     return {WorkerPass.PREV_LOGPROBS.column: logprobs_NT, SQUARED_PROBS: squares_NT}
 
 
@@ -272,16 +209,22 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
         watch: ends a step on all ranks when it fails on one; closed with the worker.
     """
 
-    def __init__(self, parts: WorkerParts, *, replica: ReplicaMember, watch: StepWatch) -> None:
-        PolicyWorker.__init__(self, parts)
-        pad_values = {"input_ids": float(parts.tokenizer.pad_token_id)}
-        TQWorkerMixin.__init__(self, rank=parts.here.rank, replica=replica, watch=watch, pad_values=pad_values)
-        self._routes = _routes(parts, replica)
-        self._support = (SUPPORT,) if parts.config.generation.record_support else ()
+    def __init__(
+        self, spec: WorkerSpec, here: RankInfo, *, owns_group: bool, replica: ReplicaMember, watch: StepWatch
+    ) -> None:
+        PolicyWorker.__init__(self, spec, here, owns_group=owns_group)
+        pad_values = {"input_ids": float(self.tokenizer.pad_token_id)}
+        TQWorkerMixin.__init__(self, rank=here.rank, replica=replica, watch=watch, pad_values=pad_values)
+        self._routes: StoredRoutes | None = None
+        if isinstance(self.replay, WorkerReplay):
+            self._routes = StoredRoutes(
+                config=self.config.router_replay, here=here, replica=replica, replay=self.replay
+            )
+        self._support = (SUPPORT,) if self.config.generation.record_support else ()
 
     def router_replay_metrics(self) -> dict[str, Reduction]:
         """Return the metrics of this rank since the last call; empty without router replay."""
-        return self._routes.metrics()
+        return self._routes.metrics() if self._routes is not None else {}
 
     def rest(self) -> None:
         """Free the device and forget fetched rows, until a pass of a later step; on a CPU everything stays where it
@@ -299,7 +242,7 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
 
     @property
     def _prev_logprobs_fields(self) -> tuple[str, ...]:
-        return (*self._routes.fields, *self._support)
+        return (*(LP_SEED_FIELDS if self._routes is None else self._routes.fields), *self._support)
 
     def _train(
         self, meta: KVBatchMeta, batch: BatchedDataDict, loss_fn: LossFunction, *, eval_mode: bool
@@ -307,7 +250,7 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
         if not eval_mode:
             self.prepare_for_training()
         routes = self._extra_inputs(WorkerPass.TRAIN, meta, batch)
-        result = self.passes.train(batch, loss_fn, eval_mode=eval_mode, plan=meta.pack, routes=routes)
+        result = self.train(batch, loss_fn, eval_mode=eval_mode, plan=meta.pack, routes=routes)
         # The metrics of all microbatches go to the driver as one.
         return replace(result, metrics=(merge_metrics(result.metrics),))
 
@@ -315,32 +258,22 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
         self, meta: KVBatchMeta, batch: BatchedDataDict, *, with_squares: bool
     ) -> Mapping[str, torch.Tensor]:
         self.device_states.enter(WorkerState.LOGPROBS)
-        return self._routes.prev_logprobs(meta, batch, self, with_squares=with_squares)
+        if self._routes is None:
+            return _logprob_columns(self, batch, meta.pack, None, with_squares=with_squares)
+        return self._routes.prev_logprobs(self, meta, batch, with_squares=with_squares)
 
     def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
         self.device_states.enter(WorkerState.LOGPROBS)
-        return self.passes.get_reference_policy_logprobs(batch, plan=meta.pack)
+        return self.get_reference_policy_logprobs(batch, plan=meta.pack)
 
     def _topk_logprobs(
         self, meta: KVBatchMeta, batch: BatchedDataDict, *, k: int, vocab_size: int | None
     ) -> Mapping[str, torch.Tensor]:
         self.device_states.enter(WorkerState.LOGPROBS)
         routes, wanted = self._extra_inputs(WorkerPass.TOPK_LOGITS, meta, batch), TopTokens(k=k, vocab_size=vocab_size)
-        ids_NTk, logprobs_NTk = self.passes.get_topk_logprobs(batch, wanted, plan=meta.pack, routes=routes)
+        ids_NTk, logprobs_NTk = self.get_topk_logprobs(batch, wanted, plan=meta.pack, routes=routes)
         return {TOPK_IDS: ids_NTk, TOPK_LOGPROBS: logprobs_NTk}
 
     def _extra_inputs(self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict) -> RouteSlices | None:
         """(collective over the replica group) Return what a pass takes besides the columns of its batch."""
-        return self._routes.fetch(stage, meta, batch, self)
-
-
-def _routes(parts: WorkerParts, replica: ReplicaMember) -> RoutesOfShards:
-    if not isinstance(parts.replay, WorkerReplay):
-        return NoStoredRoutes(parts.passes)
-    return StoredRoutes(
-        config=parts.config.router_replay,
-        here=parts.here,
-        replica=replica,
-        replay=parts.replay,
-        passes=parts.passes,
-    )
+        return self._routes.fetch(self, stage, meta, batch) if self._routes is not None else None

@@ -159,7 +159,7 @@ def _measure(
     own_lp = plan_logprobs(plan, lengths, policy, layout=layout).for_rank(dp)
     # The first step makes the optimizer's state.
     worker.train(part, loss_fn, plan=own)
-    runner = engine.runner(worker.passes.batch_layout(own), OWN_ROUTES, marks)
+    runner = engine.runner(worker.batch_layout(own), OWN_ROUTES, marks)
     [scale] = loss_scales(part, [own.microbatches[0]], is_writer=layout.is_writer(worker.rank))
 
     def step() -> object:
