@@ -167,7 +167,6 @@ def _subset(configs: list[Mapping[str, Any]], subset: str | None, where: str) ->
 
 
 def _files_of(config: Mapping[str, Any] | None) -> list[str]:
-    """Return the patterns of the files of a subset, as its card has them."""
     if config is None or not (config.get("data_files") or config.get("data_dir")):
         return list(_ANY_FILE)
     given = config.get("data_files") or f"{config['data_dir']}/*"
@@ -372,7 +371,6 @@ def open_text(path: Path) -> TextIO:
 
 
 def _begins_a_list(path: Path) -> bool:
-    """Return whether a file is one JSON list of rows."""
     with open_text(path) as file:
         while (character := file.read(1)).isspace():
             pass

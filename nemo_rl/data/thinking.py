@@ -54,7 +54,6 @@ def last_boxes(text: str) -> list[str] | None:
 
 
 def _end_of_box(text: str, start: int) -> int | None:
-    """Return the place after the closing brace of the box that begins at `start`."""
     depth = 1
     for place in range(start + len(BOX), len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)

@@ -298,7 +298,6 @@ class _Planner:
         return self.freeze(steps)
 
     def sort(self, ranks: list[Bins]) -> None:
-        """Sort the microbatches of each rank, in place."""
         if self._order == "largest_first":
             for bins in ranks:
                 bins.sort(key=lambda mine: -self._tokens(mine))
@@ -344,7 +343,6 @@ class _Planner:
         )
 
     def _tokens(self, rows: Sequence[int]) -> int:
-        """Return tokens that a microbatch of these rows computes."""
         if self._packed:
             return sum(map(self._sizes.__getitem__, rows))
         return len(rows) * max((self._sizes[row] for row in rows), default=0)

@@ -57,8 +57,6 @@ FIRST_CAUSE_GRACE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WorkerProcess:
-    """The process of a worker, for messages."""
-
     id: int
     host: str
     identity: ProcessIdentity

@@ -125,7 +125,6 @@ class _BlockCalls:
         self._pieces = _Pieces(tokenizer, markers)
 
     def parse(self, ids: Sequence[int]) -> ParsedTurn:
-        """Return the parts of a turn."""
         pieces = self._pieces.of(ids)
         found = _CallCollector(has_untyped=self._UNTYPED)
         body: list[str] | None = None
@@ -150,7 +149,6 @@ class _BlockCalls:
         return found.turn()
 
     def _read(self, found: _CallCollector, body: str) -> None:
-        """Add the call of a body, or refuse it."""
         raise NotImplementedError
 
 
@@ -415,7 +413,6 @@ class _Pieces:
         self._stops: Collection[int] = frozenset(tokenizer.all_special_ids) if drops_stop else ()
 
     def of(self, ids: Sequence[int]) -> list[_Piece]:
-        """Return texts and markers in order."""
         if ids and ids[-1] in self._stops and ids[-1] not in self._tokens:
             ids = ids[:-1]
         pieces: list[_Piece] = []
@@ -435,7 +432,6 @@ class _Pieces:
                 yield _Piece(text=piece, is_marker=is_marker)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of some tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if ids else ""
 
 
@@ -455,8 +451,6 @@ def _with_thoughts(pieces: Sequence[_Piece]) -> Iterator[tuple[_Piece, bool]]:
 
 
 class _CallCollector:
-    """The parts of a turn that were found so far."""
-
     def __init__(self, *, has_untyped: bool = False) -> None:
         self._has_untyped = has_untyped
         self.texts: list[str] = []
@@ -472,7 +466,6 @@ class _CallCollector:
         return ParsedTurn(text=text, calls=tuple(self._calls), invalid=tuple(self._invalid), has_untyped=is_untyped)
 
     def refuse(self, reason: str, body: str) -> None:
-        """Add a call that cannot be read."""
         body = body.replace(_MARK, "").strip()
         self._invalid.append(f"{reason}: {shorten(body, limit=_SHOWN)}" if body else reason)
 

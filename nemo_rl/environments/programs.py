@@ -248,7 +248,6 @@ async def _end(process: asyncio.subprocess.Process, folder: str) -> None:
 
 
 def _stated(line: str) -> tuple[float | None, Mapping[str, float]]:
-    """Return the reward and the components of a last line."""
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):

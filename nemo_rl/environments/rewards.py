@@ -409,7 +409,6 @@ def _mixed(found: re.Match[str]) -> Fraction | None:
 
 
 def _long(found: re.Match[str]) -> Fraction | None:
-    """Return the value of a number with an exponent."""
     return _value(found[0])[0] if found["e"] or found["braced"] or found["bare"] else None
 
 

@@ -43,7 +43,6 @@ class _RewardFunction:
     """The reward function of this process, once it is loaded."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, object]:
-        """Return the reply to one request, of which the first loads the function."""
         if "target" in request:
             try:
                 return self._load(request)

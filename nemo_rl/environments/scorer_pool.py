@@ -337,7 +337,6 @@ class ScorerProcess(UserProcess):
             raise EOFError(f"exit code {self.exit_code}")
 
     def _hear_rest(self) -> None:
-        """Hand on what waits in the pipe."""
         count = 0
         while count < _PIPE_BYTES and (heard := self._hear_part()):
             count += heard

@@ -160,7 +160,6 @@ class ToolHost:
                     await asyncio.shield(fork.end())
 
     async def _take(self, *, is_new: bool, name: str) -> Fork:
-        """Return an idle process, or a new one."""
         while self._idle and not is_new:
             fork = self._idle.pop()
             if fork.can_answer:

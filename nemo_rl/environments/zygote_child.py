@@ -194,15 +194,12 @@ def main() -> None:
 
 
 class _ControlLines:
-    """Objects and sockets that come over the control socket."""
-
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._lines = Lines()
         self.sockets: deque[int] = deque()
 
     def wait(self) -> dict[str, Any]:
-        """Return the first object."""
         while not (lines := self.receive()):
             pass
         return lines[0]

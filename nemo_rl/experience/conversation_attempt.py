@@ -361,12 +361,10 @@ class Attempt:
         return None if self._parts.hosts.environment is None else sum(turn.reward for turn in self._turns)
 
     def _row(self) -> ConversationRow:
-        """Return the row of the data, as environments and programs see it."""
         prompt = self._task.prompt
         return ConversationRow(prompt=prompt.text, answer=prompt.answer, metadata=prompt.metadata, seed=self._task.seed)
 
     async def _whole(self) -> Ending:
-        """Run the conversation to its ending."""
         environment = self._parts.hosts.environment
         if environment is None:
             return await self._take_turns()
@@ -404,7 +402,6 @@ class Attempt:
         raise AssertionError("the last turn has an ending")
 
     def _room(self) -> int:
-        """Return the most tokens that the next turn may have."""
         most, parts = self._task.sampling.max_new_tokens, self._parts
         if parts.config.max_sampled_tokens is not None:
             most = min(most, parts.config.max_sampled_tokens - self._num_sampled)
@@ -415,7 +412,6 @@ class Attempt:
         return Ending.TOKEN_LIMIT if limit is not None and self._num_sampled >= limit else Ending.CONTEXT_FULL
 
     async def _sample(self, number: int, room: int) -> SaidTurn:
-        """Sample a turn and read it."""
         task, row = self._task, self._rows[-1]
         sampling = replace(task.sampling, max_new_tokens=room)
         if self._stop is not None:
@@ -505,7 +501,6 @@ class Attempt:
         return Ending.INVALID_CALLS if self._num_invalid > config.max_invalid_calls else None
 
     def _cut(self, result: ToolResult) -> ToolResult:
-        """Return the result with the text that the model reads."""
         text, _ = self._parts.encoder.cut_text(result.text, self._parts.tools_config.max_result_tokens)
         return replace(result, text=text)
 

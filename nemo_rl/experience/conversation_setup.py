@@ -346,7 +346,6 @@ def reading_formats(encoder: TurnEncoder, *, at_once: int = 1) -> tuple[str, ...
 
 
 def _sample_call(schema: Mapping[str, Any]) -> ToolCall:
-    """Return a call with a value for each parameter."""
     function = schema["function"]
     properties = function["parameters"].get("properties", {})
     return ToolCall(name=function["name"], arguments={name: _sample(form) for name, form in properties.items()})

@@ -214,7 +214,6 @@ class ConversationLoop:
         return tuple(records)
 
     async def _conversation(self, task: ConversationTask) -> ConversationRecord:
-        """Return the record of a conversation after its attempts."""
         assert self._parts is not None, "use comes before the first conversation"
         kind = Attempt if self._hosts.programs is None else ProgramAttempt
         async with self._places:

@@ -101,8 +101,6 @@ class _SegmentFile:
 
 @dataclass(frozen=True, slots=True)
 class _Put:
-    """The groups of one put with their columns."""
-
     groups: Sequence[FinishedGroup]
     columns: Mapping[str, Column]
 
@@ -351,7 +349,6 @@ class DurableGroups:
         segment.ordinals.add(ordinal)
 
     def _write_all(self) -> None:
-        """(the thread) Append puts until `close`."""
         file: BinaryIO | None = None
         path = Path()
         while (put := self._queue.get()) is not None:

@@ -118,7 +118,6 @@ class ProgramAttempt(Attempt):
             self._timer.reschedule(when)
 
     async def _end(self, program: asyncio.Task[ProgramResult]) -> None:
-        """End the program, and what is sampled for it."""
         self._is_over = True
         tasks = [program, *self._requests]
         for task in tasks:
@@ -151,7 +150,6 @@ class ProgramAttempt(Attempt):
     # ---- requests
 
     async def _serve(self, request: ChatRequest) -> ChatAnswer:
-        """Answer a request, in the task of its connection."""
         task = asyncio.get_running_loop().create_task(self._take(request))
         self._requests.add(task)
         try:
@@ -283,7 +281,6 @@ class ProgramAttempt(Attempt):
         return plain if parsed.invalid else parsed
 
     def _record_said(self, *, was_extended: bool) -> None:
-        """Record the last turn, whose reply is known."""
         said, self._said = self._said, None
         assert said is not None, "a turn was sampled"
         said.tool_s = time.monotonic() - self._answered

@@ -448,7 +448,6 @@ class RolloutWorker:
         return BatchedDataDict(cut_columns(self.client, columns, partition_id=partition_id))
 
     def _version_tags(self, spans: Sequence[Sequence[tuple[int, int]]]) -> list[dict[str, int]]:
-        """Return the tags of each row with the versions of its tokens."""
         of_row = [[version for _, version in row] for row in spans]
         if not self._spec.grpo.samples_ahead:
             return [{WEIGHT_VERSION: min(versions)} for versions in of_row]

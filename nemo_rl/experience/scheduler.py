@@ -213,7 +213,6 @@ class _Stream:
         self._speeds: dict[int, Mean] = {}
 
     def run(self) -> Iterator[GroupSamples]:
-        """Yield the groups as they end."""
         numbers = self._engines.numbers
         if not numbers:
             raise self._engines.none_left(STAGE)
@@ -272,7 +271,6 @@ class _Stream:
         }
 
     def _serve(self, number: int) -> Iterator[GroupSamples]:
-        """Let one engine take block after block."""
         try:
             while (block := self._take()) is not None:
                 try:

@@ -272,8 +272,6 @@ class FeedSettings:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _OpenTurn:
-    """A turn that has not ended."""
-
     request: TurnRequest
     ended: asyncio.Future[TurnSample]
     began: float
@@ -405,7 +403,6 @@ class EngineFeed:
             return True
 
     def _send(self) -> None:
-        """Bring turns to the engine until the end."""
         is_closing = False
         while not is_closing:
             items = [self._outbox.get()]
@@ -456,7 +453,6 @@ class EngineFeed:
             _complete([(turn, error) for turn in turns if self._take_off(turn)])
 
     def _serve(self) -> None:
-        """Complete turns as the engine gives them."""
         try:
             for samples in self._engines.feed_of(self.number, self._name):
                 self._heard(self.number, samples)

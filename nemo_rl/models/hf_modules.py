@@ -172,7 +172,6 @@ class HFSites(TapList):
                 self._layer(int(match[1]), part)
 
     def _layer(self, number: int, layer: torch.nn.Module) -> None:
-        """Add the sites of one layer."""
         children = dict(layer.named_children())
         self.add(SiteKind.LAYER_IN, number, at_input(layer), tokens=self._between)
         attention, mlp = children.get("self_attn"), children.get("mlp")

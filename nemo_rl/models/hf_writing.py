@@ -199,8 +199,6 @@ def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TensorPlace:
-    """The place of a tensor in an open file."""
-
     tensor: StoredTensor
     sink: BinaryIO
     offset: int
@@ -240,7 +238,6 @@ def _write_descriptions(folder: Path, model: ModelDescription, files: Sequence[W
 
 
 def _content(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -249,8 +246,6 @@ def _content(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FilePiece:
-    """A run of a file's bytes within one tensor."""
-
     tensor: StoredTensor
     box: Box
     """Box of the weight."""

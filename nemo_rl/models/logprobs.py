@@ -353,7 +353,6 @@ def _weighed(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def _gradients(
     call: _LineCall, logits: LazyLogits, sums: _Sums, grad_cM: torch.Tensor, needed: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the tensors of the logits."""
     lines, factor = call.lines, logits.scale / call.sampling.temperature
     grad_cM = grad_cM if factor == 1.0 else grad_cM * factor
     is_plain = not (lines.entropy or lines.unfiltered or lines.ids_MK is not None)

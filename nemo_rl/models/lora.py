@@ -295,7 +295,6 @@ def _experts(model: PreTrainedModel) -> Iterator[AdaptedLayer]:
 
 
 def _check_layer(model: PreTrainedModel, layer: AdaptedLayer, config: LoraConfig) -> None:
-    """Refuse a layer that cannot have an adapter."""
     kind = f"policy.lora.targets: {layer.name} of {model.config.model_type!r}"
     if layer.num_experts:
         problem = experts_problem(model.get_submodule(layer.name.rpartition(".")[0]), layer.name.rpartition(".")[2])

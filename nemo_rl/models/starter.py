@@ -321,7 +321,6 @@ def starter_tokenizer(task: StarterTask, *, seed: int) -> PreTrainedTokenizerBas
 
 
 def _corpus(task: StarterTask, seed: int) -> Iterator[str]:
-    """Yield the texts that the tokenizer is built from."""
     rng = random.Random(seed)
     for problem in task.corpus():
         if task.converse is None:
@@ -537,7 +536,6 @@ def _conversation_row(
 
 
 def _nll(model: PreTrainedModel, rows: Sequence[_Row]) -> torch.Tensor:
-    """Return mean negative log-likelihood of the response tokens."""
     width = max(len(tokens) for tokens, _ in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     is_response = torch.zeros(len(rows), width, dtype=torch.bool)

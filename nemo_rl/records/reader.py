@@ -154,7 +154,6 @@ def read_folder(path: Path) -> RecordFolder:
 
 
 def _world(path: Path, manifest: RecordManifest) -> int:
-    """Return the number of ranks that have recorded."""
     world = manifest.layout.get("world", 1)
     if not isinstance(world, int) or isinstance(world, bool) or not 1 <= world <= MOST_RANKS:
         raise CorruptRecord(f"{path / MANIFEST}: layout.world: expected 1 to {MOST_RANKS} ranks, got {world!r:.50}")

@@ -86,8 +86,6 @@ class RunReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Times:
-    """The times of a run, in seconds."""
-
     elapsed: float
     left: float | None
     """Seconds left, or None before the first step has ended."""
@@ -266,7 +264,6 @@ def _engines(report: StepReport) -> list[str]:
 
 
 def _endings(report: StepReport) -> list[str]:
-    """Return a text for each ending of conversations."""
     return [f"{name} {text}" for name, text in report.endings.items()]
 
 

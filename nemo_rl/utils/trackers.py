@@ -252,7 +252,6 @@ class MlflowTracker(Tracker):
 
 
 def _flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield leaves by their dotted paths."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")

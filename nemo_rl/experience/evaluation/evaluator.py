@@ -166,7 +166,6 @@ class Evaluator:
     def _records(
         self, name: str, prompts: PromptSet, found: MeasuredSamples, max_rows: int | None, *, is_greedy: bool = False
     ) -> list[dict[str, object]]:
-        """The first rows as people read them."""
         size = len(found.rewards) // len(prompts)
         records = []
         for row, response in enumerate(found.responses[:max_rows]):

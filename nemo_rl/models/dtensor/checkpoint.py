@@ -235,7 +235,6 @@ def _first_cause(error: BaseException) -> str:
 
 
 def _copied(tree: Any) -> Any:
-    """Return nested dicts and lists with copies of their tensors."""
     if isinstance(tree, dict):
         return {name: _copied(branch) for name, branch in tree.items()}
     if isinstance(tree, list | tuple):

@@ -303,7 +303,6 @@ class ContinuousDecoding:
             self._close(stream)
 
     def _take_out(self, group: RowGroup) -> None:
-        """Take a group out of its stream, its line and the batch."""
         line = self._lines[bool(group.name)]
         group.stream.open.remove(group)
         if group in line:
@@ -438,7 +437,6 @@ class ContinuousDecoding:
         return []
 
     def _joined(self, groups: Sequence[RowGroup]) -> list[TurnRow]:
-        """Let whole groups join."""
         if not groups:
             return []
         self._events.add("join", turn=self._turns, groups=tuple(group.name for group in groups))
@@ -566,7 +564,6 @@ class ContinuousDecoding:
             self._progressed()
 
     def _drop(self, groups: Collection[RowGroup]) -> None:
-        """Take rows of groups out of the batch."""
         if not groups:
             return
         names = tuple(group.name for group in groups if group.name)

@@ -291,7 +291,6 @@ class _Places:
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Return the leaves of nested dicts and lists by their path."""
     if not isinstance(tree, dict | list):
         yield path, tree
         return
@@ -300,7 +299,6 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _mapped(tree: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
-    """Return the tree with other leaves."""
     if isinstance(tree, dict):
         return {key: _mapped(branch, function, f"{path}/{key}") for key, branch in tree.items()}
     if isinstance(tree, list):

@@ -54,8 +54,6 @@ def hook_points_of(
 
 
 class _Finder(TapList):
-    """Looks for sites where megatron-core has them."""
-
     def __init__(self, model: MegatronModel, here: RankInfo) -> None:
         super().__init__(order=Order.POSITIONS)
         self._model = model
@@ -63,7 +61,6 @@ class _Finder(TapList):
         self.part = DimSplit(index=here.coordinates.tp, count=here.layout.tp)
 
     def layer(self, number: int, layer: Any) -> None:
-        """Add the sites of one layer."""
         self.add(SiteKind.LAYER_IN, number, at_input(layer), tokens=self.between)
         attention, mlp = layer.self_attention, layer.mlp
         projections = {SiteKind.ATTN_Q: 0, SiteKind.ATTN_K: 1, SiteKind.ATTN_V: 2}

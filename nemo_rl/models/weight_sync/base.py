@@ -302,7 +302,6 @@ class WeightSync(ABC):
 
     @property
     def _is_rolling(self) -> bool:
-        """True when engines get their weights one after the other."""
         return False
 
     def _roll(self, plan: RefitPlan, all_sent: Callable[[], None], version: int) -> dict[int, int]:

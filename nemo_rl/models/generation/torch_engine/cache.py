@@ -112,7 +112,6 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def _with_room(old: torch.Tensor, room: int) -> torch.Tensor:
-    """Return a copy with room for more tokens behind it."""
     shape = [*old.shape]
     shape[-2] += room
     new = old.new_empty(shape)

@@ -146,8 +146,6 @@ class RequestSites(ObservedRequest):
 
 
 class _BatchSites(DecodeObserver):
-    """Shows the sites of one batch of a request."""
-
     def __init__(self, sites: RequestSites, names: tuple[str, ...]) -> None:
         self._sites, self._names = sites, names
         self._next_N = torch.empty(0)

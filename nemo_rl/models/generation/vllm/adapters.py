@@ -130,8 +130,6 @@ def _number(version: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """The place of a tensor among vLLM's slots."""
-
     module: str
     part: int
     """Number of its layer among those that vLLM has fused."""

@@ -159,8 +159,6 @@ def _at_logits(processor: torch.nn.Module) -> Callable[[Deliver], Detach]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _VllmPass:
-    """The rows of one pass of vLLM that are recorded."""
-
     every: PassRows
     """Their tokens among the T of the pass."""
     kept: PassRows

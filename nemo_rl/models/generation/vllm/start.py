@@ -296,7 +296,6 @@ def _vision_of(config: PolicyConfig) -> VisionFamily | None:
 
 
 def _vision_problems(config: PolicyConfig) -> list[str]:
-    """Return what keeps vLLM from serving a vision-language model."""
     family, sizes, lines = _vision_of(config), config.generation.vllm_cfg, list[str]()
     if family is None:
         return []

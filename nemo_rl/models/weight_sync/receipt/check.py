@@ -266,7 +266,6 @@ class Receipts:
         )
 
     def _check_base(self, version: int, answers: Mapping[int, Answer]) -> None:
-        """Check that the frozen weights of the engines are those that were sent."""
         found = {engine: content_problems(self._base, {}, answer) for engine, answer in answers.items()}
         self._raise(
             version,
