@@ -11,46 +11,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.routes.digest import route_digests
-from nemo_rl.routes.shape import dummy_route
+from nemo_rl.routes.shape import MISSING, dummy_route
 from nemo_rl.torch_private import after_backward
 from nemo_rl.utils.metrics import Mean, Reduction
+from nemo_rl.utils.r3_trace import (
+    Runs,
+    TracedRouter,
+    TracedSlots,
+    TraceStage,
+    UsedRoutes,
+    trace_cp_routed_experts,
+    trace_router_replay_action,
+    trace_router_replay_assignment,
+    trace_router_replay_forward_verify,
+)
 
-__all__ = ["MicrobatchRoutes", "MicrobatchTokens", "ReplayAction", "RouteReplayer", "microbatch_routes"]
+__all__ = ["MicrobatchRoutes", "MicrobatchTokens", "ReplayAction", "RouteReplayer", "RouteTrace", "microbatch_routes"]
 
 ReplayAction: TypeAlias = Literal["record", "replay_forward", "replay_backward"]
 OwnChoice: TypeAlias = Callable[[], torch.Tensor]
 """`[T, K]` int64: what the router chooses by itself."""
-
-
-class RouteObserver(Protocol):
-    """Observes which routes the routers use, for the route trace."""
-
-    def used(
-        self,
-        routes: MicrobatchRoutes,
-        *,
-        layer: int,
-        action: ReplayAction,
-        ids_TK: torch.Tensor,
-        matches: bool | None,
-        pending: tuple[int, int],
-    ) -> None:
-        """Note the ids that a router has used.
-
-        Args:
-            matches: the recorded digests; None where there are none.
-            pending: microbatches whose backward pass may still ask this router, before and after.
-        """
-
-    def cleared(self, routes: MicrobatchRoutes, *, layer: int, pending: int) -> None:
-        """Note that a router forgets a microbatch: nothing asks for its routes any more."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,6 +70,120 @@ class MicrobatchRoutes:
     """Layers that have been recomputed."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteTrace:
+    """Traces the routes that the routers of one rank use in one stage."""
+
+    stage: TraceStage
+    keys: Sequence[str]
+    """Keys of the shard's rows."""
+    source_NT: torch.Tensor | None
+    """`[N, T]` the tokens that the routes belong to; None in the middle of a pipeline, which sees none."""
+    layers: tuple[int, ...]
+    layer_index: tuple[int, ...]
+    """Columns of `layers` among all layers with experts."""
+    num_experts: int
+
+    def placed(self, routes: MicrobatchRoutes, ids_T: torch.Tensor) -> None:
+        """Check that the routes of a microbatch lie where its tokens lie.
+
+        Args:
+            ids_T: `[T]` tokens as the model gets them.
+        """
+        if routes.ids_TlK is None or not routes.rows:
+            return
+        trace_cp_routed_experts(
+            self.stage,
+            microbatch=routes.number,
+            slots=TracedSlots(
+                runs=self._runs(routes),
+                input_ids=None if self.source_NT is None else ids_T,
+                verified_count=None if self.source_NT is None else self._verified(routes, ids_T, self.source_NT),
+            ),
+            routes=_with_missing(routes, routes.ids_TlK),
+            layers=self.layers,
+        )
+        for i, layer in enumerate(self.layers):
+            trace_router_replay_assignment(
+                self.stage,
+                TracedRouter(microbatch=routes.number, layer_number=layer),
+                payload_idx=self.layer_index[i],
+                ids=_with_missing(routes, routes.ids_TlK[:, i]),
+            )
+
+    def used(
+        self,
+        routes: MicrobatchRoutes,
+        *,
+        layer: int,
+        action: ReplayAction,
+        ids_TK: torch.Tensor,
+        pending: tuple[int, int],
+    ) -> None:
+        """Note the ids that a router has used.
+
+        Args:
+            pending: microbatches whose backward pass may still ask this router, before and after.
+        """
+        if not routes.rows:
+            return
+        router = TracedRouter(microbatch=routes.number, layer_number=layer)
+        trace_router_replay_action(
+            self.stage, router, action=action, ids=_with_missing(routes, ids_TK), pending=pending[1]
+        )
+        if routes.digests_Tl is None:
+            return
+        has_none_T = ~routes.is_token_T
+        if routes.is_missing_T is not None:
+            has_none_T = has_none_T | routes.is_missing_T
+        used = UsedRoutes(
+            actual=ids_TK,
+            expected=routes.digests_Tl[:, self.layers.index(layer)],
+            missing=has_none_T,
+            num_experts=self.num_experts,
+        )
+        trace_router_replay_forward_verify(self.stage, router, used, action=action, pending=pending)
+
+    def cleared(self, routes: MicrobatchRoutes, *, layer: int, pending: int) -> None:
+        """Note that a router forgets a microbatch: nothing asks for its routes any more."""
+        if routes.rows:
+            router = TracedRouter(microbatch=routes.number, layer_number=layer)
+            trace_router_replay_action(self.stage, router, action="clear", pending=pending)
+
+    def _verified(self, routes: MicrobatchRoutes, ids_T: torch.Tensor, source_NT: torch.Tensor) -> int:
+        """Return how many tokens are the source's where their routes were cut; raise ValueError for another one."""
+        row_n = torch.tensor(routes.rows, dtype=torch.int64)
+        is_token_T = routes.is_token_T.cpu()
+        row_R = row_n[routes.row_T.cpu()[is_token_T]]
+        source_R = source_NT.cpu()[row_R, routes.column_T.cpu()[is_token_T]]
+        differs = (source_R != ids_T.cpu()[is_token_T]).nonzero()
+        if len(differs):
+            at = int(differs[0])
+            raise ValueError(
+                f"router replay, {self.stage.stage}, microbatch {routes.number}: sample {self.keys[int(row_R[at])]!r}: "
+                f"the model gets token {int(ids_T.cpu()[is_token_T][at])} where the sample has {int(source_R[at])}"
+            )
+        return len(source_R)
+
+    def _runs(self, routes: MicrobatchRoutes) -> Runs:
+        """Return neighbours in one row, as (key, first position, tokens)."""
+        row_T, column_T = routes.row_T.cpu(), routes.column_T.cpu()
+        is_padding = row_T < 0
+        goes_on = (row_T[1:] == row_T[:-1]) & (is_padding[1:] | (column_T[1:] == column_T[:-1] + 1))
+        starts = [0, *((~goes_on).nonzero()[:, 0] + 1).tolist()] if len(row_T) else []
+        ends = [*starts[1:], len(row_T)]
+        return [
+            (None if is_padding[a] else self.keys[routes.rows[int(row_T[a])]], int(column_T[a]), b - a)
+            for a, b in zip(starts, ends, strict=True)
+        ]
+
+
+def _with_missing(routes: MicrobatchRoutes, ids: torch.Tensor) -> torch.Tensor:
+    if routes.is_missing_T is None:
+        return ids
+    return ids.long().masked_fill(routes.is_missing_T.view(-1, *[1] * (ids.dim() - 1)), MISSING)
+
+
 class RouteReplayer:
     """Gives every router of one rank its routes.
 
@@ -97,7 +198,7 @@ class RouteReplayer:
         self._column = {layer: i for i, layer in enumerate(self.layers)}
         self._current: MicrobatchRoutes | None = None
         self._stage = ""
-        self._observer: RouteObserver | None = None
+        self._observer: RouteTrace | None = None
         self._waiting: dict[int, MicrobatchRoutes] = {}
         """Microbatches whose backward pass is not over, by identity."""
         self._counts: dict[str, torch.Tensor] = {}
@@ -110,7 +211,7 @@ class RouteReplayer:
         return self._current is None
 
     @contextmanager
-    def stage(self, name: str, observer: RouteObserver | None = None) -> Iterator[None]:
+    def stage(self, name: str, observer: RouteTrace | None = None) -> Iterator[None]:
         """Surround all passes of a stage: nothing of it is left afterwards, also after an error."""
         self._stage, self._observer = name, observer
         try:
@@ -181,7 +282,8 @@ class RouteReplayer:
         if routes.ids_TlK is None:
             if not is_again:
                 routes.used[layer] = own().detach()
-            self._tell(routes, layer, "record", routes.used[layer], None, pending)
+            if self._observer is not None:
+                self._observer.used(routes, layer=layer, action="record", ids_TK=routes.used[layer], pending=pending)
             return None
         ids_TK = routes.used.get(layer)
         if ids_TK is None:
@@ -190,7 +292,8 @@ class RouteReplayer:
             ids_TK = self._install(routes, layer, ids_TK, own().detach())
         action: ReplayAction = "replay_backward" if is_again else "replay_forward"
         matches = self._matches(routes, layer, ids_TK)
-        self._tell(routes, layer, action, ids_TK, matches, pending)
+        if self._observer is not None:
+            self._observer.used(routes, layer=layer, action=action, ids_TK=ids_TK, pending=pending)
         if matches is False:
             raise WorkerError(
                 f"router replay, {action} of microbatch {routes.number}, layer {layer}: ids of shape "
@@ -261,18 +364,6 @@ class RouteReplayer:
 
     def _pending(self, layer: int) -> int:
         return sum(layer in routes.seen and layer not in routes.again for routes in self._waiting.values())
-
-    def _tell(
-        self,
-        routes: MicrobatchRoutes,
-        layer: int,
-        action: ReplayAction,
-        ids_TK: torch.Tensor,
-        matches: bool | None,
-        pending: tuple[int, int],
-    ) -> None:
-        if self._observer is not None:
-            self._observer.used(routes, layer=layer, action=action, ids_TK=ids_TK, matches=matches, pending=pending)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ its first microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,141 +25,17 @@ from nemo_rl.models.policy.microbatch import Microbatch, PassShape, row_names
 from nemo_rl.models.policy.routes.replay import (
     MicrobatchRoutes,
     MicrobatchTokens,
-    ReplayAction,
     RouteReplayer,
+    RouteTrace,
     microbatch_routes,
 )
 from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
 from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.routes.shape import MISSING, RouteShape
 from nemo_rl.utils.metrics import Reduction
-from nemo_rl.utils.r3_trace import (
-    Runs,
-    TracedRouter,
-    TracedSlots,
-    TraceStage,
-    UsedRoutes,
-    r3_trace_stage,
-    trace_cp_routed_experts,
-    trace_router_replay_action,
-    trace_router_replay_assignment,
-    trace_router_replay_forward_verify,
-)
+from nemo_rl.utils.r3_trace import r3_trace_stage
 
-__all__ = ["OWN_ROUTES", "ROUTES", "PassRoutes", "Replay", "RouteTrace", "Routers", "WorkerReplay"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouteTrace:
-    """Traces the routes that the routers of one rank use in one stage."""
-
-    stage: TraceStage
-    keys: Sequence[str]
-    """Keys of the shard's rows."""
-    source_NT: torch.Tensor | None
-    """`[N, T]` the tokens that the routes belong to; None in the middle of a pipeline, which sees none."""
-    layers: tuple[int, ...]
-    layer_index: tuple[int, ...]
-    """Columns of `layers` among all layers with experts."""
-    num_experts: int
-
-    def placed(self, routes: MicrobatchRoutes, ids_T: torch.Tensor) -> None:
-        """Check that the routes of a microbatch lie where its tokens lie.
-
-        Args:
-            ids_T: `[T]` tokens as the model gets them.
-        """
-        if routes.ids_TlK is None or not routes.rows:
-            return
-        trace_cp_routed_experts(
-            self.stage,
-            microbatch=routes.number,
-            slots=TracedSlots(
-                runs=self._runs(routes),
-                input_ids=None if self.source_NT is None else ids_T,
-                verified_count=None if self.source_NT is None else self._verified(routes, ids_T, self.source_NT),
-            ),
-            routes=_with_missing(routes, routes.ids_TlK),
-            layers=self.layers,
-        )
-        for i, layer in enumerate(self.layers):
-            trace_router_replay_assignment(
-                self.stage,
-                TracedRouter(microbatch=routes.number, layer_number=layer),
-                payload_idx=self.layer_index[i],
-                ids=_with_missing(routes, routes.ids_TlK[:, i]),
-            )
-
-    def used(
-        self,
-        routes: MicrobatchRoutes,
-        *,
-        layer: int,
-        action: ReplayAction,
-        ids_TK: torch.Tensor,
-        matches: bool | None,
-        pending: tuple[int, int],
-    ) -> None:
-        if not routes.rows:
-            return
-        router = TracedRouter(microbatch=routes.number, layer_number=layer)
-        trace_router_replay_action(
-            self.stage, router, action=action, ids=_with_missing(routes, ids_TK), pending=pending[1]
-        )
-        if matches is None or routes.digests_Tl is None:
-            return
-        has_none_T = ~routes.is_token_T
-        if routes.is_missing_T is not None:
-            has_none_T = has_none_T | routes.is_missing_T
-        used = UsedRoutes(
-            actual=ids_TK,
-            expected=routes.digests_Tl[:, self.layers.index(layer)],
-            missing=has_none_T,
-            num_experts=self.num_experts,
-        )
-        trace_router_replay_forward_verify(self.stage, router, used, action=action, pending=pending)
-
-    def cleared(self, routes: MicrobatchRoutes, *, layer: int, pending: int) -> None:
-        if routes.rows:
-            router = TracedRouter(microbatch=routes.number, layer_number=layer)
-            trace_router_replay_action(self.stage, router, action="clear", pending=pending)
-
-    def _verified(self, routes: MicrobatchRoutes, ids_T: torch.Tensor, source_NT: torch.Tensor) -> int:
-        """Return tokens that are the source's at the row and position from which their routes were cut.
-
-        Raises:
-            ValueError: a token is another one.
-        """
-        row_n = torch.tensor(routes.rows, dtype=torch.int64)
-        is_token_T = routes.is_token_T.cpu()
-        row_R = row_n[routes.row_T.cpu()[is_token_T]]
-        source_R = source_NT.cpu()[row_R, routes.column_T.cpu()[is_token_T]]
-        differs = (source_R != ids_T.cpu()[is_token_T]).nonzero()
-        if len(differs):
-            at = int(differs[0])
-            raise ValueError(
-                f"router replay, {self.stage.stage}, microbatch {routes.number}: sample {self.keys[int(row_R[at])]!r}: "
-                f"the model gets token {int(ids_T.cpu()[is_token_T][at])} where the sample has {int(source_R[at])}"
-            )
-        return len(source_R)
-
-    def _runs(self, routes: MicrobatchRoutes) -> Runs:
-        """Return neighbours in one row, as (key, first position, tokens)."""
-        row_T, column_T = routes.row_T.cpu(), routes.column_T.cpu()
-        is_padding = row_T < 0
-        goes_on = (row_T[1:] == row_T[:-1]) & (is_padding[1:] | (column_T[1:] == column_T[:-1] + 1))
-        starts = [0, *((~goes_on).nonzero()[:, 0] + 1).tolist()] if len(row_T) else []
-        ends = [*starts[1:], len(row_T)]
-        return [
-            (None if is_padding[a] else self.keys[routes.rows[int(row_T[a])]], int(column_T[a]), b - a)
-            for a, b in zip(starts, ends, strict=True)
-        ]
-
-
-def _with_missing(routes: MicrobatchRoutes, ids: torch.Tensor) -> torch.Tensor:
-    if routes.is_missing_T is None:
-        return ids
-    return ids.long().masked_fill(routes.is_missing_T.view(-1, *[1] * (ids.dim() - 1)), MISSING)
+__all__ = ["OWN_ROUTES", "ROUTES", "PassRoutes", "Replay", "Routers", "WorkerReplay"]
 
 
 ROUTES = "routed_experts"

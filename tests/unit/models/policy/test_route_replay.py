@@ -11,9 +11,14 @@ import torch
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, WorkerError
 from nemo_rl.models.policy.microbatch import PassShape
-from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, MicrobatchTokens, RouteReplayer, microbatch_routes
+from nemo_rl.models.policy.routes.replay import (
+    MicrobatchRoutes,
+    MicrobatchTokens,
+    RouteReplayer,
+    RouteTrace,
+    microbatch_routes,
+)
 from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
-from nemo_rl.models.policy.routes.worker_replay import RouteTrace
 from nemo_rl.routes.digest import route_digests
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.r3_trace import r3_trace_stage, reset_r3_trace
@@ -96,7 +101,7 @@ class Seen:
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
 
-    def used(self, routes, *, layer, action, ids_TK, matches, pending) -> None:
+    def used(self, routes, *, layer, action, ids_TK, pending) -> None:
         self.told.append((action, layer, *pending))
 
     def cleared(self, routes, *, layer, pending) -> None:
