@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import psutil
@@ -54,29 +54,16 @@ def expected_weights(folder: str | Path, *, precision: str) -> PreTrainedModel:
     return model.to(DTYPES[precision])  # type: ignore[arg-type]
 
 
-class WeightLoader(Protocol):
-    """The side of `RefitExtension` that changes vLLM's own model."""
+class RankRefit:
+    """The receiving side of a refit in one rank of an engine, which hands new weights to the loaders of vLLM.
 
-    def begin_reload(self) -> None:
-        """Begin new weights, anew after a refit that broke off."""
+    Args:
+        rank: of this worker among those of the engine.
+        device: of this rank.
+    """
 
-    def load(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Take some weights, named as the files of the model name them; the tensors are kept and must not change."""
-
-    def finish_reload(self) -> None:
-        """Finish the weights, when all have come."""
-
-    def loaded_fingerprints(self) -> Mapping[str, str]:
-        """Name in files -> fingerprint of what the model's loaders were given since `begin_reload`."""
-
-    def stale_copies(self) -> Sequence[str]:
-        """Return layers whose packed copy has other values than the weight that they keep beside it."""
-
-
-class VllmWeights:
-    """Hands new weights to the loaders of one rank of vLLM."""
-
-    def __init__(self, model: PreTrainedModel, loader: WeightLoader) -> None:
+    def __init__(self, model: PreTrainedModel, loader: RefitExtension, *, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
         self._loader, self._file_names = loader, FileNames(model)
         names: dict[int, str] = {}
         state = model.state_dict(keep_vars=True)
@@ -86,14 +73,26 @@ class VllmWeights:
         self._files: dict[str, tuple[str, ...]] = {}
         """Names in files of each weight that was handed over."""
         self._taken: set[str] = set()
+        self._receiver = RefitReceiver(model, device, take=self._take)
 
-    def begin(self) -> None:
+    def device_id(self) -> str:
+        return device_id(self._device)
+
+    def free_bytes(self, *, on_device: bool) -> int:
+        """Return memory that a buffer may take a part of: of this rank's device, or of its machine."""
+        return free_bytes(self._device if on_device else torch.device("cpu"))
+
+    def begin_weights(self) -> None:
         """Begin new weights."""
         self._taken = set()
         self._fingerprints, self._parts, self._files = Fingerprints(), Fingerprints(), {}
         self._loader.begin_reload()
 
-    def take(self, name: str, weight: torch.Tensor) -> None:
+    def take_weight(self, name: str, weight: torch.Tensor) -> None:
+        """Take one of the new weights, which may still change afterwards."""
+        self._take(name, weight.to(self._device, copy=True))
+
+    def _take(self, name: str, weight: torch.Tensor) -> None:
         """Take one of them, in the engine's dtype; it must not change from here on."""
         self._fingerprints.add(name, weight)
         first = self._first[name]
@@ -105,7 +104,7 @@ class VllmWeights:
                 self._parts.add(file_name, part)
             self._loader.load(stored)
 
-    def finish(self) -> None:
+    def finish_weights(self) -> None:
         """Finish the weights: vLLM computes with them from here on.
 
         Raises:
@@ -133,42 +132,6 @@ class VllmWeights:
             found[self._first.get(name, name)] = f"other values in the packed copy of vLLM's {layer}"
         return found
 
-
-class RankRefit:
-    """The receiving side of a refit in one rank of an engine.
-
-    Args:
-        rank: of this worker among those of the engine.
-        device: of this rank.
-    """
-
-    def __init__(self, model: PreTrainedModel, loader: WeightLoader, *, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
-        self.weights = VllmWeights(model, loader)
-        self._receiver = RefitReceiver(model, device, take=self._take)
-
-    def _take(self, name: str, weight: torch.Tensor) -> None:
-        self.weights.take(name, weight)
-
-    def device_id(self) -> str:
-        return device_id(self._device)
-
-    def free_bytes(self, *, on_device: bool) -> int:
-        """Return memory that a buffer may take a part of: of this rank's device, or of its machine."""
-        return free_bytes(self._device if on_device else torch.device("cpu"))
-
-    def begin_weights(self) -> None:
-        """Begin new weights."""
-        self.weights.begin()
-
-    def take_weight(self, name: str, weight: torch.Tensor) -> None:
-        """Take one of the new weights, which may still change afterwards."""
-        self.weights.take(name, weight.to(self._device, copy=True))
-
-    def finish_weights(self) -> None:
-        """Finish new weights, when all have come."""
-        self.weights.finish()
-
     def delta_base(self) -> int:
         """Return version that a delta can build on; -1: none."""
         return self._receiver.delta_base
@@ -180,7 +143,7 @@ class RankRefit:
     def begin(self, plan: RefitPlan, handles: Sequence[IpcHandle]) -> None:
         """Get ready for the first bucket; with handles buckets come through the memory of this rank's own GPU."""
         if plan.kind == "weights":
-            self.weights.begin()
+            self.begin_weights()
         self._receiver.begin(plan, handles[self._rank] if handles else None)
 
     def load(self, bucket: np.ndarray | None) -> None:
@@ -200,12 +163,8 @@ class RankRefit:
         self._receiver.finish()
         adapter = self._receiver.take_adapter()
         if adapter is None:
-            self.weights.finish()
+            self.finish_weights()
         return adapter
-
-    def fingerprints(self) -> dict[str, str]:
-        """Return name -> fingerprint of each weight as it came to this rank, and as vLLM loaded it."""
-        return self.weights.fingerprints()
 
     def close(self) -> None:
         """Leave the refit group. Idempotent."""
@@ -368,6 +327,7 @@ class RefitExtension:
         return getattr(self.rank_refit, method)(*arguments, **named)
 
     def begin_reload(self) -> None:
+        """Begin new weights, anew after a refit that broke off."""
         model = self.model_runner.get_model()
         if self.is_reloading:
             self._finalize(model)
@@ -382,10 +342,12 @@ class RefitExtension:
             initialize_layerwise_reload(model)
 
     def load(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Take some weights, named as the files of the model name them; the tensors are kept and must not change."""
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(self.loaded.passing(named))
 
     def finish_reload(self) -> None:
+        """Finish the weights, when all have come."""
         self._finalize(self.model_runner.get_model())
         self.is_reloading = False
         self.model_runner.reset_encoder_cache()
@@ -431,6 +393,7 @@ class RefitExtension:
         return None if recorder is None else recorder.close(is_complete=is_complete)
 
     def loaded_fingerprints(self) -> dict[str, str]:
+        """Name in files -> fingerprint of what the model's loaders were given since `begin_reload`."""
         return self.loaded.result()
 
     def stale_copies(self) -> list[str]:
