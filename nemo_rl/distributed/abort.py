@@ -53,7 +53,7 @@ from nemo_rl.errors import (
 )
 from nemo_rl.torch_private import abort_nccl
 
-__all__ = ["AbortWatch", "GuardedWorker", "NoWatch", "RootCause", "StepWatch", "abort_process_groups", "is_secondary"]
+__all__ = ["AbortWatch", "GuardedWorker", "RootCause", "StepWatch", "abort_process_groups", "is_secondary"]
 
 SECONDARY_TEXTS = (
     "connection closed",
@@ -219,31 +219,23 @@ EXIT_CODE = 70
 PREFIX = "nemo_rl/abort"
 
 
-class StepWatch(Protocol):
-    """The methods of its watch that a worker calls; `AbortWatch` documents them."""
-
-    @property
-    def cause(self) -> RootCause | None: ...
-    def stage(self, name: str) -> AbstractContextManager[None]: ...
-    def close(self) -> None: ...
-
-
-class NoWatch:
-    """The watch of a job of one rank, where no peer waits for it."""
+class StepWatch:
+    """A worker's watch over its steps; the base class is that of a job of one rank, where no peer waits for it."""
 
     @property
     def cause(self) -> RootCause | None:
+        """The cause that ended the step, or None while nothing has."""
         return None
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Let an error just go through."""
+        """(collective) Inside it an error ends the stage on every rank. Nests: the inner name is reported."""
         return nullcontext()
 
     def close(self) -> None:
-        """Do nothing, since nothing is watched."""
+        """End the watch: peers know that this rank left in peace. Idempotent."""
 
 
-class AbortWatch:
+class AbortWatch(StepWatch):
     """One rank's part of the abort. Every rank makes one after its process group (collective: all wait for all).
 
     Args:
@@ -272,12 +264,10 @@ class AbortWatch:
 
     @property
     def cause(self) -> RootCause | None:
-        """The cause that ended the step, or None while nothing has."""
         return self._cause
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """(collective) Inside it an error ends the stage on every rank. Nests: the inner name is reported."""
         self._check()
         self._stages.append(name)
         self._idle.clear()
@@ -345,10 +335,7 @@ class AbortWatch:
             return self._cause or self._without_store(lost, mine.stage)
 
     def _wait_for_cause(self, mine: RootCause) -> RootCause:
-        """Return the cause of a broken connection.
-
-        It is the record that comes, the ranks that fell silent, or what this rank has seen.
-        """
+        """Return the cause of a broken connection: the record that comes, the silent ranks, or what this rank saw."""
         before = self._signs_of_life()
         deadline = time.monotonic() + SECONDARY_WAIT_S
         while time.monotonic() < deadline:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_rl.distributed.job_store import choose_interface, open_client, open_server
-from nemo_rl.distributed.layout import Coordinates, ParallelLayout
+from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.pack_plan import DIGEST_BYTES, PackPlan
 from nemo_rl.errors import SchemaMismatch, WorkerError, from_record, to_record
 from nemo_rl.jagged import offsets_of, values_of
@@ -264,7 +264,8 @@ def _describe(fields: Fields) -> tuple[Json, list[torch.Tensor]]:
 
     def place(tensor: torch.Tensor) -> Json:
         nonlocal end
-        raw = _raw(tensor)
+        # Gloo does not know every dtype, bytes work for all.
+        raw = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
         placed = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
         if raw.numel() >= OWN_BUFFER_BYTES:
             large.append(raw)
@@ -305,11 +306,6 @@ def _messages(buffers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     for buffer in buffers:
         for start in range(0, buffer.numel(), MESSAGE_BYTES):
             yield buffer[start : start + MESSAGE_BYTES]
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes on the CPU: gloo does not know every dtype, bytes work for all."""
-    return tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
 
 
 def _group_device(group: dist.ProcessGroup) -> torch.device:
@@ -405,10 +401,8 @@ def _text(part: torch.Tensor) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelGroups:
-    """The coordinates of this rank and the groups with which it communicates. A group of one rank is None."""
+    """The groups with which this rank communicates. A group of one rank is None."""
 
-    layout: ParallelLayout
-    coordinates: Coordinates
     context: dist.ProcessGroup | None
     fsdp_mesh: DeviceMesh
     """Data x context ranks, which share the weights' shards; one-dimensional."""
@@ -427,17 +421,10 @@ class ParallelGroups:
             both = DeviceMesh.from_group(groups, device.type, mesh=shape, mesh_dim_names=("fsdp", "tp"))
             mesh, tensor_mesh = both["fsdp"], both["tp"]
         return cls(
-            layout=layout,
-            coordinates=layout.coordinates(rank),
             context=_group(rank, layout.context_groups()) if layout.cp > 1 else None,
             fsdp_mesh=mesh,
             tensor_mesh=tensor_mesh,
         )
-
-    @property
-    def is_writer(self) -> bool:
-        """True where this rank writes the results of its data-parallel shard."""
-        return self.layout.rank_of(self.coordinates) == self.layout.writer(self.coordinates.dp)
 
 
 def _group(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup:

@@ -37,7 +37,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_rl.environments.isolation import (
     Lines,
@@ -66,16 +66,6 @@ _REMOVED_AT_ONCE = 200
 """Most files of a fork that are removed before the next request is heard: milliseconds."""
 
 
-class Service(Protocol):
-    """The work of forks."""
-
-    ready: dict[str, object]
-    """Facts about the loaded code that its owner must know."""
-
-    def answer(self, request: dict[str, Any]) -> dict[str, object]:
-        """Return the reply to one request; runs in a fork."""
-
-
 class EnvironmentService:
     """One conversation: `open`, `reply`, `close`."""
 
@@ -87,10 +77,11 @@ class EnvironmentService:
         if not callable(self._environment.open):
             raise TypeError(f"expected a class with a method open(row), got {type(self._environment).__name__}")
         self.ready: dict[str, object] = {"source": digest_of(module, found)}
+        """Facts about the loaded code that its owner must know."""
         self._conversation: Any = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, object]:
-        """Return the reply to one request."""
+        """Return the reply to one request; runs in a fork."""
         if "open" in request:
             row = read_row(request["open"])
             random.seed(row.seed)
@@ -160,7 +151,10 @@ def _process_state() -> tuple[object, ...]:
     return os.getcwd(), umask, sys.getrecursionlimit(), limits, names, streams, blocked, timer
 
 
-_SERVICES: Mapping[str, type[EnvironmentService] | type[ToolService]] = {
+Service = EnvironmentService | ToolService
+"""The work of forks."""
+
+_SERVICES: Mapping[str, type[Service]] = {
     "environment": EnvironmentService,
     "tools": ToolService,
 }

@@ -288,7 +288,23 @@ def check_starter_place(folder: Path) -> Path:
         ModelFolderError: what is there is neither an empty folder nor a starter alone, or it cannot be written.
     """
     folder = Path(os.path.abspath(folder))
-    _check_place(folder)
+    try:
+        if folder.is_symlink():
+            raise ModelFolderError(f"{folder}: is a link to {os.readlink(folder)}; name the folder itself, or another")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            return folder
+        if not folder.is_dir():
+            raise ModelFolderError(f"{folder}: is not a folder; choose another path")
+        ours = _files_of_starter(folder)
+        others = sorted(path.name for path in folder.iterdir() if path.name not in ours or path.is_dir())
+    except OSError as error:
+        raise ModelFolderError(f"{folder}: cannot be written: {error}; choose another folder") from error
+    if others:
+        raise ModelFolderError(
+            f"{folder}: holds other files than a starter of this script ({name_some(others)}); choose "
+            "another folder, or remove it yourself"
+        )
     return folder
 
 
@@ -299,7 +315,20 @@ def write_starter(folder: Path, *parts: SavedPart) -> None:
         ModelFolderError: as `check_starter_place`.
     """
     try:
-        _write(folder, parts)
+        # A new name beside the folder: it holds no files yet and is on the same file system.
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
+            part = Path(beside) / "new"
+            part.mkdir()
+            for each in parts:
+                each.save_pretrained(str(part))
+            files = sorted(path.name for path in part.iterdir())
+            (part / STARTER_FILE).write_text(f"{json.dumps({'files': files}, indent=1)}\n", encoding="utf-8")
+            give_usual_modes(part)
+            # Checked again, because the warm start took a while.
+            check_starter_place(folder)
+            if folder.exists():
+                folder.rename(Path(beside) / "old")
+            part.rename(folder)
     except OSError as error:
         raise ModelFolderError(f"{folder}: cannot be written: {error}; choose another folder") from error
 
@@ -333,27 +362,6 @@ def _corpus(task: StarterTask, seed: int) -> Iterator[str]:
             yield "\n".join([message.role, message.content, *calls])
 
 
-def _check_place(folder: Path) -> None:
-    """Raise where `folder` is somebody else's, and make the folders above it."""
-    try:
-        if folder.is_symlink():
-            raise ModelFolderError(f"{folder}: is a link to {os.readlink(folder)}; name the folder itself, or another")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if not folder.exists():
-            return
-        if not folder.is_dir():
-            raise ModelFolderError(f"{folder}: is not a folder; choose another path")
-        ours = _files_of_starter(folder)
-        others = sorted(path.name for path in folder.iterdir() if path.name not in ours or path.is_dir())
-    except OSError as error:
-        raise ModelFolderError(f"{folder}: cannot be written: {error}; choose another folder") from error
-    if others:
-        raise ModelFolderError(
-            f"{folder}: holds other files than a starter of this script ({name_some(others)}); choose "
-            "another folder, or remove it yourself"
-        )
-
-
 def _files_of_starter(folder: Path) -> frozenset[str]:
     """Return the files that `make_starter` has written there; empty where it has not."""
     try:
@@ -361,23 +369,6 @@ def _files_of_starter(folder: Path) -> frozenset[str]:
         return frozenset({STARTER_FILE, *map(str, found)})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return frozenset()
-
-
-def _write(folder: Path, saved: Sequence[SavedPart]) -> None:
-    # A new name beside the folder: it holds no files yet and is on the same file system.
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
-        part = Path(beside) / "new"
-        part.mkdir()
-        for each in saved:
-            each.save_pretrained(str(part))
-        files = sorted(path.name for path in part.iterdir())
-        (part / STARTER_FILE).write_text(f"{json.dumps({'files': files}, indent=1)}\n", encoding="utf-8")
-        give_usual_modes(part)
-        # Checked again, because the warm start took a while.
-        _check_place(folder)
-        if folder.exists():
-            folder.rename(Path(beside) / "old")
-        part.rename(folder)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from nemo_rl.data_plane.column_io import kv_first_write, read_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.worker_mixin import ReplicaMember, TQWorkerMixin
-from nemo_rl.distributed.abort import NoWatch
+from nemo_rl.distributed.abort import StepWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, replica_group_of
 from nemo_rl.distributed.layout import ParallelLayout
@@ -45,7 +45,7 @@ def start_worker(rank: int, folder: str) -> TQWorker:
         seed=0,
         keep_reference=False,
     )
-    return TQWorker(spec, here, owns_group=True, replica=replica, watch=NoWatch())
+    return TQWorker(spec, here, owns_group=True, replica=replica, watch=StepWatch())
 
 
 def open_store() -> tuple[DataPlaneClient, KVBatchMeta]:
@@ -135,7 +135,7 @@ class Constant(TQWorkerMixin[str, int]):
 
 @pytest.fixture
 def alone() -> Constant:
-    return Constant(rank=0, replica=ReplicaMember(leader=0), watch=NoWatch(), pad_values={"input_ids": 0.0})
+    return Constant(rank=0, replica=ReplicaMember(leader=0), watch=StepWatch(), pad_values={"input_ids": 0.0})
 
 
 def test_a_fetch_policy_that_cannot_work_is_refused(alone):

@@ -145,8 +145,8 @@ IN_CODE = (
         recipe=LLAMA,
         fault=_fault(
             "models/dtensor/train_step.py",
-            "averaged_over = self._groups.fsdp_mesh.size()",
-            "averaged_over = self._groups.layout.cp",
+            "averaged_over = self._optimizer_step.groups.fsdp_mesh.size()",
+            "averaged_over = self._here.layout.cp",
             "the learning rate falls with every node",
         ),
     ),

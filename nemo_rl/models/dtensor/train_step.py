@@ -94,7 +94,7 @@ class StepRunner(Runner):
 
     # Private parts.
 
-    def _look(
+    def _infer(
         self,
         batch: BatchedDataDict,
         microbatches: Microbatches,
@@ -105,10 +105,9 @@ class StepRunner(Runner):
         top_k: TopTokens | int | None = None,
     ) -> None:
         self._model.eval()
-        is_packed = self._layout.is_packed and not isinstance(top_k, int)
         with torch.no_grad():
             for rows in microbatches:
-                micro = self._build(batch, rows, select_NT, is_packed=is_packed)
+                micro = self._build(batch, rows, select_NT, is_padded=isinstance(top_k, int))
                 with self._pass_of(micro):
                     found = self._model(micro.inputs, sampling=self._layout.sampling, top_k=top_k, computed=computed)
                     if micro.rows:
@@ -131,7 +130,7 @@ class StepRunner(Runner):
         numbers, last = StepNumbers(), len(microbatches) - 1
         for i, rows in enumerate(microbatches):
             as_fsdp(self._model).set_requires_gradient_sync(i == last or not self._optimizer_step.keeps_whole)
-            micro = self._build(batch, rows, select_NT, fields=fields, is_packed=self._layout.is_packed)
+            micro = self._build(batch, rows, select_NT, fields=fields)
             # Layers that the backward pass runs again need the same routes.
             with self._pass_of(micro):
                 found_cM = self._model(micro.inputs, sampling=sampling, computed=computed)
@@ -161,14 +160,14 @@ class StepRunner(Runner):
         select_NT: torch.Tensor,
         *,
         fields: Sequence[str] = (),
-        is_packed: bool,
+        is_padded: bool = False,
     ) -> Microbatch:
         micro = build_microbatch(
             batch,
             rows,
             select_NT=select_NT,
             fields=fields,
-            is_packed=is_packed,
+            is_packed=self._layout.is_packed and not is_padded,
             shape=self._layout.shape,
             device=self._here.device,
         )

@@ -14,7 +14,6 @@ import random
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,27 +40,19 @@ TAIL_Z = 3.0902
 KEY = "policy.generation.options"
 
 
-class SleepClock(Protocol):
-    """The time that an engine spends."""
+class SleepClock:
+    """The time that an engine spends; here the machine's own."""
 
     def now(self) -> float:
         """Return seconds."""
-
-    def sleep(self, seconds: float) -> None:
-        """Return when these seconds have passed."""
-
-
-class RealClock:
-    """The machine's own time."""
-
-    def now(self) -> float:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
+        """Return when these seconds have passed."""
         time.sleep(seconds)
 
 
-class VirtualClock:
+class VirtualClock(SleepClock):
     """A time that passes only where an engine sleeps."""
 
     def __init__(self) -> None:
@@ -252,7 +243,7 @@ class SleepEngine(RefitTarget, GenerationInterface):
     def __init__(self, spec: EngineSpec, *, clock: SleepClock | None = None) -> None:
         generation = spec.policy.generation
         self.options = SleepOptions.of(generation.options)
-        self.clock = clock or (RealClock() if self.options.real_time else VirtualClock())
+        self.clock = clock or (SleepClock() if self.options.real_time else VirtualClock())
         self._version = spec.weight_version
         self._num_missing = 0
         """Buckets of a refit that have not come."""

@@ -86,7 +86,7 @@ class PipelineRunner(Runner):
 
     # Private parts.
 
-    def _look(
+    def _infer(
         self,
         batch: BatchedDataDict,
         microbatches: Microbatches,
@@ -110,7 +110,7 @@ class PipelineRunner(Runner):
             return found[0].sum()
 
         at_all_positions = isinstance(top_k, int)
-        micros = self._build(batch, microbatches, select_NT, is_packed=self._layout.is_packed and not at_all_positions)
+        micros = self._build(batch, microbatches, select_NT, is_padded=at_all_positions)
         self._run(micros, len(microbatches), find, is_training=False, at_all_positions=at_all_positions)
 
     def _one_batch(
@@ -217,7 +217,7 @@ class PipelineRunner(Runner):
         select_NT: torch.Tensor,
         *,
         fields: Sequence[str] = (),
-        is_packed: bool | None = None,
+        is_padded: bool = False,
     ) -> Iterator[Microbatch]:
         if not self._here.is_last_stage:
             select_NT = torch.zeros_like(select_NT)
@@ -227,7 +227,7 @@ class PipelineRunner(Runner):
                 rows,
                 select_NT=select_NT,
                 fields=fields,
-                is_packed=self._layout.is_packed if is_packed is None else is_packed,
+                is_packed=self._layout.is_packed and not is_padded,
                 shape=self._layout.shape,
                 device=self._here.device,
             )

@@ -127,7 +127,7 @@ class Runner(ABC):
             self._observer.logprobs(micro, found[0])
             result.keep(micro, found)
 
-        self._look(batch, microbatches, select_NT, keep, computed=computed)
+        self._infer(batch, microbatches, select_NT, keep, computed=computed)
         return self._finite("log-probabilities", batch, result)
 
     def top_k(
@@ -144,7 +144,7 @@ class Runner(ABC):
         def keep(micro: Microbatch, found_cM: torch.Tensor) -> None:
             result.keep(micro, [micro.to_rows(part_kM.T) for part_kM in found_cM.chunk(2)])
 
-        self._look(batch, microbatches, select_NT, keep, top_k=wanted)
+        self._infer(batch, microbatches, select_NT, keep, top_k=wanted)
         return self._finite("top-k log-probabilities", batch, result)
 
     def topk_logits(
@@ -160,7 +160,7 @@ class Runner(ABC):
                 for whole_NTk, part in zip((values_NTk, tokens_NTk), found, strict=True):
                     whole_NTk[row, :length] = part[i, :length]
 
-        self._look(batch, microbatches, torch.zeros_like(ids_NT, dtype=torch.bool), keep, top_k=k)
+        self._infer(batch, microbatches, torch.zeros_like(ids_NT, dtype=torch.bool), keep, top_k=k)
         return values_NTk, tokens_NTk
 
     @abstractmethod
@@ -183,7 +183,7 @@ class Runner(ABC):
     # Parts of every runner.
 
     @abstractmethod
-    def _look(
+    def _infer(
         self,
         batch: BatchedDataDict,
         microbatches: Microbatches,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -148,7 +148,8 @@ class DeviceSide:
         planned: bytes on the device by stage, as `nemo-rl plan` counts them; empty where nothing was planned.
         """
         self.device, self.planned = device, planned
-        self._profile: _Profile | None = None
+        self._end_profile: Callable[[bool], None] | None = None
+        """Ends the profile that runs; False discards it."""
         self._has_expandable_segments = self._use_expandable_segments()
 
     @property
@@ -233,9 +234,10 @@ class DeviceSide:
         """
         self.stop_profiling(is_complete=False)
         if trace is not None:
-            self._profile = _TorchProfile(trace, is_cuda=self.is_cuda)
+            self._end_profile = _torch_profile(trace, is_cuda=self.is_cuda)
         elif self.is_cuda:
-            self._profile = _CudaRange()
+            torch.cuda.profiler.start()
+            self._end_profile = _end_cuda_range
 
     def stop_profiling(self, *, is_complete: bool = True) -> None:
         """End the profile. Idempotent.
@@ -243,50 +245,38 @@ class DeviceSide:
         Args:
             is_complete: False discards it.
         """
-        profile, self._profile = self._profile, None
-        if profile is not None:
-            profile.stop(is_complete=is_complete)
+        end, self._end_profile = self._end_profile, None
+        if end is not None:
+            end(is_complete)
 
 
-class _Profile(Protocol):
-    """A profile that runs since it was made."""
-
-    def stop(self, *, is_complete: bool) -> None:
-        """End it; write what it has where that is its task and it is complete."""
+def _end_cuda_range(_: bool) -> None:
+    with suppress(RuntimeError):
+        torch.cuda.profiler.stop()
 
 
-class _CudaRange:
-    def __init__(self) -> None:
-        torch.cuda.profiler.start()
+def _torch_profile(path: Path, *, is_cuda: bool) -> Callable[[bool], None]:
+    """Begin a profile of `torch.profiler`, and return what ends it. A disk that refuses costs the trace and never the
+    step."""
+    profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])])
+    profiler.start()
 
-    def stop(self, *, is_complete: bool) -> None:
-        with suppress(RuntimeError):
-            torch.cuda.profiler.stop()
-
-
-class _TorchProfile:
-    """A profile of `torch.profiler`. A disk that refuses costs the trace and never the step."""
-
-    def __init__(self, path: Path, *, is_cuda: bool) -> None:
-        self._path = path
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
-        self._profiler = profile(activities=activities)
-        self._profiler.start()
-
-    def stop(self, *, is_complete: bool) -> None:
-        self._profiler.stop()
+    def end(is_complete: bool) -> None:
+        profiler.stop()
         if not is_complete:
             return
         # The suffix decides whether torch compresses it; under its own name it appears whole.
-        unfinished = self._path.with_name(f".{os.getpid()}.tmp.{self._path.name}")
+        unfinished = path.with_name(f".{os.getpid()}.tmp.{path.name}")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._profiler.export_chrome_trace(str(unfinished))
-            unfinished.replace(self._path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(unfinished))
+            unfinished.replace(path)
         except (OSError, RuntimeError) as error:
-            logger.warning("no profile in %s, the run continues: %s", self._path, error)
+            logger.warning("no profile in %s, the run continues: %s", path, error)
             with suppress(OSError):
                 unfinished.unlink(missing_ok=True)
+
+    return end
 
 
 def check_workspace(device: torch.device) -> None:

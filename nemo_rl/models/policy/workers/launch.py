@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.data_plane.worker_mixin import ReplicaMember
-from nemo_rl.distributed.abort import AbortWatch, NoWatch, StepWatch
+from nemo_rl.distributed.abort import AbortWatch, StepWatch
 from nemo_rl.distributed.collectives import destroy_process_group, init_process_group, job_store
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.steps import RankInfo
@@ -69,9 +69,9 @@ def _abort_watch(spec: WorkerSpec) -> tuple[StepWatch, AbstractContextManager[No
     """Keep the watch, and what is around the start of the worker."""
     rank = spec.rank
     if spec.joins_process:
-        return NoWatch(), nullcontext()
+        return StepWatch(), nullcontext()
     if rank.world_size == 1:
-        return NoWatch(), _group_ends_with_an_error()
+        return StepWatch(), _group_ends_with_an_error()
     watch = AbortWatch(job_store(), rank=rank.rank, world_size=rank.world_size, timeout_s=spec.collective_timeout_s)
     return watch, watch.stage("start")
 

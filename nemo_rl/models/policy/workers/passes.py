@@ -104,7 +104,10 @@ class Passes:
             self._hook_observers.phase(WorkerPass.TRAIN, batch) as observer,
             self._guarding("train", batch, plan, [] if eval_mode else outcomes),
         ):
-            batch = _for_the_loss(_without(batch, ROUTES)).to("cpu")
+            batch = _without(batch, ROUTES).to("cpu")
+            if TOKEN_ADVANTAGES in batch:
+                # The name by which losses know them.
+                batch[ADVANTAGES] = batch.pop(TOKEN_ADVANTAGES)
             learning_rate = self.engine.schedule.apply()
             scales = loss_scales(batch, steps, is_writer=self._here.is_writer)
             runner = self.engine.runner(layout, pass_routes, observer)
@@ -362,8 +365,3 @@ def _scored_tokens(batch: BatchedDataDict) -> torch.Tensor:
 def _without(batch: BatchedDataDict, name: str) -> BatchedDataDict:
     """Whole routes stay where they are, passes get their part; sampling masks belong to a filter."""
     return BatchedDataDict({other: column for other, column in batch.items() if other != name})
-
-
-def _for_the_loss(batch: BatchedDataDict) -> BatchedDataDict:
-    """Return the advantages of tokens under the name by which losses know them."""
-    return BatchedDataDict({ADVANTAGES if name == TOKEN_ADVANTAGES else name: column for name, column in batch.items()})

@@ -121,11 +121,7 @@ class StoredRoutes:
     # Private parts.
 
     def _whole(self, worker: TQWorker, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict) -> ShardRoutes:
-        """Return whole rows from the store, on the rank that reads.
-
-        Raises:
-            FieldNotProduced: there are none; names stage and samples.
-        """
+        """Return whole rows from the store, on the rank that reads; raise FieldNotProduced where there are none."""
         shape = self.replay.shape
         declared = {spec.name for spec in worker.client.partition_fields(meta.partition_id)}
         names = [name for name in ROUTE_FIELDS if name in declared]
