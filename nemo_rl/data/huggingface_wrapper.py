@@ -176,11 +176,7 @@ def _files_of(config: Mapping[str, Any] | None) -> list[str]:
 
 
 def _splits(path: Path, subset: str | None, where: str) -> FolderFiles:
-    """Return the files of a local path by their splits.
-
-    Raises:
-        DatasetError: there are none.
-    """
+    """Return the files of a local path by their splits; raise DatasetError where there are none."""
     if path.is_file():
         if subset is not None:
             raise DatasetError(f"{where}.subset: {path} is one file and has no subsets; leave it out")

@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_rl.errors import DatasetError
 
-__all__ = ["Question", "Task", "TaskScorer", "has_reasoning_gym", "questions"]
+__all__ = ["Task", "TaskScorer", "has_reasoning_gym", "questions"]
 
 # What the library's scorers are known to raise on texts they did not expect.
 _SCORER_RAISES = (ArithmeticError, AssertionError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
@@ -31,15 +31,6 @@ class Task:
     def to_json(self) -> dict[str, object]:
         """Return plain values, the inverse of `Task(**values)`."""
         return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """One item as the model sees it."""
-
-    question: str
-    answer: object
-    """The gold answer, or None where many answers are right."""
 
 
 class TaskScorer:
@@ -72,8 +63,8 @@ def has_reasoning_gym() -> bool:
     return importlib.util.find_spec("reasoning_gym") is not None
 
 
-def questions(task: Task, *, where: str) -> Iterator[Question]:
-    """Yield the items of `task` in order.
+def questions(task: Task, *, where: str) -> Iterator[tuple[str, object]]:
+    """Yield question and gold answer of the items of `task` in order; None where many answers are right.
 
     Raises:
         DatasetError: the extra is missing, or the library does not know the task or its settings.
@@ -81,7 +72,7 @@ def questions(task: Task, *, where: str) -> Iterator[Question]:
     items = _create(task, where=where)
     for index in range(task.size):
         item = items[index]
-        yield Question(question=item["question"], answer=item["answer"])
+        yield item["question"], item["answer"]
 
 
 def _create(task: Task, *, where: str) -> Any:

@@ -77,8 +77,8 @@ def _integer_options(cfg: DatasetConfig, where: str) -> dict[str, int]:
 def reasoning_gym_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
     del exclude
     task = reasoning_gym_wrapper.Task(name=cfg.task or "", size=cfg.size or 0, seed=cfg.seed, options=dict(cfg.options))
-    for index, item in enumerate(reasoning_gym_wrapper.questions(task, where=where)):
-        yield RawPrompt(text=item.question, answer=item.answer, metadata={"task": task.to_json(), "index": index})
+    for index, (question, answer) in enumerate(reasoning_gym_wrapper.questions(task, where=where)):
+        yield RawPrompt(text=question, answer=answer, metadata={"task": task.to_json(), "index": index})
 
 
 def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:

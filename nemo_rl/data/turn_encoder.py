@@ -463,11 +463,7 @@ def _called(last: Message, new: Sequence[Message]) -> tuple[str, ...]:
 
 
 def _end_of_marks(rendered: str, marks: Sequence[str]) -> int:
-    """Return the place behind the last of the marks.
-
-    Raises:
-        ModelFolderError: none is there.
-    """
+    """Return the place behind the last of the marks; raise ModelFolderError where none is there."""
     ends = [rendered.rfind(mark) + len(mark) for mark in marks if mark in rendered]
     if not ends:
         raise ModelFolderError("the chat template leaves out an assistant turn; set policy.tokenizer.chat_template")

@@ -326,7 +326,10 @@ class RayWorkerGroup(WorkerGroup):
             self.shutdown()
             late = sorted(rank_of[ref] for ref in waiting)
             raise self._located(
-                _root_cause(failures) if failures else self._too_late(late, timeout_s, stage=stage, key=key)
+                # Without a recorded root cause the first failure that is not merely what a peer's death looks like.
+                next((failure for failure in failures if not is_secondary(failure)), failures[0])
+                if failures
+                else self._too_late(late, timeout_s, stage=stage, key=key)
             )
         return [replies[ref] for ref in refs]
 
@@ -437,8 +440,3 @@ def _failure(reply: Mapping[str, object], *, rank: int, stage: str, who: str) ->
     logger.debug("rank %s, stage %s:\n%s", rank, stage, reply["trace"])
     cause = RootCause.from_json(str(reply["cause"]))
     return (replace(cause, rank=rank) if cause.rank == UNKNOWN_RANK else cause).to_error()
-
-
-def _root_cause(failures: Sequence[NemoRLError]) -> NemoRLError:
-    """Return, without a recorded root cause, the first failure that is not merely what a peer's death looks like."""
-    return next((failure for failure in failures if not is_secondary(failure)), failures[0])

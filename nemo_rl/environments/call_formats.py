@@ -398,11 +398,7 @@ class _Piece:
 
 
 class _Pieces:
-    """Splits the tokens of a turn at markers.
-
-    Args:
-        drops_stop: a special token at the end of a turn is the stop token, which is no text.
-    """
+    """Splits the tokens of a turn at markers; with `drops_stop` a special token at its end is no text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, markers: Sequence[str], *, drops_stop: bool = True) -> None:
         self._tokenizer = tokenizer

@@ -330,11 +330,7 @@ def _wrong(param: str, expected: str, got: object) -> RefusedRequest:
 
 
 def _taken(given: dict[str, Any], name: str, kind: str, *, where: str = "", pops: bool = False) -> Any:
-    """Return a field, which may be missing or null.
-
-    Raises:
-        RefusedRequest: it is of another kind.
-    """
+    """Return a field, which may be missing or null; raise RefusedRequest where it is of another kind."""
     value = given.pop(name, None) if pops else given.get(name)
     if value is not None and not isinstance(value, _KINDS[kind]):
         raise _wrong(f"{where}{name}", kind, value)

@@ -72,11 +72,7 @@ class _RewardFunction:
 
 def _wanted(function: Callable[..., Any]) -> tuple[list[str], dict[str, bool]]:
     """Return the names of the further arguments that the function takes, and the columns of the row that it takes by
-    name, True for those without a default.
-
-    Raises:
-        TypeError: it does not take prompt, response and answer.
-    """
+    name, True for those without a default; raise TypeError where it does not take prompt, response and answer."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # a builtin without a signature

@@ -475,11 +475,7 @@ class _TornFrame(Exception):
 
 
 def _read_frame(file: BinaryIO, offset: int) -> tuple[dict[str, Any], bytes, int]:
-    """Return description, columns and the offset behind a frame.
-
-    Raises:
-        _TornFrame: there is no whole frame.
-    """
+    """Return description, columns and the offset behind a frame; raise _TornFrame where there is no whole one."""
     file.seek(offset)
     head = file.read(_FRAME.size)
     if len(head) < _FRAME.size:

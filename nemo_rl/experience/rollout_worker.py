@@ -332,11 +332,7 @@ class RolloutWorker:
     def _write_conversations(
         self, group: GroupRequest, scored: ScoredGroup, *, version: int | None, partition_id: str, is_first: bool
     ) -> RolloutResult:
-        """Write the columns of a group whose conversations have ended.
-
-        Raises:
-            WorkerError: nothing was sampled in the whole group, whose rows then have no version.
-        """
+        """Write the columns of a group whose conversations have ended; raise WorkerError where none has a turn."""
         size = self._spec.grpo.num_generations_per_prompt
         rows = [row for _, _, row in scored.rows]
         # The first row of each conversation has the key of a single turn.
@@ -391,14 +387,10 @@ class RolloutWorker:
     def _write(
         self, groups: Sequence[GroupRequest], output: GenerationOutput, *, partition_id: str, is_first: bool
     ) -> tuple[RolloutResult, ...]:
-        """Score groups that have ended and write their columns.
-
-        Args:
-            is_first: of the groups of one call of `rollout`.
-        """
+        """Score groups that have ended and write their columns; `is_first` of the groups of one call of `rollout`."""
         assert self._scorer is not None, "single turns are scored"
         prompts = [self._train.prompts[group.prompt] for group in groups]
-        report = self._scorer.score(prompts, output).report
+        _, report = self._scorer.score(prompts, output)
         size = len(output.lengths) // len(groups)
         keys = keys_of_groups([group.uid for group in groups], size)
         columns = build_columns(

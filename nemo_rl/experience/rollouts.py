@@ -36,7 +36,6 @@ __all__ = [
     "ResponseScorer",
     "RolloutSpec",
     "SamplesPrompts",
-    "ScoredSamples",
     "check_versions",
     "row_seeds",
     "sampling_params",
@@ -76,17 +75,6 @@ class RolloutSpec:
             start_timeout_s=config.cluster.worker_start_timeout_s,
             now=now,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredSamples:
-    """Responses with their rewards."""
-
-    output: GenerationOutput
-    texts: tuple[str, ...]
-    """One per response, as it was scored."""
-    report: EnvReport
-    """Rewards of all rows, and what happened while scoring."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,17 +139,17 @@ class ResponseSampler:
         request = GenerationRequest(prompt_ids=ids, seeds=tuple(seeds), sampling=sampling, images=images)
         output = self._generation.generate(request)
         check_versions(output, version)
-        scored = self._scorer.score(prompts, output)
+        texts, report = self._scorer.score(prompts, output)
         lengths = output.lengths.tolist()
         return MeasuredSamples(
-            rewards=scored.report.rewards,
+            rewards=report.rewards,
             is_scored=(True,) * len(lengths),
-            texts=scored.texts,
+            texts=texts,
             responses=tuple(tuple(part.tolist()) for part in output.token_ids.split(lengths)),
             num_tokens=tuple(lengths),
             truncated=tuple(output.truncated.tolist()),
-            components=scored.report.components,
-            printed=scored.report.printed,
+            components=report.components,
+            printed=report.printed,
         )
 
 
@@ -227,8 +215,8 @@ class ResponseScorer:
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._lock = Lock()
 
-    def score(self, prompts: Sequence[Prompt], output: GenerationOutput) -> ScoredSamples:
-        """Score the rows of whole groups.
+    def score(self, prompts: Sequence[Prompt], output: GenerationOutput) -> tuple[tuple[str, ...], EnvReport]:
+        """Return the texts of the rows of whole groups, as they were scored, and their rewards.
 
         Args:
             prompts: one per group.
@@ -242,7 +230,7 @@ class ResponseScorer:
             responses = [Response(text=text, num_tokens=length, truncated=cut) for text, length, cut in measured]
             size = len(responses) // max(1, len(prompts))
             report = self._environment.score([prompt for prompt in prompts for _ in range(size)], responses)
-        return ScoredSamples(output=output, texts=tuple(texts), report=report)
+        return tuple(texts), report
 
     def _decode(self, output: GenerationOutput) -> list[str]:
         """Texts of all responses, without the stop token that ended them."""

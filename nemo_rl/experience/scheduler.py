@@ -363,11 +363,8 @@ def _shares(total: float, *, num_engines: int, least: float) -> list[float]:
 
 
 def _cuts(ends: Sequence[float], shares: Sequence[float]) -> list[int]:
-    """First prompts of the blocks and the number of prompts: each cut at the prompt that comes next to its share.
-
-    Args:
-        ends: work up to each prompt, from 0 on.
-    """
+    """Return first prompts of the blocks and the number of prompts: each cut where the work up to a prompt (`ends`)
+    comes next to its share."""
     cuts = [0]
     for target in accumulate(shares):
         cut = min(range(cuts[-1], len(ends)), key=lambda prompt: abs(ends[prompt] - target))

@@ -271,11 +271,7 @@ def _member(kind: object, name: object) -> Enum:
 
 
 def _open_part(folder: Path, group: dist.ProcessGroup | None) -> Path:
-    """Return an empty folder next to `folder`, where its content is written.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
+    """Return an empty folder next to `folder`, where its content is written; an error is raised on every rank."""
     target = _part(folder)
     problem = None
     if dist.get_rank() == 0:
@@ -289,11 +285,8 @@ def _open_part(folder: Path, group: dist.ProcessGroup | None) -> Path:
 
 
 def _close_part(folder: Path, problem: str | None, group: dist.ProcessGroup | None) -> None:
-    """Give what was written its name, or removes it when any rank had a problem.
-
-    Raises:
-        CheckpointError: on every rank; what was in `folder` before is left as it was.
-    """
+    """Give what was written its name; when any rank had a problem remove it, leave what was in `folder` before, and
+    raise CheckpointError on every rank."""
     target = _part(folder)
     is_writer = dist.get_rank() == 0
     try:

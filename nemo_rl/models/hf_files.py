@@ -109,7 +109,9 @@ class FileNames:
             ModelFolderError: files of this type hold values in an order that cannot be written in parts.
         """
         self._kind = model.config.model_type
-        conversions = [one for one in get_model_conversion_mapping(model, add_legacy=False) if not _is_prefix(one)]
+        # A prefix only says that a folder may hold a larger model that this one is a part of.
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [one for one in found if not isinstance(one, PrefixChange)]
         reverse = [one.reverse_transform() for one in conversions[::-1]]
         self._renamings = [one for one in reverse if isinstance(one, WeightRenaming)]
         converters = [one for one in reverse if isinstance(one, WeightConverter)]
@@ -177,11 +179,6 @@ def _probe_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return a small size: fused experts keep their number; every other size becomes one that divides well."""
     small = tuple(PROBE_ROWS for _ in shape)
     return (shape[0], *small[1:]) if len(shape) > 2 else small
-
-
-def _is_prefix(conversion: object) -> bool:
-    """Return whether a conversion only says that a folder may hold a larger model that this one is a part of."""
-    return isinstance(conversion, PrefixChange)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

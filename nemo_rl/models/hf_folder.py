@@ -108,7 +108,7 @@ class FolderWeights:
             ModelFolderError: the file does not hold what the index says.
         """
         parts = self._stored[name]
-        shapes = [self._shape_in_file(part.name) for part in parts]
+        shapes = [tuple(self._files[self._file_of[part.name]].get_slice(part.name).get_shape()) for part in parts]
         if len(parts) == 1:
             return shapes[0]
         wrong = [shape for shape, part in zip(shapes, parts, strict=True) if shape != part.shape]
@@ -199,9 +199,6 @@ class FolderWeights:
                 f"{self.where}: config.json says tie_word_embeddings, but {HEAD} differs from {EMBEDDING}; set "
                 "tie_word_embeddings to false in config.json"
             )
-
-    def _shape_in_file(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
 
     def _read(self, name: str, rows: slice = ALL_ROWS) -> torch.Tensor:
         file = self._file_of[name]

@@ -204,10 +204,7 @@ class _TensorPlace:
     offset: int
 
     def fill(self, weight: torch.Tensor) -> None:
-        """
-        Args:
-            weight: the whole one that the tensor is a part of.
-        """
+        """Write the tensor, a part of the whole `weight`."""
         expected = f"{self.tensor.weight}: expected {self.tensor.dtype}, got {weight.dtype}"
         assert weight.dtype is self.tensor.dtype, expected
         self.sink.seek(self.offset)

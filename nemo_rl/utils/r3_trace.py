@@ -346,11 +346,8 @@ def trace_router_replay_forward_verify(
 
 
 def _next_call(name: str, *, continues: bool = False) -> int | None:
-    """Return the number of this call among those of its name; None when it is beyond the limit.
-
-    Args:
-        continues: it has the number of the call before.
-    """
+    """Return the number of this call among those of its name, with `continues` that of the call before; None when it is
+    beyond the limit."""
     with _CALLS_LOCK:
         number = _CALLS[name] - continues
         _CALLS[name] = number + 1

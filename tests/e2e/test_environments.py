@@ -121,7 +121,7 @@ def test_reasoning_gym_scores_its_own_items(tmp_path: Path) -> None:
     source = DatasetConfig(dataset_name="reasoning_gym", task="syllogism", size=24, seed=3)
     held_out = source.model_copy(update={"size": 8, "seed": 1000})
     gold = {
-        item.question: str(item.answer) for item in questions(Task(name="syllogism", size=24, seed=3), where="test")
+        question: str(answer) for question, answer in questions(Task(name="syllogism", size=24, seed=3), where="test")
     }
     model = write_scripted_folder(tmp_path / "model", prompts=list(gold), responses=["Yes", "No"])
     data = {"train": source.model_dump(mode="json"), "validation": held_out.model_dump(mode="json")}

@@ -104,11 +104,7 @@ class PlainHead:
         return self._placeholder.to(left.dtype).expand(*left.shape[:-1], len(PROBES))
 
     def _find_form(self, hf: PreTrainedModel) -> None:
-        """Find factor and cap of the logits.
-
-        Raises:
-            ValueError: they are another function of the product.
-        """
+        """Find factor and cap of the logits; raise ValueError where they are another function of the product."""
         base: Any = hf.base_model
         if base is hf:
             raise ValueError("the layers are no part of their own")

@@ -220,11 +220,7 @@ def _part_shape(weight: Weight, size: int) -> tuple[int, ...]:
 
 
 def _mark(parameter: Any, weight: Weight, *, is_partial: bool) -> None:
-    """Mark a parameter for megatron-core.
-
-    Args:
-        is_partial: each tensor rank has the gradient of its own tokens.
-    """
+    """Mark a parameter for megatron-core; of a partial one each tensor rank has the gradient of its own tokens."""
     parameter.sequence_parallel = is_partial
     if weight.split.dim is not None:
         # The gradient norm counts the parts of all tensor ranks.

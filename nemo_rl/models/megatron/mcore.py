@@ -134,12 +134,10 @@ ANNOUNCING = ("models.gpt.gpt_model", "dist_checkpointing.strategies.common", "d
 """Modules of megatron-core 0.19 that log what later releases will drop: nothing that a user can act on."""
 
 
-def _is_no_announcement(record: logging.LogRecord) -> bool:
-    return "deprecated" not in record.getMessage().lower()
-
-
 for _name in ANNOUNCING:
-    logging.getLogger(f"megatron.core.{_name}").addFilter(_is_no_announcement)
+    logging.getLogger(f"megatron.core.{_name}").addFilter(
+        lambda record: "deprecated" not in record.getMessage().lower()
+    )
 
 
 def clear_router_losses() -> None:

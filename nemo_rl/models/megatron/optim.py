@@ -142,11 +142,8 @@ class PolicyOptimizer:
         return norm if is_finite else None
 
     def _grad_norm(self) -> float:
-        """Return the 2-norm of the whole gradient: each optimizer over the ranks that hold its other parts, then their
-        sum.
-
-        The groups differ: dense weights are split over tensor and pipeline ranks, experts over expert ranks too.
-        """
+        """Return the 2-norm of the whole gradient: each optimizer over the ranks that hold its other parts (other ones
+        for dense weights than for experts), then their sum."""
         total = 0.0
         for part in self._chain.chained_optimizers:
             grads = grads_for_norm(part)

@@ -305,11 +305,8 @@ class WeightSync(ABC):
         return False
 
     def _roll(self, plan: RefitPlan, all_sent: Callable[[], None], version: int) -> dict[int, int]:
-        """Bring every bucket into one engine after the other, each of which samples again before the next one stops.
-
-        Returns:
-            Number of each engine -> version that it holds.
-        """
+        """Bring every bucket into one engine after the other, each of which samples again before the next one stops;
+        return engine -> version that it holds."""
         raise NotImplementedError(f"{type(self).__name__} sends to all engines at once")
 
     def _prepare(self) -> None:  # noqa: B027 - most transports need nothing

@@ -326,11 +326,7 @@ def _receive(connection: socket.socket) -> tuple[_Kind, int]:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytearray:
-    """Return so many bytes.
-
-    Raises:
-        OSError: the other side is gone or late.
-    """
+    """Return so many bytes; raise OSError where the other side is gone or late."""
     found, done = bytearray(size), 0
     view = memoryview(found)
     while done < size:

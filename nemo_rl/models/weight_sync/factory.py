@@ -75,11 +75,7 @@ class ChannelWeightSync(WeightSync):
         ranks: Mapping[int, Sequence[int]],
         offers: Mapping[int, ChannelOffer],
     ) -> None:
-        """Let both sides walk the buckets.
-
-        Args:
-            ranks: engine -> the policy's rank from which each of its ranks reads.
-        """
+        """Let both sides walk the buckets; `ranks`: engine -> the policy's rank from which each of its ranks reads."""
         parties = self._parties
         begun = parties.run_engines(
             {

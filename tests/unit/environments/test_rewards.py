@@ -165,7 +165,7 @@ TASK = Task(name="chain_sum", size=1, seed=1)
     [("{}", True), (" {}\n", True), ("<think>1+1=2</think> {}", True), ("<think>{}</think>wrong", False)],
 )
 def test_what_follows_the_thoughts_is_scored(response: str, is_right: bool) -> None:
-    (item,) = questions(TASK, where="test")
+    ((question, gold),) = questions(TASK, where="test")
     answer = {"task": TASK.to_json(), "index": 0}
-    score = make_reasoning_gym_reward()(item.question, response.format(item.answer), answer)
+    score = make_reasoning_gym_reward()(question, response.format(gold), answer)
     assert (score == 1.0) is is_right

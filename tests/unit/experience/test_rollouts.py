@@ -13,7 +13,7 @@ from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.environments.interfaces import EnvReport, Response
 from nemo_rl.errors import WorkerError
-from nemo_rl.experience.rollouts import ResponseScorer, ScoredSamples, check_versions, row_seeds, sampling_params
+from nemo_rl.experience.rollouts import ResponseScorer, check_versions, row_seeds, sampling_params
 from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput, GenerationRequest
 
 STOP = 2
@@ -78,21 +78,18 @@ def output_of(engine: Echo) -> GenerationOutput:
     return engine.generate(request)
 
 
-def scored(environment: Listener) -> ScoredSamples:
-    return ResponseScorer(environment, TOKENIZER, sampling=SAMPLING).score(PROMPTS, output_of(Echo()))
-
-
 def test_every_response_is_scored_with_its_own_prompt_and_without_its_stop_token() -> None:
     environment = Listener()
-    rolled = scored(environment)
+    output = output_of(Echo())
+    _, report = ResponseScorer(environment, TOKENIZER, sampling=SAMPLING).score(PROMPTS, output)
     assert [(prompt.answer, response.text) for prompt, response in environment.rows] == [
         *(("12", "12"), ("12", "12")),
         *(("345", "345"), ("345", "345")),
     ]
     is_cut = [seed % 2 == 0 for seed in SEEDS]
     assert [response.truncated for _, response in environment.rows] == is_cut and len(set(is_cut)) == 2
-    assert [response.num_tokens for _, response in environment.rows] == rolled.output.lengths.tolist()
-    assert rolled.report.rewards == (0.0, 1.0, 2.0, 3.0)
+    assert [response.num_tokens for _, response in environment.rows] == output.lengths.tolist()
+    assert report.rewards == (0.0, 1.0, 2.0, 3.0)
 
 
 @pytest.mark.parametrize("version", [3, 5])

@@ -111,12 +111,8 @@ class AdapterSlots(HeldAdapters):
 
 
 class _Experts:
-    """The forward of fused experts, of which the tokens of each version run by themselves.
-
-    Args:
-        name: of the experts.
-        ends: of the names of their weights that have adapters.
-    """
+    """The forward of fused experts, of which the tokens of each version run by themselves; `ends` are the ends of the
+    names of weights that have adapters."""
 
     def __init__(self, slots: AdapterSlots, experts: torch.nn.Module, name: str, ends: Sequence[str]) -> None:
         self._slots, self._experts, self._name, self._ends = slots, experts, name, tuple(ends)

@@ -481,12 +481,8 @@ class DecodeBatch:
         ]
 
     def _read(self, new: Sequence[BatchRow], *, again: bool) -> LiveCache:
-        """Read every distinct sequence once, and keep its routes.
-
-        Args:
-            new: rows of which the prompt is read.
-            again: whether prompts and tokens so far of the live rows are read as well, before the new ones.
-        """
+        """Read the prompts of new rows, with `again` after prompts and tokens so far of the live ones: every distinct
+        sequence once, and keep its routes."""
         running = self.num_live if again else 0
         sequences = [*(self._sequences() if again else ()), *(row.request.prompt for row in new)]
         rows = [*(self._live_rows() if again else ()), *new]

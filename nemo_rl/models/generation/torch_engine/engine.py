@@ -423,11 +423,7 @@ class TurnBatches:
 def _output(
     parts: Sequence[DecodedRows], *, order: Sequence[int], settings: RowSettings, version: int
 ) -> GenerationOutput:
-    """Rows of all parts in the order of the request, without padding.
-
-    Args:
-        order: number in the request of each row of the parts.
-    """
+    """Return the rows of all parts without padding; `order` has the number of each in the request."""
     if not parts:
         return GenerationOutput.empty(weight_version=version)
     width = max(part.token_ids.shape[1] for part in parts)
