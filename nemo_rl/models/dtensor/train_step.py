@@ -37,7 +37,6 @@ from nemo_rl.models.policy.steps import (
 from nemo_rl.models.shards import local_shard
 from nemo_rl.models.top_k import TopTokens
 from nemo_rl.torch_private import norms_of, scale_
-from nemo_rl.utils.metrics import Reduction
 
 __all__ = ["OptimizerStep", "StepRunner"]
 
@@ -73,22 +72,32 @@ class StepRunner(Runner):
     ) -> StepOutcome:
         if scale.valid_tokens == 0:
             return StepOutcome(loss=0.0, grad_norm=0.0, metrics=())
-        if not is_training:
-            self._model.eval()
-            with torch.no_grad():
-                loss, metrics = self._passes(batch, microbatches, loss_fn, scale, loss_scale=None)
-            return StepOutcome(loss=loss, grad_norm=0.0, metrics=metrics)
-        self._model.train()
+        select_NT, fields, sampling = trained_tokens(batch), stored_fields(loss_fn), self._layout.sampling
+        computed = computed_fields(loss_fn, sampling)
+        # FSDP averages gradients over data x context ranks, while the loss is divided by the global count already. Each
+        # context rank has the whole loss, of which only its own tokens' part flows back.
+        averaged_over = self._optimizer_step.groups.fsdp_mesh.size()
+        self._model.train(is_training)
         while True:
-            loss, metrics = self._passes(
-                batch, microbatches, loss_fn, scale, loss_scale=self._optimizer_step.scaler.scale
-            )
+            numbers, last, loss_scale = StepNumbers(), len(microbatches) - 1, self._optimizer_step.scaler.scale
+            for i, rows in enumerate(microbatches):
+                as_fsdp(self._model).set_requires_gradient_sync(i == last or not self._optimizer_step.keeps_whole)
+                micro = self._build(batch, rows, select_NT, fields=fields)
+                # Layers that the backward pass runs again need the same routes.
+                with torch.set_grad_enabled(is_training), self._pass_of(micro):
+                    found_cM = self._model(micro.inputs, sampling=sampling, computed=computed)
+                    loss = self._loss(micro, found_cM, loss_fn, scale, numbers)
+                    if is_training:
+                        (loss * (averaged_over * loss_scale)).backward()
+            total, metrics = self._read(numbers, batch)
+            if not is_training:
+                return StepOutcome(loss=total, grad_norm=0.0, metrics=metrics)
             self._observer.gradients()
             grad_norm = self._optimizer_step.finish()
             if grad_norm is not None:
                 if self._model.compiled is not None:
                     metrics = (*metrics, self._model.compiled.metrics())
-                return StepOutcome(loss=loss, grad_norm=grad_norm, metrics=metrics)
+                return StepOutcome(loss=total, grad_norm=grad_norm, metrics=metrics)
             if not self._optimizer_step.retry():
                 self._refuse_norm(batch, microbatches)
 
@@ -112,32 +121,6 @@ class StepRunner(Runner):
                     found = self._model(micro.inputs, sampling=self._layout.sampling, top_k=top_k, computed=computed)
                     if micro.rows:
                         keep(micro, found)
-
-    def _passes(
-        self,
-        batch: BatchedDataDict,
-        microbatches: Microbatches,
-        loss_fn: LossFunction,
-        scale: LossScale,
-        loss_scale: float | None,
-    ) -> tuple[float, tuple[dict[str, Reduction], ...]]:
-        select_NT, fields = trained_tokens(batch), stored_fields(loss_fn)
-        sampling = self._layout.sampling
-        computed = computed_fields(loss_fn, sampling)
-        # FSDP averages gradients over data x context ranks, while the loss is divided by the global count already. Each
-        # context rank has the whole loss, of which only its own tokens' part flows back.
-        averaged_over = self._optimizer_step.groups.fsdp_mesh.size()
-        numbers, last = StepNumbers(), len(microbatches) - 1
-        for i, rows in enumerate(microbatches):
-            as_fsdp(self._model).set_requires_gradient_sync(i == last or not self._optimizer_step.keeps_whole)
-            micro = self._build(batch, rows, select_NT, fields=fields)
-            # Layers that the backward pass runs again need the same routes.
-            with self._pass_of(micro):
-                found_cM = self._model(micro.inputs, sampling=sampling, computed=computed)
-                loss = self._loss(micro, found_cM, loss_fn, scale, numbers)
-                if loss_scale is not None:
-                    (loss * (averaged_over * loss_scale)).backward()
-        return self._read(numbers, batch)
 
     def _drop_gradients(self) -> None:
         self._model.zero_grad(set_to_none=True)
