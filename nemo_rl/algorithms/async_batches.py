@@ -84,8 +84,6 @@ FRONTIER_STATE = "async"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RolloutGroup:
-    """A group that rollout workers have."""
-
     ticket: Ticket
     uid: str
     began: float

@@ -371,8 +371,6 @@ def is_informative(group: RolloutResult, config: GRPOConfig) -> bool:
 
 @dataclass(slots=True)
 class _Rounds:
-    """The rounds of one step."""
-
     count: int = 0
     reward: Mean = field(default_factory=lambda: Mean(0.0, 0.0))
     kept: Mean = field(default_factory=lambda: Mean(0.0, 0.0))

@@ -156,13 +156,14 @@ class GRPOTrainer:
             grace_s, note = self._config.cluster.grace_s, self._parts.panel.note
             with frozen_startup_objects(), interrupt.finishing(grace_s, tell=note):
                 self._steps()
+        best = None if self._parts.checkpoints is None else self._parts.checkpoints.best()
         return RunSummary(
             first_reward=self._first_val_reward,
             last_reward=self._val_reward,
             num_steps=self._step,
             seconds=time.monotonic() - started,
             last_checkpoint=self._saver.last_path,
-            best_checkpoint=self._best_checkpoint(),
+            best_checkpoint=None if best is None else best.path,
             is_out_of_time=self._is_out_of_time and not self._is_done(),
             is_interrupted=interrupt.is_noticed() and not self._is_done(),
         )
@@ -276,7 +277,9 @@ class GRPOTrainer:
         if parts.resume_from is not None:
             self._resume(parts.resume_from)
         self._refit()
-        self._tell_tolerance()
+        report = self._parts.weight_sync.report
+        if report is not None and report.receipt is not None:
+            self._parts.panel.note(report.receipt.tolerance_text())
         if config.data.validation is not None and config.grpo.val_at_start and parts.resume_from is None:
             result = self._validate()
             self._first_val_reward = result.reward
@@ -292,12 +295,6 @@ class GRPOTrainer:
         if receipt is not None:
             self._parts.rollout.know_weights({self._step: receipt.weights})
         self._parts.source.updated(self._step, weights=None if receipt is None else receipt.weights)
-
-    def _tell_tolerance(self) -> None:
-        """Show what the first receipt has measured."""
-        report = self._parts.weight_sync.report
-        if report is not None and report.receipt is not None:
-            self._parts.panel.note(report.receipt.tolerance_text())
 
     def _check_time(self) -> None:
         """A job that is requeued at its limit would start for ever."""
@@ -478,10 +475,6 @@ class GRPOTrainer:
         with self._parts.weight_sync.engines_aside():
             # Workers gather their weights on the devices.
             self._saver.save(self._step, state=state, also=self._parts.source.save_into, waits=waits)
-
-    def _best_checkpoint(self) -> Path | None:
-        best = None if self._parts.checkpoints is None else self._parts.checkpoints.best()
-        return None if best is None else best.path
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state

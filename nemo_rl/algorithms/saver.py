@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class _Running:
-    """A save beside the training."""
-
     unfinished: Unfinished
     seconds: float
     """Seconds that the save has taken so far, without those in which nobody looked."""

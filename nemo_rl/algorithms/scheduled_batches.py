@@ -29,8 +29,6 @@ __all__ = ["ScheduledBatches"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Submitted:
-    """A group that an engine samples."""
-
     draw: SampledPrompt
     uid: str
     pending: Pending[RolloutResult]
@@ -73,7 +71,13 @@ class ScheduledBatches(BatchSource):
         if version >= self._last_step:
             return
         for engine in self._schedule.scripts:
-            self._submit(engine, self._joining(engine, version))
+            held, found = -1, list[str]()
+            for entry in self._schedule.scripts[engine]:
+                if entry.kind == "swap" and entry.version is not None:
+                    held = entry.version
+                elif entry.kind == "join" and held == version:
+                    found += entry.groups
+            self._submit(engine, found)
 
     def frontier(self) -> Frontier:
         return Frontier()
@@ -106,16 +110,6 @@ class ScheduledBatches(BatchSource):
         if keys:
             with stage_context(CLEAR):
                 self._parts.client.kv_clear(list(keys), PARTITION, reason="the replay ended")
-
-    def _joining(self, engine: int, version: int) -> list[str]:
-        """Return the groups that joined an engine's batch while it held a version, in their order."""
-        held, found = -1, list[str]()
-        for entry in self._schedule.scripts[engine]:
-            if entry.kind == "swap" and entry.version is not None:
-                held = entry.version
-            elif entry.kind == "join" and held == version:
-                found += entry.groups
-        return found
 
     def _submit(self, engine: int, names: Sequence[str]) -> None:
         if not names:

@@ -111,8 +111,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RunProcesses:
-    """The processes of a run."""
-
     policy: WorkerGroup
     engines: WorkerFleet
     rollout: WorkerFleet
@@ -124,8 +122,6 @@ class _RunProcesses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Specs:
-    """The specs that each process is started with."""
-
     worker: Callable[[RankSpec], WorkerSpec]
     engine: Callable[[int], EngineSpec]
     """Spec of an engine by its number."""

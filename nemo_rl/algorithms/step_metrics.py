@@ -109,7 +109,6 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _training_metrics(train: TrainSummary) -> dict[str, float]:
-    """Loss and what workers have measured, of one step."""
     metrics = {f"train/{name}": value for name, value in values(train.metrics).items()}
     for name in LOSS_PARTS & train.metrics.keys():
         metrics[f"train/{name}"] /= len(train.losses)

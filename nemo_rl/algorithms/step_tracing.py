@@ -68,8 +68,6 @@ class TracedRun:
 
 
 class _Watched:
-    """The watches that the hub has sent last."""
-
     def __init__(self, watches: Sequence[str]) -> None:
         self._lock = threading.Lock()
         self._watches = tuple(watches)

@@ -242,7 +242,6 @@ class TokenWork(Counted):
 
 
 def _chosen(column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return a column at some rows; one that is not there stays empty."""
     return column[rows] if len(column) else column
 
 

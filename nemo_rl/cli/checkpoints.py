@@ -44,8 +44,6 @@ RESULT_FILE, SAMPLES_FILE = "evaluation.json", "samples.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Weights:
-    """The weights that are evaluated."""
-
     model: str
     """Folder, or name on the hub; empty where only an adapter is evaluated, on the recipe's model."""
     adapter: Path | None = None

@@ -154,8 +154,6 @@ def watch(
 
 
 class _QuitKey:
-    """Waits for a key that ends the display."""
-
     def __init__(self, terminal: int | None) -> None:
         """Args:
         terminal: descriptor of standard input; None when it is no terminal.

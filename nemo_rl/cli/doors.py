@@ -209,7 +209,6 @@ def _new_name(old: str, given: Sequence[str]) -> str:
 
 
 def _new_line(old: str, given: Sequence[str]) -> str:
-    """Return the new line with the words that were given."""
     words = list(given)
     for flag in [name.removeprefix(f"{old} ") for name in RENAMED if name.startswith(f"{old} --")]:
         if flag in words:

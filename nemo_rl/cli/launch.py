@@ -58,7 +58,14 @@ def _root() -> None:
 def local(recipe: Recipe, overrides: Overrides = None) -> None:
     """Run RECIPE as `examples/run_grpo.py` does. Exit codes as there."""
     given = overrides or []
-    _check_nodes(recipe, given)
+    from nemo_rl.config.load import load_config  # noqa: PLC0415
+
+    num_nodes = load_config(recipe, given).cluster.num_nodes
+    if num_nodes > 1:
+        raise UserError(
+            f"launch local: this is 1 node, and {recipe} asks for cluster.num_nodes={num_nodes}; use launch slurm or "
+            "launch ray, or set cluster.num_nodes=1"
+        )
     raise typer.Exit(run_recipe(recipe, [*given, "cluster.address=null"]))
 
 
@@ -130,17 +137,6 @@ def attach(
     from nemo_rl.cluster.slurm.job import attach_words  # noqa: PLC0415
 
     raise typer.Exit(subprocess.run(attach_words(job, command or ()), check=False).returncode)
-
-
-def _check_nodes(recipe: Path, overrides: list[str]) -> None:
-    from nemo_rl.config.load import load_config  # noqa: PLC0415
-
-    num_nodes = load_config(recipe, overrides).cluster.num_nodes
-    if num_nodes > 1:
-        raise UserError(
-            f"launch local: this is 1 node, and {recipe} asks for cluster.num_nodes={num_nodes}; use launch slurm or "
-            "launch ray, or set cluster.num_nodes=1"
-        )
 
 
 def _check_answer(address: str) -> None:

@@ -241,7 +241,6 @@ def _disk(folder: Path) -> DoctorFinding:
 
 
 def _driver() -> str:
-    """Return the version of the driver, empty without one."""
     if shutil.which("nvidia-smi") is None:
         return ""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

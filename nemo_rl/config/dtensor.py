@@ -35,7 +35,6 @@ ImportPath = Annotated[str, AfterValidator(_import_path)]
 
 
 def _mode_of(given: object) -> object:
-    """Return the mode that a switch means."""
     return {True: "full", False: "none"}[given] if isinstance(given, bool) else given
 
 

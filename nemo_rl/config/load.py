@@ -138,7 +138,6 @@ def _rules_on_the_rest(recipe: Recipe, error: ValidationError, broken: Sequence[
 
 
 def _masked(recipe: Recipe) -> dict[tuple[str, ...], str]:
-    """Return the keys whose value was masked when it was written, with the way to give it."""
     return {
         path: f"was masked when this file was written; give it anew, as '{'.'.join(path)}=${{oc.env:NAME}}'"
         for path, value in recipe.leaves()

@@ -222,7 +222,6 @@ _SAMPLED = "grpo.use_generation_logprobs_as_prev"
 
 
 def _properties(config: MasterConfig) -> LossProperties | None:
-    """Return the properties of the loss, or None for a user-defined one."""
     return LOSS_PROPERTIES[config.loss_fn.name] if LOSSES.is_builtin(config.loss_fn.name) else None
 
 

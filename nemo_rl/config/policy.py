@@ -413,7 +413,6 @@ def _why_auto_is_off(policy: PolicyConfig) -> str | None:
 
 
 def _longest_row(policy: PolicyConfig) -> int:
-    """Return the tokens of the longest sequence with its padding."""
     multiple = math.lcm(policy.make_sequence_length_divisible_by, policy.parallel_sizes.length_multiple)
     return -(-policy.max_total_sequence_length // multiple) * multiple
 

@@ -156,8 +156,6 @@ def split_head(parts: Parts) -> tuple[memoryview, Parts]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ColumnBytes:
-    """A column as bytes."""
-
     column: FlatColumn
     content: Bytes
     starts: Lengths
@@ -267,7 +265,6 @@ def _blocks(
 
 
 def _encode_chunk(sources: Sequence[_ColumnBytes], first: int, stop: int) -> tuple[memoryview, tuple[memoryview, ...]]:
-    """Return the header and the columns of some rows."""
     tables: list[bytes] = []
     described: list[list[object]] = []
     parts: list[memoryview] = []

@@ -272,8 +272,6 @@ class _MetricsServer(socketserver.ThreadingTCPServer):
 
 
 class _ScrapeHandler(BaseHTTPRequestHandler):
-    """Answers `GET /metrics`."""
-
     timeout = TIMEOUT_S
     server: _MetricsServer
 

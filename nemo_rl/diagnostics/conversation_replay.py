@@ -411,8 +411,6 @@ class ComparedTurns:
 
 
 class _ConversationReplay:
-    """Engines and parts of the conversations of one step."""
-
     def __init__(
         self,
         settings: ReplaySettings,

@@ -181,7 +181,6 @@ class LiveClient:
         return found if isinstance(found, bytes) else _message(found)
 
     def _why_closed(self) -> NemoRLError:
-        """Return the error for the text that the hub sent before it closed."""
         try:
             while _unless_refused(self._next(0.0)) is not None:
                 pass

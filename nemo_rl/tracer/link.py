@@ -167,7 +167,6 @@ class HubLink:
             self._on_message(record)
 
     def _send_all(self, connection: ClientConnection) -> None:
-        """Send messages until the link is closed and none waits."""
         while True:
             with self._state:
                 self._state.wait_for(lambda: self._waiting or self._is_closing)
@@ -208,8 +207,6 @@ class DirectSender:
 
 @dataclass(slots=True)
 class _JoinedTokens:
-    """Tokens of several tables as one."""
-
     starts: dict[str, int] = field(default_factory=dict)
     """Name of a table -> its first row in the whole."""
     tables: list[FrameTable] = field(default_factory=list)

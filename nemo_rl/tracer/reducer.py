@@ -288,8 +288,6 @@ class TopK(PerToken):
 
 
 class _Values(PerToken):
-    """Values as they are."""
-
     def empty(self, num_tokens: int, num_features: int) -> np.ndarray:
         return np.zeros((num_tokens, num_features), dtype=np.float32)
 

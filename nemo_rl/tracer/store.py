@@ -41,8 +41,6 @@ LASTING = ("run", "plan")
 
 @dataclass(frozen=True, slots=True)
 class _TablePlace:
-    """The place of a table."""
-
     number: int
     at: int
     content: int

@@ -304,7 +304,7 @@ def kl_term(log_ratio: torch.Tensor, log_importance: torch.Tensor, config: LossC
         log_importance: log u with its gradient: log pi - sg(log pi), or log(pi / pi_gen).
     """
     x = log_ratio.clamp(-config.kl_input_clamp_value, config.kl_input_clamp_value)
-    estimate = {"k1": _k1, "k2": _k2, "k3": k3}[config.reference_policy_kl_type](x)
+    estimate = {"k1": torch.neg, "k2": _k2, "k3": k3}[config.reference_policy_kl_type](x)
     is_clamped = (log_ratio.abs() > config.kl_input_clamp_value) | (estimate > config.kl_output_clamp_value)
     values = estimate.clamp(max=config.kl_output_clamp_value)
     way = config.reference_policy_kl_gradient
@@ -317,10 +317,6 @@ def kl_term(log_ratio: torch.Tensor, log_importance: torch.Tensor, config: LossC
         is_constant = is_clamped if way == "importance_weighted" else torch.ones_like(is_clamped)
         values = values * torch.where(is_constant, importance.detach(), importance)
     return KlTerm(values=values, is_clamped=is_clamped)
-
-
-def _k1(x: torch.Tensor) -> torch.Tensor:
-    return -x
 
 
 def _k2(x: torch.Tensor) -> torch.Tensor:

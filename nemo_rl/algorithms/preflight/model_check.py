@@ -369,8 +369,6 @@ class _Collector(HookObserver):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RankFound:
-    """The numbers that one rank computed."""
-
     found: Found
     seen: Mapping[tuple[SiteKind, int | None], list[tuple[torch.Tensor, torch.Tensor]]]
     is_writer: bool
@@ -394,7 +392,6 @@ def _on_rank_of_job(spec: RankSpec, folder: Path, policy: PolicyConfig) -> _Rank
 
 
 def _changed(rank: _RankFound, change: Callable[[Any], Any]) -> _RankFound:
-    """Return the same with other tensors."""
     found = Found(
         logprobs=change(rank.found.logprobs),
         loss=rank.found.loss,

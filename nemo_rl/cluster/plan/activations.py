@@ -190,7 +190,6 @@ def _stream_width(setting: PlanSetting) -> int:
 
 
 def _columns(setting: PlanSetting) -> int:
-    """Return the columns of the vocabulary on one rank."""
     return setting.model.flops_shape.vocab_size // setting.layout.tp
 
 
@@ -252,7 +251,6 @@ def _mlp_bytes(setting: PlanSetting, tokens: PassTokens, width: int) -> int:
 
 
 def _experts_bytes(setting: PlanSetting, tokens: PassTokens) -> int:
-    """Return the bytes of a mixture, with its router and the experts that see every token."""
     shape, layout, size = setting.model.flops_shape, setting.layout, setting.element_bytes
     sizes = setting.policy.parallel_sizes
     top_k = setting.model.top_k
@@ -283,7 +281,6 @@ def _products_bytes(setting: PlanSetting, tokens: PassTokens, *, has_experts: bo
 
 
 def _head_bytes(setting: PlanSetting, tokens: PassTokens) -> int:
-    """Return the bytes of the last norm, and of its output at the positions that predict."""
     width, size = _stream_width(setting), setting.element_bytes
     norm = tokens.tokens * (width * (FLOAT32_BYTES + size) + FLOAT32_BYTES)
     return norm + tokens.rows * tokens.predicted * _hidden(setting) * size

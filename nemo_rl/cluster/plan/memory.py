@@ -151,7 +151,6 @@ def _vllm(setting: PlanSetting, batches: Batches, rows: int) -> EngineMemory:
 
 
 def _pass_bytes(setting: PlanSetting, tokens: int, *, shared_by: int = 1) -> int:
-    """Return the bytes of a layer's activations for so many tokens of prompts."""
     shape, size = setting.model.flops_shape, setting.engine_element_bytes
     width = max(3 * max(shape.mlp_size, shape.dense_mlp_size), 5 * shape.num_heads * shape.head_dim) // shared_by
     return tokens * (size * (width + 2 * shape.hidden_size) + 2 * FLOAT32_BYTES * shape.hidden_size)

@@ -257,11 +257,6 @@ def to_recipe(imported: Imported) -> str:
     lines += [_comment(f"{one.fate}: {one.key}: {one.why}") for one in named if not one.must_decide]
     comments = {outcome.to: _note(outcome) for outcome in imported.outcomes if outcome.to}
     text = "\n".join([*dict.fromkeys(lines), *_section(imported.tree, comments, path="", indent=0)]) + "\n"
-    _check_reads_back(text, imported)
-    return text
-
-
-def _check_reads_back(text: str, imported: Imported) -> None:
     try:
         found = parse_yaml(text)
     except YamlProblem as error:
@@ -269,6 +264,7 @@ def _check_reads_back(text: str, imported: Imported) -> None:
     # As text: 1, 1.0 and true are equal in Python.
     if json.dumps(found or {}, sort_keys=True) != json.dumps(imported.tree, sort_keys=True):
         raise ConfigError(f"{imported.given.file}: what was written would read as something else; nothing was imported")
+    return text
 
 
 def _note(outcome: KeyOutcome) -> str:

@@ -61,7 +61,6 @@ def _validation(given: Given) -> Iterator[KeyOutcome]:
 
 
 def _estimator(given: Given) -> Iterator[KeyOutcome]:
-    """Convert the estimator to its name here, and the keys that it needs."""
     prefix, to = "grpo.adv_estimator", "grpo.adv_estimator.name"
     name, weights = given.get(f"{prefix}.name", "grpo"), given.get(f"{prefix}.reward_weights")
     if name == "reinforce_plus_plus" and given.get(f"{prefix}.minus_baseline", True):

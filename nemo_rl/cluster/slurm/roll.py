@@ -267,7 +267,6 @@ class Attendance:
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
-    """Close a connection after its pending messages are sent."""
     writer.close()
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(BEAT_S):

@@ -50,8 +50,6 @@ _NO_TAG = 0
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """One mapped file."""
-
     descriptor: int
     inode: int
     memory: mmap.mmap

@@ -205,7 +205,8 @@ async def clear_rows(client: Any, meta: Any, partition: str) -> None:
         return
     await client._mark_clearing_in_controller(meta)
     manager = client.storage_manager
-    if _is_over_objects(manager):
+    # Over Mooncake each field of each row is an object of its own.
+    if "storage_client" in vars(manager):
         every = await client._get_partition_meta(partition)
         names = [f"{index}@{name}" for name in (every.field_names if every else ()) for index in meta.global_indexes]
         if names:
@@ -221,11 +222,6 @@ async def remove_partition(client: Any, partition: str) -> None:
     if meta is not None:
         await clear_rows(client, meta, partition)
         await client._clear_partition_in_controller(partition)  # TransferQueue's own leaves empty partitions
-
-
-def _is_over_objects(manager: Any) -> bool:
-    """Return whether each field of each row is an object of its own, as over Mooncake."""
-    return "storage_client" in vars(manager)
 
 
 def _as_field(column: FlatColumn, *, fills_empty: bool) -> torch.Tensor | NonTensorStack:

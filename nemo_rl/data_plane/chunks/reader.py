@@ -59,8 +59,6 @@ def blocks_of_runs(runs: Sequence[Run], cuts: Sequence[int]) -> range | list[int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ColumnIndex:
-    """The place of one column in a chunk."""
-
     number: int
     dtype: str
     trailing: tuple[int, ...]

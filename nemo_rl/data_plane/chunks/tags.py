@@ -202,14 +202,10 @@ def plain_column(name: str, values: object, *, where: str) -> list[TagValue]:
         raise SchemaMismatch(f"{where}: tag {name!r}: expected one value per row, got {values!r}")
     plain: list[object] = list(values)
     if type(name) is not str or not set(map(type, plain)) <= _PRIMITIVES:
-        plain = [_as_number(value) for value in plain]
+        plain = [value.tolist() if isinstance(value, _TagNumbers) and value.ndim == 0 else value for value in plain]
         for i, value in enumerate(plain):
             _check(name, value, f"{where}: tag {name!r} of row {i}")
     return plain  # type: ignore[return-value]
-
-
-def _as_number(value: object) -> object:
-    return value.tolist() if isinstance(value, _TagNumbers) and value.ndim == 0 else value
 
 
 def _check(name: object, value: object, at: str) -> None:

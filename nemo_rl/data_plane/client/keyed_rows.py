@@ -73,8 +73,6 @@ class ForeignColumns:
 
 @dataclass(slots=True)
 class _Fetch:
-    """Rows of one read that are fetched together."""
-
     positions: list[int]
     """Index of each row in the read."""
     specs: list[FieldSpec]
@@ -290,7 +288,6 @@ class KeyedRowsLink:
 def _plan_fetches(
     placements: Sequence[Mapping[str, Any]], specs: Mapping[str, FieldSpec], keyed: Collection[int]
 ) -> list[_Fetch]:
-    """Return the fetches of cells under keys: fields of the same rows come together."""
     fetches: dict[tuple[int, ...], _Fetch] = {}
     for placement in placements:
         positions: list[int] = []

@@ -218,7 +218,6 @@ class Meter:
         return totals
 
     def _add(self, stage: str, operation: str, started: float, cost: Cost, error: BaseException | None) -> None:
-        """Count one call and inform the callback."""
         ms, num_bytes = (time.perf_counter() - started) * 1e3, sum(cost.sizes.values())
         if self._is_counting:
             counted = OperationCount.of_call(ms, error=error, payload_bytes=num_bytes, meta_bytes=cost.meta_bytes)

@@ -310,7 +310,6 @@ class RowReader:
     def _fetch(
         self, call: ClientCall, read: Read[_T], specs: Sequence[FieldSpec], args: Args, reply: Reply
     ) -> tuple[ReadPlaces, list[Parts]]:
-        """Return the payloads of the rows, and where the rows are in them."""
         places = ReadPlaces.of_reply(reply)
         if self._keyed is not None and reply.get("keyed"):
             found, payloads = self._keyed.fetch(call, read, specs, reply, places.handles)

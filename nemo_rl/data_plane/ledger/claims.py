@@ -100,7 +100,6 @@ def _pick_groups(
 
 
 def _rows_left(partition: Partition, cursor: TaskCursor, uid: str) -> list[str]:
-    """Return rows of a group that its task has not finished."""
     return [key for key in partition.groups[uid].keys if key not in cursor.done]
 
 

@@ -185,7 +185,6 @@ def _candidates(event: Mapping[str, object], by_group: Mapping[str, list[str]]) 
 
 
 def _details(event: Mapping[str, object]) -> str:
-    """Return the actor, the stage or task, the fields and the reason of an event."""
     fields = event.get("fields")
     parts = [
         f"by {event['who']}" if event.get("who") else "",

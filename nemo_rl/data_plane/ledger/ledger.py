@@ -280,7 +280,6 @@ class Ledger:
         return {"reservation": self._capacity.reserve(partition, demand, now=now)}
 
     def _unreserve(self, args: Args, now: float) -> Reply:
-        """Give back the capacity that a put has reserved before it gave up."""
         self._capacity.blocked_s += seconds(args, "waited_s")
         self._capacity.end(number(args, "reservation"))
         return {}
@@ -372,7 +371,6 @@ class Ledger:
         return reply
 
     def _put_rows(self, partition: Partition, keys: Sequence[str], args: Args, now: float) -> None:
-        """Create the rows that are new and settle lengths and tags."""
         rows, owner = partition.rows, str(args.get("who", ""))
         before = len(rows)
         for key in keys:

@@ -172,7 +172,6 @@ def _open(path: Path, name: str) -> RecordFolder | Finding:
 
 
 def _refusals(a: Side, b: Side) -> list[Finding]:
-    """Return the reasons for which there is nothing to compare."""
     if a.folder.manifest.run_id == b.folder.manifest.run_id:
         text = f"both folders hold the recording {a.folder.manifest.run_id!r}: it was compared with itself"
         return [Finding(verdict=Verdict.VACUOUS, text=text)]

@@ -40,8 +40,6 @@ class Merged:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RowsPiece:
-    """Whole rows from one microbatch."""
-
     rank: int
     code_R: torch.Tensor
     token_R: torch.Tensor

@@ -79,7 +79,6 @@ def _value(result: SiteResult) -> float | None:
 
 
 def _powers(drawn: Sequence[SiteResult]) -> tuple[int, int]:
-    """Return the ends of the axis."""
     values = [value for result in drawn if (value := _value(result)) and math.isfinite(value)]
     exponents = [min(HIGHEST, max(LOWEST, math.floor(math.log10(value)))) for value in values] or [LOWEST]
     return min(exponents), max(exponents) + 1

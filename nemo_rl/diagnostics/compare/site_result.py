@@ -186,10 +186,15 @@ def compare_site(
     chosen = limits.of(site, precision=precision, is_integer=found.is_integer)
     names = _Names(sides[0], rows)
     worst = ({part.name: getattr(bad, part.name) for part in fields(bad)} for bad in found.worst)
+    texts = _broken(found)
+    for metric, limit in chosen.items():
+        # So written that NaN fails.
+        if not found.metrics[metric] <= limit:
+            texts.append(f"{metric.value} {found.metrics[metric]:.6g} > {limit:.6g}")
     return replace(
         result,
         num_rows=found.num_rows,
-        failures=(*names.other_tokens(), *_failures(found, chosen)),
+        failures=(*names.other_tokens(), *texts),
         limits=chosen,
         measurement=found,
         max_abs_at=names.of(found.max_abs_row),
@@ -205,8 +210,6 @@ def finite_or_text(value: float) -> float | str:
 
 
 class _Names:
-    """Names of matched rows, as side A has them."""
-
     def __init__(self, side: Side, rows: MatchedRows) -> None:
         self._side, self._rows = side, rows
 
@@ -232,13 +235,4 @@ def _broken(found: Measurement) -> list[str]:
         texts.append(f"NaN on both sides ({found.num_nan_both} values)")
     if found.num_broken:
         texts.append(f"{found.num_broken} values that are not finite on one side and other on the other")
-    return texts
-
-
-def _failures(found: Measurement, limits: Mapping[Metric, float]) -> list[str]:
-    texts = _broken(found)
-    for metric, limit in limits.items():
-        # So written that NaN fails.
-        if not found.metrics[metric] <= limit:
-            texts.append(f"{metric.value} {found.metrics[metric]:.6g} > {limit:.6g}")
     return texts

@@ -225,8 +225,6 @@ def named_first(parts: Sequence[MismatchPart]) -> MismatchPart:
 
 
 class _Search:
-    """Greedy search for the engine's setting."""
-
     def __init__(self, scorer: Scorer, stated: Stated, total: float, floor: float) -> None:
         self._scorer, self._stated, self._total, self._floor = scorer, stated, total, floor
         self._tried: set[Cause] = set()

@@ -60,8 +60,6 @@ RoutesOf = Callable[[RouteShape], torch.Tensor | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ScoredTokens:
-    """The wanted tokens of one forward pass."""
-
     row_m: torch.Tensor
     """Row, out of N, of each sampled token."""
     column_m: torch.Tensor

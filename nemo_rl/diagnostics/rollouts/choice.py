@@ -91,7 +91,6 @@ def choose_rollouts(
 
 
 def _of_step(run: Path, step: int, *, group: str | None, limit: int | None) -> tuple[list[ShownGroup], int]:
-    """Return the wanted groups of a step, and how many rows its file has."""
     path = rollout_path(run, step)
     rows = read_rows(path)
     # Stable: rows of a group that lie apart come together, groups stay in the order of their first rows.

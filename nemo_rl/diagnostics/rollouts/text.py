@@ -77,7 +77,6 @@ def _row_lines(row: RolloutRow, width: int) -> Iterator[Text]:
 
 
 def _drawn(piece: TokenPiece, *, is_left_out: bool) -> tuple[str, str, str]:
-    """Return text, style and mark."""
     if piece.is_masked:
         return piece.text, MASKED, "-"
     grade = piece.grade or Grade.CLOSE

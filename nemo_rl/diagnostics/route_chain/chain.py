@@ -124,8 +124,6 @@ def verify_trace(
 
 
 class _TraceCheck:
-    """Everything that the observations of a trace add up to."""
-
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.samples: dict[str, RolloutSample] = {}

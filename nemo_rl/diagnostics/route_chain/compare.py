@@ -181,7 +181,6 @@ def _lost(found: RouteComparison, samples: Samples) -> str | None:
 
 
 def _layer_map(found: RouteComparison, samples: Samples) -> str | None:
-    """Routes of another layer."""
     seen, column = found.seen, found.first.column
     if found.kind == "tokens":
         return None

@@ -64,18 +64,15 @@ class TraceCoverage:
             if seen.hop is Hop.SHARD and seen.tokens is not None:
                 self.identified.add(cell)
         if seen.hop is Hop.ASSIGNMENT:
-            self._add_assignment(seen)
-
-    def _add_assignment(self, seen: Observation) -> None:
-        run = (seen.stage, seen.step)
-        self.keys_assigned.setdefault(run, set()).update(seen.keys)
-        for index, key in enumerate(seen.keys):
-            if key not in self.samples:
-                continue
-            length = len(self.samples[key].digests)
-            positions = seen.positions[seen.key_index == index]
-            held = self.assigned.setdefault((run, key, seen.layers[0]), np.zeros(length, dtype=bool))
-            held[positions[(positions >= 0) & (positions < length)]] = True
+            run = (seen.stage, seen.step)
+            self.keys_assigned.setdefault(run, set()).update(seen.keys)
+            for index, key in enumerate(seen.keys):
+                if key not in self.samples:
+                    continue
+                length = len(self.samples[key].digests)
+                positions = seen.positions[seen.key_index == index]
+                held = self.assigned.setdefault((run, key, seen.layers[0]), np.zeros(length, dtype=bool))
+                held[positions[(positions >= 0) & (positions < length)]] = True
 
     @property
     def retired(self) -> dict[str, str]:

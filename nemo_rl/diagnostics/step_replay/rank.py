@@ -297,7 +297,6 @@ class ReplayRank:
 
 
 def _to_width(column_NT: torch.Tensor, width: int) -> torch.Tensor:
-    """Longer or shorter padding."""
     cut = column_NT[:, :width]
     return torch.nn.functional.pad(cut, (0, width - cut.shape[1]))
 

@@ -170,7 +170,6 @@ def _foreign_code(kept: Mapping[str, object]) -> list[str]:
 
 
 def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
-    """Yield texts of a tree by dotted key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -182,7 +181,6 @@ def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _problems(path: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the loader's objections to the config."""
     try:
         load_config(path, overrides, with_masked=True)
     except ConfigError as error:

@@ -78,7 +78,12 @@ class RowNumbers:
             ReplayProblem: advantages are of another kind than those of the run, or need what was not kept.
         """
         needs, step, config = TokenNeeds.of(settings), link.step, settings.config
-        _check_kind(step, needs)
+        if (needs.estimator is not None) != (TOKEN_ADVANTAGES in step.run.train_fields):
+            raise ReplayProblem(
+                f"step {step.number} was trained on advantages of {'rows' if needs.estimator else 'tokens'}: replay it "
+                "without an override of grpo.adv_estimator or loss_fn.use_kl_in_reward",
+                verdict=Verdict.USAGE,
+            )
         if not chosen or (needs.measures is None and needs.estimator is None):
             return cls(scored=scored)
         columns, sample_stats = SnapshotColumns.read(link.folder, step), kept.scalars
@@ -119,15 +124,6 @@ class RowNumbers:
                 verdict=Verdict.USAGE,
             )
         return cls(scored=scored, lacks_tokens=True)
-
-
-def _check_kind(step: StepSnapshot, needs: TokenNeeds) -> None:
-    if (needs.estimator is not None) != (TOKEN_ADVANTAGES in step.run.train_fields):
-        raise ReplayProblem(
-            f"step {step.number} was trained on advantages of {'rows' if needs.estimator else 'tokens'}: replay it "
-            "without an override of grpo.adv_estimator or loss_fn.use_kl_in_reward",
-            verdict=Verdict.USAGE,
-        )
 
 
 def _dense(

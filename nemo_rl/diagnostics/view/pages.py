@@ -92,7 +92,14 @@ class ViewPages:
             return None
         kind, found_id, step = match.groups()
         if kind == "trace":
-            return self._verdict(path, found_id)
+            folder = next((folder for name, folder in self._traces().items() if id_of(name) == found_id), None)
+            if folder is None or not self._is_served:
+                return None
+            try:
+                with boundary(UserError, f"{folder}: a trace of routes"):
+                    return _script(path, _checked(folder, _fingerprint(folder)))
+            except UserError as error:
+                return _script(path, {"problem": str(error)})
         run = self.run(found_id)
         if run is None:
             return None
@@ -173,16 +180,6 @@ class ViewPages:
 
         found = trace_folders(self.results, depth=DEPTH + 1)
         return {folder.relative_to(self.results).as_posix(): folder for folder in found}
-
-    def _verdict(self, path: str, trace_id: str) -> bytes | None:
-        folder = next((folder for name, folder in self._traces().items() if id_of(name) == trace_id), None)
-        if folder is None or not self._is_served:
-            return None
-        try:
-            with boundary(UserError, f"{folder}: a trace of routes"):
-                return _script(path, _checked(folder, _fingerprint(folder)))
-        except UserError as error:
-            return _script(path, {"problem": str(error)})
 
 
 def _script(path: str, value: object) -> bytes:

@@ -70,25 +70,22 @@ class ViewedRun:
         """Return a line of the table of runs, and the settings; of a damaged run only what is damaged."""
         try:
             with boundary(UserError, "damaged"):
-                return self._overview()
+                step, newest = 0, dict[str, float]()
+                for row in read_metrics(self.folder / METRICS_FILE, last_bytes=TAIL_BYTES):
+                    step = max(step, int(row["step"]))
+                    newest |= row
+                return {
+                    "id": self.id,
+                    "name": self.name,
+                    "changed": (self.folder / METRICS_FILE).stat().st_mtime,
+                    "steps": step,
+                    "numbers": [_number(newest.get(metric)) for metric in COLUMNS.values()],
+                    "rollouts": max(steps_with_rollouts(self.folder), default=None),
+                    "settings": self.settings(),
+                }
         except UserError as error:
             nothing = {"changed": 0.0, "steps": 0, "numbers": [None] * len(COLUMNS), "rollouts": None, "settings": {}}
             return {"id": self.id, "name": f"{self.name} ({error})", **nothing}
-
-    def _overview(self) -> dict[str, Any]:
-        step, newest = 0, dict[str, float]()
-        for row in read_metrics(self.folder / METRICS_FILE, last_bytes=TAIL_BYTES):
-            step = max(step, int(row["step"]))
-            newest |= row
-        return {
-            "id": self.id,
-            "name": self.name,
-            "changed": (self.folder / METRICS_FILE).stat().st_mtime,
-            "steps": step,
-            "numbers": [_number(newest.get(metric)) for metric in COLUMNS.values()],
-            "rollouts": max(steps_with_rollouts(self.folder), default=None),
-            "settings": self.settings(),
-        }
 
     def details(self) -> dict[str, Any]:
         """Return curves, and what else the folder holds.

@@ -111,8 +111,6 @@ class Phase:
 
 
 class _AssemblyStep:
-    """The phases of one step while ranks are in it."""
-
     def __init__(self) -> None:
         self.keys = StepKeys()
         self.phases: dict[tuple[str, int], Phase] = {}

@@ -109,7 +109,6 @@ async def _linger(server: HubServer) -> None:
 
 
 def _say(record: dict[str, object]) -> None:
-    """Print the one line; its reader may be gone."""
     with suppress(OSError):
         sys.stdout.write(f"{json.dumps(record)}\n")
         sys.stdout.flush()

@@ -145,7 +145,13 @@ class Sessions:
             await before.close(REPLACED, AGAIN)
         self._rank_connections[peer] = connection
         self._ranks.connect(peer, world)
-        self._note_unobserved(peer, hello.get("unobserved"))
+        given = hello.get("unobserved")
+        if isinstance(given, Mapping):
+            where = "" if peer.group is RankGroup.POLICY else f" ({peer.group.value})"
+            texts = {str(kind)[:MAX_KIND]: str(why)[:MAX_PROBLEM] for kind, why in islice(given.items(), MAX_KINDS)}
+            known = self._hub.runs[peer.run].unobserved if peer.run in self._hub.runs else {}
+            found = {f"{kind}{where}": why for kind, why in texts.items()}
+            self._hub.set_run({"run": peer.run, "unobserved": {**known, **found}})
         has_said_goodbye = False
         try:
             await connection.send(self._hub.welcome(Role.RANK))
@@ -158,16 +164,6 @@ class Sessions:
                 self._ranks.disconnect(peer)
                 if not self.has_finished and not has_said_goodbye:
                     self._hub.problem(f"{peer.text}: its connection closed; pictures lack its part")
-
-    def _note_unobserved(self, peer: Peer, given: object) -> None:
-        """Note the sites that a rank cannot show, beside those of other ranks; groups other than the policy's are
-        named."""
-        if isinstance(given, Mapping):
-            where = "" if peer.group is RankGroup.POLICY else f" ({peer.group.value})"
-            texts = {str(kind)[:MAX_KIND]: str(why)[:MAX_PROBLEM] for kind, why in islice(given.items(), MAX_KINDS)}
-            known = self._hub.runs[peer.run].unobserved if peer.run in self._hub.runs else {}
-            found = {f"{kind}{where}": why for kind, why in texts.items()}
-            self._hub.set_run({"run": peer.run, "unobserved": {**known, **found}})
 
     async def _last_words(self) -> None:
         """Wait until ranks are gone, or quiet: what they have sent comes by other connections than the driver's."""
@@ -312,7 +308,12 @@ class Sessions:
         if len(self.viewers) >= self._hub.limits.max_viewers:
             raise BadMessage(f"{len(self.viewers)} viewers are connected, which is the limit", ErrorCode.TOO_MANY)
         if viewer.role is Role.CONTROLLER:
-            self._take_control(viewer, is_taking_over=is_taking_over)
+            if self.controller is not None:
+                if not is_taking_over:
+                    raise BadMessage("another controller is connected; take over, or view only", ErrorCode.BUSY)
+                self.controller.role = Role.VIEWER
+                self.controller.message(dump({"type": "demoted"}))
+            self.controller = viewer
         self.viewers.append(viewer)
         viewer.message(self._hub.welcome(viewer.role))
         self._hub.greet(viewer)
@@ -324,14 +325,6 @@ class Sessions:
         self.viewers.remove(viewer)
         # Another one may have taken over since.
         self.controller = None if self.controller is viewer else self.controller
-
-    def _take_control(self, viewer: Viewer, *, is_taking_over: bool) -> None:
-        if self.controller is not None:
-            if not is_taking_over:
-                raise BadMessage("another controller is connected; take over, or view only", ErrorCode.BUSY)
-            self.controller.role = Role.VIEWER
-            self.controller.message(dump({"type": "demoted"}))
-        self.controller = viewer
 
     def hear_viewer(self, viewer: Viewer, said: Mapping[str, Any]) -> None:
         """Raises:
