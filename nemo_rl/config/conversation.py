@@ -3,7 +3,7 @@ tools (`env.tools`), and the rules over them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -170,26 +170,25 @@ class ToolsConfig(Section):
     """Calls of a conversation that cannot be read or name no tool; one more ends it as `invalid_calls`."""
 
 
-def rule_conversation_keys_need_conversations(config: MasterConfig) -> list[str]:
+def rule_conversation_keys_need_conversations(config: MasterConfig) -> Iterator[str]:
     section, prefix = config.experience.conversation, "experience.conversation"
     if section.enabled:
-        return []
+        return
     names, switch = keys_besides_the_switch(section), f"{prefix}.enabled"
-    lines = would_be_ignored(section, prefix, names, switch=switch)
+    yield from would_be_ignored(section, prefix, names, switch=switch)
     tools = tuple(type(config.env.tools).model_fields)
-    lines += would_be_ignored(config.env.tools, "env.tools", tools, switch=switch)
+    yield from would_be_ignored(config.env.tools, "env.tools", tools, switch=switch)
     if config.data.history != "append":
-        lines += would_be_ignored(config.data, "data", ("history",), switch=switch)
-    return lines
+        yield from would_be_ignored(config.data, "data", ("history",), switch=switch)
 
 
-def rule_tool_keys_need_tools(config: MasterConfig) -> list[str]:
+def rule_tool_keys_need_tools(config: MasterConfig) -> Iterator[str]:
     section, prefix = config.env.tools, "env.tools"
     if section.use or not config.experience.conversation.enabled:
-        return []
+        return
     kept = ("use", "format") if config.env.name == PROGRAM else ("use",)
     names = tuple(name for name in type(section).model_fields if name not in kept)
-    return would_be_ignored(section, prefix, names, switch=f"{prefix}.use", because=f"{prefix}.use names no tool")
+    yield from would_be_ignored(section, prefix, names, switch=f"{prefix}.use", because=f"{prefix}.use names no tool")
 
 
 def program_command(options: Mapping[str, object]) -> tuple[str, ...] | str:
@@ -206,9 +205,9 @@ def program_command(options: Mapping[str, object]) -> tuple[str, ...] | str:
     )
 
 
-def rule_programs_have_a_command(config: MasterConfig) -> list[str]:
+def rule_programs_have_a_command(config: MasterConfig) -> Iterator[str]:
     if config.env.name != PROGRAM:
-        return []
+        return
     command = program_command(config.env.options)
     lines = [command] if isinstance(command, str) else []
     if config.env.tools.use:
@@ -216,63 +215,58 @@ def rule_programs_have_a_command(config: MasterConfig) -> list[str]:
             f"env.tools.use: the program of env.name {PROGRAM!r} brings tools of its own in its requests; leave it "
             "empty"
         )
-    return lines
+    yield from lines
 
 
-def rule_environments_with_turns_need_conversations(config: MasterConfig) -> list[str]:
+def rule_environments_with_turns_need_conversations(config: MasterConfig) -> Iterator[str]:
     name = config.env.name
     if config.experience.conversation.enabled or not (name in TURN_ENVIRONMENTS or name == PROGRAM):
-        return []
-    return [f"experience.conversation.enabled: env.name {name!r} is an environment with turns; set it to true"]
+        return
+    yield f"experience.conversation.enabled: env.name {name!r} is an environment with turns; set it to true"
 
 
-def rule_rewards_of_conversations_have_no_length(config: MasterConfig) -> list[str]:
+def rule_rewards_of_conversations_have_no_length(config: MasterConfig) -> Iterator[str]:
     shaping = config.grpo.reward_shaping
     has_buffer = shaping.enabled and shaping.stop_properly_penalty_coef is None
-    if not (config.experience.conversation.enabled and has_buffer):
-        return []
-    return [
-        "grpo.reward_shaping.overlong_buffer_length: the penalty is on the length of one response, and "
-        "experience.conversation.enabled gives several turns; set grpo.reward_shaping.enabled=false, and "
-        "experience.conversation.max_sampled_tokens as a limit"
-    ]
+    if config.experience.conversation.enabled and has_buffer:
+        yield (
+            "grpo.reward_shaping.overlong_buffer_length: the penalty is on the length of one response, and "
+            "experience.conversation.enabled gives several turns; set grpo.reward_shaping.enabled=false, and "
+            "experience.conversation.max_sampled_tokens as a limit"
+        )
 
 
-def rule_rewards_of_turns_stay_as_they_are(config: MasterConfig) -> list[str]:
+def rule_rewards_of_turns_stay_as_they_are(config: MasterConfig) -> Iterator[str]:
     grpo = config.grpo
-    if grpo.adv_estimator.name not in ("outcome_plus_turn", "discounted_return"):
-        return []
-    return [
-        f"grpo.{part}.enabled: true changes the reward of a conversation, and grpo.adv_estimator.name "
-        f"{grpo.adv_estimator.name!r} reads those of its turns as they are; set it to false"
-        for part, section in (("reward_scaling", grpo.reward_scaling), ("reward_shaping", grpo.reward_shaping))
-        if section.enabled
-    ]
+    if grpo.adv_estimator.name in ("outcome_plus_turn", "discounted_return"):
+        yield from (
+            f"grpo.{part}.enabled: true changes the reward of a conversation, and grpo.adv_estimator.name "
+            f"{grpo.adv_estimator.name!r} reads those of its turns as they are; set it to false"
+            for part, section in (("reward_scaling", grpo.reward_scaling), ("reward_shaping", grpo.reward_shaping))
+            if section.enabled
+        )
 
 
-def rule_conversations_take_no_kl_from_rewards(config: MasterConfig) -> list[str]:
-    if not (config.experience.conversation.enabled and config.loss_fn.use_kl_in_reward):
-        return []
-    return [
-        "loss_fn.use_kl_in_reward: true takes the KL of one response from its reward, and "
-        "experience.conversation.enabled gives several; set it to false, which adds the KL to the loss"
-    ]
+def rule_conversations_take_no_kl_from_rewards(config: MasterConfig) -> Iterator[str]:
+    if config.experience.conversation.enabled and config.loss_fn.use_kl_in_reward:
+        yield (
+            "loss_fn.use_kl_in_reward: true takes the KL of one response from its reward, and "
+            "experience.conversation.enabled gives several; set it to false, which adds the KL to the loss"
+        )
 
 
-def rule_conversations_are_not_kept_with_checkpoints(config: MasterConfig) -> list[str]:
-    if not (config.experience.conversation.enabled and config.grpo.async_.keep_finished):
-        return []
-    return [
-        "grpo.async.keep_finished: true keeps finished groups of single turns, and experience.conversation.enabled "
-        "gives others; set it to false, which samples their prompts again"
-    ]
+def rule_conversations_are_not_kept_with_checkpoints(config: MasterConfig) -> Iterator[str]:
+    if config.experience.conversation.enabled and config.grpo.async_.keep_finished:
+        yield (
+            "grpo.async.keep_finished: true keeps finished groups of single turns, and experience.conversation.enabled "
+            "gives others; set it to false, which samples their prompts again"
+        )
 
 
-def rule_groups_have_enough_rows(config: MasterConfig) -> list[str]:
+def rule_groups_have_enough_rows(config: MasterConfig) -> Iterator[str]:
     section, size = config.experience.conversation, config.grpo.num_generations_per_prompt
-    if not section.enabled or section.min_scored <= size:
-        return []
-    return [
-        f"experience.conversation.min_scored: {section.min_scored} is more than grpo.num_generations_per_prompt "
-        f"{size}; lower it"
-    ]
+    if section.enabled and section.min_scored > size:
+        yield (
+            f"experience.conversation.min_scored: {section.min_scored} is more than grpo.num_generations_per_prompt "
+            f"{size}; lower it"
+        )

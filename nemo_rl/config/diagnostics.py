@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -115,21 +116,22 @@ class DiagnosticsConfig(Section):
     tracer: TracerConfig = Field(default_factory=TracerConfig)
 
 
-def rule_record_keys_need_steps(config: MasterConfig) -> list[str]:
+def rule_record_keys_need_steps(config: MasterConfig) -> Iterator[str]:
     section, prefix = config.diagnostics.record, "diagnostics.record"
     if section.steps:
-        return []
+        return
     switch = f"{prefix}.steps"
-    return would_be_ignored(section, prefix, ("sites", "phases"), switch=switch, because=f"{switch} names no step")
+    yield from would_be_ignored(section, prefix, ("sites", "phases"), switch=switch, because=f"{switch} names no step")
 
 
-def rule_generation_can_be_recorded(config: MasterConfig) -> list[str]:
+def rule_generation_can_be_recorded(config: MasterConfig) -> Iterator[str]:
     if not config.diagnostics.record.has_generation:
-        return []
+        return
     key, generation, lines = "diagnostics.record.phases: generation", config.policy.generation, list[str]()
     capabilities = ENGINE_CAPABILITIES.get(generation.backend)
     if capabilities is None or not capabilities.records_decoding:
-        return [f"{key}: the engine {generation.backend!r} cannot be recorded; leave generation out"]
+        yield f"{key}: the engine {generation.backend!r} cannot be recorded; leave generation out"
+        return
     if config.has_continuous_engines:
         lines.append(f"{key}: rows join and leave the batch of an engine that samples ahead; leave it out")
     if config.experience.conversation.enabled:
@@ -142,14 +144,13 @@ def rule_generation_can_be_recorded(config: MasterConfig) -> list[str]:
             f"{key}: a compiled vLLM passes its modules by, so that hooks see nothing; set "
             "policy.generation.vllm_cfg.enforce_eager=true"
         )
-    return lines
+    yield from lines
 
 
-def rule_tracer_host_reachable(config: MasterConfig) -> list[str]:
+def rule_tracer_host_reachable(config: MasterConfig) -> Iterator[str]:
     section, num_nodes = config.diagnostics.tracer, config.cluster.num_nodes
-    if not section.enabled or num_nodes == 1 or not section.host.startswith(("127.", "localhost", "::1")):
-        return []
-    return [
-        f"diagnostics.tracer.host: {section.host!r} is reached from one node alone, and cluster.num_nodes is "
-        f"{num_nodes}; set it to 0.0.0.0: then others on the network reach it, too, who need a token"
-    ]
+    if section.enabled and num_nodes != 1 and section.host.startswith(("127.", "localhost", "::1")):
+        yield (
+            f"diagnostics.tracer.host: {section.host!r} is reached from one node alone, and cluster.num_nodes is "
+            f"{num_nodes}; set it to 0.0.0.0: then others on the network reach it, too, who need a token"
+        )

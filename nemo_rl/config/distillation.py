@@ -6,6 +6,7 @@ what is refused for a policy is refused for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -127,49 +128,49 @@ def teacher_config(config: MasterConfig) -> MasterConfig:
 # ---- rules
 
 
-def rule_distillation_keys_need_their_switch(config: MasterConfig) -> list[str]:
+def rule_distillation_keys_need_their_switch(config: MasterConfig) -> Iterator[str]:
     section, switch = config.loss_fn.distillation, f"{_SECTION}.enabled"
     if section.enabled:
         if section.kl == "mixed":
-            return []
+            return
         because = f"{_SECTION}.kl is {section.kl!r}"
-        return would_be_ignored(section, _SECTION, ["mixed_weight"], switch=f"{_SECTION}.kl", because=because)
+        yield from would_be_ignored(section, _SECTION, ["mixed_weight"], switch=f"{_SECTION}.kl", because=because)
+        return
     names = keys_besides_the_switch(section)
-    return would_be_ignored(section, _SECTION, names, switch=switch)
+    yield from would_be_ignored(section, _SECTION, names, switch=switch)
 
 
-def rule_distillation_needs_a_teacher(config: MasterConfig) -> list[str]:
+def rule_distillation_needs_a_teacher(config: MasterConfig) -> Iterator[str]:
     section = config.loss_fn.distillation
     if section.enabled and section.teacher.model_name is None:
-        return [f"{_TEACHER}.model_name: must be set to a model folder when {_SECTION}.enabled is true"]
-    return []
+        yield f"{_TEACHER}.model_name: must be set to a model folder when {_SECTION}.enabled is true"
 
 
-def rule_distillation_alone_trains_every_row(config: MasterConfig) -> list[str]:
+def rule_distillation_alone_trains_every_row(config: MasterConfig) -> Iterator[str]:
     section, grpo = config.loss_fn.distillation, config.grpo
     if not section.enabled or section.mode != "alone":
-        return []
+        return
     lines, why = [], f"{_SECTION}.mode 'alone' learns from rows of equal rewards as well"
     if grpo.use_dynamic_sampling:
         lines.append(f"grpo.use_dynamic_sampling: {why}; set it to false")
     if grpo.drop_zero_advantage_groups is True:
         lines.append(f"grpo.drop_zero_advantage_groups: {why}; set it to false")
-    return lines
+    yield from lines
 
 
-def rule_teacher_reads_text(config: MasterConfig) -> list[str]:
+def rule_teacher_reads_text(config: MasterConfig) -> Iterator[str]:
     if not config.loss_fn.distillation.enabled or not config.data.has_images:
-        return []
-    return [
+        return
+    yield (
         f"{_SECTION}.enabled: prompts have images, and a teacher gets the tokens of rows alone; set it to false, or "
         "take prompts of text"
-    ]
+    )
 
 
-def rule_teacher_has_a_place(config: MasterConfig) -> list[str]:
+def rule_teacher_has_a_place(config: MasterConfig) -> Iterator[str]:
     section, cluster, workers = config.loss_fn.distillation, config.cluster, num_teacher_workers(config)
     if not section.enabled:
-        return []
+        return
     lines, key = [], f"{_TEACHER}.num_workers"
     if cluster.launcher == "local":
         if workers > 1:
@@ -187,18 +188,18 @@ def rule_teacher_has_a_place(config: MasterConfig) -> list[str]:
             f"{key}: the teacher's workers share the GPUs of the policy's, of which there are {cluster.num_workers}, "
             f"got {workers}; set a number of at most {cluster.num_workers}"
         )
-    return lines
+    yield from lines
 
 
-def rule_teacher_engine_has_its_axes(config: MasterConfig) -> list[str]:
+def rule_teacher_engine_has_its_axes(config: MasterConfig) -> Iterator[str]:
     section = config.loss_fn.distillation
     if not section.enabled or section.teacher.engine == "megatron":
-        return []
-    return [
+        return
+    yield from (
         f"{_TEACHER}.{name}: only the Megatron worker has this axis; set {_TEACHER}.engine=megatron, or leave it out"
         for name in ("pipeline_parallel_size", "expert_parallel_size")
         if getattr(section.teacher, name) > 1
-    ]
+    )
 
 
 _OF_A_POLICY: tuple[Rule, ...] = (
@@ -209,9 +210,9 @@ _OF_A_POLICY: tuple[Rule, ...] = (
 """Rules over the layout of a policy, which a teacher has to keep as well."""
 
 
-def rule_teacher_layout_is_that_of_a_policy(config: MasterConfig) -> list[str]:
+def rule_teacher_layout_is_that_of_a_policy(config: MasterConfig) -> Iterator[str]:
     section = config.loss_fn.distillation
     if not section.enabled or section.teacher.model_name is None:
-        return []
+        return
     seen = teacher_config(config)
-    return [f"{_TEACHER}: as a policy of its own: {line}" for rule in _OF_A_POLICY for line in rule(seen)]
+    yield from (f"{_TEACHER}: as a policy of its own: {line}" for rule in _OF_A_POLICY for line in rule(seen))

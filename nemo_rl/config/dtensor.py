@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import (
@@ -138,30 +139,29 @@ def _is_milestones(part: object) -> bool:
     return isinstance(part, dict) and set(part) == {"milestones"}
 
 
-def rule_tensor_parallel_keys_need_ranks(config: MasterConfig) -> list[str]:
+def rule_tensor_parallel_keys_need_ranks(config: MasterConfig) -> Iterator[str]:
     sizes = config.policy.dtensor_cfg
     if not sizes.enabled or sizes.tensor_parallel_size > 1:
-        return []
+        return
     switch, names = "policy.dtensor_cfg.tensor_parallel_size", ("sequence_parallel", "custom_parallel_plan")
-    return would_be_ignored(sizes, "policy.dtensor_cfg", names, switch=switch, because=f"{switch} is 1")
+    yield from would_be_ignored(sizes, "policy.dtensor_cfg", names, switch=switch, because=f"{switch} is 1")
 
 
-def rule_sequence_parallel_has_a_plan(config: MasterConfig) -> list[str]:
+def rule_sequence_parallel_has_a_plan(config: MasterConfig) -> Iterator[str]:
     sizes = config.policy.dtensor_cfg
     if not sizes.enabled or sizes.tensor_parallel_size == 1:
-        return []
+        return
     if sizes.sequence_parallel and sizes.custom_parallel_plan is not None:
-        return [
+        yield (
             "policy.dtensor_cfg.sequence_parallel: a custom_parallel_plan does not say where sequences are split and "
             "brought together; set it to false, or leave the plan out"
-        ]
-    return []
+        )
 
 
-def rule_compile_needs_whole_layers(config: MasterConfig) -> list[str]:
+def rule_compile_needs_whole_layers(config: MasterConfig) -> Iterator[str]:
     sizes = config.policy.dtensor_cfg
     if not sizes.enabled or sizes.compile != "on":
-        return []
+        return
     found = {
         "dtensor_cfg.tensor_parallel_size is above 1: torch.compile cannot trace how a layer gets its part of the "
         "weights": sizes.tensor_parallel_size > 1,
@@ -170,49 +170,50 @@ def rule_compile_needs_whole_layers(config: MasterConfig) -> list[str]:
         "deterministic is true: bits depend on the passes before": config.policy.deterministic,
     }
     reasons = [reason for reason, holds in found.items() if holds]
-    return [f"policy.dtensor_cfg.compile: 'on', and policy.{reason}; set it to auto or off" for reason in reasons]
+    yield from (f"policy.dtensor_cfg.compile: 'on', and policy.{reason}; set it to auto or off" for reason in reasons)
 
 
-def rule_cpu_offload_needs_a_gpu(config: MasterConfig) -> list[str]:
+def rule_cpu_offload_needs_a_gpu(config: MasterConfig) -> Iterator[str]:
     because = "cluster.gpus_per_node is 0: everything is on the CPU already"
     if config.policy.dtensor_cfg.enabled and config.cluster.gpus_per_node == 0:
         sizes, switch = config.policy.dtensor_cfg, "cluster.gpus_per_node"
-        return would_be_ignored(sizes, "policy.dtensor_cfg", ["cpu_offload"], switch=switch, because=because)
-    return []
+        yield from would_be_ignored(sizes, "policy.dtensor_cfg", ["cpu_offload"], switch=switch, because=because)
 
 
 # ---- the schedule
 
 
-def rule_scheduler_keys_need_a_decay(config: MasterConfig) -> list[str]:
+def rule_scheduler_keys_need_a_decay(config: MasterConfig) -> Iterator[str]:
     scheduler = config.policy.scheduler
     if scheduler.phases:
         because = "policy.scheduler.phases make the whole curve"
         shape = ("name", "warmup_steps", "decay_steps", "min_factor")
-        return would_be_ignored(scheduler, "policy.scheduler", shape, switch="policy.scheduler.phases", because=because)
+        yield from would_be_ignored(
+            scheduler, "policy.scheduler", shape, switch="policy.scheduler.phases", because=because
+        )
+        return
     if scheduler.name == "constant":
         switch, names = "policy.scheduler.name", ("decay_steps", "min_factor")
         because = f"{switch} is 'constant', which never decays"
-        return would_be_ignored(scheduler, "policy.scheduler", names, switch=switch, because=because)
+        yield from would_be_ignored(scheduler, "policy.scheduler", names, switch=switch, because=because)
+        return
     end = scheduler.decay_steps
     if end is not None and scheduler.warmup_steps >= end:
-        return [
+        yield (
             f"policy.scheduler.warmup_steps: {scheduler.warmup_steps} leaves no step to decay before "
             f"policy.scheduler.decay_steps {end}"
-        ]
-    return []
+        )
 
 
-def rule_scheduler_milestones_separate_the_phases(config: MasterConfig) -> list[str]:
+def rule_scheduler_milestones_separate_the_phases(config: MasterConfig) -> Iterator[str]:
     scheduler = config.policy.scheduler
     phases, milestones = scheduler.phases, scheduler.milestones
     if len(milestones) != max(0, len(phases) - 1):
-        return [
+        yield (
             f"policy.scheduler.milestones: expected {max(0, len(phases) - 1)}, one less than the {len(phases)} "
             f"phases, got {milestones}"
-        ]
-    if milestones != sorted(set(milestones)):
-        return [f"policy.scheduler.milestones: expected rising steps, got {milestones}"]
-    if any(phase.name.endswith("ReduceLROnPlateau") for phase in phases):
-        return ["policy.scheduler.phases: ReduceLROnPlateau follows a metric, not the steps; choose another"]
-    return []
+        )
+    elif milestones != sorted(set(milestones)):
+        yield f"policy.scheduler.milestones: expected rising steps, got {milestones}"
+    elif any(phase.name.endswith("ReduceLROnPlateau") for phase in phases):
+        yield "policy.scheduler.phases: ReduceLROnPlateau follows a metric, not the steps; choose another"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, FiniteFloat, PositiveInt
@@ -33,9 +34,9 @@ class EvaluationConfig(Section):
     """Confidence of the intervals around every mean over prompts."""
 
 
-def rule_validation_needs_prompts(config: MasterConfig) -> list[str]:
+def rule_validation_needs_prompts(config: MasterConfig) -> Iterator[str]:
     if config.data.validation is not None:
-        return []
+        return
     grpo, switch = config.grpo, "data.validation"
     because = f"there is no {switch} ({switch}=null turns all validation off)"
     asked = {
@@ -52,43 +53,42 @@ def rule_validation_needs_prompts(config: MasterConfig) -> list[str]:
     lines += would_be_ignored(grpo, "grpo", ["max_val_samples"], switch=switch, because=because)
     lines += would_be_ignored(config.data, "data", ["validation_sets"], switch=switch, because=because)
     names = tuple(type(config.evaluation).model_fields)
-    return lines + would_be_ignored(config.evaluation, "evaluation", names, switch=switch, because=because)
+    yield from lines + would_be_ignored(config.evaluation, "evaluation", names, switch=switch, because=because)
 
 
 _NO_SET_NAMES = ("validation", "reward", "category")
 """`data.validation` itself, and what follows `val/` in the names of its metrics."""
 
 
-def rule_validation_set_names_are_unique(config: MasterConfig) -> list[str]:
-    return [
+def rule_validation_set_names_are_unique(config: MasterConfig) -> Iterator[str]:
+    yield from (
         f"data.validation_sets.{name}: is no name for a further set; expected another than {', '.join(_NO_SET_NAMES)}"
         for name in config.data.validation_sets
         if name in _NO_SET_NAMES
-    ]
+    )
 
 
-def rule_evaluation_has_enough_samples(config: MasterConfig) -> list[str]:
+def rule_evaluation_has_enough_samples(config: MasterConfig) -> Iterator[str]:
     section = config.evaluation
-    lines = [
+    yield from (
         f"evaluation.{name}: {k} is more than evaluation.num_samples {section.num_samples}; raise num_samples to {k}"
         for name, ks in (("pass_at", section.pass_at), ("majority_at", section.majority_at))
         for k in ks
         if k > section.num_samples
-    ]
+    )
     if config.policy.generation.val_temperature == 0:
         because = "policy.generation.val_temperature is 0: all responses to a prompt are greedy"
         switch, names = "policy.generation.val_temperature", ("num_samples", "greedy")
-        lines += would_be_ignored(section, "evaluation", names, switch=switch, because=because)
-    return lines
+        yield from would_be_ignored(section, "evaluation", names, switch=switch, because=because)
 
 
-def rule_validation_prompts_need_a_validation(config: MasterConfig) -> list[str]:
+def rule_validation_prompts_need_a_validation(config: MasterConfig) -> Iterator[str]:
     if config.data.validation is None or config.has_validation:
-        return []
+        return
     lines = [
         "data.validation: is never used, because grpo.val_period is 0 and val_at_start and val_at_end are false; "
         "set it to null, or turn one of them on"
     ]
     if config.grpo.stop_at_validation_accuracy is not None:
         lines.append("grpo.stop_at_validation_accuracy: nothing is ever validated; set grpo.val_period")
-    return lines
+    yield from lines

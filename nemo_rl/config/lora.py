@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -84,38 +85,37 @@ def adapter_warnings(config: MasterConfig) -> list[str]:
     return lines
 
 
-def rule_lora_reference_needs_an_adapter(config: MasterConfig) -> list[str]:
+def rule_lora_reference_needs_an_adapter(config: MasterConfig) -> Iterator[str]:
     lora = config.policy.lora
     if not lora.enabled or lora.reference == "base" or lora.adapter is not None:
-        return []
-    return ["policy.lora.reference: 'start' needs an adapter to start from; set policy.lora.adapter, or reference=base"]
+        return
+    yield "policy.lora.reference: 'start' needs an adapter to start from; set policy.lora.adapter, or reference=base"
 
 
-def rule_finish_needs_adapters(config: MasterConfig) -> list[str]:
+def rule_finish_needs_adapters(config: MasterConfig) -> Iterator[str]:
     if config.policy.generation.in_flight != "finish" or config.policy.lora.is_native:
-        return []
-    return [
+        return
+    yield (
         "policy.generation.in_flight: 'finish' lets rows of two versions run side by side, for which engines must hold "
         "adapters; set policy.lora.enabled=true with policy.lora.serve=native, or in_flight=recompute or drain"
-    ]
+    )
 
 
-def rule_vllm_rows_keep_their_adapter(config: MasterConfig) -> list[str]:
+def rule_vllm_rows_keep_their_adapter(config: MasterConfig) -> Iterator[str]:
     generation = config.policy.generation
     is_changed = generation.in_flight in ("recompute", "keep") and config.grpo.samples_ahead
     if not config.policy.lora.is_native or generation.backend != "vllm" or not is_changed:
-        return []
-    return [
+        return
+    yield (
         f"policy.generation.in_flight: {generation.in_flight!r} changes the adapter of running rows, and a row of vLLM "
         "has one adapter to its end; set it to finish or drain, policy.lora.serve=merged, or "
         "policy.generation.backend=torch"
-    ]
+    )
 
 
-def rule_adapters_are_sent_whole(config: MasterConfig) -> list[str]:
-    if not config.policy.lora.is_native or not config.policy.generation.refit_delta.enabled:
-        return []
-    return [
-        "policy.generation.refit_delta.enabled: true, but policy.lora.serve is native, so that a refit sends an "
-        "adapter, of which every element changes; set it to false, or policy.lora.serve=merged"
-    ]
+def rule_adapters_are_sent_whole(config: MasterConfig) -> Iterator[str]:
+    if config.policy.lora.is_native and config.policy.generation.refit_delta.enabled:
+        yield (
+            "policy.generation.refit_delta.enabled: true, but policy.lora.serve is native, so that a refit sends an "
+            "adapter, of which every element changes; set it to false, or policy.lora.serve=merged"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -259,96 +259,88 @@ class PolicyConfig(Section):
 # ---- the worker
 
 
-def rule_exactly_one_worker_is_enabled(config: MasterConfig) -> list[str]:
+def rule_exactly_one_worker_is_enabled(config: MasterConfig) -> Iterator[str]:
     policy = config.policy
     if policy.dtensor_cfg.enabled and policy.megatron_cfg.enabled:
-        return [
+        yield (
             "policy.megatron_cfg.enabled: true, and so is policy.dtensor_cfg.enabled unless set otherwise, but one "
             "worker trains; set policy.dtensor_cfg.enabled=false"
-        ]
-    if not policy.dtensor_cfg.enabled and not policy.megatron_cfg.enabled:
-        return [
+        )
+    elif not policy.dtensor_cfg.enabled and not policy.megatron_cfg.enabled:
+        yield (
             "policy.dtensor_cfg.enabled: false, and so is policy.megatron_cfg.enabled: nothing trains; set "
             "one of them to true"
-        ]
-    return []
+        )
 
 
-def rule_worker_keys_fit_the_worker(config: MasterConfig) -> list[str]:
+def rule_worker_keys_fit_the_worker(config: MasterConfig) -> Iterator[str]:
     policy = config.policy
     dtensor, megatron = policy.dtensor_cfg, policy.megatron_cfg
-    lines: list[str] = []
     for prefix, section, other in (
         ("policy.dtensor_cfg", dtensor, megatron),
         ("policy.megatron_cfg", megatron, dtensor),
     ):
         if not section.enabled and other.enabled:
             names, switch = keys_besides_the_switch(section), f"{prefix}.enabled"
-            lines += would_be_ignored(section, prefix, names, switch=switch)
+            yield from would_be_ignored(section, prefix, names, switch=switch)
     if megatron.enabled and not dtensor.enabled:
         for name in ("optimizer", "scheduler"):
             because = f"the Megatron worker takes policy.megatron_cfg.{name}"
-            lines += would_be_ignored(policy, "policy", [name], switch="policy.megatron_cfg.enabled", because=because)
-    return lines
+            yield from would_be_ignored(policy, "policy", [name], switch="policy.megatron_cfg.enabled", because=because)
 
 
-def rule_profile_kind_fits_the_devices(config: MasterConfig) -> list[str]:
+def rule_profile_kind_fits_the_devices(config: MasterConfig) -> Iterator[str]:
     profile = config.policy.profile
     if profile.kind == "nsys" and profile.steps and not config.cluster.gpus_per_node:
-        return [
+        yield (
             "policy.profile.kind: nsys records CUDA, and the workers are on CPUs (cluster.gpus_per_node: 0); set torch"
-        ]
-    if not profile.steps:
+        )
+    elif not profile.steps:
         because = "policy.profile.steps is empty"
-        return would_be_ignored(profile, "policy.profile", ["kind"], switch="policy.profile.steps", because=because)
-    return []
+        yield from would_be_ignored(profile, "policy.profile", ["kind"], switch="policy.profile.steps", because=because)
 
 
-def rule_deterministic_products_repeat(config: MasterConfig) -> list[str]:
+def rule_deterministic_products_repeat(config: MasterConfig) -> Iterator[str]:
     policy = config.policy
     found = {**config.cluster.env_vars, **policy.worker_env_vars}.get(CUBLAS_VARIABLE, REPEATABLE_WORKSPACES[0])
     if not policy.deterministic or found in REPEATABLE_WORKSPACES:
-        return []
-    return [
+        return
+    yield (
         f"policy.deterministic: products on CUDA do not repeat with {CUBLAS_VARIABLE} {found!r} of cluster.env_vars or "
         f"{policy.parallel_section}.env_vars; leave it out, or set {' or '.join(REPEATABLE_WORKSPACES)}"
-    ]
+    )
 
 
 # ---- parallel sizes
 
 
-def rule_parallel_sizes_divide_the_workers(config: MasterConfig) -> list[str]:
+def rule_parallel_sizes_divide_the_workers(config: MasterConfig) -> Iterator[str]:
     policy, workers = config.policy, config.cluster.num_workers
     sizes = policy.parallel_sizes
     if workers % sizes.replica_size == 0:
-        return []
+        return
     axes = (
         (sizes.tensor, sizes.pipeline, sizes.context) if policy.megatron_cfg.enabled else (sizes.tensor, sizes.context)
     )
     first, *others = policy.replica_keys
     product = "".join(f" x {key.rsplit('.', 1)[-1]} {size}" for key, size in zip(others, axes[1:], strict=True))
-    return [
+    yield (
         f"{first}: {sizes.tensor}{product} does not divide {workers} workers; change cluster.cpu_workers_per_node or "
         "cluster.gpus_per_node to a multiple"
-    ]
+    )
 
 
 # ---- batches
 
 
-def rule_packing_excludes_dynamic_batching(config: MasterConfig) -> list[str]:
+def rule_packing_excludes_dynamic_batching(config: MasterConfig) -> Iterator[str]:
     policy = config.policy
     if policy.sequence_packing.is_on and policy.dynamic_batching.enabled:
-        return [
-            "policy.dynamic_batching.enabled: packing and dynamic batching exclude each other; turn one of them off"
-        ]
-    return []
+        yield "policy.dynamic_batching.enabled: packing and dynamic batching exclude each other; turn one of them off"
 
 
-def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
+def rule_batching_keys_need_their_switch(config: MasterConfig) -> Iterator[str]:
     policy = config.policy
-    lines = []
     sections: tuple[tuple[str, SequencePackingConfig | DynamicBatchingConfig], ...] = (
         ("policy.sequence_packing", policy.sequence_packing),
         ("policy.dynamic_batching", policy.dynamic_batching),
@@ -358,7 +350,7 @@ def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
         if why_off is not None or not section.enabled:
             names, switch = keys_besides_the_switch(section), f"{prefix}.enabled"
             because = f"{switch} is false" if why_off is None else f"policy.{why_off}"
-            lines += would_be_ignored(section, prefix, names, switch=switch, because=because)
+            yield from would_be_ignored(section, prefix, names, switch=switch, because=because)
         elif section.is_on:
             longest = _longest_row(policy)
             for name, cap in (
@@ -366,11 +358,10 @@ def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
                 ("logprob_mb_tokens", section.logprob_mb_tokens),
             ):
                 if cap < longest:
-                    lines.append(f"{prefix}.{name}: {cap} tokens do not hold one sequence; expected at least {longest}")
+                    yield f"{prefix}.{name}: {cap} tokens do not hold one sequence; expected at least {longest}"
     if policy.sequence_packing.is_on or policy.dynamic_batching.enabled:
         switch = f"policy.{'sequence_packing' if policy.sequence_packing.is_on else 'dynamic_batching'}.enabled"
-        lines += would_be_ignored(policy, "policy", FIXED_ROWS, switch=switch, because=f"{switch} is true")
-    return lines
+        yield from would_be_ignored(policy, "policy", FIXED_ROWS, switch=switch, because=f"{switch} is true")
 
 
 FIXED_ROWS = ("train_micro_batch_size", "logprob_batch_size")
@@ -396,7 +387,7 @@ def packing_decided(config: MasterConfig, *, fits: Callable[[PolicyConfig], bool
     if _why_auto_is_off(config.policy) is not None or not fits(policy):
         policy = policy.model_copy(update={"sequence_packing": packing.model_copy(update={"enabled": False})})
     config = config.model_copy(update={"policy": policy})
-    problems = rule_fixed_microbatches_divide(config)
+    problems = list(rule_fixed_microbatches_divide(config))
     if problems:
         raise ConfigError(problems)
     return config
@@ -417,43 +408,39 @@ def _longest_row(policy: PolicyConfig) -> int:
     return -(-policy.max_total_sequence_length // multiple) * multiple
 
 
-def rule_logprob_microbatch_tokens_not_below_train(config: MasterConfig) -> list[str]:
-    lines = []
+def rule_logprob_microbatch_tokens_not_below_train(config: MasterConfig) -> Iterator[str]:
     for name, section in (
         ("sequence_packing", config.policy.sequence_packing),
         ("dynamic_batching", config.policy.dynamic_batching),
     ):
         if section.is_on and section.logprob_mb_tokens < section.train_mb_tokens:
-            lines.append(
+            yield (
                 f"policy.{name}.logprob_mb_tokens: expected at least train_mb_tokens {section.train_mb_tokens} (a pass "
                 f"without gradients needs less memory), got {section.logprob_mb_tokens}"
             )
-    return lines
 
 
-def rule_fixed_microbatches_divide(config: MasterConfig) -> list[str]:
+def rule_fixed_microbatches_divide(config: MasterConfig) -> Iterator[str]:
     policy = config.policy
     # Where the model may still turn `auto` off, `packing_decided` asks again.
     may_pack = policy.sequence_packing.enabled == AUTO and _why_auto_is_off(policy) is None
     if may_pack or policy.sequence_packing.is_on or policy.dynamic_batching.enabled:
-        return []
+        return
     ranks = max(1, config.cluster.num_workers // policy.parallel_sizes.replica_size)
     unit = ranks * policy.train_micro_batch_size
     if policy.train_global_batch_size % unit:
-        return [
+        yield (
             f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide into {ranks} "
             f"data-parallel workers x policy.train_micro_batch_size {policy.train_micro_batch_size}; expected a "
             f"multiple of {unit}, or policy.dynamic_batching.enabled=true, which needs no such thing"
-        ]
-    return []
+        )
 
 
-def rule_step_divides_into_global_batches(config: MasterConfig) -> list[str]:
+def rule_step_divides_into_global_batches(config: MasterConfig) -> Iterator[str]:
     grpo, batch = config.grpo, config.policy.train_global_batch_size
     samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
     if samples % batch:
-        return [
+        yield (
             f"policy.train_global_batch_size: expected a divisor of grpo.num_prompts_per_step x "
             f"num_generations_per_prompt = {samples}, got {batch}"
-        ]
-    return []
+        )

@@ -3,6 +3,7 @@ over rewards and advantages."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveInt
@@ -57,50 +58,46 @@ ESTIMATORS_BY_STEP = ("reinforce_plus_plus", "gdpo")
 """Built-in estimators that give advantages to groups whose rewards are all equal."""
 
 
-def rule_advantage_clip_is_an_interval(config: MasterConfig) -> list[str]:
+def rule_advantage_clip_is_an_interval(config: MasterConfig) -> Iterator[str]:
     low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
     if low is not None and high is not None and low >= high:
-        return [f"grpo.advantage_clip_low: {low} is not below grpo.advantage_clip_high {high}"]
-    return []
+        yield f"grpo.advantage_clip_low: {low} is not below grpo.advantage_clip_high {high}"
 
 
-def rule_estimator_keys_fit_the_estimator(config: MasterConfig) -> list[str]:
+def rule_estimator_keys_fit_the_estimator(config: MasterConfig) -> Iterator[str]:
     grpo, section, switch = config.grpo, config.grpo.adv_estimator, "grpo.adv_estimator.name"
     name = section.name
     if not ADVANTAGE_ESTIMATORS.is_builtin(name):
-        return []
+        return
     because = f"{switch} is {name!r}"
-    lines: list[str] = []
     if name not in _BY_KEYS:
         names = ["use_leave_one_out_baseline", "use_leave_one_out_std"]
         if name != "discounted_return":
             names = ["normalize_rewards", *names]
-        lines += would_be_ignored(grpo, "grpo", names, switch=switch, because=because)
+        yield from would_be_ignored(grpo, "grpo", names, switch=switch, because=because)
     if name != "gdpo":
         own = ("component_weights",)
-        lines += would_be_ignored(section, "grpo.adv_estimator", own, switch=switch, because=because)
+        yield from would_be_ignored(section, "grpo.adv_estimator", own, switch=switch, because=because)
     other = tuple(key for word, key in _BY_TURN.items() if word != name)
-    lines += would_be_ignored(section, "grpo.adv_estimator", other, switch=switch, because=because)
+    yield from would_be_ignored(section, "grpo.adv_estimator", other, switch=switch, because=because)
     if name in _BY_TURN and not config.experience.conversation.enabled:
-        lines.append(f"{switch}: {name!r} needs turns; set experience.conversation.enabled=true, or another estimator")
+        yield f"{switch}: {name!r} needs turns; set experience.conversation.enabled=true, or another estimator"
     # Dynamic sampling has taken others in their place before the estimator sees them.
     if name in ESTIMATORS_BY_STEP and grpo.drop_zero_advantage_groups is True and not grpo.use_dynamic_sampling:
-        lines.append(
+        yield (
             f"grpo.drop_zero_advantage_groups: true leaves out rows to which {name!r} gives advantages; set it to "
             "false, or grpo.use_dynamic_sampling=true"
         )
-    return lines
 
 
-def rule_token_advantages_fit_the_loss(config: MasterConfig) -> list[str]:
-    return row_loss_problems(config) if config.has_builtin_token_advantages else []
+def rule_token_advantages_fit_the_loss(config: MasterConfig) -> Iterator[str]:
+    yield from row_loss_problems(config) if config.has_builtin_token_advantages else []
 
 
-def rule_token_baseline_needs_prev_logprobs(config: MasterConfig) -> list[str]:
+def rule_token_baseline_needs_prev_logprobs(config: MasterConfig) -> Iterator[str]:
     key, name = "grpo.adv_estimator.name", config.grpo.adv_estimator.name
-    if name != "optimal_token_baseline" or config.has_prev_logprobs_pass:
-        return []
-    return [f"{key}: {name!r} needs the whole distributions of the trainer before the update; {SET_FOR_A_PASS}"]
+    if name == "optimal_token_baseline" and not config.has_prev_logprobs_pass:
+        yield f"{key}: {name!r} needs the whole distributions of the trainer before the update; {SET_FOR_A_PASS}"
 
 
 def row_loss_problems(config: MasterConfig) -> list[str]:
@@ -115,86 +112,84 @@ def row_loss_problems(config: MasterConfig) -> list[str]:
     ]
 
 
-def rule_gdpo_needs_reward_components(config: MasterConfig) -> list[str]:
+def rule_gdpo_needs_reward_components(config: MasterConfig) -> Iterator[str]:
     if config.grpo.adv_estimator.name != "gdpo" or config.env.name not in ("sort", "math", "reasoning_gym"):
-        return []
-    return [
+        return
+    yield (
         f"grpo.adv_estimator.name: 'gdpo' needs components of the reward, and env.name {config.env.name!r} gives one "
         "number; set env.name=custom, or adv_estimator.name=grpo"
-    ]
+    )
 
 
-def rule_dynamic_sampling_is_complete(config: MasterConfig) -> list[str]:
+def rule_dynamic_sampling_is_complete(config: MasterConfig) -> Iterator[str]:
     grpo, switch = config.grpo, "grpo.use_dynamic_sampling"
     if not grpo.use_dynamic_sampling:
         names = ("dynamic_sampling_max_gen_batches", "batch_multiplier")
-        return would_be_ignored(grpo, "grpo", names, switch=switch)
+        yield from would_be_ignored(grpo, "grpo", names, switch=switch)
+        return
     because = f"{switch} is true, which leaves such groups out itself"
     ignored = ("drop_zero_advantage_groups",) if grpo.drop_zero_advantage_groups is False else ()
-    lines = would_be_ignored(grpo, "grpo", ignored, switch=switch, because=because)
+    yield from would_be_ignored(grpo, "grpo", ignored, switch=switch, because=because)
     if config.diagnostics.keep_steps.enabled:
-        lines.append(
+        yield (
             f"diagnostics.keep_steps.enabled: a step with {switch} has rows of several rollouts, which cannot be "
             "replayed; set one of them to false"
         )
-    return lines
 
 
-def rule_reward_scaling_maps_an_interval(config: MasterConfig) -> list[str]:
+def rule_reward_scaling_maps_an_interval(config: MasterConfig) -> Iterator[str]:
     section, prefix = config.grpo.reward_scaling, "grpo.reward_scaling"
     if not section.enabled:
         switch = f"{prefix}.enabled"
         names = ("source_min", "source_max", "target_min", "target_max")
-        return would_be_ignored(section, prefix, names, switch=switch)
-    lines = []
+        yield from would_be_ignored(section, prefix, names, switch=switch)
+        return
     if section.source_min >= section.source_max:
-        lines.append(f"{prefix}.source_min: {section.source_min} is not below source_max {section.source_max}")
+        yield f"{prefix}.source_min: {section.source_min} is not below source_max {section.source_max}"
     if section.target_min >= section.target_max:
-        lines.append(f"{prefix}.target_min: {section.target_min} is not below target_max {section.target_max}")
-    return lines
+        yield f"{prefix}.target_min: {section.target_min} is not below target_max {section.target_max}"
 
 
-def rule_reward_shaping_is_complete(config: MasterConfig) -> list[str]:
+def rule_reward_shaping_is_complete(config: MasterConfig) -> Iterator[str]:
     section, prefix = config.grpo.reward_shaping, "grpo.reward_shaping"
     buffer = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
     if not section.enabled:
         switch, names = f"{prefix}.enabled", (*buffer, "stop_properly_penalty_coef")
-        return would_be_ignored(section, prefix, names, switch=switch)
+        yield from would_be_ignored(section, prefix, names, switch=switch)
+        return
     if section.stop_properly_penalty_coef is not None:
         switch = f"{prefix}.stop_properly_penalty_coef"
-        return would_be_ignored(section, prefix, buffer, switch=switch, because=f"{switch} replaces the buffer")
+        yield from would_be_ignored(section, prefix, buffer, switch=switch, because=f"{switch} replaces the buffer")
+        return
     longest, most = section.max_response_length, config.policy.longest_response
     if longest is None:
-        return [f"{prefix}.max_response_length: must be set, for example to ${{policy.generation.max_new_tokens}}"]
-    if section.overlong_buffer_length > longest:
-        return [
+        yield f"{prefix}.max_response_length: must be set, for example to ${{policy.generation.max_new_tokens}}"
+    elif section.overlong_buffer_length > longest:
+        yield (
             f"{prefix}.overlong_buffer_length: {section.overlong_buffer_length} is more than max_response_length "
             f"{longest}"
-        ]
-    if longest - section.overlong_buffer_length >= most:
-        return [
+        )
+    elif longest - section.overlong_buffer_length >= most:
+        yield (
             f"{prefix}.max_response_length: no response of policy.generation.max_new_tokens {most} tokens reaches the "
             f"buffer, which begins at {longest - section.overlong_buffer_length}"
-        ]
-    return []
+        )
 
 
-def rule_logprob_errors_need_two_policies(config: MasterConfig) -> list[str]:
+def rule_logprob_errors_need_two_policies(config: MasterConfig) -> Iterator[str]:
     key, threshold = "grpo.seq_logprob_error_threshold", config.grpo.seq_logprob_error_threshold
     if threshold is None or config.has_prev_logprobs_pass:
-        return []
-    return [
+        return
+    yield (
         f"{key}: {threshold:g} has no log-probabilities of the trainer to compare with; {SET_FOR_A_PASS}, or {key}=null"
-    ]
+    )
 
 
-def rule_sibling_std_needs_a_sibling_baseline(config: MasterConfig) -> list[str]:
-    lines: list[str] = []
+def rule_sibling_std_needs_a_sibling_baseline(config: MasterConfig) -> Iterator[str]:
     for name, is_on in (
         ("normalize_rewards", config.grpo.normalize_rewards),
         ("use_leave_one_out_baseline", config.grpo.use_leave_one_out_baseline),
     ):
         if not is_on:
             switch, names = f"grpo.{name}", ("use_leave_one_out_std",)
-            lines += would_be_ignored(config.grpo, "grpo", names, switch=switch)
-    return lines
+            yield from would_be_ignored(config.grpo, "grpo", names, switch=switch)

@@ -6,6 +6,7 @@ checked with the model folder.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeInt
@@ -52,35 +53,33 @@ def _why_no_logprobs(config: MasterConfig) -> str:
     return "grpo.use_generation_logprobs_as_prev" if is_sampled else "loss_fn.force_on_policy_ratio"
 
 
-def rule_route_recording_needs_its_pass(config: MasterConfig) -> list[str]:
+def rule_route_recording_needs_its_pass(config: MasterConfig) -> Iterator[str]:
     replay = config.policy.router_replay
     if replay.enabled and replay.source == "prev_logprobs" and not config.has_prev_logprobs_pass:
         switch = _why_no_logprobs(config)
-        return [
+        yield (
             f"{_SECTION}.source: 'prev_logprobs' never records, because {switch} is true; set it to rollout, or "
             f"{switch}=false"
-        ]
-    return []
+        )
 
 
-def rule_missing_route_share_needs_rollout_routes(config: MasterConfig) -> list[str]:
+def rule_missing_route_share_needs_rollout_routes(config: MasterConfig) -> Iterator[str]:
     replay, switch = config.policy.router_replay, f"{_SECTION}.source"
     if not replay.enabled or replay.records_at_rollout:
-        return []
+        return
     because = "a log-probability pass records the route of every token"
-    return would_be_ignored(replay, _SECTION, ["max_missing_share"], switch=switch, because=because)
+    yield from would_be_ignored(replay, _SECTION, ["max_missing_share"], switch=switch, because=because)
 
 
-def rule_route_comparison_needs_logprob_pass(config: MasterConfig) -> list[str]:
+def rule_route_comparison_needs_logprob_pass(config: MasterConfig) -> Iterator[str]:
     replay = config.policy.router_replay
     if not replay.enabled:
-        return []
+        return
     if not config.has_prev_logprobs_pass:
         switch = _why_no_logprobs(config)
         because = f"{switch} is true: no pass computes log-probabilities before training"
-        return would_be_ignored(replay, _SECTION, ["compare_microbatches"], switch=switch, because=because)
-    if not replay.records_at_rollout:
+        yield from would_be_ignored(replay, _SECTION, ["compare_microbatches"], switch=switch, because=because)
+    elif not replay.records_at_rollout:
         because = "the pass that records uses the model's own routes anyway"
         switch = f"{_SECTION}.source"
-        return would_be_ignored(replay, _SECTION, ["compare_microbatches"], switch=switch, because=because)
-    return []
+        yield from would_be_ignored(replay, _SECTION, ["compare_microbatches"], switch=switch, because=because)

@@ -15,7 +15,7 @@ __all__ = ["SET_FOR_A_PASS", "Ignored", "Rule", "keys_besides_the_switch", "rule
 SET_FOR_A_PASS = "set grpo.use_generation_logprobs_as_prev=false and loss_fn.force_on_policy_ratio=false"
 """The advice that gives a run the pass `prev_logprobs`, for messages."""
 
-Rule = Callable[["MasterConfig"], list[str]]
+Rule = Callable[["MasterConfig"], Iterable[str]]
 """The problems of a config, each line starting with the dotted path of the key to change."""
 
 

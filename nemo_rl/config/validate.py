@@ -1,11 +1,13 @@
 """Every rule over several keys: what would be ignored, or cannot work, is refused when the recipe is loaded.
 
-Each rule is one function `rule_*(config) -> list[str]`; a line starts with the dotted path of the key to change. All
-rules run, so that all problems are reported at once. The loader calls them. A new rule is a new function beside the
-section it is about; rules about prompts, the cluster, checkpoints and the logger are here.
+Each rule is one function `rule_*(config)` that yields its problems; a line starts with the dotted path of the key to
+change. All rules run, so that all problems are reported at once. The loader calls them. A new rule is a new function
+beside the section it is about; rules about prompts, the cluster, checkpoints and the logger are here.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from nemo_rl.config import (
     async_grpo,
@@ -43,9 +45,9 @@ from nemo_rl.config.schema import DatasetConfig, MasterConfig
 __all__ = ["RULES"]
 
 
-def rule_keys_need_their_switch(config: MasterConfig) -> list[str]:
+def rule_keys_need_their_switch(config: MasterConfig) -> Iterator[str]:
     policy, tracer, steps = config.policy, config.diagnostics.tracer, config.diagnostics.keep_steps
-    receipt, lines = policy.generation.receipt, list[str]()
+    receipt = policy.generation.receipt
     sections: tuple[tuple[str, Section, bool], ...] = (
         ("policy.generation.receipt", receipt, receipt.enabled),
         ("policy.lora", policy.lora, policy.lora.enabled),
@@ -55,39 +57,37 @@ def rule_keys_need_their_switch(config: MasterConfig) -> list[str]:
     )
     for prefix, section, is_on in sections:
         if not is_on:
-            lines += would_be_ignored(section, prefix, keys_besides_the_switch(section), switch=f"{prefix}.enabled")
+            yield from would_be_ignored(section, prefix, keys_besides_the_switch(section), switch=f"{prefix}.enabled")
     if not tracer.enabled:
         switches = type(policy.tracer).model_fields
-        lines += would_be_ignored(policy.tracer, "policy.tracer", switches, switch="diagnostics.tracer.enabled")
-    return lines
+        yield from would_be_ignored(policy.tracer, "policy.tracer", switches, switch="diagnostics.tracer.enabled")
 
 
-def rule_lengths_fit(config: MasterConfig) -> list[str]:
+def rule_lengths_fit(config: MasterConfig) -> Iterator[str]:
     policy, prompt = config.policy, config.data.max_input_seq_length
     new, total = policy.generation.max_new_tokens, policy.max_total_sequence_length
     if new is None and prompt >= total:
-        return [
+        yield (
             f"policy.max_total_sequence_length: {total} leaves no token for the response to a prompt of "
             f"data.max_input_seq_length {prompt}; lower that to at most {total - 1}"
-        ]
-    if new is not None and prompt + new > total:
-        return [
+        )
+    elif new is not None and prompt + new > total:
+        yield (
             f"policy.max_total_sequence_length: {total} does not hold data.max_input_seq_length {prompt} + "
             f"policy.generation.max_new_tokens {new} = {prompt + new}"
-        ]
-    return []
+        )
 
 
 # ---- prompts and rewards
 
 
-def rule_dataset_keys_fit_their_kind(config: MasterConfig) -> list[str]:
+def rule_dataset_keys_fit_their_kind(config: MasterConfig) -> Iterator[str]:
     train = config.data.train
     lines = _dataset_lines(train, "data.train")
     for name, dataset in config.data.held_out.items():
         lines += _dataset_lines(dataset, config.data.held_out_key(name))
     because = "training prompts have no tables"
-    return lines + would_be_ignored(train, "data.train", ["category_key"], switch="data.train", because=because)
+    yield from lines + would_be_ignored(train, "data.train", ["category_key"], switch="data.train", because=because)
 
 
 def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
@@ -130,46 +130,39 @@ def _template_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
     return [f"{prefix}.prompt_template: expected a text with {{input}}, got {dataset.prompt_template!r}"]
 
 
-def rule_images_need_single_turns_and_dtensor(config: MasterConfig) -> list[str]:
+def rule_images_need_single_turns_and_dtensor(config: MasterConfig) -> Iterator[str]:
     if not config.data.has_images:
-        return []
+        return
     data = config.data
     sources = {"data.train": data.train, **{data.held_out_key(name): source for name, source in data.held_out.items()}}
     where, source = next((where, source) for where, source in sources.items() if source.has_images)
     key = f"{where}.{'dataset_name' if source.image_key is None else 'image_key'}"
-    lines = []
     if config.experience.conversation.enabled:
-        lines.append(f"{key}: prompts have images, and conversations are of text alone; leave one of them out")
+        yield f"{key}: prompts have images, and conversations are of text alone; leave one of them out"
     if config.policy.megatron_cfg.enabled:
-        lines.append(
+        yield (
             f"{key}: prompts have images, and the Megatron worker has models of text alone; set "
             "policy.dtensor_cfg.enabled=true and policy.megatron_cfg.enabled=false"
         )
-    return lines
 
 
-def rule_extra_columns_can_be_written(config: MasterConfig) -> list[str]:
-    lines = []
+def rule_extra_columns_can_be_written(config: MasterConfig) -> Iterator[str]:
     for name, column in config.data.extra_columns.items():
         key, is_object = f"data.extra_columns.{name}", column.dtype == "object"
         if is_object and column.dims:
-            lines.append(f"{key}.dims: a column of objects has none, got {list(column.dims)}")
+            yield f"{key}.dims: a column of objects has none, got {list(column.dims)}"
         if is_object and set(column.read_by) - {"log"}:
-            lines.append(
-                f"{key}.read_by: passes read tensors; of objects expected log alone, got {list(column.read_by)}"
-            )
+            yield f"{key}.read_by: passes read tensors; of objects expected log alone, got {list(column.read_by)}"
         if "T" in column.dims[1:]:
-            lines.append(f"{key}.dims: T can only be the first dim, got {list(column.dims)}")
+            yield f"{key}.dims: T can only be the first dim, got {list(column.dims)}"
         if column.source == "environment" and ENVIRONMENTS.is_builtin(config.env.name):
-            lines.append(
+            yield (
                 f"{key}.source: the environment {config.env.name!r} returns no columns; name your own in env.name "
                 "(module:Class), whose EnvReport has them, or set source to prompt"
             )
-    return lines
 
 
-def rule_options_need_a_plugin(config: MasterConfig) -> list[str]:
-    lines: list[str] = []
+def rule_options_need_a_plugin(config: MasterConfig) -> Iterator[str]:
     plane, generation = config.active_data_plane, config.policy.generation
     parts: list[tuple[Section, str, str, PluginKind]] = [
         (config.loss_fn, "loss_fn.name", config.loss_fn.name, LOSSES),
@@ -182,40 +175,39 @@ def rule_options_need_a_plugin(config: MasterConfig) -> list[str]:
         has_options = kind is ENVIRONMENTS and (name in TURN_ENVIRONMENTS or name == PROGRAM)
         if kind.is_builtin(name) and not has_options:
             prefix = switch.rpartition(".")[0]
-            lines += would_be_ignored(section, prefix, ["options"], switch=switch, because=f"{switch} is {name!r}")
-    return lines
+            yield from would_be_ignored(section, prefix, ["options"], switch=switch, because=f"{switch} is {name!r}")
 
 
-def rule_custom_reward_needs_a_function(config: MasterConfig) -> list[str]:
+def rule_custom_reward_needs_a_function(config: MasterConfig) -> Iterator[str]:
     name, function = config.env.name, config.env.reward_function
     if name == "custom" and function is None:
-        return ["env.reward_function: must be set to module:function or FILE.py:function when env.name is 'custom'"]
-    if name not in ("custom", PROGRAM) and function is not None:
+        yield "env.reward_function: must be set to module:function or FILE.py:function when env.name is 'custom'"
+    elif name not in ("custom", PROGRAM) and function is not None:
         because = f"env.name is {name!r}"
-        return would_be_ignored(config.env, "env", ["reward_function"], switch="env.name", because=because)
-    if function is not None and not all(part.strip() for part in function.partition(":")):
-        return [f"env.reward_function: expected module:function or FILE.py:function, got {function!r}"]
-    return []
+        yield from would_be_ignored(config.env, "env", ["reward_function"], switch="env.name", because=because)
+    elif function is not None and not all(part.strip() for part in function.partition(":")):
+        yield f"env.reward_function: expected module:function or FILE.py:function, got {function!r}"
 
 
-def rule_reasoning_gym_reward_needs_its_prompts(config: MasterConfig) -> list[str]:
+def rule_reasoning_gym_reward_needs_its_prompts(config: MasterConfig) -> Iterator[str]:
     if config.env.name != "reasoning_gym":
-        return []
+        return
     data = config.data
     datasets = {"data.train": data.train} | {data.held_out_key(name): held for name, held in data.held_out.items()}
-    return [
+    yield from (
         f"{prefix}.dataset_name: env.name 'reasoning_gym' scores reasoning_gym prompts only, got {d.dataset_name!r}"
         for prefix, d in datasets.items()
         if d.dataset_name != "reasoning_gym"
-    ]
+    )
 
 
-def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> list[str]:
+def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> Iterator[str]:
     env = config.env
     if not ENVIRONMENTS.is_builtin(env.name):
         # What a user-defined environment reads of its section is not known here; a threshold is what ours apply.
         because = f"env.name is {env.name!r}"
-        return would_be_ignored(env, "env", ["score_threshold"], switch="env.name", because=because)
+        yield from would_be_ignored(env, "env", ["score_threshold"], switch="env.name", because=because)
+        return
     has_function = env.name == "custom" or (env.name == PROGRAM and env.reward_function is not None)
     has_turns = env.name in TURN_ENVIRONMENTS or env.name == PROGRAM
     ignored = [] if env.name != "sort" else ["timeout_s", "on_timeout", "num_workers"]
@@ -232,79 +224,74 @@ def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> list[str]:
         ignored.append("memory_mib")
     if not has_turns or env.name == PROGRAM:
         ignored.append("network")
-    return would_be_ignored(env, "env", ignored, switch="env.name", because=f"env.name is {env.name!r}")
+    yield from would_be_ignored(env, "env", ignored, switch="env.name", because=f"env.name is {env.name!r}")
 
 
-def rule_accuracy_needs_binary_rewards(config: MasterConfig) -> list[str]:
+def rule_accuracy_needs_binary_rewards(config: MasterConfig) -> Iterator[str]:
     env = config.env
     if env.is_accuracy:
-        return []
+        return
     graded = f"env.name {env.name!r} gives graded rewards"
-    lines = []
     if config.grpo.stop_at_validation_accuracy is not None:
-        lines.append(f"grpo.stop_at_validation_accuracy: {graded}; set env.score_threshold, or null")
+        yield f"grpo.stop_at_validation_accuracy: {graded}; set env.score_threshold, or null"
     if config.checkpointing.enabled and config.checkpointing.metric_name in ("val:accuracy", "train:accuracy"):
-        lines.append(
-            f"checkpointing.metric_name: {graded}, so no accuracy is logged; set val:reward, or env.score_threshold"
-        )
-    return lines
+        yield f"checkpointing.metric_name: {graded}, so no accuracy is logged; set val:reward, or env.score_threshold"
 
 
 # ---- files
 
 
-def rule_checkpoint_keys_need_checkpointing(config: MasterConfig) -> list[str]:
+def rule_checkpoint_keys_need_checkpointing(config: MasterConfig) -> Iterator[str]:
     checkpointing = config.checkpointing
     if checkpointing.enabled:
-        return []
+        return
     if checkpointing.resume:
-        return ["checkpointing.resume: needs checkpointing.enabled=true"]
+        yield "checkpointing.resume: needs checkpointing.enabled=true"
+        return
     ranking = ("keep_top_k", "metric_name", "higher_is_better")
     names = ("save_period", *ranking, "save_optimizer", "async_save", "must_save_by")
     switch = "checkpointing.enabled"
-    return would_be_ignored(checkpointing, "checkpointing", names, switch=switch)
+    yield from would_be_ignored(checkpointing, "checkpointing", names, switch=switch)
 
 
-def rule_checkpoint_metric_is_logged(config: MasterConfig) -> list[str]:
+def rule_checkpoint_metric_is_logged(config: MasterConfig) -> Iterator[str]:
     checkpointing = config.checkpointing
     if not checkpointing.enabled:
-        return []
+        return
     if checkpointing.keep_top_k is None:
         names, switch = ("metric_name", "higher_is_better"), "checkpointing.keep_top_k"
         because = f"{switch} is null: all are kept"
-        return would_be_ignored(checkpointing, "checkpointing", names, switch=switch, because=because)
+        yield from would_be_ignored(checkpointing, "checkpointing", names, switch=switch, because=because)
+        return
     area, _, metric = checkpointing.metric_name.partition(":")
     if area not in ("val", "train") or not metric:
-        return [f"checkpointing.metric_name: expected val:NAME or train:NAME, got {checkpointing.metric_name!r}"]
-    if config.checkpoint_metric.startswith("val:") and not config.has_validation:
-        return [
+        yield f"checkpointing.metric_name: expected val:NAME or train:NAME, got {checkpointing.metric_name!r}"
+    elif config.checkpoint_metric.startswith("val:") and not config.has_validation:
+        yield (
             f"checkpointing.metric_name: {checkpointing.metric_name!r} is never measured without validation; "
             "set train:reward, or keep_top_k=null, or add data.validation"
-        ]
-    return []
+        )
 
 
-def rule_resume_needs_the_optimizer(config: MasterConfig) -> list[str]:
+def rule_resume_needs_the_optimizer(config: MasterConfig) -> Iterator[str]:
     section = config.checkpointing
     if section.resume and not section.save_optimizer:
-        return ["checkpointing.save_optimizer: false cannot be resumed from; set it to true, or resume=false"]
-    if not section.resume:
+        yield "checkpointing.save_optimizer: false cannot be resumed from; set it to true, or resume=false"
+    elif not section.resume:
         switch = "checkpointing.resume"
         because = f"{switch} is false"
         # A replay of kept steps compares as well.
         names = ["load_optimizer"] if config.diagnostics.keep_steps.enabled else ["load_optimizer", "allow_changed"]
-        return would_be_ignored(section, "checkpointing", names, switch=switch, because=because)
-    return []
+        yield from would_be_ignored(section, "checkpointing", names, switch=switch, because=because)
 
 
-def rule_resume_excludes_overwrite(config: MasterConfig) -> list[str]:
+def rule_resume_excludes_overwrite(config: MasterConfig) -> Iterator[str]:
     if config.checkpointing.resume and config.logger.overwrite:
-        return ["logger.overwrite: removes the run that checkpointing.resume continues; leave one of them out"]
-    return []
+        yield "logger.overwrite: removes the run that checkpointing.resume continues; leave one of them out"
 
 
-def rule_tracker_keys_need_their_tracker(config: MasterConfig) -> list[str]:
-    logger, lines = config.logger, []
+def rule_tracker_keys_need_their_tracker(config: MasterConfig) -> Iterator[str]:
+    logger = config.logger
     trackers: list[tuple[str, bool, Section]] = [
         ("wandb", logger.wandb_enabled, logger.wandb),
         ("mlflow", logger.mlflow_enabled, logger.mlflow),
@@ -312,58 +299,49 @@ def rule_tracker_keys_need_their_tracker(config: MasterConfig) -> list[str]:
     for name, is_on, section in trackers:
         if not is_on:
             switch, names = f"logger.{name}_enabled", tuple(type(section).model_fields)
-            lines += would_be_ignored(section, f"logger.{name}", names, switch=switch)
-    return lines
+            yield from would_be_ignored(section, f"logger.{name}", names, switch=switch)
 
 
 # ---- processes and machines
 
 
-def rule_cpu_workers_need_no_gpus(config: MasterConfig) -> list[str]:
+def rule_cpu_workers_need_no_gpus(config: MasterConfig) -> Iterator[str]:
     cluster = config.cluster
     if cluster.cpu_workers_per_node is not None and cluster.gpus_per_node > 0:
         because = f"cluster.gpus_per_node is {cluster.gpus_per_node}"
-        return would_be_ignored(
+        yield from would_be_ignored(
             cluster, "cluster", ["cpu_workers_per_node"], switch="cluster.gpus_per_node", because=because
         )
-    return []
 
 
-def rule_local_launcher_needs_one_process(config: MasterConfig) -> list[str]:
+def rule_local_launcher_needs_one_process(config: MasterConfig) -> Iterator[str]:
     cluster = config.cluster
     if cluster.launcher != "local":
-        return []
-    lines = []
+        return
     if cluster.num_workers > 1:
-        lines.append(
+        yield (
             f"cluster.launcher: 'local' runs one worker in this process, got {cluster.num_workers}; "
             "set cluster.cpu_workers_per_node=1 (or gpus_per_node=1) and num_nodes=1, or launcher=ray"
         )
     replicas = config.policy.generation.num_replicas
     if replicas > 1:
-        lines.append(f"policy.generation.num_replicas: one process holds one engine, got {replicas}; set it to 1")
+        yield f"policy.generation.num_replicas: one process holds one engine, got {replicas}; set it to 1"
     names = ("address", "num_cpus")
     because = "cluster.launcher is 'local'"
-    return lines + would_be_ignored(cluster, "cluster", names, switch="cluster.launcher", because=because)
+    yield from would_be_ignored(cluster, "cluster", names, switch="cluster.launcher", because=because)
 
 
-def rule_several_nodes_need_an_address(config: MasterConfig) -> list[str]:
+def rule_several_nodes_need_an_address(config: MasterConfig) -> Iterator[str]:
     cluster = config.cluster
-    lines = []
     if cluster.address is not None and cluster.num_cpus is not None:
-        lines.append(
-            "cluster.num_cpus: would be ignored, because cluster.address names a running Ray cluster; leave it out"
-        )
+        yield "cluster.num_cpus: would be ignored, because cluster.address names a running Ray cluster; leave it out"
     if cluster.launcher == "ray" and cluster.num_nodes > 1 and cluster.address is None:
-        lines.append(
-            f"cluster.num_nodes: {cluster.num_nodes} nodes need a running Ray cluster; set cluster.address=auto"
-        )
-    return lines
+        yield f"cluster.num_nodes: {cluster.num_nodes} nodes need a running Ray cluster; set cluster.address=auto"
 
 
-def rule_env_vars_need_processes(config: MasterConfig) -> list[str]:
+def rule_env_vars_need_processes(config: MasterConfig) -> Iterator[str]:
     if config.cluster.launcher != "local":
-        return []
+        return
     policy = config.policy
     sections: dict[str, Section] = {
         "cluster": config.cluster,
@@ -373,7 +351,7 @@ def rule_env_vars_need_processes(config: MasterConfig) -> list[str]:
     given = {"switch": "cluster.launcher", "because": "cluster.launcher is 'local': export them instead"}
     lines = [line for name, each in sections.items() for line in would_be_ignored(each, name, ("env_vars",), **given)]
     given["because"] = "cluster.launcher is 'local'"
-    return lines + would_be_ignored(config.logger, "logger", ("worker_level",), **given)
+    yield from lines + would_be_ignored(config.logger, "logger", ("worker_level",), **given)
 
 
 _SECTIONS = (

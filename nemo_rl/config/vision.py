@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nemo_rl.config.base import Section
@@ -19,19 +20,18 @@ class VisionConfig(Section):
     """Leave the vision tower and its projection to the language model as they are, and train the rest."""
 
 
-def rule_adapters_leave_the_tower(config: MasterConfig) -> list[str]:
+def rule_adapters_leave_the_tower(config: MasterConfig) -> Iterator[str]:
     if not config.policy.vision.freeze_tower or not config.policy.lora.enabled:
-        return []
-    return [
+        return
+    yield (
         "policy.vision.freeze_tower: true would be ignored: policy.lora.enabled is true, and adapters leave the vision "
         "tower as it is; leave the key out"
-    ]
+    )
 
 
-def rule_megatron_has_no_vision_tower(config: MasterConfig) -> list[str]:
-    if not config.policy.vision.freeze_tower or not config.policy.megatron_cfg.enabled:
-        return []
-    return [
-        "policy.vision.freeze_tower: true, but the Megatron worker trains models of text alone; set "
-        "policy.dtensor_cfg.enabled=true and policy.megatron_cfg.enabled=false"
-    ]
+def rule_megatron_has_no_vision_tower(config: MasterConfig) -> Iterator[str]:
+    if config.policy.vision.freeze_tower and config.policy.megatron_cfg.enabled:
+        yield (
+            "policy.vision.freeze_tower: true, but the Megatron worker trains models of text alone; set "
+            "policy.dtensor_cfg.enabled=true and policy.megatron_cfg.enabled=false"
+        )

@@ -9,7 +9,7 @@ planned lengths; sampling masks are counted as no smaller than they may be.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -153,28 +153,27 @@ def _others(setting: PlanSetting) -> tuple[str, ...]:
     return tuple(found)
 
 
-def plan_ports(setting: PlanSetting) -> list[Port]:
+def plan_ports(setting: PlanSetting) -> Iterator[Port]:
     """List the listening ports; a port without a number is free whenever the machine has one."""
     config = setting.config
     if config.cluster.launcher == "local":
-        return []
-    plane, found = config.active_data_plane, []
+        return
+    plane = config.active_data_plane
     if config.cluster.address is None:
-        found.append(Port(who="Ray (metadata, object store, workers)"))
-    found.append(Port(who="rendezvous of the policy ranks"))
+        yield Port(who="Ray (metadata, object store, workers)")
+    yield Port(who="rendezvous of the policy ranks")
     if config.refit_transport == "broadcast":
-        found.append(Port(who="rendezvous of the refit"))
+        yield Port(who="rendezvous of the refit")
     if plane.impl == "transfer_queue" and not plane.is_guest_of_queue:
-        found.append(Port(who="TransferQueue controller and storage units"))
+        yield Port(who="TransferQueue controller and storage units")
     if plane.starts_mooncake:
         given = plane.mooncake.master_address
         number = int(given.rpartition(":")[2]) if given else None
         key = "data_plane.mooncake.master_address" if given else ""
-        found.append(Port(who="Mooncake master", port=number, set_by=key))
+        yield Port(who="Mooncake master", port=number, set_by=key)
     if config.diagnostics.tracer.enabled:
         port = config.diagnostics.tracer.port or None
-        found.append(Port(who="tracer hub", port=port, set_by="diagnostics.tracer.port"))
-    return found
+        yield Port(who="tracer hub", port=port, set_by="diagnostics.tracer.port")
 
 
 BITS = 8

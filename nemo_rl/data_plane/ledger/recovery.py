@@ -185,7 +185,7 @@ class RecoverableLedger:
             self._append(content, now)
             self._replies.keep(request, reply, now=now)
         elif self._ledger.blocked_s != blocked_s:
-            self._append(_packed({"op": "waited", "args": {"waited_s": request["args"]["waited_s"]}}, now), now)
+            self._append(_packed(_waiting_of(request), now), now)
         self._release_events(is_change=True)
         if self._journal.num_bytes > self._snapshot_bytes and self._is_journalled:
             self._take_snapshot(now)
@@ -291,3 +291,8 @@ def _is_change(request: Mapping[str, Any], reply: Reply) -> bool:
     if "blocked" in result or request["op"] == "consumption":
         return False
     return request["op"] != "claim" or bool(result["keys"])
+
+
+def _waiting_of(request: Mapping[str, Any]) -> Args:
+    """Return the request that counts the seconds for which a put has waited, and does nothing else."""
+    return {"op": "waited", "args": {"waited_s": request["args"]["waited_s"]}}

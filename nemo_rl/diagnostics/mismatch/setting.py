@@ -8,7 +8,7 @@ search (`parts`) calls them. Invariant: a change names one cause and changes one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -234,16 +234,14 @@ def _sets(at: ScoreSetting, stated: Stated) -> list[SettingChange]:
     return [_change(at, "sets", text, is_stated=True, sets="engine")]
 
 
-def _towards(now: Sampling, wanted: Sampling) -> list[tuple[Cause, str, Sampling]]:
-    found: list[tuple[Cause, str, Sampling]] = []
+def _towards(now: Sampling, wanted: Sampling) -> Iterator[tuple[Cause, str, Sampling]]:
     if now.temperature != wanted.temperature:
         sampling = replace(now, temperature=wanted.temperature)
-        found.append(("temperature", f"{now.temperature:.4g} -> {wanted.temperature:.4g}", sampling))
+        yield ("temperature", f"{now.temperature:.4g} -> {wanted.temperature:.4g}", sampling)
     if now.top_k != wanted.top_k:
-        found.append(("top_k", f"{now.top_k} -> {wanted.top_k}", replace(now, top_k=wanted.top_k)))
+        yield ("top_k", f"{now.top_k} -> {wanted.top_k}", replace(now, top_k=wanted.top_k))
     if now.top_p != wanted.top_p:
-        found.append(("top_p", f"{now.top_p:.4g} -> {wanted.top_p:.4g}", replace(now, top_p=wanted.top_p)))
-    return found
+        yield ("top_p", f"{now.top_p:.4g} -> {wanted.top_p:.4g}", replace(now, top_p=wanted.top_p))
 
 
 def _sampling(at: ScoreSetting, cause: Cause, sampling: Sampling) -> SettingChange:

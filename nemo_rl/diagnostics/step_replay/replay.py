@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -267,8 +267,7 @@ def _token_advantages(columns: SnapshotColumns, made_NT: torch.Tensor, work: Ste
     return _vector(TOKEN_ADVANTAGES, kept, made)
 
 
-def _plans(work: StepWork) -> list[SiteCheck]:
-    findings = []
+def _plans(work: StepWork) -> Iterator[SiteCheck]:
     for name, kept, made in (
         ("plan", work.step.plan, work.run_plan),
         ("logprob plan", work.step.logprob_plan, work.run_logprob_plan),
@@ -280,8 +279,7 @@ def _plans(work: StepWork) -> list[SiteCheck]:
             f"{len(plan)} x {len(plan[0]) if plan else 0} microbatches, {digest[:12]}"
             for plan, digest in ((kept.microbatches, kept.digest), (made.microbatches, made.digest()))
         )
-        findings.append(SiteCheck(name=name, a=a, b=b, agrees=not difference, difference=difference))
-    return findings
+        yield SiteCheck(name=name, a=a, b=b, agrees=not difference, difference=difference)
 
 
 def _routes(ranks: Sequence[RankStep]) -> list[SiteCheck]:
