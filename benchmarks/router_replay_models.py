@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from examples.starter import STARTER_TASKS, make_starter
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.policy import MegatronConfig, PolicyConfig, RouterReplayConfig, SequencePackingConfig
@@ -18,7 +19,6 @@ from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.starter import STARTER_TASKS, make_starter
 
 __all__ = ["ENGINES", "NUM_EXPERTS", "TASK", "Engine", "open_worker", "policy_of", "trained_model", "write_wide_model"]
 

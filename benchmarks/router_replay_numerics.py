@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.router_replay_models import ENGINES, TASK, Engine, open_worker, policy_of
 from benchmarks.router_replay_report import Comparison, Mismatch
+from examples.starter import prompt_ids
 from nemo_rl.algorithms.advantage_estimator import group_statistics
 from nemo_rl.algorithms.estimators import estimate_advantages
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
@@ -30,7 +31,6 @@ from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationReq
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.starter import prompt_ids
 from nemo_rl.routes.places import place_routes
 from nemo_rl.routes.shape import dummy_route
 

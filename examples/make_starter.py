@@ -11,11 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+# A script's own folder is on the path, its package is not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 import typer
 
+from examples.starter import STARTER_TASKS, make_starter
 from nemo_rl.errors import UserError
-from nemo_rl.models.starter import STARTER_TASKS, make_starter
 
 USER_ERROR = 2
 

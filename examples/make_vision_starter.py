@@ -19,6 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+# A script's own folder is on the path, its package is not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 import typer
 from PIL import Image
@@ -30,12 +33,12 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from examples.starter import check_starter_place, write_starter
 from nemo_rl.data.shapes import CELL, ShapeProblem, shape_problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import UserError
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.starter import check_starter_place, write_starter
 from nemo_rl.models.vision import GRID, PIXELS, PromptImages, family_of, stack_rows
 from nemo_rl.models.vision_processor import PatchProcessor, VisionProcessor
 

@@ -78,7 +78,7 @@ KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
     "Llama-3.2-1B": _shape(_LLAMA32, 16, 2048, 8192, 32, head_dim=64, tie_word_embeddings=True),
     "Llama-3.2-3B": _shape(_LLAMA32, 28, 3072, 8192, 24, head_dim=128, tie_word_embeddings=True),
     "Llama-3.3-70B": _shape(_LLAMA31, 80, 8192, 28672, 64, head_dim=128, tie_word_embeddings=False),
-    # The demo's starter checkpoints, as `nemo_rl.models.starter` makes them, and a starter that has learned.
+    # The demo's starter checkpoints, as `examples/starter.py` makes them, and a starter that has learned.
     **dict.fromkeys(("starter_sort", "teacher_sort"), _shape({**_STARTER, "model_type": "qwen3"}, 2, 128, 384, 4)),
     "starter_sort_moe": _shape(
         {**_STARTER, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from examples.starter import STARTER_TASKS, make_starter
 from nemo_rl.algorithms.run import run
-from nemo_rl.models.starter import STARTER_TASKS, make_starter
 from tests.helpers.runs import LOCAL, ROOT, load_recipe, logged_steps
 
 SHORT = {

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import psutil
 
+from examples.starter import STARTER_TASKS, make_starter
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE
 from nemo_rl.distributed.run_folder import OWNER_FILE
-from nemo_rl.models.starter import STARTER_TASKS, make_starter
 from nemo_rl.utils.trackers import METRICS_FILE
 from tests.helpers.model_families import write_dense
 from tests.helpers.processes import MARK, end_all, marked, wait_for_none

@@ -304,7 +304,8 @@ def kl_term(log_ratio: torch.Tensor, log_importance: torch.Tensor, config: LossC
         log_importance: log u with its gradient: log pi - sg(log pi), or log(pi / pi_gen).
     """
     x = log_ratio.clamp(-config.kl_input_clamp_value, config.kl_input_clamp_value)
-    estimate = {"k1": torch.neg, "k2": _k2, "k3": k3}[config.reference_policy_kl_type](x)
+    kind = config.reference_policy_kl_type
+    estimate = -x if kind == "k1" else _k2(x) if kind == "k2" else k3(x)
     is_clamped = (log_ratio.abs() > config.kl_input_clamp_value) | (estimate > config.kl_output_clamp_value)
     values = estimate.clamp(max=config.kl_output_clamp_value)
     way = config.reference_policy_kl_gradient

@@ -1,7 +1,7 @@
 """Starter checkpoints of the CPU recipes: a small Qwen3, dense or with experts, that is right about three times in ten.
 
-Called by `examples/make_starter.py`. Invariant: no prompt of the validation or calibration split is ever trained on,
-and the accuracy that ends the warm start is measured on the calibration split alone.
+Called by `make_starter.py` and `make_vision_starter.py`. Invariant: no prompt of the validation or calibration split is
+ever trained on, and the accuracy that ends the warm start is measured on the calibration split alone.
 """
 
 from __future__ import annotations

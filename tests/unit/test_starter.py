@@ -12,17 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.load import load_config
-from nemo_rl.data.conversation import Message
-from nemo_rl.data.thinking import final_answer
-from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.data.turn_encoder import TurnEncoder
-from nemo_rl.environments.tool_schema import schema_of
-from nemo_rl.environments.tools import calculator
-from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.starter import (
+from examples.starter import (
     STARTER_FILE,
     STARTER_TASKS,
     VALIDATION_SEED,
@@ -34,8 +24,18 @@ from nemo_rl.models.starter import (
     starter_tokenizer,
     taught_rows,
 )
+from nemo_rl.config.load import load_config
+from nemo_rl.data.conversation import Message
+from nemo_rl.data.thinking import final_answer
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.data.turn_encoder import TurnEncoder
+from nemo_rl.environments.tool_schema import schema_of
+from nemo_rl.environments.tools import calculator
+from nemo_rl.errors import ModelFolderError
+from nemo_rl.models.hf_modules import HFRouters
+from nemo_rl.models.loading import load_causal_lm
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SORT = STARTER_TASKS["sort"]
 RECIPES = {
     "sort": "configs/grpo_sort_cpu.yaml",
