@@ -237,12 +237,11 @@ class FaultyVllm:
             ).ParallelLMHead
         self._fault = fault
         is_skipped = fault == "version without weights"
-        for name in ("_take", "finish"):
+        for name in ("_take", "begin_weights", "finish"):
             self._refit.__dict__.pop(name, None)
-        self._refit.weights.__dict__.pop("begin", None)
         if is_skipped:
             self._refit._take = lambda name, weight: None
-            self._refit.weights.begin = lambda: None
+            self._refit.begin_weights = lambda: None
             self._refit.finish = lambda: None
         self._refit._receiver._take = self._refit._take
 

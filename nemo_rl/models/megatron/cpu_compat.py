@@ -150,7 +150,7 @@ def _use_cpu_random_state() -> None:
 
     random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state
     # The one random state of this process changes inside a fork, which on a GPU would be an error.
-    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    logging.getLogger(random.__name__).addFilter(_is_no_fork_warning)
 
 
 def _restore_by_copy() -> None:
@@ -162,6 +162,10 @@ def _restore_by_copy() -> None:
 def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
     target.untyped_storage().resize_(source.untyped_storage().size())
     target.untyped_storage().copy_(source.untyped_storage())
+
+
+def _is_no_fork_warning(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
 
 
 def _send_lists() -> None:
