@@ -204,7 +204,7 @@ def segments(run_id: str) -> list[str]:
     return sorted(str(path) for path in Path("/dev/shm").glob(f"*{run_id}*"))
 
 
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 180.0) -> None:
     give_up = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up, "the condition did not come true in time"

@@ -509,7 +509,8 @@ def test_weights_are_not_replaced_while_rows_run() -> None:
     engine.update_weights(named_weights(tiny_model(seed=9)), version=1)
     streams.join()
     gap, _ = _largest_gap(streams)
-    assert not streams.errors and gap < 1e-5
+    # The swap comes at another token every time: rounding of float32 differs, weights of another version give 0.1.
+    assert not streams.errors and gap < 3e-5
 
 
 def test_a_closed_engine_ends_its_streams() -> None:
