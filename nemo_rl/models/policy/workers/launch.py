@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from nemo_rl.data_plane.worker_mixin import ReplicaMember
 from nemo_rl.distributed.abort import AbortWatch, StepWatch
 from nemo_rl.distributed.collectives import destroy_process_group, init_process_group, job_store
 from nemo_rl.errors import ConfigError
@@ -42,7 +41,6 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
             spec,
             RankInfo(layout=spec.layout, rank=spec.rank.rank, device=device),
             owns_group=not spec.joins_process,
-            replica=ReplicaMember.build(spec.layout, rank=spec.rank.rank),
             watch=watch,
         )
         dist.barrier()

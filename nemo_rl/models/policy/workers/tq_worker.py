@@ -201,14 +201,22 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
     follow one another in any order.
 
     Args:
-        replica: this rank as a member of its replica group.
+        replica: this rank as a member of its replica group; None makes the group that the layout has.
         watch: ends a step on all ranks when it fails on one; closed with the worker.
     """
 
     def __init__(
-        self, spec: WorkerSpec, here: RankInfo, *, owns_group: bool, replica: ReplicaMember, watch: StepWatch
+        self,
+        spec: WorkerSpec,
+        here: RankInfo,
+        *,
+        owns_group: bool,
+        watch: StepWatch,
+        replica: ReplicaMember | None = None,
     ) -> None:
         PolicyWorker.__init__(self, spec, here, owns_group=owns_group)
+        # Behind the groups of the model: torch keeps meshes of a process's earlier workers, and finds groups by number.
+        replica = replica or ReplicaMember.build(here.layout, rank=here.rank)
         pad_values = {"input_ids": float(self.tokenizer.pad_token_id)}
         TQWorkerMixin.__init__(self, rank=here.rank, replica=replica, watch=watch, pad_values=pad_values)
         self._routes: StoredRoutes | None = None
