@@ -124,6 +124,7 @@ def convert(file: Path, out: Path) -> dict[str, torch.Tensor]:
     model.tie_weights()
     model.save_pretrained(str(out))
     AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(str(out))
+    give_usual_modes(out)
     return weights
 
 

@@ -28,7 +28,7 @@ from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import STEP, WEIGHTS, Checkpoint, checkpoint_paths, read_checkpoint
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.exits import machine_problem
-from nemo_rl.utils.files import write_text
+from nemo_rl.utils.files import give_usual_modes, write_text
 from nemo_rl.utils.memory import package_versions
 
 if TYPE_CHECKING:
@@ -299,6 +299,8 @@ def export_weights(checkpoint: Checkpoint, out: Path, *, change: Callable[[Path]
             raise CheckpointError(f"{out}: the copy is not what was saved: {damage}")
         if change is not None:
             change(partial)
+        # safetensors writes for the owner alone, and copies have the modes of the checkpoint.
+        give_usual_modes(partial)
         partial.rename(out)
     except OSError as error:
         raise CheckpointError(f"{out}: cannot be written: {machine_problem(error) or error}") from error

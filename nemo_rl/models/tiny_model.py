@@ -22,6 +22,7 @@ from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import ModelFolderError, UserError, boundary
 from nemo_rl.models.loading import model_class
 from nemo_rl.models.vision import family_of
+from nemo_rl.utils.files import give_usual_modes
 
 __all__ = ["language_config", "small_model_config", "write_small_model"]
 
@@ -163,6 +164,7 @@ def write_small_model(
         _set_tokens(config, real, tokenizer)
         num_parameters = _write_weights(folder, config, seed=seed)
     tokenizer.save_pretrained(str(folder))
+    give_usual_modes(folder)
     layers = config.get_text_config().num_hidden_layers
     return SmallModel(folder=folder, num_parameters=num_parameters, num_layers=layers)
 

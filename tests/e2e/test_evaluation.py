@@ -142,6 +142,9 @@ def test_an_exported_checkpoint_is_the_folder_that_was_saved(
     trained = load_file(folder / "exported" / "model.safetensors")
     command("export", folder / "logs", "--out", folder / "as_the_model")
     assert "(bfloat16)" in capsys.readouterr().out
+    (folder / "opened").touch()
+    modes = {path.stat().st_mode for name in ("exported", "as_the_model") for path in (folder / name).iterdir()}
+    assert modes == {(folder / "opened").stat().st_mode}, "as the umask says"
     exported = load_file(folder / "as_the_model" / "model.safetensors")
     assert {str(weight.dtype) for weight in exported.values()} == {"torch.bfloat16"}
     assert all(torch.equal(weight, trained[name].bfloat16()) for name, weight in exported.items())

@@ -38,7 +38,7 @@ from nemo_rl.tracer.reducer import (
     mix,
 )
 from nemo_rl.utils.exits import machine_problem
-from nemo_rl.utils.files import open_plain, replace_file
+from nemo_rl.utils.files import give_usual_mode, open_plain, replace_file
 
 __all__ = ["TENSOR", "ReducedValues", "Vectors", "convert_vector", "part_of"]
 
@@ -297,6 +297,7 @@ def convert_vector(source: Path, out: Path, *, normalize: bool) -> tuple[int, ..
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(out, lambda temporary: save_file({TENSOR: found.contiguous()}, temporary))
+        give_usual_mode(out)
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {machine_problem(error) or error}") from error
     return tuple(found.shape)

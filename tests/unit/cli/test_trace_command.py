@@ -111,6 +111,7 @@ def test_a_torch_vector_becomes_one_to_project_on(tmp_path: Path, normalize: boo
     arguments = ["trace", "vector", str(tmp_path / "theirs.pt"), "--out", str(out)]
     done = CliRunner().invoke(app, [*arguments, *(["--normalize"] if normalize else [])])
     assert done.exit_code == 0 and "2 x 2" in done.output
+    assert out.stat().st_mode == (tmp_path / "theirs.pt").stat().st_mode, "as the umask says"
     wanted = torch.tensor([[0.6, 0.8], [0.0, 1.0]]) if normalize else given.float()
     for layer in (0, 1):
         assert torch.equal(Vectors(out.parent).of_layer("ours", layer, size=2), wanted[layer])

@@ -86,6 +86,8 @@ def test_the_folder_has_a_tokenizer_and_weights_of_which_none_is_one_or_zero(tmp
     # The padding token's row apart, of which Hugging Face makes zeros.
     assert not ((flat == 1) | (flat == 0)).sum() > model.config.hidden_size
     tokenizer = load_tokenizer(written.folder)
+    (tmp_path / "opened").touch()
+    assert {path.stat().st_mode for path in written.folder.iterdir()} == {(tmp_path / "opened").stat().st_mode}
     assert tokenizer.decode(tokenizer.encode("sort 123")) == "sort 123" and len(tokenizer) <= model.config.vocab_size
 
 
