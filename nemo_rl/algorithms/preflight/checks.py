@@ -6,6 +6,7 @@ line per problem, or raises a `UserError`; a new one is one line in `CHECKS`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,8 @@ from nemo_rl.models.hub import local_folders
 from nemo_rl.utils.checkpoint import STEP, checkpoint_paths
 
 __all__ = ["CHECKS", "decide_resume", "preflight", "run_checks"]
+
+logger = logging.getLogger(__name__)
 
 Check = Callable[[Subject], list[str]]
 
@@ -88,10 +91,15 @@ def run_checks(config: MasterConfig, names: Iterable[str], *, is_alone: bool = F
         for name, check in wanted.items():
             found = alongside[name].result() if name in alongside else _run(check, subject)
             errors += [error for error in found if str(error) not in map(str, errors)]
-    if len(errors) == 1:
-        raise errors[0]
+    busy = machine.busy_machine(config.cluster) if "CPUs" in wanted else None
     if errors:
-        raise PreflightError([line for error in errors for line in _lines(error)])
+        problems = [line for error in errors for line in _lines(error)]
+        error = errors[0] if len(errors) == 1 else PreflightError(problems)
+        if busy is not None:
+            error.add_note(busy)
+        raise error
+    if busy is not None:
+        logger.warning("%s", busy)
     return config
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -31,8 +30,6 @@ __all__ = [
     "check_memory",
     "check_run_folder",
 ]
-
-logger = logging.getLogger(__name__)
 
 BUSY_LOAD = 0.75
 """Load per core from which a machine counts as busy: on two cores, one and a half processes that always run."""
@@ -71,8 +68,6 @@ def check_cpus(subject: Subject) -> list[str]:
     if config.cluster.address is not None:
         return []
     cluster = config.cluster
-    for line in busy_machine(cluster):
-        logger.warning("%s", line)
     limit = max(FEW_WORKERS, WORKERS_PER_CORE * cores)
     lines = [
         f"{key}: {count} processes on {cores} cores are more than can work; expected at most {limit}"
@@ -88,27 +83,19 @@ def check_cpus(subject: Subject) -> list[str]:
     return lines
 
 
-def busy_machine(cluster: ClusterConfig) -> list[str]:
-    """Return a line for each thing that slows down a run on this machine's CPUs: other processes, too many threads."""
-    if cluster.gpus_per_node > 0:
-        return []
+def busy_machine(cluster: ClusterConfig) -> str | None:
+    """Return a line about what slows a run down on this machine's CPUs: other processes, or too many threads."""
+    if cluster.gpus_per_node > 0 or cluster.address is not None:
+        return None
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
-    threads, workers = cluster.threads_per_worker, cluster.num_workers
-    run = f"{workers} policy worker{'s' if workers > 1 else ''} of {threads} thread{'s' if threads > 1 else ''}"
-    lines = []
-    if load >= BUSY_LOAD * cores and load + workers * threads > cores:
-        cost = (
-            f"with cluster.threads_per_worker={threads} a step can take ten times as long; set it to 1, or wait"
-            if threads > 1
-            else "steps and start-up take longer; wait, or give the deadlines in cluster more time"
-        )
-        lines.append(f"this machine is busy: load average {load:.1f} on {cores} cores before {run} start: {cost}")
-    if threads > 1 and workers * threads > cores:
-        lines.append(
-            f"cluster.threads_per_worker: {run} are {workers * threads} threads on {cores} cores, and threads that "
-            f"share a core wait for one another; expected at most {max(1, cores // workers)}"
-        )
-    return lines
+    workers, num_threads = cluster.num_workers, cluster.num_workers * cluster.threads_per_worker
+    is_busy, has_several = load >= BUSY_LOAD * cores and load + num_threads > cores, cluster.threads_per_worker > 1
+    if is_busy and not has_several:
+        return f"busy machine: load {load:.1f} on {cores} cores, steps take longer"
+    if is_busy or (has_several and num_threads > cores):
+        most = 1 if is_busy else max(1, cores // workers)
+        return f"load {load:.1f} and {num_threads} threads on {cores} cores; set cluster.threads_per_worker={most}"
+    return None
 
 
 def check_memory(subject: Subject) -> list[str]:

@@ -205,37 +205,41 @@ def test_a_taken_port_for_the_metrics_is_known_before(tmp_path: Path, model: Pat
 @pytest.mark.parametrize(
     ("cores", "load", "cluster", "said"),
     [
-        (2, 0.3, {"cpu_workers_per_node": 2}, []),
-        (2, 1.4, {"cpu_workers_per_node": 2}, []),
+        (2, 0.3, {"cpu_workers_per_node": 2}, None),
+        (2, 1.4, {"cpu_workers_per_node": 2}, None),
+        (2, 1.9, {"cpu_workers_per_node": 2}, "busy machine: load 1.9 on 2 cores, steps take longer"),
+        (2, 1.6, {"threads_per_worker": 2}, "load 1.6 and 2 threads on 2 cores; set cluster.threads_per_worker=1"),
         (
-            2,
-            1.9,
-            {"cpu_workers_per_node": 2},
-            ["load average 1.9 on 2 cores before 2 policy workers of 1 thread start"],
+            8,
+            0.0,
+            {"cpu_workers_per_node": 4, "threads_per_worker": 4},
+            "load 0.0 and 16 threads on 8 cores; set cluster.threads_per_worker=2",
         ),
-        (2, 1.6, {"threads_per_worker": 2}, ["threads_per_worker=2 a step can take ten times as long; set it to 1"]),
-        (2, 0.0, {"cpu_workers_per_node": 2, "threads_per_worker": 2}, ["are 4 threads on 2 cores"]),
-        (2, 9.0, {"cpu_workers_per_node": 2, "threads_per_worker": 2}, ["load average 9.0", "expected at most 1"]),
-        (64, 9.0, {"cpu_workers_per_node": 8, "threads_per_worker": 4}, []),
-        (2, 9.0, {"gpus_per_node": 1, "threads_per_worker": 4}, []),
+        (64, 9.0, {"cpu_workers_per_node": 8, "threads_per_worker": 4}, None),
+        (2, 9.0, {"gpus_per_node": 1, "threads_per_worker": 4}, None),
+        (2, 9.0, {"address": "auto"}, None),
     ],
 )
 def test_a_busy_machine_is_warned_of_with_its_load(
-    cores: int, load: float, cluster: dict[str, int], said: list[str], monkeypatch: pytest.MonkeyPatch
+    cores: int, load: float, cluster: dict[str, int], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    lines = busy_machine(ClusterConfig.model_validate(cluster))
-    assert len(lines) == len(said) and all(text in line for text, line in zip(said, lines, strict=True)), lines
+    assert busy_machine(ClusterConfig.model_validate(cluster)) == said
 
 
-def test_a_preflight_warns_of_a_busy_machine_and_goes_on(
+def test_a_busy_machine_is_named_in_one_line_and_after_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     config = load_recipe(write_recipe(tmp_path, write_tiny_folder(tmp_path / "model")), LOCAL)
     run_checks(config, ["CPUs"])
-    assert "this machine is busy: load average 99.0" in caplog.text
+    assert len(caplog.records) == 1 and "busy machine: load 99.0" in caplog.text
+    caplog.clear()
+    broken = config.model_copy(update={"logger": config.logger.model_copy(update={"log_dir": Path("/dev/null/logs")})})
+    with pytest.raises(UserError, match="logger.log_dir") as refused:
+        run_checks(broken, ["folders", "CPUs"])
+    assert "busy machine" in refused.value.__notes__[0] and not caplog.records
 
 
 @pytest.mark.parametrize(
