@@ -8,7 +8,7 @@
       failed         instead of `end`, when the step ends with an error
       metrics        numbers of the observer's own, for the log
       text           words about the step, for the panel
-      report         the numbers of the step are known    (MismatchWarning, LiveTracing)
+      report         the numbers of the step are known    (MismatchWarning, JumpWarning, LiveTracing)
 
 Here are the small ones; `StepRecorder` and `LiveTracing` have files of their own. Invariant: an observer changes no
 number of a run.
@@ -16,6 +16,9 @@ number of a run.
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -41,6 +44,7 @@ from nemo_rl.utils.r3_trace import trace_plan
 __all__ = [
     "MISMATCH_METRIC",
     "MISMATCH_THRESHOLD",
+    "JumpWarning",
     "MismatchWarning",
     "RouteTracePlan",
     "StageDisplay",
@@ -285,3 +289,38 @@ class MismatchWarning(StepObserver):
             f"rollout differ on the tokens that were sampled. Likely causes: {'; '.join(causes)}. To find it: "
             f"nemo-rl inspect {config.logger.log_dir} step {step} mismatch{kept}"
         )
+
+
+JUMP_FLOORS = {"train/reference_kl": 0.05, "train/policy_kl": 0.05, "train/grad_norm": 1.0}
+"""Metrics of which a jump is told -> the value up to which no increase is one; gradients below the usual
+`policy.max_grad_norm` do no harm."""
+JUMP_FACTOR = 5.0
+JUMP_STEPS, JUMP_LEAST_STEPS = 20, 10
+"""Steps whose median a value is compared with, and the least number of them."""
+
+
+class JumpWarning(StepObserver):
+    """Warns in one line of a jump of KL or gradient norm, once until the value is down again.
+
+    Args:
+        note: shows a line to the person at the terminal.
+    """
+
+    def __init__(self, *, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._last = {name: deque[float](maxlen=JUMP_STEPS) for name in JUMP_FLOORS}
+        self._is_up = dict.fromkeys(JUMP_FLOORS, False)
+
+    def report(self, number: int, metrics: Mapping[str, float]) -> None:
+        for name, last in self._last.items():
+            value = metrics.get(name, math.nan)
+            usual = statistics.median(last) if len(last) >= JUMP_LEAST_STEPS else math.inf
+            is_up = value > max(JUMP_FLOORS[name], JUMP_FACTOR * usual)
+            if is_up and not self._is_up[name]:
+                self._note(
+                    f"WARNING: {name} jumped to {value:.3g} in step {number}; its median of the last {len(last)} steps "
+                    f"is {usual:.3g}"
+                )
+            self._is_up[name] = is_up
+            if math.isfinite(value):
+                last.append(value)

@@ -44,6 +44,7 @@ from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.kept_steps.recorder import StepRecorder
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.observers import (
+    JumpWarning,
     MismatchWarning,
     RouteTracePlan,
     StageDisplay,
@@ -190,7 +191,8 @@ def open_parts(
     columns = stage_columns(config, loss_fn)
     with ExitStack() as stack:
         stack.enter_context(open_run_folders(config))
-        panel = stack.enter_context(Panel(console, live=config.logger.live_panel))
+        shown = config.logger
+        panel = stack.enter_context(Panel(console, live=shown.live_panel, is_full=shown.console == "full"))
         checkpoints = _checkpoint_manager(config)
         resume_from = _checkpoint_to_resume(config, checkpoints, panel)
         write_resolved_config(given)
@@ -305,6 +307,7 @@ def _observers(
         TensorRecording.of(config, policy=policy, engines=engines),
         StepProfile(policy, config.policy.profile, log_dir=config.logger.log_dir),
         MismatchWarning(config, note=panel.note),
+        JumpWarning(note=panel.note),
     ]
 
 

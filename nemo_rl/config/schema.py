@@ -450,6 +450,9 @@ class LoggerConfig(Section):
     the driver. Only under Ray."""
     live_panel: bool = True
     """A panel that redraws itself on a terminal; elsewhere, and when false, one plain line per step."""
+    console: Literal["short", "full"] = "short"
+    """The content of that line and panel: step, reward, validation, loss, tokens per second, elapsed and remaining
+    time; `full` adds KL, mismatch, engines, endings, the seconds and bytes of each stage, and the refit."""
 
 
 MOST_LOGPROB_GROWTH = 2.0

@@ -105,11 +105,20 @@ class Panel:
     Args:
         console: where to draw.
         live: redraw in place; only on a terminal, elsewhere there is one line per step.
+        is_full: show all numbers of a step, in place of the few that tell how the run goes.
         clock: seconds that never go back.
     """
 
-    def __init__(self, console: Console, *, live: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console,
+        *,
+        live: bool = True,
+        is_full: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._console = console
+        self._is_full = is_full
         self._clock = clock
         self._rewards: list[float] = []
         self._is_open = False
@@ -170,7 +179,7 @@ class Panel:
         self._rewards.append(report.reward)
         self._report = report
         if self._live is None:
-            self._console.print(step_line(report, self._times().texts()))
+            self._console.print(step_line(report, self._times().texts(), is_full=self._is_full))
         self.refresh()
 
     def refresh(self) -> None:
@@ -190,7 +199,8 @@ class Panel:
     def _draw(self) -> RenderableType:
         if not self._is_open and self._report is None:
             return Text("")
-        return _draw(self._report, self._rewards[-HISTORY_SHOWN:], self._times(), width=self._console.width)
+        rewards, width = self._rewards[-HISTORY_SHOWN:], self._console.width
+        return _draw(self._report, rewards, self._times(), width=width, is_full=self._is_full)
 
 
 def duration_text(seconds: float) -> str:
@@ -205,12 +215,14 @@ def duration_text(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def step_line(report: StepReport, times: Sequence[str] = ()) -> str:
+def step_line(report: StepReport, times: Sequence[str] = (), *, is_full: bool = False) -> str:
     """Return one line with everything the panel shows."""
     width = len(str(report.num_steps))
     parts = [f"step {report.step:>{width}}/{report.num_steps}", f"reward {report.reward:.3f}"]
-    parts += [f"{name} {text}" for name, text in _optional_numbers(report)]
+    parts += [f"{name} {text}" for name, text in _optional_numbers(report, is_full=is_full)]
     parts += [f"{report.tokens_per_s:.0f} tokens/s", *times]
+    if not is_full:
+        return "  ".join(parts)
     stages = " ".join(f"{name} {_stage_text(report, name)}" for name in _stage_names(report))
     endings = "  ".join(_endings(report))
     moved = f"  | {endings}" if endings else ""
@@ -239,13 +251,10 @@ def final_lines(report: RunReport) -> list[str]:
     return [head, *(f"  {name:<{width}}  {fact}" for name, fact in facts.items())]
 
 
-def _optional_numbers(report: StepReport) -> list[tuple[str, str]]:
-    numbers: list[tuple[str, float | None, str]] = [
-        ("val", report.val_reward, ".3f"),
-        ("loss", report.loss, "+.4f"),
-        ("kl", report.kl, ".5f"),
-        ("mismatch", report.mismatch, ".4f"),
-    ]
+def _optional_numbers(report: StepReport, *, is_full: bool) -> list[tuple[str, str]]:
+    numbers: list[tuple[str, float | None, str]] = [("val", report.val_reward, ".3f"), ("loss", report.loss, "+.4f")]
+    if is_full:
+        numbers += [("kl", report.kl, ".5f"), ("mismatch", report.mismatch, ".4f")]
     shown = [(name, format(value, spec)) for name, value, spec in numbers if value is not None]
     return [*shown, *_missing_engines(report)]
 
@@ -288,18 +297,24 @@ def _curve(values: Sequence[float]) -> str:
     return "".join(_BARS[round((value - low) / span * top)] if math.isfinite(value) else "?" for value in values)
 
 
-def _draw(report: StepReport | None, rewards: Sequence[float], times: _Times, *, width: int) -> RenderableType:
+def _draw(
+    report: StepReport | None, rewards: Sequence[float], times: _Times, *, width: int, is_full: bool
+) -> RenderableType:
     now = [f"now {times.stage} {duration_text(times.stage_elapsed)}"] if times.stage is not None else []
     parts: list[RenderableType] = [_wrapped([*times.texts(), *now])]
     if report is not None:
-        numbers = [f"reward {report.reward:.3f}", *(f"{name} {text}" for name, text in _optional_numbers(report))]
+        optional = _optional_numbers(report, is_full=is_full)
+        numbers = [f"reward {report.reward:.3f}", *(f"{name} {text}" for name, text in optional)]
         label = f"reward of the last {len(rewards)} steps  "
         room = max(0, width - _FRAME_WIDTH - len(label))
         parts += [
             _wrapped([*numbers, f"tokens/s {report.tokens_per_s:.0f}"], style="bold"),
+            Text(label + _curve(rewards)[-room:] if room else label.strip()),
+        ]
+    if report is not None and is_full:
+        parts += [
             *([_wrapped(engines)] if (engines := _engines(report)) else []),
             *([_wrapped(endings)] if (endings := _endings(report)) else []),
-            Text(label + _curve(rewards)[-room:] if room else label.strip()),
             _stage_table(report),
             *([Text(f"refit {report.refit}")] if report.refit else []),
             *([Text(report.account)] if report.account else []),

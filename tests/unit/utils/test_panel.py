@@ -35,8 +35,11 @@ class Clock:
         return self.now
 
 
-def test_step_line_shows_everything() -> None:
-    assert step_line(REPORT) == (
+def test_step_line_shows_what_tells_how_a_run_goes_and_everything_where_asked_to() -> None:
+    assert step_line(REPORT, ["elapsed 0:07"]) == (
+        "step  7/60  reward 0.432  val 0.305  loss -0.0123  21346 tokens/s  elapsed 0:07"
+    )
+    assert step_line(REPORT, is_full=True) == (
         "step  7/60  reward 0.432  val 0.305  loss -0.0123  kl 0.00031  mismatch 1.0002  21346 tokens/s  "
         "| rollout 0.51s/134KiB train 0.70s/3MiB"
     )
@@ -56,14 +59,15 @@ def test_without_a_terminal_there_is_one_line_per_step() -> None:
     assert step == step_line(REPORT, ["elapsed 0:00", "left 0:00"])
 
 
-def test_on_a_terminal_the_panel_redraws_and_restores_the_cursor_after_an_error() -> None:
+@pytest.mark.parametrize("is_full", [False, True])
+def test_on_a_terminal_the_panel_redraws_and_restores_the_cursor_after_an_error(is_full: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
-    with pytest.raises(RuntimeError), Panel(console) as panel:
+    with pytest.raises(RuntimeError), Panel(console, is_full=is_full) as panel:
         panel.step(REPORT)
         raise RuntimeError("stop")
     shown = console.file.getvalue()
-    for text in ("step 7 of 60", "reward 0.432", "loss -0.0123", "134KiB", "rollout"):
-        assert text in shown
+    assert all(text in shown for text in ("step 7 of 60", "reward 0.432", "loss -0.0123", "of the last 1 steps"))
+    assert [text in shown for text in ("134KiB", "rollout", "mismatch 1.0002")] == [is_full] * 3
     assert shown.rstrip().endswith("\x1b[?25h")
 
 
@@ -110,7 +114,7 @@ def test_the_panel_fits_the_terminal_and_says_what_runs_now(width: int) -> None:
     console = Console(
         file=io.StringIO(), force_terminal=True, width=width, height=30, color_system=None, soft_wrap=True
     )
-    with Panel(console, clock=clock) as panel:
+    with Panel(console, is_full=True, clock=clock) as panel:
         panel.stage("start")
         panel.begin()
         for step in range(1, 70):
@@ -129,7 +133,7 @@ def test_the_panel_fits_the_terminal_and_says_what_runs_now(width: int) -> None:
 def test_the_panel_tells_what_each_of_several_engines_samples() -> None:
     for total, is_told in ((2, True), (1, False)):
         console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
-        with Panel(console) as panel:
+        with Panel(console, is_full=True) as panel:
             panel.step(replace(REPORT, num_engines=total, all_engines=total, engine_speeds={0: 512.4, 1: 498.0}))
         shown = console.file.getvalue()
         assert [text in shown for text in ("engine 0 512 tokens/s", "engine 1 498 tokens/s")] == [is_told] * 2
