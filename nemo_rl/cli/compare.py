@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ComparisonOptions", "ReplayOptions", "app", "show_comparison", "tell", "verdict_of_problem"]
 
-HELP = """Compare two sides, and name the first site at which they differ: A B [step N] [row KEY]...
+HELP = """Compare two sides, and name the first site at which they differ.
 
 A and B are folders of records, or the log folders of two runs: their numbers, or what they recorded of `step N`. With
 the word `replay` in place of B, side B is A run again.

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nemo_rl.cli.doors import AsJson, show
+from nemo_rl.cli.doors import AsJson, Verbs, show
 from nemo_rl.data_plane.address import ATTACH_FILE, AttachPoint, read_attach_file
 from nemo_rl.data_plane.chunks.tags import TagTable
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE
@@ -34,7 +34,7 @@ END_S = 5.0
 """A job that ends in order has removed its file so long after its ledger has closed."""
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "data_plane.py"
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look into the data plane of a run.")
+app = typer.Typer(cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="Look into the data plane of a run.")
 
 RunFolder = Annotated[
     Path, typer.Option("--run", help=f"logger.log_dir of the run: holds {ATTACH_FILE} or {EVENTS_FILE}")

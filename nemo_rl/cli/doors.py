@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Protocol, get_type_hints
+from typing import Annotated, Any, ClassVar, NoReturn, Protocol, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -25,8 +25,20 @@ from typer.core import TyperGroup
 from nemo_rl.errors import UserError
 from nemo_rl.utils.console import make_console
 
-__all__ = ["AsJson", "Door", "Selected", "answer_old_names", "end_with", "refuse", "selected", "show", "with_records"]
+__all__ = [
+    "AsJson",
+    "Door",
+    "Selected",
+    "Verbs",
+    "answer_old_names",
+    "end_with",
+    "refuse",
+    "selected",
+    "show",
+    "with_records",
+]
 
+_NO_LIMIT = 10_000
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 
@@ -40,7 +52,27 @@ class Selected:
     """Keys of rows."""
 
 
-class Door(TyperGroup):
+class Verbs(TyperGroup):
+    """A group whose help shows each command with its whole first sentence, below the heading of its kind."""
+
+    headings: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Heading -> names of the commands below it, in order. Other commands stand below the first heading."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands, without the limit of typer that cuts their sentences."""
+        headings = self.headings or {"Commands": ()}
+        named = {name for names in headings.values() for name in names}
+        other = [name for name in self.list_commands(ctx) if name not in named]
+        for heading, names in headings.items():
+            given = [(name, self.get_command(ctx, name)) for name in (*names, *other)]
+            rows = [(name, one.get_short_help_str(limit=_NO_LIMIT)) for name, one in given if one and not one.hidden]
+            other = []
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+
+class Door(Verbs):
     """A group that reads a `Selected` before the name of its view; without a name its first view is meant."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

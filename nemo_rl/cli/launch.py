@@ -12,13 +12,17 @@ from typing import Annotated
 
 import typer
 
+from nemo_rl.cli.doors import Verbs
 from nemo_rl.cli.run_recipe import extent_of, run_recipe
 from nemo_rl.errors import UserError
 
 __all__ = ["app", "train"]
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Run a recipe here, on a running Ray, or as a Slurm job."
+    cls=Verbs,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Run a recipe here, on a running Ray, or as a Slurm job.",
 )
 
 AUTO = "auto"
@@ -26,7 +30,7 @@ ANSWER_S = 5.0
 """Seconds for the answer of a Ray on the same network."""
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="as run_grpo.py takes them")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="changes of the recipe")]
 
 
 def train(
@@ -40,7 +44,7 @@ def train(
         bool, typer.Option("--preflight", help="check all that a run needs, start nothing, and exit")
     ] = False,
 ) -> None:
-    """Run GRPO from RECIPE: the same as `examples/run_grpo.py --config RECIPE`.
+    """Train a model as RECIPE says.
 
     Exit code: 0 done, 1 a worker or the data plane failed, 2 something the user can fix, 75 saved and ended before
     checkpointing.must_save_by, 130 interrupted.
@@ -54,9 +58,9 @@ def _root() -> None:
     """Run a recipe here, on a running Ray, or as a Slurm job."""
 
 
-@app.command(short_help="on this machine, with a Ray of its own")
+@app.command(short_help="Run RECIPE on this machine, with a Ray of its own.")
 def local(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Run RECIPE as `examples/run_grpo.py` does. Exit codes as there."""
+    """Run RECIPE as `nemo-rl train` does. Exit codes as there."""
     given = overrides or []
     from nemo_rl.config.load import load_config  # noqa: PLC0415
 
@@ -69,7 +73,7 @@ def local(recipe: Recipe, overrides: Overrides = None) -> None:
     raise typer.Exit(run_recipe(recipe, [*given, "cluster.address=null"]))
 
 
-@app.command(short_help="on a Ray cluster that is running")
+@app.command(short_help="Run RECIPE on a Ray cluster that is running.")
 def ray(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -77,12 +81,12 @@ def ray(
         str, typer.Option("--address", help="HOST:PORT of its head; auto: RAY_ADDRESS, or found")
     ] = AUTO,
 ) -> None:
-    """Run RECIPE on the nodes of a Ray cluster, which goes on afterwards. Exit codes as run_grpo.py."""
+    """Run RECIPE on the nodes of a Ray cluster, which goes on afterwards. Exit codes as those of `nemo-rl train`."""
     _check_answer(address)
     raise typer.Exit(run_recipe(recipe, [*(overrides or []), f"cluster.address={address}"]))
 
 
-@app.command(short_help="as a Slurm job over several nodes")
+@app.command(short_help="Run RECIPE as a Slurm job over several nodes.")
 def slurm(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -128,7 +132,7 @@ def slurm(
     typer.echo(script if render else f"{submit_job(script)}; its log: {log_dir}/slurm-<job>.log", nl=not render)
 
 
-@app.command(short_help="a shell or a command inside a running Slurm job")
+@app.command(short_help="Open a shell, or run a command, inside a running Slurm job.")
 def attach(
     job: Annotated[str, typer.Argument(metavar="JOBID", help="of Slurm")],
     command: Annotated[list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="default: a shell")] = None,

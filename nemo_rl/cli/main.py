@@ -25,7 +25,7 @@ if __name__ == "__main__" or sys.argv[0].endswith("nemo-rl"):
 
 from nemo_rl.cli.checkpoints import evaluate, export
 from nemo_rl.cli.data_plane import app as data_plane_app
-from nemo_rl.cli.doors import answer_old_names, refuse
+from nemo_rl.cli.doors import Verbs, answer_old_names, refuse
 from nemo_rl.cli.launch import app as launch_app
 from nemo_rl.cli.launch import train
 from nemo_rl.cli.trace_watch import app as trace_app
@@ -47,7 +47,19 @@ TOOLS = {
 """Subcommands of the package nemo-rl-tools -> `module:name` of each, a group or a function."""
 TOOLS_PACKAGE = "nemo-rl-tools"
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
+
+class _Root(Verbs):
+    headings = {
+        "Run": ("train", "eval", "export", "config"),
+        "Look": ("view", "inspect", "compare", "trace", "probe"),
+        "Cluster": ("launch", "plan", "shrink", "doctor"),
+        "Data": ("data-plane",),
+    }
+
+
+app = typer.Typer(
+    cls=_Root, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
+)
 app.add_typer(data_plane_app, name="data-plane")
 app.add_typer(launch_app, name="launch")
 app.add_typer(trace_app, name="trace")
@@ -95,7 +107,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
     ] = False,
 ) -> None:
-    """Run GRPO, and use the tools around it."""
+    """Train language models with GRPO from recipes, and look at what they did."""
 
 
 def main() -> None:

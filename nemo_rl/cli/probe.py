@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from nemo_rl.cli.compare import ComparisonOptions, show_comparison
-from nemo_rl.cli.doors import AsJson, show, with_records
+from nemo_rl.cli.doors import AsJson, Verbs, show, with_records
 from nemo_rl.records.sites import SITES
 from nemo_rl.utils.console import make_console
 
@@ -25,10 +25,12 @@ LAYOUT_HELP = (
 EVERYTHING = "*"
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="a YAML recipe, of which the policy is used")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="as run_grpo.py takes them")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="changes of the recipe")]
 Kind = Literal["math", "text", "file", "token-ids", "step"]
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Run a worker by hand, and record its tensors.")
+app = typer.Typer(
+    cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="Run a worker by hand, and record its tensors."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +64,7 @@ def _root() -> None:
     """Run a worker by hand, and record its tensors."""
 
 
-@app.command(short_help="what can be recorded, and what it means")
+@app.command(short_help="List what can be recorded, and what it means.")
 def sites() -> None:
     """List the sites that selectors name: their dims (R tokens) and meaning; `*` marks those with gradients, too."""
     console = make_console()
@@ -72,7 +74,7 @@ def sites() -> None:
         console.print(f"{kind.value:<17}{mark} {meaning.dims:<23} {where:<11} {meaning.text}")
 
 
-@app.command(short_help="one worker on given rows")
+@app.command(short_help="Run one worker on given rows.")
 @with_records
 def run(
     recipe: Recipe,
@@ -129,7 +131,7 @@ def run(
         show(result.as_record(), result.lines(), as_json=as_json)
 
 
-@app.command(short_help="the same rows in two layouts")
+@app.command(short_help="Run the same rows in two layouts.")
 @with_records
 def ab(
     recipe: Recipe,

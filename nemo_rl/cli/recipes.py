@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nemo_rl.cli.doors import AsJson
+from nemo_rl.cli.doors import AsJson, Verbs
 from nemo_rl.cluster.recipe_import import as_record, import_recipe, report_lines, to_recipe
 from nemo_rl.config.render import write_recipe
 from nemo_rl.errors import ConfigError, UserError, boundary
@@ -24,7 +24,7 @@ ModelConfig = Annotated[
     Path | None, typer.Option("--model-config", metavar="FILE", help="config.json of a model that is not here")
 ]
 
-app = typer.Typer(no_args_is_help=True, help="Recipes: from other frameworks.")
+app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Import recipes from other frameworks.")
 
 
 @app.callback()
@@ -99,7 +99,7 @@ def plan(
 def shrink(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="a YAML recipe")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="as run_grpo.py takes them")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="changes of the recipe")
     ] = None,
     cpus: Annotated[int, typer.Option("--cpus", min=1, help="cores that the run may use")] = 2,
     out: Annotated[

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from nemo_rl.cli.doors import selected
+from nemo_rl.cli.doors import Verbs, selected
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.tracer.client import HubGone, LiveClient
 from nemo_rl.tracer.entry import EntryKind
@@ -46,7 +46,7 @@ QUIET_S = 0.3
 """Seconds of silence after which such a hub has nothing more to send."""
 RECORD_BYTES = 10 << 30
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Watch a model train.")
+app = typer.Typer(cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="Watch a model train.")
 
 
 @app.callback()
@@ -54,7 +54,7 @@ def _root() -> None:
     """Watch a model train."""
 
 
-@app.command(short_help="look on at a running job")
+@app.command(short_help="Look on at a running job.")
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="log folder of a run that is on (logger.log_dir)")],
     watches: Annotated[
@@ -234,7 +234,7 @@ TURN_S = 0.2
 """Seconds between two checks whether the job is over."""
 
 
-@app.command(short_help="recordings on the page again")
+@app.command(short_help="Show recordings on the page again.")
 def serve(
     recordings: Annotated[
         list[Path], typer.Argument(metavar="RUN_OR_FOLDER...", help="log folders of runs, or folders of recordings")
@@ -250,7 +250,7 @@ def serve(
     asyncio.run(_serve(folders, make_console(), host=host, port=port))
 
 
-@app.command(short_help="a vector saved with torch, as one to project on")
+@app.command(short_help="Convert a vector saved with torch to one to project on.")
 def vector(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="tensor [h] or [layers, h] of torch.save")],
     out: Annotated[Path, typer.Option("--out", metavar="NAME.safetensors", help="in diagnostics.tracer.artifacts")],

@@ -21,10 +21,11 @@ def view(
     ] = None,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one")] = 0,
 ) -> None:
-    """Show the runs below RESULTS on one page: curves over each other, settings that differ, and of each run the time
-    of its stages, rollouts of any step, the life of a row, routes, and what the live tracer has recorded.
+    """Show the runs below RESULTS on one page.
 
-    The page is served on 127.0.0.1 until Ctrl-C, at the printed address, which has a token; a reload shows new steps.
+    It has curves over each other, settings that differ, and of each run the time of its stages, rollouts of any step,
+    the life of a row, routes, and what the live tracer has recorded. The page is served on 127.0.0.1 until Ctrl-C,
+    at the printed address, which has a token; a reload shows new steps.
     """
     console = make_console()
     pages = ViewPages(results, is_served=export is None)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from examples.run_grpo import main as run_grpo
 from nemo_rl.cli.main import app
 from nemo_rl.diagnostics.verdict import Verdict
 from tests.helpers.tiny_model import write_tiny_folder
@@ -17,7 +16,6 @@ from tests.repo.walk_docs import ROOT, blocks_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NOT_OURS = ("rm ",)
-RUN = "python examples/run_grpo.py "
 
 
 def test_every_command_of_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,9 +26,6 @@ def test_every_command_of_the_page_does_what_it_says(tmp_path: Path, monkeypatch
     commands = [line for block in blocks for line in block.body.splitlines()]
     ours = [command for command in commands if not command.startswith(NOT_OURS)]
     for command in ours:
-        if command.startswith(RUN):
-            assert run_grpo(shlex.split(command.removeprefix(RUN))) == 0, command
-            continue
         program, *arguments = shlex.split(command)
         assert program == "nemo-rl", command
         result = CliRunner().invoke(app, arguments)
@@ -39,4 +34,4 @@ def test_every_command_of_the_page_does_what_it_says(tmp_path: Path, monkeypatch
         assert result.exit_code == expected.value, f"{command}\n{result.output}\n{result.exception!r}"
     assert (tmp_path / "results" / "ab.html").is_file()
     assert (tmp_path / "results" / "debug" / "steps" / "step_2" / "records" / "manifest.json").is_file()
-    assert len(ours) == sum(line.startswith(("nemo-rl", RUN)) for line in commands) >= 11
+    assert len(ours) == sum(line.startswith("nemo-rl") for line in commands) >= 11

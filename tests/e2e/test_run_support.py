@@ -35,6 +35,8 @@ def test_rollout_and_trainer_agree_and_a_kept_step_is_replayed_to_the_last_bit(t
 def test_a_run_without_the_sets_says_what_they_would_mend(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, write_tiny_folder(tmp_path / "model"))
     said = io.StringIO()
-    run(load_recipe(recipe, {**FILTERED, "grpo.max_num_steps": "2"}), console=Console(file=said, width=1000))
+    changes = {**FILTERED, "grpo.max_num_steps": "2", "logger.console": "full"}
+    run(load_recipe(recipe, changes), console=Console(file=said, width=1000))
     assert said.getvalue().count("without policy.generation.record_support") == 1
     assert "sampling_support" not in said.getvalue()
+    assert said.getvalue().count("  mismatch 1.") == 2, "the line of each step is the long one"

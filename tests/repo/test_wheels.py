@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -154,7 +155,7 @@ def ends(folder: Path, *commands: str) -> list[tuple[int, str]]:
 
 def listed(shown: str) -> set[str]:
     """Names of the subcommands in a help text."""
-    return {line.split()[0] for line in shown.partition("Commands:\n")[2].splitlines()}
+    return set(re.findall(r"^  (\w\S+)  ", shown.partition("\nRun:\n")[2], re.MULTILINE))
 
 
 def test_the_core_alone_says_what_to_install(wheels: tuple[Path, Path], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ shrink
   |- run                           the very same trainer                               (algorithms.run)
   `- checks_of                     against one process, engines, the checkpoint
 
-The shrunk recipe is a child of the user's recipe; `python examples/run_grpo.py --config DIR/shrunk.yaml` is the run.
+The shrunk recipe is a child of the user's recipe; `nemo-rl train DIR/shrunk.yaml` is the run.
 Float32 on one machine leaves no reason for a difference but a wrong layout: the same rows in one process must give the
 same log-probabilities, loss, gradient norm and weights, engines must sample with the trainer's weights, and the
 checkpoint must hold them.
@@ -66,7 +66,7 @@ def write_recipe(folder: Path, recipe: Path, overrides: Sequence[str], changes: 
     """
     given = {"defaults": str(recipe.absolute()), **_overridden(recipe, overrides)}
     _write(folder / GIVEN, [f"{recipe.name} with what was set over it."], given)
-    head = f"What `nemo-rl shrink` changed. To run it: python examples/run_grpo.py --config {folder / SHRUNK}"
+    head = f"What `nemo-rl shrink` changed. To run it: nemo-rl train {folder / SHRUNK}"
     why = [f"{change.key}: {change.why}" for change in changes.found]
     _write(folder / SHRUNK, [head, *why], {"defaults": GIVEN, **changes.tree()})
     return load_config(folder / SHRUNK)
@@ -174,7 +174,7 @@ class ShrinkReport:
         for check in self.checks:
             word = "-" if check.holds is None else "ok" if check.holds else "FAILS"
             yield f"  {check.name:<22} {word:<6} {check.text}"
-        again = f"python examples/run_grpo.py --config {self.out / 'shrunk.yaml'}"
+        again = f"nemo-rl train {self.out / 'shrunk.yaml'}"
         if self.stages is None:
             yield f"written, not run; to run it: {again}"
         else:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 
 from nemo_rl.cli.doors import RENAMED
 from nemo_rl.cli.main import app, main
@@ -158,3 +160,17 @@ def test_every_old_name_answers_and_no_help_shows_one(capsys, monkeypatch) -> No
     for old in RENAMED:
         assert f"`nemo-rl {old.split(' --')[0]}` is now: nemo-rl" in refused(capsys, monkeypatch, old)
     assert "replay" not in run(capsys, "--help")[1] and "verify" not in run(capsys, "trace", "--help")[1]
+
+
+def test_the_help_has_each_command_in_a_sentence_below_its_kind(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, shown = run(capsys, "--help")
+    headings = [line for line in shown.splitlines() if line[:1].isalpha()]
+    assert code == 0 and [line for line in headings if line != "Options:"][1:] == ["Run:", "Look:", "Cluster:", "Data:"]
+    below = shown.partition("Run:\n")[2]
+    sentences = " ".join(below.split()).replace("Look: ", "").replace("Cluster: ", "").replace("Data: ", "")
+    found = re.findall(r"([a-z-]+) ([A-Z][^.]*\.)(?: |$)", sentences)
+    assert " ".join(map(" ".join, found)) == sentences and "..." not in sentences, "whole sentences and nothing else"
+    visible = [name for name, command in get_command(app).commands.items() if not command.hidden]
+    assert found[0][0] == "train" and sorted(name for name, _ in found) == sorted(visible)
+    assert max(map(len, shown.splitlines())) <= 80
