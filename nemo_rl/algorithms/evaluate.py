@@ -55,7 +55,9 @@ def open_evaluator(
     """
     if not given.data.held_out:
         raise ConfigError("data.validation: must be set: there is nothing to evaluate on without held-out prompts")
-    config = run_checks(given, CHECKED)
+    # The call before a run is for the first prompt of data.train, which no evaluation reads.
+    env = given.env.model_copy(update={"preflight_reward": False})
+    config = run_checks(given.model_copy(update={"env": env}), CHECKED)
     policy = config.policy
     tokenizer = load_tokenizer(policy.tokenizer.name or policy.model_name, chat_template=policy.tokenizer.chat_template)
     with ExitStack() as stack:

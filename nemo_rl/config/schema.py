@@ -298,6 +298,9 @@ class EnvConfig(Section):
     weights the components are added up."""
     reward_batch_size: PositiveInt | None = None
     """Largest list of prompts, responses and answers that a custom reward is given; null: one response at a time."""
+    preflight_reward: bool = True
+    """Call `reward_function` once before the run, with the first row of `data.train` and an empty response: an
+    exception, no finite number, or no answer within `timeout_s` refuses the run."""
     timeout_s: PositiveFloat = 10.0
     """Wall-clock limit of one call of the reward, that is of one response or one batch; past it the scorer's process is
     ended, and the responses of a batch are scored one by one, each with this limit."""

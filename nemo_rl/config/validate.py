@@ -214,7 +214,7 @@ def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> Iterator[str]:
     if env.name != "reasoning_gym" and not has_function:
         ignored.append("score_threshold")
     if not has_function:
-        ignored += ["reward_weights", "reward_batch_size"]
+        ignored += ["reward_weights", "reward_batch_size", "preflight_reward"]
     if has_turns and not has_function:
         # What is late there ends a conversation as env_error.
         ignored.append("on_timeout")

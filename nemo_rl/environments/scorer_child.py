@@ -54,7 +54,7 @@ class _RewardFunction:
         try:
             return {"scores": self._score(self._function, request["arguments"])}
         except _BadScore as error:
-            return {"error": cut(str(error))}
+            return {"error": cut(str(error)) + _place_of(self._function)}
 
     def _load(self, request: dict[str, Any]) -> dict[str, object]:
         sys.path[:] = list(dict.fromkeys([*request["paths"], *sys.path]))
@@ -110,6 +110,14 @@ def _score_batch(function: Callable[..., Any], arguments: dict[str, list[Any]]) 
         found = len(scores) if len(scores) < count else "more"
         raise _BadScore(f"returned {found} scores, expected {count}, one per response")
     return scores
+
+
+def _place_of(function: Callable[..., Any]) -> str:
+    """Return where a function begins, in the form of `places_of`; nothing for another object that can be called."""
+    if not inspect.isfunction(function):
+        return ""
+    code = function.__code__
+    return f"\n  at: {code.co_filename}:{code.co_firstlineno} {code.co_name}"
 
 
 class _BadScore(Exception):

@@ -256,12 +256,17 @@ def test_too_few_cpus_for_the_actors_are_counted(tmp_path, model):
 
 def test_a_reward_that_raises_names_prompt_response_and_cause(run, tmp_path, model):
     code, text = run(write_recipe(tmp_path, model), "env.reward_function=tests.helpers.rewards:explode")
-    assert code == 2 and "this reward always fails" in text and "prompt:" in text and "response:" in text
+    assert code == 2 and "this reward always fails" in text and "prompt:" in text and "response: ''" in text
+    assert "rewards.py:" in text and "expected: (prompt, response, answer) -> a finite number" in text
+    assert not (tmp_path / "logs").exists(), "nothing was started"
 
 
 @pytest.mark.slow
 def test_a_reward_that_hangs_is_cut_off_and_counted_or_stops_the_run(run, tmp_path, model):
     hanging = ("env.reward_function=tests.helpers.rewards:hang", "env.timeout_s=0.3", "grpo.max_num_steps=1")
+    code, text = run(write_recipe(tmp_path, model), *hanging)
+    assert code == 2 and "took longer than env.timeout_s 0.3 s" in text and "env.preflight_reward=false" in text
+    hanging += ("env.preflight_reward=false",)
     small = ("grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=2")
     code, text = run(write_recipe(tmp_path, model), *hanging, *small)
     assert code == 0, text

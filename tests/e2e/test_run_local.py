@@ -161,7 +161,8 @@ def test_a_step_without_any_signal_runs_no_stage_of_the_update(tmp_path, model):
 
 
 def test_a_stage_that_raises_leaves_no_live_row(tmp_path, model):
-    recipe = write_recipe(tmp_path, model, env={"reward_function": "tests.helpers.rewards:explode"})
+    explode = {"reward_function": "tests.helpers.rewards:explode", "preflight_reward": False}
+    recipe = write_recipe(tmp_path, model, env=explode)
     config = load_recipe(recipe, LOCAL)
     with open_trainer(config, console=Console(file=io.StringIO())) as trainer:
         trainer.open_run()

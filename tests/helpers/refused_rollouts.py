@@ -188,6 +188,7 @@ REFUSED_CONVERSATIONS: Refused = {
         (("env.score_threshold=1",), "env.score_threshold: 1.0 would be ignored"),
         (("+env.reward_weights.a=1",), "env.reward_weights: would be ignored"),
         (("env.reward_batch_size=8",), "env.reward_batch_size: 8 would be ignored"),
+        (("env.preflight_reward=false",), "env.preflight_reward: False would be ignored"),
         (("env.name=a:B", "env.score_threshold=0.5"), "env.score_threshold: 0.5 would be ignored"),
         (("env.memory_mib=512",), "env.memory_mib: 512 would be ignored"),
         (("env.network=true",), "env.network: True would be ignored"),

@@ -146,6 +146,10 @@ def explode(prompt: str, response: str, answer: object) -> float:
     raise ValueError("this reward always fails")
 
 
+def returns_none(prompt: str, response: str, answer: object) -> None:
+    """Return what a function without a return statement does."""
+
+
 def hang(prompt: str, response: str, answer: object) -> float:
     time.sleep(600)
     return 1.0

@@ -116,8 +116,8 @@ def _lines(error: UserError) -> list[str]:
 
 COMPARED = {"grpo", "loss_fn", "policy", "data", "env"}
 """Sections that say what is learned; the others say where and with what."""
-LENGTH = ("grpo.max_num_steps", "grpo.max_num_epochs")
-"""A run may be made longer."""
+MAY_CHANGE = ("grpo.max_num_steps", "grpo.max_num_epochs", "env.preflight_reward")
+"""A run may be made longer, and checked otherwise."""
 
 
 def decide_resume(config: MasterConfig) -> MasterConfig:
@@ -160,7 +160,7 @@ def _differences(config: MasterConfig, path: Path) -> list[str]:
     trees = (masked(one.model_dump(mode="json", include=COMPARED)) for one in (earlier, config))
     before, now = (dict(_leaves(tree, "")) for tree in trees)
     return sorted(
-        name for name in before.keys() | now.keys() if before.get(name) != now.get(name) and name not in LENGTH
+        name for name in before.keys() | now.keys() if before.get(name) != now.get(name) and name not in MAY_CHANGE
     )
 
 

@@ -33,13 +33,15 @@ from nemo_rl.config.parts import (
     EngineCapabilities,
 )
 from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
-from nemo_rl.data.datasets import PromptSet, build_prompt_sets, raw_prompts
+from nemo_rl.data.datasets import Prompt, PromptSet, build_prompt_sets, raw_prompts
 from nemo_rl.data.messages import PromptEncoder, prompt_messages
 from nemo_rl.data.template_check import PatternCheck, check_template, role_patterns
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
-from nemo_rl.errors import ConfigError, DatasetError, UserError
+from nemo_rl.environments.interfaces import Response
+from nemo_rl.environments.process_environment import ProcessEnvironment
+from nemo_rl.errors import ConfigError, DatasetError, RewardError, UserError
 from nemo_rl.experience.conversation_setup import EXAMPLE_TOOLS, FormatCheck, RolloutEnvironment, check_format
 from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.models.dtensor.optim import LearningRate, build_optimizer
@@ -265,10 +267,46 @@ def turn_lines(config: MasterConfig) -> list[str]:
 
 
 def check_reward(subject: Subject) -> list[str]:
-    """The reward's extra is installed and its function can be loaded, in a process of its own."""
+    """The reward's extra is installed; its function can be loaded in a process of its own, and one of the user's gives
+    an empty response to the first row a number."""
     # As patient as the run itself: what is merely slow must not be refused.
-    RolloutEnvironment(RolloutSpec.of(subject.config)).shutdown()
+    environment = RolloutEnvironment(RolloutSpec.of(subject.config))
+    try:
+        is_own = subject.config.env.reward_function is not None and isinstance(environment.scorer, ProcessEnvironment)
+        if is_own and subject.config.env.preflight_reward:
+            _score_nothing(subject.config, environment.scorer)
+    finally:
+        environment.shutdown()
     return []
+
+
+def _score_nothing(config: MasterConfig, scorer: ProcessEnvironment) -> None:
+    source, env = config.data.train, config.env
+    if _is_too_large(source):
+        return
+    try:
+        raw = next(raw_prompts(_first_rows(source, 1), "data.train"), None)
+    except DatasetError:
+        # The check of the prompts tells it.
+        return
+    if raw is None or not isinstance(raw.text, str):
+        return
+    prompt = Prompt(index=0, text=raw.text, answer=raw.answer, ids=(), metadata=raw.metadata)
+    if scorer.answer_problems([prompt]) != [None]:
+        return
+    try:
+        if not scorer.score([prompt], [Response(text="", num_tokens=0)]).num_timeouts:
+            return
+        problem = f"reward function {env.reward_function!r} took longer than env.timeout_s {env.timeout_s:g} s"
+    except RewardError as error:
+        problem = str(error)
+    form = "(prompt, response, answer) -> a finite number, or a dict of them"
+    if env.reward_batch_size is not None:
+        form = "(prompts, responses, answers) -> a list with a finite number, or a dict of them, for each"
+    raise RewardError(
+        f"{problem}\n  expected: {form}; also for an empty response to the first row of data.train, which it is given "
+        "before the run (env.preflight_reward=false leaves this out)"
+    )
 
 
 def check_answers(subject: Subject) -> list[str]:
@@ -365,13 +403,9 @@ def _is_too_large(source: DatasetConfig) -> bool:
 def _first_prompts(subject: Subject, source: DatasetConfig, where: str, needed: int) -> list[str]:
     if _is_too_large(source):
         return []
-    generated = source.dataset_name in GENERATED_DATASETS
-    if generated and source.size is not None:
-        if source.size < needed:
-            return [too_few_prompts(subject.config.grpo, source.size)]
-        # The same prompts, but not all of them.
-        source = source.model_copy(update={"size": min(source.size, needed)})
-    found = list(islice(raw_prompts(source, where), needed))
+    if source.dataset_name in GENERATED_DATASETS and source.size is not None and source.size < needed:
+        return [too_few_prompts(subject.config.grpo, source.size)]
+    found = list(islice(raw_prompts(_first_rows(source, needed), where), needed))
     if not found:
         return [f"{where}: no prompt is left of 0 read"]
     lines = [too_few_prompts(subject.config.grpo, len(found))] if len(found) < needed else []
@@ -384,6 +418,13 @@ def _first_prompts(subject: Subject, source: DatasetConfig, where: str, needed: 
         )
         lines += _unknown_tokens(subject, f"tokens of a prompt of {where}", encoder.encode(messages))
     return list(dict.fromkeys(lines))
+
+
+def _first_rows(source: DatasetConfig, needed: int) -> DatasetConfig:
+    """Return a source that begins with the same rows; a generated one makes no others."""
+    if source.dataset_name not in GENERATED_DATASETS or source.size is None:
+        return source
+    return source.model_copy(update={"size": min(source.size, needed)})
 
 
 def _bytes_of(path: Path) -> int:

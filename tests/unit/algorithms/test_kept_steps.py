@@ -282,7 +282,7 @@ def test_columns_that_cannot_be_written_end_the_run_with_the_cause(tmp_path: Pat
 def test_an_error_while_a_failed_step_is_kept_does_not_hide_the_first_one(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    explode = {"env.reward_function": "tests.helpers.rewards:explode"}
+    explode = {"env.reward_function": "tests.helpers.rewards:explode", "env.preflight_reward": "false"}
 
     def block(logs: Path) -> None:
         (logs / "steps").write_text("a file where the folder goes")

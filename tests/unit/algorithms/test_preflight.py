@@ -16,7 +16,7 @@ from nemo_rl.algorithms.preflight.machine import busy_machine
 from nemo_rl.config.schema import ClusterConfig
 from nemo_rl.data.tokenizer import CHATML_TEMPLATE, TOOLS_TEMPLATE
 from nemo_rl.data_plane.adapters import mooncake_master
-from nemo_rl.errors import CheckpointError, NemoRLError, ResourceError, UserError
+from nemo_rl.errors import CheckpointError, NemoRLError, ResourceError, RewardError, UserError
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.run_lock import lock_folder
 from tests.helpers.runs import LOCAL, load_recipe, write_recipe
@@ -192,6 +192,35 @@ def test_a_store_that_is_not_installed_is_known_before(
     with pytest.raises(UserError, match="Mooncake is not installed"):
         preflight(load_recipe(recipe, {f"data_plane.{name}": value for name, value in settings.items()}))
     assert found(recipe) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        (
+            "explode",
+            {},
+            ["raised ValueError: this reward always fails", "rewards.py:", " explode", "-> a finite number"],
+        ),
+        ("returns_none", {}, ["returned None, expected a finite number", "rewards.py:", " returns_none"]),
+        ("hang", {"env__timeout_s": "0.3"}, ["took longer than env.timeout_s 0.3 s", "env.preflight_reward=false"]),
+        ("short_batch", {"env__reward_batch_size": "4"}, []),
+        ("explode", {"env__reward_batch_size": "4"}, ["always fails", "(prompts, responses, answers) -> a list"]),
+        ("parts", {"env__reward_weights": "{speed: 1}"}, ["returned the components", "expected speed"]),
+        ("explode", {"env__preflight_reward": "false"}, []),
+        ("of_columns", {}, []),
+    ],
+)
+def test_a_reward_scores_an_empty_response_before_the_run(
+    tmp_path: Path, model: Path, name: str, settings: dict[str, str], said: list[str]
+) -> None:
+    recipe = write_recipe(tmp_path, model, env={"reward_function": f"tests.helpers.rewards:{name}"})
+    config = load_recipe(recipe, {**LOCAL, **{key.replace("__", "."): value for key, value in settings.items()}})
+    try:
+        assert CHECKS["reward"](Subject(config)) == [] and not said
+    except RewardError as error:
+        assert said and all(text in str(error) for text in said), str(error)
+        assert "response: ''" in str(error) or name == "hang"
 
 
 def test_a_taken_port_for_the_metrics_is_known_before(tmp_path: Path, model: Path) -> None:
