@@ -100,7 +100,9 @@ def _reward(given: str, recipe: str) -> str | None:
         found = find_path(place, recipe=recipe)
         return None if found is None else f"{os.path.abspath(found)}:{function}"
     for file in _files_of(place):
-        if Path(file).is_file() or _can_be_imported(place):
+        # A folder of the working directory may be a package without __init__.py, whose parts import one another by its
+        # name. Another file gets its path, which a run's config.yaml keeps for `nemo-rl eval` from any folder.
+        if _can_be_imported(place) or ("." in place and Path(file).is_file()):
             return given
         found = find_path(file, recipe=recipe)
         if found is not None:

@@ -8,7 +8,9 @@ a part; code that builds a part calls `PluginKind.load`.
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +97,9 @@ class PluginKind:
         """
         of_hub = self.hub if self.is_on_hub(name) else None
         module, _, attribute = (self.builtin.get(name) or of_hub or name).partition(":")
+        if (here := os.getcwd()) not in sys.path:
+            # As in workers and in processes of rewards; the script of `nemo-rl` has the folder of the script alone.
+            sys.path.append(here)
         try:
             part = vars(importlib.import_module(module))[attribute]
         except KeyError:

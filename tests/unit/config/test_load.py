@@ -255,6 +255,12 @@ def test_every_path_of_a_recipe_is_looked_for_in_the_working_directory_then_besi
     assert config.env.reward_function == f"{beside / 'my_rewards_of_this_test.py'}:f"
     named = load_config("../beside/r.yaml", ["env.reward_function=../beside/my_rewards_of_this_test.py:f"])
     assert named.env == config.env
+    (here / "my_rewards_of_this_test.py").touch()
+    assert load_config("../beside/r.yaml").env.reward_function == f"{here / 'my_rewards_of_this_test.py'}:f"
+    (here / "config.yaml").write_text(to_yaml(config))
+    monkeypatch.chdir(tmp_path)
+    assert load_config("here/config.yaml").env == config.env, "the config of a run is read from anywhere"
+    monkeypatch.chdir(here)
     with pytest.raises(ConfigError, match=rf"no gone.py in {re.escape(str(here))}"):
         load_config("../beside/r.yaml", ["env.reward_function=gone.py:f"])
     (beside / "child.yaml").write_text("defaults: [r.yaml, gone.yaml]")
