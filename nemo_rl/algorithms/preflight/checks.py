@@ -94,10 +94,10 @@ def run_checks(config: MasterConfig, names: Iterable[str], *, is_alone: bool = F
     busy = machine.busy_machine(config.cluster) if "CPUs" in wanted else None
     if errors:
         problems = [line for error in errors for line in _lines(error)]
-        error = errors[0] if len(errors) == 1 else PreflightError(problems)
+        refused = errors[0] if len(errors) == 1 else PreflightError(problems)
         if busy is not None:
-            error.add_note(busy)
-        raise error
+            refused.add_note(busy)
+        raise refused
     if busy is not None:
         logger.warning("%s", busy)
     return config

@@ -272,9 +272,9 @@ def check_reward(subject: Subject) -> list[str]:
     # As patient as the run itself: what is merely slow must not be refused.
     environment = RolloutEnvironment(RolloutSpec.of(subject.config))
     try:
-        is_own = subject.config.env.reward_function is not None and isinstance(environment.scorer, ProcessEnvironment)
-        if is_own and subject.config.env.preflight_reward:
-            _score_nothing(subject.config, environment.scorer)
+        env, scorer = subject.config.env, environment.scorer
+        if env.preflight_reward and env.reward_function is not None and isinstance(scorer, ProcessEnvironment):
+            _score_nothing(subject.config, scorer)
     finally:
         environment.shutdown()
     return []
