@@ -60,6 +60,7 @@ from nemo_rl.utils.memory import frozen_startup_objects
 from nemo_rl.utils.metrics import Timer, values
 from nemo_rl.utils.panel import Panel, StepReport
 from nemo_rl.utils.rollout_file import ROLLOUTS
+from nemo_rl.utils.run_lock import stopped_early
 
 __all__ = ["GRPOTrainer", "RunSummary", "TrainerParts"]
 
@@ -157,6 +158,9 @@ class GRPOTrainer:
             with frozen_startup_objects(), interrupt.finishing(grace_s, tell=note):
                 self._steps()
         best = None if self._parts.checkpoints is None else self._parts.checkpoints.best()
+        if not self._is_done():
+            why = "at its time limit (checkpointing.must_save_by)" if self._is_out_of_time else "by a signal"
+            stopped_early(self._config.logger.log_dir, f"{why}, after step {self._step}")
         return RunSummary(
             first_reward=self._first_val_reward,
             last_reward=self._val_reward,

@@ -24,7 +24,7 @@ from nemo_rl.experience.rollout_worker import REWARD_LOG
 from nemo_rl.utils.checkpoint import STEP, checkpoint_paths, is_of_checkpoint
 from nemo_rl.utils.exits import CRASH_FILE
 from nemo_rl.utils.rollout_file import ROLLOUTS, steps_with_rollouts
-from nemo_rl.utils.run_lock import lock_folder
+from nemo_rl.utils.run_lock import OUTCOME_FILE, lock_folder, recorded_outcome
 from nemo_rl.utils.trackers import METRICS_FILE
 
 __all__ = [
@@ -52,6 +52,7 @@ WRITTEN = (
     METRICS_FILE,
     CONFIG_FILE,
     CURVE_FILE,
+    OUTCOME_FILE,
     ATTACH_FILE,
     EVENTS_FILE,
     JOURNAL_FILE,
@@ -75,7 +76,8 @@ WRITTEN = (
 
 @contextmanager
 def open_run_folders(config: MasterConfig) -> Iterator[None]:
-    """Locks the folders of a run until the block ends, and makes sure that they hold no other run.
+    """Locks the folders of a run until the block ends, and makes sure that they hold no other run. How the block ends
+    is written to the log folder.
 
     Raises:
         RunFolderError: another run uses one of them, or has left its results there.
@@ -88,7 +90,8 @@ def open_run_folders(config: MasterConfig) -> Iterator[None]:
             raise RunFolderError("\n".join(problems))
         if config.logger.overwrite:
             _remove_earlier_run(config)
-        yield
+        with recorded_outcome(config.logger.log_dir, resumes=bool(config.checkpointing.resume)):
+            yield
 
 
 def used_folder_problems(config: MasterConfig) -> list[str]:

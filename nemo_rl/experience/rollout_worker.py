@@ -84,7 +84,7 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.metrics import Max, Reduction, Sum
 from nemo_rl.utils.r3_trace import trace_rollout_payload
-from nemo_rl.utils.rollout_file import TokenTexts, row_texts, token_record, write_rollouts
+from nemo_rl.utils.rollout_file import PROMPT_NUMBER, TokenTexts, asked_texts, row_texts, token_record, write_rollouts
 
 __all__ = ["REWARD_LOG", "RolloutSpec", "RolloutWorker"]
 
@@ -512,7 +512,10 @@ class RolloutWorker:
         lines = []
         for row, (key, length, log) in enumerate(zip(meta.keys, meta.sequence_lengths or (), logs, strict=True)):
             tokens, is_response = ids[row, :length], mask[row, :length]
-            texts = {"key": key, "group": group_uid(key), **row_texts(self._tokenizer, tokens, is_response)}
+            texts: dict[str, object] = {"key": key, "group": group_uid(key)}
+            texts |= row_texts(self._tokenizer, tokens, is_response)
+            if isinstance(number := records[row].get(PROMPT_NUMBER), int):
+                texts |= asked_texts(self._train.prompts[number])
             columns = token_record(
                 self._token_texts,
                 tokens.tolist(),

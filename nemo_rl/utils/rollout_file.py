@@ -13,16 +13,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from nemo_rl.errors import ResourceError
+from nemo_rl.errors import ResourceError, shorten
 from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.files import write_text
 
 if TYPE_CHECKING:
     import torch
 
+    from nemo_rl.data.datasets import Prompt
+
 __all__ = [
+    "PROMPT_NUMBER",
     "ROLLOUTS",
     "TokenTexts",
+    "asked_texts",
     "rollout_path",
     "rounded",
     "row_texts",
@@ -133,6 +137,19 @@ def row_texts(tokenizer: Decoder, ids: torch.Tensor, mask: torch.Tensor) -> dict
     """
     start = int(mask.int().argmax()) if bool(mask.any()) else len(ids)
     return {"prompt": tokenizer.decode(ids[:start].tolist()), "response": tokenizer.decode(ids[start:].tolist())}
+
+
+PROMPT_NUMBER = "number"
+"""Key of the number of a row's prompt in the training set."""
+MOST_ANSWER = 2000
+"""Characters of a gold answer; the tests of a program can be long."""
+
+
+def asked_texts(prompt: Prompt) -> dict[str, object]:
+    """Return what a row was asked, for people: the gold answer as text, and the messages of the prompt."""
+    text = prompt.answer if isinstance(prompt.answer, str) else json.dumps(prompt.answer, default=str)
+    messages = [{"role": said.role, "content": said.content} for said in prompt.messages]
+    return {"answer": None if prompt.answer is None else shorten(text, limit=MOST_ANSWER), "messages": messages}
 
 
 def token_record(

@@ -1,8 +1,8 @@
-"""One run per folder: a lock that the kernel releases when the process dies.
+"""One run per folder: a lock that the kernel releases when the process dies, and a file that says how the run ended.
 
 `lock_folder` is entered before a run writes or removes anything. The file says who holds it, for a process that is
 refused. `filelock` takes the lock, again where the file was removed meanwhile, and closes it in forked children, which
-would keep it after their parent's death.
+would keep it after their parent's death. `outcome_of` reads file and lock: a run that was killed is not called running.
 """
 
 from __future__ import annotations
@@ -10,18 +10,32 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout, lock_descriptor
 
-from nemo_rl.errors import RunFolderError
+from nemo_rl.errors import RunFolderError, shorten
+from nemo_rl.utils import interrupt
+from nemo_rl.utils.exits import CRASH_FILE, text_of
+from nemo_rl.utils.files import read_tail, write_text
 
-__all__ = ["LOCK_FILE", "lock_folder", "lock_problem"]
+__all__ = [
+    "LOCK_FILE",
+    "OUTCOME_FILE",
+    "RunOutcome",
+    "lock_folder",
+    "lock_problem",
+    "outcome_of",
+    "recorded_outcome",
+    "stopped_early",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +80,14 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 def lock_problem(folder: Path) -> str | None:
     """Return who else holds `folder`, or None where nobody does; the lock is not taken."""
+    return _in_use(folder) if _is_held(folder) else None
+
+
+def _is_held(folder: Path) -> bool | None:
+    """Return whether a run holds `folder`; None where no lock is there, or none that this process may try."""
     try:
         with (folder / LOCK_FILE).open("r+b") as file:
-            return None if lock_descriptor(file.fileno(), blocking=False) else _in_use(folder)
+            return not lock_descriptor(file.fileno(), blocking=False)
     except OSError:
         return None
 
@@ -89,3 +108,117 @@ def _sign(descriptor: int) -> None:
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+OUTCOME_FILE = "outcome.json"
+RUNNING, ENDED, FAILED, STOPPED = "running", "ended", "failed", "stopped"
+MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOutcome:
+    """The state of a run, as `outcome.json` has it."""
+
+    state: str
+    """`running`, `ended` (all its steps are done), `failed`, or `stopped` before its last step."""
+    cause: str = ""
+    """The reason in one line, where it failed or stopped."""
+    started: float
+    """Unix seconds of its first start."""
+    since: float
+    """Unix seconds of its last start."""
+    seconds: float = 0.0
+    """Seconds of all starts that have ended, start-up included."""
+
+    def at(self, now: float, state: str, cause: str = "") -> RunOutcome:
+        """Return the outcome of a run whose last start ends at `now`."""
+        return replace(self, state=state, cause=cause, seconds=self.seconds + max(0.0, now - self.since))
+
+
+@contextmanager
+def recorded_outcome(folder: Path, *, resumes: bool) -> Iterator[None]:
+    """Within it `outcome.json` says that the run goes on, behind it how it ended. The folder is locked.
+
+    Args:
+        resumes: the run goes on from an earlier start, whose date and seconds are kept.
+    """
+    now, process = time.time(), os.getpid()
+    before = (_read_outcome(folder) if resumes else None) or RunOutcome(state=ENDED, started=now, since=now)
+    if before.state == RUNNING:  # it was killed
+        before = before.at(_changed(folder, before.since), STOPPED)
+    first = replace(before, state=RUNNING, cause="", since=now)
+    _write_outcome(folder, first)
+    state, cause = ENDED, ""
+    try:
+        yield
+        if (found := _read_outcome(folder)) and found.state == STOPPED:
+            state, cause = STOPPED, found.cause
+    except BaseException as error:
+        is_stop = isinstance(error, KeyboardInterrupt) or interrupt.received()
+        said = "interrupted" if is_stop else f"{type(error).__name__}: {' '.join(text_of(error).split())}"
+        state, cause = STOPPED if is_stop else FAILED, shorten(said)
+        raise
+    finally:
+        if os.getpid() == process:  # a forked child that comes here is not the run
+            _write_outcome(folder, first.at(time.time(), state, cause))
+
+
+def stopped_early(folder: Path, cause: str) -> None:
+    """Write that the run saves and ends before its last step; `recorded_outcome` keeps it."""
+    found = _read_outcome(folder)
+    if found is not None:
+        _write_outcome(folder, found.at(time.time(), STOPPED, cause))
+
+
+def outcome_of(folder: Path, *, step: int, num_steps: int | None) -> RunOutcome:
+    """Return the state of the run in a folder; of a run of an earlier version what its files prove.
+
+    Args:
+        step: the last one in its metrics.
+        num_steps: `grpo.max_num_steps`; None where it is not known.
+    """
+    now, held, found = time.time(), _is_held(folder), _read_outcome(folder)
+    if found is None:
+        begin = _changed(folder, now, "config.yaml")
+        found = RunOutcome(state=RUNNING, started=begin, since=begin)
+        if not held:
+            return found.at(_changed(folder, begin), *_proved(folder, step, num_steps))
+    if found.state != RUNNING:
+        return found
+    if held is False:
+        cause = "its process was killed, or its machine ended: no cause was written"
+        return found.at(_changed(folder, found.since), STOPPED, cause)
+    return found.at(now, RUNNING, "" if held else f"not proved: no {LOCK_FILE}, or one of another user")
+
+
+def _proved(folder: Path, step: int, num_steps: int | None) -> tuple[str, str]:
+    """Return state and cause of a run without an outcome that nobody holds."""
+    if num_steps is not None and step >= num_steps:
+        return ENDED, ""
+    if _changed(folder, -1.0, CRASH_FILE) >= _changed(folder, 0.0):
+        text = read_tail(folder / CRASH_FILE, MOST_BYTES).decode(errors="replace")
+        return FAILED, shorten(text.strip().rpartition("\n")[2])
+    return STOPPED, f"at step {step} of {num_steps or '?'}; its folder does not say why"
+
+
+def _changed(folder: Path, default: float, name: str = "metrics.jsonl") -> float:
+    try:
+        return (folder / name).stat().st_mtime
+    except OSError:
+        return default
+
+
+def _read_outcome(folder: Path) -> RunOutcome | None:
+    try:
+        found = RunOutcome(**json.loads(read_tail(folder / OUTCOME_FILE, MOST_BYTES)))
+        is_whole = found.state in (RUNNING, ENDED, FAILED, STOPPED) and isinstance(found.cause, str)
+        return found if is_whole and math.isfinite(found.started + found.since + found.seconds) else None
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _write_outcome(folder: Path, outcome: RunOutcome) -> None:
+    try:
+        write_text(folder / OUTCOME_FILE, json.dumps(asdict(outcome)) + "\n")
+    except OSError as error:  # a full disk must not hide what ended the run
+        logger.warning("%s cannot be written: %s", folder / OUTCOME_FILE, error)

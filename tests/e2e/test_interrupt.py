@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nemo_rl.utils.run_lock import outcome_of
 from tests.helpers.processes import MARK, end_all, listening_off_loopback, marked, wait_for_none
 from tests.helpers.resume_kills import ResumeKills
 from tests.helpers.runs import LOCAL, logged_steps, start_cli, write_recipe
@@ -76,6 +77,9 @@ def test_no_process_is_left_after_the_end(tmp_path, model, mark, how):
     output, _ = process.communicate(timeout=GONE_S)
     if how != "sigkill":
         assert process.returncode == 130 and "interrupted" in output and "Traceback" not in output, output[-3000:]
+    ended = outcome_of(tmp_path / "logs", step=1, num_steps=100000)
+    said = {"ctrl_c": "interrupted", "sigterm": "by a signal, after step", "sigkill": "its process was killed"}
+    assert ended.state == "stopped" and ended.cause.startswith(said[how]) and ended.seconds > 0
 
 
 def test_a_worker_that_is_killed_ends_the_run_with_its_cause(tmp_path, model, mark):
@@ -91,6 +95,8 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_cause(tmp_path, model, ma
     said = ("process died", "exited without output", "keeps the job's store, has ended")
     told = any(text in output for text in said)
     assert told and "stage" in output and "Traceback" not in output, output[-3000:]
+    ended = outcome_of(tmp_path / "logs", step=1, num_steps=100000)
+    assert ended.state == "failed" and any(text in ended.cause for text in said) and "\n" not in ended.cause
     assert "Ray's logs of this run are in" in output and list((tmp_path / "logs" / "ray_logs").glob("raylet*"))
     assert wait_for_none(mark, timeout_s=GONE_S) == []
 
@@ -119,6 +125,8 @@ def test_what_a_cluster_sends_before_it_takes_the_machine_ends_the_run_with_a_ch
     last = int(logged_steps(tmp_path / "logs")[-1]["step"])
     saved = tmp_path / "logs" / "checkpoints" / f"step_{last}"
     assert process.returncode == 130 and saved.is_dir(), output[-3000:]
+    ended = outcome_of(tmp_path / "logs", step=last, num_steps=100000)
+    assert (ended.state, ended.cause) == ("stopped", f"by a signal, after step {last}")
     for said in (
         f"{number.name}: ending after this step, which may take 25 s (cluster.grace_s)",
         f"saved step {last} and ending",

@@ -19,6 +19,7 @@ from nemo_rl.algorithms.stages.bodies import NOT_TRAINED
 from nemo_rl.diagnostics.rollouts.row import read_rows
 from nemo_rl.errors import RewardError, WorkerError
 from nemo_rl.utils.rollout_file import rollout_path
+from nemo_rl.utils.run_lock import outcome_of
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, validated_rollouts_of, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -76,10 +77,14 @@ def test_a_run_writes_everything_it_names_and_leaves_no_row(tmp_path, model):
     assert len(samples) == 3
     about_any = {"prompt", "response", "reward", "response_tokens", "truncated", "finish_reason"}
     of_training = {"key", "group", "advantage", "sample_mask", "no_weight", "weight_version", "no_prev_logprobs"}
+    of_training |= {"number", "answer", "messages"}
     of_tokens = {"token_ids", "token_texts", "token_mask", "generation_logprobs", "prev_logprobs"}
     assert set(samples[0]) == about_any | of_training | of_tokens and next(iter(samples[0])) == "key"
     for row in read_rows(rollout_path(logs, 2)):
         assert row.tokens is not None and row.no_prev_logprobs is None and row.weight_version == 1
+        [asked] = row.messages
+        assert asked.who == "user" and asked.text in row.prompt
+        assert asked.text.startswith("sort ") and row.answer == "".join(sorted(asked.text.removeprefix("sort ")))
         assert "".join(row.tokens.texts[row.tokens.num_prompt :]) == row.response
         assert len(row.tokens.differences()) == sum(row.tokens.mask) == row.response_tokens
         assert max(map(abs, row.tokens.differences())) < 1e-4, "one model in fp32, asked in two ways"
@@ -88,6 +93,8 @@ def test_a_run_writes_everything_it_names_and_leaves_no_row(tmp_path, model):
         assert len(validated) == 3 and set(validated[0]) == about_any | {"set", "number", "sample", "greedy"}
         assert "sort" in validated[0]["prompt"]
     assert "sort" in samples[0]["prompt"]
+    ended = outcome_of(logs, step=3, num_steps=3)
+    assert (ended.state, ended.cause) == ("ended", "") and ended.seconds > sum(row["timing/step_s"] for row in steps)
 
 
 @pytest.mark.slow

@@ -37,8 +37,8 @@ RECIPES: Mapping[str, str] = {
 """Recipe -> starter checkpoint of `checkpoints/`."""
 COUNTS_OF_TRANSPORT = "data_plane/"
 """Bytes, calls and times of the data plane, which a change of its code may change."""
-RANDOM = ("key", "group")
-"""Keys of a rollout row that are random; no number depends on them."""
+APART = ("key", "group", "number", "answer", "messages")
+"""Keys of a rollout row that are random, or repeat the data; no number depends on them."""
 RUN_S = 900.0
 """Longest run, on a machine that does much else."""
 
@@ -80,7 +80,7 @@ def numbers_of(log_dir: Path) -> list[dict[str, object]]:
     ]
     files = sorted(log_dir.glob("rollouts/*.jsonl"))
     rows = [(path.name, json.loads(line)) for path in files for line in path.read_text().splitlines()]
-    rollouts = [{name: {k: v for k, v in row.items() if k not in RANDOM}} for name, row in rows]
+    rollouts = [{name: {k: v for k, v in row.items() if k not in APART}} for name, row in rows]
     assert metrics, f"{log_dir} holds no metrics"
     return [*metrics, *rollouts]
 

@@ -36,6 +36,7 @@ from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.client.meter import columns_bytes
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.data_plane.row_map import RowResults
 from nemo_rl.distributed.calls import Pending, ask
 from nemo_rl.distributed.packing import PackPlan
@@ -45,7 +46,7 @@ from nemo_rl.models.policy.interfaces import SQUARED_PROBS, STALENESS
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.utils.r3_trace import trace_retired
-from nemo_rl.utils.rollout_file import rollout_path, rounded
+from nemo_rl.utils.rollout_file import PROMPT_NUMBER, rollout_path, rounded
 
 __all__ = ["NOT_TRAINED", "LogRollouts", "MeasureRows", "TokenAdvantages", "build_stages", "clear_untrained"]
 
@@ -234,6 +235,7 @@ class LogRollouts(Stage):
         meta = step.rows.meta.subset(rows)
         scored = self._scored(step, meta)
         known = set(scored.keys) if scored is not None else set()
+        prompts = {uid: drawn.prompt for uid, drawn in zip(step.uids, step.drawn, strict=False)}
         records = [
             row_record(
                 reward=sample_stats.rewards[row],
@@ -247,6 +249,7 @@ class LogRollouts(Stage):
                 "sample_mask": rounded(float(step.scores.sample_mask[row])),
                 "no_weight": step.scores.why_no_weight(row),
                 "weight_version": int(versions[row]),
+                PROMPT_NUMBER: prompts.get(group_uid(meta.keys[row])),
                 "no_prev_logprobs": None if meta.keys[row] in known else self._why_not_scored(step, row),
             }
             for row in rows

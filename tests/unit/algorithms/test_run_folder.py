@@ -9,6 +9,7 @@ import pytest
 from nemo_rl.algorithms.run_folder import open_run_folders, truncate_rollouts, used_folder_problems
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import RunFolderError
+from nemo_rl.utils.run_lock import OUTCOME_FILE
 
 
 def config(log_dir: Path, *, checkpointing: dict[str, object] | None = None, **logger: object) -> MasterConfig:
@@ -27,6 +28,7 @@ def write(folder: Path, *names: str) -> None:
 
 
 RUN = (
+    OUTCOME_FILE,
     "metrics.jsonl",
     "config.yaml",
     "rollouts/step_1.jsonl",
@@ -86,7 +88,7 @@ def test_overwriting_removes_what_a_run_wrote_and_nothing_else(tmp_path, enabled
     write(tmp_path, *RUN, *SAVED, *MINE)
     with open_run_folders(config(tmp_path, checkpointing={"enabled": enabled}, overwrite=True)):
         pass
-    assert files(tmp_path) == set(MINE)
+    assert files(tmp_path) == {*MINE, OUTCOME_FILE}
     assert not (tmp_path / "rollouts").exists()
 
 

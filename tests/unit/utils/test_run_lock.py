@@ -10,19 +10,29 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from nemo_rl.errors import RunFolderError
-from nemo_rl.utils.run_lock import LOCK_FILE, lock_folder, lock_problem
+from nemo_rl.utils.run_lock import (
+    LOCK_FILE,
+    OUTCOME_FILE,
+    lock_folder,
+    lock_problem,
+    outcome_of,
+    recorded_outcome,
+    stopped_early,
+)
 
 HOLD = """
 import os, subprocess, sys, time
 from pathlib import Path
-from nemo_rl.utils.run_lock import lock_folder
+from nemo_rl.utils.run_lock import lock_folder, recorded_outcome
 
-with lock_folder(Path(sys.argv[1])):
+folder = Path(sys.argv[1])
+with lock_folder(folder), recorded_outcome(folder, resumes=False):
     reader, writer = os.pipe()
     forked = os.fork()
     if not forked:
@@ -50,12 +60,15 @@ def test_the_second_is_refused_by_name_and_the_killed_ones_lock_is_taken_over(tm
         told = rf"in use by another run: process {holder.pid} on .*, since 20"
         with pytest.raises(RunFolderError, match=told), lock_folder(tmp_path / "run"):
             pass
+        assert outcome_of(tmp_path / "run", step=1, num_steps=9).state == "running"
         holder.kill()
         holder.wait()
+        killed = outcome_of(tmp_path / "run", step=1, num_steps=9)
+        assert killed.state == "stopped" and "was killed" in killed.cause
         # Both children live on and hold nothing.
         with lock_folder(tmp_path / "run"):
             assert json.loads((tmp_path / "run" / LOCK_FILE).read_text())["pid"] == os.getpid()
-        assert list((tmp_path / "run").iterdir()) == []
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [OUTCOME_FILE]
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -155,3 +168,55 @@ def test_a_file_system_without_locks_is_told_and_keeps_no_file(tmp_path, monkeyp
     with lock_folder(tmp_path):
         assert "this file system has no locks" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+class Broken(RuntimeError):
+    """An error of two lines."""
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "cause"),
+    [
+        (None, "ended", ""),
+        ("early", "stopped", "by a signal, after step 3"),
+        (Broken("engine 0\n  is gone"), "failed", "Broken: engine 0 is gone"),
+        (KeyboardInterrupt(), "stopped", "interrupted"),
+    ],
+)
+def test_how_a_run_ended_is_written_and_a_resumed_run_keeps_its_date(tmp_path, error, state, cause):
+    def run(*, resumes: bool) -> None:
+        with lock_folder(tmp_path), recorded_outcome(tmp_path, resumes=resumes):
+            assert outcome_of(tmp_path, step=9, num_steps=9).state == "running"
+            if isinstance(error, BaseException):
+                raise error
+            if error is not None:
+                stopped_early(tmp_path, "by a signal, after step 3")
+
+    def ran(*, resumes: bool):
+        with nullcontext() if not isinstance(error, BaseException) else pytest.raises(type(error)):
+            run(resumes=resumes)
+        return outcome_of(tmp_path, step=3, num_steps=9)
+
+    first = ran(resumes=False)
+    assert (first.state, first.cause) == (state, cause) and first.seconds > 0
+    again = ran(resumes=True)
+    assert again.started == first.started and again.since > first.since and again.seconds > first.seconds
+    assert ran(resumes=False).started > first.started
+
+
+@pytest.mark.parametrize(
+    ("files", "step", "state", "cause"),
+    [
+        ({}, 9, "ended", ""),
+        ({}, 3, "stopped", "at step 3 of 9; its folder does not say why"),
+        ({"error.txt": "Traceback\n  ...\nKeyError: 'lost'\n"}, 3, "failed", "KeyError: 'lost'"),
+        ({OUTCOME_FILE: "{"}, 9, "ended", ""),
+        ({OUTCOME_FILE: '{"state": "ended", "started": NaN, "since": 0, "seconds": 0}'}, 3, "stopped", "at step 3"),
+    ],
+)
+def test_of_an_earlier_run_only_what_its_files_prove_is_said(tmp_path, files, step, state, cause):
+    (tmp_path / "metrics.jsonl").write_text("")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = outcome_of(tmp_path, step=step, num_steps=9)
+    assert found.state == state and found.cause.startswith(cause)
