@@ -123,18 +123,7 @@ def _axes(last: int, low: int, high: int) -> Markup:
     return tag("g", *parts, label)
 
 
-STYLE = """
-body { margin: 2em auto; max-width: 1200px; padding: 0 1em; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-.verdict { padding: .15em .5em; border-radius: 4px; color: #fff; background: #b00020; }
-.verdict.pass { background: #1b7f3b; }
-table { width: 100%; } td, th { padding: .2em .5em; text-align: left; vertical-align: top; overflow-wrap: anywhere; }
-tr { border-bottom: 1px solid var(--line); } th { border-bottom: 2px solid var(--soft); } td.n { text-align: right; }
-tr.fail td { background: var(--far); } tr.differs td { background: var(--apart); }
-tr.layer td { background: var(--box); font-weight: 600; }
-svg text { font: 11px sans-serif; fill: var(--soft); } svg.plot { width: 100%; }
-svg.plot g line { stroke: var(--line); } svg.ulps rect { fill: var(--mark); }
-"""
+STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 _METRICS = (Metric.TOKEN_REL, Metric.MAX_ABS, Metric.MAX_REL, Metric.RMS_REL, Metric.COSINE_DISTANCE)
 _HEADS = ("site", "rows", *_METRICS, "differing", "NaN a/b", "inf a/b", "ulps", "limits", "result", "worst tokens")
 

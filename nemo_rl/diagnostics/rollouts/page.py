@@ -28,54 +28,7 @@ from nemo_rl.utils.files import write_text
 
 __all__ = ["PageLinks", "page_text", "problem_text", "write_rollout_page"]
 
-STYLE = """
-body { margin: 2em auto; max-width: 1000px; padding: 0 1em; }
-nav { display: flex; flex-wrap: wrap; gap: .2em 1em; }
-h1 { font-size: 1.4em; overflow-wrap: anywhere; } h2 { font-size: 1.1em; margin: 2em 0 .2em; overflow-wrap: anywhere; }
-p { margin: .3em 0; color: var(--soft); overflow-wrap: anywhere; }
-pre { font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .4em 0;
-  padding: .5em .7em; background: var(--box); border: 1px solid var(--line); border-radius: 5px; }
-article { border-left: 3px solid var(--line); padding-left: .8em; margin: 1em 0; }
-.time { display: flex; height: .7em; margin: .3em 0; border-radius: 3px; overflow: hidden; background: var(--line); }
-.time .engine { background: #3b82d0; } .time .tool { background: #2f9e66; } .time .waiting { background: #b0b6bd; }
-table.endings { margin: .6em 0; }
-table.endings :is(th, td) { border-bottom: 1px solid var(--line); padding: .1em .8em .1em 0; text-align: left; }
-details { margin: .2em 0 .2em .4em; color: var(--soft); } pre.said { border: 0; margin: .1em 0 .1em 1em; }
-pre.said.error { border-left: 3px solid var(--far-line); }
-article.out pre, .masked { opacity: .5; }
-.apart { background: var(--apart); border-bottom: 2px dotted var(--apart-line); }
-.far { background: var(--far); border-bottom: 2px solid var(--far-line); }
-.masked { text-decoration: line-through; }
-b { color: var(--text); font-variant-numeric: tabular-nums; }
-form { position: sticky; top: 0; padding: .5em 0; background: var(--back); border-bottom: 1px solid var(--line); }
-form label { margin-right: 1em; white-space: nowrap; } form input[type=number] { width: 5em; }
-[hidden] { display: none !important; }
-"""
-SCRIPT = """
-const form = document.querySelector("form"), rows = [...document.querySelectorAll("article")];
-const texts = new Map(rows.map(row => [row,
-  [row, ...row.parentElement.querySelectorAll("h2, .prompt")].map(part => part.textContent).join(" ").toLowerCase()]));
-function filter() {
-  const want = Object.fromEntries(new FormData(form)), text = want.text.toLowerCase();
-  let shown = 0;
-  for (const row of rows) {
-    const reward = Number(row.dataset.reward);
-    const fits = (want.least === "" || reward >= Number(want.least))
-      && (want.most === "" || reward <= Number(want.most))
-      && (want.answer === "" || row.dataset.answer === want.answer)
-      && (want.step === "" || row.parentElement.dataset.step === want.step) && texts.get(row).includes(text);
-    row.hidden = !fits;
-    shown += fits;
-  }
-  for (const group of document.querySelectorAll("section"))
-    group.hidden = !group.querySelector("article:not([hidden])");
-  document.querySelector("output").textContent = `${shown} of ${rows.length} rows`;
-}
-form.addEventListener("input", filter);
-form.addEventListener("submit", event => event.preventDefault());
-form.hidden = false;
-filter();
-"""
+STYLE, SCRIPT = (Path(__file__).with_suffix(kind).read_text(encoding="utf-8") for kind in (".css", ".js"))
 CLASSES = {Grade.CLOSE: "close", Grade.APART: "apart", Grade.FAR: "far"}
 SAID_SHOWN = 4000
 """Characters of what was said in a turn; the row has all of it, token by token."""
@@ -110,26 +63,16 @@ def problem_text(title: str, problem: str, links: PageLinks = ALONE) -> str:
 def page_text(shown: ShownRollouts, links: PageLinks = ALONE) -> str:
     """Return the page."""
     title = f"Rollouts of {_plain(shown.run)}, {shown.title}"
+    short = f"Rollouts of {_plain(shown.run.absolute().name)}, {shown.title}"
     reason = shared_reason(row for group in shown.groups for row in group.rows)
     conversations = [row for group in shown.groups for row in group.rows if row.turns or row.cause]
-    low, high = BOUNDS
     return whole_page(
         title,
         *_above(links),
-        tag("h1", title),
-        tag(
-            "p",
-            f"{shown.num_shown} of {shown.num_rows} rows. Log-probabilities of rollout and trainer: ",
-            tag("span", {"class": "apart"}, f"apart by more than {low}"),
-            ", ",
-            tag("span", {"class": "far"}, f"by more than {high}"),
-            "; ",
-            tag("span", {"class": "masked"}, "not trained"),
-            ". Both values are shown under the pointer.",
-        ),
+        tag("h1", {"title": _plain(shown.run)}, short),
         tag("p", _summary(shown)),
+        *([_legend()] if reason is None else [tag("p", {"class": "reason"}, reason)]),
         *([_endings(conversations)] if conversations else []),
-        *([] if reason is None else [tag("p", {"class": "reason"}, reason)]),
         _filters(shown),
         *(
             _group(group, of_step=len(shown.steps) > 1, is_said=reason is not None, links=links)
@@ -138,6 +81,14 @@ def page_text(shown: ShownRollouts, links: PageLinks = ALONE) -> str:
         style=STYLE,
         script=SCRIPT,
     )
+
+
+def _legend() -> Markup:
+    low, high = BOUNDS
+    apart = tag("span", {"class": "apart"}, f"apart by more than {low}")
+    far, masked = tag("span", {"class": "far"}, f"by more than {high}"), tag("span", {"class": "masked"}, "not trained")
+    words = ("Log-probabilities of rollout and trainer: ", apart, ", ", far, "; ", masked)
+    return tag("p", *words, ". Both values are shown under the pointer.")
 
 
 def _above(links: PageLinks) -> list[Markup]:
@@ -149,8 +100,9 @@ def _summary(shown: ShownRollouts) -> str:
     rows = [row for group in shown.groups for row in group.rows]
     num_cut = sum(row.finish_reason == "length" for row in rows)
     num_equal = sum(len({row.reward for row in group.rows}) == 1 for group in shown.groups if group.num_rows > 1)
+    whole = "" if len(rows) == shown.num_rows else f"{len(rows)} of {shown.num_rows} rows. "
     return (
-        f"Rows: {len(rows)}, mean reward {fmean(row.reward for row in rows):.4g}, right "
+        f"{whole}Rows: {len(rows)}, mean reward {fmean(row.reward for row in rows):.4g}, right "
         f"{sum(row.is_right for row in rows)}, truncated {num_cut}. Groups: {len(shown.groups)}, with equal rewards "
         f"{num_equal}."
     )
@@ -189,41 +141,64 @@ def _group(group: ShownGroup, *, of_step: bool, is_said: bool, links: PageLinks)
         {"data-step": group.step},
         tag("h2", f"Group {_plain(group.uid)}", f" of step {group.step}" if of_step else ""),
         tag("p", ", ".join(group.summary()), "" if is_said else f"; {difference_text(group.rows)}"),
-        *(
-            tag("pre", {"class": "prompt"}, _lines(prompt))
-            for prompt in dict.fromkeys(row.prompt for row in group.rows)
-        ),
+        *(part for row in {row.prompt: row for row in group.rows}.values() for part in _prompt(row)),
         *(_row(row, is_said=is_said_here, links=links) for row in group.rows),
     )
 
 
+def _prompt(row: RolloutRow) -> Iterator[Markup]:
+    """Yield the messages of a prompt, then its text as the model reads it; that text alone where no more is known."""
+    yield from (_said(said.who, _lines(said.text)) for said in row.messages)
+    whole = tag("pre", {"class": "prompt"}, _lines(row.prompt))
+    yield tag("details", tag("summary", "prompt as the model reads it"), whole) if row.messages else _said("", whole)
+
+
+def _said(who: str, *parts: object, kind: str = "") -> Markup:
+    """Return what one side of a conversation said."""
+    head = [tag("i", _plain(who))] if who else []
+    content = parts if all(isinstance(part, Markup) for part in parts) else [tag("pre", *parts)]
+    return tag("div", {"class": f"said {kind}".strip()}, *head, *content)
+
+
 def _row(row: RolloutRow, *, is_said: bool, links: PageLinks) -> Markup:
-    is_left_out = row.sample_mask == 0
-    facts: list[tuple[str, object]] = [("reward", f"{row.reward:.4g}")]
-    facts += [(_plain(name), "none" if part is None else f"{part:.4g}") for name, part in row.components.items()]
-    facts += [(_plain(name), printable(value, limit=SAID_SHOWN)) for name, value in row.extras.items()]
-    facts += [("advantage", signed(row.advantage)), ("ended by", _plain(row.finish_reason))]
-    facts += [("tokens", row.response_tokens), ("weights", row.weight_version)]
-    about = [printable(fact, limit=SAID_SHOWN) for fact in row.of_conversation()]
-    parts = [tag("span", f" {name} ", tag("b", value), ", ") for name, value in facts if value is not None]
-    ends = [_plain(row.left_out)] if is_left_out else []
-    ends += about
-    ends += [] if is_said else [difference_text([row])]
-    name = _plain(row.key)
-    key = name if links.of_row is None else tag("a", {"href": links.of_row(row.key), "title": "its life"}, name)
     response = list(_tokens(row.tokens)) if row.tokens is not None else [_lines(row.response)]
+    whole = tag("pre", {"class": "response"}, *response)
+    talk = [_said("assistant", whole, kind="model")]
+    if row.turns:
+        tokens = tag("details", tag("summary", "all of it, token by token"), whole)
+        talk = [_time_bar(row), *(part for turn in row.turns for part in _turn(turn)), tokens]
+    right = "right" if row.is_right else "wrong"
     return tag(
         "article",
-        {
-            **({"class": "out"} if is_left_out else {}),
-            "data-reward": row.reward,
-            "data-answer": "right" if row.is_right else "wrong",
-        },
-        tag("p", tag("b", key), ": ", *parts, "; ".join(ends)),
-        *([_time_bar(row)] if row.turns else []),
-        *(_turn(turn) for turn in row.turns),
-        tag("pre", {"class": "response"}, *response),
+        {**({"class": "out"} if row.sample_mask == 0 else {}), "data-reward": row.reward, "data-answer": right},
+        tag("aside", {"class": right}, *_judged(row)),
+        tag("div", *talk, tag("p", {"class": "facts"}, *_facts(row, is_said=is_said, links=links))),
     )
+
+
+def _judged(row: RolloutRow) -> Iterator[Markup]:
+    """Yield what stands beside a response: its reward with its components, and the gold answer."""
+    yield tag("p", "reward ", tag("b", {"class": "reward"}, f"{row.reward:.4g}"))
+    for name, part in row.components.items():
+        yield tag("p", f"{_plain(name)} ", tag("b", "none" if part is None else f"{part:.4g}"))
+    if row.answer is not None:
+        yield tag("p", "gold answer ", tag("span", {"class": "gold"}, _lines(row.answer)))
+
+
+def _facts(row: RolloutRow, *, is_said: bool, links: PageLinks) -> Iterator[Markup]:
+    """Yield what else is known of a row."""
+    facts = [(_plain(name), printable(value, limit=SAID_SHOWN)) for name, value in row.extras.items()]
+    facts += [("advantage", signed(row.advantage)), ("ended by", _plain(row.finish_reason))]
+    known = [("tokens", row.response_tokens), ("weights", row.weight_version)]
+    facts += [(name, str(number)) for name, number in known if number is not None]
+    yield from (tag("span", f"{name} ", tag("b", value), " ") for name, value in facts)
+    if row.left_out:
+        yield tag("span", {"class": "untrained"}, _plain(row.left_out), " ")
+    texts = [printable(fact, limit=SAID_SHOWN) for fact in row.of_conversation()]
+    yield from (tag("span", text, " ") for text in [*texts, *([] if is_said else [difference_text([row])])])
+    name = _plain(row.key)
+    key = name if links.of_row is None else tag("a", {"href": links.of_row(row.key), "title": "its life"}, name)
+    yield tag("span", {"class": "key"}, key)
 
 
 def _time_bar(row: RolloutRow) -> Markup:
@@ -237,22 +212,14 @@ def _time_bar(row: RolloutRow) -> Markup:
     return tag("div", {"class": "time", "title": row.time.text()}, *parts)
 
 
-def _turn(turn: RowTurn) -> Markup:
-    """Return a turn: who said what; open where a call failed."""
-    return tag(
-        "details",
-        {"open": ""} if any(said.is_error for said in turn.said) else {},
-        tag("summary", f"turn {turn.number}: {', '.join(turn.facts())}"),
-        *(
-            tag(
-                "pre",
-                {"class": "said error" if said.is_error else "said"},
-                tag("b", f"{_plain(said.who)}: "),
-                _lines(said.text[:SAID_SHOWN]) + (" ..." if len(said.text) > SAID_SHOWN else ""),
-            )
-            for said in turn.said
-        ),
-    )
+def _turn(turn: RowTurn) -> Iterator[Markup]:
+    """Yield what was said in a turn, and what is known of it."""
+    yield tag("p", f"turn {turn.number}: {', '.join(turn.facts())}")
+    for said in turn.said:
+        kind = "error" if said.is_error else "model" if said.who in ("assistant", "call") else ""
+        yield _said(
+            said.who, _lines(said.text[:SAID_SHOWN]) + (" ..." if len(said.text) > SAID_SHOWN else ""), kind=kind
+        )
 
 
 def _endings(rows: Sequence[RolloutRow]) -> Markup:
@@ -280,7 +247,7 @@ def _tokens(tokens: RowTokens) -> Iterator[Markup]:
     for piece in pieces_of(tokens):
         shade = "masked" if piece.is_masked else CLASSES[piece.grade or Grade.CLOSE]
         said = "\n".join(_values(tokens, at) for at in piece.tokens)
-        yield tag("span", {"class": shade, "title": said}, _lines(piece.text).replace("\n", "\\n\n"))
+        yield tag("span", {"class": shade, "title": said}, _lines(piece.text).replace("\n", "\u21b5\n"))
 
 
 def _values(tokens: RowTokens, at: int) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.data_plane.keys import group_uid
-from nemo_rl.diagnostics.rollouts.turns import RowTime, RowTurn
+from nemo_rl.diagnostics.rollouts.turns import RowTime, RowTurn, SaidText
 from nemo_rl.errors import UserError, boundary
 from nemo_rl.utils.console import printable
 from nemo_rl.utils.files import read_plain
@@ -85,6 +85,10 @@ class RolloutRow:
     group: str
     prompt: str
     response: str
+    messages: tuple[SaidText, ...] = ()
+    """Messages of the prompt; none where the file does not say."""
+    answer: str | None = None
+    """The gold answer; None without one, or where the file does not say."""
     reward: float
     components: Mapping[str, float | None] = field(default_factory=dict)
     """Parts of the reward; None for one that was not scored."""
@@ -156,6 +160,8 @@ class RolloutRow:
             group=str(record.get("group", group_uid(key))),
             prompt=str(record["prompt"]),
             response=str(record["response"]),
+            messages=tuple(SaidText(who=str(m["role"]), text=str(m["content"])) for m in record.get("messages") or ()),
+            answer=None if record.get("answer") is None else str(record["answer"]),
             reward=float(record["reward"]),
             components={str(name): _number(part) for name, part in components.items()},
             extras={str(name): json.dumps(value) for name, value in dict(record.get("extras") or {}).items()},

@@ -45,6 +45,9 @@ def _group_lines(group: ShownGroup, width: int, *, of_step: str) -> Iterator[Tex
     for prompt in prompts:
         yield Text("  prompt")
         yield from _folded([(prompt, "", " ")], width)
+    for answer in dict.fromkeys(row.answer for row in group.rows if row.answer is not None):
+        yield Text("  gold answer")
+        yield from _folded([(answer, "", " ")], width)
     for row in group.rows:
         yield from _row_lines(row, width)
 

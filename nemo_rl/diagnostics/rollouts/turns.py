@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["RowTime", "RowTurn"]
+__all__ = ["RowTime", "RowTurn", "SaidText"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -207,6 +207,19 @@ def test_a_conversation_is_shown_turn_by_turn_with_calls_results_and_times(tmp_p
     assert "turn" not in "\n".join(lines(tmp_path / "single", token_row("a_g0", ["x"]), width=200))
 
 
+def test_a_row_is_a_conversation_with_its_gold_answer_beside_its_reward(tmp_path: Path) -> None:
+    asked = {"messages": [{"role": "system", "content": "Be <b>short</b>"}, {"role": "user", "content": "3 1 2?"}]}
+    rows = [token_row(f"a_g{at}", ["123"], answer="123 <i>", **asked) for at in range(2)]
+    page = page_text(choose_rollouts(write_rows(tmp_path, 3, rows), step=None, group=None, limit=None))
+    places = [
+        page.index(text) for text in ("<i>system</i>", "<i>user</i>", "as the model reads it", "<i>assistant</i>")
+    ]
+    assert places == sorted(places) and page.count("<i>user</i>") == 1
+    assert page.count('gold answer <span class="gold">123 &lt;i&gt;</span>') == 2 and "<b>short" not in page
+    shown = lines(tmp_path, *rows)
+    assert shown[shown.index("  gold answer") + 1] == "    123 <i>" and shown.count("  gold answer") == 1
+
+
 def test_the_page_has_a_bar_of_times_and_a_table_of_endings(tmp_path: Path) -> None:
     rows = [conversation_row(), token_row("a_g0", ["x"])]
     page = page_text(choose_rollouts(write_rows(tmp_path, 3, rows), step=None, group=None, limit=None))
