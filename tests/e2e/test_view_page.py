@@ -72,6 +72,7 @@ def test_runs_are_found_with_their_curves_thinned_and_their_settings(results: Pa
     steps = details["axes"][axis]
     assert len(steps) == len(values) <= MOST_POINTS + 1 and (steps[0], steps[-1]) == (1, STEPS)
     assert values == [step * 0.25 for step in steps]
+    assert details["wall"] == (axis, [2.0 * step for step in steps]), "thinned after it was summed up"
     accuracy, _ = details["curves"]["val/accuracy"]
     assert details["axes"][accuracy] == [STEPS] and len(details["axes"]) == 2
     assert runs["a"].settings() == {"policy.optimizer.lr": "0.5", "grpo.seed": "1"}
@@ -83,6 +84,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     rows = [{"step": step, "train/loss": float(at)} for at, step in enumerate((1, 2, 4, 3, 4, 5))]
     tmp_path.joinpath("metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     details = find_runs(tmp_path)[0].details()
+    assert details["wall"] == (0, [0.0] * 5), "without times"
     assert details["axes"] == [[1, 2, 3, 4, 5]] and details["curves"]["train/loss"] == (0, [0.0, 1.0, 3.0, 4.0, 5.0])
 
 
@@ -102,6 +104,8 @@ def test_the_table_has_the_newest_numbers_and_only_settings_that_differ(results:
     assert data["columns"] == ["reward", "validation", "loss", "step s", "tokens/s"]
     assert data["runs"][0]["numbers"] == [10.0, 0.5, 0.05, 2.0, None]
     assert [run["settings"] for run in data["runs"]] == [{"policy.optimizer.lr": lr} for lr in ("0.5", "0.5", "0.25")]
+    state = data["runs"][0]["outcome"]
+    assert state["state"] == "stopped" and state["cause"].startswith("at step 20") and state["seconds"] >= 0
 
 
 def test_a_folder_without_runs_and_a_folder_in_use_are_refused(tmp_path: Path, results: Path) -> None:
@@ -189,6 +193,8 @@ def test_a_written_page_shows_runs_curves_and_differences_by_mouse_and_keyboard(
     assert page.locator("#settings").inner_text() == "none"
     page.keyboard.press("2")
     assert titles(page) == ["train/loss"]
+    page.keyboard.press("9")
+    assert titles(page) == ["train/reward", "val/accuracy", "train/loss", HOSTILE, "timing/step_s"]
     page.keyboard.press("/")
     page.keyboard.type("onerror")
     assert titles(page) == [HOSTILE] and page.title() == "Runs"
@@ -201,7 +207,18 @@ def test_a_written_page_shows_runs_curves_and_differences_by_mouse_and_keyboard(
     assert not page.get_by_label("show deep/b").is_checked()
     page.get_by_label("show a").uncheck()
     page.get_by_role("link", name="a", exact=True).click()
-    page.wait_for_selector("#one h2")
+    page.wait_for_selector("#one canvas")
+    assert page.locator("#one figcaption").all_text_contents() == ["Reward", "Validation"]
+    assert (
+        page.locator("#one .state").inner_text() == "stopped" and "0.5 \u2192 10" in page.locator("#one").inner_text()
+    )
+    page.get_by_label("over").select_option("wall time")
+    page.locator("#one figure").first.hover()
+    passed, reward = page.locator("#one .at").first.inner_text().split(" s ")
+    assert float(reward) == float(passed) / 4, "2 s and a reward of 0.5 for each step"
+    page.get_by_label("smoothing").fill("0.9")
+    assert "axis=wall" in page.url and "smooth=0.9" in page.url
+    page.locator("h1").focus()
     page.keyboard.press("Escape")
     assert not page.get_by_label("show a").is_checked() and page.get_by_label("show c").is_checked()
     assert all(url.startswith(("file:", "about:")) for url in quiet.requests)
@@ -314,7 +331,8 @@ def go_to_part(page, part: str) -> None:
         page.get_by_role("link", name=NAME).click()
     page.wait_for_selector("#one h2")
     page.locator("h1").focus()  # a digit in a field is a digit
-    page.keyboard.press(str(1 + ["time", "rollouts", "rows", "routes", "tracer"].index(part)))
+    parts = ["learning", "time", "rollouts", "rows", "routes", "tracer"]
+    page.keyboard.press(str(1 + parts.index(part)))
     page.wait_for_selector(f"#one section[aria-label={part}] h2")
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ from nemo_rl.tracer.store import stream_files
 from nemo_rl.tracer.stream_reader import RECORDING_FOLDER
 from nemo_rl.utils.files import read_plain
 from nemo_rl.utils.rollout_file import steps_with_rollouts
+from nemo_rl.utils.run_lock import RunOutcome, outcome_of
 from nemo_rl.utils.trackers import METRICS_FILE, read_metrics
 
 __all__ = ["COLUMNS", "MOST_POINTS", "ViewedRun", "find_runs", "id_of"]
@@ -45,6 +46,9 @@ MOST_CONFIG_BYTES = 4 << 20
 """A longer config has no settings on the page."""
 TAIL_BYTES = 1 << 20
 """End of the metrics file that the overview reads: some 200 steps."""
+WALL = ("timing/step_s", "timing/refit_s", "timing/validation_s", "timing/checkpoint_s", "timing/keep_step_s")
+"""Parts of the wall time of a step; start-up, and pauses between the starts of a resumed run, are left out."""
+WALL_CURVE = "wall"
 MOST_POINTS = 500
 """Points of one curve."""
 DIGITS = 6
@@ -70,7 +74,7 @@ class ViewedRun:
         """Return a line of the table of runs, and the settings; of a damaged run only what is damaged."""
         try:
             with boundary(UserError, "damaged"):
-                step, newest = 0, dict[str, float]()
+                step, newest, settings = 0, dict[str, float](), self.settings()
                 for row in read_metrics(self.folder / METRICS_FILE, last_bytes=TAIL_BYTES):
                     step = max(step, int(row["step"]))
                     newest |= row
@@ -78,14 +82,22 @@ class ViewedRun:
                     "id": self.id,
                     "name": self.name,
                     "changed": (self.folder / METRICS_FILE).stat().st_mtime,
+                    "outcome": asdict(self.outcome(step, settings)),
+                    "model": settings.get("policy.model_name", ""),
+                    "mostSteps": settings.get("grpo.max_num_steps"),
                     "steps": step,
                     "numbers": [_number(newest.get(metric)) for metric in COLUMNS.values()],
                     "rollouts": max(steps_with_rollouts(self.folder), default=None),
-                    "settings": self.settings(),
+                    "settings": settings,
                 }
         except UserError as error:
             nothing = {"changed": 0.0, "steps": 0, "numbers": [None] * len(COLUMNS), "rollouts": None, "settings": {}}
-            return {"id": self.id, "name": f"{self.name} ({error})", **nothing}
+            return {"id": self.id, "name": f"{self.name} ({error})", **nothing, "outcome": None, "model": ""}
+
+    def outcome(self, step: int, settings: Mapping[str, str]) -> RunOutcome:
+        """Return the state of the run, whose metrics end with `step`."""
+        limit = settings.get("grpo.max_num_steps", "")
+        return outcome_of(self.folder, step=step, num_steps=int(limit) if limit.isdecimal() else None)
 
     def details(self) -> dict[str, Any]:
         """Return curves, and what else the folder holds.
@@ -97,7 +109,8 @@ class ViewedRun:
         axes, curves = _curves(path, state.st_mtime_ns, state.st_size)
         return {
             "axes": axes,
-            "curves": curves,
+            "curves": {name: curve for name, curve in curves.items() if name != WALL_CURVE},
+            "wall": curves.get(WALL_CURVE),
             "folder": str(self.folder),
             "command": shlex.quote(str(self.folder)),
             "rollouts": steps_with_rollouts(self.folder),
@@ -168,15 +181,19 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
 
 
 @lru_cache(maxsize=16)
-def _curves(
-    path: Path, _mtime_ns: int, _size: int
-) -> tuple[list[list[int]], dict[str, tuple[int, list[float | None]]]]:
+def _curves(path: Path, _mtime_ns: int, _size: int) -> tuple[list[Steps], Curves]:
     """Return the curves of a file, and the steps that they share; read once for each state of the file."""
     found: dict[str, dict[int, float | None]] = {}
+    seconds: dict[int, float] = {}
     for row in read_metrics(path):
         step = int(row.pop("step"))
+        seconds[step] = sum(row.get(name, 0.0) for name in WALL) or seconds.get(step, 0.0)
         for name, value in row.items():
             found.setdefault(name, {})[step] = value
+    passed = 0.0
+    for step in sorted(seconds):
+        passed += seconds[step]
+        found.setdefault(WALL_CURVE, {})[step] = passed
     axes: dict[tuple[int, ...], int] = {}
     curves: Curves = {}
     for name, curve in sorted(found.items()):

@@ -1,8 +1,18 @@
 /** All runs: their table, the curves of those that are chosen, and the settings in which these differ. */
 "use strict";
 
+/** What is looked at first, in this order: a name, and the metrics that it is read from. */
+const LEARNED = [
+  ["Reward", /^train\/reward$/],
+  ["Validation", /^val\/(accuracy|reward|pass@1)$/],
+  ["Response length", /^rollout\/mean_response_tokens$/],
+  ["KL", /^train\/(policy_kl|reference_kl)$/],
+  ["Entropy", /^train\/approx_entropy$/],
+  ["Gradient norm", /^train\/grad_norm$/],
+];
+const REST = [/^train\/reward\//, /^val\//, /^train\/loss$/, /^train\//, /^rollout\//, /./];
 const VIEWS = [
-  ["Reward", /^(train\/reward|val\/(accuracy|reward|pass@1)$)/],
+  ["Learning", new RegExp([...LEARNED.map(([, pattern]) => pattern), REST[0]].map(({ source }) => source).join("|"))],
   ["Loss", /^train\/(loss|.*_loss|grad_norm|policy_kl|reference_kl|kl_penalty|approx_entropy|clip|learning_rate|probs_ratio)/],
   ["Mismatch", new RegExp("(mismatch|gen_kl|js_divergence|gen_probs_ratio|token_mult_prob|logprob_error|"
     + "sampling_importance|^r3/(k3|f128|f2|max_ratio)_)")],
@@ -35,6 +45,50 @@ function curve(id, metric) {
   return found && { steps: run.axes[found[0]], values: found[1] };
 }
 
+/** Place of a metric in a list: what is learned comes first. */
+function rank(name) {
+  return [...LEARNED.map(([, pattern]) => pattern), ...REST].findIndex((pattern) => pattern.test(name));
+}
+
+/** Without the other names of one measure: of 0 and 1 the mean reward is the accuracy, and pass@1. */
+function measures(names) {
+  const one = ["val/accuracy", "val/reward", "val/pass@1"].find((name) => names.includes(name));
+  return names.filter((name) => name === one || !LEARNED[1][1].test(name));
+}
+
+/** The places of a curve on the axis that is chosen; undefined where the run has no times. */
+function places(id, steps) {
+  if (state.axis !== "wall") return steps;
+  const { axes, wall } = details.get(id);
+  if (!wall?.[1].at(-1)) return undefined;
+  const known = axes[wall[0]];
+  let i = 0;
+  return steps.map((step) => {
+    while (i + 1 < known.length && known[i + 1] <= step) i += 1;
+    return wall[1][i];
+  });
+}
+
+/** Lines of curves on the axis that is chosen, each with `id`, `steps` and `values`. */
+function plotCurves(figure, lines) {
+  const placed = lines.map((line) => ({ ...line, at: places(line.id, line.steps) })).filter(({ at }) => at);
+  if (!placed.length) return figure.append(p("this run has no times"));
+  return plotLines(figure, placed, { smooth: state.smooth, isWall: state.axis === "wall" });
+}
+
+/** The state of a run, with its cause where it failed or stopped. */
+function stateOf({ outcome }) {
+  if (!outcome) return [];
+  const { state: name, cause } = outcome;
+  const badge = h("span", { className: `state ${name}` }, name);
+  return cause ? [badge, h("div", { className: "cause", title: cause }, cause)] : [badge];
+}
+
+const stepsOf = ({ steps, mostSteps }) => (mostSteps ? `${steps} of ${mostSteps}` : `${steps}`);
+
+/** The last part of a model's name: a folder can lie deep. */
+const modelOf = ({ model }) => model.split("/").filter(Boolean).at(-1) ?? "";
+
 function showRuns() {
   const rows = runs.map((run, i) => {
     const box = h("input", {
@@ -44,22 +98,26 @@ function showRuns() {
     const page = `rollouts-${run.id}-${run.rollouts}.html`;
     const rollouts = run.rollouts === null ? "" : h("a", { href: page }, `step ${run.rollouts}`);
     const name = h("a", { className: "run", title: "look at this run" }, run.name);
-    return [box, swatch(look(i)), name, run.steps, ...run.numbers.map((value) => value ?? undefined), rollouts];
+    const { outcome } = run, model = h("span", { title: run.model }, modelOf(run));
+    const about = [stateOf(run), outcome ? date(outcome.started) : "", outcome ? seconds(outcome.seconds) : "", model];
+    return [box, swatch(look(i)), name, ...about, stepsOf(run), ...run.numbers.map((value) => value ?? undefined), rollouts];
   });
-  byId("runs").replaceChildren(...table(["", "", "run", "steps", ...data.columns, "rollouts"], rows).firstChild.childNodes);
+  byId("runs").replaceChildren(...table(["", "", "run", "state", "started", "duration", "model", "steps", ...data.columns, "rollouts"], rows).firstChild.childNodes);
 }
 
 /** Metrics of the view, or those that contain what was typed, that a chosen run has. */
 function metrics() {
   const there = new Set([...state.shown].flatMap((id) => Object.keys(details.get(id)?.curves ?? {})));
   const wanted = state.find.toLowerCase(), [, pattern] = VIEWS.find(([name]) => name === state.view);
-  return [...there].filter((name) => (wanted ? name.toLowerCase().includes(wanted) : pattern.test(name))).sort();
+  const found = [...there].filter((name) => (wanted ? name.toLowerCase().includes(wanted) : pattern.test(name))).sort();
+  const shown = state.view === VIEWS[0][0] && !wanted ? measures(found) : found;
+  return shown.sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
 }
 
 function showCharts() {
   clearPlots();
   const found = metrics(), some = state.all ? found : found.slice(0, FIRST_CHARTS);
-  const figures = some.map((metric) => h("figure", { className: "chart" }, h("figcaption", {}, metric)));
+  const figures = some.map((metric) => h("figure", { className: "chart" }, h("figcaption", {}, metric), h("span", { className: "at" })));
   const showMore = () => { state.all = true; showCharts(); };
   const more = h("button", { type: "button", onclick: showMore }, `show ${found.length - some.length} more`);
   const texts = chosen().map((i) => details.get(runs[i].id)?.problem).filter(Boolean);
@@ -75,9 +133,9 @@ function showCharts() {
 function draw(figure, metric) {
   const lines = chosen().flatMap((i) => {
     const found = curve(runs[i].id, metric);
-    return found ? [{ label: runs[i].name, ...look(i), ...found }] : [];
+    return found ? [{ id: runs[i].id, label: runs[i].name, ...look(i), ...found }] : [];
   });
-  plotLines(figure, lines);
+  plotCurves(figure, lines);
   const rows = lines.map((line) => {
     const known = line.values.filter((value) => value !== null);
     return [[swatch(line), " ", line.label], line.steps.at(-1), known.at(-1), Math.min(...known), Math.max(...known)];

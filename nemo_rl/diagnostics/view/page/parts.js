@@ -2,7 +2,10 @@
 "use strict";
 
 /** Colours that people with any colour vision tell apart (Okabe and Ito), and dashes; 28 lines have another look each. */
-const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d00"];
+const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
+const COLORS = isDark
+  ? ["#56b4e9", "#f0803c", "#1fc79a", "#e79bc6", "#f2b84b", "#8f9bff", "#c7b04a"]
+  : ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d00"];
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
 const few = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const tiny = new Intl.NumberFormat("en", { maximumSignificantDigits: 4, notation: "scientific" });
@@ -11,6 +14,16 @@ const byId = (id) => document.getElementById(id);
 const look = (i) => ({ color: COLORS[i % COLORS.length], dash: DASHES[i % DASHES.length] });
 /** Distances between ticks of an axis of steps. */
 const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((power) => [power, 2 * power, 5 * power]);
+const seconds = (value) => {
+  if (value < 60) return `${few.format(Math.round(value * 10) / 10)} s`;
+  const [minutes, hours] = [Math.floor(value / 60), Math.floor(value / 3600)];
+  if (minutes < 60) return `${minutes} min ${Math.round(value % 60)} s`.replace(" 0 s", "");
+  return `${hours} h ${minutes % 60} min`.replace(" 0 min", "");
+};
+const date = (at) => {
+  const [day, time] = [new Date(1000 * at).toLocaleDateString("sv"), new Date(1000 * at).toLocaleTimeString("sv")];
+  return `${day} ${time.slice(0, 5)}`;
+};
 const total = (values) => values.reduce((sum, value) => sum + (value ?? 0), 0);
 const mean = (values) => total(values) / (values.length || 1);
 
@@ -70,20 +83,51 @@ function clearPlots() {
 function plot(figure, data, series, more = {}) {
   const style = getComputedStyle(document.documentElement);
   const axis = { stroke: style.getPropertyValue("--soft"), grid: { stroke: style.getPropertyValue("--line"), width: 1 } };
+  const across = more.isWall ? { values: (_, ticks) => ticks.map(seconds) } : { incrs: WHOLE };
   const made = new uPlot({
     width: Math.max(figure.clientWidth - 18, 120), height: 190, series: [{ label: "step" }, ...series],
-    axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: 60, values: (_, ticks) => ticks.map(digits) }],
+    axes: [{ ...axis, ...across, size: 32 }, { ...axis, size: 60, values: (_, ticks) => ticks.map(digits) }],
     legend: { show: false }, cursor: { sync: { key: "step" } }, ...more, scales: { x: { time: false }, ...more.scales },
   }, data, figure);
   plots.push(made);
   return made;
 }
 
-/** Lines over steps, each with `label`, `color`, `dash`, `steps` and `values`. */
-function plotLines(figure, lines) {
-  const series = lines.map(({ label, color, dash, steps }) => (
-    { label, stroke: color, width: 2, dash, spanGaps: true, points: { show: steps.length < 2 } }));
-  return plot(figure, uPlot.join(lines.map(({ steps, values }) => [steps, values])), series);
+/** A curve of fewer points is never smoothed. */
+const LEAST_SMOOTHED = 10;
+
+/** Exponential running mean, of which the first values weigh no more than the later ones. */
+function smoothed(values, weight) {
+  let sum = 0, norm = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    [sum, norm] = [weight * sum + (1 - weight) * value, weight * norm + 1 - weight];
+    return sum / norm;
+  });
+}
+
+/** Lines, each with `label`, `color`, `dash`, `at` (steps, or seconds) and `values`; `.at` says what is under the pointer. */
+function plotLines(figure, lines, { smooth = 0, isWall = false } = {}) {
+  const data = [], series = [], shown = [];
+  for (const { label, color, dash, at, values } of lines) {
+    const isSmoothed = smooth > 0 && values.length >= LEAST_SMOOTHED;
+    const drawn = { label, stroke: color, width: 2, dash, spanGaps: true, points: { show: at.length < 2 } };
+    if (isSmoothed) {
+      data.push([at, values]);
+      series.push({ ...drawn, alpha: 0.25, width: 1, dash: [] });
+    }
+    data.push([at, isSmoothed ? smoothed(values, smooth) : values]);
+    series.push(drawn);
+    shown.push([series.length, isSmoothed ? series.length - 1 : series.length, color]);
+  }
+  const told = figure.querySelector(".at");
+  const setCursor = (made) => {
+    const i = made.cursor.idx ?? -1, x = made.data[0][i];
+    const texts = i < 0 ? [] : shown.map(([, raw, color]) => [made.data[raw][i], color]).filter(([value]) => Number.isFinite(value));
+    told?.replaceChildren(...(texts.length ? [isWall ? seconds(x) : `step ${x}`] : []),
+      ...texts.map(([value, color]) => { const each = h("b", {}, ` ${digits(value)}`); each.style.color = color; return each; }));
+  };
+  return plot(figure, uPlot.join(data), series, { isWall, hooks: { setCursor: [setCursor] } });
 }
 
 const MOST_BARS = 60;

@@ -1,7 +1,8 @@
-/** One run: where its time goes, rollouts of any step, the life of a row, its routes, its tracer. */
+/** One run: what it has learned, where its time goes, rollouts of any step, the life of a row, its routes, its tracer. */
 "use strict";
 
 const PARTS = [
+  ["learning", showLearning],
   ["time", showTime],
   ["rollouts", showRollouts],
   ["rows", showRows],
@@ -25,8 +26,15 @@ async function showRun() {
     "aria-current": name === state.part ? "page" : "false",
   }, name)));
   const alone = (view) => h("a", { href: address({ run: "", runs: run.id, view, find: "" }) }, view);
-  const above = p(h("a", { href: address({ run: "" }) }, "all runs"), "; curves of this one:");
-  above.append(...VIEWS.flatMap(([view]) => [" ", alone(view)]));
+  const when = ({ started, seconds: took }) => [`started ${date(started)}`, `took ${seconds(took)}`];
+  const about = [
+    ...stateOf(run), ...(run.outcome ? when(run.outcome) : []),
+    `steps ${stepsOf(run)}`, run.model ? h("span", { title: run.model }, `model ${modelOf(run)}`) : "",
+  ].filter(Boolean);
+  const above = h("div", { className: "about" }, ...about.map((each) => (typeof each === "string" ? h("span", {}, each) : each)));
+  const links = p(h("a", { href: address({ run: "" }) }, "all runs"), "; all curves of this one:");
+  links.append(...VIEWS.flatMap(([view]) => [" ", alone(view)]));
+  above.append(links);
   const body = h("section", { "aria-label": state.part }, p(`reading ${run.name}`));
   byId("one").replaceChildren(above, body);
   clearPlots();
@@ -44,6 +52,29 @@ const problem = (text) => h("p", { className: "problem" }, text);
 function named(run, pattern) {
   const names = Object.keys(details.get(run.id).curves).map((name) => name.match(pattern)).filter(Boolean);
   return names.map((match) => ({ label: match[1], ...curve(run.id, match[0]) }));
+}
+
+/** The curves that are looked at first, each with its values at the start and at the end. */
+function showLearning(body, run, { rollouts, curves }) {
+  body.append(heading("Learning"));
+  const grid = h("div", { className: "grid" }), names = measures(Object.keys(curves));
+  const newest = rollouts.length && h("a", { href: `rollouts-${run.id}-${rollouts.at(-1)}.html` }, `rollouts of step ${rollouts.at(-1)}`);
+  body.append(grid, ...(newest ? [p("what it writes: ", newest)] : []));
+  const drawn = LEARNED.flatMap(([title, pattern]) => {
+    const found = names.filter((name) => pattern.test(name));
+    if (!found.length) return [];
+    const lines = found.map((name, i) => ({ id: run.id, label: name, ...look(i), ...curve(run.id, name) }));
+    const ends = lines.map((line) => {
+      const known = line.values.filter((value) => value !== null);
+      return h("span", { className: "ends" }, ...(lines.length > 1 ? [swatch(line), " "] : []), h("code", {}, line.label),
+        ` ${digits(known[0])} \u2192 `, h("b", {}, digits(known.at(-1))));
+    });
+    const figure = h("figure", {}, h("figcaption", {}, title, h("span", { className: "at" })), ...ends);
+    grid.append(figure);
+    return [[figure, lines]];
+  });
+  if (!drawn.length) body.append(p("no step has ended yet"));
+  for (const [figure, lines] of drawn) plotCurves(figure, lines);
 }
 
 /** Values of a curve at other steps: each counts for the last of these that it follows; 0 where there is none. */
@@ -92,7 +123,7 @@ function showTime(body, run) {
   if (!engines.length) return;
   const speeds = h("figure", {}, h("figcaption", {}, "tokens/s of each engine"));
   body.append(speeds);
-  plotLines(speeds, engines.map((engine, i) => ({ ...engine, ...look(i) })));
+  plotLines(speeds, engines.map((engine, i) => ({ ...engine, ...look(i), at: engine.steps })));
 }
 
 /** The largest stages with their colours, and the others as one. */
