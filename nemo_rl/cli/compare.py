@@ -113,10 +113,12 @@ def recordings(
         typer.Option("--noise", metavar="DIR", help="recorded like A: measures noise, proposes limits; repeatable"),
     ] = None,
     propose: Annotated[Path | None, typer.Option("--propose", help="with --noise: write the proposed limits")] = None,
+    bits: Annotated[bool, typer.Option("--bits", help="of two runs: their numbers alone, to the last bit")] = False,
 ) -> None:
     """Match the records of A and B token by token. A is what is relied on.
 
-    Of two runs without a step: their numbers, to the last bit, and the records of the first step that differs.
+    Of two runs without a step: rewards, settings that differ and steps, then whether their numbers are equal to the
+    last bit, which decides the exit code as with --bits.
 
     Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7 unsupported.
     """
@@ -126,7 +128,7 @@ def recordings(
     if found.step is None and all((folder / METRICS_FILE).is_file() for folder in found.folders):
         from nemo_rl.diagnostics.run_replay import compare_runs  # noqa: PLC0415
 
-        _end(compare_runs(*found.folders), html=options.html, as_json=options.as_json)
+        _end(compare_runs(*found.folders, bits=bits), html=options.html, as_json=options.as_json)
     a, b = (_records(folder, found.step) for folder in found.folders)
     raise typer.Exit(show_comparison(a, b, options, noise=noise or (), propose=propose).value)
 

@@ -1,7 +1,8 @@
 """`nemo-rl inspect RUN [step N] [row KEY] [VIEW]`: what a run has left to look at, and its views.
 
     RUN               what the folder holds, and the command that shows each part
-    RUN step N        the numbers of a step beside those of the step before it, and what was kept of it
+    RUN step N        the numbers of a step in groups, beside those of the step before it, the unusual ones first, and
+                      what was kept of it
     RUN row KEY       the life of one row in the data plane
     RUN rollouts      prompts, responses, rewards, log-probabilities token by token
     RUN mismatch      what the KL between rollout and trainer of a step comes from
@@ -14,9 +15,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Annotated
 
 import typer
@@ -38,8 +40,18 @@ from nemo_rl.utils.trackers import METRICS_FILE, metrics_by_step
 
 __all__ = ["app"]
 
-SHOWN = ("train/", "rollout/", "refit/")
-"""Beginnings of the metrics of a step that a person reads."""
+GROUPS = {
+    "rewards": ("train/reward", "val/"),
+    "rollout": ("rollout/",),
+    "rollout against trainer": ("train/gen_", "train/js_", "train/token_mult", "train/logprob_error", "r3/"),
+    "update": ("train/",),
+    "refit": ("refit/",),
+    "time": ("timing/",),
+}
+"""Groups of the metrics of a step that a person reads -> beginnings of names; a metric is in the first that fits."""
+WINDOW, LEAST_STEPS, MOST_STD, SAME = 50, 8, 3.0, 1e-6
+"""A number is unusual outside of mean +- `MOST_STD` standard deviations of its values in at most `WINDOW` steps before;
+with fewer than `LEAST_STEPS` values nothing is said. Values that differ by the share `SAME` at most are equal."""
 
 app = typer.Typer(
     cls=Door,
@@ -95,16 +107,40 @@ def summary(ctx: typer.Context, as_json: AsJson = False) -> None:
         raise UserError(f"{run}: expected the log folder of a run{step} (logger.log_dir), got {_content(run)}")
     shown = () if found.step is None else (found.step - 1, found.step)
     before, now = (numbers.get(number, {}) for number in shown) if shown else ({}, {})
-    record = {"run": str(run), "step": found.step, "metrics": now, "parts": [asdict(part) for part in parts]}
+    earlier = [numbers[step] for step in sorted(numbers) if found.step is not None and step < found.step]
+    remarks = {name: remark for name, value in now.items() if (remark := _unusual(name, value, earlier))}
+    told = [asdict(part) for part in parts]
+    record = {"run": str(run), "step": found.step, "metrics": now, "unusual": remarks, "parts": told}
     lines = [f"{run}{'' if found.step is None else f', step {found.step}'}"]
-    if now:
-        lines.append(f"  {'':<40} {'step before':>14} {'this step':>14}")
-    lines += [
-        f"  {name:<40} {before.get(name, math.nan):>14.6g} {value:>14.6g}"
-        for name, value in now.items()
-        if name.startswith(SHOWN)
-    ]
+    lines += _number_lines(before, now, remarks) if now else []
     show(record, [*lines, *(part.line for part in parts)], as_json=as_json)
+
+
+def _unusual(name: str, value: float, earlier: Sequence[Mapping[str, float]]) -> str:
+    """Return how a number differs from the steps before, by the rule of `WINDOW`; empty where it is usual."""
+    known = [row[name] for row in earlier if name in row][-WINDOW:]
+    if len(known) < LEAST_STEPS or _group_of(name) in ("", "time"):
+        return ""
+    mean, std = fmean(known), stdev(known)
+    if std <= SAME * abs(mean):
+        return f"{mean:.6g} in all {len(known)} steps before" if abs(value - mean) > SAME * abs(mean) else ""
+    away = (value - mean) / std
+    return f"{away:+.1f} std from {mean:.4g}, the mean of {len(known)} steps" if abs(away) > MOST_STD else ""
+
+
+def _group_of(name: str) -> str:
+    return next((group for group, begins in GROUPS.items() if name.startswith(begins)), "")
+
+
+def _number_lines(before: Mapping[str, float], now: Mapping[str, float], remarks: Mapping[str, str]) -> Iterator[str]:
+    groups = {f"unusual: {len(remarks) or 'no number'}": list(remarks)}
+    groups |= {group: [name for name in now if _group_of(name) == group] for group in GROUPS}
+    yield f"  {'':<40} {'step before':>14} {'this step':>14}"
+    for at, (group, names) in enumerate(groups.items()):
+        yield from [f"  {group}"] if names or not at else []
+        for name in names:
+            mark = f"  {'!' if at else remarks[name]}" if name in remarks else ""
+            yield f"    {name:<38} {before.get(name, math.nan):>14.6g} {now[name]:>14.6g}{mark}"
 
 
 def _parts(run: Path, logged: tuple[int, ...], step: int | None) -> Iterator[RunPart]:

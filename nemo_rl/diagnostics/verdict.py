@@ -20,7 +20,7 @@ from typing import Protocol
 from nemo_rl.utils.console import printable
 from nemo_rl.utils.exits import CHILD_FAILED
 
-__all__ = ["Comparison", "Finding", "Site", "SiteCheck", "Verdict", "gravest"]
+__all__ = ["Comparison", "Finding", "Site", "SiteCheck", "Verdict", "gravest", "table_lines"]
 
 FINDINGS_SHOWN = 12
 SITES_SHOWN = 60
@@ -189,7 +189,7 @@ class Comparison:
         if len(self.findings) > FINDINGS_SHOWN:
             lines.append(f"{len(self.findings) - FINDINGS_SHOWN} findings more")
         lines += [f"note: {note}" for note in self.notes]
-        lines += _table([self.head(), *(site.cells for site in self.shown(is_all=is_all))])
+        lines += table_lines([self.head(), *(site.cells for site in self.shown(is_all=is_all))])
         lines.append(self.count())
         if self.recorded is not None:
             lines += [f"records: {line}" if not at else f"  {line}" for at, line in enumerate(self.recorded.lines())]
@@ -240,7 +240,7 @@ class Comparison:
         return f"{len(looked_at) - looked_at.count(None)} sites compared, {looked_at.count(False)} differ"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def table_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield the rows with aligned columns; nothing where there is but the head."""
     if len(rows) < 2:
         return

@@ -17,6 +17,9 @@ from nemo_rl.cli.main import app, main
 from tests.helpers.probe_recordings import one_site, write_recording
 from tests.helpers.rollout_rows import usual_rows, write_rows
 
+LEARNED = {"rewards": "rewards", "settings": "settings that differ", "steps": "steps"}
+"""Key in JSON -> title in text."""
+
 
 def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
     """Exit code and standard output."""
@@ -71,6 +74,24 @@ def test_a_step_is_shown_beside_the_one_before_it(log_dir: Path, capsys) -> None
     assert "rollouts" not in run(capsys, "inspect", log_dir, "step", "1")[1]
 
 
+def test_a_number_outside_of_three_standard_deviations_is_marked(tmp_path: Path, capsys) -> None:
+    steps = [
+        {"train/reward": 0.5 + 0.01 * (step % 2), "train/grad_norm": 1 + 0.1 * (step % 3), "rollout/engines": 2.0}
+        for step in range(1, 13)
+    ]
+    steps[11] |= {"train/grad_norm": 9.0, "rollout/engines": 1.0}
+    text = "".join(f"{json.dumps({'step': at, **row})}\n" for at, row in enumerate(steps, start=1))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    shown = run(capsys, "inspect", tmp_path, "step", 12)[1].splitlines()
+    assert "  unusual: 2" in shown and shown.index("  rewards") < shown.index("  rollout") < shown.index("  update")
+    marked = [line.split()[0] for line in shown if line.endswith("!")]
+    assert marked == ["rollout/engines", "train/grad_norm"]
+    told = json.loads(run(capsys, "inspect", tmp_path, "step", 12, "--json")[1])
+    assert told["unusual"]["rollout/engines"] == "2 in all 11 steps before"
+    assert "std from 1.09, the mean of 11 steps" in told["unusual"]["train/grad_norm"]
+    assert "  unusual: no number" in run(capsys, "inspect", tmp_path, "step", 11)[1]
+
+
 def test_words_stand_in_any_order(log_dir: Path, capsys) -> None:
     lines = (
         "step 2 rollouts --limit 1",
@@ -96,20 +117,40 @@ def test_what_two_runs_recorded_of_a_step_is_compared(log_dir: Path, tmp_path: P
 
 def test_of_two_runs_the_first_number_that_differs_is_named_with_its_records(log_dir: Path, tmp_path, capsys) -> None:
     other = Path(shutil.copytree(log_dir, tmp_path / "other", ignore=shutil.ignore_patterns("records")))
-    code, shown = run(capsys, "compare", log_dir, other)
+    code, shown = run(capsys, "compare", log_dir, other, "--bits")
     assert code == 0 and shown.startswith("PASS: all 3 sites agree\n")
+    assert "bits: PASS: all 3 sites agree\n" in run(capsys, "compare", log_dir, other)[1]
     rows = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
     rows[2]["train/loss"] += 1e-15
     rows.append({"step": 3, "train/loss": 1.0})
     (other / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     write_recording(other / "records" / "step_2", one_site(torch.zeros(4)), run_id="other")
-    code, shown = run(capsys, "compare", log_dir, other, "--json", "--html", tmp_path / "page.html")
+    code, shown = run(capsys, "compare", log_dir, other, "--bits", "--json", "--html", tmp_path / "page.html")
     told = json.loads(shown)
     assert "train/loss of step 2" in (tmp_path / "page.html").read_text()
     assert (code, told["first"]) == (3, "train/loss of step 2")
     assert "expected 9.25, got 9.250000000000002" in told["reason"]
     assert told["recorded"]["first_divergence"]["site"] == "train/logprob"
     assert told["findings"][0]["text"] == "one run alone has steps 3"
+    code, shown = run(capsys, "compare", log_dir, other, "--json")
+    whole = json.loads(shown)
+    assert code == 3 and whole == {**told, **{name: whole[name] for name in LEARNED}}
+
+
+def test_two_runs_are_compared_by_what_they_learned_first(tmp_path: Path, capsys) -> None:
+    for name, gain in (("a", 0.1), ("b", 0.05)):
+        rows = [{"step": 0, "val/accuracy": 0.25}]
+        rows += [{"step": step, "train/reward": step * gain, "train/grad_norm": 1.0} for step in range(1, 11)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        config = f"grpo: {{max_num_steps: 10, seed: 1}}\nlogger: {{log_dir: {name}}}\npolicy: {{gain: {gain}}}\n"
+        (tmp_path / name / "config.yaml").write_text(config)
+    code, shown = run(capsys, "compare", tmp_path / "a", tmp_path / "b")
+    lines = [line.split() for line in shown.splitlines()]
+    heads = [lines.index([*title.split(), "A", "B", "B", "-", "A"]) for title in LEARNED.values()]
+    assert code == 3 and heads == sorted(heads) and lines[heads[0] + 2][-3:] == ["0.8", "0.4", "-0.4"]
+    assert lines[heads[1] + 1 : heads[2]] == [["policy.gain", "0.1", "0.05"], []]
+    assert ["state", "ended", "ended"] in lines and lines[-2][0] == "bits:"
 
 
 @pytest.mark.parametrize(
