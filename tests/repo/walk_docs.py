@@ -42,6 +42,7 @@ PAGES = (
         "docs/gpu.md",
     ),
     *("docs/observability.md", "docs/failures.md", "docs/limitations.md", "docs/glossary.md"),
+    *("docs/coming_from_trl.md", "docs/coming_from_verl.md"),
 )
 LANGUAGES = {"bash", "python", "yaml", "text"}
 WORDS = {"cheap", "bounds", "tests", "gpu", "cluster"}
