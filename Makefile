@@ -37,7 +37,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports wheels configs model-support uplot picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills store-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels gpu-setup test-gpu gpu-report clean
+.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs docs lint types imports wheels configs model-support uplot picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills store-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels gpu-setup test-gpu gpu-report clean
 
 help:
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -61,11 +61,16 @@ $(VENV)/.base: pyproject.toml constraints.txt $(VENV)/.torch
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.base
 	@echo "installing test tools and optional libraries: about 0.4 GB of disk"
-	$(INSTALL) -e '.[envs,data,gguf,wandb,mlflow,dev]'
+	$(INSTALL) -e '.[envs,data,gguf,wandb,mlflow,docs,dev]'
 	touch $@
 
 $(VENV)/.gguf: pyproject.toml constraints.txt $(VENV)/.base
 	$(INSTALL) -e '.[gguf]'
+	touch $@
+
+# What builds the site reads the library as text: none of what that imports is needed, torch least of all.
+$(VENV)/.docs: pyproject.toml constraints.txt $(VENV)/.made
+	$(INSTALL) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	touch $@
 
 $(VENV)/.mooncake: pyproject.toml constraints.txt $(VENV)/.dev
@@ -144,6 +149,11 @@ test-full: lint imports $(VENV)/.system $(VENV)/.vllm ## the same with every sto
 
 walk-docs: $(VENV)/.system ## every command of README and docs, and every target, in a copy where nothing ran before
 	$(BIN)/python tests/repo/walk_docs.py $(ARGS)
+
+# The variable silences the theme's notice about mkdocs 2, which the extra excludes; any warning ends the build.
+docs: $(VENV)/.docs ## build the site of docs and the API reference into build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+	@echo "the first page is build/docs/index.html; for the search: $(BIN)/python -m http.server --directory build/docs"
 
 # Not the whole folder: a reader's own recipes and rewards lie in it too.
 SOURCES := nemo_rl tests examples benchmarks

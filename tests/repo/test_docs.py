@@ -20,17 +20,17 @@ from nemo_rl.diagnostics.runner.layout_text import CHOICES, SIZES, SWITCHES
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.reducer import REDUCERS
 from tests.repo import picture
+from tests.repo.docs_site import BLOCK, LINK
 from tests.repo.walk_docs import make_targets
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FRONT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+PAGES = [*(ROOT / name for name in FRONT), *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE_IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
 README_LINES = 200
 """A newcomer reads it in one sitting; the rest is in docs."""
 
-LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
-BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?")
 OVERRIDE = re.compile(r"(?<![\w-])[+~]?([a-z_]+(?:\.[a-z_]+)+)=")
@@ -177,11 +177,29 @@ def test_python_blocks_of_the_guide_run() -> None:
     assert names["judged"]("p", "4", 4, truncated=True) == {"correct": 1.0, "format": 0.0}
 
 
-def test_the_recipe_of_the_guide_loads(tmp_path: Path) -> None:
-    (recipe,) = (body for language, body in BLOCK.findall(GUIDE.read_text(encoding="utf-8")) if language == "yaml")
+@pytest.mark.parametrize(
+    ("name", "steps"), [("guide", 3), ("index", 100), ("coming_from_trl", 500), ("coming_from_verl", 1e5)]
+)
+def test_the_recipe_of_a_page_loads(tmp_path: Path, name: str, steps: int) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    (recipe,) = (body for language, body in BLOCK.findall(text) if language == "yaml")
     (tmp_path / "recipe.yaml").write_text(recipe.replace("defaults: ", f"defaults: {ROOT}/"))
     config = load_config(tmp_path / "recipe.yaml")
-    assert config.grpo.max_num_steps == 3 and config.data.train.dataset_name == "jsonl"
+    assert config.grpo.max_num_steps == steps and config.data.train.data_path
+
+
+def test_rewards_of_other_libraries_are_called_in_their_form() -> None:
+    names: dict[str, Callable[..., object]] = {}
+    for name in ("coming_from_trl", "coming_from_verl"):
+        text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        (code,) = (body for language, body in BLOCK.findall(text) if language == "python")
+        exec(compile(code, name, "exec"), names)
+    rows = [{"level": 1}, {"level": 2, "source": "a"}]
+    assert names["rewards"](["1+1", "1+2"], ["2", " 4"], ["2", "3"], row=rows) == [
+        {"accuracy": 1.0, "brief": pytest.approx(0.999)},
+        {"accuracy": 0.0, "brief": pytest.approx(0.998)},
+    ]
+    assert names["reward"]("1+1", "2", "2", data_source="sums", extra_info={}) == {"score": 1.0, "acc": 1.0}
 
 
 def test_one_process_as_the_guide_says() -> None:

@@ -41,7 +41,7 @@ PAGES = (
         "docs/workers.md",
         "docs/gpu.md",
     ),
-    *("docs/observability.md", "docs/failures.md", "docs/limitations.md", "docs/glossary.md"),
+    *("docs/observability.md", "docs/failures.md", "docs/limitations.md", "docs/glossary.md", "docs/index.md"),
     *("docs/coming_from_trl.md", "docs/coming_from_verl.md"),
 )
 LANGUAGES = {"bash", "python", "yaml", "text"}
@@ -55,6 +55,7 @@ OUTPUT_SHOWN = 3000
 
 TARGETS: Mapping[str, str] = {
     "help": "",
+    "docs": "",
     "lint": "",
     "types": "",
     "imports": "",

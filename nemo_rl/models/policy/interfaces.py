@@ -141,10 +141,13 @@ class LossFunction(Protocol):
     def __call__(
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
     ) -> LossOutput:
-        """Args:
-        token_logprobs: `[N, T]` float32, log pi(token t | tokens < t) at position t, position 0 is 0.
-        batch: columns of the same rows, `[N, T]` or `[N]`; `advantages` are `[N]`, or `[N, T]` with an estimator that
-            gives each token its own.
+        """Return this microbatch's part of the loss.
+
+        Args:
+            token_logprobs: `[N, T]` float32, log pi(token t | tokens < t) at position t, position 0 is 0.
+            batch: columns of the same rows, `[N, T]` or `[N]`; `advantages` are `[N]`, or `[N, T]` with an estimator
+                that gives each token its own.
+            scale: counts of the whole global batch to divide by.
         """
 
 
