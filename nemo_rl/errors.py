@@ -1,35 +1,35 @@
 """The exception tree of the whole package, drawn once.
 
-NemoRLError
-|-- UserError                 something the user can fix; the command line exits with code 2
-|   |-- ConfigError           one or more problems in a recipe or an override
-|   |-- PreflightError        several problems of any kind, found before anything was started
-|   |-- DatasetError          empty, missing or malformed prompts
-|   |-- ModelFolderError      a model or tokenizer folder that is missing or incomplete
-|   |-- ResourceError         too few CPUs, GPUs, ports or bytes for what was asked
-|   |-- RewardError           a reward function raised, hung or returned something that is no number
-|   |-- NonFiniteError        NaN or inf in a loss, a gradient norm or log-probabilities
-|   |-- CheckpointError       a checkpoint that cannot be written, read or resumed from
-|   |-- RunFolderError        a run folder that another run uses, or that holds one, or that cannot be written
-|   `-- RecordingError        a recording of the tracer that cannot be written (any further)
-|-- DataPlaneError
-|   |-- KeysNotFound          rows that are not in the partition
-|   |-- FieldNotProduced      a field that is declared, but not written yet for every row asked for
-|   |-- PartitionNotFound
-|   |-- SchemaMismatch        dtype, trailing shape, lengths, duplicates or an undeclared field
-|   |-- VersionMismatch       a meta that names other family versions than the ledger holds
-|   |-- LeaseExpired          a commit or a release under a claim that has ended
-|   |-- DataPlaneTimeout      a deadline passed; names partition, keys, fields, stage, owner and age
-|   |-- CapacityExceeded      the partition or the store is full
-|   |-- PayloadCorrupt        bytes of a row are not those that were put
-|   |-- PayloadLost           the process that held the bytes of these rows is gone; the data plane itself lives
-|   `-- DataPlaneClosed       the client, its ledger or its backend has ended
-|       `-- LedgerLost        a ledger that is started again after its death is not back yet
-`-- WorkerError               a worker failed: rank, stage and text of the root cause
-    |-- CollectiveTimeout     a collective did not finish in time
-    |-- RefitMismatch         an engine does not sample from the weights that it was sent
-    `-- WorkerLost            the process of a worker has died, or does not answer
-        `-- WorkerLate        it does not answer in time (a CollectiveTimeout as well)
+    NemoRLError
+    |-- UserError                 something the user can fix; the command line exits with code 2
+    |   |-- ConfigError           one or more problems in a recipe or an override
+    |   |-- PreflightError        several problems of any kind, found before anything was started
+    |   |-- DatasetError          empty, missing or malformed prompts
+    |   |-- ModelFolderError      a model or tokenizer folder that is missing or incomplete
+    |   |-- ResourceError         too few CPUs, GPUs, ports or bytes for what was asked
+    |   |-- RewardError           a reward function raised, hung or returned something that is no number
+    |   |-- NonFiniteError        NaN or inf in a loss, a gradient norm or log-probabilities
+    |   |-- CheckpointError       a checkpoint that cannot be written, read or resumed from
+    |   |-- RunFolderError        a run folder that another run uses, or that holds one, or that cannot be written
+    |   `-- RecordingError        a recording of the tracer that cannot be written (any further)
+    |-- DataPlaneError
+    |   |-- KeysNotFound          rows that are not in the partition
+    |   |-- FieldNotProduced      a field that is declared, but not written yet for every row asked for
+    |   |-- PartitionNotFound
+    |   |-- SchemaMismatch        dtype, trailing shape, lengths, duplicates or an undeclared field
+    |   |-- VersionMismatch       a meta that names other family versions than the ledger holds
+    |   |-- LeaseExpired          a commit or a release under a claim that has ended
+    |   |-- DataPlaneTimeout      a deadline passed; names partition, keys, fields, stage, owner and age
+    |   |-- CapacityExceeded      the partition or the store is full
+    |   |-- PayloadCorrupt        bytes of a row are not those that were put
+    |   |-- PayloadLost           the process that held the bytes of these rows is gone; the data plane itself lives
+    |   `-- DataPlaneClosed       the client, its ledger or its backend has ended
+    |       `-- LedgerLost        a ledger that is started again after its death is not back yet
+    `-- WorkerError               a worker failed: rank, stage and text of the root cause
+        |-- CollectiveTimeout     a collective did not finish in time
+        |-- RefitMismatch         an engine does not sample from the weights that it was sent
+        `-- WorkerLost            the process of a worker has died, or does not answer
+            `-- WorkerLate        it does not answer in time (a CollectiveTimeout as well)
 
 Data plane errors cross process borders as records (`to_record` / `from_record`), never as pickles.
 """

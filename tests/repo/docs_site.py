@@ -11,9 +11,11 @@ leads to the page of every setting. The pages themselves stay as they are.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import posixpath
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -50,6 +52,11 @@ PICTURE = re.compile(
     r'<img alt="([^"]*)" src="([^"]+)" width="(\d+)">\s*</picture>'
 )
 """A picture in two colour schemes, as a forge shows it; the site shows the one of the palette that is chosen."""
+NAME, PARTS, BREAK = re.compile(r"<code>([^<\n]+)</code>"), re.compile(r"([._/=])(?=\w)"), r"\1<wbr>"
+"""Code within a line; where it may be broken."""
+COMMENT = re.compile(r"( *)(# )?")
+WIDTH = 80
+"""Columns of the settings, so that a page shows whole lines."""
 SECTION = re.compile(r"^# ([^\n]+)\n([a-z_]+):$", re.MULTILINE)
 
 
@@ -72,9 +79,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Return the page without the mark by which the theme asks a forge for stars and forks of the repository."""
+    """Return the page with places to break long names, and without the mark by which the theme asks a forge for stars
+    of the repository."""
     del page, config
-    return output.replace(' data-md-component="source"', "")
+    shown = NAME.sub(lambda match: f"<code>{PARTS.sub(BREAK, match[1])}</code>", output)
+    return shown.replace(' data-md-component="source"', "")
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -86,10 +95,22 @@ def on_post_build(config: MkDocsConfig) -> None:
 def settings_page(recipe: str) -> str:
     """Return the base recipe as a page with one heading for each of its sections."""
     head, *parts = SECTION.split(recipe)
-    sections = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
-    shown = (f"## {name}\n\n{what}\n\n```yaml\n{name}:{body.rstrip()}\n```\n" for what, name, body in sections)
+    sections = zip(parts[::3], parts[1::3], map(_narrow, parts[2::3]), strict=True)
+    shown = (f"## {name}\n\n{what}\n\n```yaml\n{name}:\n{body}\n```\n" for what, name, body in sections)
     lines = " ".join(line.lstrip("# ") for line in head.splitlines()[1:])
     return "\n".join(["# Every setting\n", f"The keys of a recipe with their defaults. {lines}\n", *shown])
+
+
+def _narrow(body: str) -> str:
+    """The lines of a section with its comments broken to the width of the page."""
+    lines: list[str] = []
+    for start, group in itertools.groupby(body.strip("\n").splitlines(), key=lambda line: COMMENT.match(line)[0]):
+        if start.endswith("# "):
+            words = " ".join(line.removeprefix(start) for line in group)
+            lines += textwrap.wrap(words, WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)
+        else:
+            lines += group
+    return "\n".join(lines)
 
 
 def adapted(text: str, page: str, address: str) -> str:
@@ -116,7 +137,8 @@ def _prose(text: str, page: str, address: str) -> str:
             return f"[{words}]({posixpath.relpath(SETTINGS, posixpath.dirname(page) or '.')})"
         if address:
             return f"[{words}]({address}/{path})"
-        return f"`{path}`" if f"/{path}".endswith(f"/{words.strip('`')}") else f"{words} (`{path}`)"
+        is_its_name = words.strip("`") in (Path(path).stem, Path(path).name) or path.endswith(f"/{words.strip('`')}")
+        return f"`{path}`" if is_its_name or words == path else f"{words} (`{path}`)"
 
     def drawn(match: re.Match[str]) -> str:
         dark, alt, light, width = match.groups()
