@@ -35,6 +35,7 @@ __all__ = [
     "on_page_markdown",
     "on_post_build",
     "on_post_page",
+    "on_post_template",
     "problems",
     "settings_page",
 ]
@@ -54,6 +55,7 @@ PICTURE = re.compile(
 """A picture in two colour schemes, as a forge shows it; the site shows the one of the palette that is chosen."""
 NAME, PARTS, BREAK = re.compile(r"<code>([^<\n]+)</code>"), re.compile(r"([._/=])(?=\w)"), r"\1<wbr>"
 """Code within a line; where it may be broken."""
+ASKS_A_FORGE = ' data-md-component="source"'
 COMMENT = re.compile(r"( *)(# )?")
 WIDTH = 80
 """Columns of the settings, so that a page shows whole lines."""
@@ -79,11 +81,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Return the page with places to break long names, and without the mark by which the theme asks a forge for stars
-    of the repository."""
-    del page, config
+    """Return the page with places to break long names."""
+    del page
     shown = NAME.sub(lambda match: f"<code>{PARTS.sub(BREAK, match[1])}</code>", output)
-    return shown.replace(' data-md-component="source"', "")
+    return on_post_template(shown, "", config)
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """Return a page, or that of a wrong address, without the mark by which the theme asks a forge for stars."""
+    del template_name, config
+    return output_content.replace(ASKS_A_FORGE, "")
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -192,35 +199,38 @@ class _Anchors(HTMLParser):
 
 def problems(site: Path) -> list[str]:
     """Return the problems of a built site: what pages and styles load from elsewhere, and links that lead nowhere."""
-    pages: dict[Path, _Anchors] = {}
-    # The page of a wrong address stands at no known depth, so that its links begin at the server's root.
+    site, pages = site.resolve(), dict[Path, _Anchors]()
+    found: list[str] = []
     for path in sorted(site.rglob("*.html")):
-        if path != site / "404.html":
-            pages[path] = _Anchors()
-            pages[path].feed(path.read_text(encoding="utf-8"))
+        text, pages[path] = path.read_text(encoding="utf-8"), _Anchors()
+        pages[path].feed(text)
+        found += [f"{path.relative_to(site)}: asks a forge for stars"] if ASKS_A_FORGE in text else []
     styles = {path: IN_STYLE.findall(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.css"))}
     loads = {path: page.loads for path, page in pages.items()} | styles
-    found = [f"{path.relative_to(site)}: {text}" for path, all_of in loads.items() for text in _bad_loads(path, all_of)]
-    return found + [
-        f"{path.relative_to(site)}: {text}" for path, page in pages.items() for text in _bad_links(path, page, pages)
-    ]
+    found += [f"{path.relative_to(site)}: {text}" for path in loads for text in _bad_loads(site, path, loads[path])]
+    return found + [f"{path.relative_to(site)}: {text}" for path in pages for text in _bad_links(site, path, pages)]
 
 
-def _bad_loads(path: Path, addresses: list[str]) -> Iterator[str]:
+def _target(site: Path, path: Path, address: str) -> Path:
+    """The file at an address of a page; the page of a wrong address stands anywhere, and gives those from the root."""
+    return (site / address.lstrip("/") if address.startswith("/") else path.parent / address).resolve()
+
+
+def _bad_loads(site: Path, path: Path, addresses: list[str]) -> Iterator[str]:
     for address in dict.fromkeys(addresses):
         where = urlsplit(address)
         if where.scheme in ("http", "https") or where.netloc:
             yield f"loads {address} from another host"
-        elif not where.scheme and where.path and not (path.parent / unquote(where.path)).exists():
+        elif not where.scheme and where.path and not _target(site, path, unquote(where.path)).exists():
             yield f"loads {address}, which does not exist"
 
 
-def _bad_links(path: Path, page: _Anchors, pages: Mapping[Path, _Anchors]) -> Iterator[str]:
-    for address in dict.fromkeys(page.links):
+def _bad_links(site: Path, path: Path, pages: Mapping[Path, _Anchors]) -> Iterator[str]:
+    for address in dict.fromkeys(pages[path].links):
         where = urlsplit(address)
         if where.scheme or where.netloc:
             continue
-        target = (path.parent / unquote(where.path)).resolve() if where.path else path
+        target = _target(site, path, unquote(where.path)) if where.path else path
         if not target.exists():
             yield f"{address} does not exist"
         elif target in pages and unquote(where.fragment) not in pages[target].ids:

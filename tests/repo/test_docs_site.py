@@ -19,11 +19,12 @@ ADDRESS = "https://host.example/owner/name/blob/main"
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DOCS_")}
+    # With an address, as a site of a forge is built; without one links become paths, which a test below has.
+    environment = {**os.environ, "DOCS_REPOSITORY": "https://github.com/owner/name", "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(
         command,
         cwd=ROOT,
-        env={**environment, "NO_MKDOCS_2_WARNING": "1"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=BUILD_TIMEOUT_S,
@@ -49,12 +50,17 @@ def test_problems_of_a_site_are_named(tmp_path: Path) -> None:
         '<style>@import "https://fonts.example/f";</style><p style="background: url(data:image/png;base64,AA)">p</p>'
     )
     (tmp_path / "site.css").write_text('@font-face { src: url("https://fonts.example/f.woff2") } a { color: red }')
+    (tmp_path / "404.html").write_text(
+        '<a href="/a.html#there">b</a><a href="/d.html" data-md-component="source">d</a>'
+    )
     assert problems(tmp_path) == [
+        "404.html: asks a forge for stars",
         "a.html: loads https://cdn.example/a.js from another host",
         "a.html: loads a.png, which does not exist",
         "a.html: loads //cdn.example/b.png from another host",
         "a.html: loads https://fonts.example/f from another host",
         "site.css: loads https://fonts.example/f.woff2 from another host",
+        "404.html: /d.html does not exist",
         "a.html: sub/b.html#low has no such anchor",
         "a.html: c.html does not exist",
     ]
