@@ -19,7 +19,7 @@ from nemo_rl.data_plane.store_kinds import kind_named, transport_environment
 from nemo_rl.distributed.environment import LEAST_OPEN_FILES, raise_open_files, worker_environment
 from nemo_rl.distributed.fork_server import ForkServer
 
-__all__ = ["environment_lines", "forked_modules", "run_environment", "worker_forks"]
+__all__ = ["driver_environment", "environment_lines", "forked_modules", "run_environment", "worker_forks"]
 
 LAUNCH = "nemo_rl.models.policy.workers.launch"
 """Modules that every policy worker imports, whichever engine it has."""
@@ -69,6 +69,12 @@ def _modeling(model_name: str) -> tuple[str, ...]:
 def run_environment(config: MasterConfig) -> dict[str, str]:
     """Return the variables of every process of a run under Ray; what a worker has besides is in its section."""
     return {name: value for _, given in _common(config) for name, value in given.items()}
+
+
+def driver_environment(config: MasterConfig) -> dict[str, str]:
+    """Return the variables of the process that drives a run, to be set before torch is imported, where they are not."""
+    deterministic = {CUBLAS_VARIABLE: REPEATABLE_WORKSPACES[0]} if config.policy.deterministic else {}
+    return {"OMP_NUM_THREADS": str(config.cluster.threads_per_worker), **deterministic}
 
 
 def environment_lines(config: MasterConfig) -> list[str]:

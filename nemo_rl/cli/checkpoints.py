@@ -10,7 +10,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -32,9 +33,18 @@ from nemo_rl.utils.files import give_usual_modes, write_text
 from nemo_rl.utils.memory import package_versions
 
 if TYPE_CHECKING:
+    from nemo_rl.experience.evaluation.evaluator import Evaluator
     from nemo_rl.experience.evaluation.result import ValidationResult
 
-__all__ = ["evaluate", "export"]
+__all__ = [
+    "FoundWeights",
+    "evaluate",
+    "export",
+    "find_weights",
+    "for_evaluation",
+    "measure",
+    "open_weights",
+]
 
 ADAPTER_CONFIG, MERGED = "adapter_config.json", "merged_model"
 LOST_WORTH_SAYING = 1e-3
@@ -43,7 +53,9 @@ RESULT_FILE, SAMPLES_FILE = "evaluation.json", "samples.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Weights:
+class FoundWeights:
+    """Weights that can be sampled from, and where they are from."""
+
     model: str
     """Folder, or name on the hub; empty where only an adapter is evaluated, on the recipe's model."""
     adapter: Path | None = None
@@ -78,11 +90,11 @@ def evaluate(
     """
     console = make_console()
     interrupt.install()
-    weights = _find(checkpoint, step)
-    config = _for_evaluation(load_config(recipe, list(overrides or ())), weights, out)
+    weights = find_weights(checkpoint, step)
+    config = for_evaluation(load_config(recipe, list(overrides or ())), weights, out)
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads_per_worker))
     began = time.monotonic()
-    result = _evaluated(config, weights, limit, out, report=lambda line: None if as_json else console.print(line))
+    result = measure(config, weights, limit, out, report=lambda line: None if as_json else console.print(line))
     record = _record(config, weights, result, seconds=time.monotonic() - began)
     write_text(out / RESULT_FILE, json.dumps(record, indent=1) + "\n")
     if as_json:
@@ -95,21 +107,29 @@ def evaluate(
     console.print(f"result {out / RESULT_FILE}, samples {out / SAMPLES_FILE}")
 
 
-def _find(given: str, step: int | None) -> _Weights:
+def find_weights(given: str, step: int | None) -> FoundWeights:
+    """Return what a checkpoint, a run, a model folder or a model's name stands for.
+
+    Args:
+        step: checkpoint of a run; None takes the newest.
+
+    Raises:
+        CheckpointError: there is none, not this one, or it is damaged.
+    """
     place = Path(given)
     if (place / ADAPTER_CONFIG).is_file():
-        return _Weights(model="", adapter=place, step=0)
+        return FoundWeights(model="", adapter=place, step=0)
     if place.is_dir() and not (place / "config.json").is_file():
         found = find_checkpoint(place, step=step)
         if (found.weights / ADAPTER_CONFIG).is_file():
-            return _Weights(model="", adapter=found.weights, step=found.step, state=found.state)
-        return _Weights(model=str(found.weights), step=found.step, state=found.state)
+            return FoundWeights(model="", adapter=found.weights, step=found.step, state=found.state)
+        return FoundWeights(model=str(found.weights), step=found.step, state=found.state)
     if step is not None:
         raise CheckpointError(f"--step {step}: {given} is no run and holds no checkpoints; leave it out")
-    return _Weights(model=given, step=0)
+    return FoundWeights(model=given, step=0)
 
 
-def _for_evaluation(config: MasterConfig, weights: _Weights, out: Path) -> MasterConfig:
+def for_evaluation(config: MasterConfig, weights: FoundWeights, out: Path) -> MasterConfig:
     """Return the recipe with the weights that are evaluated; an adapter is served as `policy.lora.serve` says."""
     lora, model = LoraConfig(), weights.model
     if weights.adapter is not None:
@@ -135,29 +155,43 @@ def _for_evaluation(config: MasterConfig, weights: _Weights, out: Path) -> Maste
     return config.model_copy(update={"policy": policy, "logger": logger})
 
 
-def _evaluated(
-    config: MasterConfig, weights: _Weights, limit: int | None, out: Path, *, report: Callable[[str], None]
-) -> ValidationResult:
-    """Import torch and Ray only here."""
+@contextmanager
+def open_weights(config: MasterConfig, weights: FoundWeights, *, report: Callable[[str], None]) -> Iterator[Evaluator]:
+    """Start what samples from the weights (`open_evaluator`), whose config is from `for_evaluation`; torch and Ray are
+    imported only here."""
     from nemo_rl.algorithms.processes import worker_forks  # noqa: PLC0415
 
     with worker_forks(config) as forks:
         from nemo_rl.algorithms.evaluate import open_evaluator  # noqa: PLC0415
         from nemo_rl.algorithms.identity import run_start  # noqa: PLC0415
-        from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile  # noqa: PLC0415
 
         now = run_start(weights.state, where=weights.adapter or weights.model)
         with open_evaluator(config, report=report, forks=forks, now=now) as evaluator:
-            samples = SampleFile(path=out / SAMPLES_FILE, max_rows=None)
-            result = evaluator.evaluate(
-                EvaluationTask(step=weights.step, version=None, max_prompts=limit, samples=samples)
-            )
+            yield evaluator
+
+
+def measure(
+    config: MasterConfig, weights: FoundWeights, limit: int | None, out: Path, *, report: Callable[[str], None]
+) -> ValidationResult:
+    """Sample the held-out prompts of the config and measure the responses, which go to `samples.jsonl` in `out`.
+
+    Args:
+        limit: most prompts of each set; None takes all.
+        report: gets lines for the person at the terminal.
+    """
+    with open_weights(config, weights, report=report) as evaluator:
+        from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile  # noqa: PLC0415
+
+        samples = SampleFile(path=out / SAMPLES_FILE, max_rows=None)
+        result = evaluator.evaluate(EvaluationTask(step=weights.step, version=None, max_prompts=limit, samples=samples))
     for line in result.printed:
         report(f"reward: {line}")
     return result
 
 
-def _record(config: MasterConfig, weights: _Weights, result: ValidationResult, *, seconds: float) -> dict[str, object]:
+def _record(
+    config: MasterConfig, weights: FoundWeights, result: ValidationResult, *, seconds: float
+) -> dict[str, object]:
     """Return all that is needed to quote the numbers, or to get them again."""
     return {
         "checkpoint": str(weights.adapter or weights.model),

@@ -17,10 +17,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_rl.algorithms.processes import environment_lines, worker_forks
+from nemo_rl.algorithms.processes import driver_environment, environment_lines, worker_forks
 from nemo_rl.config.load import load_config
 from nemo_rl.config.lora import adapter_warnings
-from nemo_rl.config.policy import CUBLAS_VARIABLE, REPEATABLE_WORKSPACES
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import NemoRLError, UserError
@@ -116,9 +115,8 @@ def run_recipe(
 
 def _train(config: MasterConfig, console: Console) -> int:
     """Import torch and Ray only here, so that configs can be checked without them."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads_per_worker))
-    if config.policy.deterministic:
-        os.environ.setdefault(CUBLAS_VARIABLE, REPEATABLE_WORKSPACES[0])
+    for name, value in driver_environment(config).items():
+        os.environ.setdefault(name, value)
     # The workers' imports begin before this process's own.
     with worker_forks(config) as forks:
         from nemo_rl.algorithms.run import run  # noqa: PLC0415

@@ -13,11 +13,22 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nemo_rl.config.render import commented_defaults
 from nemo_rl.config.schema_walk import default_tree, lookup, place_of, suggest, suggest_path
 from nemo_rl.config.yaml_text import MAX_DEPTH, MAX_TEXT, YamlProblem, parse_yaml, text_problem
 from nemo_rl.errors import ConfigError, shorten
 
-__all__ = ["COMMAND_LINE", "Layer", "Recipe", "apply_overrides", "compose", "find_path", "locate_paths", "places_text"]
+__all__ = [
+    "COMMAND_LINE",
+    "Layer",
+    "Recipe",
+    "apply_overrides",
+    "compose",
+    "find_path",
+    "locate_paths",
+    "places_text",
+    "recipe_of",
+]
 
 READ = (
     "policy.model_name",
@@ -209,6 +220,18 @@ def compose(path: Path, *, needs_parents: bool = True) -> Recipe:
         raise ConfigError(f"{str(path)!a}: expected the path of a YAML recipe, got a text that {problem}")
     recipe = Recipe(file=str(path))
     _read_into(recipe, path, chain=(), needs_parents=needs_parents)
+    return recipe
+
+
+def recipe_of(sections: Mapping[str, Any], *, name: str) -> Recipe:
+    """Return the recipe of a tree that stands in no file, over the defaults of every key.
+
+    Args:
+        name: what messages call it.
+    """
+    recipe = Recipe(file=name)
+    for order, tree in enumerate((parse_yaml(commented_defaults()), copy.deepcopy(dict(sections)))):
+        _merge(recipe, recipe.tree, tree, prefix=(), layer=Layer(order=order, name=name))
     return recipe
 
 

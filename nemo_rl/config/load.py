@@ -22,13 +22,14 @@ from nemo_rl.config.megatron import MegatronOptimizerConfig
 from nemo_rl.config.parts import UNKNOWN_PART
 from nemo_rl.config.r3_trace_env import r3_trace_verify_forward_enabled
 from nemo_rl.config.render import MASKED
+from nemo_rl.config.rewards import SESSION
 from nemo_rl.config.rule import Ignored
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import default_tree, drop, lookup, place_of, suggest, suggest_path
 from nemo_rl.config.validate import RULES
 from nemo_rl.errors import ConfigError, shorten
 
-__all__ = ["carry_optimizer", "load_config"]
+__all__ = ["carry_optimizer", "load_config", "load_recipe"]
 
 # What OmegaConf and Hydra users write for "must be set by the user of this file".
 _MUST_BE_SET = "???"
@@ -67,7 +68,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, with_masked:
     Raises:
         ConfigError: with one line per problem, `FILE: dotted.path: what; expected ..., got ...; did you mean 'x'?`
     """
-    recipe = compose(Path(path))
+    return load_recipe(compose(Path(path)), overrides, with_masked=with_masked)
+
+
+def load_recipe(recipe: Recipe, overrides: Sequence[str] = (), *, with_masked: bool = False) -> MasterConfig:
+    """Return the config of a composed recipe; arguments and errors as of `load_config`."""
     problems = apply_overrides(recipe, overrides)
     unusable = resolve_interpolations(recipe) | _unset(recipe) | ({} if with_masked else _masked(recipe))
     unusable |= {place: text for place, text in locate_paths(recipe).items() if place not in unusable}
@@ -138,7 +143,13 @@ def _rules_on_the_rest(recipe: Recipe, error: ValidationError, broken: Sequence[
 
 
 def _masked(recipe: Recipe) -> dict[tuple[str, ...], str]:
-    return {
+    """Return the keys whose values a run did not write down: secrets, and functions of a Python session."""
+    reward = recipe.tree.get("env", {}).get("reward_function") if isinstance(recipe.tree.get("env"), dict) else None
+    gone = {
+        ("env", "reward_function"): f"{shorten(repr(reward))} was a function of a Python session, which no file holds; "
+        "write it into a file and set env.reward_function=FILE.py:function, or go on from Python (docs/python.md)"
+    }
+    return (gone if isinstance(reward, str) and reward.startswith(SESSION) else {}) | {
         path: f"was masked when this file was written; give it anew, as '{'.'.join(path)}=${{oc.env:NAME}}'"
         for path, value in recipe.leaves()
         if isinstance(value, str) and MASKED.search(value)

@@ -4,6 +4,7 @@ over rewards and advantages."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveInt
@@ -16,7 +17,25 @@ from nemo_rl.config.rule import SET_FOR_A_PASS, would_be_ignored
 if TYPE_CHECKING:
     from nemo_rl.config.schema import MasterConfig
 
-__all__ = ["RewardScalingConfig", "RewardShapingConfig", "row_loss_problems"]
+__all__ = ["SESSION", "RewardCode", "RewardScalingConfig", "RewardShapingConfig", "row_loss_problems"]
+
+
+SESSION = "python:"
+"""Before the name of a reward that lives in a Python session alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardCode:
+    """A function of a Python session, for the processes that score."""
+
+    name: str
+    """The name that messages and `config.yaml` have."""
+    pickled: bytes
+    """The function by value, as cloudpickle writes it."""
+    digest: str
+    """Digest of its source."""
+    paths: tuple[str, ...]
+    """Folders from which the session imports."""
 
 
 class RewardScalingConfig(Section):

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
 
 from nemo_rl.config.async_grpo import AsyncConfig
 from nemo_rl.config.base import (
@@ -41,7 +41,13 @@ from nemo_rl.config.parts import (
     EngineCapabilities,
 )
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.rewards import ESTIMATORS_BY_STEP, RewardScalingConfig, RewardShapingConfig
+from nemo_rl.config.rewards import (
+    ESTIMATORS_BY_STEP,
+    SESSION,
+    RewardCode,
+    RewardScalingConfig,
+    RewardShapingConfig,
+)
 
 __all__ = [
     "MAIN_SET",
@@ -315,6 +321,18 @@ class EnvConfig(Section):
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
     score_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
     """Make a graded reward (`reasoning_gym`, `custom`) right or wrong: 1 at or above the threshold, 0 below."""
+    _code: RewardCode | None = PrivateAttr(None)
+
+    @property
+    def code(self) -> RewardCode | None:
+        """Return the reward that `nemo_rl.train` was given as a function; None where a file or a module has it."""
+        return self._code
+
+    def with_code(self, code: RewardCode) -> EnvConfig:
+        """Return the section with a function of this Python session as its reward, shown as `python:NAME`."""
+        section = self.model_copy(update={"reward_function": f"{SESSION}{code.name}"})
+        section._code = code
+        return section
 
     @property
     def is_accuracy(self) -> bool:

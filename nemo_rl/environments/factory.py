@@ -99,7 +99,7 @@ def math_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
 def custom_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
     if cfg.reward_function is None:
         raise ConfigError(f"env.reward_function: must be set to module:function when env.name is {cfg.name!r}")
-    spec = ScorerSpec(target=cfg.reward_function, in_batches=cfg.reward_batch_size is not None)
+    spec = ScorerSpec(target=cfg.reward_function, in_batches=cfg.reward_batch_size is not None, code=cfg.code)
     return _scored_in_processes(cfg, start, spec, lambda prompt: prompt.answer)
 
 

@@ -5,6 +5,7 @@ Started by `ScorerProcess`; standard library only, so that it starts at once. It
 
     {"id", "paths", "target", "is_factory", "in_batches"}   -> {"id", "ready", "wants", "columns", "source",
                                                                 "checks_answers"} or {"id", "failed"}
+    the same with "pickled", "source": the function itself, which the program that started this process has pickled
     {"id", "arguments"}                                      -> {"id", "scores"} or {"id", "error"}
     {"id", "answers"}                                        -> {"id", "problems"} or {"id", "error"}
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from base64 import b64decode
 from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
@@ -58,19 +60,25 @@ class _RewardFunction:
 
     def _load(self, request: dict[str, Any]) -> dict[str, object]:
         sys.path[:] = list(dict.fromkeys([*request["paths"], *sys.path]))
-        module, function = load_target(request["target"])
+        if "pickled" in request:
+            import cloudpickle  # noqa: PLC0415 - a reward of a file needs the standard library alone
+
+            function = cloudpickle.loads(b64decode(request["pickled"]))
+        else:
+            module, function = load_target(request["target"])
         if request["is_factory"]:
             function = function()
         if not callable(function):
             raise TypeError(f"expected a function, got {type(function).__name__}")
         self._function, self._score = function, _score_batch if request["in_batches"] else _score_one
         self._check = inspect.getattr_static(function, _ANSWER_CHECK, None) and getattr(function, _ANSWER_CHECK)
-        (wants, columns), source = _wanted(function), digest_of(module, function)
+        wants, columns = wanted(function)
+        source = request["source"] if "pickled" in request else digest_of(module, function)
         loaded = {"ready": True, "wants": wants, "columns": columns, "source": source}
         return {**loaded, "checks_answers": self._check is not None}
 
 
-def _wanted(function: Callable[..., Any]) -> tuple[list[str], dict[str, bool]]:
+def wanted(function: Callable[..., Any]) -> tuple[list[str], dict[str, bool]]:
     """Return the names of the further arguments that the function takes, and the columns of the row that it takes by
     name, True for those without a default; raise TypeError where it does not take prompt, response and answer."""
     try:

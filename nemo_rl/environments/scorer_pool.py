@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from nemo_rl.config.rewards import RewardCode
 from nemo_rl.environments.user_process import (
     LEFTOVER_TIMEOUT_S,
     PART_BYTES,
@@ -54,6 +56,8 @@ class ScorerSpec:
     """True: the function takes nothing and returns the one that scores."""
     in_batches: bool = False
     """True: the function gets lists, and returns one score for each of their items."""
+    code: RewardCode | None = None
+    """The function itself, where it is one of a Python session; `target` only names it then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,12 +274,15 @@ class ScorerProcess(UserProcess):
         Raises:
             RewardError: the function cannot be loaded, or takes other arguments.
         """
-        request = {
+        request: dict[str, object] = {
             "paths": import_paths(),
             "target": spec.target,
             "is_factory": spec.is_factory,
             "in_batches": spec.in_batches,
         }
+        if spec.code is not None:
+            request["paths"] = [*import_paths(), *spec.code.paths]
+            request |= {"pickled": b64encode(spec.code.pickled).decode(), "source": spec.code.digest}
         try:
             form = {"wants": list, "columns": dict, "source": str, "checks_answers": bool}
             reply = self.ask(request, form=form, timeout_s=timeout_s)

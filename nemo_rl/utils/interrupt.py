@@ -27,6 +27,7 @@ __all__ = [
     "finishing",
     "ignore",
     "install",
+    "installed",
     "is_noticed",
     "raise_if_received",
     "received",
@@ -99,6 +100,26 @@ def install() -> None:
     _handle_by(_interrupt)
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """`install` for the block alone: after it the process handles signals as before.
+
+    Outside the main thread, where Python hands out no signals, it changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGUSR2)}
+    install()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _received.clear()
+        _notices.clear()
 
 
 @contextmanager

@@ -99,6 +99,12 @@ class Evaluator:
             write_rollouts(task.samples.path, records)
         return ValidationResult(sets=results, printed=tuple(self._printed))
 
+    def texts(self, *, step: int, num_samples: int) -> tuple[str, ...]:
+        """Return responses to the main set, prompt by prompt, as a reward is given them; arguments and errors as of
+        `evaluate`."""
+        task = EvaluationTask(step=step, version=None)
+        return self._run(self._sets[MAIN_SET], PURPOSE, task, group_size=num_samples).texts
+
     def _measure(self, name: str, task: EvaluationTask) -> tuple[SetResult, list[dict[str, object]]]:
         prompts = PromptSet(prompts=self._sets[name].prompts[: task.max_prompts])
         size = self._config.num_samples
