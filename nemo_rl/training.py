@@ -102,13 +102,16 @@ def train(  # noqa: PLR0913 - the keys that nearly every run sets
         raise ConfigError([f"{CALLED}: {key}: is given twice, by its own argument and in settings" for key in twice])
     keys, code = {**short, **given}, None
     rows = _Rows(prompts, "data.train", keys, file=out / "prompts" / "train.jsonl")
-    held = None
+    held, of_held = None, {}
     if held_out is not None:
         held = _Rows(held_out, "data.validation", keys, file=out / "prompts" / "held_out.jsonl")
+        of_held = held.keys
+    elif not any(key.startswith("data.validation") for key in keys):
+        of_held = {"data.validation": None}
     if reward is not None:
         code, of_reward = _rewarding(reward, rows, keys)
         keys = {**of_reward, **keys}
-    keys = {**_defaults(keys), **rows.keys, **(held.keys if held is not None else {}), **keys}
+    keys = {**_defaults(keys), **rows.keys, **of_held, **keys}
     config = _config(keys, code)
     rows.write()
     if held is not None:
@@ -168,7 +171,7 @@ class Run:
             UserError: what can be mended. NemoRLError: an engine or the reward failed.
         """
         out = self.folder / "evaluation"
-        with self._opened(prompts, settings or {}, out) as (config, weights):
+        with self._opened(self._keys, prompts, settings or {}, out) as (config, weights):
             result = measure(config, weights, None, out, report=make_console().print)
         return {key.removeprefix("val/"): value for key, value in result.metrics().items()}
 
@@ -186,10 +189,11 @@ class Run:
             settings: keys of a recipe, such as `{"policy.generation.temperature": 0.7}`.
         """
         rows = [{"input": prompt if isinstance(prompt, str) else list(prompt)}]
-        own = {"env.name": "custom", "env.reward_function": _NONE, "env.reward_weights": {}, **(settings or {})}
+        keys = {key: value for key, value in self._keys.items() if not key.startswith("env.")}
+        keys |= {"env.name": "custom", "env.reward_function": _NONE}
         with (
             tempfile.TemporaryDirectory(prefix="nemo_rl_sample_") as out,
-            self._opened(rows, own, Path(out)) as (config, weights),
+            self._opened(keys, rows, settings or {}, Path(out)) as (config, weights),
             open_weights(config, weights, report=lambda line: None) as evaluator,
         ):
             texts = evaluator.texts(step=weights.step, num_samples=num_samples or 1)
@@ -206,11 +210,11 @@ class Run:
 
     @contextmanager
     def _opened(
-        self, prompts: Prompts | None, settings: Mapping[str, object], out: Path
+        self, keys: Mapping[str, object], prompts: Prompts | None, settings: Mapping[str, object], out: Path
     ) -> Iterator[tuple[MasterConfig, FoundWeights]]:
         """Give the config by which the last checkpoint is sampled, and its weights, in a session of its own."""
         given = _dotted(settings)
-        keys = {**self._keys, **given}
+        keys = {**keys, **given}
         if prompts is not None:
             keys = {key: value for key, value in keys.items() if key in given or not key.startswith("data.validation")}
             rows = _Rows(prompts, "data.validation", keys, file=out / "prompts.jsonl")
@@ -403,7 +407,7 @@ def _fresh_folder(name: str) -> Path:
 @contextmanager
 def _session(config: MasterConfig) -> Iterator[None]:
     """Set this process up as the command line does, and put everything back at the end; errors are ours."""
-    root, threads = logging.getLogger(), _num_threads()
+    root, threads, hook = logging.getLogger(), _num_threads(), sys.excepthook
     handlers, level = root.handlers[:], root.level
     set_here = {name: value for name, value in driver_environment(config).items() if name not in os.environ}
     os.environ.update(set_here)
@@ -416,6 +420,8 @@ def _session(config: MasterConfig) -> Iterator[None]:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+        # torch's names a rank.
+        sys.excepthook = hook
         for name in set_here:
             os.environ.pop(name, None)
         if threads is not None:

@@ -177,6 +177,10 @@ class Recipe:
                 return found
         return None
 
+    def sets(self, path: Sequence[str]) -> bool:
+        """Return whether a layer sets `path` or anything below it; the section around it alone does not."""
+        return any(known[: len(path)] == tuple(path) for known in self.layers)
+
     def source_of(self, path: Sequence[str]) -> str:
         """Return the name of the layer that set `path`; for a default, the recipe itself."""
         layer = self.layer_of(path)

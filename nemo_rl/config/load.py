@@ -121,7 +121,8 @@ def _rule_problems(recipe: Recipe, config: MasterConfig, broken: Sequence[str]) 
 def _is_switched_off_later(recipe: Recipe, line: Ignored) -> bool:
     """Return whether a key is switched off later. A child recipe or the command line may turn off what its parent has
     set up, or a default; no key of its own is ignored."""
-    key, switch = recipe.layer_of(line.key.split(".")), recipe.layer_of(line.switch.split("."))
+    path, switch = line.key.split("."), recipe.layer_of(line.switch.split("."))
+    key = recipe.layer_of(path) if recipe.sets(path) else None
     return switch is not None and (key is None or key.order < switch.order)
 
 
