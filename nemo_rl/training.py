@@ -94,10 +94,12 @@ def train(  # noqa: PLR0913 - the keys that nearly every run sets
         "grpo.num_generations_per_prompt": num_generations_per_prompt,
         "grpo.num_prompts_per_step": num_prompts_per_step,
         "grpo.max_num_steps": max_num_steps,
-        "policy.optimizer.kwargs.lr": learning_rate,
         **_lora(lora),
     }
-    short, given = {key: value for key, value in short.items() if value is not None}, _dotted(settings or {})
+    given = _dotted(settings or {})
+    is_megatron = given.get("policy.megatron_cfg.enabled") is True
+    short["policy.megatron_cfg.optimizer.lr" if is_megatron else "policy.optimizer.kwargs.lr"] = learning_rate
+    short = {key: value for key, value in short.items() if value is not None}
     if twice := sorted(short.keys() & given.keys()):
         raise ConfigError([f"{CALLED}: {key}: is given twice, by its own argument and in settings" for key in twice])
     keys, code = {**short, **given}, None
@@ -408,7 +410,7 @@ def _fresh_folder(name: str) -> Path:
 def _session(config: MasterConfig) -> Iterator[None]:
     """Set this process up as the command line does, and put everything back at the end; errors are ours."""
     root, threads, hook = logging.getLogger(), _num_threads(), sys.excepthook
-    handlers, level = root.handlers[:], root.level
+    handlers, levels = root.handlers[:], {logger: logger.level for logger in (root, logging.getLogger("nemo_rl"))}
     set_here = {name: value for name, value in driver_environment(config).items() if name not in os.environ}
     os.environ.update(set_here)
     # Handlers of the program are put aside: setting others up would close them.
@@ -419,7 +421,8 @@ def _session(config: MasterConfig) -> Iterator[None]:
             yield from _guarded(config)
     finally:
         root.handlers[:] = handlers
-        root.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
         # torch's names a rank.
         sys.excepthook = hook
         for name in set_here:
