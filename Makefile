@@ -37,7 +37,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs docs lint types imports wheels configs model-support uplot picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills store-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels gpu-setup test-gpu gpu-report clean
+.PHONY: help starter notebook learn-first demo demo-llm vllm test test-fast test-full walk-docs docs lint types imports wheels configs model-support uplot picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills store-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels gpu-setup test-gpu gpu-report clean
 
 help:
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -62,6 +62,10 @@ $(VENV)/.base: pyproject.toml constraints.txt $(VENV)/.torch
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.base
 	@echo "installing test tools and optional libraries: about 0.4 GB of disk"
 	$(INSTALL) -e '.[envs,data,gguf,wandb,mlflow,docs,dev]'
+	touch $@
+
+$(VENV)/.notebook: pyproject.toml constraints.txt $(VENV)/.base
+	$(INSTALL) -e '.[notebook]'
 	touch $@
 
 $(VENV)/.gguf: pyproject.toml constraints.txt $(VENV)/.base
@@ -127,6 +131,11 @@ $(SHAPES_STARTER)/config.json: | $(VENV)/.base
 
 $(SMOLLM2)/config.json $(SUMS)/sums.jsonl &: | $(VENV)/.gguf
 	TQDM_DISABLE=1 $(BIN)/python examples/smollm2/make_smollm2.py --out $(SMOLLM2) --data $(SUMS)
+
+starter: $(STARTER)/config.json ## install, and make the model of the first recipe
+
+notebook: $(VENV)/.notebook $(STARTER)/config.json ## run examples/notebook.ipynb; STEPS=2 makes it short
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/jupyter execute examples/notebook.ipynb --output $(CURDIR)/results/notebook.ipynb
 
 demo: $(VENV)/.base $(STARTER)/config.json ## install, make the starter checkpoint, run GRPO on sorting digits
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml $(RUN_ARGS)
@@ -202,6 +211,15 @@ learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo 
 	done
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml policy.optimizer.kwargs.lr=0 \
 	  logger.log_dir=results/learn_sort/lr_0 checkpointing.enabled=false $(RUN_ARGS)
+
+# The mean reward of the last five steps must be that much above that of the first five.
+learn-first: $(VENV)/.base $(STARTER)/config.json ## learning run: the recipe of README, with its bound
+	$(BIN)/nemo-rl train examples/first/recipe.yaml $(RUN_ARGS)
+	@$(BIN)/python -c 'import sys; from pathlib import Path; from nemo_rl.utils.trackers import METRICS_FILE, read_metrics; \
+	  r = [row["train/reward"] for row in read_metrics(Path("results/first") / METRICS_FILE) if "train/reward" in row]; \
+	  first, last = sum(r[:5]) / 5, sum(r[-5:]) / 5; \
+	  print(f"mean reward of five steps: {first:.3f} at the start, {last:.3f} at the end of {len(r)}"); \
+	  sys.exit(len(r) > 10 and last < first + .2)'
 
 LEARN_sort-tp2 := grpo_sort_tp2_cpu
 LEARN_sort-megatron := grpo_sort_megatron_tp2_cpu

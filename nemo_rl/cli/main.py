@@ -26,6 +26,7 @@ if __name__ == "__main__" or sys.argv[0].endswith("nemo-rl"):
 from nemo_rl.cli.checkpoints import evaluate, export
 from nemo_rl.cli.data_plane import app as data_plane_app
 from nemo_rl.cli.doors import Verbs, answer_old_names, refuse
+from nemo_rl.cli.init import init
 from nemo_rl.cli.launch import app as launch_app
 from nemo_rl.cli.launch import train
 from nemo_rl.cli.trace_watch import app as trace_app
@@ -66,6 +67,7 @@ app.add_typer(trace_app, name="trace")
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(train)
+app.command()(init)
 rollouts_app = typer.Typer()
 app.add_typer(rollouts_app, name="rollouts", hidden=True)
 

@@ -14,11 +14,15 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from nemo_rl.cli.init import init
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import iter_fields, section_class
+from nemo_rl.errors import UserError
 
 ROOT = Path(__file__).parents[2]
+FIRST_RATE = 5e-4
+"""Learning rate of the first recipe: that of the sort demo."""
 RECIPES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.name != "grpo_base.yaml")
 
 
@@ -319,3 +323,16 @@ def texts(*folders: Path, but: str = "") -> list[str]:
         for path in sorted(folder.rglob("*.py"))
         if not but or but not in path.parts
     ]
+
+
+def test_the_first_recipe_is_what_init_writes_and_readme_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    init(Path("examples/first"), model="checkpoints/starter_sort", rate=FIRST_RATE)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ("recipe.yaml", "reward.py", "prompts.jsonl"):
+        text = (tmp_path / "examples" / "first" / name).read_text(encoding="utf-8")
+        assert (ROOT / "examples" / "first" / name).read_text(encoding="utf-8") == text
+        assert (text if name != "prompts.jsonl" else text.splitlines()[0]) in readme
+    with pytest.raises(UserError, match=r"examples/first/recipe.yaml, .* there already, and not written over"):
+        init(Path("examples/first"), model="m", rate=1.0)
+    load_config("examples/first/recipe.yaml")

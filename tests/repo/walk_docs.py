@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    *("README.md", "docs/guide.md", "docs/parallel.md", "docs/data_plane.md", "docs/router_replay.md"),
+    *("README.md", "docs/guide.md", "docs/python.md", "docs/parallel.md", "docs/data_plane.md", "docs/router_replay.md"),
     *("docs/extending.md", "docs/troubleshooting.md", "docs/one_step.md", "docs/architecture.md", "docs/install.md"),
     *("docs/contributing.md", "docs/coming_from_nemo_rl.md", "docs/debugging.md", "docs/tracer.md", "docs/cluster.md"),
     *(
@@ -65,6 +65,7 @@ TARGETS: Mapping[str, str] = {
     "step-trace": "",
     "model-support": "llama qwen3",
     "constraints": "",
+    "learn-first": "grpo.max_num_steps=2",
     "learn-sort": "grpo.max_num_steps=2",
     "learn-sort-tp2": "grpo.max_num_steps=2",
     "learn-sort-megatron": "grpo.max_num_steps=2",
