@@ -26,9 +26,8 @@ if __name__ == "__main__" or sys.argv[0].endswith("nemo-rl"):
 from nemo_rl.cli.checkpoints import evaluate, export
 from nemo_rl.cli.data_plane import app as data_plane_app
 from nemo_rl.cli.doors import Verbs, answer_old_names, refuse
-from nemo_rl.cli.init import init
 from nemo_rl.cli.launch import app as launch_app
-from nemo_rl.cli.launch import train
+from nemo_rl.cli.launch import init, train
 from nemo_rl.cli.trace_watch import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils.exits import INTERRUPTED, crash_line, machine_problem, text_of
@@ -51,7 +50,7 @@ TOOLS_PACKAGE = "nemo-rl-tools"
 
 class _Root(Verbs):
     headings = {
-        "Run": ("train", "eval", "export", "config"),
+        "Run": ("train", "init", "eval", "export", "config"),
         "Look": ("view", "inspect", "compare", "trace", "probe"),
         "Cluster": ("launch", "plan", "shrink", "doctor"),
         "Data": ("data-plane",),

@@ -22,7 +22,6 @@ from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
-from nemo_rl.config.vision import VisionConfig
 from nemo_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ __all__ = [
     "PolicyConfig",
     "SequencePackingConfig",
     "TokenizerConfig",
+    "VisionConfig",
     "packing_decided",
 ]
 
@@ -149,6 +149,13 @@ class ProfileConfig(Section):
     kind: Literal["torch", "nsys"] = "torch"
     """`torch`: a trace of each rank in `profile/step_N` of the log folder, of the CPU's calls and a GPU's kernels, for
     chrome://tracing or Perfetto. `nsys`: the range that `nsys profile --capture-range=cudaProfilerApi` records."""
+
+
+class VisionConfig(Section):
+    """Settings of the vision tower of a model; models of text have none."""
+
+    freeze_tower: bool = False
+    """Leave the vision tower and its projection to the language model as they are, and train the rest."""
 
 
 class PolicyConfig(Section):
@@ -443,4 +450,21 @@ def rule_step_divides_into_global_batches(config: MasterConfig) -> Iterator[str]
         yield (
             f"policy.train_global_batch_size: expected a divisor of grpo.num_prompts_per_step x "
             f"num_generations_per_prompt = {samples}, got {batch}"
+        )
+
+
+def rule_adapters_leave_the_tower(config: MasterConfig) -> Iterator[str]:
+    if not config.policy.vision.freeze_tower or not config.policy.lora.enabled:
+        return
+    yield (
+        "policy.vision.freeze_tower: true would be ignored: policy.lora.enabled is true, and adapters leave the vision "
+        "tower as it is; leave the key out"
+    )
+
+
+def rule_megatron_has_no_vision_tower(config: MasterConfig) -> Iterator[str]:
+    if config.policy.vision.freeze_tower and config.policy.megatron_cfg.enabled:
+        yield (
+            "policy.vision.freeze_tower: true, but the Megatron worker trains models of text alone; set "
+            "policy.dtensor_cfg.enabled=true and policy.megatron_cfg.enabled=false"
         )

@@ -24,7 +24,6 @@ from nemo_rl.config import (
     policy,
     rewards,
     router_replay,
-    vision,
 )
 from nemo_rl.config.base import Section
 from nemo_rl.config.parts import (
@@ -369,7 +368,6 @@ _SECTIONS = (
     policy,
     rewards,
     router_replay,
-    vision,
 )
 """Modules of `nemo_rl.config` whose rules stand beside their section."""
 

@@ -95,7 +95,7 @@ class SessionReward:
         truncated: list[bool],
     ) -> list[Any]:
         """Return one score for each response, or its parts."""
-        by_name = {"row": row, "prompt_tokens": prompt_tokens, "response_tokens": response_tokens}
+        by_name: dict[str, Any] = {"row": row, "prompt_tokens": prompt_tokens, "response_tokens": response_tokens}
         by_name["truncated"] = truncated
         scores = {
             name: self._of_lists(function, prompt, response, answer, row)

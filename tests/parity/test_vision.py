@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from nemo_rl.config.vision import VisionConfig
+
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, plan_fixed, plan_packs, plan_padded
-from nemo_rl.models.dtensor.images import place_images
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
+from nemo_rl.models.dtensor.train_step import place_images
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
 from nemo_rl.models.policy.microbatch import PassShape, build_microbatch
 from nemo_rl.models.varlen_attention import ATTENTION_NAME

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from nemo_rl.cli.init import init
+from nemo_rl.cli.launch import init
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import iter_fields, section_class

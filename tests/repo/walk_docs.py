@@ -26,7 +26,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    *("README.md", "docs/guide.md", "docs/python.md", "docs/parallel.md", "docs/data_plane.md", "docs/router_replay.md"),
+    *(
+        "README.md",
+        "docs/guide.md",
+        "docs/python.md",
+        "docs/parallel.md",
+        "docs/data_plane.md",
+        "docs/router_replay.md",
+    ),
     *("docs/extending.md", "docs/troubleshooting.md", "docs/one_step.md", "docs/architecture.md", "docs/install.md"),
     *("docs/contributing.md", "docs/coming_from_nemo_rl.md", "docs/debugging.md", "docs/tracer.md", "docs/cluster.md"),
     *(

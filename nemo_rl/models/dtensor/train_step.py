@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import ParallelGroups
-from nemo_rl.models.dtensor.images import place_images
 from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
@@ -36,9 +36,10 @@ from nemo_rl.models.policy.steps import (
 )
 from nemo_rl.models.shards import local_shard
 from nemo_rl.models.top_k import TopTokens
+from nemo_rl.models.vision import VisionFamily, row_tensors
 from nemo_rl.torch_private import norms_of, scale_
 
-__all__ = ["OptimizerStep", "StepRunner"]
+__all__ = ["OptimizerStep", "StepRunner", "place_images"]
 
 CLIP_EPSILON = 1e-6
 """Epsilon of torch's own clipping."""
@@ -234,3 +235,49 @@ def _is_split_over_tensor_axis(grad: torch.Tensor) -> bool:
         return False
     names = grad.device_mesh.mesh_dim_names or ()
     return "tp" in names and not grad.placements[names.index("tp")].is_replicate()
+
+
+def place_images(
+    micro: Microbatch, batch: BatchedDataDict, family: VisionFamily, *, names: Sequence[str]
+) -> Microbatch:
+    """Return the microbatch with the places of its images and the positions of its tokens. What a row computes depends
+    on its own images alone, however rows are laid out.
+
+    A batch without columns of images is left as it is: all its ranks run the language model alone.
+
+    Args:
+        names: of the rows, for errors.
+
+    Raises:
+        ValueError: tokens and images of a row do not fit.
+    """
+    missing = [column.name for column in family.columns if column.name not in batch]
+    if missing and len(missing) < len(family.columns):
+        raise ValueError(
+            f"columns of images: {family.config.model_type!r} needs {[column.name for column in family.columns]}, "
+            f"and the rows lack {missing}"
+        )
+    if missing:
+        return micro
+    extras = {column.name: micro.inputs.extras.get(column.name, ()) for column in family.columns}
+    inputs = micro.inputs
+    width = micro.ids_nt.shape[1]
+    rows, spans = list(row_tensors(extras)), [slice(length) for length in micro.lengths]
+    ids = [row_ids[span] for row_ids, span in zip(micro.ids_nt, spans, strict=True)]
+    for name, row, ids_L in zip(names, rows, ids, strict=True):
+        problem = family.row_problem(ids_L, row)
+        if problem is not None:
+            raise ValueError(f"images of {name}: {problem}")
+    counted_rt = torch.arange(width, device=micro.ids_nt.device).repeat(max(1, len(rows)), 1)
+    feature_rt, position_3rt = family.places_of_rows(rows, ids, spans, counted_rt)
+    is_none_ns = inputs.row_ns < 0
+    at = inputs.row_ns.clamp(min=0), inputs.column_ns
+    return replace(
+        micro,
+        inputs=replace(
+            inputs,
+            extras=extras,
+            feature_ns=feature_rt[at].masked_fill(is_none_ns, -1),
+            position_ids=inputs.position_ids if position_3rt is None else position_3rt[:, at[0], at[1]],
+        ),
+    )
