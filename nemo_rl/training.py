@@ -42,7 +42,7 @@ Prompts = str | Path | Iterable[Mapping[str, object]]
 Reward = Function | Sequence[Function] | Mapping[Function, float]
 """One function, several whose scores are added up, or several with weights."""
 CALLED = "train()"
-"""What messages call the recipe."""
+"""The name of the recipe in messages."""
 INPUTS = ("input", "prompt", "messages", "question", "problem")
 """Columns of a prompt, the first that a row has."""
 OUTPUTS = ("output", "answer", "solution", "ground_truth", "target")

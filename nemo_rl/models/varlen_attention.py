@@ -48,7 +48,7 @@ LEAST_CAPACITY = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class KeyRun:
     """Runs of queries of as many sequences, and the keys that they may see.
 
     A sequence that is shorter than the others is filled up with its last position; those queries are not looked at, and
@@ -115,7 +115,7 @@ class Segments:
         return order.to(self.device, non_blocking=True)
 
     @cached_property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[KeyRun]:
         """Return all attention of this rank: sequences of like lengths together, so that there are few calls."""
         longest_of: dict[int, int] = _grouped(self.lengths) if self.cp_size == 1 else {}
         together: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
@@ -129,7 +129,7 @@ class Segments:
         runs = []
         for (queries, keys), places in together.items():
             local_g, start_g, last_g = np.array(places).T
-            runs.append(Run(self._ranges(local_g, queries, last_g), self._ranges(start_g, keys, last_g)))
+            runs.append(KeyRun(self._ranges(local_g, queries, last_g), self._ranges(start_g, keys, last_g)))
         return runs
 
     @cached_property

@@ -39,7 +39,14 @@ SUFFIXES = {".py", ".md", ".yaml", ".toml"}
 OUTSIDE = {
     # Files and folders of a run or a checkout.
     *("metrics.jsonl", "reward.log", "reward_curve.png", "training_info.json", "manifest.json", "latest", "step_N"),
-    "schedule.jsonl",
+    *("schedule.jsonl", "outcome.json", "config.yaml", "diff"),
+    # States of a run, and a key of the JSON of a step.
+    *("ok", "running", "ended", "stopped", "failed", "unusual"),
+    # From Python: the package's lazy names, columns of rows, arguments of rewards in TRL's form, datasets by name.
+    *("nemo_rl.train", "completions", "prompts", "prompt", "messages", "question", "problem", "solution", "target"),
+    *("ground_truth", "output", "input", "held_out", "reward", "owner/name", "evaluate", "sample", "export"),
+    # Built-in estimators of turns.
+    *("outcome_plus_turn", "discounted_return"),
     # Columns of images, by the names of transformers.
     *("pixel_values", "image_grid_thw"),
     # Variables of NCCL.

@@ -67,10 +67,9 @@ def test_every_module_says_what_it_is() -> None:
 
 def test_library_never_prints_evaluates_or_unpickles() -> None:
     forbidden = {"print", "eval", "exec", "pickle.load", "pickle.loads", "cloudpickle.load", "cloudpickle.loads"}
-    found = [
-        f"{name_of(path)}:{call.lineno}: {name}" for path in LIBRARY for name, call in calls(path) if name in forbidden
-    ]
-    assert found == []
+    found = [f"{name_of(path)}: {name}" for path in LIBRARY for name, call in calls(path) if name in forbidden]
+    # A reward of a Python session: pickled by the program that has started the process which unpickles it.
+    assert found == ["nemo_rl/environments/scorer_child.py: cloudpickle.loads"]
 
 
 def test_torch_load_reads_weights_only() -> None:
@@ -132,6 +131,8 @@ def test_the_wall_clock_is_written_down_and_never_waited_for() -> None:
     written = {
         "nemo_rl/data_plane/ledger/events.py",
         "nemo_rl/utils/trackers.py",
+        # The date of a run.
+        "nemo_rl/utils/run_lock.py",
         "nemo_rl/utils/r3_trace_records.py",
         "nemo_rl/tracer/store.py",
         "nemo_rl/tracer/hub/assembly.py",
