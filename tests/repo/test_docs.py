@@ -39,7 +39,7 @@ SUFFIXES = {".py", ".md", ".yaml", ".toml"}
 OUTSIDE = {
     # Files and folders of a run or a checkout.
     *("metrics.jsonl", "reward.log", "reward_curve.png", "training_info.json", "manifest.json", "latest", "step_N"),
-    *("schedule.jsonl", "outcome.json", "config.yaml", "diff"),
+    *("schedule.jsonl", "outcome.json", "error.txt", "config.yaml", "diff"),
     # States of a run, and a key of the JSON of a step.
     *("ok", "running", "ended", "stopped", "failed", "unusual"),
     # From Python: the package's lazy names, columns of rows, arguments of rewards in TRL's form, datasets by name.
