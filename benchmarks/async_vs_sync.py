@@ -37,6 +37,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.common import ROOT, Hold, check_figures, environment, figures_table, load_average, write_json
+from benchmarks.sleep_engine import SleepOptions
 from benchmarks.tiny_model import write_random_model
 from nemo_rl.algorithms.async_groups import AsyncLimits
 from nemo_rl.algorithms.async_simulation import Pipeline, SimulatedRun, ideal_run
@@ -47,7 +48,6 @@ from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.factory import open_step
 from nemo_rl.experience.rollouts import row_seeds
-from nemo_rl.models.generation.sleep_engine import SleepOptions
 
 __all__ = ["HOLDS", "Setting", "TimedRun", "figures_of", "ks_statistic", "main", "measure"]
 
@@ -247,7 +247,7 @@ def _config(setting: Setting, folder: Path, model: Path, *, is_async: bool) -> M
         f"policy.generation.max_new_tokens={MAX_NEW_TOKENS}",
         f"policy.generation.max_batch_size={setting.places}",
         "policy.generation.num_replicas=1",
-        "policy.generation.backend=nemo_rl.models.generation.sleep_engine:build_sleep_engine",
+        "policy.generation.backend=benchmarks.sleep_engine:build_sleep_engine",
         "policy.generation.receipt.enabled=false",
         *(f"+policy.generation.options.{name}={value}" for name, value in options.items()),
         "env.name=custom",

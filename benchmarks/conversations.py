@@ -35,6 +35,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.common import ROOT, Hold, check_figures, environment, figures_table, load_average, write_json
+from benchmarks.sleep_engine import TAIL_Z, SleepOptions, build_sleep_engine
 from benchmarks.tiny_model import write_random_model
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
@@ -48,7 +49,6 @@ from nemo_rl.experience.conversation_setup import RolloutSampling
 from nemo_rl.experience.conversations import GroupTask
 from nemo_rl.experience.rollouts import RolloutSpec, row_seeds, sampling_params
 from nemo_rl.models.generation.interfaces import EngineSpec
-from nemo_rl.models.generation.sleep_engine import TAIL_Z, SleepOptions, build_sleep_engine
 
 __all__ = ["HOLDS", "Setting", "TimedConversation", "TimedRollout", "WaitCalls", "figures_of", "main", "measure"]
 
@@ -213,7 +213,7 @@ def _config(setting: Setting, folder: Path, model: Path) -> MasterConfig:
         f"policy.generation.max_new_tokens={MAX_NEW_TOKENS}",
         f"policy.generation.max_batch_size={setting.places}",
         "policy.generation.num_replicas=1",
-        "policy.generation.backend=nemo_rl.models.generation.sleep_engine:build_sleep_engine",
+        "policy.generation.backend=benchmarks.sleep_engine:build_sleep_engine",
         "policy.generation.receipt.enabled=false",
         *(f"+policy.generation.options.{name}={value}" for name, value in options.items()),
         "env.name=custom",

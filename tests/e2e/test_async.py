@@ -189,7 +189,7 @@ def test_with_dynamic_sampling_groups_that_teach_nothing_are_replaced(tmp_path, 
 
 
 SLEEP = {
-    "policy.generation.backend": "nemo_rl.models.generation.sleep_engine:build_sleep_engine",
+    "policy.generation.backend": "benchmarks.sleep_engine:build_sleep_engine",
     "policy.generation.options": "{median_tokens: 3, tail_ratio: 4, tokens_per_s: 500, endless_share: 0.02}",
     "policy.generation.receipt.enabled": "false",
 }

@@ -213,7 +213,7 @@ def test_a_run_records_its_engine_beside_its_workers(tmp_path: Path, monkeypatch
     [
         (
             {
-                "policy.generation.backend": "nemo_rl.models.generation.sleep_engine:build_sleep_engine",
+                "policy.generation.backend": "benchmarks.sleep_engine:build_sleep_engine",
                 "policy.generation.receipt.enabled": "false",
             },
             "cannot be recorded",

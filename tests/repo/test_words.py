@@ -48,7 +48,7 @@ BANNED = {
 ALLOWED = {"redrawn_ordinals", "redrawn_prompts"}
 """Names in the files of earlier runs."""
 
-MOST_FILES = 508
+MOST_FILES = 507
 SMALL_LINES, MOST_SMALL = 80, 15
 """Modules under so many lines that one other module imports; a private helper lives with its caller."""
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from benchmarks.sleep_engine import SleepEngine
 from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
@@ -34,14 +35,13 @@ from nemo_rl.models.generation.interfaces import (
     GroupSamples,
     SamplingParams,
 )
-from nemo_rl.models.generation.sleep_engine import SleepEngine
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
 from nemo_rl.models.generation.turn_batch import ContinuousSpec
 from nemo_rl.models.loading import named_weights
 from nemo_rl.utils.metrics import values as reduced
 from tests.helpers.tiny_model import tiny_model, tiny_policy, write_tiny_folder
+from tests.unit.benchmarks.test_sleep_engine import engine_spec
 from tests.unit.models.test_continuous import STOPS, engine_of, in_request_mode
-from tests.unit.models.test_sleep_engine import engine_spec
 
 LIMIT_S = 60.0
 _T = TypeVar("_T")

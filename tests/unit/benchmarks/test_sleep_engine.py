@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.sleep_engine import SleepEngine, SleepOptions, VirtualClock, build_sleep_engine
 from nemo_rl.config.load import load_config
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, GenerationRequest, SamplingParams
-from nemo_rl.models.generation.sleep_engine import SleepEngine, SleepOptions, VirtualClock, build_sleep_engine
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from tests.helpers.runs import ROOT
 

@@ -1,6 +1,6 @@
 """`SleepEngine`: it waits as long as a GPU would decode, for tests and benchmarks of what surrounds engines.
 
-Named in a recipe as `policy.generation.backend: nemo_rl.models.generation.sleep_engine:build_sleep_engine`, with
+Named in a recipe as `policy.generation.backend: benchmarks.sleep_engine:build_sleep_engine`, with
 `SleepOptions` as `policy.generation.options` and `policy.generation.receipt.enabled=false`: it keeps no weights, only
 their version. Rows join, leave and wait in the batch of `ContinuousDecoding`, as those of the embedded engine do.
 Invariant: tokens and length of a row are a function of its seed and its prompt.
