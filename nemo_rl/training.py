@@ -100,7 +100,9 @@ def train(  # noqa: PLR0913 - the keys that nearly every run sets
     is_megatron = given.get("policy.megatron_cfg.enabled") is True
     short["policy.megatron_cfg.optimizer.lr" if is_megatron else "policy.optimizer.kwargs.lr"] = learning_rate
     short = {key: value for key, value in short.items() if value is not None}
-    if twice := sorted(short.keys() & given.keys()):
+    own = {*short, "data.train.dataset_name", "data.train.data_path"}
+    own |= {"env.name", "env.reward_function"} if reward is not None else set()
+    if twice := sorted(own & given.keys()):
         raise ConfigError([f"{CALLED}: {key}: is given twice, by its own argument and in settings" for key in twice])
     keys, code = {**short, **given}, None
     rows = _Rows(prompts, "data.train", keys, file=out / "prompts" / "train.jsonl")

@@ -155,6 +155,8 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(model: Path) -
         trains(lambda prompt, response, answer: float(lock.locked()))
     with pytest.raises(ConfigError, match=r"train\(\): grpo.max_num_steps: is given twice"):
         trains(settings={"grpo.max_num_steps": 3})
+    with pytest.raises(ConfigError, match=r"train\(\): env.reward_function: is given twice"):
+        trains(settings={"env": {"reward_function": "a.py:b"}})
     with pytest.raises(ConfigError, match=r"train\(\): grpo.sed: .*did you mean 'grpo.seed'|did you mean 'seed'"):
         trains(settings={"grpo.sed": 3})
     with pytest.raises(ConfigError, match="grpo.max_num_steps: expected an integer, got 'two'"):

@@ -167,6 +167,8 @@ def test_the_core_alone_says_what_to_install(wheels: tuple[Path, Path], tmp_path
     shown = nemo_rl(folder, "--help")
     assert shown.returncode == 0, shown.stderr
     assert listed(shown.stdout) == {"train", "init", "launch", "data-plane", "trace", "eval", "export"}
+    from_python = run(folder, "-c", "from nemo_rl import Run, train; print(train.__module__, Run.__name__)")
+    assert from_python.stdout == "nemo_rl.training Run\n", from_python.stderr
     refused = nemo_rl(folder, "plan recipe.yaml")
     assert (refused.returncode, refused.stdout) == (2, "") and "pip install nemo-rl-tools==" in refused.stderr
     for command, (code, said) in zip(TOOL_COMMANDS, ends(folder, *TOOL_COMMANDS), strict=True):
