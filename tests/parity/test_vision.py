@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from nemo_rl.config.vision import VisionConfig
 
+from nemo_rl.config.policy import VisionConfig
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, plan_fixed, plan_packs, plan_padded
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from nemo_rl.config.vision import VisionConfig
 from transformers import AutoModelForImageTextToText, Idefics3Processor, PreTrainedModel
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -15,7 +14,7 @@ from nemo_rl.cluster.plan.setting import Model
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.config.policy import SequencePackingConfig
+from nemo_rl.config.policy import SequencePackingConfig, VisionConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import ConfigError, DatasetError, ModelFolderError
 from nemo_rl.models.dtensor.train_step import place_images

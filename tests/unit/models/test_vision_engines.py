@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from nemo_rl.config.vision import VisionConfig
 from transformers import PreTrainedModel
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.lora import LoraConfig
-from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.policy import PolicyConfig, VisionConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.calls import Call, ask
