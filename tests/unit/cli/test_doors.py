@@ -88,7 +88,7 @@ def test_a_number_outside_of_three_standard_deviations_is_marked(tmp_path: Path,
     assert marked == ["rollout/engines", "train/grad_norm"]
     told = json.loads(run(capsys, "inspect", tmp_path, "step", 12, "--json")[1])
     assert told["unusual"]["rollout/engines"] == "2 in all 11 steps before"
-    assert "std from 1.09, the mean of 11 steps" in told["unusual"]["train/grad_norm"]
+    assert "std from 1.109, the mean of 11 steps" in told["unusual"]["train/grad_norm"]
     assert "  unusual: no number" in run(capsys, "inspect", tmp_path, "step", 11)[1]
 
 
