@@ -347,7 +347,7 @@ def check_time(page) -> None:
     rows = {row[0]: row[1:] for row in cells(page, 0)}
     assert list(rows)[:3] == ["train", "rollout", "refit"] and rows["train"] == ["21", "60", "12"]
     assert rows["step, rollout to update"] == ["28", "", "16"] and cells(page, 1) == [["engine 0", "700", "400"]]
-    page.get_by_label("step").fill("2")
+    page.get_by_role("spinbutton", name="step").fill("2")
     assert cells(page, 0)[0] == ["train", "6", "60", "12"] and cells(page, 1)[0][1] == "200"
 
 
@@ -358,7 +358,7 @@ def test_a_served_run_shows_time_rollouts_rows_routes_and_tracer(quiet: Browser,
         page.goto(address)
         check_time(page)
         go_to_part(page, "rollouts")
-        page.get_by_label("step").fill("1")
+        page.get_by_role("spinbutton", name="step").fill("1")
         page.keyboard.press("Enter")
         page.wait_for_selector("article")
         assert "answer 1" in page.locator("pre.response").first.inner_text()
@@ -391,7 +391,7 @@ def test_a_served_run_shows_time_rollouts_rows_routes_and_tracer(quiet: Browser,
         page.keyboard.press("Escape")
         assert page.locator("#all").is_visible() and page.title() == "Runs"
         page.keyboard.press("3")
-        await_titles(page, "r3/k3_r3", "train/token_mult_prob_error")
+        await_titles(page, "train/token_mult_prob_error", "r3/k3_r3")
         assert "diagnostics.keep_steps.enabled=true" in page.locator("#note").inner_text()
         page.keyboard.press("4")
         await_titles(page, "rollout/staleness_max")
