@@ -92,7 +92,7 @@ env:
   name: custom
   reward_function: reward.py:exact
 logger:
-  log_dir: results/first
+  log_dir: results/{name}
 """
 _REWARD = '''\
 """The reward of recipe.yaml: called once for each response, with the "output" of its prompt as the answer."""
@@ -117,7 +117,7 @@ def init(
     draw = random.Random(SEED)
     texts = ["".join(draw.choices("0123456789", k=draw.randint(6, 8))) for _ in range(NUM_PROMPTS)]
     rows = [json.dumps({"input": f"sort {text}", "output": "".join(sorted(text))}) for text in texts]
-    recipe = _RECIPE.format(folder=folder, model=model, rate=f"{rate:.1e}")
+    recipe = _RECIPE.format(folder=folder, name=folder.absolute().name, model=model, rate=f"{rate:.1e}")
     files = {RECIPE: recipe, REWARD: _REWARD, PROMPTS: "".join(f"{row}\n" for row in rows)}
     if there := [str(folder / name) for name in files if (folder / name).exists()]:
         raise UserError(f"{', '.join(there)}: there already, and not written over; name another folder")
