@@ -135,7 +135,7 @@ $(SMOLLM2)/config.json $(SUMS)/sums.jsonl &: | $(VENV)/.gguf
 starter: $(STARTER)/config.json ## install, and make the model of the first recipe
 
 notebook: $(VENV)/.notebook $(STARTER)/config.json ## run examples/notebook.ipynb; STEPS=2 makes it short
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/jupyter execute --KernelManager.transport=ipc examples/notebook.ipynb --output $(CURDIR)/results/notebook.ipynb
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/jupyter execute examples/notebook.ipynb --output $(CURDIR)/results/notebook.ipynb
 
 demo: $(VENV)/.base $(STARTER)/config.json ## install, make the starter checkpoint, run GRPO on sorting digits
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml $(RUN_ARGS)

@@ -90,7 +90,7 @@ data:
   max_input_seq_length: 64
 env:
   name: custom
-  reward_function: reward.py:exact
+  reward_function: reward.py:sorted_digits
 logger:
   log_dir: results/{name}
 """
@@ -98,8 +98,13 @@ _REWARD = '''\
 """The reward of recipe.yaml: called once for each response, with the "output" of its prompt as the answer."""
 
 
-def exact(prompt: str, response: str, answer: str) -> float:
-    return float(response.strip() == answer)
+def sorted_digits(prompt: str, response: str, answer: str) -> float:
+    """Return 1 where the digits of the response are the answer, else half the share of digits at their places."""
+    digits = "".join(filter(str.isdigit, response))
+    if digits == answer:
+        return 1.0
+    right = sum(mine == theirs for mine, theirs in zip(digits, answer, strict=False))
+    return 0.5 * right / max(len(digits), len(answer))
 '''
 
 
@@ -108,7 +113,7 @@ def init(
     model: Annotated[str, typer.Option("--model", metavar="NAME", help="folder of a model, or its name on the hub")] = (
         SMALL_MODEL
     ),
-    rate: Annotated[float, typer.Option("--lr", min=0, help="learning rate")] = 1e-5,
+    rate: Annotated[float, typer.Option("--lr", min=0, help="learning rate")] = 2e-5,
 ) -> None:
     """Write a recipe, its reward and its prompts to FOLDER: the model learns to sort digits.
 
