@@ -199,3 +199,13 @@ def test_ctrl_c_ends_a_script_cleanly(model: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "log").read_text().endswith("interrupted []\n")
+
+
+def test_two_steps_of_the_first_recipe(model: Path) -> None:
+    changed = {"policy.model_name": model, "grpo.max_num_steps": 2, "cluster.launcher": "local"}
+    config = load_config(
+        ROOT / "examples" / "first" / "recipe.yaml", [f"{key}={value}" for key, value in changed.items()]
+    )
+    run_config(config, console=Console(quiet=True))
+    steps = logged_steps(Path("results/first"))
+    assert [row["step"] for row in steps] == [1, 2] and all(0 <= row["train/reward"] < 0.5 for row in steps)
