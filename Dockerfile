@@ -33,6 +33,7 @@ COPY --chown=nemo Makefile constraints.txt ./
 RUN env ${TORCH_INDEX_URL:+PIP_INDEX_URL=${TORCH_INDEX_URL}} make PYTHON=python3 VENV=${VENV} ${VENV}/.torch
 COPY --chown=nemo LICENSE README.md pyproject.toml ./
 COPY --chown=nemo nemo_rl nemo_rl
+COPY --chown=nemo nemo_rl_tools nemo_rl_tools
 RUN make VENV=${VENV} ${VENV}/.base
 COPY --chown=nemo configs configs
 COPY --chown=nemo examples examples

@@ -26,7 +26,7 @@ ENGINE ?= torch
 GPU_WHEELS := build/gpu-wheels
 WHEELS := build/wheels
 UPLOT := 1.6.32
-TRACER_PAGE := nemo_rl/tracer/page
+TRACER_PAGE := nemo_rl_tools/tracer/page
 GPU_WHEELS_MIB := 40
 # A target that trains starts over in its folder, unless it is told to go on: make demo ARGS="checkpointing.resume=true"
 RUN_ARGS = $(if $(findstring checkpointing.resume=true,$(ARGS)),,logger.overwrite=true) $(ARGS)
@@ -165,7 +165,7 @@ docs: $(VENV)/.docs ## build the site of docs and the API reference into build/d
 	@echo "the first page is build/docs/index.html; for the search: $(BIN)/python -m http.server --directory build/docs"
 
 # Not the whole folder: a reader's own recipes and rewards lie in it too.
-SOURCES := nemo_rl tests examples benchmarks
+SOURCES := nemo_rl nemo_rl_tools tests examples benchmarks
 
 lint: $(VENV)/.dev ## formatting and lint
 	$(BIN)/ruff format --check $(SOURCES)
@@ -344,4 +344,4 @@ gpu-report: gpu-setup ## ours beside a plain loop on one GPU, in 5 minutes; ARGS
 
 clean: ## remove results and caches; keeps .venv and checkpoints
 	rm -rf results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build
-	find nemo_rl tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find nemo_rl nemo_rl_tools tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

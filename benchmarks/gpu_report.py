@@ -55,10 +55,10 @@ from benchmarks.pass_workload import (
 )
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import destroy_process_group
+from nemo_rl.models.attention.varlen import Segments, varlen_attention
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.varlen_attention import Segments, varlen_attention
 
 __all__ = ["PARTS", "main", "table"]
 

@@ -21,6 +21,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.local_job import run_job
+from nemo_rl.models.hf.shards import local_shard
 from nemo_rl.models.policy.microbatch import Microbatch, fixed_plan, steps_of
 from nemo_rl.models.policy.observer import OnBackward, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES
@@ -28,7 +29,6 @@ from nemo_rl.models.policy.steps import loss_scales
 from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.dtensor_engine import DTensorEngine
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.shards import local_shard
 
 __all__ = ["gradient_shares", "held_gradient_bytes", "share_of"]
 

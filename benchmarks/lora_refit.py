@@ -50,11 +50,11 @@ from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
+from nemo_rl.models.hf.shards import local_shard
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.moves import optimizer_tensors
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.shards import local_shard
 from nemo_rl.models.weight_sync.base import RefitParties
 from nemo_rl.models.weight_sync.factory import build_weight_sync
 from nemo_rl.utils.memory import peak_resident_bytes, reset_peak_resident, resident_bytes

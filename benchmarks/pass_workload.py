@@ -28,9 +28,9 @@ from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, plan_packs
+from nemo_rl.models.attention.segments import varlen_on_device
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.segment_attention import varlen_on_device
 
 __all__ = [
     "PEAK_FLOPS",

@@ -29,8 +29,8 @@ from nemo_rl.experience.payload import build_columns
 from nemo_rl.jagged import values_of
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, RecordedRoutes, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
+from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.routes.places import place_routes
 from nemo_rl.routes.shape import dummy_route
 

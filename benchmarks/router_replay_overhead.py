@@ -16,8 +16,8 @@ import torch
 from benchmarks.router_replay_models import NUM_EXPERTS, Engine, open_worker, policy_of
 from benchmarks.router_replay_report import Overhead
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
+from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 
 __all__ = ["OverheadCase", "measure_overhead"]

@@ -66,7 +66,8 @@ from nemo_rl.config.distillation import DistillationConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.parts import LOSSES
 from nemo_rl.distributed.collectives import destroy_process_group
-from nemo_rl.models import head, varlen_attention
+from nemo_rl.models.attention import varlen
+from nemo_rl.models.head import lazy_logits
 from nemo_rl.models.policy.interfaces import STALENESS, TOPK_IDS, TOPK_LOGPROBS, LossFunction
 from nemo_rl.models.policy.steps import StepNumbers
 from nemo_rl.models.policy.workers.dtensor_engine import DTensorEngine
@@ -145,12 +146,12 @@ def losses() -> dict[str, LossFunction]:
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Cut logits into chunks of a GPU's size meanwhile."""
-    own = head.CHUNK_ELEMENTS["cpu"]
-    head.CHUNK_ELEMENTS["cpu"] = head.CHUNK_ELEMENTS["cuda"]
+    own = lazy_logits.CHUNK_ELEMENTS["cpu"]
+    lazy_logits.CHUNK_ELEMENTS["cpu"] = lazy_logits.CHUNK_ELEMENTS["cuda"]
     try:
         yield
     finally:
-        head.CHUNK_ELEMENTS["cpu"] = own
+        lazy_logits.CHUNK_ELEMENTS["cpu"] = own
 
 
 def count_ops(call: Callable[[], object]) -> int:
@@ -343,12 +344,12 @@ def attention_ops_by_lengths() -> float:
     """Return operations of packed attention as calls of the fused kernel, for 16 lengths over those for one."""
     counts = []
     for lengths in (tuple(range(3, 19)), (10,) * 16):
-        segments = varlen_attention.Segments(lengths=lengths)
+        segments = varlen.Segments(lengths=lengths)
         query, key, value = (torch.randn(1, heads, sum(lengths), 8) for heads in (4, 2, 2))
         assert len(segments.local_order) == sum(lengths) and segments.runs
         module = torch.nn.Module()
         # A cap on the scores is what the operation of this project does not have.
-        call = partial(varlen_attention.varlen_attention, module, query, key, value, None, segments=segments)
+        call = partial(varlen.varlen_attention, module, query, key, value, None, segments=segments)
         counts.append(count_ops(partial(call, softcap=50.0)))
     return counts[0] / counts[1]
 
@@ -356,18 +357,18 @@ def attention_ops_by_lengths() -> float:
 @contextmanager
 def switched_off() -> Iterator[None]:
     """Take the ways that this benchmark is about away meanwhile."""
-    plain, most = varlen_attention._Options.is_plain, varlen_attention.MOST_GROUPS
-    varlen_attention._Options.is_plain = property(lambda _: False)  # type: ignore[assignment, method-assign]
-    varlen_attention.MOST_GROUPS = 16
-    varlen_attention._grouped.cache_clear()
-    own, head.CHUNK_ELEMENTS["cuda"] = head.CHUNK_ELEMENTS["cuda"], head.CHUNK_ELEMENTS["cpu"]
+    plain, most = varlen._Options.is_plain, varlen.MOST_GROUPS
+    varlen._Options.is_plain = property(lambda _: False)  # type: ignore[assignment, method-assign]
+    varlen.MOST_GROUPS = 16
+    varlen._grouped.cache_clear()
+    own, lazy_logits.CHUNK_ELEMENTS["cuda"] = lazy_logits.CHUNK_ELEMENTS["cuda"], lazy_logits.CHUNK_ELEMENTS["cpu"]
     try:
         yield
     finally:
-        varlen_attention._Options.is_plain = plain  # type: ignore[method-assign]
-        varlen_attention.MOST_GROUPS = most
-        varlen_attention._grouped.cache_clear()
-        head.CHUNK_ELEMENTS["cuda"] = own
+        varlen._Options.is_plain = plain  # type: ignore[method-assign]
+        varlen.MOST_GROUPS = most
+        varlen._grouped.cache_clear()
+        lazy_logits.CHUNK_ELEMENTS["cuda"] = own
 
 
 def measure(work_dir: Path, setting: Setting, *, is_on: bool) -> tuple[dict[str, float], dict[str, dict[str, int]]]:

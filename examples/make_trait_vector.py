@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import DatasetError, NemoRLError, UserError, boundary
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.tracer.reducer import VECTOR
 from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.files import give_usual_mode, replace_file

@@ -40,7 +40,7 @@ from nemo_rl.errors import UserError
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.vision import GRID, PIXELS, PromptImages, family_of, stack_rows
-from nemo_rl.models.vision_processor import PatchProcessor, VisionProcessor
+from nemo_rl.models.vision.processor import PatchProcessor, VisionProcessor
 
 USER_ERROR = 2
 TRAINING_SEED, CALIBRATION_SEED = 10_000_000, 20_000_000

@@ -37,7 +37,7 @@ from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.errors import ModelFolderError, name_some
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.logprobs import Sampling, negative_log_likelihood, token_logprobs
+from nemo_rl.models.head.logprobs import Sampling, negative_log_likelihood, token_logprobs
 from nemo_rl.utils.files import give_usual_modes, read_plain_text
 
 __all__ = [

@@ -1,5 +1,6 @@
 """GRPO post-training with a data plane in the middle."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,41 @@ if TYPE_CHECKING:
 __all__ = ["Run", "__version__", "train"]
 
 __version__ = "0.1.0"
+
+
+_MOVED = {
+    "nemo_rl.cluster": "nemo_rl_tools (nemo_rl.cluster.slurm is nemo_rl.slurm)",
+    "nemo_rl.diagnostics": "nemo_rl_tools",
+    **{
+        f"nemo_rl.cli.{name}": f"nemo_rl_tools.cli.{name}"
+        for name in ("compare", "inspect", "probe", "recipes", "view")
+    },
+    **{f"nemo_rl.tracer.{name}": f"nemo_rl_tools.tracer.{name}" for name in ("client", "hub", "playback", "summary")},
+    **{f"nemo_rl.models.hf_{name}": f"nemo_rl.models.hf.{name}" for name in ("files", "folder", "modules", "writing")},
+    **{f"nemo_rl.models.{name}": f"nemo_rl.models.hf.{name}" for name in ("hub", "loading", "shards", "tiny_model")},
+    **{f"nemo_rl.models.{name}": f"nemo_rl.models.head.{name}" for name in ("logprobs", "support", "top_k")},
+    "nemo_rl.models.checkpoint_folder": "nemo_rl.models.hf.checkpoint_folder",
+    "nemo_rl.models.adapter_folder": "nemo_rl.models.adapters.folder",
+    "nemo_rl.models.expert_adapters": "nemo_rl.models.adapters.expert_adapters",
+    "nemo_rl.models.lora": "nemo_rl.models.adapters.lora",
+    "nemo_rl.models.segment_attention": "nemo_rl.models.attention.segments",
+    "nemo_rl.models.varlen_attention": "nemo_rl.models.attention.varlen",
+    "nemo_rl.models.vision_processor": "nemo_rl.models.vision.processor",
+    "nemo_rl.models.weights_digest": "nemo_rl.models.weight_sync.weights_digest",
+}
+"""Modules that were moved -> where they are. TODO(two-roots): remove with release 0.2."""
+
+
+class _Moved:
+    """The last finder of imports: says where a module lies now that nothing else found."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        if name in _MOVED:
+            raise ModuleNotFoundError(f"{name} has moved: import {_MOVED[name]} instead", name=name)
+
+
+sys.meta_path.append(_Moved)  # type: ignore[arg-type]
 
 
 def __getattr__(name: str) -> Any:

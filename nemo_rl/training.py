@@ -30,7 +30,7 @@ from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.environments.session_rewards import Function, SessionReward, reward_code, takes_lists, with_names
 from nemo_rl.errors import ConfigError, DatasetError, NemoRLError, UserError
 from nemo_rl.utils import interrupt
-from nemo_rl.utils.console import configure_logging, make_console
+from nemo_rl.utils.console import LOGGERS, configure_logging, make_console
 from nemo_rl.utils.exits import crash_line, machine_problem
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.trackers import METRICS_FILE, metrics_by_step
@@ -412,7 +412,7 @@ def _fresh_folder(name: str) -> Path:
 def _session(config: MasterConfig) -> Iterator[None]:
     """Set this process up as the command line does, and put everything back at the end; errors are ours."""
     root, threads, hook = logging.getLogger(), _num_threads(), sys.excepthook
-    handlers, levels = root.handlers[:], {logger: logger.level for logger in (root, logging.getLogger("nemo_rl"))}
+    handlers, levels = root.handlers[:], {logger: logger.level for logger in (root, *map(logging.getLogger, LOGGERS))}
     set_here = {name: value for name, value in driver_environment(config).items() if name not in os.environ}
     os.environ.update(set_here)
     # Handlers of the program are put aside: setting others up would close them.

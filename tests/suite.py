@@ -149,7 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.full:
             os.environ[FULL] = "1"
         # Tests start some hundred processes, and where bytecode is not written each of them would compile the library.
-        compileall.compile_dir(ROOT / "nemo_rl", quiet=1)
+        for name in ("nemo_rl", "nemo_rl_tools"):
+            compileall.compile_dir(ROOT / name, quiet=1)
         suite = Suite(folder=Path(folder), failed=[], lock=Lock())
         parts = [*pytest_parts(marks, is_fast=given.fast), *static_parts()]
         parts = [part for part in parts if not given.only or part.name in given.only]

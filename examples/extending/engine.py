@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface, GenerationOutput, GenerationRequest
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.weight_sync.target import ModuleRefitTarget
 
 __all__ = ["PlainEngine"]

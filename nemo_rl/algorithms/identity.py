@@ -14,7 +14,7 @@ from pathlib import Path
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import CheckpointError, boundary
 from nemo_rl.experience.rollout_records import RolloutInfo
-from nemo_rl.models.loading import CONFIG_FILE
+from nemo_rl.models.hf.loading import CONFIG_FILE
 from nemo_rl.utils.checkpoint import Checkpoint
 from nemo_rl.utils.files import open_plain, read_plain_text
 

@@ -89,7 +89,7 @@ from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.experience.rollout_records import RolloutInfo
 from nemo_rl.experience.rollout_worker import RolloutSpec, RolloutWorker
 from nemo_rl.models.generation.interfaces import EngineSpec
-from nemo_rl.models.loading import decoder_sizes, load_model_config
+from nemo_rl.models.hf.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker

@@ -21,7 +21,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
-from nemo_rl.models.loading import decoder_sizes, load_model_config
+from nemo_rl.models.hf.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.tq_worker import TQWorker

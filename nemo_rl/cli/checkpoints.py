@@ -134,9 +134,9 @@ def for_evaluation(config: MasterConfig, weights: FoundWeights, out: Path) -> Ma
     lora, model = LoraConfig(), weights.model
     if weights.adapter is not None:
         # torch takes seconds to import, and whole models need none here.
-        from nemo_rl.models.adapter_folder import merge_folder, policy_at  # noqa: PLC0415
-        from nemo_rl.models.hub import local_folders  # noqa: PLC0415
-        from nemo_rl.models.loading import DTYPES  # noqa: PLC0415
+        from nemo_rl.models.adapters.folder import merge_folder, policy_at  # noqa: PLC0415
+        from nemo_rl.models.hf.hub import local_folders  # noqa: PLC0415
+        from nemo_rl.models.hf.loading import DTYPES  # noqa: PLC0415
 
         # The base is read: its folder in place of a name on the hub.
         config = config.model_copy(update={"policy": local_folders(config.policy)})
@@ -239,9 +239,9 @@ def export(
     """
     # torch takes seconds to import, and other commands need none.
     from nemo_rl.algorithms.identity import exported_dtype, model_dtype  # noqa: PLC0415
-    from nemo_rl.models.adapter_folder import is_adapter_folder  # noqa: PLC0415
-    from nemo_rl.models.hf_writing import cast_folder  # noqa: PLC0415
-    from nemo_rl.models.loading import DTYPES  # noqa: PLC0415
+    from nemo_rl.models.adapters.folder import is_adapter_folder  # noqa: PLC0415
+    from nemo_rl.models.hf.loading import DTYPES  # noqa: PLC0415
+    from nemo_rl.models.hf.writing import cast_folder  # noqa: PLC0415
 
     checkpoint = find_checkpoint(run, step=step)
     if is_adapter_folder(checkpoint.weights):
@@ -259,8 +259,8 @@ def export(
 
 def _export_adapter(checkpoint: Checkpoint, out: Path, *, dtype: Dtype | None, merged: bool, base: Path | None) -> None:
     from nemo_rl.algorithms.identity import exported_dtype  # noqa: PLC0415 - imports torch
-    from nemo_rl.models.adapter_folder import base_folder_of, merge_folder  # noqa: PLC0415
-    from nemo_rl.models.loading import DTYPES  # noqa: PLC0415
+    from nemo_rl.models.adapters.folder import base_folder_of, merge_folder  # noqa: PLC0415
+    from nemo_rl.models.hf.loading import DTYPES  # noqa: PLC0415
 
     console = make_console()
     if not merged:

@@ -192,7 +192,7 @@ def slurm(
 ) -> None:
     """Submit a job that runs RECIPE on a Ray cluster over its nodes (`ray.sub`)."""
     # The planes' and engines' tables are read; other commands need none of them.
-    from nemo_rl.cluster.slurm.job import JobOptions, render_job, submit_job  # noqa: PLC0415
+    from nemo_rl.slurm.job import JobOptions, render_job, submit_job  # noqa: PLC0415
 
     options = JobOptions(
         nodes=nodes,
@@ -218,7 +218,7 @@ def attach(
     command: Annotated[list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="default: a shell")] = None,
 ) -> None:
     """Run COMMAND on the job's head, with RAY_ADDRESS and the token of its Ray set."""
-    from nemo_rl.cluster.slurm.job import attach_words  # noqa: PLC0415
+    from nemo_rl.slurm.job import attach_words  # noqa: PLC0415
 
     raise typer.Exit(subprocess.run(attach_words(job, command or ()), check=False).returncode)
 

@@ -28,21 +28,21 @@ from nemo_rl.cli.data_plane import app as data_plane_app
 from nemo_rl.cli.doors import Verbs, answer_old_names, refuse
 from nemo_rl.cli.launch import app as launch_app
 from nemo_rl.cli.launch import init, train
-from nemo_rl.cli.trace_watch import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils.exits import INTERRUPTED, crash_line, machine_problem, text_of
 
 __all__ = ["TOOLS", "app", "main"]
 
 TOOLS = {
-    "inspect": "nemo_rl.cli.inspect:app",
-    "compare": "nemo_rl.cli.compare:app",
-    "config": "nemo_rl.cli.recipes:app",
-    "probe": "nemo_rl.cli.probe:app",
-    "doctor": "nemo_rl.cli.recipes:doctor",
-    "plan": "nemo_rl.cli.recipes:plan",
-    "shrink": "nemo_rl.cli.recipes:shrink",
-    "view": "nemo_rl.cli.view:view",
+    "inspect": "nemo_rl_tools.cli.inspect:app",
+    "compare": "nemo_rl_tools.cli.compare:app",
+    "config": "nemo_rl_tools.cli.recipes:app",
+    "probe": "nemo_rl_tools.cli.probe:app",
+    "doctor": "nemo_rl_tools.cli.recipes:doctor",
+    "plan": "nemo_rl_tools.cli.recipes:plan",
+    "shrink": "nemo_rl_tools.cli.recipes:shrink",
+    "trace": "nemo_rl_tools.cli.trace_watch:app",
+    "view": "nemo_rl_tools.cli.view:view",
 }
 """Subcommands of the package nemo-rl-tools -> `module:name` of each, a group or a function."""
 TOOLS_PACKAGE = "nemo-rl-tools"
@@ -62,7 +62,6 @@ app = typer.Typer(
 )
 app.add_typer(data_plane_app, name="data-plane")
 app.add_typer(launch_app, name="launch")
-app.add_typer(trace_app, name="trace")
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(train)
@@ -73,10 +72,10 @@ app.add_typer(rollouts_app, name="rollouts", hidden=True)
 
 def _add_tools() -> dict[str, typer.Typer]:
     """Add the subcommands of `TOOLS`, or in their place the sentence that says what to install; return their groups."""
-    groups = {}
+    groups, absent = {}, find_spec(TOOLS_PACKAGE.replace("-", "_")) is None
     for name, place in TOOLS.items():
         module, _, attribute = place.partition(":")
-        if find_spec(module) is None:
+        if absent:
             refuse(app, name, partial(_not_installed, name))
         elif isinstance(found := getattr(import_module(module), attribute), typer.Typer):
             app.add_typer(found, name=name)
@@ -93,7 +92,7 @@ def _not_installed(name: str, _given: Sequence[str]) -> str:
     )
 
 
-answer_old_names({"": app, "trace": trace_app, "data-plane": data_plane_app, "rollouts": rollouts_app, **_add_tools()})
+answer_old_names({"": app, "data-plane": data_plane_app, "rollouts": rollouts_app, **_add_tools()})
 
 
 def _show_version(asked: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from nemo_rl.utils.console import printable
+from nemo_rl.utils.console import LOGGERS, printable
 
 __all__ = ["WORKER_LOGS", "WorkerLog"]
 
@@ -46,7 +46,8 @@ class WorkerLog(logging.Handler):
         """
         handler = cls(path)
         logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-        logging.getLogger("nemo_rl").setLevel(level)
+        for name in LOGGERS:
+            logging.getLogger(name).setLevel(level)
         logging.captureWarnings(True)
         return handler
 
@@ -54,7 +55,7 @@ class WorkerLog(logging.Handler):
         record.stage = self.stage or "-"
         if self._file is not None:
             self._file.handle(record)
-        is_ours = record.name.partition(".")[0] == "nemo_rl"
+        is_ours = record.name.partition(".")[0] in LOGGERS
         if is_ours and record.levelno >= logging.WARNING and len(self._warnings) < KEPT_WARNINGS:
             self._warnings.append(printable(record.getMessage(), limit=WARNING_LENGTH))
 

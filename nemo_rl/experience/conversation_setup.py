@@ -39,7 +39,7 @@ from nemo_rl.experience.conversations import ConversationLoop
 from nemo_rl.experience.rollouts import ResponseSampler, ResponseScorer, RolloutSpec, SamplesPrompts, sampling_params
 from nemo_rl.experience.turn_sampler import TurnSampler
 from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
-from nemo_rl.models.vision_processor import PromptPictures, encoder_of
+from nemo_rl.models.vision.processor import PromptPictures, encoder_of
 
 __all__ = [
     "FormatCheck",

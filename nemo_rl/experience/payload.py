@@ -27,8 +27,8 @@ from nemo_rl.experience.conversation_attempt import ConversationRecord
 from nemo_rl.experience.token_row import TokenRow
 from nemo_rl.jagged import nest
 from nemo_rl.models.generation.interfaces import GenerationOutput
-from nemo_rl.models.loading import load_model_config
-from nemo_rl.models.support import SUPPORT
+from nemo_rl.models.head.support import SUPPORT
+from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.vision import PromptImages, vision_columns
 from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum
 from nemo_rl.utils.rollout_file import rounded

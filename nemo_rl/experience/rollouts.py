@@ -28,7 +28,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     SamplingParams,
 )
-from nemo_rl.models.vision_processor import PromptPictures
+from nemo_rl.models.vision.processor import PromptPictures
 
 __all__ = [
     "MeasuredSamples",

@@ -20,19 +20,33 @@ from typing import Any
 from nemo_rl.errors import ResourceError, RunFolderError, UserError
 from nemo_rl.tracer.link import HubAddress, HubLink, OnMessage
 from nemo_rl.tracer.protocol import HubLimits, Role
-from nemo_rl.tracer.stream_reader import RECORDING_FOLDER
 from nemo_rl.tracer.tokens import HubTokens, token_path, write_private
 from nemo_rl.utils.child_process import ChildProcess
 from nemo_rl.utils.files import write_text
 
-__all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec", "TracedJob", "find_hub", "open_job"]
+__all__ = [
+    "HUB_FILE",
+    "HUB_MODULE",
+    "LOG_FILE",
+    "OPEN_FILE",
+    "RECORDING_FOLDER",
+    "HubProcess",
+    "HubSpec",
+    "TracedJob",
+    "find_hub",
+    "open_job",
+]
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
 """Seconds that the hub may take to write what waits and to end."""
+RECORDING_FOLDER = "tracer"
+"""Folder of the tracer in the log folder of a run."""
 HUB_FILE, OPEN_FILE, LOG_FILE = "hub.json", "open.html", "hub.log"
 MAX_HUB_FILE = 65_536
+HUB_MODULE = "nemo_rl_tools.tracer.hub.main"
+"""What the process of a hub runs: in the package nemo-rl-tools."""
 ANY_HOST = ("0.0.0.0", "::", "")
 """All addresses of the machine."""
 
@@ -154,7 +168,7 @@ class HubProcess:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.tokens.write(folder)
         self._process = ChildProcess(
-            [sys.executable, "-m", "nemo_rl.tracer.hub.main"],
+            [sys.executable, "-m", HUB_MODULE],
             name="the tracer's hub",
             log=folder / LOG_FILE,
             is_read=True,

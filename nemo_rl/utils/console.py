@@ -13,7 +13,10 @@ import sys
 from rich.console import Console
 from rich.logging import RichHandler
 
-__all__ = ["bytes_text", "configure_logging", "make_console", "printable"]
+__all__ = ["LOGGERS", "bytes_text", "configure_logging", "make_console", "printable"]
+
+LOGGERS = ("nemo_rl", "nemo_rl_tools")
+"""Loggers of this project's two packages."""
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -33,7 +36,8 @@ def configure_logging(console: Console, *, level: int = logging.INFO) -> None:
     handler = RichHandler(console=console, show_path=False, markup=False, log_time_format="%H:%M:%S")
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("nemo_rl").setLevel(level)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(level)
     # torch warns about an internal name whenever a library asks whether it is being traced.
     logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: record.levelno >= logging.ERROR)
 

@@ -1,6 +1,6 @@
 """The files of the readable rollouts of a run, the form of their numbers, and the tokens of a row in them.
 
-The trainer and the rollout worker write them; `nemo_rl.diagnostics.rollouts` reads them without torch. Invariant: the
+The trainer and the rollout worker write them; `nemo_rl_tools.rollouts` reads them without torch. Invariant: the
 texts of a row's tokens, joined, are its text, at most with another space in front of it.
 """
 

@@ -29,7 +29,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     SamplingParams,
 )
-from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.weight_sync.base import RefitParties
 from nemo_rl.models.weight_sync.factory import BroadcastWeightSync, PayloadWeightSync, receipt_spec
 from tests.helpers.engine_process import NO_VLLM, has_vllm, names_left, policy_of, train

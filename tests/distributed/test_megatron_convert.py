@@ -14,9 +14,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.hf_folder import ALL_ROWS, ModelWeights, open_weights
-from nemo_rl.models.hf_writing import ModelDescription, write_folder
-from nemo_rl.models.loading import named_weights
+from nemo_rl.models.hf.folder import ALL_ROWS, ModelWeights, open_weights
+from nemo_rl.models.hf.loading import named_weights
+from nemo_rl.models.hf.writing import ModelDescription, write_folder
 from nemo_rl.models.megatron.convert import export_weights, load_weights, weight_infos
 from nemo_rl.models.megatron.convert_table import table_name
 from nemo_rl.models.megatron.setup import MegatronModel, build_model, destroy_parallel, initialize_parallel

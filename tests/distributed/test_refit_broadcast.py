@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.errors import CollectiveTimeout, ConfigError, WorkerError
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.workers.launch import check_distinct_devices
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import RefitPlan

@@ -26,8 +26,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.distributed.packing import plan_packs
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.loading import load_causal_lm, load_model_config
+from nemo_rl.models.hf.loading import load_causal_lm, load_model_config
+from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.routes.columns import decode_routes, encode_routes

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.policy import MegatronConfig
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models import hf_writing
-from nemo_rl.models.hf_writing import write_folder, write_shares
+from nemo_rl.models.hf import writing
+from nemo_rl.models.hf.writing import write_folder, write_shares
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.gloo import run_ranks
 from tests.helpers.model_families import write_family
@@ -78,7 +78,7 @@ def _full_disk(worker: PolicyWorker, folder: Path, which: str) -> str:
 
 
 def _all_cases(rank: int, root: Path) -> dict[str, str]:
-    hf_writing.WINDOW_BYTES = WINDOW_BYTES
+    writing.WINDOW_BYTES = WINDOW_BYTES
     messages = {}
     for name, (family, layout) in CASES.items():
         worker = tiny_worker(tiny_policy(root / family, **layout), rank=rank, world_size=RANKS)

@@ -18,11 +18,11 @@ from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ConfigError
-from nemo_rl.models import head
-from nemo_rl.models.head import LazyLogits
-from nemo_rl.models.logprobs import Sampling, VocabShard, WantedLines, token_lines, token_logprobs
-from nemo_rl.models.support import KeptSets
-from nemo_rl.models.top_k import TopTokens
+from nemo_rl.models.head import lazy_logits
+from nemo_rl.models.head.lazy_logits import LazyLogits
+from nemo_rl.models.head.logprobs import Sampling, VocabShard, WantedLines, token_lines, token_logprobs
+from nemo_rl.models.head.support import KeptSets
+from nemo_rl.models.head.top_k import TopTokens
 from tests.helpers.gloo import COLLECTIVE_TIMEOUT_S, run_ranks
 from tests.helpers.model_families import FAMILY_SIZES, write_family
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
@@ -79,7 +79,7 @@ def _adjoints(rank: int) -> dict[str, float]:
 
 def _split_logprobs(rank: int) -> dict[str, tuple[float, float]]:
     """Errors of log-probabilities, entropies and gradients against whole logits, across chunk borders."""
-    head.CHUNK_ELEMENTS["cpu"] = 64
+    lazy_logits.CHUNK_ELEMENTS["cpu"] = 64
     hidden, weight = numbers(11, 6, seed=3).float(), numbers(20, 6, seed=6).float() * 2
     logits = hidden @ weight.T
     targets = torch.randint(0, 20, (11,), generator=torch.Generator().manual_seed(4))

@@ -18,12 +18,12 @@ from nemo_rl.algorithms.kept_groups import GROUPS
 from nemo_rl.algorithms.run import run
 from nemo_rl.algorithms.schedule_file import SCHEDULE_FILE
 from nemo_rl.cli.main import app
-from nemo_rl.diagnostics.run_replay import replay_run
-from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
-from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import CheckpointError, UserError, WorkerError
 from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl_tools.run_replay import replay_run
+from nemo_rl_tools.step_replay.chain import ReplayRequest
+from nemo_rl_tools.step_replay.replay import replay_step
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers.model_families import write_family
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder

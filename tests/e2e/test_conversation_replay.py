@@ -18,11 +18,11 @@ from rich.console import Console
 from nemo_rl.algorithms.kept_steps.folder import CONVERSATION_FILE, StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.data.tokenizer import build_tokenizer
-from nemo_rl.diagnostics.conversation_replay import replay_conversations
-from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
-from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.utils.manifest import Manifest
+from nemo_rl_tools.conversation_replay import replay_conversations
+from nemo_rl_tools.step_replay.chain import ReplayProblem, ReplayRequest
+from nemo_rl_tools.step_replay.replay import replay_step
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers.chat_templates import QWEN3
 from tests.helpers.runs import LOCAL, ROOT, load_recipe, rollouts_of, write_recipe
 from tests.helpers.tiny_model import tiny_model, write_tiny_folder

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nemo_rl.cli.main import app
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers.tiny_model import write_tiny_folder
 from tests.repo.walk_docs import ROOT, blocks_of
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers.runs import LOCAL, load_recipe, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 

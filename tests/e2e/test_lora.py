@@ -22,19 +22,19 @@ from nemo_rl.algorithms.run import run
 from nemo_rl.algorithms.schedule_file import SCHEDULE_FILE
 from nemo_rl.algorithms.setup import open_parts
 from nemo_rl.cli.main import app, main
-from nemo_rl.diagnostics.run_replay import replay_run
-from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
-from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.calls import ask
-from nemo_rl.models.adapter_folder import base_identity, base_of, load_model_at
-from nemo_rl.models.hf_folder import open_weights
-from nemo_rl.models.loading import load_causal_lm, named_weights
+from nemo_rl.models.adapters.folder import base_identity, base_of, load_model_at
+from nemo_rl.models.hf.folder import open_weights
+from nemo_rl.models.hf.loading import load_causal_lm, named_weights
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
 from nemo_rl.models.weight_sync.target import RefitTarget
 from nemo_rl.utils.manifest import Manifest
 from nemo_rl.utils.trackers import read_metrics
+from nemo_rl_tools.run_replay import replay_run
+from nemo_rl_tools.step_replay.chain import ReplayRequest
+from nemo_rl_tools.step_replay.replay import replay_step
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from examples.starter import STARTER_TASKS, make_starter
 from nemo_rl.algorithms.run import run
-from nemo_rl.diagnostics.conversation_replay import replay_conversations
-from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl_tools.conversation_replay import replay_conversations
+from nemo_rl_tools.step_replay.chain import ReplayRequest
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers.processes import MARK, marked
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps
 

@@ -20,13 +20,13 @@ from nemo_rl.algorithms.kept_steps.folder import STEP_FILE, UPDATE_FILE, StepsFo
 from nemo_rl.algorithms.kept_steps.record import StepStatus
 from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
-from nemo_rl.diagnostics.compare.folders import compare_folders
-from nemo_rl.diagnostics.compare.limits import read_limits
-from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
-from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.verdict import Comparison, Verdict
 from nemo_rl.errors import ConfigError, NonFiniteError, UserError
 from nemo_rl.utils.manifest import Manifest
+from nemo_rl_tools.compare.folders import compare_folders
+from nemo_rl_tools.compare.limits import read_limits
+from nemo_rl_tools.step_replay.chain import ReplayProblem, ReplayRequest
+from nemo_rl_tools.step_replay.replay import replay_step
+from nemo_rl_tools.verdict import Comparison, Verdict
 from tests.helpers.faulty_loss import row_sums
 from tests.helpers.model_families import write_family
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, start_cli, write_recipe

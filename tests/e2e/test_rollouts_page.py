@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.diagnostics.rollouts.choice import choose_rollouts
-from nemo_rl.diagnostics.rollouts.page import write_rollout_page
+from nemo_rl_tools.rollouts.choice import choose_rollouts
+from nemo_rl_tools.rollouts.page import write_rollout_page
 from tests.helpers.browser import Browser, chromium_path
 from tests.helpers.rollout_rows import HOSTILE, earlier_row, token_row, usual_rows, write_rows
 

@@ -12,10 +12,10 @@ from rich.console import Console
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.run import run
 from nemo_rl.data.tokenizer import build_tokenizer
-from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
-from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError
+from nemo_rl_tools.step_replay.chain import ReplayRequest
+from nemo_rl_tools.step_replay.replay import replay_step
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers.runs import LOCAL, ROOT, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import VOCAB, tiny_model, write_tiny_folder
 

@@ -16,12 +16,12 @@ from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
 from nemo_rl.data_plane.column_io import read_column_file
 from nemo_rl.data_plane.extra_columns import rows_as_list
-from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
-from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import UserError
-from nemo_rl.models.vision_processor import processor_for
+from nemo_rl.models.vision.processor import processor_for
+from nemo_rl_tools.step_replay.chain import ReplayRequest
+from nemo_rl_tools.step_replay.replay import replay_step
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers import mooncake
 from tests.helpers.engine_process import NO_VLLM, has_vllm
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe

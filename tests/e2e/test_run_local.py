@@ -16,10 +16,10 @@ from nemo_rl.algorithms.run import run
 from nemo_rl.algorithms.scored_rows import EQUAL
 from nemo_rl.algorithms.setup import open_parts, open_trainer
 from nemo_rl.algorithms.stages.bodies import NOT_TRAINED
-from nemo_rl.diagnostics.rollouts.row import read_rows
 from nemo_rl.errors import RewardError, WorkerError
 from nemo_rl.utils.rollout_file import rollout_path
 from nemo_rl.utils.run_lock import outcome_of
+from nemo_rl_tools.rollouts.row import read_rows
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, validated_rollouts_of, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 

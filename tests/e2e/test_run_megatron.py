@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
-from nemo_rl.models.adapter_folder import is_adapter_folder
+from nemo_rl.models.adapters.folder import is_adapter_folder
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
-from nemo_rl.diagnostics.route_chain.chain import verify_trace
 from nemo_rl.utils.r3_trace import reset_r3_trace
+from nemo_rl_tools.route_chain.chain import verify_trace
 from tests.helpers.model_families import write_family
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 

@@ -19,11 +19,11 @@ from nemo_rl.algorithms.scored_rows import TOO_FAR
 from nemo_rl.algorithms.stages.bodies import PrevLogprobs
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.data_plane.keys import group_uid
-from nemo_rl.diagnostics.rollouts.row import RolloutRow, read_rows
-from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest, SnapshotColumns
-from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import WorkerError
+from nemo_rl_tools.rollouts.row import RolloutRow, read_rows
+from nemo_rl_tools.step_replay.chain import ReplayProblem, ReplayRequest, SnapshotColumns
+from nemo_rl_tools.step_replay.replay import replay_step
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 

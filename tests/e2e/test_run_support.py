@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
-from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
-from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
-from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl_tools.mismatch.explain import explain_mismatch
+from nemo_rl_tools.step_replay.chain import ReplayRequest
+from nemo_rl_tools.step_replay.replay import replay_step
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 

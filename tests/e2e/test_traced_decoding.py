@@ -20,11 +20,11 @@ from nemo_rl.algorithms.step_tracing import LiveTracing
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, traced_row
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
-from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.tracer.entry import EntryKind
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.tracer.frame import Frame, FrameTable
 from nemo_rl.tracer.reducer import STATS
-from nemo_rl.tracer.stream_reader import StreamReader
+from nemo_rl_tools.tracer.entry import EntryKind
+from nemo_rl_tools.tracer.stream_reader import StreamReader
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 from tests.helpers.tracer_recordings import tokens_of

@@ -24,12 +24,12 @@ from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.cli.main import app
 from nemo_rl.errors import NonFiniteError, PreflightError, UserError
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.tracer.client import HubGone, LiveClient
-from nemo_rl.tracer.entry import EntryKind
 from nemo_rl.tracer.frame import Frame
 from nemo_rl.tracer.protocol import Role
-from nemo_rl.tracer.stream_reader import StreamReader
 from nemo_rl.tracer.tokens import read_token, token_path
+from nemo_rl_tools.tracer.client import HubGone, LiveClient
+from nemo_rl_tools.tracer.entry import EntryKind
+from nemo_rl_tools.tracer.stream_reader import StreamReader
 from tests.helpers.model_families import FAMILY_SIZES, write_family, write_with_tokenizer
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder

@@ -22,14 +22,14 @@ import torch
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE
-from nemo_rl.diagnostics.view.pages import WRITTEN_STEPS, ViewPages
-from nemo_rl.diagnostics.view.runs import MOST_POINTS, find_runs, id_of
-from nemo_rl.diagnostics.view.tracers import OpenTracers
 from nemo_rl.errors import UserError
 from nemo_rl.tracer.process import HubProcess, HubSpec
 from nemo_rl.tracer.tokens import HubTokens
 from nemo_rl.utils.files import wait_readable
 from nemo_rl.utils.rollout_file import rollout_path
+from nemo_rl_tools.view.pages import WRITTEN_STEPS, ViewPages
+from nemo_rl_tools.view.runs import MOST_POINTS, find_runs, id_of
+from nemo_rl_tools.view.tracers import OpenTracers
 from tests.helpers.browser import Browser, chromium_path
 from tests.helpers.data_planes import ids_column, keys_of
 from tests.helpers.rollout_rows import token_row, write_rows

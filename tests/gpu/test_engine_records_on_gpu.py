@@ -33,9 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recorded(folder: Path, layout: str, out: Path, *, gpus: int = GPUS) -> Path:
     """Return the records of three rows that run through the layout."""
     # All that a machine without msgpack lacks is imported where the test is not skipped.
-    from nemo_rl.diagnostics.runner.layout_text import LayoutText
-    from nemo_rl.diagnostics.runner.prompts import PromptSpec
-    from nemo_rl.diagnostics.runner.run import RECORDS, ProbeSpec, run_probe
+    from nemo_rl_tools.runner.layout_text import LayoutText
+    from nemo_rl_tools.runner.prompts import PromptSpec
+    from nemo_rl_tools.runner.run import RECORDS, ProbeSpec, run_probe
 
     sizes = {"gpu_memory_utilization": 0.2, "enforce_eager": True}
     spec = ProbeSpec(
@@ -52,8 +52,8 @@ def recorded(folder: Path, layout: str, out: Path, *, gpus: int = GPUS) -> Path:
 
 
 def check(expected: Path, found: Path) -> None:
-    from nemo_rl.diagnostics.compare.folders import compare_folders
-    from nemo_rl.diagnostics.verdict import Verdict
+    from nemo_rl_tools.compare.folders import compare_folders
+    from nemo_rl_tools.verdict import Verdict
 
     comparison = compare_folders(expected, found)
     assert comparison.verdict is Verdict.PASS, list(comparison.lines())

@@ -13,11 +13,11 @@ from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.schema import LossConfig
+from nemo_rl.models.adapters.lora import folded
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
-from nemo_rl.models.lora import folded
+from nemo_rl.models.hf.shards import local_shard
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.shards import local_shard
 from tests.helpers.model_families import config_of, write_family, write_with_tokenizer
 from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
 

@@ -19,7 +19,7 @@ from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.megatron.mcore import USING_PYTORCH_OPTIMIZER
 from nemo_rl.models.megatron.transformer_config import has_transformer_engine
 from nemo_rl.models.policy.workers.compose import compose_worker

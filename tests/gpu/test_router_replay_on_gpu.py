@@ -16,7 +16,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import WorkerError
-from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, RouteReplayer
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.routes.digest import route_digests

@@ -15,7 +15,7 @@ from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.loading import load_causal_lm, load_model_config
+from nemo_rl.models.hf.loading import load_causal_lm, load_model_config
 from nemo_rl.models.vision import PIXELS, PromptImages, family_of
 from tests.helpers.tiny_model import tiny_policy, tiny_worker
 from tests.helpers.vision_models import FAMILIES, hf_logits, vision_batch, write_vision_folder, write_vision_model

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.cluster.recipe_import import Imported, to_recipe
-from nemo_rl.cluster.recipe_import.keys import Fate
 from nemo_rl.config.load import load_config
 from nemo_rl.config.yaml_text import yaml_line
+from nemo_rl_tools.recipe_import import Imported, to_recipe
+from nemo_rl_tools.recipe_import.keys import Fate
 
 SMALL: dict[str, Any] = {
     "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4},

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.loading import load_causal_lm, named_weights
-from nemo_rl.models.logprobs import Sampling, token_logprobs
+from nemo_rl.models.head.logprobs import Sampling, token_logprobs
+from nemo_rl.models.hf.loading import load_causal_lm, named_weights
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 
 

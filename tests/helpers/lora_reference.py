@@ -14,8 +14,8 @@ from peft.tuners.lora.layer import ParamWrapper
 from transformers import PreTrainedModel
 
 from nemo_rl.config.lora import LoraConfig
-from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.lora import A_SUFFIX, B_SUFFIX, adapted_layers
+from nemo_rl.models.adapters.lora import A_SUFFIX, B_SUFFIX, adapted_layers
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.interfaces import TensorInfo
 from tests.helpers.hf_reference import global_scale, hf_logprobs
 from tests.helpers.parallel_layouts import ADAM, LOSS, MAX_GRAD_NORM, ROWS, STEPS, Arrays, Outcome, layout_batch

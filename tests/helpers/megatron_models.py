@@ -27,14 +27,14 @@ from transformers import (
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
-from nemo_rl.models.hf_folder import ModelWeights
-from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.attention.varlen import Segments
+from nemo_rl.models.hf.folder import ModelWeights
+from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.megatron.attention import PackedSegments
 from nemo_rl.models.megatron.convert import export_weights, load_weights
 from nemo_rl.models.megatron.mcore import parallel_state
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel, build_model, destroy_parallel, initialize_parallel
-from nemo_rl.models.varlen_attention import Segments
 from nemo_rl.routes.shape import RouteShape
 from tests.helpers.model_families import FAMILY_SIZES, write_with_tokenizer
 

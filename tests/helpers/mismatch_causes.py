@@ -27,19 +27,19 @@ from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE
 from nemo_rl.algorithms.kept_steps.record import StepSnapshot, record_text
 from nemo_rl.algorithms.run import run
 from nemo_rl.data_plane.column_io import write_column_file
-from nemo_rl.diagnostics.mismatch.explain import MismatchReport, explain_mismatch
-from nemo_rl.diagnostics.mismatch.scorer import scaled_rope
-from nemo_rl.diagnostics.step_replay.chain import ReplayRequest
 from nemo_rl.jagged import nest
 from nemo_rl.models.generation.interfaces import GenerationRequest, RecordedRoutes, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.hf_modules import ROUTER_KINDS
-from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.logprobs import Sampling, token_logprobs
-from nemo_rl.models.support import SUPPORT, decode_support
+from nemo_rl.models.head.logprobs import Sampling, token_logprobs
+from nemo_rl.models.head.support import SUPPORT, decode_support
+from nemo_rl.models.hf.loading import load_causal_lm
+from nemo_rl.models.hf.modules import ROUTER_KINDS
 from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import MISSING
 from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
+from nemo_rl_tools.mismatch.explain import MismatchReport, explain_mismatch
+from nemo_rl_tools.mismatch.scorer import scaled_rope
+from nemo_rl_tools.step_replay.chain import ReplayRequest
 from tests.helpers.hf_reference import logprobs_from_logits
 from tests.helpers.model_families import write_with_tokenizer
 from tests.helpers.runs import LOCAL, load_recipe, write_recipe

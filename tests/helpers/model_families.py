@@ -24,7 +24,7 @@ from transformers import (
 
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
-from nemo_rl.models.hf_modules import HFRouters
+from nemo_rl.models.hf.modules import HFRouters
 
 PADDING_TOKEN = 125
 """Padding token of these models; it lies inside rows of `layout_batch`, as an end of sequence that also pads does."""

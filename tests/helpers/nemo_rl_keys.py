@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from nemo_rl.cluster.recipe_import.keys import Fate
+from nemo_rl_tools.recipe_import.keys import Fate
 
 __all__ = ["FATES", "KEYS", "nested"]
 

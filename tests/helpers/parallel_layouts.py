@@ -30,12 +30,12 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, plan_fixed, plan_packs, plan_padded
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.dtensor.parallelize import full_weight
-from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
+from nemo_rl.models.head.top_k import TopTokens
+from nemo_rl.models.hf.loading import load_causal_lm, load_model_config, named_weights
+from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.models.policy.interfaces import ENTROPY, POLICY_TOPK
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.top_k import TopTokens
 from tests.helpers.case_selection import FULL
 from tests.helpers.distillation_reference import slow_distillation, teacher_columns, with_teacher
 from tests.helpers.hf_reference import global_scale, hf_entropies, hf_logprobs

@@ -22,9 +22,9 @@ from rich.console import Console
 
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.run import run
-from nemo_rl.diagnostics.step_replay.chain import ReplayProblem, ReplayRequest
-from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.verdict import Comparison, Verdict
+from nemo_rl_tools.step_replay.chain import ReplayProblem, ReplayRequest
+from nemo_rl_tools.step_replay.replay import replay_step
+from nemo_rl_tools.verdict import Comparison, Verdict
 from tests.helpers.model_families import write_family
 from tests.helpers.runs import ROOT, SMALL, load_recipe, logged_steps
 from tests.helpers.tiny_model import write_tiny_folder

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nemo_rl.models.varlen_attention import Segments
+from nemo_rl.models.attention.varlen import Segments
 from nemo_rl.routes.digest import route_digests
 from nemo_rl.utils import r3_trace
 

@@ -20,11 +20,11 @@ import numpy as np
 
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
-from nemo_rl.tracer.hub.hub import Hub
-from nemo_rl.tracer.hub.server import HubEndpoint, HubServer
 from nemo_rl.tracer.reducer import Histogram, parse_reducer
 from nemo_rl.tracer.tokens import HubTokens
 from nemo_rl.tracer.watch import WatchPlan
+from nemo_rl_tools.tracer.hub.hub import Hub
+from nemo_rl_tools.tracer.hub.server import HubEndpoint, HubServer
 from tests.helpers.browser import Browser, chromium_path
 from tests.helpers.tracer_recordings import stats_of
 

@@ -10,12 +10,12 @@ import numpy as np
 from websockets.sync.client import connect
 
 from nemo_rl.records.sites import SiteKind
-from nemo_rl.tracer.entry import EntryKind
 from nemo_rl.tracer.frame import Frame, FramePart, FrameSite, FrameTable, Where
 from nemo_rl.tracer.protocol import LIVE_PATH, PROTOCOL_VERSION
 from nemo_rl.tracer.reducer import STATS, Span, Stats, TopK, parse_reducer
-from nemo_rl.tracer.store import StreamWriter
-from nemo_rl.tracer.stream_reader import StreamReader
+from nemo_rl_tools.tracer.entry import EntryKind
+from nemo_rl_tools.tracer.store import StreamWriter
+from nemo_rl_tools.tracer.stream_reader import StreamReader
 
 RUN = "run-1"
 RUN_MESSAGE = {

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import yaml
 
-__all__ = ["ROOT", "Fault", "load_faults", "problem_of"]
+from tests.helpers.roots import ROOT, ROOTS
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = "nemo_rl"
+__all__ = ["ROOT", "Fault", "load_faults", "problem_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +36,8 @@ class Fault:
 
     @property
     def package(self) -> str:
-        """Package below `nemo_rl`; empty for a module besides them."""
-        parts = self.file.split("/")
-        return parts[1] if len(parts) > 2 else ""
+        """Folder below a root, such as `nemo_rl/data`; the root for a module besides them."""
+        return "/".join(self.file.split("/")[:-1][:2])
 
     def apply(self, source: str) -> str:
         """The source with this fault.
@@ -78,7 +76,10 @@ def problem_of(fault: Fault, root: Path = ROOT) -> str | None:
 
 
 def _found_elsewhere(fault: Fault, root: Path) -> str:
-    texts = ((path, path.read_text(encoding="utf-8")) for path in sorted((root / PACKAGE).rglob("*.py")))
+    texts = (
+        (path, path.read_text(encoding="utf-8"))
+        for path in sorted(path for name in ROOTS for path in (root / name).rglob("*.py"))
+    )
     places = [str(path.relative_to(root)) for path, text in texts if fault.old in text]
     return f"; it is in {', '.join(places)}" if places else "; write the fault anew for the code as it is"
 

@@ -17,19 +17,19 @@ from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.diagnostics.compare.comparison import RecordingComparison
-from nemo_rl.diagnostics.compare.folders import compare_folders
-from nemo_rl.diagnostics.runner.layout_text import LayoutText
-from nemo_rl.diagnostics.runner.prompts import PromptSpec
-from nemo_rl.diagnostics.runner.rank import engine_policy
-from nemo_rl.diagnostics.runner.run import RECORDS, ProbeResult, ProbeSpec, run_probe
-from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
 from nemo_rl.models.generation.vllm.start import build_vllm_worker
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.recording import RecordSpec, recorded_model
+from nemo_rl_tools.compare.comparison import RecordingComparison
+from nemo_rl_tools.compare.folders import compare_folders
+from nemo_rl_tools.runner.layout_text import LayoutText
+from nemo_rl_tools.runner.prompts import PromptSpec
+from nemo_rl_tools.runner.rank import engine_policy
+from nemo_rl_tools.runner.run import RECORDS, ProbeResult, ProbeSpec, run_probe
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers.engine_process import NO_VLLM, EngineProxy, has_vllm, vllm_policy, vllm_process
 from tests.helpers.model_families import write_dense
 from tests.helpers.runs import LOCAL, ROOT, load_recipe, write_recipe

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.config.lora import LoraConfig
+from nemo_rl.models.adapters.lora import adapted_layers, adapter_infos, named_adapters
 from nemo_rl.models.dtensor.parallelize import full_weight
 from nemo_rl.models.dtensor.weights import fill_adapters
-from nemo_rl.models.hf_folder import open_weights
-from nemo_rl.models.loading import build_meta_model, load_causal_lm, load_model_config
-from nemo_rl.models.lora import adapted_layers, adapter_infos, named_adapters
+from nemo_rl.models.hf.folder import open_weights
+from nemo_rl.models.hf.loading import build_meta_model, load_causal_lm, load_model_config
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.case_selection import cases_of_this_run, pairwise, params
 from tests.helpers.gloo import JOB_S, run_ranks

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.megatron import train_step
 from nemo_rl.models.megatron.setup import PolicyGPT
 from tests.helpers import parallel_layouts

@@ -18,9 +18,9 @@ from peft.utils import transformers_weight_conversion
 from torch.distributed.checkpoint import FileSystemReader
 
 from nemo_rl.config.lora import LoraConfig
-from nemo_rl.models.hf_folder import open_weights
-from nemo_rl.models.loading import build_meta_model, load_causal_lm, load_model_config
-from nemo_rl.models.lora import adapted_layers, adapter_infos
+from nemo_rl.models.adapters.lora import adapted_layers, adapter_infos
+from nemo_rl.models.hf.folder import open_weights
+from nemo_rl.models.hf.loading import build_meta_model, load_causal_lm, load_model_config
 from nemo_rl.models.megatron import adapters
 from nemo_rl.models.megatron.convert import export_gradients, fill_adapters
 from nemo_rl.models.megatron.convert_table import AdaptedLinear, Weight

@@ -12,14 +12,14 @@ import pytest
 
 from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.config.load import load_config
-from nemo_rl.diagnostics.compare.comparison import RecordingComparison
-from nemo_rl.diagnostics.compare.folders import compare_folders, propose_limits
-from nemo_rl.diagnostics.compare.measurement import Metric
-from nemo_rl.diagnostics.runner.layout_text import LayoutText
-from nemo_rl.diagnostics.runner.prompts import PromptSpec
-from nemo_rl.diagnostics.runner.run import RECORDS, ProbeSpec, run_ab, run_probe
-from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.records.sites import SiteKind
+from nemo_rl_tools.compare.comparison import RecordingComparison
+from nemo_rl_tools.compare.folders import compare_folders, propose_limits
+from nemo_rl_tools.compare.measurement import Metric
+from nemo_rl_tools.runner.layout_text import LayoutText
+from nemo_rl_tools.runner.prompts import PromptSpec
+from nemo_rl_tools.runner.run import RECORDS, ProbeSpec, run_ab, run_probe
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers.model_families import write_family
 from tests.helpers.runs import ROOT
 from tests.helpers.tracer_recordings import differences, frames_of, tokens_of

@@ -23,7 +23,7 @@ from nemo_rl.experience.payload import build_columns
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker, build_engine_worker
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker

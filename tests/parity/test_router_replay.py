@@ -19,7 +19,7 @@ import torch
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.dtensor.parallelize import full_weight
 from nemo_rl.models.dtensor.train_step import OptimizerStep
-from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.policy.microbatch import PassShape
 from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.slices import RouteShard, TokenPlaces

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.dtensor import parallelize
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.hf_reference import hf_logprobs
 from tests.helpers.megatron_layouts import run_case

@@ -13,11 +13,11 @@ import torch
 from nemo_rl.config.policy import VisionConfig
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, plan_fixed, plan_packs, plan_padded
+from nemo_rl.models.attention.varlen import ATTENTION_NAME
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
 from nemo_rl.models.dtensor.train_step import place_images
-from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
+from nemo_rl.models.hf.loading import load_causal_lm, load_model_config, named_weights
 from nemo_rl.models.policy.microbatch import PassShape, build_microbatch
-from nemo_rl.models.varlen_attention import ATTENTION_NAME
 from nemo_rl.models.vision import family_of, freeze_tower, is_in_tower
 from tests.helpers.gloo import JOB_S, run_ranks
 from tests.helpers.hf_reference import global_scale

@@ -18,7 +18,7 @@ from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.hf_reference import hf_logprobs, hf_train_step
 from tests.helpers.model_families import LONG_ROPE, write_with_tokenizer

@@ -26,8 +26,8 @@ from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import UserError
-from nemo_rl.models.hf_folder import open_weights
-from nemo_rl.models.loading import load_causal_lm, load_model_config
+from nemo_rl.models.hf.folder import open_weights
+from nemo_rl.models.hf.loading import load_causal_lm, load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits
 from tests.helpers import bad_inputs
 from tests.helpers.case_selection import num_examples

@@ -23,9 +23,9 @@ from transformers.utils import logging
 from nemo_rl.algorithms.preflight.model_check import Trial, check_config, trials_of
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
-from nemo_rl.models.lora import router_layers
+from nemo_rl.models.adapters.lora import router_layers
+from nemo_rl.models.hf.tiny_model import language_config
 from nemo_rl.models.megatron.architecture import SUPPORTED
-from nemo_rl.models.tiny_model import language_config
 from nemo_rl.utils.memory import package_versions
 
 __all__ = ["HEAD", "WAYS", "config_of", "line_of", "trials"]

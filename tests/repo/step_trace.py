@@ -24,11 +24,11 @@ from nemo_rl.algorithms.losses import terms
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.config.load import load_config
 from nemo_rl.data_plane.interfaces import PayloadStore
+from tests.helpers.roots import ROOT, ROOTS
 
 __all__ = ["StepTrace", "trace_step"]
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "nemo_rl"
+PACKAGES = tuple(f"{ROOT / name}/" for name in ROOTS)
 DEMO = "configs/grpo_sort_cpu.yaml"
 IN_ONE_PROCESS = ("cluster.launcher=local", "cluster.cpu_workers_per_node=1", "data_plane.impl=noop")
 IN_ONE_PROCESS += ("policy.generation.num_replicas=1", "checkpointing.enabled=false", "grpo.val_at_start=false")
@@ -77,7 +77,7 @@ def trace_step(recipe: str = DEMO, overrides: Sequence[str] = ()) -> StepTrace:
 
             def entered(frame: FrameType, event: str, argument: object) -> None:
                 code = frame.f_code
-                if event != "call" or not code.co_filename.startswith(f"{PACKAGE}/"):
+                if event != "call" or not code.co_filename.startswith(PACKAGES):
                     return
                 path = str(Path(code.co_filename).relative_to(ROOT))
                 found.functions.setdefault(path, {})[code.co_qualname] = _num_lines(code)
@@ -114,7 +114,7 @@ def _frames(frame: FrameType, step_code: CodeType) -> list[str]:
     names: list[str] = []
     at: FrameType | None = frame
     while at is not None:
-        if at.f_code.co_filename.startswith(f"{PACKAGE}/") and not at.f_code.co_name.startswith("<"):
+        if at.f_code.co_filename.startswith(PACKAGES) and not at.f_code.co_name.startswith("<"):
             names.append(at.f_code.co_qualname)
         if at.f_code is step_code:
             break

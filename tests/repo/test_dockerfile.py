@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.roots import ROOT, ROOTS
+
 DOCKERFILE = ROOT / "Dockerfile"
 VARIANTS = ("cpu", "cuda")
 SECRET = re.compile(r"password|passwd|secret|token|api_?key|credential", re.IGNORECASE)
@@ -75,7 +75,7 @@ def test_no_user_with_all_rights_and_no_secrets() -> None:
 
 def test_copied_files_are_in_the_checkout_and_in_the_build() -> None:
     copied = [part for line in arguments_of("COPY") for part in line.split()[:-1] if not part.startswith("--")]
-    assert {"Makefile", "constraints.txt", "pyproject.toml", "nemo_rl"} <= set(copied)
+    assert {"Makefile", "constraints.txt", "pyproject.toml", *ROOTS} <= set(copied)
     assert [path for path in copied if not (ROOT / path).exists() or not is_in_the_build(path)] == []
     for path in (".git", "results", ".venv", "checkpoints", ".env"):
         assert not is_in_the_build(path), path

@@ -16,14 +16,14 @@ from nemo_rl.config.load import load_config
 from nemo_rl.config.schema_walk import iter_fields
 from nemo_rl.data_plane.metrics_endpoint import docs_table as metrics_table
 from nemo_rl.data_plane.schema import FIELDS, docs_table
-from nemo_rl.diagnostics.runner.layout_text import CHOICES, SIZES, SWITCHES
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.reducer import REDUCERS
+from nemo_rl_tools.runner.layout_text import CHOICES, SIZES, SWITCHES
+from tests.helpers.roots import LIBRARY, ROOT
 from tests.repo import picture
 from tests.repo.docs_site import BLOCK, LINK
 from tests.repo.walk_docs import make_targets
 
-ROOT = Path(__file__).parents[2]
 FRONT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 PAGES = [*(ROOT / name for name in FRONT), *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE_IDS = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -107,12 +107,12 @@ def definitions(path: Path) -> Iterator[str]:
 
 @functools.cache
 def known_names() -> frozenset[str]:
-    names = {name for path in (ROOT / "nemo_rl").rglob("*.py") for name in definitions(path)}
+    names = {name for path in LIBRARY for name in definitions(path)}
     for key, _ in iter_fields():
         parts = key.split(".")
         names |= {".".join(parts[: end + 1]) for end in range(len(parts))} | {parts[-1]}
     layouts = {*SIZES, *SWITCHES, *(f"{name}={value}" for name, values in CHOICES.items() for value in values)}
-    for file in ("ray.sub", "nemo_rl/cluster/slurm/settings.py"):
+    for file in ("ray.sub", "nemo_rl/slurm/settings.py"):
         names |= set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", (ROOT / file).read_text(encoding="utf-8")))
     return frozenset(names | set(FIELDS) | set(dir(builtins)) | OUTSIDE | set(SiteKind) | set(REDUCERS) | layouts)
 
@@ -169,7 +169,7 @@ def test_pages_are_ascii() -> None:
 def test_messages_of_the_troubleshooting_table_are_in_the_source() -> None:
     page = ROOT / "docs" / "troubleshooting.md"
     shown = re.findall(r"^\| `([^`]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
-    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "nemo_rl").rglob("*.py")))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in LIBRARY)
     assert len(shown) >= 10
     assert [message for message in shown if message not in source] == []
 
@@ -250,3 +250,8 @@ def test_pictures_are_the_generated_ones() -> None:
     folder = ROOT / "docs" / "images"
     for name, text in picture.files(folder).items():
         assert (folder / name).read_text(encoding="utf-8") == text, f"{name}: run `make picture`"
+
+
+def test_the_glossary_is_short() -> None:
+    rows = re.findall(r"^\| (?!word|---)", (ROOT / "docs/glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert 10 <= len(rows) <= 40

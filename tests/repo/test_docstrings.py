@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-WITH_EXAMPLES = sorted(path for path in (ROOT / "nemo_rl").rglob("*.py") if ">>> " in path.read_text(encoding="utf-8"))
+from tests.helpers.roots import LIBRARY, ROOT
+
+WITH_EXAMPLES = [path for path in LIBRARY if ">>> " in path.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))

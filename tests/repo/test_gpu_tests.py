@@ -7,16 +7,16 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.roots import ROOT, ROOTS
+
 GPU_TESTS = ROOT / "tests" / "gpu"
 GIVEN = ("torch", "transformers")
 """What a GPU machine has, with its dependencies."""
-OWN = {"nemo_rl", "tests"}
+OWN = {*ROOTS, "tests"}
 """Ours, whatever else ships modules of these names."""
 
 COLLECT = """

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.faults import ROOT, Fault, load_faults, problem_of
+from tests.helpers.roots import ROOT, ROOTS
+from tests.mutants.faults import Fault, load_faults, problem_of
 from tests.mutants.run import Verdict, judge, planted
 
 FEWEST = 150
@@ -27,7 +28,9 @@ def test_faults_are_told_apart_and_say_what_a_user_would_see() -> None:
 
 def test_every_package_that_has_code_has_faults() -> None:
     found = Counter(fault.package for fault in FAULTS)
-    packages = {path.relative_to(ROOT / "nemo_rl").parts[0] for path in (ROOT / "nemo_rl").glob("*/**/*.py")}
+    packages = {
+        "/".join(path.relative_to(ROOT).parts[:2]) for name in ROOTS for path in (ROOT / name).glob("*/**/*.py")
+    }
     assert {package for package in packages if not found[package]} == set()
 
 

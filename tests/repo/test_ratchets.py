@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.roots import LIBRARY, ROOT, ROOTS, SOURCES
+
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 100
+MOST_IMPORTS = 63
+"""Modules of ours that one module imports, inside functions and for type checkers too."""
 
-LIBRARY = sorted((ROOT / "nemo_rl").rglob("*.py"))
-SOURCES = [path for folder in ("nemo_rl", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 EVERYTHING = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
 
 
@@ -53,6 +54,22 @@ def test_functions_fit_the_limit() -> None:
                 if size > MAX_FUNCTION_LINES:
                     too_long[f"{name_of(path)}:{node.name}"] = size
     assert too_long == {}
+
+
+def test_modules_import_few_others() -> None:
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in LIBRARY}
+    sizes = {}
+    for path in LIBRARY:
+        nodes = [
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)
+        ]
+        names = {
+            whole if (whole := f"{node.module}.{alias.name}") in modules else node.module
+            for node in nodes
+            for alias in node.names
+        }
+        sizes[name_of(path)] = sum(str(name).startswith(ROOTS) for name in names)
+    assert {name: size for name, size in sizes.items() if size > MOST_IMPORTS} == {}
 
 
 def test_every_module_says_what_it_is() -> None:
@@ -134,8 +151,8 @@ def test_the_wall_clock_is_written_down_and_never_waited_for() -> None:
         # The date of a run.
         "nemo_rl/utils/run_lock.py",
         "nemo_rl/utils/r3_trace_records.py",
-        "nemo_rl/tracer/store.py",
-        "nemo_rl/tracer/hub/assembly.py",
+        "nemo_rl_tools/tracer/store.py",
+        "nemo_rl_tools/tracer/hub/assembly.py",
         # The chat template shows the date of the run's first start.
         "nemo_rl/experience/conversation_setup.py",
         # Slurm tells the end of a job by it; what is left is counted on the other clock.

@@ -17,19 +17,20 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from nemo_rl.cli import main
-from tests.repo.wheels import CORE, PYPROJECT, ROOT, TOOLS, build_wheels, contract, files_of, project_of
+from tests.helpers.roots import ROOT, ROOTS
+from tests.repo.wheels import CORE, PACKAGES, PYPROJECT, TOOLS, build_wheels, files_of, project_of
 
 TIMEOUT_S = 60
 INDIRECT = {"tensorboard"}
 """Imported through torch alone."""
 RECIPE = ROOT / "configs" / "grpo_sort_cpu.yaml"
 TOOL_COMMANDS = (
-    *("plan", "inspect", "compare", "view", "probe run", "doctor", "shrink", "config import", "plan --help"),
+    *("plan", "trace", "inspect", "compare", "view", "probe run", "doctor", "shrink", "config import", "plan --help"),
     "inspect RUN step 3 rollouts --limit 2",
 )
 CORE_COMMANDS = (
     f"train {RECIPE} --validate-only",
-    *("launch --help", "data-plane --help", "trace --help", "eval --help", "export --help", "--version"),
+    *("launch --help", "data-plane --help", "eval --help", "export --help", "--version"),
 )
 
 
@@ -50,23 +51,31 @@ def imported_packages(distribution: str) -> set[str]:
     return {canonicalize_name(name) for module in modules for name in known.get(module.split(".")[0], ())}
 
 
-def test_the_contract_names_every_module() -> None:
-    named = tuple(f"{module}." for key in ("source_modules", "forbidden_modules") for module in contract()[key])
-    modules = [path for path in files_of(CORE) if path.suffix == ".py"]
-    others = [path for path in modules if not ".".join(path.parts).startswith(named)]
-    # Packages that both fill; a core module's import of one would reach nothing of the tools.
-    assert [str(path) for path in others] == [f"nemo_rl/{name}__init__.py" for name in ("", "cli/", "cluster/")]
-    for path in others:
-        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-        modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        # What `nemo_rl` imports of itself is for type checkers alone.
-        lazy = {"importlib", "typing", "nemo_rl.training"} if path == Path("nemo_rl/__init__.py") else set()
-        assert set(modules) == lazy and not any(isinstance(node, ast.Import) for node in ast.walk(tree)), path
+def test_every_check_of_the_source_names_both_roots() -> None:
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"benchmarks", "tests"}
+    assert packages == set(ROOTS)
+    tools = PYPROJECT["tool"]
+    assert set(tools["importlinter"]["root_packages"]) == packages <= set(tools["mypy"]["files"])
+    assert {name for name in tools["setuptools"]["packages"]["find"]["include"] if "." not in name} == packages
+    (sources,) = re.findall(r"^SOURCES := (.*)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert packages <= set(sources.split())
+    for contract in tools["importlinter"]["contracts"]:
+        if contract["name"].startswith("one door"):
+            assert set(contract["source_modules"]) == packages, contract["name"]
+
+
+def test_every_room_has_a_place_in_the_layers() -> None:
+    layers = [contract for contract in PYPROJECT["tool"]["importlinter"]["contracts"] if contract["type"] == "layers"]
+    named = {name for contract in layers for layer in contract["layers"] for name in layer.split(" | ")}
+    rooms = {
+        f"{path.parent.parent.name}.{path.parent.name}" for root in ROOTS for path in ROOT.glob(f"{root}/*/__init__.py")
+    }
+    assert rooms <= named
 
 
 def test_subcommands_that_may_be_absent_are_those_of_the_tools() -> None:
     modules = {place.partition(":")[0] for place in main.TOOLS.values()}
-    assert modules <= set(contract()["forbidden_modules"])
+    assert {module.partition(".")[0] for module in modules} == {PACKAGES[TOOLS]}
     assert main.TOOLS_PACKAGE == TOOLS
 
 
@@ -98,19 +107,31 @@ def files_in(wheel: Path) -> set[str]:
 
 def test_the_wheels_divide_the_files_of_the_library(wheels: tuple[Path, Path]) -> None:
     core, tools = map(files_in, wheels)
-    tree = (path for path in (ROOT / "nemo_rl").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    tree = (path for root in ROOTS for path in (ROOT / root).rglob("*"))
+    files = (path for path in tree if path.is_file() and "__pycache__" not in path.parts)
     assert not core & tools
-    assert core | tools == {str(path.relative_to(ROOT)) for path in tree}
-    assert {"nemo_rl/__init__.py", "nemo_rl/py.typed", "nemo_rl/cli/main.py", "nemo_rl/tracer/page/index.html"} <= core
-    assert {"nemo_rl/cluster/doctor.py", "nemo_rl/cli/view.py", "nemo_rl/diagnostics/view/page/index.html"} <= tools
-    assert not [name for name in core if name.startswith("nemo_rl/diagnostics/")]
+    assert core | tools == {str(path.relative_to(ROOT)) for path in files}
+    assert {"nemo_rl/__init__.py", "nemo_rl/py.typed", "nemo_rl/cli/main.py"} <= core
+    assert {
+        "nemo_rl_tools/py.typed",
+        "nemo_rl_tools/tracer/page/index.html",
+        "nemo_rl_tools/doctor.py",
+        "nemo_rl_tools/cli/view.py",
+        "nemo_rl_tools/view/page/index.html",
+    } <= tools
+    assert not [name for name in core if name.startswith("nemo_rl_tools/")]
 
 
 def installed(folder: Path, *wheels: Path) -> Path:
-    """The folder, with the wheels installed into it."""
+    """The folder, with the wheels installed into it; an editable install of this repository is not found there."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
     options = ["--no-deps", "--no-compile", "--target", str(folder), *map(str, wheels)]
     subprocess.run([*command, *options], check=True, timeout=TIMEOUT_S)
+    (folder / "sitecustomize.py").write_text(
+        f"import sys\n"
+        f"sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]\n"
+        f"sys.meta_path[:] = [one for one in sys.meta_path if not one.__module__.startswith('__editable__')]\n"
+    )
     return folder
 
 
@@ -166,7 +187,7 @@ def test_the_core_alone_says_what_to_install(wheels: tuple[Path, Path], tmp_path
     folder = installed(tmp_path / "core", wheels[0])
     shown = nemo_rl(folder, "--help")
     assert shown.returncode == 0, shown.stderr
-    assert listed(shown.stdout) == {"train", "init", "launch", "data-plane", "trace", "eval", "export"}
+    assert listed(shown.stdout) == {"train", "init", "launch", "data-plane", "eval", "export"}
     from_python = run(folder, "-c", "from nemo_rl import Run, train; print(train.__module__, Run.__name__)")
     assert from_python.stdout == "nemo_rl.training Run\n", from_python.stderr
     refused = nemo_rl(folder, "plan recipe.yaml")
@@ -189,4 +210,4 @@ def test_both_wheels_together_have_every_subcommand(wheels: tuple[Path, Path], t
     planned = nemo_rl(folder, "plan --help")
     assert planned.returncode == 0 and "RECIPE" in planned.stdout, planned.stderr
     # Not those of the checkout, which this environment has as well.
-    assert str(folder) in run(folder, "-c", "import nemo_rl.cli.view as view; print(view.__file__)").stdout
+    assert str(folder) in run(folder, "-c", "import nemo_rl_tools.cli.view as view; print(view.__file__)").stdout

@@ -2,9 +2,9 @@
 
     python -m tests.repo.wheels build/wheels
 
-`nemo-rl-tools` has the modules that the import contract `CONTRACT` of pyproject.toml forbids the core to import, and
-`nemo-rl` has all others. pyproject.toml itself describes both together, as an editable install has them. Each wheel is
-built in a temporary folder from the files of its modules and a pyproject.toml that is written for them.
+`nemo-rl` has the package `nemo_rl` and `nemo-rl-tools` the package `nemo_rl_tools`. pyproject.toml describes both
+together, as an editable install has them. Each wheel is built in a temporary folder from the files of its package and a
+pyproject.toml that is written for them.
 """
 
 from __future__ import annotations
@@ -21,31 +21,21 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-__all__ = ["CORE", "TOOLS", "build_wheels", "contract", "files_of", "project_of"]
+from tests.helpers.roots import ROOT, ROOTS
 
-ROOT = Path(__file__).parents[2]
+__all__ = ["CORE", "TOOLS", "build_wheels", "files_of", "project_of"]
+
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-CONTRACT = "the core imports no tools"
 CORE, TOOLS = "nemo-rl", "nemo-rl-tools"
+PACKAGES = dict(zip((CORE, TOOLS), ROOTS, strict=True))
 SHARED = ("version", "requires-python", "license", "license-files")
 BUILD_TIMEOUT_S = 300
 
 
-def contract() -> Mapping[str, list[str]]:
-    """The import contract that divides the modules."""
-    (found,) = (each for each in PYPROJECT["tool"]["importlinter"]["contracts"] if each["name"] == CONTRACT)
-    return found
-
-
 def files_of(distribution: str) -> list[Path]:
     """Files of the library in a distribution, relative to the repository."""
-    tools = tuple(f"{module}." for module in contract()["forbidden_modules"])
-    files = (path.relative_to(ROOT) for path in sorted((ROOT / "nemo_rl").rglob("*")) if path.is_file())
-    return [
-        path
-        for path in files
-        if "__pycache__" not in path.parts and ".".join(path.parts).startswith(tools) == (distribution == TOOLS)
-    ]
+    files = sorted((ROOT / PACKAGES[distribution]).rglob("*"))
+    return [path.relative_to(ROOT) for path in files if path.is_file() and "__pycache__" not in path.parts]
 
 
 def project_of(distribution: str) -> dict[str, Any]:
@@ -89,9 +79,15 @@ def _write_source(folder: Path) -> None:
         "project": {key: value for key, value in project.items() if not isinstance(value, dict)},
         **{f"project.{key}": value for key, value in project.items() if isinstance(value, dict)},
         "tool.setuptools.packages.find": setuptools["packages"]["find"],
-        "tool.setuptools.package-data": setuptools["package-data"],
+        "tool.setuptools.package-data": {
+            name: files for name, files in setuptools["package-data"].items() if _root_of(name) == PACKAGES[folder.name]
+        },
     }
     (folder / "pyproject.toml").write_text(_toml(tables), encoding="utf-8")
+
+
+def _root_of(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _toml(tables: Mapping[str, Mapping[str, str | Sequence[str]]]) -> str:

@@ -20,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from nemo_rl.config.load import load_config
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
 
 FOLDER = Path(__file__).parents[2] / "examples" / "smollm2"
 SCRIPT = runpy.run_path(str(FOLDER / "make_smollm2.py"))

@@ -32,8 +32,8 @@ from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.tool_schema import schema_of
 from nemo_rl.environments.tools import calculator
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
+from nemo_rl.models.hf.modules import HFRouters
 
 ROOT = Path(__file__).parents[2]
 SORT = STARTER_TASKS["sort"]

@@ -19,7 +19,7 @@ from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.distributed.packing import DEFAULT_COST
 from nemo_rl.errors import SchemaMismatch, shorten
 from nemo_rl.experience.payload import SampleStats
-from nemo_rl.models.weights_digest import WeightsDigest
+from nemo_rl.models.weight_sync.weights_digest import WeightsDigest
 from nemo_rl.utils.files import FileFormat, check_format
 
 __all__ = [

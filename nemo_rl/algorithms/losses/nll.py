@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.losses.normalization import TokenMeasures, token_weights, weighed
-from nemo_rl.models.logprobs import negative_log_likelihood
+from nemo_rl.models.head.logprobs import negative_log_likelihood
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 
 __all__ = ["NLLLoss"]

@@ -32,7 +32,7 @@ from nemo_rl.config.loss import LOSS_PROPERTIES, LossConfig
 from nemo_rl.config.parts import LOSSES
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.models.logprobs import js, k3
+from nemo_rl.models.head.logprobs import js, k3
 from nemo_rl.models.policy.interfaces import (
     ADVANTAGES,
     ENTROPY,

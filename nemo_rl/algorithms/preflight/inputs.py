@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,12 +47,13 @@ from nemo_rl.errors import ConfigError, DatasetError, RewardError, UserError
 from nemo_rl.experience.conversation_setup import EXAMPLE_TOOLS, FormatCheck, RolloutEnvironment, check_format
 from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.models.dtensor.optim import LearningRate, build_optimizer
-from nemo_rl.models.hf_folder import open_weights
-from nemo_rl.models.hub import model_folder
-from nemo_rl.models.loading import decoder_sizes, load_model_config
+from nemo_rl.models.hf.folder import open_weights
+from nemo_rl.models.hf.hub import model_folder
+from nemo_rl.models.hf.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits
-from nemo_rl.models.vision_processor import encoder_of
+from nemo_rl.models.vision.processor import encoder_of
 from nemo_rl.records.selector import Selector
+from nemo_rl.tracer.process import HUB_MODULE
 from nemo_rl.tracer.watch import SiteWatch
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.logger import check_trackers
@@ -452,9 +455,14 @@ def _unknown_tokens(subject: Subject, what: str, ids: tuple[int, ...]) -> list[s
 
 
 def check_records(subject: Subject) -> list[str]:
-    """The sites that are to be recorded or watched exist."""
+    """The sites that are to be recorded or watched exist, and so does the hub of the tracer."""
     record, tracer = subject.config.diagnostics.record, subject.config.diagnostics.tracer
     problems = []
+    if tracer.enabled and find_spec(HUB_MODULE.partition(".")[0]) is None:
+        problems.append(
+            "diagnostics.tracer.enabled: the hub of the tracer is part of the package nemo-rl-tools, which is not "
+            f"installed; install it: pip install nemo-rl-tools=={version('nemo-rl')}, or set it to false"
+        )
     try:
         Selector.parse(record.sites)
     except UserError as error:

@@ -46,14 +46,14 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
-from nemo_rl.models.hf_modules import HFSites
-from nemo_rl.models.hf_writing import ModelDescription, write_folder
-from nemo_rl.models.loading import load_causal_lm, load_model_config, model_class, named_weights
+from nemo_rl.models.hf.loading import load_causal_lm, load_model_config, model_class, named_weights
+from nemo_rl.models.hf.modules import HFSites
+from nemo_rl.models.hf.tiny_model import WINDOW, language_config, write_small_model
+from nemo_rl.models.hf.writing import ModelDescription, write_folder
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import Capture, HookObserver
 from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.tiny_model import WINDOW, language_config, write_small_model
 from nemo_rl.models.vision import SMALL_FEATURES, PromptImages, family_of
 from nemo_rl.records.sites import Direction, SiteKind, execution_order
 from nemo_rl.utils.memory import package_versions

@@ -27,6 +27,7 @@ from nemo_rl.data_plane.schema import (
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.payload import run_extras
+from nemo_rl.models.head.support import SUPPORT
 from nemo_rl.models.policy.interfaces import (
     ADVANTAGES,
     COMPUTED_FIELDS,
@@ -37,7 +38,6 @@ from nemo_rl.models.policy.interfaces import (
     TOPK_LOGPROBS,
     LossFunction,
 )
-from nemo_rl.models.support import SUPPORT
 from nemo_rl.routes.columns import route_conditions
 
 __all__ = [

@@ -18,8 +18,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from nemo_rl.errors import CheckpointError, ModelFolderError, shorten
-from nemo_rl.models.adapter_folder import is_adapter_folder
-from nemo_rl.models.checkpoint_folder import (
+from nemo_rl.models.adapters.folder import is_adapter_folder
+from nemo_rl.models.adapters.lora import named_adapters
+from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
+from nemo_rl.models.dtensor.weights import boxes_of, fill_adapters, fill_shards, name_differences, open_source
+from nemo_rl.models.hf.checkpoint_folder import (
     AdapterBase,
     complete_or_nothing,
     own_copy,
@@ -29,13 +32,10 @@ from nemo_rl.models.checkpoint_folder import (
     refuse_code,
     set_random_state,
 )
-from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
-from nemo_rl.models.dtensor.weights import boxes_of, fill_adapters, fill_shards, name_differences, open_source
-from nemo_rl.models.hf_writing import ModelDescription, ModelShare, write_shares
-from nemo_rl.models.loading import named_weights
-from nemo_rl.models.lora import named_adapters
+from nemo_rl.models.hf.loading import named_weights
+from nemo_rl.models.hf.shards import local_shard
+from nemo_rl.models.hf.writing import ModelDescription, ModelShare, write_shares
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.shards import local_shard
 from nemo_rl.utils.files import read_plain
 
 __all__ = [

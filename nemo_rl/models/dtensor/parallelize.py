@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import ParallelGroups
+from nemo_rl.models.adapters.lora import adapted_layers, attach_adapters
+from nemo_rl.models.attention.varlen import ATTENTION_NAME, segments_are_known
 from nemo_rl.models.dtensor.fit import attention_problem, check_model_fits
 from nemo_rl.models.dtensor.layers import CompiledLayers, chooses_compiled, recompute_layers
 from nemo_rl.models.dtensor.plain_head import PlainHead
@@ -25,14 +27,12 @@ from nemo_rl.models.dtensor.rope import RowFrequencies, long_rope_start
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.dtensor.weights import hold_as_stored
-from nemo_rl.models.head import LazyLogits
-from nemo_rl.models.hf_folder import WeightSource
-from nemo_rl.models.loading import DTYPES, fit_experts
-from nemo_rl.models.logprobs import Sampling, VocabShard
-from nemo_rl.models.lora import adapted_layers, attach_adapters
+from nemo_rl.models.head.lazy_logits import LazyLogits
+from nemo_rl.models.head.logprobs import Sampling, VocabShard
+from nemo_rl.models.head.top_k import TopTokens
+from nemo_rl.models.hf.folder import WeightSource
+from nemo_rl.models.hf.loading import DTYPES, fit_experts
 from nemo_rl.models.policy.microbatch import ForwardInputs, selected_logprobs, selected_top_k, top_k_logits
-from nemo_rl.models.top_k import TopTokens
-from nemo_rl.models.varlen_attention import ATTENTION_NAME, segments_are_known
 from nemo_rl.models.vision import family_of, freeze_tower, row_tensors
 
 __all__ = ["PolicyModel", "full_weight", "parallelize"]

@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.errors import shorten
-from nemo_rl.models.head import LazyLogits
-from nemo_rl.models.loading import ADAPTER_PART
-from nemo_rl.models.lora import Adapter
+from nemo_rl.models.adapters.lora import Adapter
+from nemo_rl.models.head.lazy_logits import LazyLogits
+from nemo_rl.models.hf.loading import ADAPTER_PART
 
 __all__ = ["PlainHead"]
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.loading import ADAPTER_PART
+from nemo_rl.models.hf.loading import ADAPTER_PART
 
 __all__ = ["STYLES", "TensorAxis", "apply_plan", "check_plan", "split_dims"]
 

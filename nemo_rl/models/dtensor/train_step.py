@@ -18,6 +18,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
+from nemo_rl.models.head.top_k import TopTokens
+from nemo_rl.models.hf.shards import local_shard
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch, row_names
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
@@ -34,8 +36,6 @@ from nemo_rl.models.policy.steps import (
     stored_fields,
     trained_tokens,
 )
-from nemo_rl.models.shards import local_shard
-from nemo_rl.models.top_k import TopTokens
 from nemo_rl.models.vision import VisionFamily, row_tensors
 from nemo_rl.torch_private import norms_of, scale_
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
-from nemo_rl.models.hf_folder import ModelWeights, WeightSource, open_weights
-from nemo_rl.models.loading import load_causal_lm, named_weights
-from nemo_rl.models.lora import named_adapters
-from nemo_rl.models.shards import Box, chunk_of, local_shard
+from nemo_rl.models.adapters.lora import named_adapters
+from nemo_rl.models.hf.folder import ModelWeights, WeightSource, open_weights
+from nemo_rl.models.hf.loading import load_causal_lm, named_weights
+from nemo_rl.models.hf.shards import Box, chunk_of, local_shard
 from nemo_rl.torch_private import copy_all
 
 __all__ = [

@@ -17,8 +17,8 @@ from typing import Generic, TypeVar
 import torch
 
 from nemo_rl.errors import WorkerError, name_some
+from nemo_rl.models.adapters.lora import AdaptedLayer
 from nemo_rl.models.generation.interfaces import BASE, GenerationInterface
-from nemo_rl.models.lora import AdaptedLayer
 from nemo_rl.models.weight_sync.buckets import WeightSlot, match_adapter
 
 __all__ = ["AdapterVersions", "HeldAdapters", "ServesAdapters"]

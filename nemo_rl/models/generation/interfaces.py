@@ -171,7 +171,7 @@ class GenerationOutput:
     routes: RecordedRoutes | None = None
     """Routes of prompts and responses; None unless the request asks for them."""
     support: tuple[torch.Tensor, ...] | None = None
-    """Sampling masks of each row's tokens, uint8, laid out by `nemo_rl.models.support`; None unless the request
+    """Sampling masks of each row's tokens, uint8, laid out by `nemo_rl.models.head.support`; None unless the request
     asks."""
     cached_tokens: torch.Tensor | None = None
     """`[N]` int64, tokens of the prompt that a prefix cache had; None where there is no such cache."""

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.lora import LoraConfig
-from nemo_rl.models.loading import ADAPTER_PART
-from nemo_rl.models.lora import AdaptedLayer, Adapter
+from nemo_rl.models.adapters.lora import AdaptedLayer, Adapter
+from nemo_rl.models.hf.loading import ADAPTER_PART
 from nemo_rl.models.megatron.architecture import Architecture
 from nemo_rl.models.megatron.convert_table import AdaptedLinear, Weight, adapted_linears, projection_of, table_name
 from nemo_rl.models.megatron.mcore import (

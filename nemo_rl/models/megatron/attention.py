@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from nemo_rl.models.attention.varlen import Pattern, Segments, varlen_attention
 from nemo_rl.models.megatron.architecture import rotary_frequencies
 from nemo_rl.models.megatron.mcore import MegatronModule, PackedSeqParams, TransformerConfig
-from nemo_rl.models.varlen_attention import Pattern, Segments, varlen_attention
 
 __all__ = ["PackedSegments", "Rotary", "SegmentAttention"]
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models.checkpoint_folder import (
+from nemo_rl.models.hf.checkpoint_folder import (
     WRITE_ERRORS,
     AdapterPart,
     cause_text,
@@ -34,8 +34,9 @@ from nemo_rl.models.checkpoint_folder import (
     refuse_code,
     set_random_state,
 )
-from nemo_rl.models.hf_writing import ModelDescription, ModelShare, write_folder, write_shares
-from nemo_rl.models.loading import ADAPTER_PART
+from nemo_rl.models.hf.loading import ADAPTER_PART
+from nemo_rl.models.hf.shards import Box, chunk_of
+from nemo_rl.models.hf.writing import ModelDescription, ModelShare, write_folder, write_shares
 from nemo_rl.models.megatron.cpu_compat import as_if_cuda
 from nemo_rl.models.megatron.mcore import (
     COMMON_STATE_FNAME,
@@ -53,7 +54,6 @@ from nemo_rl.models.megatron.mcore import (
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.shards import Box, chunk_of
 from nemo_rl.utils.files import read_plain
 
 __all__ = ["GatheredPart", "MegatronSnapshot", "OptimizerSnapshot", "SharedPart", "equal_share", "load_optimizer"]

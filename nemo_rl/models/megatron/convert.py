@@ -17,8 +17,8 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from nemo_rl.errors import ModelFolderError, name_some
-from nemo_rl.models.hf_folder import WeightSource
-from nemo_rl.models.loading import ADAPTER_PART
+from nemo_rl.models.hf.folder import WeightSource
+from nemo_rl.models.hf.loading import ADAPTER_PART
 from nemo_rl.models.megatron.architecture import Architecture
 from nemo_rl.models.megatron.convert_table import Weight, table_name, weights_of
 from nemo_rl.models.megatron.mcore import GPTModel, get_transformer_layer_offset, parallel_state

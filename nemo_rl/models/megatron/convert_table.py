@@ -14,8 +14,8 @@ import torch
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError, name_some
-from nemo_rl.models.loading import ADAPTER_PART
-from nemo_rl.models.lora import AdaptedLayer
+from nemo_rl.models.adapters.lora import AdaptedLayer
+from nemo_rl.models.hf.loading import ADAPTER_PART
 from nemo_rl.models.megatron.architecture import Architecture, Mixture, layers_of_stages
 
 __all__ = [

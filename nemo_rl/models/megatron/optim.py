@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.loading import DTYPES
+from nemo_rl.models.hf.loading import DTYPES
 from nemo_rl.models.megatron.cpu_compat import as_if_cuda
 from nemo_rl.models.megatron.mcore import (
     USING_PYTORCH_OPTIMIZER,

@@ -17,9 +17,9 @@ from transformers import PretrainedConfig
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.head import LazyLogits
-from nemo_rl.models.loading import ADAPTER_PART, model_without_weights
-from nemo_rl.models.lora import adapted_layers
+from nemo_rl.models.adapters.lora import adapted_layers
+from nemo_rl.models.head.lazy_logits import LazyLogits
+from nemo_rl.models.hf.loading import ADAPTER_PART, model_without_weights
 from nemo_rl.models.megatron.adapters import LinearAdapters, attach_parallel_adapters
 from nemo_rl.models.megatron.architecture import Architecture
 from nemo_rl.models.megatron.attention import PackedSegments, Rotary

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import silu
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.models.loading import DTYPES
+from nemo_rl.models.hf.loading import DTYPES
 from nemo_rl.models.megatron.architecture import Architecture, Mixture
 from nemo_rl.models.megatron.attention import SegmentAttention
 from nemo_rl.models.megatron.mcore import (

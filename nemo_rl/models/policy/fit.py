@@ -10,11 +10,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError, ModelFolderError, boundary
+from nemo_rl.models.adapters.lora import adapted_layers
 from nemo_rl.models.dtensor.fit import check_model_fits
 from nemo_rl.models.dtensor.rope import long_rope_start
-from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.loading import load_model_config, model_without_weights
-from nemo_rl.models.lora import adapted_layers
+from nemo_rl.models.hf.loading import load_model_config, model_without_weights
+from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.models.megatron import architecture
 from nemo_rl.models.megatron.convert_table import check_adapters_fit
 from nemo_rl.models.vision import family_of

@@ -20,10 +20,10 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ConfigError
+from nemo_rl.models.head.top_k import TopTokens
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.top_k import TopTokens
-from nemo_rl.models.weights_digest import WeightsDigest
+from nemo_rl.models.weight_sync.weights_digest import WeightsDigest
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
 __all__ = ["Policy", "TrainSummary"]

@@ -22,8 +22,11 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.differentiable import gather_along, reduce_from
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, round_up
-from nemo_rl.models.head import LazyLogits
-from nemo_rl.models.logprobs import Sampling, VocabShard, WantedLines, token_lines
+from nemo_rl.models.attention.varlen import Segments
+from nemo_rl.models.head.lazy_logits import LazyLogits
+from nemo_rl.models.head.logprobs import Sampling, VocabShard, WantedLines, token_lines
+from nemo_rl.models.head.support import SUPPORT, KeptSets, decode_support
+from nemo_rl.models.head.top_k import TopTokens, top_k_logprobs
 from nemo_rl.models.policy.interfaces import (
     ENTROPY,
     HOST_COLUMNS,
@@ -32,9 +35,6 @@ from nemo_rl.models.policy.interfaces import (
     TOPK_IDS,
     UNFILTERED_LOGPROBS,
 )
-from nemo_rl.models.support import SUPPORT, KeptSets, decode_support
-from nemo_rl.models.top_k import TopTokens, top_k_logprobs
-from nemo_rl.models.varlen_attention import Segments
 
 __all__ = [
     "ForwardInputs",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import UserError
-from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.policy.hooks import HookPoints
 from nemo_rl.models.policy.observer import Capture, HookObserver, PassRows, SiteSink
 from nemo_rl.models.policy.steps import RankInfo

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 from nemo_rl.errors import NonFiniteError, name_some
-from nemo_rl.models.logprobs import Sampling
+from nemo_rl.models.head.logprobs import Sampling
+from nemo_rl.models.head.top_k import TopTokens
 from nemo_rl.models.policy.interfaces import (
     COMPUTED_FIELDS,
     POLICY_TOPK,
@@ -31,7 +32,6 @@ from nemo_rl.models.policy.interfaces import (
 )
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape, row_names
 from nemo_rl.models.policy.observer import PassObserver
-from nemo_rl.models.top_k import TopTokens
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = [

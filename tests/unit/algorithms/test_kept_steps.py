@@ -32,7 +32,7 @@ from nemo_rl.data_plane.column_io import read_column_file, write_column_file
 from nemo_rl.data_plane.factory import open_step
 from nemo_rl.errors import CheckpointError, ConfigError, ResourceError, SchemaMismatch, UnsupportedFormat
 from nemo_rl.jagged import lengths_of, nest, values_of
-from nemo_rl.models.weights_digest import digest_weights
+from nemo_rl.models.weight_sync.weights_digest import digest_weights
 from tests.helpers.runs import LOCAL, ROOT, load_recipe, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -341,7 +341,7 @@ def train(folder: Path, model: Path, *, before=None, overrides=None, steps: int 
 def test_nothing_of_kept_steps_and_replay_pickles() -> None:
     sources = [
         *(ROOT / "nemo_rl" / "algorithms" / "kept_steps").glob("*.py"),
-        *(ROOT / "nemo_rl" / "diagnostics" / "step_replay").glob("*.py"),
+        *(ROOT / "nemo_rl_tools" / "step_replay").glob("*.py"),
         ROOT / "nemo_rl" / "data_plane" / "column_io.py",
     ]
     found = [

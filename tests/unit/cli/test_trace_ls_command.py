@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.cli.main import app, main
-from nemo_rl.tracer.store import StreamWriter, stream_files
+from nemo_rl_tools.tracer.store import StreamWriter, stream_files
 from tests.helpers.tracer_recordings import RUN_MESSAGE, small_recording, stats_frame
 
 

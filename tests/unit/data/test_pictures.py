@@ -21,7 +21,7 @@ from nemo_rl.data.pictures import Picture, pictures_of
 from nemo_rl.data.shapes import shape_problems
 from nemo_rl.errors import DatasetError
 from nemo_rl.models.vision import PIXELS
-from nemo_rl.models.vision_processor import PromptPictures, processor_for
+from nemo_rl.models.vision.processor import PromptPictures, processor_for
 from tests.helpers.vision_models import picture, vision_tokenizer, write_vision_folder
 
 

@@ -22,8 +22,8 @@ from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.jagged import lengths_of, values_of
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
+from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.routes.columns import decode_routes
 from nemo_rl.routes.digest import route_digests
 from nemo_rl.routes.shape import RouteShape

@@ -37,7 +37,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
 from nemo_rl.models.generation.turn_batch import ContinuousSpec
-from nemo_rl.models.loading import named_weights
+from nemo_rl.models.hf.loading import named_weights
 from nemo_rl.utils.metrics import values as reduced
 from tests.helpers.tiny_model import tiny_model, tiny_policy, write_tiny_folder
 from tests.unit.benchmarks.test_sleep_engine import engine_spec

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.models.adapter_folder import (
+from nemo_rl.models.adapters.folder import (
     CONFIG_FILE,
     HONOURED,
     REFUSED,
@@ -36,9 +36,16 @@ from nemo_rl.models.adapter_folder import (
     served_adapter,
     write_adapter,
 )
-from nemo_rl.models.hf_folder import ModelWeights, open_weights
-from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.lora import B_SUFFIX, adapted_layers, adapter_infos, initial_adapter, merged, named_adapters
+from nemo_rl.models.adapters.lora import (
+    B_SUFFIX,
+    adapted_layers,
+    adapter_infos,
+    initial_adapter,
+    merged,
+    named_adapters,
+)
+from nemo_rl.models.hf.folder import ModelWeights, open_weights
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.interfaces import TensorInfo
 from tests.helpers.model_families import write_family
 from tests.helpers.tiny_model import tiny_policy, write_tiny_folder

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.errors import WorkerError
+from nemo_rl.models.adapters.lora import adapted_layers, attach_adapters, folded, named_adapters, without_adapters
 from nemo_rl.models.generation.adapter_versions import AdapterVersions
 from nemo_rl.models.generation.interfaces import BASE, GenerationOutput, GenerationRequest
 from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.models.generation.torch_engine.adapters import AdapterSlots
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.generation.turn_batch import ContinuousSpec
-from nemo_rl.models.lora import adapted_layers, attach_adapters, folded, named_adapters, without_adapters
 from tests.helpers.faulty_engines import receipt_model
 from tests.helpers.tiny_model import tiny_model
 from tests.unit.models.test_continuous import DEADLINE_S, Slow, Streams, asked, assert_near, equal_bits

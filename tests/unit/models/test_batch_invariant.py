@@ -17,7 +17,7 @@ from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, G
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
 from nemo_rl.models.generation.turn_batch import ContinuousSpec
-from nemo_rl.models.loading import named_weights
+from nemo_rl.models.hf.loading import named_weights
 from tests.helpers.runs import ROOT
 from tests.helpers.tiny_model import tiny_model, tiny_policy, write_tiny_folder
 from tests.unit.models.test_continuous import Streams, asked, equal_bits, scores

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models.checkpoint_folder import complete_or_nothing, random_state, refuse_code, set_random_state
+from nemo_rl.models.hf.checkpoint_folder import complete_or_nothing, random_state, refuse_code, set_random_state
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
 from nemo_rl.models.generation.turn_batch import ContinuousSpec
-from nemo_rl.models.loading import named_weights
+from nemo_rl.models.hf.loading import named_weights
 from nemo_rl.models.weight_sync.factory import PayloadWeightSync
 from tests.helpers.engine_process import RefitPair, parties_of, policy_of
 from tests.helpers.faulty_engines import write_receipt_model

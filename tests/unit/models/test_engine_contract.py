@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
-from nemo_rl.models.loading import named_weights
-from nemo_rl.models.logprobs import Sampling
+from nemo_rl.models.head.logprobs import Sampling
+from nemo_rl.models.hf.loading import named_weights
 from tests.helpers.engine_process import NO_VLLM, has_vllm, vllm_policy, vllm_process
 from tests.helpers.hf_reference import logprobs_from_logits
 from tests.helpers.model_families import dense_model, write_dense

@@ -12,8 +12,8 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.experience.scheduler import split_request
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.logprobs import Sampling
+from nemo_rl.models.head.logprobs import Sampling
+from nemo_rl.models.hf.modules import HFRouters
 from tests.helpers.hf_reference import logprobs_from_logits
 from tests.helpers.model_families import config_of
 from tests.helpers.tiny_model import tiny_model

@@ -22,7 +22,7 @@ from nemo_rl.models.generation.interfaces import (
     SleepReport,
 )
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker, build_engine_worker
-from nemo_rl.models.loading import named_weights
+from nemo_rl.models.hf.loading import named_weights
 from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan
 from nemo_rl.models.weight_sync.receipt import Answer, make_probe
 from tests.helpers.case_selection import num_examples

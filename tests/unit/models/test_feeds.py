@@ -16,7 +16,7 @@ from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput
 from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.loading import named_weights
+from nemo_rl.models.hf.loading import named_weights
 from tests.helpers.tiny_model import tiny_model
 from tests.unit.models.test_continuous import Slow, asked, assert_near, engine_of, equal_bits, in_request_mode
 

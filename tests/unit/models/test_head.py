@@ -12,11 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, Qwen2Config
 
-from nemo_rl.models import head
 from nemo_rl.models.dtensor.plain_head import PlainHead
-from nemo_rl.models.head import LazyLogits
-from nemo_rl.models.logprobs import NO_MORE, Sampling, WantedLines, filter_logits, token_lines
-from nemo_rl.models.support import KeptSets
+from nemo_rl.models.head.lazy_logits import CHUNK_ELEMENTS, LazyLogits
+from nemo_rl.models.head.logprobs import NO_MORE, Sampling, WantedLines, filter_logits, token_lines
+from nemo_rl.models.head.support import KeptSets
 
 PLAIN = Sampling()
 M, D, V, RANK = 5, 4, 11, 2
@@ -99,7 +98,7 @@ def by_definition(case: Case, logits: LazyLogits) -> torch.Tensor:
 def test_every_line_and_its_gradients_equal_the_definition_over_tiles(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", 30)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 30)
     case, draw = CASES[name], torch.Generator().manual_seed(1)
     shapes = [(M, D), *([] if case.is_tied else [(V, D)]), *([(V,)] if case.has_bias else [])]
     shapes += [(M, RANK), (V, RANK)] if case.has_adapter else []
@@ -169,7 +168,7 @@ def test_what_is_kept_of_a_token_does_not_depend_on_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=5)])
 def test_memory_does_not_grow_with_logits(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", 64 * 1_000)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 64 * 1_000)
     few, many = (run_pass(count, 1_000, sampling)[1] for count in (256, 1_024))
     assert (many - few) / (1_024 - 256) / 1_000 < 0.5, "bytes for each element of the logits"
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.hf_files import CODES
-from nemo_rl.models.hf_folder import WeightSource, open_weights
-from nemo_rl.models.hf_writing import ModelDescription, cast_folder, write_folder
-from nemo_rl.models.loading import named_weights
+from nemo_rl.models.hf.files import CODES
+from nemo_rl.models.hf.folder import WeightSource, open_weights
+from nemo_rl.models.hf.loading import named_weights
+from nemo_rl.models.hf.writing import ModelDescription, cast_folder, write_folder
 from nemo_rl.models.policy.interfaces import TensorInfo
 from tests.helpers.megatron_models import FAMILIES, hf_model, tokens
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
+from nemo_rl.models.hf.loading import load_causal_lm, load_model_config, named_weights
 from tests.helpers.megatron_models import hf_model, tokens
 from tests.helpers.model_families import write_with_tokenizer
 from tests.helpers.tiny_model import VOCAB, tiny_batch, tiny_model, tiny_policy, tiny_worker

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_rl.models import head
-from nemo_rl.models.head import LazyLogits
-from nemo_rl.models.logprobs import Sampling, WantedLines, token_lines
-from nemo_rl.models.top_k import TopTokens, top_k_logprobs
+from nemo_rl.models.head import lazy_logits
+from nemo_rl.models.head.lazy_logits import LazyLogits
+from nemo_rl.models.head.logprobs import Sampling, WantedLines, token_lines
+from nemo_rl.models.head.top_k import TopTokens, top_k_logprobs
 from tests.helpers.distillation_reference import teacher_columns
 
 ROWS, VOCAB = 11, 40
@@ -16,7 +16,7 @@ ROWS, VOCAB = 11, 40
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", 3 * VOCAB)
+    monkeypatch.setitem(lazy_logits.CHUNK_ELEMENTS, "cpu", 3 * VOCAB)
 
 
 def draw_logits() -> torch.Tensor:

@@ -23,8 +23,8 @@ from nemo_rl.models.generation.torch_engine.decode import (
     seeds_to_tensor,
     uniforms,
 )
-from nemo_rl.models.loading import named_weights
-from nemo_rl.models.logprobs import Sampling
+from nemo_rl.models.head.logprobs import Sampling
+from nemo_rl.models.hf.loading import named_weights
 from tests.helpers.hf_reference import logprobs_from_logits
 from tests.helpers.tiny_model import tiny_model
 

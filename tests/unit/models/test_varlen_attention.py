@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from benchmarks.dispatched_ops import DispatchedOps
-from nemo_rl.models.varlen_attention import ATTENTION_NAME, Pattern, Segments, varlen_attention
+from nemo_rl.models.attention.varlen import ATTENTION_NAME, Pattern, Segments, varlen_attention
 from tests.helpers.tiny_model import tiny_model
 
 LENGTHS = (5, 1, 9)

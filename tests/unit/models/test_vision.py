@@ -10,22 +10,22 @@ from transformers import AutoModelForImageTextToText, Idefics3Processor, PreTrai
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from nemo_rl.algorithms.preflight.model_check import check_model
-from nemo_rl.cluster.plan.setting import Model
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import SequencePackingConfig, VisionConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import ConfigError, DatasetError, ModelFolderError
+from nemo_rl.models.adapters.lora import adapted_layers
 from nemo_rl.models.dtensor.train_step import place_images
-from nemo_rl.models.hf_modules import HFSites
-from nemo_rl.models.loading import load_model_config, model_without_weights
-from nemo_rl.models.lora import adapted_layers
+from nemo_rl.models.hf.loading import load_model_config, model_without_weights
+from nemo_rl.models.hf.modules import HFSites
 from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape, build_microbatch, row_names
 from nemo_rl.models.vision import FAMILIES, GRID, PIXELS, PromptImages, family_of, is_in_tower, vision_columns
-from nemo_rl.models.vision_processor import processor_for
+from nemo_rl.models.vision.processor import processor_for
 from nemo_rl.records.sites import SiteKind
+from nemo_rl_tools.plan.setting import Model
 from tests.helpers.tiny_model import tiny_policy, write_tiny_folder
 from tests.helpers.vision_models import (
     GRIDS,

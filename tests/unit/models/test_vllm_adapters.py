@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.config.lora import LoraConfig
+from nemo_rl.models.adapters.lora import adapted_layers, attach_adapters, named_adapters
 from nemo_rl.models.generation.interfaces import BASE, EngineSpec, GenerationOutput, GenerationRequest
-from nemo_rl.models.lora import adapted_layers, attach_adapters, named_adapters
 from tests.helpers.engine_process import NO_VLLM, EngineProcess, has_vllm, vllm_policy, vllm_process
 from tests.helpers.model_families import dense_model, write_dense, write_moe
 from tests.unit.models.test_vllm_continuous import PLACES, ContinuousVllm, _asked, _scores, _weights

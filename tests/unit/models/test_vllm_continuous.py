@@ -20,7 +20,7 @@ from nemo_rl.experience.turn_sampler import TurnRequest, TurnSample, TurnSampler
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.models.generation.vllm.start import build_vllm_worker, check_vllm_spec
-from nemo_rl.models.loading import named_weights
+from nemo_rl.models.hf.loading import named_weights
 from nemo_rl.models.weight_sync.receipt import Answer, make_probe
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
 from tests.helpers.engine_process import NO_VLLM, EngineProcess, has_vllm, vllm_policy, vllm_process

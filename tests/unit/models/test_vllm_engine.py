@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
-from nemo_rl.models.loading import named_weights
+from nemo_rl.models.hf.loading import named_weights
 from nemo_rl.models.weight_sync.buckets import BucketFiller, DeltaRefit, RefitPlan
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nemo_rl.models.weights_digest import BLOCK, digest_weights
+from nemo_rl.models.weight_sync.weights_digest import BLOCK, digest_weights
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -50,7 +50,7 @@ def test_the_distance_is_that_of_the_weights(scale: float) -> None:
 def test_the_projections_do_not_depend_on_how_much_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(5 * BLOCK + 7, generator=torch.manual_seed(0))
     whole = digest_weights([("w", weight)]).tensors["w"]
-    monkeypatch.setattr("nemo_rl.models.weights_digest.ROWS_AT_ONCE", 2)
+    monkeypatch.setattr("nemo_rl.models.weight_sync.weights_digest.ROWS_AT_ONCE", 2)
     parts = digest_weights([("w", weight)]).tensors["w"]
     assert parts.projections == pytest.approx(whole.projections, rel=1e-12)
     assert parts.squares == pytest.approx(float(weight.double().square().sum()), rel=1e-12)

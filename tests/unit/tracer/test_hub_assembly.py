@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.frame import BadFrame, Frame, FramePart, FrameSite, FrameTable, Where
-from nemo_rl.tracer.hub.assembly import Assembly
 from nemo_rl.tracer.protocol import HubLimits
 from nemo_rl.tracer.reducer import Counts, Digest, Histogram, Norm, PerToken, Span, Stats, parse_reducer, token_hashes
+from nemo_rl_tools.tracer.hub.assembly import Assembly
 
 FOUR = Span(0, 4, 4)
 RUN, STEP, PHASE = "run", 7, "train"

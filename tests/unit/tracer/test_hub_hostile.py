@@ -361,7 +361,7 @@ def page(tmp_path, monkeypatch):
     (folder / "notes.txt").write_text("not a page")
     (folder / "linked.js").symlink_to(tmp_path / "secret.js")
     (tmp_path / "secret.js").write_text("secret")
-    monkeypatch.setattr("nemo_rl.tracer.hub.server.PAGE_FOLDER", folder)
+    monkeypatch.setattr("nemo_rl_tools.tracer.hub.server.PAGE_FOLDER", folder)
     return folder
 
 

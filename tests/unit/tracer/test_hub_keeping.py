@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where, decode
-from nemo_rl.tracer.hub.history import History
-from nemo_rl.tracer.hub.hub import Hub, SinkThread
-from nemo_rl.tracer.hub.viewer import Viewer
 from nemo_rl.tracer.protocol import HubLimits, Role
 from nemo_rl.tracer.reducer import Norm
+from nemo_rl_tools.tracer.hub.history import History
+from nemo_rl_tools.tracer.hub.hub import Hub, SinkThread
+from nemo_rl_tools.tracer.hub.viewer import Viewer
 from tests.helpers.tracer_hub import RUN, WAIT_S, frame, open_hub, send_phase
 
 LIMIT = 20_000

@@ -19,14 +19,14 @@ from websockets.sync.client import connect
 
 from nemo_rl.errors import ResourceError
 from nemo_rl.tracer import process
-from nemo_rl.tracer.entry import EntryKind
 from nemo_rl.tracer.frame import Frame, FramePart, decode
 from nemo_rl.tracer.link import HubLink
 from nemo_rl.tracer.process import HubProcess, HubSpec, open_job
 from nemo_rl.tracer.protocol import HubLimits, Role
 from nemo_rl.tracer.reducer import Span
-from nemo_rl.tracer.store import stream_files
-from nemo_rl.tracer.stream_reader import StreamReader
+from nemo_rl_tools.tracer.entry import EntryKind
+from nemo_rl_tools.tracer.store import stream_files
+from nemo_rl_tools.tracer.stream_reader import StreamReader
 from tests.helpers.tracer_hub import PHASE, RUN, WAIT_S, where
 
 
@@ -118,7 +118,7 @@ def test_hub_serves_ranks_and_viewers_records_and_ends_with_the_job(tmp_path):
 
 def test_hub_starts_without_torch_and_ray():
     heavy = {"torch", "ray", "transformers", "pydantic"}
-    code = f"import sys, nemo_rl.tracer.hub.main; print(sorted({heavy} & {{*sys.modules}}))"
+    code = f"import sys, nemo_rl_tools.tracer.hub.main; print(sorted({heavy} & {{*sys.modules}}))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert said.stdout == "[]\n"
 

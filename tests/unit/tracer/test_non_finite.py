@@ -8,7 +8,7 @@ import numpy as np
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.frame import Frame, FrameSite, Where
 from nemo_rl.tracer.reducer import Stats
-from nemo_rl.tracer.summary import FirstNonFinite
+from nemo_rl_tools.tracer.summary import FirstNonFinite
 
 MLP = FrameSite(SiteKind.MLP_OUT, layer=2)
 

@@ -17,12 +17,12 @@ import pytest
 
 from nemo_rl.cli.main import app, main
 from nemo_rl.errors import UserError
-from nemo_rl.tracer.client import LiveClient
-from nemo_rl.tracer.entry import EntryKind
 from nemo_rl.tracer.frame import Frame, FrameTable, decode
-from nemo_rl.tracer.playback import paced
-from nemo_rl.tracer.store import StreamWriter
-from nemo_rl.tracer.stream_reader import StreamReader
+from nemo_rl_tools.tracer.client import LiveClient
+from nemo_rl_tools.tracer.entry import EntryKind
+from nemo_rl_tools.tracer.playback import paced
+from nemo_rl_tools.tracer.store import StreamWriter
+from nemo_rl_tools.tracer.stream_reader import StreamReader
 from tests.helpers.tracer_recordings import RUN, RUN_MESSAGE, small_recording, stats_frame
 
 DEADLINE_S = 20

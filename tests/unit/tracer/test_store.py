@@ -10,11 +10,11 @@ import time
 import pytest
 
 from nemo_rl.errors import RecordingError, UserError
-from nemo_rl.tracer.entry import HEAD, EntryKind
 from nemo_rl.tracer.frame import BadFrame, Frame, FramePart, FrameTable
 from nemo_rl.tracer.reducer import Span
-from nemo_rl.tracer.store import StreamWriter, stream_files
-from nemo_rl.tracer.stream_reader import Follow, StreamReader, find_recording
+from nemo_rl_tools.tracer.entry import HEAD, EntryKind
+from nemo_rl_tools.tracer.store import StreamWriter, stream_files
+from nemo_rl_tools.tracer.stream_reader import Follow, StreamReader, find_recording
 from tests.helpers.tracer_recordings import (
     PLAN_MESSAGE,
     RUN_MESSAGE,
@@ -208,7 +208,7 @@ def test_a_file_of_other_bytes_is_damage(tmp_path):
 
 
 def test_files_of_a_newer_version_are_refused(tmp_path):
-    from nemo_rl.tracer.entry import pack_entry, pack_message
+    from nemo_rl_tools.tracer.entry import pack_entry, pack_message
 
     (tmp_path / "stream_00001.nrt").write_bytes(pack_entry(EntryKind.BEGIN, pack_message({"version": 9})))
     with pytest.raises(UserError, match="expected version 1 of the format of recordings of the tracer, got 9"):
@@ -281,7 +281,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from nemo_rl.errors import RecordingError
-from nemo_rl.tracer.store import StreamWriter
+from nemo_rl_tools.tracer.store import StreamWriter
 from tests.helpers.tracer_recordings import stats_frame
 writer = StreamWriter(Path(sys.argv[1]), 1 << 20)
 writer.frame(stats_frame(1).encode())

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.trace_parts import Vectors
 from tests.helpers.tiny_model import write_tiny_folder
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_rl.diagnostics.route_chain.chain import RouteReport, verify_trace
-from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.utils.r3_trace import trace_retired
+from nemo_rl_tools.route_chain.chain import RouteReport, verify_trace
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers.route_traces import RouteRun
 
 

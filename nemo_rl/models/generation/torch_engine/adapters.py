@@ -18,10 +18,10 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from nemo_rl.config.lora import LoraConfig
-from nemo_rl.models.expert_adapters import AddsResult, Product, run_experts
+from nemo_rl.models.adapters.expert_adapters import AddsResult, Product, run_experts
+from nemo_rl.models.adapters.lora import A_SUFFIX, B_SUFFIX, adapted_layers
 from nemo_rl.models.generation.adapter_versions import HeldAdapters
 from nemo_rl.models.generation.interfaces import BASE
-from nemo_rl.models.lora import A_SUFFIX, B_SUFFIX, adapted_layers
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
 
 __all__ = ["AdapterSlots"]

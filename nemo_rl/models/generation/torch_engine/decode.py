@@ -25,9 +25,9 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.generation.rows import RowRequest
 from nemo_rl.models.generation.torch_engine.adapters import AdapterSlots
 from nemo_rl.models.generation.torch_engine.cache import LiveCache, PrefillPass, RowStore
-from nemo_rl.models.hf_modules import HFRouters
-from nemo_rl.models.logprobs import filter_logits
-from nemo_rl.models.support import SupportRecorder
+from nemo_rl.models.head.logprobs import filter_logits
+from nemo_rl.models.head.support import SupportRecorder
+from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.routes.shape import RouteShape, route_dtype
 
 __all__ = [
@@ -247,7 +247,7 @@ class DecodedRows:
     routes: tuple[torch.Tensor, ...] | None
     """`[tokens, L, K]` of each row; None where not all rows record them."""
     support: tuple[torch.Tensor, ...] | None
-    """Sampling masks of each row, laid out by `nemo_rl.models.support`; None where not all rows record them."""
+    """Sampling masks of each row, laid out by `nemo_rl.models.head.support`; None where not all rows record them."""
 
 
 TURNS_AT_ONCE = 8

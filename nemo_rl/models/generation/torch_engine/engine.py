@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import NonFiniteError, name_some
-from nemo_rl.models.adapter_folder import served_adapter
+from nemo_rl.models.adapters.folder import served_adapter
 from nemo_rl.models.generation.adapter_versions import ServesAdapters
 from nemo_rl.models.generation.continuous import ContinuousDecoding
 from nemo_rl.models.generation.interfaces import (
@@ -47,7 +47,7 @@ from nemo_rl.models.generation.torch_engine.tracing import (
     ObservedRequest,
 )
 from nemo_rl.models.generation.turn_batch import NAMED, ContinuousSpec, TurnRow
-from nemo_rl.models.loading import DTYPES, load_causal_lm, named_weights
+from nemo_rl.models.hf.loading import DTYPES, load_causal_lm, named_weights
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.vision import family_of

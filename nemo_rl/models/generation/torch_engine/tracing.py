@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, traced_row
 from nemo_rl.models.generation.recording import NEVER_IN_DECODING, engine_manifest, response_rows, write_logprobs
 from nemo_rl.models.generation.torch_engine.decode import NO_OBSERVER, DecodeObserver
-from nemo_rl.models.hf_modules import HFSites
+from nemo_rl.models.hf.modules import HFSites
 from nemo_rl.models.policy.hooks import HookPoint, TokenPositions
 from nemo_rl.models.policy.observer import Capture, PassRows, SiteSink
 from nemo_rl.models.policy.recording import RecordSpec, StepRecords

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.errors import ConfigError, name_some
+from nemo_rl.models.adapters.lora import A_SUFFIX, AdaptedLayer, adapted_layers
 from nemo_rl.models.generation.adapter_versions import HeldAdapters
 from nemo_rl.models.generation.interfaces import BASE
-from nemo_rl.models.loading import is_experts
-from nemo_rl.models.lora import A_SUFFIX, AdaptedLayer, adapted_layers
+from nemo_rl.models.hf.loading import is_experts
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
 
 __all__ = ["GUARD_SLOTS", "RANKS", "VllmAdapters", "WorkerAdapters", "served_layers"]

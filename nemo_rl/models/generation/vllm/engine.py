@@ -26,7 +26,7 @@ from nemo_rl.errors import (
     boundary,
     shorten,
 )
-from nemo_rl.models.adapter_folder import served_adapter
+from nemo_rl.models.adapters.folder import served_adapter
 from nemo_rl.models.generation.adapter_versions import ServesAdapters
 from nemo_rl.models.generation.continuous import ContinuousDecoding
 from nemo_rl.models.generation.interfaces import (
@@ -47,7 +47,7 @@ from nemo_rl.models.generation.vllm.extension import expected_weights, one_answe
 from nemo_rl.models.generation.vllm.images import use_tensors
 from nemo_rl.models.generation.vllm.start import EngineArguments, engine_arguments
 from nemo_rl.models.generation.vllm.turns import FORCED, VllmTurns
-from nemo_rl.models.hf_modules import HFRouters
+from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.models.vision import family_of
 from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, match_slots
 from nemo_rl.models.weight_sync.target import RefitTarget

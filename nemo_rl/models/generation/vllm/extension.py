@@ -38,8 +38,8 @@ from nemo_rl.models.generation.interfaces import RankMemoryChange
 from nemo_rl.models.generation.vllm.adapters import WorkerAdapters
 from nemo_rl.models.generation.vllm.decoding import draw_by_position, force_rows
 from nemo_rl.models.generation.vllm.sites import VllmRecorder, VllmSites
-from nemo_rl.models.hf_files import FileNames, as_stored
-from nemo_rl.models.loading import DTYPES, load_model_config, model_without_weights
+from nemo_rl.models.hf.files import FileNames, as_stored
+from nemo_rl.models.hf.loading import DTYPES, load_model_config, model_without_weights
 from nemo_rl.models.weight_sync.buckets import RefitPlan, free_bytes
 from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 from nemo_rl.models.weight_sync.target import RefitReceiver

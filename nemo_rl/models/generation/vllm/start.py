@@ -20,7 +20,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface
 from nemo_rl.models.generation.vllm.adapters import GUARD_SLOTS, RANKS, served_layers
-from nemo_rl.models.loading import CONFIG_FILE, load_model_config, model_without_weights
+from nemo_rl.models.hf.loading import CONFIG_FILE, load_model_config, model_without_weights
 from nemo_rl.models.vision import VisionFamily, family_of
 
 __all__ = [

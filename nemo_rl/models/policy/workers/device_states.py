@@ -16,11 +16,11 @@ from typing import Literal
 import torch
 
 from nemo_rl.config.generation import DeviceSharing
+from nemo_rl.models.hf.shards import local_shard
 from nemo_rl.models.policy.workers.base import DeviceSide, Placement, WorkerState, placement_of
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.moves import HostBuffers
 from nemo_rl.models.policy.workers.out_of_memory import out_of_memory_of
-from nemo_rl.models.shards import local_shard
 
 __all__ = ["DeviceStates", "Shards"]
 

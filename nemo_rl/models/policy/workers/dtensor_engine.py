@@ -19,16 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import ParallelGroups
-from nemo_rl.models.adapter_folder import base_identity
-from nemo_rl.models.checkpoint_folder import AdapterBase, AdapterPart
+from nemo_rl.models.adapters.folder import base_identity
+from nemo_rl.models.adapters.lora import adapter_places, initial_adapter, named_adapters, without_adapters
 from nemo_rl.models.dtensor import checkpoint
 from nemo_rl.models.dtensor.optim import LearningRate, LossScaler, build_optimizer
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight, parallelize
 from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
 from nemo_rl.models.dtensor.weights import fill_adapters, fill_shards, gather_weights, make_room, open_source
-from nemo_rl.models.hf_modules import HFRouters, HFSites
-from nemo_rl.models.loading import DTYPES, build_meta_model, decoder_sizes, named_weights
-from nemo_rl.models.lora import adapter_places, initial_adapter, named_adapters, without_adapters
+from nemo_rl.models.hf.checkpoint_folder import AdapterBase, AdapterPart
+from nemo_rl.models.hf.loading import DTYPES, build_meta_model, decoder_sizes, named_weights
+from nemo_rl.models.hf.modules import HFRouters, HFSites
 from nemo_rl.models.policy.hooks import HookPoints, TokenPositions
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver

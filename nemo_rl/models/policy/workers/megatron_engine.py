@@ -17,12 +17,12 @@ import torch
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError, ModelFolderError
-from nemo_rl.models.adapter_folder import base_identity
-from nemo_rl.models.checkpoint_folder import AdapterBase, AdapterPart, raise_together, read_adapter_together
-from nemo_rl.models.hf_folder import open_weights
-from nemo_rl.models.hf_writing import ModelDescription
-from nemo_rl.models.loading import ADAPTER_PART, DTYPES, load_model_config
-from nemo_rl.models.lora import initial_adapter, without_adapters
+from nemo_rl.models.adapters.folder import base_identity
+from nemo_rl.models.adapters.lora import initial_adapter, without_adapters
+from nemo_rl.models.hf.checkpoint_folder import AdapterBase, AdapterPart, raise_together, read_adapter_together
+from nemo_rl.models.hf.folder import open_weights
+from nemo_rl.models.hf.loading import ADAPTER_PART, DTYPES, load_model_config
+from nemo_rl.models.hf.writing import ModelDescription
 from nemo_rl.models.megatron import checkpoint
 from nemo_rl.models.megatron.architecture import Architecture, check_fits
 from nemo_rl.models.megatron.convert import (

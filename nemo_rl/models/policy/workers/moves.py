@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from nemo_rl.models.hf.shards import local_shard
 from nemo_rl.models.policy.workers.base import Placement
-from nemo_rl.models.shards import local_shard
 from nemo_rl.torch_private import replace_tensors, with_shard
 
 __all__ = ["HostBuffers", "move_model", "move_optimizer_state", "optimizer_tensors"]

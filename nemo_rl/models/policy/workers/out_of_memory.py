@@ -23,7 +23,7 @@ from nemo_rl.utils.console import bytes_text
 
 __all__ = ["gradients_decided", "largest_microbatch", "lowering_keys", "out_of_memory_of", "planned_stages"]
 
-PLANNER = "nemo_rl.cluster.plan"
+PLANNER = "nemo_rl_tools.plan"
 """Belongs to the tools, which a machine that trains need not have."""
 USABLE = 0.96
 """Usable share of a GPU's memory: the rest is lost between blocks of torch's allocator."""

@@ -18,7 +18,9 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NonFiniteError
-from nemo_rl.models.logprobs import Sampling
+from nemo_rl.models.head.logprobs import Sampling
+from nemo_rl.models.head.support import SUPPORT
+from nemo_rl.models.head.top_k import TopTokens
 from nemo_rl.models.policy.interfaces import ADVANTAGES, SQUARED_PROBS, TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
 from nemo_rl.models.policy.observer import NO_HOOK_OBSERVERS, HookObservers
@@ -29,8 +31,6 @@ from nemo_rl.models.policy.workers.base import WorkerState, deterministic_algori
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.out_of_memory import largest_microbatch, lowering_keys
-from nemo_rl.models.support import SUPPORT
-from nemo_rl.models.top_k import TopTokens
 from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
 
 __all__ = ["Passes", "RankRoutes"]

@@ -51,7 +51,7 @@ from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.channel import ChannelOffer, ChannelRequest
 from nemo_rl.models.weight_sync.receipt import Probe, ScoredProbe, Sent
 from nemo_rl.models.weight_sync.transport import RefitGroupSpec
-from nemo_rl.models.weights_digest import WeightsDigest, digest_weights
+from nemo_rl.models.weight_sync.weights_digest import WeightsDigest, digest_weights
 
 __all__ = ["PolicyWorker", "WorkerSpec"]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.distributed.job_store import own_address
-from nemo_rl.models.lora import folded, merged
+from nemo_rl.models.adapters.lora import folded, merged
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models.checkpoint_folder import save_tokenizer
+from nemo_rl.models.hf.checkpoint_folder import save_tokenizer
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import Engine, Snapshot
 

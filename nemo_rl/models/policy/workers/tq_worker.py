@@ -19,7 +19,9 @@ from nemo_rl.distributed.collectives import scatter_from_leader
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.jagged import lengths_of, values_of
-from nemo_rl.models.logprobs import k3
+from nemo_rl.models.head.logprobs import k3
+from nemo_rl.models.head.support import SUPPORT
+from nemo_rl.models.head.top_k import TopTokens
 from nemo_rl.models.policy.interfaces import SQUARED_PROBS, TOPK_IDS, TOPK_LOGPROBS, LossFunction, TrainResult
 from nemo_rl.models.policy.routes.slices import RouteSlices, ShardRoutes
 from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
@@ -27,8 +29,6 @@ from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.passes import RankRoutes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerSpec
-from nemo_rl.models.support import SUPPORT
-from nemo_rl.models.top_k import TopTokens
 from nemo_rl.routes.columns import decode_routes, encode_routes
 from nemo_rl.utils.metrics import Max, Mean, Reduction, merge_metrics
 from nemo_rl.utils.r3_trace import trace_rollout_payload, trace_tq_fetch_payload

@@ -12,7 +12,7 @@ from nemo_rl.algorithms.losses.policy_loss import DistillationLoss, PolicyLoss
 from nemo_rl.config.distillation import DistillationConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.errors import SchemaMismatch
-from nemo_rl.models.logprobs import Sampling, WantedLines, token_lines
+from nemo_rl.models.head.logprobs import Sampling, WantedLines, token_lines
 from nemo_rl.models.policy.interfaces import POLICY_TOPK, TOPK_IDS, TOPK_LOGPROBS
 from nemo_rl.utils.metrics import values
 from tests.helpers.distillation_reference import slow_kl, teacher_columns, with_teacher

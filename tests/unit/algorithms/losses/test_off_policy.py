@@ -8,7 +8,7 @@ import torch
 from nemo_rl.algorithms.losses.off_policy import off_policy_weights
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.models.logprobs import js, k3
+from nemo_rl.models.head.logprobs import js, k3
 from nemo_rl.utils.metrics import values
 from tests.helpers.hf_reference import global_scale
 from tests.helpers.loss_reference import corrected, loss_batch, loss_config

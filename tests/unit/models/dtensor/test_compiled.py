@@ -18,12 +18,12 @@ from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ConfigError
+from nemo_rl.models.attention.varlen import ATTENTION_NAME, Segments
 from nemo_rl.models.dtensor import layers as compiled
 from nemo_rl.models.dtensor import parallelize
 from nemo_rl.models.dtensor.layers import CompiledLayers, chooses_compiled, compile_problem
-from nemo_rl.models.loading import load_causal_lm, load_model_config
+from nemo_rl.models.hf.loading import load_causal_lm, load_model_config
 from nemo_rl.models.policy.observer import Capture, HookObserver
-from nemo_rl.models.varlen_attention import ATTENTION_NAME, Segments
 from nemo_rl.utils.metrics import merge_metrics, values
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 

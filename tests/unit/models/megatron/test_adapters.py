@@ -16,7 +16,7 @@ from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.workers.megatron_engine import collect_gradients
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.hf_reference import hf_logprobs

@@ -11,8 +11,8 @@ import torch
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.loading import model_without_weights
-from nemo_rl.models.lora import adapted_layers, adapter_infos
+from nemo_rl.models.adapters.lora import adapted_layers, adapter_infos
+from nemo_rl.models.hf.loading import model_without_weights
 from nemo_rl.models.megatron.architecture import Architecture
 from nemo_rl.models.megatron.convert_table import adapted_linears, adapter_weights
 from nemo_rl.models.policy.fit import check_planned_model_fits

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from nemo_rl.models.hf_folder import ModelWeights
+from nemo_rl.models.hf.folder import ModelWeights
 from nemo_rl.models.megatron.architecture import rotary_frequencies, rotary_problems
 from nemo_rl.models.megatron.attention import Rotary
 from nemo_rl.models.megatron.convert import load_weights

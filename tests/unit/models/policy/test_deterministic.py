@@ -17,7 +17,7 @@ from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import CUBLAS_VARIABLE, PolicyConfig, SequencePackingConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.logprobs import repeatable_cumsum
+from nemo_rl.models.head.logprobs import repeatable_cumsum
 from nemo_rl.models.policy.workers.base import check_workspace, deterministic_algorithms
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 

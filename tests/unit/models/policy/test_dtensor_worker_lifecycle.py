@@ -18,6 +18,7 @@ from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import CheckpointError, ConfigError, ResourceError
 from nemo_rl.models.dtensor.optim import INITIAL_SCALE
+from nemo_rl.models.hf.shards import local_shard
 from nemo_rl.models.policy.workers.base import (
     Placement,
     WorkerState,
@@ -27,7 +28,6 @@ from nemo_rl.models.policy.workers.base import (
 )
 from nemo_rl.models.policy.workers.moves import HostBuffers, move_model, optimizer_tensors
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.shards import local_shard
 from nemo_rl.torch_private import replace_tensors, with_shard
 from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
 

@@ -1,1 +1,0 @@
-"""Tools for clusters: they start a run on several machines, and tell what can be known before it starts."""

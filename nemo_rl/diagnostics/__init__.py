@@ -1,1 +1,0 @@
-"""Tools that look at a run from outside: only the command line and examples import them."""

@@ -1,0 +1,1 @@
+"""Low-rank adapters: their layers, arithmetic and folders."""

@@ -1,0 +1,1 @@
+"""Causal attention over sequences packed in one row."""

@@ -1,0 +1,1 @@
+"""From hidden states to log-probabilities: the head, top-k and sampling masks."""

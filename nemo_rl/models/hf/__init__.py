@@ -1,0 +1,1 @@
+"""Hugging Face files and folders: reading, loading and writing a model."""

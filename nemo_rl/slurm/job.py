@@ -1,0 +1,220 @@
+"""The Slurm job of a recipe: the script that `nemo-rl launch slurm` shows or submits, and commands inside the job.
+
+What is rendered is what is submitted: variables and one call of `sbatch`. Writing it needs no cluster. Imports neither
+torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, other_cpus
+from nemo_rl.algorithms.processes import forked_modules
+from nemo_rl.config.load import load_config
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.errors import UserError
+from nemo_rl.slurm.settings import HEAD_FILE, TOKEN_FILE
+from nemo_rl.utils.console import printable
+
+__all__ = ["JobOptions", "attach_words", "render_job", "submit_job"]
+
+SCRIPT = "ray.sub"
+NAME_LIMIT = 300
+"""Characters of the recipe's path in a comment."""
+SBATCH_S = 60.0
+"""A busy controller answers late."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOptions:
+    """The options of a Slurm job; None leaves one to the recipe or to Slurm."""
+
+    nodes: int | None = None
+    time: str | None = None
+    """Time limit as Slurm writes it, for example `4:00:00`."""
+    account: str | None = None
+    partition: str | None = None
+    job_name: str | None = None
+    container: str | None = None
+    mounts: str | None = None
+    setup: str | None = None
+    cpus_per_node: int | None = None
+    log_dir: Path = Path("slurm_logs")
+    requeue: bool = True
+    sbatch: Sequence[str] = ()
+    """Further options, as they are."""
+
+
+def render_job(recipe: Path, overrides: Sequence[str], options: JobOptions) -> str:
+    """Return the script that submits the job; to be run in the repository's root.
+
+    Raises:
+        ConfigError: the recipe cannot be read, or not be run so.
+        UserError: the options do not fit it.
+    """
+    words = [*overrides, *_added(load_config(recipe, [*overrides, "cluster.address=auto"]), options)]
+    config = load_config(recipe, [*words, "cluster.address=auto"])
+    nodes = config.cluster.num_nodes if options.nodes is None else options.nodes
+    if nodes < config.cluster.num_nodes:
+        raise UserError(
+            f"--nodes: expected at least cluster.num_nodes={config.cluster.num_nodes} of {recipe}, got {nodes}; ask "
+            "for more nodes, or lower cluster.num_nodes"
+        )
+    if options.mounts and not options.container:
+        raise UserError(f"--mounts: {options.mounts!r} would be ignored without --container")
+    command = shlex.join(["-m", "nemo_rl.cli.main", "launch", "ray", "--address", "auto", "--", _path(recipe), *words])
+    exports = "\n".join(
+        f"export {name}={shlex.quote(value)}" for name, value in _variables(config, options, f'"$PYTHON" {command}')
+    )
+    call = shlex.join(["sbatch", *_sbatch_words(config, options, nodes), SCRIPT])
+    make_folder = shlex.join(["mkdir", "-p", "--", _path(options.log_dir)])
+    # A comment ends at a line feed, which the name may hold.
+    title = f"{printable(str(recipe), limit=NAME_LIMIT)} on {nodes} nodes; written by `nemo-rl launch slurm`"
+    return (
+        f"#!/usr/bin/env bash\n# {title}, to be run in the repository's root.\n"
+        f"set -euo pipefail\n{exports}\n{make_folder}\n{call}\n"
+    )
+
+
+def submit_job(script: str) -> str:
+    """Run what `render_job` gives; Slurm's answer.
+
+    Raises:
+        UserError: there is no Slurm here, or it refuses.
+    """
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            "no Slurm here: sbatch is not on PATH; run this on a login node of the cluster, or take what "
+            "--render prints there"
+        )
+    if not Path(SCRIPT).is_file():
+        raise UserError(f"{SCRIPT} is not in {Path.cwd()}; run this in the repository's root")
+    try:
+        done = subprocess.run(
+            ["bash", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=SBATCH_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"sbatch has not answered within {SBATCH_S:g} s; look at Slurm with sinfo, then try again"
+        ) from error
+    if done.returncode:
+        raise UserError(
+            f"sbatch refuses the job: {(done.stderr or done.stdout).strip()}; change the options named there"
+        )
+    return done.stdout.strip()
+
+
+def _added(config: MasterConfig, options: JobOptions) -> Iterator[str]:
+    """Return the overrides that a requeued job needs, where neither the recipe nor the command line says otherwise."""
+    section = config.checkpointing
+    if not options.requeue or not section.enabled:
+        return
+    if section.resume is False and not config.logger.overwrite:
+        yield "checkpointing.resume=auto"
+    if options.time is not None and section.must_save_by is None:
+        yield "checkpointing.must_save_by=auto"
+
+
+def _variables(config: MasterConfig, options: JobOptions, command: str) -> Iterator[tuple[str, str]]:
+    yield "COMMAND", command
+    yield "LOG_DIR", _path(options.log_dir)
+    yield "GPUS_PER_NODE", str(config.cluster.gpus_per_node)
+    yield "CPUS_PER_NODE", str(_cpus_per_node(config))
+    if options.requeue:
+        yield "REQUEUE", "1"
+    if not config.cluster.gpus_per_node:
+        yield "PRELOAD", " ".join(forked_modules(config))
+    given = {"CONTAINER": options.container, "MOUNTS": options.mounts, "SETUP_COMMAND": options.setup}
+    yield from ((name, value) for name, value in given.items() if value)
+
+
+def _sbatch_words(config: MasterConfig, options: JobOptions, nodes: int) -> list[str]:
+    cpus = options.cpus_per_node or _cpus_per_node(config)
+    words = [f"--nodes={nodes}", f"--cpus-per-task={cpus}"]
+    if config.cluster.gpus_per_node:
+        words.append(f"--gpus-per-node={config.cluster.gpus_per_node}")
+    words.append("--requeue" if options.requeue else "--no-requeue")
+    words.append(f"--output={_path(options.log_dir)}/slurm-%j.log")
+    given = {"time": options.time, "account": options.account, "partition": options.partition}
+    given["job-name"] = options.job_name
+    return [*words, *(f"--{name}={value}" for name, value in given.items() if value), *options.sbatch]
+
+
+def _path(path: Path) -> str:
+    """Return a path that no command takes for an option."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
+def _cpus_per_node(config: MasterConfig) -> int:
+    """Return the CPUs of each node. Each actor is on one node: what does not divide is rounded up for all."""
+    nodes = config.cluster.num_nodes
+    bundles = config.cluster.num_workers // nodes * cpus_per_bundle(config)
+    return bundles + math.ceil(other_cpus(config) / nodes)
+
+
+CONTAINER_FILE = "container"
+"""Options of `srun` for the job's container, a line each, written by `ray.sub`."""
+SCONTROL_S = 30.0
+
+
+def attach_words(job: str, command: Sequence[str]) -> list[str]:
+    """Return the words of the call of `srun`.
+
+    Args:
+        command: empty: a shell on a terminal.
+
+    Raises:
+        UserError: there is no such job of ours, or its Ray is not there (yet).
+    """
+    folder = _job_folder(job)
+    try:
+        facts = json.loads((folder / HEAD_FILE).read_text(encoding="utf-8"))
+        container = (folder / CONTAINER_FILE).read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise UserError(f"job {job}: {folder} does not name its head yet ({error}); try again in a while") from error
+    if "ray" not in facts:
+        raise UserError(f"job {job}: Ray is still starting on {facts['node']}; try again in a while")
+    variables = {
+        "RAY_ADDRESS": facts["ray"],
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(folder / TOKEN_FILE),
+    }
+    words = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={facts['node']}"]
+    words += ["--cpu-bind=none", *filter(None, container)]
+    inside = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    if command:
+        return [*words, *inside, "bash", "-c", shlex.join(command)]
+    return [*words, "--pty", *inside, "bash", "-i"]
+
+
+def _job_folder(job: str) -> Path:
+    """Return the folder of the job, as the job itself has noted it in Slurm."""
+    if shutil.which("scontrol") is None:
+        raise UserError("no Slurm here: scontrol is not on PATH; run this on a login node of the cluster")
+    done = subprocess.run(
+        ["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True, timeout=SCONTROL_S, check=False
+    )
+    state = re.search(r" JobState=(\S+)", done.stdout)
+    if done.returncode or state is None:
+        raise UserError(f"job {job}: Slurm knows no such job ({done.stderr.strip()}); squeue --me lists yours")
+    if state[1] != "RUNNING":
+        raise UserError(
+            f"job {job}: expected a running job, got one that is {state[1]}; wait for it, or submit it again"
+        )
+    folder = re.search(r" Comment=NEMO_RL_JOB_DIR=(\S+)", done.stdout)
+    if folder is None:
+        raise UserError(f"job {job}: runs, but has not begun as a job of ray.sub; try again in a while")
+    return Path(folder[1])

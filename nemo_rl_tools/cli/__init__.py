@@ -1,0 +1,1 @@
+"""Subcommands of `nemo-rl` that belong to the tools."""
