@@ -15,7 +15,7 @@ from nemo_rl.cli.main import main
 from nemo_rl.errors import UserError
 from nemo_rl.slurm.job import JobOptions, render_job, submit_job
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 DEMO, GPU = Path("configs/grpo_sort_cpu.yaml"), Path("configs/recipes/grpo_math_1b.yaml")
 GOLDEN = Path(__file__).with_name("golden")
 CASES = {
