@@ -242,7 +242,7 @@ def attention(place: Place) -> Found:
     return found
 
 
-def train_of(  # noqa: PLR0913 - the settings of a pass
+def train_of(
     shape: str,
     *,
     tokens: int,

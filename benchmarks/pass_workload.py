@@ -172,7 +172,7 @@ def loss_of_recipe() -> PolicyLoss:
     return PolicyLoss(config=LossConfig())
 
 
-def make_worker(  # noqa: PLR0913 - the settings of a pass
+def make_worker(
     folder: Path,
     *,
     tokens: int,

@@ -38,7 +38,7 @@ class Tokens(StrEnum):
     ALL = "all"
 
 
-def main(  # noqa: PLR0913 - the command line
+def main(  # noqa: PLR0917 - the command line
     with_file: Annotated[Path, typer.Option("--with", help="Texts with the trait, one per line.")],
     without_file: Annotated[Path, typer.Option("--without", help="Texts without it, one per line.")],
     model: Annotated[Path, typer.Option(help="Hugging Face folder of model and tokenizer.")],

@@ -84,7 +84,7 @@ class TaughtRow:
     images: PromptImages
 
 
-def main(  # noqa: PLR0913 - options of a command
+def main(  # noqa: PLR0917 - options of a command
     out: Annotated[Path, typer.Option(help="Folder to write: a new or empty one, or a starter, which is replaced.")],
     task: Annotated[str, typer.Option(help="count: how many shapes; name: which shape.")] = "count",
     cells: Annotated[int, typer.Option(min=1, help="Cells along each side of a picture.")] = 2,

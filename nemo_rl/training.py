@@ -53,7 +53,7 @@ _GPU_DRIVER = Path("/dev/nvidiactl")
 _OF_SESSION, _NONE = "nemo_rl.training:train", "nemo_rl.training:no_reward"
 
 
-def train(  # noqa: PLR0913 - the keys that nearly every run sets
+def train(
     model: str | Path,
     prompts: Prompts,
     reward: Reward | None = None,

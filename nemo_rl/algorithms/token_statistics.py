@@ -139,7 +139,7 @@ class MeasuredStatistics:
         return found
 
 
-def decide_rows(  # noqa: PLR0913 - the state of a step, and what was measured
+def decide_rows(
     scored: ScoredRows,
     sample_stats: SampleStats,
     config: GRPOConfig,

@@ -59,7 +59,7 @@ _services: dict[str, LedgerService] = {}
 _registry_lock = threading.Lock()
 
 
-def build_data_plane_client(  # noqa: PLR0913 - a published interface
+def build_data_plane_client(
     config: DataPlaneConfig,
     *,
     run_id: str,

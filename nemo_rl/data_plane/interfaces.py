@@ -316,7 +316,7 @@ class DataPlaneClient(ABC):
         """
 
     @abstractmethod
-    def get_meta(  # noqa: PLR0913 - a published interface
+    def get_meta(
         self,
         partition_id: str,
         task_name: str,

@@ -176,7 +176,7 @@ class NemoRlClient:
             self._client.drop_partition(partition_id, reason="registered anew")
             self._client.register_partition(*declaration)
 
-    def claim_meta(  # noqa: PLR0913 - a published interface
+    def claim_meta(  # noqa: PLR0917 - a published interface
         self,
         partition_id: str,
         task_name: str,

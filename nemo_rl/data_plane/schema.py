@@ -80,7 +80,7 @@ class FieldSpec:
         return not self.is_object and self.dims[:1] == ("T",)
 
 
-def _field(  # noqa: PLR0913 - the columns of the table
+def _field(
     name: str,
     dtypes: str,
     dims: tuple[Dim, ...] = (),

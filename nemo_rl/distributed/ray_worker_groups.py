@@ -155,7 +155,7 @@ class RayWorkerGroup(WorkerGroup):
         num_streams: threads of a worker for `stream`, beside that of its other calls; 0: all calls share one thread.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of the object
+    def __init__(
         self,
         name: str,
         *,

@@ -83,7 +83,7 @@ class SessionReward:
     is_chat: bool
     """True where prompts are lists of messages: completions are then, too, as TRL gives them."""
 
-    def __call__(  # noqa: PLR0913 - the arguments of a reward
+    def __call__(
         self,
         prompt: list[str],
         response: list[str],

@@ -284,7 +284,7 @@ def columns_of_rows(rows: Sequence[TokenRow], *, pad_token_id: int, with_version
     return columns
 
 
-def _dense(  # noqa: PLR0913 - the parts of rows
+def _dense(
     lengths: torch.Tensor,
     *,
     is_sampled: torch.Tensor,

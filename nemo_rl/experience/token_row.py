@@ -195,7 +195,7 @@ class TokenRow:
 
     # ---- growing
 
-    def add_turn(  # noqa: PLR0913 - what an engine gives of a turn
+    def add_turn(
         self,
         token_ids: Sequence[int],
         logprobs: torch.Tensor,

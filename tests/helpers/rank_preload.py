@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-import nemo_rl.data_plane.factory
+import nemo_rl.data_plane.factory  # noqa: F401
 import nemo_rl.models.policy.workers.compose  # noqa: F401
 from nemo_rl.config.parts import TRAINING_ENGINES
 

@@ -67,7 +67,7 @@ class StepRecorder(StepObserver):
         keeps_replies: replies of environments and tools are written as well.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of the object
+    def __init__(
         self,
         config: KeepStepsConfig,
         *,

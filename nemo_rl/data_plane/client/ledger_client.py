@@ -249,7 +249,7 @@ class LedgerClient(DataPlaneClient):
 
     # ---- claims
 
-    def get_meta(  # noqa: PLR0913 - a published interface
+    def get_meta(
         self,
         partition_id: str,
         task_name: str,

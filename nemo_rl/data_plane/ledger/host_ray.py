@@ -95,7 +95,7 @@ RECOVERY_POLL_S = 0.05
 class _LedgerActor(ReferenceTable):
     """Serves requests one at a time."""
 
-    def __init__(  # noqa: PLR0913 - what its process is to know
+    def __init__(
         self,
         config: DataPlaneConfig,
         run_id: str,

@@ -25,7 +25,7 @@ _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _aten = torch.ops.aten
 
 
-def varlen_on_device(  # noqa: PLR0913 - the arguments of a kernel
+def varlen_on_device(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -54,7 +54,7 @@ def varlen_on_device(  # noqa: PLR0913 - the arguments of a kernel
 
 
 @torch.library.custom_op("nrl::segment_attention", mutates_args=(), device_types="cpu")
-def segment_attention(  # noqa: PLR0913 - the arguments of a kernel
+def segment_attention(  # noqa: PLR0917 - the arguments of a kernel
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -85,7 +85,7 @@ def segment_attention(  # noqa: PLR0913 - the arguments of a kernel
 
 
 @torch.library.custom_op("nrl::segment_attention_backward", mutates_args=(), device_types="cpu")
-def _backward_op(  # noqa: PLR0913 - the arguments of a kernel
+def _backward_op(  # noqa: PLR0917 - the arguments of a kernel
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -241,7 +241,7 @@ class _Options:
         return not self.has_own_scores and self.dropout == 0.0
 
 
-def varlen_attention(  # noqa: PLR0913 - transformers calls it so
+def varlen_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

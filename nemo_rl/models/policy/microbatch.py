@@ -197,7 +197,7 @@ def steps_of(plan: PackPlan, *, num_rows: int) -> list[tuple[tuple[int, ...], ..
     return list(plan.iter_steps(0))
 
 
-def build_microbatch(  # noqa: PLR0913 - what a pass needs
+def build_microbatch(
     batch: BatchedDataDict,
     rows: Sequence[int],
     *,

@@ -57,7 +57,7 @@ class TracedStep:
 class TraceSink:
     """Reduces the captured tensors of one call on one rank, and sends the parts."""
 
-    def __init__(  # noqa: PLR0913 - the parts of the object
+    def __init__(
         self,
         step: TracedStep,
         *,

@@ -66,7 +66,7 @@ class TorchEngine(ServesAdapters[AdapterSlots]):
         >>> output = engine.generate(request)                              # doctest: +SKIP
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of the object
+    def __init__(
         self,
         model: PreTrainedModel,
         *,
@@ -104,7 +104,7 @@ class TorchEngine(ServesAdapters[AdapterSlots]):
         self._states = EngineStates(ModuleMemory(model), number=number)
 
     @classmethod
-    def from_config(  # noqa: PLR0913 - the parts of an engine's spec
+    def from_config(
         cls,
         config: PolicyConfig,
         *,

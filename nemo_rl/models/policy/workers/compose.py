@@ -63,7 +63,7 @@ def worker_of_job(
         torch.set_num_threads(before)
 
 
-def compose_worker(  # noqa: PLR0913 - the parts of a worker
+def compose_worker(
     config: PolicyConfig,
     *,
     rank: int,

@@ -66,7 +66,7 @@ class Passes:
         self.config, self._here, self.engine, self.device_states = config, here, engine, device_states
         self.replay, self._hook_observers = replay, hook_observers
 
-    def train(  # noqa: PLR0913 - a published interface, and its routes
+    def train(
         self,
         batch: BatchedDataDict,
         loss_fn: LossFunction,
