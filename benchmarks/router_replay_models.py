@@ -14,7 +14,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from examples.starter import STARTER_TASKS, make_starter
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.generation import GenerationConfig
-from nemo_rl.config.policy import MegatronConfig, PolicyConfig, RouterReplayConfig, SequencePackingConfig
+from nemo_rl.config.megatron import MegatronConfig
+from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
+from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.models.policy.workers.compose import compose_worker

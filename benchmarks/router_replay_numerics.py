@@ -19,7 +19,7 @@ from examples.starter import prompt_ids
 from nemo_rl.algorithms.advantage_estimator import group_statistics
 from nemo_rl.algorithms.estimators import estimate_advantages
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.schema import LossConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.data.datasets import RawPrompt
 from nemo_rl.data.thinking import final_answer
 from nemo_rl.data.tokenizer import load_tokenizer

@@ -28,7 +28,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from nemo_rl.config.schema import DatasetConfig
+from nemo_rl.config.data import DatasetConfig
 from nemo_rl.data.conversation import Message, ToolCall
 from nemo_rl.data.datasets import RawPrompt, raw_prompts
 from nemo_rl.data.thinking import final_answer, with_thinking

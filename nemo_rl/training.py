@@ -22,11 +22,12 @@ from typing import Any
 from nemo_rl.algorithms.processes import driver_environment, worker_forks
 from nemo_rl.cli.checkpoints import FoundWeights, export, find_weights, for_evaluation, measure, open_weights
 from nemo_rl.config.compose import recipe_of
+from nemo_rl.config.env import RewardCode
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.load import load_recipe
-from nemo_rl.config.lora import adapter_warnings
 from nemo_rl.config.parts import DATASETS
-from nemo_rl.config.rewards import RewardCode
-from nemo_rl.config.schema import GRPOConfig, MasterConfig
+from nemo_rl.config.policy import adapter_warnings
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.environments.session_rewards import Function, SessionReward, reward_code, takes_lists, with_names
 from nemo_rl.errors import ConfigError, DatasetError, NemoRLError, UserError
 from nemo_rl.utils import interrupt
@@ -121,7 +122,7 @@ def train(
     if held is not None:
         held.write()
     console = make_console()
-    for line in adapter_warnings(config):
+    for line in adapter_warnings(config.policy):
         console.print(f"warning: {line}", style="yellow", soft_wrap=True)
     # The workers' imports begin before this process's own.
     with _session(config), worker_forks(config) as forks:

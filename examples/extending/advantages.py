@@ -6,7 +6,7 @@ import torch
 
 from nemo_rl.algorithms.advantage_estimator import GroupStats
 from nemo_rl.algorithms.token_work import TokenEstimator, TokenRows, return_to_go
-from nemo_rl.config.schema import GRPOConfig
+from nemo_rl.config.grpo import GRPOConfig
 
 __all__ = ["BatchBaseline", "FadingReward"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterator
 
-from nemo_rl.config.schema import DatasetConfig
+from nemo_rl.config.data import DatasetConfig
 from nemo_rl.data.datasets import RawPrompt
 
 __all__ = ["twin_digits"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nemo_rl.config.schema import EnvConfig
+from nemo_rl.config.env import EnvConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.factory import EnvironmentStart
 from nemo_rl.environments.interfaces import EnvReport, Response

@@ -37,8 +37,8 @@ from nemo_rl.algorithms.kept_groups import GROUPS, keep_groups, restore_groups
 from nemo_rl.algorithms.schedule_file import ScheduleFile
 from nemo_rl.algorithms.stages.columns import PARTITION, TRAIN_TASK
 from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.parts import SELECTIONS
-from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.data.sampler import SampledPrompt
 from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.keys import group_uid, keys_of_groups, new_group_ids

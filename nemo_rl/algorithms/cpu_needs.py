@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from nemo_rl.config.distillation import num_teacher_workers, teacher_policy
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.store_kinds import kind_named
@@ -42,7 +41,7 @@ def other_cpus(config: MasterConfig) -> int:
     """CPUs of rollout, storage, and on CPU of the engines that Ray places, and of a teacher's workers."""
     plane, generation, is_cpu = config.active_data_plane, config.policy.generation, config.cluster.gpus_per_node == 0
     engines = generation.num_replicas if is_cpu and generation.colocated.enabled else 0
-    teacher = num_teacher_workers(config) if is_cpu else 0
+    teacher = config.num_teacher_workers if is_cpu else 0
     return (
         engines + teacher + ROLLOUT_CPUS * config.experience.num_workers + kind_named(plane.impl or "noop").cpus(plane)
     )
@@ -57,12 +56,12 @@ def num_clients(config: MasterConfig) -> int:
     """Data plane clients: the driver, the rollout workers and the workers of policy and teacher that read or write."""
     if config.cluster.launcher == "local":
         return 1
-    teacher = num_teacher_workers(config)
+    teacher = config.num_teacher_workers
     return (
         1
         + config.experience.num_workers
         + _worker_clients(config, config.policy, config.cluster.num_workers)
-        + (_worker_clients(config, teacher_policy(config), teacher) if teacher else 0)
+        + (_worker_clients(config, config.teacher_policy, teacher) if teacher else 0)
     )
 
 

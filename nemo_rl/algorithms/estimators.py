@@ -19,7 +19,7 @@ import torch
 
 from nemo_rl.algorithms.advantage_estimator import GroupStats, UsesRows
 from nemo_rl.algorithms.token_work import VARIANCE_EPSILON, TokenEstimator, TokenRows
-from nemo_rl.config.schema import GRPOConfig
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.payload import SampleStats
 

@@ -18,10 +18,9 @@ from nemo_rl.algorithms.advantage_estimator import (
     group_statistics,
 )
 from nemo_rl.algorithms.scored_rows import ScoredRows
+from nemo_rl.config.grpo import GRPOConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.rewards import RewardScalingConfig, RewardShapingConfig
-from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import (
     DEFAULT_COST,

@@ -15,8 +15,9 @@ from nemo_rl.algorithms.grpo_sync import RunSummary
 from nemo_rl.algorithms.processes import worker_forks
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, CURVE_FILE
 from nemo_rl.algorithms.setup import open_trainer
+from nemo_rl.config.logger import LoggerConfig
 from nemo_rl.config.r3_trace_env import r3_trace_enabled, trace_folder
-from nemo_rl.config.schema import LoggerConfig, MasterConfig
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.utils.deadlines import SaveDeadline
 from nemo_rl.utils.files import replace_file

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl.config.schema import CheckpointingConfig
+from nemo_rl.config.checkpointing import CheckpointingConfig
 from nemo_rl.errors import CheckpointError, NemoRLError
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager, Unfinished

@@ -67,7 +67,6 @@ from nemo_rl.algorithms.step_tracing import LiveTracing, TracedEngines, TracedRu
 from nemo_rl.algorithms.teacher import local_teacher, rank_specs, ray_teacher, teacher_of, worker_spec
 from nemo_rl.algorithms.token_statistics import TokenStatistics
 from nemo_rl.algorithms.token_work import token_estimator
-from nemo_rl.config.distillation import num_teacher_workers
 from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
 from nemo_rl.config.render import masked, to_yaml
 from nemo_rl.config.schema import MasterConfig
@@ -413,9 +412,9 @@ def _recorders(
 def _what_starts(config: MasterConfig) -> str:
     plan = memory_plan(config.active_data_plane, num_processes=num_clients(config))
     if config.cluster.launcher == "local":
-        parts = "policy, teacher, engine" if num_teacher_workers(config) else "policy, engine"
+        parts = "policy, teacher, engine" if config.num_teacher_workers else "policy, engine"
         return "; ".join(filter(None, (f"starting {parts} and rollout worker in this process", plan)))
-    count = num_teacher_workers(config)
+    count = config.num_teacher_workers
     teacher = f"{count} teacher worker{'s' if count > 1 else ''}, " if count else ""
     ray = "starting Ray" if config.cluster.address is None else f"joining Ray at {config.cluster.address}"
     what = (

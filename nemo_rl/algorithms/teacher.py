@@ -11,7 +11,6 @@ from contextlib import ExitStack
 
 from nemo_rl.algorithms.engines import gpu_share, log_place
 from nemo_rl.algorithms.stages.stage import Teacher
-from nemo_rl.config.distillation import num_teacher_workers, teacher_config, teacher_policy
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.distributed.calls import ask
@@ -57,7 +56,7 @@ def local_teacher(config: MasterConfig, stack: ExitStack) -> WorkerGroup | None:
     """Make the teacher in this process, after the policy's worker; None without distillation."""
     if not config.loss_fn.distillation.enabled:
         return None
-    spec = worker_spec(teacher_config(config), RankSpec(rank=0, world_size=1))
+    spec = worker_spec(config.as_teacher, RankSpec(rank=0, world_size=1))
     joined = dataclasses.replace(spec, joins_process=True)
     teacher = LocalWorkerGroup(lambda: build_policy_worker(joined))
     stack.callback(teacher.shutdown)
@@ -68,7 +67,7 @@ def ray_teacher(
     config: MasterConfig, cluster: RayVirtualCluster, stack: ExitStack, start: StartUp
 ) -> RayWorkerGroup | None:
     """Begin the start of the teacher's workers; None without distillation."""
-    world_size = num_teacher_workers(config)
+    world_size = config.num_teacher_workers
     if not world_size:
         return None
     teacher = RayWorkerGroup(
@@ -84,7 +83,7 @@ def ray_teacher(
     stack.callback(teacher.shutdown)
     with start.waiting_for("the first worker of the teacher"):
         address, port = teacher.rendezvous(reserve_port, timeout_s=start.timeout_s)
-    seen = teacher_config(config)
+    seen = config.as_teacher
     specs = [{"spec": worker_spec(seen, rank)} for rank in rank_specs(world_size, address, port)]
     teacher.begin_start(build_policy_worker, specs)
     return teacher
@@ -94,7 +93,7 @@ def teacher_of(config: MasterConfig, workers: WorkerGroup | None, *, address: Da
     """Return what a step's stages need of the teacher, whose workers have started; None without distillation."""
     if workers is None:
         return None
-    settings = teacher_policy(config)
+    settings = config.teacher_policy
     layout = ParallelLayout.of_policy(settings, world_size=workers.world_size)
     policy = TQPolicy(workers, address=address, timeout_s=config.cluster.stage_timeout_s, layout=layout)
     policy.run(ask(TQWorker.rest), "start")

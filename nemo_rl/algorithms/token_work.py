@@ -21,9 +21,10 @@ import torch
 from nemo_rl.algorithms.grpo import outcome_advantages, rewards_of
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.algorithms.token_statistics import KlInReward, row_sums
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, TOKEN_ESTIMATORS
-from nemo_rl.config.rewards import row_loss_problems
-from nemo_rl.config.schema import GRPOConfig, MasterConfig
+from nemo_rl.config.rules.grpo import row_loss_problems
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.chunks.wire import Counted
 from nemo_rl.data_plane.row_map import RowMapOutput
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS

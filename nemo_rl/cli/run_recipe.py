@@ -19,7 +19,7 @@ from rich.console import Console
 
 from nemo_rl.algorithms.processes import driver_environment, environment_lines, worker_forks
 from nemo_rl.config.load import load_config
-from nemo_rl.config.lora import adapter_warnings
+from nemo_rl.config.policy import adapter_warnings
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import NemoRLError, UserError
@@ -95,7 +95,7 @@ def run_recipe(
     running: MasterConfig | None = None
     try:
         config = load_config(recipe, overrides)
-        for line in adapter_warnings(config):
+        for line in adapter_warnings(config.policy):
             errors.print(f"warning: {line}", style="yellow", soft_wrap=True)
         if print_config:
             console.print(to_yaml(config))

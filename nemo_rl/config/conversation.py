@@ -1,30 +1,15 @@
-"""Settings of rollout workers (`experience`), of conversations of several turns (`experience.conversation`) and of
-tools (`env.tools`), and the rules over them."""
+"""Settings of rollout workers (`experience`) and of conversations of several turns (`experience.conversation`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base import Options, Section
-from nemo_rl.config.parts import CALL_FORMATS, PROGRAM, TOOLS, TURN_ENVIRONMENTS
-from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
+from nemo_rl.config.base import Section
 
-if TYPE_CHECKING:
-    from nemo_rl.config.schema import MasterConfig
-
-__all__ = [
-    "ConversationConfig",
-    "Ending",
-    "EndingPolicy",
-    "ExperienceConfig",
-    "ToolConfig",
-    "ToolsConfig",
-    "program_command",
-]
+__all__ = ["ConversationConfig", "Ending", "EndingPolicy", "ExperienceConfig"]
 
 
 class Ending(StrEnum):
@@ -133,140 +118,3 @@ class ExperienceConfig(Section):
     num_workers: PositiveInt = 1
     """Rollout workers, each with reward processes of its own; more than one only with `grpo.async.enabled`."""
     conversation: ConversationConfig = Field(default_factory=ConversationConfig)
-
-
-class ToolConfig(Section):
-    """One tool that the model may call."""
-
-    name: Annotated[str, TOOLS]
-    """`calculator`, `python`, `lookup`, or `module:function` of your own; the schema comes from its signature."""
-    options: Options = Field(default_factory=dict)
-    """Settings of the tool, such as the table of `lookup`; a function of your own gets them by keyword-only
-    parameters."""
-
-
-class ToolsConfig(Section):
-    """Tools that the model may call in a turn."""
-
-    use: tuple[ToolConfig, ...] = ()
-    """The tools; none: turns are not searched for calls."""
-    format: Annotated[str, CALL_FORMATS] = "auto"
-    """The form in which the model writes calls. `auto`: that of the chat template, which the preflight names. Others:
-    `hermes` (Qwen), `llama3`, `gpt_oss`, `qwen3_coder` (Qwen3.5 too), `kimi`, `glm`, `deepseek`, `mistral`, `gemma`,
-    `gemma4`, or `module:Class` of your own."""
-    timeout_s: PositiveFloat = 10.0
-    """Wall-clock limit of one call; past it the process of the tool is ended and the model is told."""
-    num_workers: PositiveInt = 2
-    """Processes that run calls."""
-    memory_mib: PositiveInt = 1024
-    """Most memory of a tool's process, in MiB."""
-    network: bool = False
-    """Let tools use the network."""
-    max_parallel_calls: PositiveInt = 8
-    """Most calls of one turn; the model is told of the others that they were not made."""
-    max_result_tokens: PositiveInt = 256
-    """Most tokens of a result; the middle of a longer one is cut, which its text says."""
-    max_invalid_calls: PositiveInt = 3
-    """Calls of a conversation that cannot be read or name no tool; one more ends it as `invalid_calls`."""
-
-
-def rule_conversation_keys_need_conversations(config: MasterConfig) -> Iterator[str]:
-    section, prefix = config.experience.conversation, "experience.conversation"
-    if section.enabled:
-        return
-    names, switch = keys_besides_the_switch(section), f"{prefix}.enabled"
-    yield from would_be_ignored(section, prefix, names, switch=switch)
-    tools = tuple(type(config.env.tools).model_fields)
-    yield from would_be_ignored(config.env.tools, "env.tools", tools, switch=switch)
-    if config.data.history != "append":
-        yield from would_be_ignored(config.data, "data", ("history",), switch=switch)
-
-
-def rule_tool_keys_need_tools(config: MasterConfig) -> Iterator[str]:
-    section, prefix = config.env.tools, "env.tools"
-    if section.use or not config.experience.conversation.enabled:
-        return
-    kept = ("use", "format") if config.env.name == PROGRAM else ("use",)
-    names = tuple(name for name in type(section).model_fields if name not in kept)
-    yield from would_be_ignored(section, prefix, names, switch=f"{prefix}.use", because=f"{prefix}.use names no tool")
-
-
-def program_command(options: Mapping[str, object]) -> tuple[str, ...] | str:
-    """Return the command of `env.options`; what is wrong with it where it is none."""
-    others = sorted(options.keys() - {"command"})
-    if others:
-        return f"env.options.{others[0]}: env.name {PROGRAM!r} takes command only"
-    command = options.get("command")
-    if isinstance(command, (list, tuple)) and command and all(isinstance(part, str) and part for part in command):
-        return tuple(command)
-    return (
-        f"env.options.command: expected program and arguments, such as [python, agent.py], for env.name {PROGRAM!r}, "
-        f"got {command!r}"
-    )
-
-
-def rule_programs_have_a_command(config: MasterConfig) -> Iterator[str]:
-    if config.env.name != PROGRAM:
-        return
-    command = program_command(config.env.options)
-    lines = [command] if isinstance(command, str) else []
-    if config.env.tools.use:
-        lines.append(
-            f"env.tools.use: the program of env.name {PROGRAM!r} brings tools of its own in its requests; leave it "
-            "empty"
-        )
-    yield from lines
-
-
-def rule_environments_with_turns_need_conversations(config: MasterConfig) -> Iterator[str]:
-    name = config.env.name
-    if config.experience.conversation.enabled or not (name in TURN_ENVIRONMENTS or name == PROGRAM):
-        return
-    yield f"experience.conversation.enabled: env.name {name!r} is an environment with turns; set it to true"
-
-
-def rule_rewards_of_conversations_have_no_length(config: MasterConfig) -> Iterator[str]:
-    shaping = config.grpo.reward_shaping
-    has_buffer = shaping.enabled and shaping.stop_properly_penalty_coef is None
-    if config.experience.conversation.enabled and has_buffer:
-        yield (
-            "grpo.reward_shaping.overlong_buffer_length: the penalty is on the length of one response, and "
-            "experience.conversation.enabled gives several turns; set grpo.reward_shaping.enabled=false, and "
-            "experience.conversation.max_sampled_tokens as a limit"
-        )
-
-
-def rule_rewards_of_turns_stay_as_they_are(config: MasterConfig) -> Iterator[str]:
-    grpo = config.grpo
-    if grpo.adv_estimator.name in ("outcome_plus_turn", "discounted_return"):
-        yield from (
-            f"grpo.{part}.enabled: true changes the reward of a conversation, and grpo.adv_estimator.name "
-            f"{grpo.adv_estimator.name!r} reads those of its turns as they are; set it to false"
-            for part, section in (("reward_scaling", grpo.reward_scaling), ("reward_shaping", grpo.reward_shaping))
-            if section.enabled
-        )
-
-
-def rule_conversations_take_no_kl_from_rewards(config: MasterConfig) -> Iterator[str]:
-    if config.experience.conversation.enabled and config.loss_fn.use_kl_in_reward:
-        yield (
-            "loss_fn.use_kl_in_reward: true takes the KL of one response from its reward, and "
-            "experience.conversation.enabled gives several; set it to false, which adds the KL to the loss"
-        )
-
-
-def rule_conversations_are_not_kept_with_checkpoints(config: MasterConfig) -> Iterator[str]:
-    if config.experience.conversation.enabled and config.grpo.async_.keep_finished:
-        yield (
-            "grpo.async.keep_finished: true keeps finished groups of single turns, and experience.conversation.enabled "
-            "gives others; set it to false, which samples their prompts again"
-        )
-
-
-def rule_groups_have_enough_rows(config: MasterConfig) -> Iterator[str]:
-    section, size = config.experience.conversation, config.grpo.num_generations_per_prompt
-    if section.enabled and section.min_scored > size:
-        yield (
-            f"experience.conversation.min_scored: {section.min_scored} is more than grpo.num_generations_per_prompt "
-            f"{size}; lower it"
-        )

@@ -1,19 +1,14 @@
-"""Settings of the data plane (`data_plane` section), and the rules over them."""
+"""Settings of the data plane (`data_plane` section)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import Options, Section
 from nemo_rl.config.parts import STORES
-from nemo_rl.config.rule import would_be_ignored
-
-if TYPE_CHECKING:
-    from nemo_rl.config.schema import MasterConfig
 
 __all__ = [
     "CONTROLLER_CPUS",
@@ -35,6 +30,7 @@ CONTROLLER_CPUS = 1
 """Logical CPUs that TransferQueue's controller asks Ray for."""
 
 Layout = Literal["chunks", "native"]
+
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 
 
@@ -238,141 +234,3 @@ class DataPlaneConfig(Section):
         if self.enabled and self.impl is not None:
             return self
         return self.model_copy(update={"enabled": True, "impl": "ray" if has_actors else "noop"})
-
-
-def rule_data_plane_fits_launcher(config: MasterConfig) -> Iterator[str]:
-    impl, launcher = config.active_data_plane.impl, config.cluster.launcher
-    if impl in ("noop", "shm") and launcher == "ray":
-        reach = "keeps rows in one process" if impl == "noop" else "joins processes of one node without Ray"
-        yield f"data_plane.impl: {impl!r} {reach}; set impl=ray (shared memory: ray.owner=node)"
-    elif impl in ("ray", "transfer_queue") and launcher == "local":
-        yield f"data_plane.impl: {impl!r} lives in Ray; set cluster.launcher=ray, or impl=noop"
-
-
-def rule_ledger_host_fits_launcher(config: MasterConfig) -> Iterator[str]:
-    host, cluster = config.data_plane.ledger_host, config.cluster
-    if cluster.launcher == "local" and host == "ray_actor":
-        yield "data_plane.ledger_host: 'ray_actor' needs Ray; set in_process or socket, or cluster.launcher=ray"
-    elif cluster.launcher == "ray" and host == "in_process":
-        yield "data_plane.ledger_host: 'in_process' cannot be reached by Ray actors; set ray_actor or socket"
-    elif cluster.launcher == "ray" and host == "socket" and (cluster.num_nodes > 1 or cluster.address is not None):
-        yield "data_plane.ledger_host: 'socket' serves one machine only; set ray_actor"
-
-
-def rule_ledger_recovery_needs_a_process_of_its_own(config: MasterConfig) -> Iterator[str]:
-    plane, launcher = config.data_plane, config.cluster.launcher
-    if plane.ledger.recovery == "none":
-        names = ("fsync", "journal_bytes")
-        because = "data_plane.ledger.recovery is 'none'"
-        switch = "data_plane.ledger.recovery"
-        yield from would_be_ignored(plane.ledger, "data_plane.ledger", names, switch=switch, because=because)
-    elif launcher == "local" or plane.ledger_host == "socket":
-        what = "cluster.launcher=local" if launcher == "local" else "data_plane.ledger_host=socket"
-        yield (
-            f"data_plane.ledger.recovery: 'journal' needs the ledger in a process of its own; with {what} it lives in "
-            "the driver, whose death ends the run; set cluster.launcher=ray and data_plane.ledger_host=ray_actor, or "
-            "recovery=none"
-        )
-    elif plane.impl == "transfer_queue" and plane.transfer_queue.layout == "native":
-        yield (
-            "data_plane.ledger.recovery: 'journal' does not know which rows are being written under their own keys; "
-            "set data_plane.transfer_queue.layout=chunks, or recovery=none"
-        )
-
-
-def rule_store_sections_need_their_store(config: MasterConfig) -> Iterator[str]:
-    plane = config.active_data_plane
-    is_node = plane.impl == "ray" and plane.ray.owner == "node"
-    used = {
-        "ray": plane.impl == "ray",
-        "shm": plane.impl == "shm" or is_node,
-        "transfer_queue": plane.impl == "transfer_queue",
-        "simple": plane.impl == "transfer_queue" and plane.backend == "simple",
-        "mooncake": plane.uses_mooncake,
-    }
-    switch = "data_plane.impl" if config.data_plane.enabled else "data_plane.enabled"
-    because = f"the store is {plane.impl!r}" + (f" with owner {plane.ray.owner!r}" if plane.impl == "ray" else "")
-    for name, is_used in used.items():
-        if not is_used:
-            section: Section = getattr(plane, name)
-            names = type(section).model_fields
-            yield from would_be_ignored(section, f"data_plane.{name}", names, switch=switch, because=because)
-
-
-def rule_durable_rows_need_receipts(config: MasterConfig) -> Iterator[str]:
-    durable, receipt = config.data_plane.durable, config.policy.generation.receipt
-    if durable.path is None:
-        yield from would_be_ignored(
-            durable, "data_plane.durable", ("fsync",), switch="data_plane.durable.path", because="no path is set"
-        )
-        return
-    if receipt.enabled:
-        return
-    yield (
-        "data_plane.durable.path: a stored group is used only if this run has the weights that sampled it, which the "
-        "receipts of refits prove; set policy.generation.receipt.enabled=true, or path=null"
-    )
-
-
-def rule_data_plane_impl_needs_its_switch(config: MasterConfig) -> Iterator[str]:
-    plane = config.data_plane
-    if plane.enabled or plane.impl is None:
-        return
-    switch, because = "data_plane.enabled", "data_plane.enabled is false"
-    yield from would_be_ignored(plane, "data_plane", ("impl",), switch=switch, because=because)
-
-
-def rule_leader_broadcast_needs_a_replica_group(config: MasterConfig) -> Iterator[str]:
-    policy = config.policy
-    if config.data_plane.fetch_policy == "leader_broadcast" and policy.parallel_sizes.replica_size <= 1:
-        yield (
-            "data_plane.fetch_policy: 'leader_broadcast' needs ranks that share rows; set auto, or "
-            f"{' or '.join(policy.replica_keys)} above 1"
-        )
-
-
-def rule_backend_needs_transfer_queue(config: MasterConfig) -> Iterator[str]:
-    plane = config.active_data_plane
-    if plane.backend == "simple" or plane.impl == "transfer_queue":
-        return
-    yield (
-        f"data_plane.backend: {plane.backend!r} would be ignored, the store is {plane.impl!r}; set impl=transfer_queue"
-    )
-
-
-def rule_connect_needs_a_cluster_that_runs(config: MasterConfig) -> Iterator[str]:
-    if not config.active_data_plane.is_guest_of_queue or config.cluster.address is not None:
-        return
-    yield (
-        "data_plane.transfer_queue.connect: the run starts a Ray cluster of its own, where no TransferQueue runs; set "
-        "cluster.address to the cluster of the program whose TransferQueue it joins"
-    )
-
-
-def rule_connected_queue_brings_its_own_settings(config: MasterConfig) -> Iterator[str]:
-    plane = config.active_data_plane
-    if not plane.is_guest_of_queue:
-        return
-    because, switch = "the program that started TransferQueue has settled it", "data_plane.transfer_queue.connect"
-    if plane.backend == "simple":
-        names: tuple[str, ...] = ("num_storage_units", "placement")
-        yield from would_be_ignored(plane.simple, "data_plane.simple", names, switch=switch, because=because)
-        return
-    names = tuple(MooncakeConfig.model_fields)
-    yield from would_be_ignored(plane.mooncake, "data_plane.mooncake", names, switch=switch, because=because)
-
-
-def rule_mooncake_keys_fit_the_store(config: MasterConfig) -> Iterator[str]:
-    plane, nodes = config.active_data_plane, config.cluster.num_nodes
-    if not plane.starts_mooncake:
-        return
-    if nodes > 1 and plane.mooncake.host.startswith("127."):
-        yield (
-            f"data_plane.mooncake.host: {nodes} nodes cannot reach {plane.mooncake.host}; set `node`, the driver's "
-            "address in the Ray cluster, or another one in a trusted network"
-        )
-    if plane.is_queue_on_mooncake:
-        names = ("master_address", "chunk_bytes")
-        because = "TransferQueue names its objects alike in every run and makes its own sizes"
-        switch = "data_plane.impl"
-        yield from would_be_ignored(plane.mooncake, "data_plane.mooncake", names, switch=switch, because=because)

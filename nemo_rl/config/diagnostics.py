@@ -1,18 +1,12 @@
-"""Settings of what a run keeps of itself for later (`diagnostics` section), and the rules over them."""
+"""Settings of what a run keeps of itself for later (`diagnostics` section)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import FilePath, Section, Text
-from nemo_rl.config.parts import ENGINE_CAPABILITIES
-from nemo_rl.config.rule import would_be_ignored
-
-if TYPE_CHECKING:
-    from nemo_rl.config.schema import MasterConfig
 
 __all__ = ["DiagnosticsConfig", "KeepStepsConfig", "RecordConfig", "TracerConfig", "TracerSwitches"]
 
@@ -114,43 +108,3 @@ class DiagnosticsConfig(Section):
     keep_steps: KeepStepsConfig = Field(default_factory=KeepStepsConfig)
 
     tracer: TracerConfig = Field(default_factory=TracerConfig)
-
-
-def rule_record_keys_need_steps(config: MasterConfig) -> Iterator[str]:
-    section, prefix = config.diagnostics.record, "diagnostics.record"
-    if section.steps:
-        return
-    switch = f"{prefix}.steps"
-    yield from would_be_ignored(section, prefix, ("sites", "phases"), switch=switch, because=f"{switch} names no step")
-
-
-def rule_generation_can_be_recorded(config: MasterConfig) -> Iterator[str]:
-    if not config.diagnostics.record.has_generation:
-        return
-    key, generation, lines = "diagnostics.record.phases: generation", config.policy.generation, list[str]()
-    capabilities = ENGINE_CAPABILITIES.get(generation.backend)
-    if capabilities is None or not capabilities.records_decoding:
-        yield f"{key}: the engine {generation.backend!r} cannot be recorded; leave generation out"
-        return
-    if config.has_continuous_engines:
-        lines.append(f"{key}: rows join and leave the batch of an engine that samples ahead; leave it out")
-    if config.experience.conversation.enabled:
-        lines.append(f"{key}: a row of a conversation is read again in every turn; leave it out")
-    sizes = generation.vllm_cfg
-    if generation.backend == "vllm" and sizes.pipeline_parallel_size > 1:
-        lines.append(f"{key}: a later pipeline stage of vLLM has no tokens; set vllm_cfg.pipeline_parallel_size to 1")
-    if generation.backend == "vllm" and sizes.enforce_eager is not True and config.cluster.gpus_per_node > 0:
-        lines.append(
-            f"{key}: a compiled vLLM passes its modules by, so that hooks see nothing; set "
-            "policy.generation.vllm_cfg.enforce_eager=true"
-        )
-    yield from lines
-
-
-def rule_tracer_host_reachable(config: MasterConfig) -> Iterator[str]:
-    section, num_nodes = config.diagnostics.tracer, config.cluster.num_nodes
-    if section.enabled and num_nodes != 1 and section.host.startswith(("127.", "localhost", "::1")):
-        yield (
-            f"diagnostics.tracer.host: {section.host!r} is reached from one node alone, and cluster.num_nodes is "
-            f"{num_nodes}; set it to 0.0.0.0: then others on the network reach it, too, who need a token"
-        )

@@ -1,25 +1,13 @@
-"""Settings of the DTensor worker, its optimizer and its scheduler, and the rules over them."""
+"""Settings of the DTensor worker, its optimizer and its scheduler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base import EnvVars, Section
-from nemo_rl.config.rule import would_be_ignored
-
-if TYPE_CHECKING:
-    from nemo_rl.config.schema import MasterConfig
 
 __all__ = ["Choice", "DTensorConfig", "OptimizerConfig", "Recomputation", "SchedulerConfig", "SchedulerPhase"]
 
@@ -45,6 +33,7 @@ def _word_of(given: object) -> object:
 
 
 Recomputation = Annotated[Literal["none", "full", "selective"], BeforeValidator(_mode_of)]
+
 Choice = Annotated[Literal["auto", "on", "off"], BeforeValidator(_word_of)]
 """YAML reads `on` and `off` as true and false."""
 
@@ -137,83 +126,3 @@ class SchedulerConfig(Section):
 
 def _is_milestones(part: object) -> bool:
     return isinstance(part, dict) and set(part) == {"milestones"}
-
-
-def rule_tensor_parallel_keys_need_ranks(config: MasterConfig) -> Iterator[str]:
-    sizes = config.policy.dtensor_cfg
-    if not sizes.enabled or sizes.tensor_parallel_size > 1:
-        return
-    switch, names = "policy.dtensor_cfg.tensor_parallel_size", ("sequence_parallel", "custom_parallel_plan")
-    yield from would_be_ignored(sizes, "policy.dtensor_cfg", names, switch=switch, because=f"{switch} is 1")
-
-
-def rule_sequence_parallel_has_a_plan(config: MasterConfig) -> Iterator[str]:
-    sizes = config.policy.dtensor_cfg
-    if not sizes.enabled or sizes.tensor_parallel_size == 1:
-        return
-    if sizes.sequence_parallel and sizes.custom_parallel_plan is not None:
-        yield (
-            "policy.dtensor_cfg.sequence_parallel: a custom_parallel_plan does not say where sequences are split and "
-            "brought together; set it to false, or leave the plan out"
-        )
-
-
-def rule_compile_needs_whole_layers(config: MasterConfig) -> Iterator[str]:
-    sizes = config.policy.dtensor_cfg
-    if not sizes.enabled or sizes.compile != "on":
-        return
-    found = {
-        "dtensor_cfg.tensor_parallel_size is above 1: torch.compile cannot trace how a layer gets its part of the "
-        "weights": sizes.tensor_parallel_size > 1,
-        "dtensor_cfg.context_parallel_size is above 1: attention is several calls": sizes.context_parallel_size > 1,
-        "router_replay.enabled is true: its passes run layers as they are written": config.policy.router_replay.enabled,
-        "deterministic is true: bits depend on the passes before": config.policy.deterministic,
-    }
-    reasons = [reason for reason, holds in found.items() if holds]
-    yield from (f"policy.dtensor_cfg.compile: 'on', and policy.{reason}; set it to auto or off" for reason in reasons)
-
-
-def rule_cpu_offload_needs_a_gpu(config: MasterConfig) -> Iterator[str]:
-    because = "cluster.gpus_per_node is 0: everything is on the CPU already"
-    if config.policy.dtensor_cfg.enabled and config.cluster.gpus_per_node == 0:
-        sizes, switch = config.policy.dtensor_cfg, "cluster.gpus_per_node"
-        yield from would_be_ignored(sizes, "policy.dtensor_cfg", ["cpu_offload"], switch=switch, because=because)
-
-
-# ---- the schedule
-
-
-def rule_scheduler_keys_need_a_decay(config: MasterConfig) -> Iterator[str]:
-    scheduler = config.policy.scheduler
-    if scheduler.phases:
-        because = "policy.scheduler.phases make the whole curve"
-        shape = ("name", "warmup_steps", "decay_steps", "min_factor")
-        yield from would_be_ignored(
-            scheduler, "policy.scheduler", shape, switch="policy.scheduler.phases", because=because
-        )
-        return
-    if scheduler.name == "constant":
-        switch, names = "policy.scheduler.name", ("decay_steps", "min_factor")
-        because = f"{switch} is 'constant', which never decays"
-        yield from would_be_ignored(scheduler, "policy.scheduler", names, switch=switch, because=because)
-        return
-    end = scheduler.decay_steps
-    if end is not None and scheduler.warmup_steps >= end:
-        yield (
-            f"policy.scheduler.warmup_steps: {scheduler.warmup_steps} leaves no step to decay before "
-            f"policy.scheduler.decay_steps {end}"
-        )
-
-
-def rule_scheduler_milestones_separate_the_phases(config: MasterConfig) -> Iterator[str]:
-    scheduler = config.policy.scheduler
-    phases, milestones = scheduler.phases, scheduler.milestones
-    if len(milestones) != max(0, len(phases) - 1):
-        yield (
-            f"policy.scheduler.milestones: expected {max(0, len(phases) - 1)}, one less than the {len(phases)} "
-            f"phases, got {milestones}"
-        )
-    elif milestones != sorted(set(milestones)):
-        yield f"policy.scheduler.milestones: expected rising steps, got {milestones}"
-    elif any(phase.name.endswith("ReduceLROnPlateau") for phase in phases):
-        yield "policy.scheduler.phases: ReduceLROnPlateau follows a metric, not the steps; choose another"

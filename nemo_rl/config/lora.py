@@ -1,22 +1,16 @@
-"""Settings of low-rank adapters (`policy.lora` section), and the rules over them."""
+"""Settings of low-rank adapters (`policy.lora` section)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import Section, Text
 
-if TYPE_CHECKING:
-    from nemo_rl.config.schema import MasterConfig
-
-__all__ = ["ALL_LINEAR", "LoraConfig", "adapter_warnings"]
+__all__ = ["ALL_LINEAR", "LoraConfig"]
 
 ALL_LINEAR = "all-linear"
-LEAST_RATE = 5e-6
-"""Five times the default learning rate of full training: below it a recipe has most likely kept that of all weights."""
 
 
 class LoraConfig(Section):
@@ -56,66 +50,3 @@ class LoraConfig(Section):
     def is_native(self) -> bool:
         """Return whether engines serve adapters beside the base."""
         return self.enabled and self.serve == "native"
-
-
-def adapter_warnings(config: MasterConfig) -> list[str]:
-    """Return what of a recipe with adapters is allowed and seldom meant, a line each."""
-    policy, lora = config.policy, config.policy.lora
-    if not lora.enabled:
-        return []
-    lines = []
-    key, rate = "policy.optimizer.kwargs.lr", policy.optimizer.kwargs.get("lr")
-    if policy.megatron_cfg.enabled:
-        key, rate = "policy.megatron_cfg.optimizer.lr", policy.megatron_cfg.optimizer.lr
-    if isinstance(rate, float | int) and rate < LEAST_RATE:
-        lines.append(
-            f"{key}: {rate:g} is a rate for all weights; adapters learn at about ten times of it, and below "
-            f"{LEAST_RATE:g} hardly at all"
-        )
-    engines = policy.generation.precision or policy.precision
-    if lora.serve == "merged" and engines != "float32":
-        lines.append(
-            f"policy.lora.serve: merged weights in {engines} lose a part of each update, most of a small one "
-            "(refit/lora_merge_loss); native loses nothing"
-        )
-    if lora.dropout:
-        lines.append(
-            f"policy.lora.dropout: {lora.dropout:g} in training alone: the ratios of a first update are noise around 1"
-        )
-    return lines
-
-
-def rule_lora_reference_needs_an_adapter(config: MasterConfig) -> Iterator[str]:
-    lora = config.policy.lora
-    if not lora.enabled or lora.reference == "base" or lora.adapter is not None:
-        return
-    yield "policy.lora.reference: 'start' needs an adapter to start from; set policy.lora.adapter, or reference=base"
-
-
-def rule_finish_needs_adapters(config: MasterConfig) -> Iterator[str]:
-    if config.policy.generation.in_flight != "finish" or config.policy.lora.is_native:
-        return
-    yield (
-        "policy.generation.in_flight: 'finish' lets rows of two versions run side by side, for which engines must hold "
-        "adapters; set policy.lora.enabled=true with policy.lora.serve=native, or in_flight=recompute or drain"
-    )
-
-
-def rule_vllm_rows_keep_their_adapter(config: MasterConfig) -> Iterator[str]:
-    generation = config.policy.generation
-    is_changed = generation.in_flight in ("recompute", "keep") and config.grpo.samples_ahead
-    if not config.policy.lora.is_native or generation.backend != "vllm" or not is_changed:
-        return
-    yield (
-        f"policy.generation.in_flight: {generation.in_flight!r} changes the adapter of running rows, and a row of vLLM "
-        "has one adapter to its end; set it to finish or drain, policy.lora.serve=merged, or "
-        "policy.generation.backend=torch"
-    )
-
-
-def rule_adapters_are_sent_whole(config: MasterConfig) -> Iterator[str]:
-    if config.policy.lora.is_native and config.policy.generation.refit_delta.enabled:
-        yield (
-            "policy.generation.refit_delta.enabled: true, but policy.lora.serve is native, so that a refit sends an "
-            "adapter, of which every element changes; set it to false, or policy.lora.serve=merged"
-        )

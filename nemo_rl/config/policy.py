@@ -1,31 +1,20 @@
-"""Settings of the policy (`policy` section): model, workers and batches, and the rules over them."""
+"""Settings of the policy (`policy` section): model, workers and batches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from pydantic import (
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from nemo_rl.config.base import AUTO, Section, Text
+from nemo_rl.config.base import Section, Text
 from nemo_rl.config.diagnostics import TracerSwitches
 from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig, SchedulerConfig
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
-from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
-from nemo_rl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from nemo_rl.config.schema import MasterConfig
 
 __all__ = [
     "DynamicBatchingConfig",
@@ -36,7 +25,7 @@ __all__ = [
     "SequencePackingConfig",
     "TokenizerConfig",
     "VisionConfig",
-    "packing_decided",
+    "adapter_warnings",
 ]
 
 
@@ -77,8 +66,10 @@ class ParallelSizes:
 
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+
 REPEATABLE_WORKSPACES = (":4096:8", ":16:8")
 """Values of the variable with which products on CUDA repeat; the first is set where none is given."""
+
 PackingAlgorithm = Literal[
     "balanced",
     "first_fit_decreasing",
@@ -87,6 +78,7 @@ PackingAlgorithm = Literal[
     "concatenative",
     "karmarkar_karp",
 ]
+
 MicrobatchOrder = Literal["packer", "largest_first"]
 
 
@@ -215,6 +207,12 @@ class PolicyConfig(Section):
         return self.generation.max_new_tokens or max(1, self.max_total_sequence_length - 1)
 
     @property
+    def longest_row(self) -> int:
+        """Return the most tokens of a padded row."""
+        multiple = math.lcm(self.make_sequence_length_divisible_by, self.parallel_sizes.length_multiple)
+        return -(-self.max_total_sequence_length // multiple) * multiple
+
+    @property
     def logprob_growth(self) -> float:
         """Return how many times as large as a training microbatch one of log-probabilities is."""
         for section in (self.sequence_packing, self.dynamic_batching):
@@ -263,208 +261,36 @@ class PolicyConfig(Section):
         )
 
 
-# ---- the worker
-
-
-def rule_exactly_one_worker_is_enabled(config: MasterConfig) -> Iterator[str]:
-    policy = config.policy
-    if policy.dtensor_cfg.enabled and policy.megatron_cfg.enabled:
-        yield (
-            "policy.megatron_cfg.enabled: true, and so is policy.dtensor_cfg.enabled unless set otherwise, but one "
-            "worker trains; set policy.dtensor_cfg.enabled=false"
-        )
-    elif not policy.dtensor_cfg.enabled and not policy.megatron_cfg.enabled:
-        yield (
-            "policy.dtensor_cfg.enabled: false, and so is policy.megatron_cfg.enabled: nothing trains; set "
-            "one of them to true"
-        )
-
-
-def rule_worker_keys_fit_the_worker(config: MasterConfig) -> Iterator[str]:
-    policy = config.policy
-    dtensor, megatron = policy.dtensor_cfg, policy.megatron_cfg
-    for prefix, section, other in (
-        ("policy.dtensor_cfg", dtensor, megatron),
-        ("policy.megatron_cfg", megatron, dtensor),
-    ):
-        if not section.enabled and other.enabled:
-            names, switch = keys_besides_the_switch(section), f"{prefix}.enabled"
-            yield from would_be_ignored(section, prefix, names, switch=switch)
-    if megatron.enabled and not dtensor.enabled:
-        for name in ("optimizer", "scheduler"):
-            because = f"the Megatron worker takes policy.megatron_cfg.{name}"
-            yield from would_be_ignored(policy, "policy", [name], switch="policy.megatron_cfg.enabled", because=because)
-
-
-def rule_profile_kind_fits_the_devices(config: MasterConfig) -> Iterator[str]:
-    profile = config.policy.profile
-    if profile.kind == "nsys" and profile.steps and not config.cluster.gpus_per_node:
-        yield (
-            "policy.profile.kind: nsys records CUDA, and the workers are on CPUs (cluster.gpus_per_node: 0); set torch"
-        )
-    elif not profile.steps:
-        because = "policy.profile.steps is empty"
-        yield from would_be_ignored(profile, "policy.profile", ["kind"], switch="policy.profile.steps", because=because)
-
-
-def rule_deterministic_products_repeat(config: MasterConfig) -> Iterator[str]:
-    policy = config.policy
-    found = {**config.cluster.env_vars, **policy.worker_env_vars}.get(CUBLAS_VARIABLE, REPEATABLE_WORKSPACES[0])
-    if not policy.deterministic or found in REPEATABLE_WORKSPACES:
-        return
-    yield (
-        f"policy.deterministic: products on CUDA do not repeat with {CUBLAS_VARIABLE} {found!r} of cluster.env_vars or "
-        f"{policy.parallel_section}.env_vars; leave it out, or set {' or '.join(REPEATABLE_WORKSPACES)}"
-    )
-
-
-# ---- parallel sizes
-
-
-def rule_parallel_sizes_divide_the_workers(config: MasterConfig) -> Iterator[str]:
-    policy, workers = config.policy, config.cluster.num_workers
-    sizes = policy.parallel_sizes
-    if workers % sizes.replica_size == 0:
-        return
-    axes = (
-        (sizes.tensor, sizes.pipeline, sizes.context) if policy.megatron_cfg.enabled else (sizes.tensor, sizes.context)
-    )
-    first, *others = policy.replica_keys
-    product = "".join(f" x {key.rsplit('.', 1)[-1]} {size}" for key, size in zip(others, axes[1:], strict=True))
-    yield (
-        f"{first}: {sizes.tensor}{product} does not divide {workers} workers; change cluster.cpu_workers_per_node or "
-        "cluster.gpus_per_node to a multiple"
-    )
-
-
-# ---- batches
-
-
-def rule_packing_excludes_dynamic_batching(config: MasterConfig) -> Iterator[str]:
-    policy = config.policy
-    if policy.sequence_packing.is_on and policy.dynamic_batching.enabled:
-        yield "policy.dynamic_batching.enabled: packing and dynamic batching exclude each other; turn one of them off"
-
-
-def rule_batching_keys_need_their_switch(config: MasterConfig) -> Iterator[str]:
-    policy = config.policy
-    sections: tuple[tuple[str, SequencePackingConfig | DynamicBatchingConfig], ...] = (
-        ("policy.sequence_packing", policy.sequence_packing),
-        ("policy.dynamic_batching", policy.dynamic_batching),
-    )
-    for prefix, section in sections:
-        why_off = _why_auto_is_off(policy) if section.enabled == AUTO else None
-        if why_off is not None or not section.enabled:
-            names, switch = keys_besides_the_switch(section), f"{prefix}.enabled"
-            because = f"{switch} is false" if why_off is None else f"policy.{why_off}"
-            yield from would_be_ignored(section, prefix, names, switch=switch, because=because)
-        elif section.is_on:
-            longest = _longest_row(policy)
-            for name, cap in (
-                ("train_mb_tokens", section.train_mb_tokens),
-                ("logprob_mb_tokens", section.logprob_mb_tokens),
-            ):
-                if cap < longest:
-                    yield f"{prefix}.{name}: {cap} tokens do not hold one sequence; expected at least {longest}"
-    if policy.sequence_packing.is_on or policy.dynamic_batching.enabled:
-        switch = f"policy.{'sequence_packing' if policy.sequence_packing.is_on else 'dynamic_batching'}.enabled"
-        yield from would_be_ignored(policy, "policy", FIXED_ROWS, switch=switch, because=f"{switch} is true")
-
-
 FIXED_ROWS = ("train_micro_batch_size", "logprob_batch_size")
 """Keys that say how many rows a microbatch has."""
 
 
-def packing_decided(config: MasterConfig, *, fits: Callable[[PolicyConfig], bool]) -> MasterConfig:
-    """Return the config with true or false in place of `policy.sequence_packing.enabled: auto`.
-
-    Args:
-        fits: whether the model keeps its numbers where rows are packed, asked of a policy that packs them.
-
-    Raises:
-        ConfigError: rows are not packed, and the global batch does not divide into microbatches.
-    """
-    policy = config.policy
-    if policy.sequence_packing.enabled != AUTO:
-        return config
-    longest, packing = _longest_row(policy), policy.sequence_packing
-    train = max(packing.train_mb_tokens, longest)
-    caps = {"train_mb_tokens": train, "logprob_mb_tokens": max(packing.logprob_mb_tokens, train)}
-    policy = policy.model_copy(update={"sequence_packing": packing.model_copy(update={"enabled": True, **caps})})
-    if _why_auto_is_off(config.policy) is not None or not fits(policy):
-        policy = policy.model_copy(update={"sequence_packing": packing.model_copy(update={"enabled": False})})
-    config = config.model_copy(update={"policy": policy})
-    problems = list(rule_fixed_microbatches_divide(config))
-    if problems:
-        raise ConfigError(problems)
-    return config
+LEAST_RATE = 5e-6
+"""Five times the default learning rate of full training: below it a recipe has most likely kept that of all weights."""
 
 
-def _why_auto_is_off(policy: PolicyConfig) -> str | None:
-    """Return what in the recipe keeps `auto` from packing rows, or None."""
-    if policy.dynamic_batching.enabled:
-        return "dynamic_batching.enabled is true"
-    if policy.megatron_cfg.moe_router_load_balancing_type == "seq_aux_loss":
-        return "megatron_cfg.moe_router_load_balancing_type is 'seq_aux_loss'"
-    fixed = (name for name in FIXED_ROWS if getattr(policy, name) != PolicyConfig.model_fields[name].default)
-    return next((f"{name} is set" for name in fixed), None)
-
-
-def _longest_row(policy: PolicyConfig) -> int:
-    multiple = math.lcm(policy.make_sequence_length_divisible_by, policy.parallel_sizes.length_multiple)
-    return -(-policy.max_total_sequence_length // multiple) * multiple
-
-
-def rule_logprob_microbatch_tokens_not_below_train(config: MasterConfig) -> Iterator[str]:
-    for name, section in (
-        ("sequence_packing", config.policy.sequence_packing),
-        ("dynamic_batching", config.policy.dynamic_batching),
-    ):
-        if section.is_on and section.logprob_mb_tokens < section.train_mb_tokens:
-            yield (
-                f"policy.{name}.logprob_mb_tokens: expected at least train_mb_tokens {section.train_mb_tokens} (a pass "
-                f"without gradients needs less memory), got {section.logprob_mb_tokens}"
-            )
-
-
-def rule_fixed_microbatches_divide(config: MasterConfig) -> Iterator[str]:
-    policy = config.policy
-    # Where the model may still turn `auto` off, `packing_decided` asks again.
-    may_pack = policy.sequence_packing.enabled == AUTO and _why_auto_is_off(policy) is None
-    if may_pack or policy.sequence_packing.is_on or policy.dynamic_batching.enabled:
-        return
-    ranks = max(1, config.cluster.num_workers // policy.parallel_sizes.replica_size)
-    unit = ranks * policy.train_micro_batch_size
-    if policy.train_global_batch_size % unit:
-        yield (
-            f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide into {ranks} "
-            f"data-parallel workers x policy.train_micro_batch_size {policy.train_micro_batch_size}; expected a "
-            f"multiple of {unit}, or policy.dynamic_batching.enabled=true, which needs no such thing"
+def adapter_warnings(policy: PolicyConfig) -> list[str]:
+    """Return what of a recipe with adapters is allowed and seldom meant, a line each."""
+    lora = policy.lora
+    if not lora.enabled:
+        return []
+    lines = []
+    key, rate = "policy.optimizer.kwargs.lr", policy.optimizer.kwargs.get("lr")
+    if policy.megatron_cfg.enabled:
+        key, rate = "policy.megatron_cfg.optimizer.lr", policy.megatron_cfg.optimizer.lr
+    if isinstance(rate, float | int) and rate < LEAST_RATE:
+        lines.append(
+            f"{key}: {rate:g} is a rate for all weights; adapters learn at about ten times of it, and below "
+            f"{LEAST_RATE:g} hardly at all"
         )
-
-
-def rule_step_divides_into_global_batches(config: MasterConfig) -> Iterator[str]:
-    grpo, batch = config.grpo, config.policy.train_global_batch_size
-    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-    if samples % batch:
-        yield (
-            f"policy.train_global_batch_size: expected a divisor of grpo.num_prompts_per_step x "
-            f"num_generations_per_prompt = {samples}, got {batch}"
+    engines = policy.generation.precision or policy.precision
+    if lora.serve == "merged" and engines != "float32":
+        lines.append(
+            f"policy.lora.serve: merged weights in {engines} lose a part of each update, most of a small one "
+            "(refit/lora_merge_loss); native loses nothing"
         )
-
-
-def rule_adapters_leave_the_tower(config: MasterConfig) -> Iterator[str]:
-    if not config.policy.vision.freeze_tower or not config.policy.lora.enabled:
-        return
-    yield (
-        "policy.vision.freeze_tower: true would be ignored: policy.lora.enabled is true, and adapters leave the vision "
-        "tower as it is; leave the key out"
-    )
-
-
-def rule_megatron_has_no_vision_tower(config: MasterConfig) -> Iterator[str]:
-    if config.policy.vision.freeze_tower and config.policy.megatron_cfg.enabled:
-        yield (
-            "policy.vision.freeze_tower: true, but the Megatron worker trains models of text alone; set "
-            "policy.dtensor_cfg.enabled=true and policy.megatron_cfg.enabled=false"
+    if lora.dropout:
+        lines.append(
+            f"policy.lora.dropout: {lora.dropout:g} in training alone: the ratios of a first update are noise around 1"
         )
+    return lines

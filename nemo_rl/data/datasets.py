@@ -20,8 +20,8 @@ from uuid import UUID
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.config.parts import DATASETS
-from nemo_rl.config.schema import DataConfig, DatasetConfig
 from nemo_rl.data.conversation import Message
 from nemo_rl.data.messages import PromptEncoder, prompt_messages
 from nemo_rl.data.pictures import IMAGE, EncodesPictures, Picture, pictures_of

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import cast
 
-from nemo_rl.config.schema import DatasetConfig
+from nemo_rl.config.data import DatasetConfig
 from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, shapes, sort_digits, turn_tasks
 from nemo_rl.data.conversation import Message
 from nemo_rl.data.datasets import MISSING, RawPrompt, value_at

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from nemo_rl.config.schema import ExtraColumn
+from nemo_rl.config.data import ExtraColumn
 from nemo_rl.data_plane.chunks.ragged import object_rows
 from nemo_rl.data_plane.schema import FIELDS, FieldSpec, extra_field
 from nemo_rl.distributed.batched_data_dict import Column

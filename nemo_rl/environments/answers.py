@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from nemo_rl.config.schema import DataConfig
+from nemo_rl.config.data import DataConfig
 from nemo_rl.data.datasets import Prompt, PromptSet, RowProblems
 from nemo_rl.environments.interfaces import ChecksAnswers, Environment
 from nemo_rl.errors import NAMES_SHOWN, DatasetError, shorten

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.parts import ENVIRONMENTS, PROGRAM
-from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.reasoning_gym_wrapper import has_reasoning_gym
 from nemo_rl.environments.interfaces import Environment, EnvReport, Response

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nemo_rl.config.schema import EnvConfig
+from nemo_rl.config.env import EnvConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.interfaces import EnvReport, Response
 from nemo_rl.environments.scorer_pool import Score, ScoreOutcome, ScorerItem, ScorerPool, ScorerSpec

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from nemo_rl.config.rewards import RewardCode
+from nemo_rl.config.env import RewardCode
 from nemo_rl.environments.user_process import (
     LEFTOVER_TIMEOUT_S,
     PART_BYTES,

@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from nemo_rl.config.rewards import RewardCode
+from nemo_rl.config.env import RewardCode
 from nemo_rl.environments.scorer_child import wanted
 from nemo_rl.errors import UserError
 

@@ -17,9 +17,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.conversation import ToolsConfig, program_command
+from nemo_rl.config.env import EnvConfig, ToolsConfig, program_command
 from nemo_rl.config.parts import AUTO, CALL_FORMATS, ENVIRONMENTS, PROGRAM, TOOLS, TURN_ENVIRONMENTS
-from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.conversation import ToolCall
 from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.call_formats import CallFormat, typed

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from nemo_rl.config.conversation import Ending
+from nemo_rl.config.data import DataConfig, ExtraColumn
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import DataConfig, ExtraColumn
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data_plane.extra_columns import extra_names, extra_specs, extra_values, rows_as_list
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta

@@ -17,9 +17,8 @@ from pathlib import Path
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from nemo_rl.config.distillation import teacher_config
 from nemo_rl.config.load import load_config
-from nemo_rl.config.policy import packing_decided
+from nemo_rl.config.rules.policy import packing_decided
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, ResourceError
 from nemo_rl.utils.console import bytes_text
@@ -187,7 +186,7 @@ def plan_recipe(request: PlanRequest) -> tuple[RunPlan, ResourceError | None]:
     def setting_of(config: MasterConfig) -> PlanSetting:
         # Whether the model packs is found out where a run starts.
         config = packing_decided(config, fits=lambda _: True)
-        taught = None if teacher is None else PlanSetting(config=teacher_config(config), model=teacher, gpu=gpu)
+        taught = None if teacher is None else PlanSetting(config=config.as_teacher, model=teacher, gpu=gpu)
         return PlanSetting(config=config, model=model, gpu=gpu, teacher=taught)
 
     def replan(further: tuple[str, ...]) -> RunPlan:

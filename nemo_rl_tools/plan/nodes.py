@@ -17,7 +17,6 @@ import torch
 from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, logical_cpus, num_clients, num_engine_bundles, other_cpus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.stages.columns import StageColumns, extras_of, stage_columns, written_fields
-from nemo_rl.config.distillation import num_teacher_workers
 from nemo_rl.data_plane.schema import FIELDS, ROUTE_FIELDS, FieldSpec
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.distributed.layout import engine_places
@@ -139,7 +138,7 @@ def _others(setting: PlanSetting) -> tuple[str, ...]:
         return ("driver",)
     plane = config.active_data_plane
     kind = kind_named(plane.impl or "noop")
-    found = ["driver", "rollout worker", *["teacher worker"] * num_teacher_workers(config)]
+    found = ["driver", "rollout worker", *["teacher worker"] * config.num_teacher_workers]
     host = plane.ledger_host or kind.ledger_host
     found += ["ledger"] if host == "ray_actor" else []
     found += ["references"] if plane.ledger.recovery == "journal" and kind.needs_ledger_actor(plane) else []

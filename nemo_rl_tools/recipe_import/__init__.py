@@ -20,10 +20,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from nemo_rl.config.rule import Ignored
+from nemo_rl.config.rules import RULES
+from nemo_rl.config.rules.rule import Ignored
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import lookup, place_of, put, section_class, suggest
-from nemo_rl.config.validate import RULES
 from nemo_rl.config.yaml_text import YamlProblem, parse_yaml, yaml_line
 from nemo_rl.errors import ConfigError
 from nemo_rl_tools.recipe_import.dialects import ADAPTERS, TURNS

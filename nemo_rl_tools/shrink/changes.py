@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.config.distillation import teacher_policy
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.policy import ParallelSizes
-from nemo_rl.config.schema import GRPOConfig, MasterConfig
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import lookup, put
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.errors import UserError
@@ -272,7 +272,7 @@ def _teacher(changes: Changes, config: MasterConfig, model: Path) -> None:
 
 def teacher_sizes(config: MasterConfig) -> ParallelSizes:
     """Return the sizes of the axes of a teacher here."""
-    return _capped(teacher_policy(config).parallel_sizes)
+    return _capped(config.teacher_policy.parallel_sizes)
 
 
 def _megatron(changes: Changes, config: MasterConfig, layout: SmallLayout, num_layers: int) -> None:

@@ -33,7 +33,7 @@ from nemo_rl.algorithms.run import run
 from nemo_rl.config import render
 from nemo_rl.config.compose import COMMAND_LINE, apply_overrides, compose
 from nemo_rl.config.load import load_config
-from nemo_rl.config.policy import packing_decided
+from nemo_rl.config.rules.policy import packing_decided
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import default_tree, lookup, place_of, put
 from nemo_rl.data.datasets import raw_prompts

@@ -12,8 +12,8 @@ import torch
 from benchmarks.gradient_bytes import share_of
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded
 from nemo_rl.errors import CheckpointError, NonFiniteError
 from nemo_rl.models.policy.workers.out_of_memory import gradients_decided

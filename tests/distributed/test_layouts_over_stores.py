@@ -22,8 +22,8 @@ from nemo_rl.algorithms.token_statistics import LOGPROB_ERROR, TokenStatistics
 from nemo_rl.algorithms.token_work import TokenWork
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client

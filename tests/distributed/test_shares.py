@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.policy import MegatronConfig
+from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.hf import writing
 from nemo_rl.models.hf.writing import write_folder, write_shares

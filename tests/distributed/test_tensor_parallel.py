@@ -12,7 +12,7 @@ from transformers import FalconConfig, FalconForCausalLM
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.lora import LoraConfig
-from nemo_rl.config.schema import LossConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
-from nemo_rl.config.schema import DatasetConfig
+from nemo_rl.config.data import DatasetConfig
 from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.data.reasoning_gym_wrapper import Task, questions
 from nemo_rl.data.tokenizer import build_tokenizer

@@ -15,8 +15,8 @@ import torch
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig
 from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
-from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded
 from nemo_rl.models.hf.loading import load_causal_lm

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.schema import LossConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.workers.compose import compose_worker

@@ -12,7 +12,7 @@ import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.schema import LossConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.workers.compose import compose_worker
 from tests.helpers.gloo import run_ranks

@@ -11,8 +11,8 @@ import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import SequencePackingConfig
-from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, plan_packs
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams

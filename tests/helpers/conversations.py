@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.conversation import ConversationConfig, ToolsConfig
+from nemo_rl.config.conversation import ConversationConfig
+from nemo_rl.config.env import ToolsConfig
 from nemo_rl.data.conversation import Message
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.tokenizer import TOOLS_TEMPLATE, build_tokenizer

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.calls import Call, Request, ask
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.worker_fleet import WorkerFleet

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from nemo_rl.algorithms.losses.normalization import token_weights
-from nemo_rl.config.schema import EnvConfig, LossConfig
+from nemo_rl.config.env import EnvConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.data.conversation import Message
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.conversation import ConversationRow, Reply, Turn

@@ -20,10 +20,10 @@ from nemo_rl.algorithms.losses.policy_loss import DistillationLoss, PolicyLoss
 from nemo_rl.config.distillation import DistillationConfig
 from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig
 from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
-from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed import differentiable
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout

@@ -22,8 +22,8 @@ from nemo_rl.algorithms.token_statistics import LOGPROB_ERROR, TokenStatistics
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
 from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import LossConfig
 from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
 from nemo_rl.data_plane.client.operation_counts import OperationCount
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.generation import GenerationConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
-from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.payload import build_columns
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams

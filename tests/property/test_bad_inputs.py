@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import DataConfig, DatasetConfig
 from nemo_rl.data.datasets import build_prompt_sets
 from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids

@@ -17,8 +17,8 @@ from nemo_rl.algorithms.preflight.model_check import packs
 from nemo_rl.algorithms.run_folder import CONFIG_FILE
 from nemo_rl.config.base import AUTO
 from nemo_rl.config.load import load_config
-from nemo_rl.config.policy import packing_decided
 from nemo_rl.config.render import masked
+from nemo_rl.config.rules.policy import packing_decided
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, PreflightError, RunFolderError, UserError, name_some
 from nemo_rl.models.hf.hub import local_folders

@@ -21,7 +21,8 @@ from nemo_rl.algorithms.advantage_estimator import UsesRows
 from nemo_rl.algorithms.identity import first_start, model_digest, same_or_refused
 from nemo_rl.algorithms.preflight import model_check
 from nemo_rl.algorithms.token_work import TokenEstimator
-from nemo_rl.config.distillation import teacher_policy
+from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.parts import (
     ADVANTAGE_ESTIMATORS,
     AUTO,
@@ -34,7 +35,7 @@ from nemo_rl.config.parts import (
     STORES,
     EngineCapabilities,
 )
-from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.datasets import Prompt, PromptSet, build_prompt_sets, raw_prompts
 from nemo_rl.data.messages import PromptEncoder, prompt_messages
 from nemo_rl.data.template_check import PatternCheck, check_template, role_patterns
@@ -495,7 +496,7 @@ def check_teacher(subject: Subject) -> list[str]:
     config = subject.config
     if not config.loss_fn.distillation.enabled:
         return []
-    teacher = teacher_policy(config)
+    teacher = config.teacher_policy
     try:
         check_policy_fits(teacher)
     except ConfigError as error:

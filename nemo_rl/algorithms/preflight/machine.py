@@ -11,8 +11,8 @@ import torch
 from nemo_rl.algorithms.cpu_needs import logical_cpus, num_engine_bundles, too_few_cpus
 from nemo_rl.algorithms.preflight.inputs import Subject, nearest_folder
 from nemo_rl.algorithms.run_folder import run_folders, used_folder_problems
+from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import ClusterConfig
 from nemo_rl.data_plane.metrics_endpoint import check_metrics_port
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.utils.console import bytes_text

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from nemo_rl.algorithms.token_statistics import KlInReward, TokenStatistics
 from nemo_rl.algorithms.token_work import TokenEstimator, token_estimator
-from nemo_rl.config.schema import GRPOConfig, MasterConfig
+from nemo_rl.config.grpo import GRPOConfig
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.extra_columns import extra_names
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import (

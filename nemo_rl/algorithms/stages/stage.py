@@ -15,8 +15,9 @@ from nemo_rl.algorithms.stages.columns import StageColumns
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.algorithms.token_statistics import TokenStatistics
 from nemo_rl.algorithms.token_work import TokenEstimator
+from nemo_rl.config.grpo import GRPOConfig
+from nemo_rl.config.logger import LoggerConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import GRPOConfig, LoggerConfig
 from nemo_rl.data_plane.client.link import stage_context
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.calls import Pending

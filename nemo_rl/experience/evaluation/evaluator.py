@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.config.data import MAIN_SET
 from nemo_rl.config.evaluation import EvaluationConfig
-from nemo_rl.config.schema import MAIN_SET
 from nemo_rl.data.datasets import PromptSet
 from nemo_rl.errors import WorkerError, name_some
 from nemo_rl.experience.evaluation.measures import PromptSamples, measure_set, stated_answer

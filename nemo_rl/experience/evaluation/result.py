@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nemo_rl.config.schema import MAIN_SET
+from nemo_rl.config.data import MAIN_SET
 from nemo_rl.experience.evaluation.measures import REWARD, SetMeasures
 from nemo_rl.utils.logger import VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
 

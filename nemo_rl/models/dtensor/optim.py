@@ -12,8 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from nemo_rl.config.dtensor import OptimizerConfig, SchedulerPhase
-from nemo_rl.config.policy import SchedulerConfig
+from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig, SchedulerPhase
 from nemo_rl.errors import ConfigError
 
 __all__ = ["LearningRate", "LossScaler", "build_optimizer", "learning_rate_factor"]

@@ -19,8 +19,8 @@ from PIL import Image
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
+from nemo_rl.config.data import DataConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import DataConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.errors import DatasetError, ModelFolderError, boundary
 from nemo_rl.models.hf.loading import PROCESSOR_FILES, load_model_config

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo import overlong_penalty, score_rows
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, TOKEN_ESTIMATORS
-from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.payload import SampleStats
 

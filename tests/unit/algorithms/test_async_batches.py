@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl.algorithms.async_batches import FRONTIER_STATE, AsyncBatches, build_schedule, failure_kind
 from nemo_rl.algorithms.batches import NoStepLeft, RolloutParts
-from nemo_rl.config.schema import GRPOConfig
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.errors import (

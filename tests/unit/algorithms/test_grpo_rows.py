@@ -10,8 +10,8 @@ import torch
 
 from nemo_rl.algorithms.grpo import plan_logprobs, plan_train, score_rows, select_train_rows
 from nemo_rl.algorithms.scored_rows import ScoredRows
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import ConfigError

@@ -13,7 +13,8 @@ from transformers import AutoConfig, PretrainedConfig
 from nemo_rl.algorithms.preflight.model_check import Found, check_config, check_model, difference, packs, trials_of
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.load import load_config
-from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig, packing_decided
+from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
+from nemo_rl.config.rules.policy import packing_decided
 from nemo_rl.errors import ConfigError
 from nemo_rl.records.sites import SiteKind
 from tests.helpers.model_families import write_family

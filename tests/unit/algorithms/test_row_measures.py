@@ -21,9 +21,9 @@ from nemo_rl.algorithms.token_statistics import (
     logprob_errors,
     row_sums,
 )
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.experience.payload import SampleStats
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.saver import Saver
-from nemo_rl.config.schema import CheckpointingConfig
+from nemo_rl.config.checkpointing import CheckpointingConfig
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.errors import CheckpointError, UserError, WorkerError
 from nemo_rl.models.policy.lm_policy import Policy

@@ -17,7 +17,8 @@ from nemo_rl.algorithms.stages.columns import (
     written_fields,
 )
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.config.schema import GRPOConfig, MasterConfig
+from nemo_rl.config.grpo import GRPOConfig
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.errors import CapacityExceeded, ConfigError

@@ -29,8 +29,9 @@ from nemo_rl.algorithms.token_work import (
     plan_groups,
     token_estimator,
 )
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.loss import LOSS_PROPERTIES
-from nemo_rl.config.schema import GRPOConfig, MasterConfig
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, NonFiniteError
 from nemo_rl.experience.payload import SampleStats
 

@@ -11,7 +11,7 @@ import torch
 
 from nemo_rl.algorithms.token_work import TokenRows
 from nemo_rl.algorithms.turn_estimators import DiscountedReturn, OutcomePlusTurn
-from nemo_rl.config.schema import GRPOConfig
+from nemo_rl.config.grpo import GRPOConfig
 
 EPSILON = 1e-4
 Turn = tuple[int, int, int, float]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.lora import LEAST_RATE, LoraConfig, adapter_warnings
+from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.policy import LEAST_RATE, adapter_warnings
 from nemo_rl.config.schema import MasterConfig
 from tests.helpers.runs import load_recipe, write_recipe
 
@@ -25,7 +26,7 @@ def recipe(tmp_path: Path, changes: dict[str, str]) -> MasterConfig:
 
 def warned(tmp_path: Path, changes: dict[str, str]) -> str:
     """The only warning."""
-    [line] = adapter_warnings(recipe(tmp_path, {**ADAPTERS, **changes}))
+    [line] = adapter_warnings(recipe(tmp_path, {**ADAPTERS, **changes}).policy)
     return line
 
 
@@ -40,11 +41,11 @@ def warned(tmp_path: Path, changes: dict[str, str]) -> str:
     ],
 )
 def test_a_usual_recipe_with_adapters_has_no_warning(tmp_path: Path, changes: dict[str, str]) -> None:
-    assert adapter_warnings(recipe(tmp_path, {**ADAPTERS, **changes})) == []
+    assert adapter_warnings(recipe(tmp_path, {**ADAPTERS, **changes}).policy) == []
 
 
 def test_a_recipe_without_adapters_has_no_warning(tmp_path: Path) -> None:
-    assert adapter_warnings(recipe(tmp_path, {"policy.optimizer.kwargs.lr": "1e-7"})) == []
+    assert adapter_warnings(recipe(tmp_path, {"policy.optimizer.kwargs.lr": "1e-7"}).policy) == []
 
 
 def test_the_rate_of_full_training_is_named_with_its_key(tmp_path: Path) -> None:
@@ -55,7 +56,9 @@ def test_the_rate_of_full_training_is_named_with_its_key(tmp_path: Path) -> None
 def test_the_rate_of_megatron_is_named_with_its_own_key(tmp_path: Path) -> None:
     line = warned(tmp_path, {**MEGATRON, "policy.megatron_cfg.optimizer.lr": "4.9e-6"})
     assert line.startswith("policy.megatron_cfg.optimizer.lr: 4.9e-06 is a rate")
-    assert not adapter_warnings(recipe(tmp_path, {**ADAPTERS, **MEGATRON, "policy.megatron_cfg.optimizer.lr": "1e-4"}))
+    assert not adapter_warnings(
+        recipe(tmp_path, {**ADAPTERS, **MEGATRON, "policy.megatron_cfg.optimizer.lr": "1e-4"}).policy
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_dropout_is_said_to_move_the_first_ratios(tmp_path: Path) -> None:
 
 def test_several_warnings_are_a_line_each(tmp_path: Path) -> None:
     changes = {"policy.optimizer.kwargs.lr": "1e-6", "policy.lora.serve": "merged", "policy.precision": "bfloat16"}
-    lines = adapter_warnings(recipe(tmp_path, {**ADAPTERS, **changes, "policy.lora.dropout": "0.1"}))
+    lines = adapter_warnings(recipe(tmp_path, {**ADAPTERS, **changes, "policy.lora.dropout": "0.1"}).policy)
     assert [line.partition(":")[0] for line in lines] == [
         "policy.optimizer.kwargs.lr",
         "policy.lora.serve",

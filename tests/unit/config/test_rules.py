@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config import validate
+from nemo_rl.config import rules
 from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.config.render import to_yaml
@@ -361,7 +361,7 @@ def test_rule_refuses(recipe: str, overrides: tuple[str, ...], fragment: str) ->
 
 
 def test_every_rule_is_exercised() -> None:
-    assert {rule.__name__ for rule in validate.RULES} == set(OF_THE_DEMO | REFUSED_BY_MEGATRON)
+    assert {rule.__name__ for rule in rules.RULES} == set(OF_THE_DEMO | REFUSED_BY_MEGATRON)
 
 
 @pytest.mark.parametrize(

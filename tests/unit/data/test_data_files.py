@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.schema import DatasetConfig
+from nemo_rl.config.data import DatasetConfig
 from nemo_rl.data.datasets import Prompt, raw_prompts
 from nemo_rl.data.huggingface_wrapper import split_named
 from nemo_rl.data.messages import Message, prompt_messages

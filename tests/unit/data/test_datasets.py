@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import constants
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.schema import DataConfig, DatasetConfig
+from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.data import huggingface_wrapper
 from nemo_rl.data.datasets import RawPrompt, build_prompt_sets, json_value
 from nemo_rl.data.tokenizer import build_tokenizer

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
-from nemo_rl.config.schema import DataConfig, DatasetConfig
+from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.data import pictures as pictures_module
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets
 from nemo_rl.data.pictures import Picture, pictures_of

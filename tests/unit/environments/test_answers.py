@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from nemo_rl.config.schema import DataConfig, DatasetConfig
+from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.data.datasets import Prompt, PromptSet
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
 from nemo_rl.environments.factory import SortEnvironment

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_rl.config.schema import DataConfig, DatasetConfig, EnvConfig
+from nemo_rl.config.data import DataConfig, DatasetConfig
+from nemo_rl.config.env import EnvConfig
 from nemo_rl.data.datasets import Prompt, build_prompt_sets
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.environments.factory import build_environment

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.schema import EnvConfig
+from nemo_rl.config.env import EnvConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.factory import reward_identity
 from nemo_rl.environments.interfaces import ChecksAnswers, Environment, EnvReport, Response

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.parts import ENVIRONMENTS, TURN_ENVIRONMENTS
-from nemo_rl.config.schema import DatasetConfig
 from nemo_rl.data.datasets import RawPrompt, raw_prompts
 from nemo_rl.data.turn_tasks import MOVES, moved
 from nemo_rl.environments.conversation import ConversationRow, Reply, Turn

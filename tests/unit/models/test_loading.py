@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.schema import LossConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.errors import ModelFolderError
 from nemo_rl.models.hf.loading import load_causal_lm, load_model_config, named_weights
 from tests.helpers.megatron_models import hf_model, tokens

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig, VisionConfig
-from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.errors import ConfigError

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.run import write_reward_curve
-from nemo_rl.config.schema import LoggerConfig
+from nemo_rl.config.logger import LoggerConfig
 from nemo_rl.utils.logger import REWARD_METRIC, VAL_ACCURACY_METRIC, Logger, build_logger
 from nemo_rl.utils.trackers import JsonlTracker, Tracker, has_mlflow, read_metrics
 

@@ -12,7 +12,7 @@ import torch
 
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.schema import LossConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale

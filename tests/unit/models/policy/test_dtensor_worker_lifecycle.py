@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.generation import DeviceSharing
-from nemo_rl.config.schema import LossConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.errors import CheckpointError, ConfigError, ResourceError
 from nemo_rl.models.dtensor.optim import INITIAL_SCALE
 from nemo_rl.models.hf.shards import local_shard

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.schema import LossConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup

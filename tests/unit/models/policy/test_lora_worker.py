@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.models.adapters.expert_adapters import experts_problem
 from nemo_rl.models.adapters.folder import lora_of

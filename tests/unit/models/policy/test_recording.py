@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Phi3Config
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.schema import LossConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.errors import NonFiniteError, UserError
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.recording import RecordSpec

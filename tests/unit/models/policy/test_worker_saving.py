@@ -13,9 +13,9 @@ import torch
 
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.saver import Saver
+from nemo_rl.config.checkpointing import CheckpointingConfig
 from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.policy import MegatronConfig
-from nemo_rl.config.schema import CheckpointingConfig
+from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.policy.lm_policy import Policy

@@ -1,61 +1,20 @@
-"""Settings of asynchronous training (`grpo.async`), and the rules over them."""
+"""Rules over `grpo`: asynchronous sampling, rewards and advantages."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import NonNegativeInt
-
-from nemo_rl.config.base import Section
+from nemo_rl.config.grpo import ESTIMATORS_BY_STEP
 from nemo_rl.config.loss import LOSS_PROPERTIES
-from nemo_rl.config.parts import ENGINE_CAPABILITIES, LOSSES, SELECTIONS
-from nemo_rl.config.rule import keys_besides_the_switch, would_be_ignored
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINE_CAPABILITIES, LOSSES
+from nemo_rl.config.rules.rule import SET_FOR_A_PASS, keys_besides_the_switch, would_be_ignored
+from nemo_rl.config.schema import MasterConfig
 
-if TYPE_CHECKING:
-    from nemo_rl.config.schema import MasterConfig
-
-__all__ = ["AsyncConfig", "OverduePolicy"]
-
-OverduePolicy = Literal["wait", "drop", "error"]
-
-
-class AsyncConfig(Section):
-    """Sampling goes on while the policy trains, within a bound that holds for every row."""
-
-    enabled: bool = False
-    """Sample ahead of the trainer; false: each step samples its rows, then trains on them."""
-    max_staleness: NonNegativeInt = 1
-    """Most updates (training steps) between the weights of a row's oldest token and the weights that the row updates.
-    No row that may become older is started; 0 is the synchronous trainer."""
-    lookahead: NonNegativeInt | None = None
-    """Steps whose groups may be sampled beside those of the current step, at most `max_staleness`; null: 1, or 0 where
-    `max_staleness` is 0."""
-    selection: Annotated[str, SELECTIONS] = "oldest_first"
-    """The order in which finished groups are trained, after those that are due in this step. `oldest_first`: by the
-    version of their oldest token; `in_order`: by prompt, and a step waits for its prompts; `ready_first`: by the time
-    they ended; or `module:Class` of your own, see docs/async.md."""
-    overdue: OverduePolicy = "wait"
-    """The treatment of a group that must be trained in this step and has not ended: wait for it, drop it and sample
-    another prompt (counted with length and reward), or end the run."""
-
-    @property
-    def takes_stale_rows(self) -> bool:
-        """Return whether a row may be trained by weights that are newer than those that sampled it."""
-        return self.enabled and self.max_staleness > 0
-
-    keep_finished: bool = False
-    """Save groups that have ended and wait for their step in checkpoints, so that a resumed run trains them; false: it
-    samples their prompts again. Not with `in_order`, whose first prompts would be newer than they are."""
-
-    @property
-    def steps_ahead(self) -> int:
-        """Return `lookahead`, with null decided."""
-        return min(1, self.max_staleness) if self.lookahead is None else self.lookahead
-
+__all__ = ["row_loss_problems"]
 
 _SWITCH = "grpo.async.enabled"
+
 _BOUND = "grpo.async.max_staleness"
 
 
@@ -114,8 +73,8 @@ def rule_overdue_needs_a_choice_of_groups(config: MasterConfig) -> Iterator[str]
 
 # ---- the loss of stale rows
 
-
 _CORRECTION = "loss_fn.use_importance_sampling_correction"
+
 _SAMPLED = "grpo.use_generation_logprobs_as_prev"
 
 
@@ -229,3 +188,149 @@ def rule_async_dynamic_sampling_has_no_rounds(config: MasterConfig) -> Iterator[
         return
     because = "an asynchronous run has no rounds: each group that is left out is replaced by another prompt"
     yield from would_be_ignored(grpo, "grpo", ("batch_multiplier",), switch=_SWITCH, because=because)
+
+
+# ---- rewards and advantages
+
+_BY_TURN = {"outcome_plus_turn": "turn_weight", "discounted_return": "turn_discount"}
+"""Built-in estimators of turns, and the key that each reads."""
+
+_BY_KEYS = ("grpo", "gdpo", "outcome_plus_turn")
+"""Built-in estimators that read the keys of baseline and normalisation."""
+
+
+def rule_advantage_clip_is_an_interval(config: MasterConfig) -> Iterator[str]:
+    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    if low is not None and high is not None and low >= high:
+        yield f"grpo.advantage_clip_low: {low} is not below grpo.advantage_clip_high {high}"
+
+
+def rule_estimator_keys_fit_the_estimator(config: MasterConfig) -> Iterator[str]:
+    grpo, section, switch = config.grpo, config.grpo.adv_estimator, "grpo.adv_estimator.name"
+    name = section.name
+    if not ADVANTAGE_ESTIMATORS.is_builtin(name):
+        return
+    because = f"{switch} is {name!r}"
+    if name not in _BY_KEYS:
+        names = ["use_leave_one_out_baseline", "use_leave_one_out_std"]
+        if name != "discounted_return":
+            names = ["normalize_rewards", *names]
+        yield from would_be_ignored(grpo, "grpo", names, switch=switch, because=because)
+    if name != "gdpo":
+        own = ("component_weights",)
+        yield from would_be_ignored(section, "grpo.adv_estimator", own, switch=switch, because=because)
+    other = tuple(key for word, key in _BY_TURN.items() if word != name)
+    yield from would_be_ignored(section, "grpo.adv_estimator", other, switch=switch, because=because)
+    if name in _BY_TURN and not config.experience.conversation.enabled:
+        yield f"{switch}: {name!r} needs turns; set experience.conversation.enabled=true, or another estimator"
+    # Dynamic sampling has taken others in their place before the estimator sees them.
+    if name in ESTIMATORS_BY_STEP and grpo.drop_zero_advantage_groups is True and not grpo.use_dynamic_sampling:
+        yield (
+            f"grpo.drop_zero_advantage_groups: true leaves out rows to which {name!r} gives advantages; set it to "
+            "false, or grpo.use_dynamic_sampling=true"
+        )
+
+
+def rule_token_advantages_fit_the_loss(config: MasterConfig) -> Iterator[str]:
+    yield from row_loss_problems(config) if config.has_builtin_token_advantages else []
+
+
+def rule_token_baseline_needs_prev_logprobs(config: MasterConfig) -> Iterator[str]:
+    key, name = "grpo.adv_estimator.name", config.grpo.adv_estimator.name
+    if name == "optimal_token_baseline" and not config.has_prev_logprobs_pass:
+        yield f"{key}: {name!r} needs the whole distributions of the trainer before the update; {SET_FOR_A_PASS}"
+
+
+def row_loss_problems(config: MasterConfig) -> list[str]:
+    """Return the reasons why the loss cannot take an advantage of each token, for any estimator."""
+    name = config.loss_fn.name
+    if not LOSSES.is_builtin(name) or not LOSS_PROPERTIES[name].has_row_advantages:
+        return []
+    takers = ", ".join(word for word, capabilities in LOSS_PROPERTIES.items() if not capabilities.has_row_advantages)
+    return [
+        f"loss_fn.name: {name!r} has one advantage per row, and grpo.adv_estimator.name "
+        f"{config.grpo.adv_estimator.name!r} gives each token its own here; set one of {takers}"
+    ]
+
+
+def rule_gdpo_needs_reward_components(config: MasterConfig) -> Iterator[str]:
+    if config.grpo.adv_estimator.name != "gdpo" or config.env.name not in ("sort", "math", "reasoning_gym"):
+        return
+    yield (
+        f"grpo.adv_estimator.name: 'gdpo' needs components of the reward, and env.name {config.env.name!r} gives one "
+        "number; set env.name=custom, or adv_estimator.name=grpo"
+    )
+
+
+def rule_dynamic_sampling_is_complete(config: MasterConfig) -> Iterator[str]:
+    grpo, switch = config.grpo, "grpo.use_dynamic_sampling"
+    if not grpo.use_dynamic_sampling:
+        names = ("dynamic_sampling_max_gen_batches", "batch_multiplier")
+        yield from would_be_ignored(grpo, "grpo", names, switch=switch)
+        return
+    because = f"{switch} is true, which leaves such groups out itself"
+    ignored = ("drop_zero_advantage_groups",) if grpo.drop_zero_advantage_groups is False else ()
+    yield from would_be_ignored(grpo, "grpo", ignored, switch=switch, because=because)
+    if config.diagnostics.keep_steps.enabled:
+        yield (
+            f"diagnostics.keep_steps.enabled: a step with {switch} has rows of several rollouts, which cannot be "
+            "replayed; set one of them to false"
+        )
+
+
+def rule_reward_scaling_maps_an_interval(config: MasterConfig) -> Iterator[str]:
+    section, prefix = config.grpo.reward_scaling, "grpo.reward_scaling"
+    if not section.enabled:
+        switch = f"{prefix}.enabled"
+        names = ("source_min", "source_max", "target_min", "target_max")
+        yield from would_be_ignored(section, prefix, names, switch=switch)
+        return
+    if section.source_min >= section.source_max:
+        yield f"{prefix}.source_min: {section.source_min} is not below source_max {section.source_max}"
+    if section.target_min >= section.target_max:
+        yield f"{prefix}.target_min: {section.target_min} is not below target_max {section.target_max}"
+
+
+def rule_reward_shaping_is_complete(config: MasterConfig) -> Iterator[str]:
+    section, prefix = config.grpo.reward_shaping, "grpo.reward_shaping"
+    buffer = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+    if not section.enabled:
+        switch, names = f"{prefix}.enabled", (*buffer, "stop_properly_penalty_coef")
+        yield from would_be_ignored(section, prefix, names, switch=switch)
+        return
+    if section.stop_properly_penalty_coef is not None:
+        switch = f"{prefix}.stop_properly_penalty_coef"
+        yield from would_be_ignored(section, prefix, buffer, switch=switch, because=f"{switch} replaces the buffer")
+        return
+    longest, most = section.max_response_length, config.policy.longest_response
+    if longest is None:
+        yield f"{prefix}.max_response_length: must be set, for example to ${{policy.generation.max_new_tokens}}"
+    elif section.overlong_buffer_length > longest:
+        yield (
+            f"{prefix}.overlong_buffer_length: {section.overlong_buffer_length} is more than max_response_length "
+            f"{longest}"
+        )
+    elif longest - section.overlong_buffer_length >= most:
+        yield (
+            f"{prefix}.max_response_length: no response of policy.generation.max_new_tokens {most} tokens reaches the "
+            f"buffer, which begins at {longest - section.overlong_buffer_length}"
+        )
+
+
+def rule_logprob_errors_need_two_policies(config: MasterConfig) -> Iterator[str]:
+    key, threshold = "grpo.seq_logprob_error_threshold", config.grpo.seq_logprob_error_threshold
+    if threshold is None or config.has_prev_logprobs_pass:
+        return
+    yield (
+        f"{key}: {threshold:g} has no log-probabilities of the trainer to compare with; {SET_FOR_A_PASS}, or {key}=null"
+    )
+
+
+def rule_sibling_std_needs_a_sibling_baseline(config: MasterConfig) -> Iterator[str]:
+    for name, is_on in (
+        ("normalize_rewards", config.grpo.normalize_rewards),
+        ("use_leave_one_out_baseline", config.grpo.use_leave_one_out_baseline),
+    ):
+        if not is_on:
+            switch, names = f"grpo.{name}", ("use_leave_one_out_std",)
+            yield from would_be_ignored(config.grpo, "grpo", names, switch=switch)

@@ -1,31 +1,12 @@
-"""Every rule over several keys: what would be ignored, or cannot work, is refused when the recipe is loaded.
-
-Each rule is one function `rule_*(config)` that yields its problems; a line starts with the dotted path of the key to
-change. All rules run, so that all problems are reported at once. The loader calls them. A new rule is a new function
-beside the section it is about; rules about prompts, the cluster, checkpoints and the logger are here.
-"""
+"""Rules over prompts, rewards, conversations and the measurement of held-out prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nemo_rl.config import (
-    async_grpo,
-    conversation,
-    data_plane,
-    diagnostics,
-    distillation,
-    dtensor,
-    evaluation,
-    generation,
-    lora,
-    loss,
-    megatron,
-    policy,
-    rewards,
-    router_replay,
-)
 from nemo_rl.config.base import Section
+from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.env import program_command
 from nemo_rl.config.parts import (
     ADVANTAGE_ESTIMATORS,
     DATASETS,
@@ -38,43 +19,10 @@ from nemo_rl.config.parts import (
     TURN_ENVIRONMENTS,
     PluginKind,
 )
-from nemo_rl.config.rule import Rule, keys_besides_the_switch, rules_in, would_be_ignored
-from nemo_rl.config.schema import DatasetConfig, MasterConfig
+from nemo_rl.config.rules.rule import Ignored, keys_besides_the_switch, would_be_ignored
+from nemo_rl.config.schema import MasterConfig
 
-__all__ = ["RULES"]
-
-
-def rule_keys_need_their_switch(config: MasterConfig) -> Iterator[str]:
-    policy, tracer, steps = config.policy, config.diagnostics.tracer, config.diagnostics.keep_steps
-    receipt = policy.generation.receipt
-    sections: tuple[tuple[str, Section, bool], ...] = (
-        ("policy.generation.receipt", receipt, receipt.enabled),
-        ("policy.lora", policy.lora, policy.lora.enabled),
-        ("policy.router_replay", policy.router_replay, policy.router_replay.enabled),
-        ("diagnostics.keep_steps", steps, steps.enabled),
-        ("diagnostics.tracer", tracer, tracer.enabled),
-    )
-    for prefix, section, is_on in sections:
-        if not is_on:
-            yield from would_be_ignored(section, prefix, keys_besides_the_switch(section), switch=f"{prefix}.enabled")
-    if not tracer.enabled:
-        switches = type(policy.tracer).model_fields
-        yield from would_be_ignored(policy.tracer, "policy.tracer", switches, switch="diagnostics.tracer.enabled")
-
-
-def rule_lengths_fit(config: MasterConfig) -> Iterator[str]:
-    policy, prompt = config.policy, config.data.max_input_seq_length
-    new, total = policy.generation.max_new_tokens, policy.max_total_sequence_length
-    if new is None and prompt >= total:
-        yield (
-            f"policy.max_total_sequence_length: {total} leaves no token for the response to a prompt of "
-            f"data.max_input_seq_length {prompt}; lower that to at most {total - 1}"
-        )
-    elif new is not None and prompt + new > total:
-        yield (
-            f"policy.max_total_sequence_length: {total} does not hold data.max_input_seq_length {prompt} + "
-            f"policy.generation.max_new_tokens {new} = {prompt + new}"
-        )
+__all__ = []
 
 
 # ---- prompts and rewards
@@ -237,141 +185,155 @@ def rule_accuracy_needs_binary_rewards(config: MasterConfig) -> Iterator[str]:
         yield f"checkpointing.metric_name: {graded}, so no accuracy is logged; set val:reward, or env.score_threshold"
 
 
-# ---- files
+# ---- conversations
 
 
-def rule_checkpoint_keys_need_checkpointing(config: MasterConfig) -> Iterator[str]:
-    checkpointing = config.checkpointing
-    if checkpointing.enabled:
+def rule_conversation_keys_need_conversations(config: MasterConfig) -> Iterator[str]:
+    section, prefix = config.experience.conversation, "experience.conversation"
+    if section.enabled:
         return
-    if checkpointing.resume:
-        yield "checkpointing.resume: needs checkpointing.enabled=true"
-        return
-    ranking = ("keep_top_k", "metric_name", "higher_is_better")
-    names = ("save_period", *ranking, "save_optimizer", "async_save", "must_save_by")
-    switch = "checkpointing.enabled"
-    yield from would_be_ignored(checkpointing, "checkpointing", names, switch=switch)
+    names, switch = keys_besides_the_switch(section), f"{prefix}.enabled"
+    yield from would_be_ignored(section, prefix, names, switch=switch)
+    tools = tuple(type(config.env.tools).model_fields)
+    yield from would_be_ignored(config.env.tools, "env.tools", tools, switch=switch)
+    if config.data.history != "append":
+        yield from would_be_ignored(config.data, "data", ("history",), switch=switch)
 
 
-def rule_checkpoint_metric_is_logged(config: MasterConfig) -> Iterator[str]:
-    checkpointing = config.checkpointing
-    if not checkpointing.enabled:
+def rule_tool_keys_need_tools(config: MasterConfig) -> Iterator[str]:
+    section, prefix = config.env.tools, "env.tools"
+    if section.use or not config.experience.conversation.enabled:
         return
-    if checkpointing.keep_top_k is None:
-        names, switch = ("metric_name", "higher_is_better"), "checkpointing.keep_top_k"
-        because = f"{switch} is null: all are kept"
-        yield from would_be_ignored(checkpointing, "checkpointing", names, switch=switch, because=because)
+    kept = ("use", "format") if config.env.name == PROGRAM else ("use",)
+    names = tuple(name for name in type(section).model_fields if name not in kept)
+    yield from would_be_ignored(section, prefix, names, switch=f"{prefix}.use", because=f"{prefix}.use names no tool")
+
+
+def rule_programs_have_a_command(config: MasterConfig) -> Iterator[str]:
+    if config.env.name != PROGRAM:
         return
-    area, _, metric = checkpointing.metric_name.partition(":")
-    if area not in ("val", "train") or not metric:
-        yield f"checkpointing.metric_name: expected val:NAME or train:NAME, got {checkpointing.metric_name!r}"
-    elif config.checkpoint_metric.startswith("val:") and not config.has_validation:
+    command = program_command(config.env.options)
+    lines = [command] if isinstance(command, str) else []
+    if config.env.tools.use:
+        lines.append(
+            f"env.tools.use: the program of env.name {PROGRAM!r} brings tools of its own in its requests; leave it "
+            "empty"
+        )
+    yield from lines
+
+
+def rule_environments_with_turns_need_conversations(config: MasterConfig) -> Iterator[str]:
+    name = config.env.name
+    if config.experience.conversation.enabled or not (name in TURN_ENVIRONMENTS or name == PROGRAM):
+        return
+    yield f"experience.conversation.enabled: env.name {name!r} is an environment with turns; set it to true"
+
+
+def rule_rewards_of_conversations_have_no_length(config: MasterConfig) -> Iterator[str]:
+    shaping = config.grpo.reward_shaping
+    has_buffer = shaping.enabled and shaping.stop_properly_penalty_coef is None
+    if config.experience.conversation.enabled and has_buffer:
         yield (
-            f"checkpointing.metric_name: {checkpointing.metric_name!r} is never measured without validation; "
-            "set train:reward, or keep_top_k=null, or add data.validation"
+            "grpo.reward_shaping.overlong_buffer_length: the penalty is on the length of one response, and "
+            "experience.conversation.enabled gives several turns; set grpo.reward_shaping.enabled=false, and "
+            "experience.conversation.max_sampled_tokens as a limit"
         )
 
 
-def rule_resume_needs_the_optimizer(config: MasterConfig) -> Iterator[str]:
-    section = config.checkpointing
-    if section.resume and not section.save_optimizer:
-        yield "checkpointing.save_optimizer: false cannot be resumed from; set it to true, or resume=false"
-    elif not section.resume:
-        switch = "checkpointing.resume"
-        because = f"{switch} is false"
-        # A replay of kept steps compares as well.
-        names = ["load_optimizer"] if config.diagnostics.keep_steps.enabled else ["load_optimizer", "allow_changed"]
-        yield from would_be_ignored(section, "checkpointing", names, switch=switch, because=because)
-
-
-def rule_resume_excludes_overwrite(config: MasterConfig) -> Iterator[str]:
-    if config.checkpointing.resume and config.logger.overwrite:
-        yield "logger.overwrite: removes the run that checkpointing.resume continues; leave one of them out"
-
-
-def rule_tracker_keys_need_their_tracker(config: MasterConfig) -> Iterator[str]:
-    logger = config.logger
-    trackers: list[tuple[str, bool, Section]] = [
-        ("wandb", logger.wandb_enabled, logger.wandb),
-        ("mlflow", logger.mlflow_enabled, logger.mlflow),
-    ]
-    for name, is_on, section in trackers:
-        if not is_on:
-            switch, names = f"logger.{name}_enabled", tuple(type(section).model_fields)
-            yield from would_be_ignored(section, f"logger.{name}", names, switch=switch)
-
-
-# ---- processes and machines
-
-
-def rule_cpu_workers_need_no_gpus(config: MasterConfig) -> Iterator[str]:
-    cluster = config.cluster
-    if cluster.cpu_workers_per_node is not None and cluster.gpus_per_node > 0:
-        because = f"cluster.gpus_per_node is {cluster.gpus_per_node}"
-        yield from would_be_ignored(
-            cluster, "cluster", ["cpu_workers_per_node"], switch="cluster.gpus_per_node", because=because
+def rule_rewards_of_turns_stay_as_they_are(config: MasterConfig) -> Iterator[str]:
+    grpo = config.grpo
+    if grpo.adv_estimator.name in ("outcome_plus_turn", "discounted_return"):
+        yield from (
+            f"grpo.{part}.enabled: true changes the reward of a conversation, and grpo.adv_estimator.name "
+            f"{grpo.adv_estimator.name!r} reads those of its turns as they are; set it to false"
+            for part, section in (("reward_scaling", grpo.reward_scaling), ("reward_shaping", grpo.reward_shaping))
+            if section.enabled
         )
 
 
-def rule_local_launcher_needs_one_process(config: MasterConfig) -> Iterator[str]:
-    cluster = config.cluster
-    if cluster.launcher != "local":
-        return
-    if cluster.num_workers > 1:
+def rule_conversations_take_no_kl_from_rewards(config: MasterConfig) -> Iterator[str]:
+    if config.experience.conversation.enabled and config.loss_fn.use_kl_in_reward:
         yield (
-            f"cluster.launcher: 'local' runs one worker in this process, got {cluster.num_workers}; "
-            "set cluster.cpu_workers_per_node=1 (or gpus_per_node=1) and num_nodes=1, or launcher=ray"
+            "loss_fn.use_kl_in_reward: true takes the KL of one response from its reward, and "
+            "experience.conversation.enabled gives several; set it to false, which adds the KL to the loss"
         )
-    replicas = config.policy.generation.num_replicas
-    if replicas > 1:
-        yield f"policy.generation.num_replicas: one process holds one engine, got {replicas}; set it to 1"
-    names = ("address", "num_cpus")
-    because = "cluster.launcher is 'local'"
-    yield from would_be_ignored(cluster, "cluster", names, switch="cluster.launcher", because=because)
 
 
-def rule_several_nodes_need_an_address(config: MasterConfig) -> Iterator[str]:
-    cluster = config.cluster
-    if cluster.address is not None and cluster.num_cpus is not None:
-        yield "cluster.num_cpus: would be ignored, because cluster.address names a running Ray cluster; leave it out"
-    if cluster.launcher == "ray" and cluster.num_nodes > 1 and cluster.address is None:
-        yield f"cluster.num_nodes: {cluster.num_nodes} nodes need a running Ray cluster; set cluster.address=auto"
+def rule_conversations_are_not_kept_with_checkpoints(config: MasterConfig) -> Iterator[str]:
+    if config.experience.conversation.enabled and config.grpo.async_.keep_finished:
+        yield (
+            "grpo.async.keep_finished: true keeps finished groups of single turns, and experience.conversation.enabled "
+            "gives others; set it to false, which samples their prompts again"
+        )
 
 
-def rule_env_vars_need_processes(config: MasterConfig) -> Iterator[str]:
-    if config.cluster.launcher != "local":
+def rule_groups_have_enough_rows(config: MasterConfig) -> Iterator[str]:
+    section, size = config.experience.conversation, config.grpo.num_generations_per_prompt
+    if section.enabled and section.min_scored > size:
+        yield (
+            f"experience.conversation.min_scored: {section.min_scored} is more than grpo.num_generations_per_prompt "
+            f"{size}; lower it"
+        )
+
+
+# ---- held-out prompts
+
+
+def rule_validation_needs_prompts(config: MasterConfig) -> Iterator[str]:
+    if config.data.validation is not None:
         return
-    policy = config.policy
-    sections: dict[str, Section] = {
-        "cluster": config.cluster,
-        "policy.generation": policy.generation,
-        policy.parallel_section: policy.megatron_cfg if policy.megatron_cfg.enabled else policy.dtensor_cfg,
+    grpo, switch = config.grpo, "data.validation"
+    because = f"there is no {switch} ({switch}=null turns all validation off)"
+    asked = {
+        "val_period": grpo.val_period > 0,
+        "val_at_start": grpo.val_at_start,
+        "val_at_end": grpo.val_at_end,
+        "stop_at_validation_accuracy": grpo.stop_at_validation_accuracy is not None,
     }
-    given = {"switch": "cluster.launcher", "because": "cluster.launcher is 'local': export them instead"}
-    lines = [line for name, each in sections.items() for line in would_be_ignored(each, name, ("env_vars",), **given)]
-    given["because"] = "cluster.launcher is 'local'"
-    yield from lines + would_be_ignored(config.logger, "logger", ("worker_level",), **given)
+    lines: list[str] = [
+        Ignored(f"grpo.{name}", f"{getattr(grpo, name)} ", switch=switch, because=because)
+        for name, is_on in asked.items()
+        if is_on
+    ]
+    lines += would_be_ignored(grpo, "grpo", ["max_val_samples"], switch=switch, because=because)
+    lines += would_be_ignored(config.data, "data", ["validation_sets"], switch=switch, because=because)
+    names = tuple(type(config.evaluation).model_fields)
+    yield from lines + would_be_ignored(config.evaluation, "evaluation", names, switch=switch, because=because)
 
 
-_SECTIONS = (
-    async_grpo,
-    conversation,
-    data_plane,
-    diagnostics,
-    distillation,
-    dtensor,
-    evaluation,
-    generation,
-    lora,
-    loss,
-    megatron,
-    policy,
-    rewards,
-    router_replay,
-)
-"""Modules of `nemo_rl.config` whose rules stand beside their section."""
+_NO_SET_NAMES = ("validation", "reward", "category")
+"""`data.validation` itself, and what follows `val/` in the names of its metrics."""
 
-_ALL = rules_in(globals()) | {name: rule for module in _SECTIONS for name, rule in rules_in(vars(module)).items()}
 
-RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in sorted(_ALL))
-"""Every rule, sorted by name."""
+def rule_validation_set_names_are_unique(config: MasterConfig) -> Iterator[str]:
+    yield from (
+        f"data.validation_sets.{name}: is no name for a further set; expected another than {', '.join(_NO_SET_NAMES)}"
+        for name in config.data.validation_sets
+        if name in _NO_SET_NAMES
+    )
+
+
+def rule_evaluation_has_enough_samples(config: MasterConfig) -> Iterator[str]:
+    section = config.evaluation
+    yield from (
+        f"evaluation.{name}: {k} is more than evaluation.num_samples {section.num_samples}; raise num_samples to {k}"
+        for name, ks in (("pass_at", section.pass_at), ("majority_at", section.majority_at))
+        for k in ks
+        if k > section.num_samples
+    )
+    if config.policy.generation.val_temperature == 0:
+        because = "policy.generation.val_temperature is 0: all responses to a prompt are greedy"
+        switch, names = "policy.generation.val_temperature", ("num_samples", "greedy")
+        yield from would_be_ignored(section, "evaluation", names, switch=switch, because=because)
+
+
+def rule_validation_prompts_need_a_validation(config: MasterConfig) -> Iterator[str]:
+    if config.data.validation is None or config.has_validation:
+        return
+    lines = [
+        "data.validation: is never used, because grpo.val_period is 0 and val_at_start and val_at_end are false; "
+        "set it to null, or turn one of them on"
+    ]
+    if config.grpo.stop_at_validation_accuracy is not None:
+        lines.append("grpo.stop_at_validation_accuracy: nothing is ever validated; set grpo.val_period")
+    yield from lines

@@ -1,0 +1,132 @@
+"""Settings of the prompts (`data` section)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from nemo_rl.config.base import FilePath, Options, Section, Text
+from nemo_rl.config.parts import DATASETS
+
+__all__ = ["DATASETS_WITH_IMAGES", "MAIN_SET", "DataConfig", "DatasetConfig", "ExtraColumn"]
+
+
+class DatasetConfig(Section):
+    """One source of prompts."""
+
+    dataset_name: Annotated[str, DATASETS] = "jsonl"
+    """`sort_digits`, `guess`, `calculator_sums`, `sliding_puzzle`, `shapes` (pictures) and `reasoning_gym` are
+    generated; `jsonl` and `huggingface` read local files; `owner/name` is a dataset of the Hugging Face hub; or
+    `module:function` of your own, see docs/extending.md."""
+    data_path: FilePath | None = None
+    """File (`jsonl`), or file or folder (`huggingface`: as written by `datasets.save_to_disk`, or JSON, CSV and parquet
+    files, whose names say their splits). `.gz` and `.zst` are read as well."""
+    split: Text | None = None
+    """Split of a `huggingface` dataset, or one of the hub, that has several."""
+    subset: Text | None = None
+    """Subset (configuration) of a dataset that has several, for example `main` of `openai/gsm8k`; of a local folder its
+    card (README.md) names them."""
+    input_key: Text = "input"
+    """Name of the prompt's column in a file, or a dotted path into one; a text, or a list of messages."""
+    output_key: Text = "output"
+    """Name of the answer's column in a file, or a dotted path into one, such as `reward_model.ground_truth`. Where it
+    is missing and the prompt is a finished conversation, its last message is the answer."""
+    unreadable: Literal["refuse", "drop"] = "refuse"
+    """Rows with a gold answer that the reward cannot read: refuse to start, or count and drop them. To drop them all
+    rows are looked at before the first step, some 300 a second for each of `env.num_workers`."""
+    image_key: Text | None = None
+    """Name of the column with the images of a prompt in a file: a path (from the file's folder on), bytes, or a list of
+    either, before the text of the prompt. Null: prompts have no images."""
+    size: Annotated[int, Field(gt=0, le=10_000_000)] | None = None
+    """Number of generated prompts; for files, only this many are kept, from the start."""
+    seed: int = 0
+    """Seed of generated prompts. reasoning_gym draws item i with seed + i: keep two seeds further apart than `size`."""
+    options: Options = Field(default_factory=dict)
+    """Settings of the generator: `min_digits`/`max_digits` for sort_digits and calculator_sums, and `smallest` for the
+    latter; `numbers`/`games` for guess, `side`/`moves` for sliding_puzzle; any of the task's for reasoning_gym; any of
+    your own dataset's."""
+    task: Text | None = None
+    """Task name of `reasoning_gym`, for example `chain_sum`."""
+    category_key: Text | None = None
+    """Column of a held-out prompt that names its category, for a table of its own; of `sort_digits` it is `digits`."""
+    system_prompt: str | None = None
+    """Text of a system message before the prompt, where its row has none; null: none."""
+    prompt_template: str = "{input}"
+    """Text of the user message; `{input}` is replaced by the prompt."""
+    apply_chat_template: bool = True
+    """Give prompts through the tokenizer's chat template, where it has one; false gives the plain texts, as to a base
+    model."""
+
+    @property
+    def has_images(self) -> bool:
+        """Return whether prompts may have images."""
+        return self.image_key is not None or self.dataset_name in DATASETS_WITH_IMAGES
+
+
+class ExtraColumn(Section):
+    """A column of the rollout's rows besides the fields of the library; see docs/data_plane.md."""
+
+    dtype: Literal["float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "uint8", "bool", "object"]
+    """Dtype of its values; `object` holds a JSON-like value per row."""
+    dims: tuple[PositiveInt | Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
+    """Dims of one row. A name as the first one: rows differ in it, `T` is the row's tokens; a later name is settled by
+    the first row; a number is fixed. None: one number per row."""
+    source: Literal["prompt", "environment"] = "prompt"
+    """`prompt`: the column of this name in the row of the dataset; `environment`: what an environment of your own
+    returns in `EnvReport.columns`, or with turns in `Reply.columns`."""
+    read_by: tuple[Literal["prev_logprobs", "reference_logprobs", "train", "log"], ...] = ()
+    """Passes that fetch it; `log` writes it into the readable rollouts."""
+
+
+DATASETS_WITH_IMAGES = ("shapes",)
+"""Generated datasets whose prompts have images."""
+
+MAIN_SET = "validation"
+"""Name of the set that `data.validation` describes."""
+
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+"""Name of a validation set: a part of a metric's name."""
+
+
+class DataConfig(Section):
+    """Prompts for training and validation."""
+
+    train: DatasetConfig = Field(default_factory=DatasetConfig)
+    validation: DatasetConfig | None = None
+    """Held-out prompts; texts that also occur here are removed from the training prompts. Null turns all
+    validation off, whatever `grpo` says of it."""
+    validation_sets: dict[SetName, DatasetConfig] = Field(default_factory=dict)
+    """Further held-out prompts by name, measured as `validation` is and logged as `val/NAME/...`; texts of them are not
+    trained on either."""
+    max_input_seq_length: PositiveInt = 512
+    """Longest prompt in tokens, chat template included."""
+    overlong_prompts: Literal["skip", "error"] = "skip"
+    """The treatment of longer prompts: count and skip them, or refuse to start."""
+    history: Literal["append", "new_row"] = "append"
+    """Conversations whose chat template rewrites earlier turns, such as one that strips thoughts. `append`: the tokens
+    that were sampled stay, in one row; `new_row`: the conversation goes on in a further row, whose prompt is what the
+    template makes of its history."""
+    shuffle: bool = True
+    """Draw training prompts in a new order each epoch, from `grpo.seed`; false keeps the dataset's order."""
+
+    extra_columns: dict[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")], ExtraColumn] = Field(
+        default_factory=dict
+    )
+    """Columns by name that the rollout writes besides its own, such as features of a prompt or facts of a row that a
+    loss of your own reads."""
+
+    @property
+    def held_out(self) -> dict[str, DatasetConfig]:
+        """Return every validation set by name, the main one first; none where `validation` is null."""
+        return {} if self.validation is None else {MAIN_SET: self.validation, **self.validation_sets}
+
+    @property
+    def has_images(self) -> bool:
+        """Return whether prompts of some set may have images."""
+        return any(source.has_images for source in (self.train, *self.held_out.values()))
+
+    @staticmethod
+    def held_out_key(name: str) -> str:
+        """Return the dotted path of a validation set, for messages."""
+        return "data.validation" if name == MAIN_SET else f"data.validation_sets.{name}"

@@ -1,0 +1,138 @@
+"""Settings of rewards, environments and their tools (`env` section)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt, PrivateAttr
+
+from nemo_rl.config.base import ListOptions, Options, Section
+from nemo_rl.config.parts import CALL_FORMATS, ENVIRONMENTS, PROGRAM, TOOLS
+
+__all__ = ["SESSION", "EnvConfig", "RewardCode", "ToolConfig", "ToolsConfig", "program_command"]
+
+SESSION = "python:"
+"""Before the name of a reward that lives in a Python session alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardCode:
+    """A function of a Python session, for the processes that score."""
+
+    name: str
+    """The name that messages and `config.yaml` have."""
+    pickled: bytes
+    """The function by value, as cloudpickle writes it."""
+    digest: str
+    """Digest of its source."""
+    paths: tuple[str, ...]
+    """Folders from which the session imports."""
+
+
+class ToolConfig(Section):
+    """One tool that the model may call."""
+
+    name: Annotated[str, TOOLS]
+    """`calculator`, `python`, `lookup`, or `module:function` of your own; the schema comes from its signature."""
+    options: Options = Field(default_factory=dict)
+    """Settings of the tool, such as the table of `lookup`; a function of your own gets them by keyword-only
+    parameters."""
+
+
+class ToolsConfig(Section):
+    """Tools that the model may call in a turn."""
+
+    use: tuple[ToolConfig, ...] = ()
+    """The tools; none: turns are not searched for calls."""
+    format: Annotated[str, CALL_FORMATS] = "auto"
+    """The form in which the model writes calls. `auto`: that of the chat template, which the preflight names. Others:
+    `hermes` (Qwen), `llama3`, `gpt_oss`, `qwen3_coder` (Qwen3.5 too), `kimi`, `glm`, `deepseek`, `mistral`, `gemma`,
+    `gemma4`, or `module:Class` of your own."""
+    timeout_s: PositiveFloat = 10.0
+    """Wall-clock limit of one call; past it the process of the tool is ended and the model is told."""
+    num_workers: PositiveInt = 2
+    """Processes that run calls."""
+    memory_mib: PositiveInt = 1024
+    """Most memory of a tool's process, in MiB."""
+    network: bool = False
+    """Let tools use the network."""
+    max_parallel_calls: PositiveInt = 8
+    """Most calls of one turn; the model is told of the others that they were not made."""
+    max_result_tokens: PositiveInt = 256
+    """Most tokens of a result; the middle of a longer one is cut, which its text says."""
+    max_invalid_calls: PositiveInt = 3
+    """Calls of a conversation that cannot be read or name no tool; one more ends it as `invalid_calls`."""
+
+
+def program_command(options: Mapping[str, object]) -> tuple[str, ...] | str:
+    """Return the command of `env.options`; what is wrong with it where it is none."""
+    others = sorted(options.keys() - {"command"})
+    if others:
+        return f"env.options.{others[0]}: env.name {PROGRAM!r} takes command only"
+    command = options.get("command")
+    if isinstance(command, (list, tuple)) and command and all(isinstance(part, str) and part for part in command):
+        return tuple(command)
+    return (
+        f"env.options.command: expected program and arguments, such as [python, agent.py], for env.name {PROGRAM!r}, "
+        f"got {command!r}"
+    )
+
+
+class EnvConfig(Section):
+    """The source of rewards."""
+
+    name: Annotated[str, ENVIRONMENTS] = "math"
+    """`sort`: exact match; `reasoning_gym`: the task's own score; `math`: math-verify; `custom`: your function;
+    with turns: `guess`, `sliding_puzzle`, `calculator_task`, `reasoning_gym_turns`; `program`: a program that asks for
+    turns; or `module:Class` of an environment of your own, see docs/environments.md."""
+    options: ListOptions = Field(default_factory=dict)
+    """Settings of your own environment, or of one with turns; `command` of `program`, such as `[python, agent.py]`."""
+    reward_function: str | None = None
+    """`module:function` or `FILE.py:function` of a custom reward: `(prompt: str, response: str, answer: object) ->
+    float`. It may return components by name instead of one number, and have further parameters; see docs/guide.md."""
+    reward_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
+    """Weight of each component of a custom reward in the reward: all must be named; 0 only draws its curve. Without
+    weights the components are added up."""
+    reward_batch_size: PositiveInt | None = None
+    """Largest list of prompts, responses and answers that a custom reward is given; null: one response at a time."""
+    preflight_reward: bool = True
+    """Call `reward_function` once before the run, with the first row of `data.train` and an empty response: an
+    exception, no finite number, or no answer within `timeout_s` refuses the run."""
+    timeout_s: PositiveFloat = 10.0
+    """Wall-clock limit of one call of the reward, that is of one response or one batch; past it the scorer's process is
+    ended, and the responses of a batch are scored one by one, each with this limit."""
+    on_timeout: Literal["zero", "error"] = "zero"
+    """A response whose scoring takes too long: reward 0 and a counter, or stop the run."""
+    num_workers: PositiveInt = 1
+    """Scoring processes; `sort` needs none."""
+    memory_mib: PositiveInt | None = None
+    """Most memory of a process of an environment with turns, in MiB; null: no limit."""
+    network: bool = False
+    """Let an environment with turns use the network; loopback is always there."""
+    tools: ToolsConfig = Field(default_factory=ToolsConfig)
+    score_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Make a graded reward (`reasoning_gym`, `custom`) right or wrong: 1 at or above the threshold, 0 below."""
+    _code: RewardCode | None = PrivateAttr(None)
+
+    @property
+    def code(self) -> RewardCode | None:
+        """Return the reward that `nemo_rl.train` was given as a function; None where a file or a module has it."""
+        return self._code
+
+    def with_code(self, code: RewardCode) -> EnvConfig:
+        """Return the section with a function of this Python session as its reward, shown as `python:NAME`."""
+        section = self.model_copy(update={"reward_function": f"{SESSION}{code.name}"})
+        section._code = code
+        return section
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Return whether every reward is 1 for right or 0 for wrong, so that its mean is an accuracy."""
+        return self.name in ("sort", "math") or self.score_threshold is not None
+
+    @property
+    def measure(self) -> str:
+        """Return the name of a mean of rewards."""
+        return "accuracy" if self.is_accuracy else "reward"
