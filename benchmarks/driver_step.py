@@ -116,7 +116,7 @@ def measure(
     config = _config(num_rows)
     client = build_data_plane_client(DataPlaneConfig(impl="noop"), run_id=f"bench-{uuid.uuid4().hex[:8]}")
     try:
-        loss_fn = build_loss(config)
+        loss_fn = build_loss(config.loss_fn, config.grpo)
         columns = stage_columns(config, loss_fn)
         declare_partition(client, columns, config.grpo)
         tools = StageTools(

@@ -21,7 +21,8 @@ from nemo_rl.algorithms.processes import worker_forks
 from nemo_rl.algorithms.run_folder import CONFIG_FILE
 from nemo_rl.algorithms.schedule_file import RunSchedule, read_schedule
 from nemo_rl.algorithms.scheduled_batches import ScheduledBatches
-from nemo_rl.algorithms.setup import FollowedSchedule, open_trainer
+from nemo_rl.algorithms.setup import open_trainer
+from nemo_rl.algorithms.sources import FollowedSchedule
 from nemo_rl.config.load import load_config
 from nemo_rl.errors import CheckpointError, name_some
 from nemo_rl.utils.console import printable

@@ -20,14 +20,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from nemo_rl.algorithms.async_batches import limits_of
 from nemo_rl.algorithms.async_groups import AsyncLimits
 from nemo_rl.algorithms.async_simulation import Pipeline, ideal_run
 from nemo_rl.algorithms.observers import StepObserver
 from nemo_rl.algorithms.stages.columns import ROLLOUT
 from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.config.generation import GenerationConfig
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.models.generation.interfaces import EngineLoad
+from nemo_rl.models.weight_sync.base import WeightSync
 
-__all__ = ["AsyncAccount", "AsyncTimes", "RunAccount", "account_of", "pipeline_bound_s", "simulated_step_s"]
+__all__ = [
+    "AsyncAccount",
+    "AsyncTimes",
+    "RunAccount",
+    "account_of",
+    "build_account",
+    "pipeline_bound_s",
+    "simulated_step_s",
+]
 
 Side = Literal["engines", "trainer", "staleness"]
 IDLE_SHARE = 0.05
@@ -215,3 +227,17 @@ class RunAccount(StepObserver):
             return ""
         rows = " ".join(f"{age}:{count}" for age, count in sorted(self._rows.items()))
         return f"{self._account.text()}; rows by staleness {rows}"
+
+
+def build_account(grpo: GRPOConfig, generation: GenerationConfig, weight_sync: WeightSync) -> list[RunAccount]:
+    """Return the observer that says who waits, of an asynchronous run; none of another one."""
+    if not grpo.samples_ahead:
+        return []
+    return [
+        RunAccount(
+            limits_of(grpo),
+            group_places=generation.num_replicas * (generation.max_batch_size // grpo.num_generations_per_prompt),
+            loads=weight_sync.take_loads,
+            refit_s=lambda: 0.0 if weight_sync.report is None else weight_sync.report.ms / 1e3,
+        )
+    ]

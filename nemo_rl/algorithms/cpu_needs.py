@@ -1,4 +1,4 @@
-"""Logical CPUs and data plane clients of a run. Read by `setup`, which starts them, by preflight and plan."""
+"""Logical CPUs and data plane clients of a run. Read by `start`, which starts them, by preflight and plan."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Starts the generation engines and rollout workers of a config: in this process, or each as a group of one Ray worker.
 
-Called by `setup` for a run and by `evaluate` for a checkpoint.
+Called by `start` for a run and by `evaluate` for a checkpoint.
 """
 
 from __future__ import annotations

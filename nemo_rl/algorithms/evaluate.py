@@ -19,12 +19,12 @@ from nemo_rl.data.datasets import load_held_out
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.ray_worker_groups import RayWorkerGroup
-from nemo_rl.distributed.virtual_cluster import ClusterNeeds, EngineNodes, RayVirtualCluster
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.conversation_setup import RolloutSampling
-from nemo_rl.experience.evaluation.evaluator import EvaluationSettings, Evaluator
+from nemo_rl.experience.evaluation.evaluator import Evaluator
 from nemo_rl.experience.rollout_worker import REWARD_LOG
 from nemo_rl.experience.rollouts import RolloutSpec, sampling_params
 from nemo_rl.utils.deadlines import StartUp
@@ -84,12 +84,10 @@ def open_evaluator(
         while not answers.look():
             report("looking at the gold answers")
         yield Evaluator(
-            EvaluationSettings(
-                config=config.evaluation,
-                sampling=sampling,
-                seed=config.grpo.seed,
-                is_accuracy=config.env.is_accuracy,
-            ),
+            config.evaluation,
+            sampling=sampling,
+            seed=config.grpo.seed,
+            is_accuracy=config.env.is_accuracy,
             sampler=parts.sampler_of(sampling),
             tokenizer=tokenizer,
             sets=sets,
@@ -122,14 +120,10 @@ def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> 
         cluster = cluster.model_copy(update={"num_nodes": 1, "cpu_workers_per_node": 1, "num_cpus": None})
     return RayVirtualCluster(
         cluster,
-        ClusterNeeds(
-            other_cpus=0 if uses_gpu or num_engine_bundles(config) else generation.num_replicas,
-            engines=EngineNodes(
-                num_bundles=num_engine_bundles(config),
-                num_nodes=generation.colocated.num_nodes,
-                gpus_per_node=generation.colocated.gpus_per_node,
-            ),
-        ),
+        other_cpus=0 if uses_gpu or num_engine_bundles(config) else generation.num_replicas,
+        num_engine_bundles=num_engine_bundles(config),
+        engine_nodes=generation.colocated.num_nodes,
+        gpus_per_engine_node=generation.colocated.gpus_per_node,
         environment=run_environment(config),
         start=start,
         forks=forks,

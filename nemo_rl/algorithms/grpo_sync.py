@@ -385,7 +385,7 @@ class GRPOTrainer:
             reward=metrics[REWARD_METRIC],
             val_reward=metrics.get(VAL_REWARD_METRIC),
             loss=metrics.get("train/loss"),
-            kl=informative_kl(step.train, metrics, self._config),
+            kl=informative_kl(step.train, metrics, self._config.grpo),
             mismatch=metrics.get(MISMATCH_METRIC),
             num_engines=None if engines is None else int(engines),
             all_engines=self._config.policy.generation.num_replicas,

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import CheckpointError, boundary
 from nemo_rl.experience.rollout_records import RolloutInfo
 from nemo_rl.models.hf.loading import CONFIG_FILE
@@ -123,15 +122,19 @@ def date_line(began: datetime, resume_from: Checkpoint | None) -> str:
     return f"the chat template prints the date: prompts keep that of the run's first start, {began:%Y-%m-%d %H:%M}"
 
 
-def identity_of(config: MasterConfig, info: RolloutInfo, resume_from: Checkpoint | None) -> dict[str, str]:
+def identity_of(
+    info: RolloutInfo, resume_from: Checkpoint | None, *, model_name: str, allowed: Sequence[str]
+) -> dict[str, str]:
     """Return the digests of what this run learns from.
 
+    Args:
+        allowed: `checkpointing.allow_changed`.
+
     Raises:
-        CheckpointError: the run that it resumes had something else, which `checkpointing.allow_changed` does not name.
+        CheckpointError: the run that it resumes had something else, which is not allowed.
     """
-    identity = {**info.identity, "model": model_digest(config.policy.model_name)}
+    identity = {**info.identity, "model": model_digest(model_name)}
     if resume_from is not None:
-        allowed = config.checkpointing.allow_changed
         same_or_refused(resume_from.state, identity, allowed=allowed, where=resume_from.path)
     return identity
 

@@ -13,7 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_rl.algorithms.stages.columns import PARTITION
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.data import DataConfig
+from nemo_rl.config.data_plane import DurableConfig
+from nemo_rl.config.grpo import GRPOConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.keys import keys_of_groups, new_group_ids
 from nemo_rl.errors import CheckpointError
 from nemo_rl.experience.durable_groups import check_segments, rollout_identity
@@ -31,24 +34,31 @@ ROWS_DEPEND_ON = ("max_new_tokens", "temperature", "top_p", "top_k", "record_sup
 """Settings of the engines that decide which tokens a seed gives: groups in files are of a run with the same."""
 
 
-def open_durable_groups(config: MasterConfig, info: RolloutInfo, rollout: RolloutHandle) -> None:
+def open_durable_groups(
+    durable: DurableConfig,
+    rollout: RolloutHandle,
+    info: RolloutInfo,
+    *,
+    grpo: GRPOConfig,
+    policy: PolicyConfig,
+    data: DataConfig,
+) -> None:
     """Have finished groups kept in files, where the recipe says so, and use those that are there.
 
     Raises:
         RunFolderError: the folder has files of another run.
     """
-    durable, generation = config.data_plane.durable, config.policy.generation
     if durable.path is None:
         return
     identity = rollout_identity(
         {
             "data": dict(info.identity),
-            "seed": config.grpo.seed,
-            "rows": config.grpo.num_generations_per_prompt,
-            "sampling": generation.model_dump(include=set(ROWS_DEPEND_ON)),
-            "longest": config.policy.max_total_sequence_length,
-            "routes": config.policy.router_replay.model_dump(),
-            "columns": {name: column.model_dump() for name, column in config.data.extra_columns.items()},
+            "seed": grpo.seed,
+            "rows": grpo.num_generations_per_prompt,
+            "sampling": policy.generation.model_dump(include=set(ROWS_DEPEND_ON)),
+            "longest": policy.max_total_sequence_length,
+            "routes": policy.router_replay.model_dump(),
+            "columns": {name: column.model_dump() for name, column in data.extra_columns.items()},
         }
     )
     folder = durable.path.absolute()

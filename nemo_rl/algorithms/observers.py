@@ -19,18 +19,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from nemo_rl.algorithms.kept_steps.folder import RECORDS
-from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.run_folder import PROFILES, STEPS
-from nemo_rl.algorithms.stages.columns import ROLLOUT, stage_columns
-from nemo_rl.algorithms.stages.stage import Stage
+from nemo_rl.algorithms.stages.columns import ROLLOUT
+from nemo_rl.algorithms.stages.stage import Stage, StageTools
 from nemo_rl.algorithms.stages.state import StepState
-from nemo_rl.config.diagnostics import RecordConfig
-from nemo_rl.config.policy import ProfileConfig
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.diagnostics import DiagnosticsConfig, RecordConfig
+from nemo_rl.config.grpo import GRPOConfig
+from nemo_rl.config.policy import PolicyConfig, ProfileConfig
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.distributed.calls import Request, ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
@@ -52,6 +51,7 @@ __all__ = [
     "StepObservers",
     "StepProfile",
     "TensorRecording",
+    "build_observers",
     "record_spec",
 ]
 
@@ -137,21 +137,24 @@ class StageDisplay(StepObserver):
         self._panel.stage(stage)
 
 
-def record_spec(config: MasterConfig) -> RecordSpec | None:
-    """Return the recording of the policy workers, or None where none of their passes is recorded."""
-    section = config.diagnostics.record
-    if not section.steps:
-        return None
-    passes = {stage.name for stage in stage_columns(config, build_loss(config))}
-    if not passes & set(section.phases):
+def record_spec(
+    config: RecordConfig, policy: PolicyConfig, *, stages: Collection[str], log_dir: Path
+) -> RecordSpec | None:
+    """Return the recording of the policy workers, or None where none of their passes is recorded.
+
+    Args:
+        stages: names of the stages of a step.
+    """
+    phases = tuple(phase for phase in config.phases if phase in stages)
+    if not config.steps or not phases:
         return None
     return RecordSpec(
         # Workers have directories of their own.
-        folder=(config.logger.log_dir / STEPS / "step_{step}" / RECORDS).absolute(),
-        sites=section.sites,
-        phases=tuple(phase for phase in section.phases if phase in passes),
-        model=recorded_model(config.policy),
-        weights=f"run {config.logger.log_dir}",
+        folder=(log_dir / STEPS / "step_{step}" / RECORDS).absolute(),
+        sites=config.sites,
+        phases=phases,
+        model=recorded_model(policy),
+        weights=f"run {log_dir}",
         must_succeed=False,
     )
 
@@ -164,27 +167,22 @@ class TensorRecording(StepObserver):
     """Has the policy workers, and the engines, write their tensors in the steps that the recipe names.
 
     Args:
-        policy: None where no pass of the workers is recorded.
-        engines: None where decoding is not recorded.
+        stages: names of the stages of a step: workers are asked where one of their passes is recorded.
     """
 
     def __init__(
-        self, config: RecordConfig, *, policy: TQPolicy | None, engines: WorkerFleet | None, timeout_s: float
+        self,
+        config: RecordConfig,
+        *,
+        policy: TQPolicy,
+        engines: WorkerFleet,
+        stages: Collection[str],
+        timeout_s: float,
     ) -> None:
-        self._steps = frozenset(config.steps)
-        self._policy, self._engines, self._timeout_s = policy, engines, timeout_s
+        self._steps, self._timeout_s = frozenset(config.steps), timeout_s
+        self._policy = policy if set(config.phases) & set(stages) else None
+        self._engines = engines if config.has_generation else None
         self._decodes = False
-
-    @classmethod
-    def of(cls, config: MasterConfig, *, policy: TQPolicy, engines: WorkerFleet) -> TensorRecording:
-        """Return what the recipe records."""
-        section = config.diagnostics.record
-        return cls(
-            section,
-            policy=policy if record_spec(config) is not None else None,
-            engines=engines if section.has_generation else None,
-            timeout_s=config.cluster.stage_timeout_s,
-        )
 
     def begin(self, number: int) -> None:
         if number not in self._steps:
@@ -248,10 +246,18 @@ class MismatchWarning(StepObserver):
         note: shows a line to the person at the terminal.
     """
 
-    def __init__(self, config: MasterConfig, *, note: Callable[[str], None]) -> None:
-        self._config, self._note = config, note
-        self._is_said = False
-        generation = config.policy.generation
+    def __init__(
+        self,
+        grpo: GRPOConfig,
+        policy: PolicyConfig,
+        *,
+        keeps_steps: bool,
+        log_dir: Path,
+        note: Callable[[str], None],
+    ) -> None:
+        self._grpo, self._policy, self._keeps_steps, self._log_dir = grpo, policy, keeps_steps, log_dir
+        self._note, self._is_said = note, False
+        generation = policy.generation
         has_filter = generation.top_p < 1 or generation.top_k is not None
         self._tells_bias = has_filter and not generation.record_support
 
@@ -261,7 +267,7 @@ class MismatchWarning(StepObserver):
             self._tells_bias = False
             self._note(self._bias(number, ratio))
         # Rows of older weights differ by what was learned since.
-        is_stale = self._config.grpo.samples_ahead and self._config.grpo.async_.max_staleness > 0
+        is_stale = self._grpo.samples_ahead and self._grpo.async_.max_staleness > 0
         if not self._is_said and not is_stale and error is not None and error > MISMATCH_THRESHOLD:
             self._is_said = True
             self._note(self._mismatch(number, error))
@@ -275,19 +281,19 @@ class MismatchWarning(StepObserver):
         )
 
     def _mismatch(self, step: int, error: float) -> str:
-        config = self._config
+        generation = self._policy.generation
         causes = ["engines with weights of another step", "a precision or kernel of the engine that rounds otherwise"]
-        if config.grpo.use_generation_logprobs_as_prev:
+        if self._grpo.use_generation_logprobs_as_prev:
             causes.append("several updates per rollout (grpo.use_generation_logprobs_as_prev compares with the newest)")
-        if self._config.policy.generation.top_p < 1 or config.policy.generation.top_k is not None:
+        if generation.top_p < 1 or generation.top_k is not None:
             causes.append("sampling masks of top-p or top-k that differ")
-        if not config.policy.router_replay.enabled:
+        if not self._policy.router_replay.enabled:
             causes.append("experts chosen otherwise, in a mixture of experts (policy.router_replay.enabled)")
-        kept = "" if config.diagnostics.keep_steps.enabled else ", after a run with diagnostics.keep_steps.enabled=true"
+        kept = "" if self._keeps_steps else ", after a run with diagnostics.keep_steps.enabled=true"
         return (
             f"WARNING: {MISMATCH_METRIC} is {error:.4f} in step {step}, above {MISMATCH_THRESHOLD}: trainer and "
             f"rollout differ on the tokens that were sampled. Likely causes: {'; '.join(causes)}. To find it: "
-            f"nemo-rl inspect {config.logger.log_dir} step {step} mismatch{kept}"
+            f"nemo-rl inspect {self._log_dir} step {step} mismatch{kept}"
         )
 
 
@@ -324,3 +330,34 @@ class JumpWarning(StepObserver):
             self._is_up[name] = is_up
             if math.isfinite(value):
                 last.append(value)
+
+
+def build_observers(
+    config: DiagnosticsConfig,
+    tools: StageTools,
+    engines: WorkerFleet,
+    stages: Sequence[Stage],
+    *,
+    panel: Panel,
+    timeout_s: float,
+) -> list[StepObserver]:
+    """Return the observers of every run; the step recorder, the tracer and the account are built beside their code.
+
+    Args:
+        timeout_s: deadline of one call of the engines.
+    """
+    policy, settings, log_dir, names = (
+        tools.policy,
+        tools.settings,
+        tools.logger.log_dir,
+        [each.name for each in stages],
+    )
+    keeps_steps = config.keep_steps.enabled
+    return [
+        StageDisplay(panel),
+        RouteTracePlan(stages),
+        TensorRecording(config.record, policy=policy, engines=engines, stages=names, timeout_s=timeout_s),
+        StepProfile(policy, settings.profile, log_dir=log_dir),
+        MismatchWarning(tools.grpo, settings, keeps_steps=keeps_steps, log_dir=log_dir, note=panel.note),
+        JumpWarning(note=panel.note),
+    ]

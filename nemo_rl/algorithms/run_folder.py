@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.checkpointing import CheckpointingConfig
+from nemo_rl.config.logger import LoggerConfig
 from nemo_rl.data_plane.address import ATTACH_FILE
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE
 from nemo_rl.data_plane.ledger.journal import JOURNAL_FILE
@@ -23,6 +24,7 @@ from nemo_rl.errors import RunFolderError
 from nemo_rl.experience.rollout_worker import REWARD_LOG
 from nemo_rl.utils.checkpoint import STEP, checkpoint_paths, is_of_checkpoint
 from nemo_rl.utils.exits import CRASH_FILE
+from nemo_rl.utils.files import write_text
 from nemo_rl.utils.rollout_file import ROLLOUTS, steps_with_rollouts
 from nemo_rl.utils.run_lock import OUTCOME_FILE, lock_folder, recorded_outcome
 from nemo_rl.utils.trackers import METRICS_FILE
@@ -75,50 +77,63 @@ WRITTEN = (
 
 
 @contextmanager
-def open_run_folders(config: MasterConfig) -> Iterator[None]:
+def open_run_folders(
+    logger: LoggerConfig, checkpointing: CheckpointingConfig, *, durable: Path | None = None
+) -> Iterator[None]:
     """Locks the folders of a run until the block ends, and makes sure that they hold no other run. How the block ends
     is written to the log folder.
+
+    Args:
+        durable: `data_plane.durable.path`.
 
     Raises:
         RunFolderError: another run uses one of them, or has left its results there.
     """
     with ExitStack() as stack:
-        for folder in run_folders(config):
+        for folder in run_folders(logger, checkpointing, durable=durable):
             stack.enter_context(lock_folder(folder))
-        problems = used_folder_problems(config)
+        problems = used_folder_problems(logger, checkpointing)
         if problems:
             raise RunFolderError("\n".join(problems))
-        if config.logger.overwrite:
-            _remove_earlier_run(config)
-        with recorded_outcome(config.logger.log_dir, resumes=bool(config.checkpointing.resume)):
+        if logger.overwrite:
+            _remove_earlier_run(logger.log_dir, checkpointing)
+        with recorded_outcome(logger.log_dir, resumes=bool(checkpointing.resume)):
             yield
 
 
-def used_folder_problems(config: MasterConfig) -> list[str]:
+def write_config(log_dir: Path, text: str) -> Path:
+    """Write `config.yaml`, the resolved recipe, next to the logs of the run."""
+    return write_text(log_dir / CONFIG_FILE, text)
+
+
+def used_folder_problems(logger: LoggerConfig, checkpointing: CheckpointingConfig) -> list[str]:
     """Return why a run may not start in its folders; empty where it may. Changes nothing."""
-    if config.checkpointing.resume:
+    log_dir = logger.log_dir
+    if checkpointing.resume:
         return []
     try:
-        if config.logger.overwrite:
+        if logger.overwrite:
             return [
                 f"logger.overwrite: {path} is named like a checkpoint and holds none, so it stays; move it, or set "
                 "another checkpointing.checkpoint_dir"
-                for path in _checkpoints(config)
+                for path in _checkpoints(log_dir, checkpointing)
                 if STEP.fullmatch(path.name) and not is_of_checkpoint(path)
             ]
-        found, steps = _recorded(config.logger.log_dir), _steps(config)
+        found, steps = _recorded(log_dir), _steps(log_dir, checkpointing)
     except OSError as error:
-        return [f"logger.log_dir: {config.logger.log_dir} cannot be read: {error}"]
+        return [f"logger.log_dir: {log_dir} cannot be read: {error}"]
     if not found and not steps:
         return []
     ways = ["logger.overwrite=true to remove what the earlier run wrote"]
     if steps:
-        where = "" if _are_together(config) else f" in {config.checkpoint_dir}"
+        where = "" if _are_together(log_dir, checkpointing) else f" in {checkpointing.folder(log_dir)}"
         found.append(f"{len(steps)} checkpoints{where}, the newest step_{max(steps)}")
         ways.insert(0, "checkpointing.resume=true to continue it")
-    others = "logger.log_dir" if _are_together(config) else "logger.log_dir and checkpointing.checkpoint_dir"
+    others = (
+        "logger.log_dir" if _are_together(log_dir, checkpointing) else "logger.log_dir and checkpointing.checkpoint_dir"
+    )
     return [
-        f"logger.log_dir: {config.logger.log_dir} already holds a run ({', '.join(found)}); set "
+        f"logger.log_dir: {log_dir} already holds a run ({', '.join(found)}); set "
         f"{', '.join(ways)}, or another {others}"
     ]
 
@@ -139,13 +154,13 @@ def _step_of(path: Path) -> int:
     return int(number[1]) if number is not None else -1
 
 
-def run_folders(config: MasterConfig) -> list[Path]:
+def run_folders(logger: LoggerConfig, checkpointing: CheckpointingConfig, *, durable: Path | None = None) -> list[Path]:
     """Each once, in an order that is the same for every run."""
-    folders = {_real(config.logger.log_dir)}
-    if config.checkpointing.enabled:
-        folders.add(_real(config.checkpoint_dir))
-    if config.data_plane.durable.path is not None:
-        folders.add(_real(config.data_plane.durable.path))
+    folders = {_real(logger.log_dir)}
+    if checkpointing.enabled:
+        folders.add(_real(checkpointing.folder(logger.log_dir)))
+    if durable is not None:
+        folders.add(_real(durable))
     return sorted(folders)
 
 
@@ -157,12 +172,13 @@ def _recorded(log_dir: Path) -> list[str]:
     return found + ([f"rollouts of {rollouts} steps"] if rollouts else [])
 
 
-def _steps(config: MasterConfig) -> list[int]:
-    return [int(path.name.removeprefix("step_")) for path in _checkpoints(config) if STEP.fullmatch(path.name)]
+def _steps(log_dir: Path, checkpointing: CheckpointingConfig) -> list[int]:
+    names = [path.name for path in _checkpoints(log_dir, checkpointing)]
+    return [int(name.removeprefix("step_")) for name in names if STEP.fullmatch(name)]
 
 
-def _are_together(config: MasterConfig) -> bool:
-    return _real(config.checkpoint_dir).is_relative_to(_real(config.logger.log_dir))
+def _are_together(log_dir: Path, checkpointing: CheckpointingConfig) -> bool:
+    return _real(checkpointing.folder(log_dir)).is_relative_to(_real(log_dir))
 
 
 def _real(path: Path) -> Path:
@@ -170,22 +186,21 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _checkpoints(config: MasterConfig) -> list[Path]:
+def _checkpoints(log_dir: Path, checkpointing: CheckpointingConfig) -> list[Path]:
     """Return what checkpoints have written; without checkpointing only where that is a part of the log folder."""
-    if config.checkpointing.enabled or _are_together(config):
-        return checkpoint_paths(config.checkpoint_dir)
+    if checkpointing.enabled or _are_together(log_dir, checkpointing):
+        return checkpoint_paths(checkpointing.folder(log_dir))
     return []
 
 
-def _remove_earlier_run(config: MasterConfig) -> None:
-    log_dir = config.logger.log_dir
-    paths = [path for pattern in WRITTEN for path in log_dir.glob(pattern)] + _checkpoints(config)
+def _remove_earlier_run(log_dir: Path, checkpointing: CheckpointingConfig) -> None:
+    paths = [path for pattern in WRITTEN for path in log_dir.glob(pattern)] + _checkpoints(log_dir, checkpointing)
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    for folder in {path.parent for path in paths} - {log_dir, config.checkpoint_dir}:
+    for folder in {path.parent for path in paths} - {log_dir, checkpointing.folder(log_dir)}:
         if not any(folder.iterdir()):
             folder.rmdir()
     if paths:

@@ -19,13 +19,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl.algorithms.kept_steps.folder import StepsFolder
+from nemo_rl.algorithms.run_folder import truncate_rollouts
 from nemo_rl.config.checkpointing import CheckpointingConfig
 from nemo_rl.errors import CheckpointError, NemoRLError
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager, Unfinished
 from nemo_rl.utils.deadlines import SaveDeadline
 
-__all__ = ["Saver"]
+__all__ = ["Saver", "build_checkpoints", "checkpoint_to_resume"]
 
 logger = logging.getLogger(__name__)
 
@@ -195,3 +197,32 @@ class Saver:
         self.last_path, self.last_step = path, step
         self.deadline.save_took(seconds)
         logger.info("saved step %d in %.1f s", step, seconds)
+
+
+def build_checkpoints(config: CheckpointingConfig, *, folder: Path, metric_name: str) -> CheckpointManager | None:
+    """Return the checkpoints of a run; None where it saves none."""
+    if not config.enabled:
+        return None
+    return CheckpointManager(
+        folder,
+        keep_top_k=config.keep_top_k,
+        metric_name=metric_name.replace(":", "/", 1),
+        higher_is_better=config.higher_is_better,
+    )
+
+
+def checkpoint_to_resume(
+    config: CheckpointingConfig, checkpoints: CheckpointManager | None, *, log_dir: Path, note: Callable[[str], None]
+) -> Checkpoint | None:
+    """Leaves the folders as if the run had ended with the checkpoint that it takes."""
+    if checkpoints is None:
+        return None
+    checkpoints.clean()
+    if not config.resume:
+        return None
+    choice = checkpoints.choose(with_optimizer=config.load_optimizer)
+    chosen = choice.checkpoint
+    note(f"resuming after step {chosen.step} from {chosen.path}: {choice.reason}")
+    truncate_rollouts(log_dir, resume_step=chosen.step)
+    StepsFolder(log_dir).cut(resume_step=chosen.step)
+    return chosen

@@ -14,7 +14,7 @@ import numpy as np
 from nemo_rl.algorithms.grpo import counted_rows
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.conversation import Ending
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, sum_totals
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -127,14 +127,14 @@ def _training_metrics(train: TrainSummary) -> dict[str, float]:
     }
 
 
-def informative_kl(train: TrainSummary | None, metrics: Mapping[str, float], config: MasterConfig) -> float | None:
+def informative_kl(train: TrainSummary | None, metrics: Mapping[str, float], config: GRPOConfig) -> float | None:
     """The KL to the reference where it is computed, else that to the old policy.
 
     None where that one is 0 by construction: the trainer's own pass gives pi_old, and the step has a single update.
     """
     if "train/reference_kl" in metrics:
         return metrics["train/reference_kl"]
-    is_same_policy = not config.grpo.use_generation_logprobs_as_prev and train is not None and len(train.losses) == 1
+    is_same_policy = not config.use_generation_logprobs_as_prev and train is not None and len(train.losses) == 1
     return None if is_same_policy else metrics.get("train/policy_kl")
 
 

@@ -20,7 +20,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,9 @@ from nemo_rl.algorithms.observers import StepObserver
 from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.diagnostics import TracerConfig, TracerSwitches
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.generation import GenerationConfig
+from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.calls import Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.worker_fleet import WorkerFleet
@@ -43,7 +45,7 @@ from nemo_rl.tracer.process import HubSpec, TracedJob, open_job
 from nemo_rl.tracer.protocol import RankGroup
 from nemo_rl.tracer.watch import CLASSICAL, GENERATION, WatchPlan
 
-__all__ = ["LiveTracing", "TracedEngines", "TracedRun", "open_tracing"]
+__all__ = ["LiveTracing", "TracedEngines", "TracedRun", "build_tracing", "open_tracing"]
 
 logger = logging.getLogger(__name__)
 
@@ -140,22 +142,48 @@ class LiveTracing(StepObserver):
         self._run.job.link.say({"type": "metrics", "step": number, "metrics": finite})
 
 
+def build_tracing(
+    run: TracedRun | None, policy: TQPolicy, engines: WorkerFleet, config: GenerationConfig, *, timeout_s: float
+) -> list[LiveTracing]:
+    """Return the observer of a traced run; none of another one.
+
+    Args:
+        config: of the engines, of which the tracer asks those that are known to be a `TracedEngine`.
+        timeout_s: deadline of one call of an engine.
+    """
+    if run is None:
+        return []
+    capabilities = ENGINE_CAPABILITIES.get(config.backend, EngineCapabilities())
+    shown = TracedEngines(engines if capabilities.shows_decoding else None, timeout_s=timeout_s)
+    return [LiveTracing(run, policy, shown)]
+
+
 @contextmanager
-def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[TracedRun | None]:
+def open_tracing(
+    section: TracerConfig,
+    policy: PolicyConfig,
+    *,
+    layout: ParallelLayout,
+    log_dir: Path,
+    start_timeout_s: float,
+    note: Callable[[str], None],
+) -> Iterator[TracedRun | None]:
     """The hub of a run, until the run ends; None where none is asked for.
+
+    Args:
+        note: shows a line to the person at the terminal.
 
     Raises:
         UserError: the hub cannot start, for example because the port is taken.
     """
-    section = config.diagnostics.tracer
     if not section.enabled:
         yield None
         return
-    watches, run_id = watches_of(section, config.policy.tracer), uuid.uuid4().hex[:12]
-    tokenizer = Path(config.policy.tokenizer.name or config.policy.model_name).absolute()
+    watches, run_id = watches_of(section, policy.tracer), uuid.uuid4().hex[:12]
+    tokenizer = Path(policy.tokenizer.name or policy.model_name).absolute()
     artifacts = None if section.artifacts is None else section.artifacts.absolute()
     spec = HubSpec(
-        folder=(config.logger.log_dir / TRACER).absolute(),
+        folder=(log_dir / TRACER).absolute(),
         run=run_id,
         host=section.host,
         port=section.port,
@@ -166,17 +194,18 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
         compat=section.compatibility,
         tokenizer=tokenizer,
         artifacts=artifacts,
-        start_timeout_s=config.cluster.worker_start_timeout_s,
+        start_timeout_s=start_timeout_s,
     )
     facts = {
-        "name": config.logger.log_dir.name,
-        "model": model_identity(config.policy),
+        "name": log_dir.name,
+        "model": model_identity(policy),
         "layout": layout.sizes,
         "tokenizer": str(tokenizer),
     }
     watched = _Watched(watches)
     with open_job(spec, facts, on_message=watched.hear) as job:
         trace = TraceSpec(address=job.address, run=run_id, memory_bytes=section.memory_bytes, artifacts=artifacts)
+        note(job.note)
         yield TracedRun(config=section, spec=trace, job=job, watched=watched)
 
 

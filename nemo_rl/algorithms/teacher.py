@@ -1,17 +1,20 @@
 """The teacher of a distillation: a second policy that trains nothing, its processes and what the driver knows of it.
 
-Called by `setup`. With `cluster.launcher: local` it is another object of the process; under Ray it has workers of its
-own, which on GPUs share those of the policy's workers and leave them between its passes.
+Started by `start`, and put together by `setup`. With `cluster.launcher: local` it is another object of the process;
+under Ray it has workers of its own, which on GPUs share those of the policy's workers and leave them between its
+passes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import ExitStack
 
-from nemo_rl.algorithms.engines import gpu_share, log_place
+from nemo_rl.algorithms.engines import LogPlace
 from nemo_rl.algorithms.stages.stage import Teacher
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.distillation import DistillationConfig, teacher_policy
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.distributed.calls import ask
 from nemo_rl.distributed.collectives import RankSpec
@@ -26,23 +29,7 @@ from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.utils.deadlines import StartUp
 
-__all__ = ["local_teacher", "rank_specs", "ray_teacher", "teacher_of", "worker_spec"]
-
-
-def worker_spec(config: MasterConfig, rank: RankSpec) -> WorkerSpec:
-    """Return the spec of one rank of the recipe's policy, without what only a policy that is trained has."""
-    return WorkerSpec(
-        policy=config.policy,
-        rank=rank,
-        num_steps=config.grpo.max_num_steps,
-        keep_reference=False,
-        seed=config.grpo.seed,
-        use_gpu=config.cluster.gpus_per_node > 0,
-        threads=config.cluster.threads_per_worker,
-        collective_timeout_s=config.cluster.collective_timeout_s,
-        start_timeout_s=config.cluster.worker_start_timeout_s,
-        sharing=config.device_sharing,
-    )
+__all__ = ["build_teacher", "local_teacher", "rank_specs", "ray_teacher"]
 
 
 def rank_specs(world_size: int, address: str, port: int) -> list[RankSpec]:
@@ -52,11 +39,8 @@ def rank_specs(world_size: int, address: str, port: int) -> list[RankSpec]:
     ]
 
 
-def local_teacher(config: MasterConfig, stack: ExitStack) -> WorkerGroup | None:
-    """Make the teacher in this process, after the policy's worker; None without distillation."""
-    if not config.loss_fn.distillation.enabled:
-        return None
-    spec = worker_spec(config.as_teacher, RankSpec(rank=0, world_size=1))
+def local_teacher(spec: WorkerSpec, stack: ExitStack) -> WorkerGroup:
+    """Make the teacher in this process, after the policy's worker."""
     joined = dataclasses.replace(spec, joins_process=True)
     teacher = LocalWorkerGroup(lambda: build_policy_worker(joined))
     stack.callback(teacher.shutdown)
@@ -64,43 +48,57 @@ def local_teacher(config: MasterConfig, stack: ExitStack) -> WorkerGroup | None:
 
 
 def ray_teacher(
-    config: MasterConfig, cluster: RayVirtualCluster, stack: ExitStack, start: StartUp
-) -> RayWorkerGroup | None:
-    """Begin the start of the teacher's workers; None without distillation."""
-    world_size = config.num_teacher_workers
-    if not world_size:
-        return None
+    spec_of: Callable[[RankSpec], WorkerSpec],
+    cluster: RayVirtualCluster,
+    stack: ExitStack,
+    start: StartUp,
+    *,
+    num_workers: int,
+    num_gpus: float,
+    log: LogPlace,
+) -> RayWorkerGroup:
+    """Begin the start of the teacher's workers.
+
+    Args:
+        num_gpus: share of a GPU of each.
+    """
     teacher = RayWorkerGroup(
         "teacher",
-        world_size=world_size,
+        world_size=num_workers,
         placement=RayPlacement(
-            num_gpus=gpu_share(config),
+            num_gpus=num_gpus,
             placement_group=cluster.placement_group if cluster.uses_gpu else None,
             bundles=cluster.policy_bundles if cluster.uses_gpu else (),
         ),
-        **log_place(config),
+        **log,
     )
     stack.callback(teacher.shutdown)
     with start.waiting_for("the first worker of the teacher"):
         address, port = teacher.rendezvous(reserve_port, timeout_s=start.timeout_s)
-    seen = config.as_teacher
-    specs = [{"spec": worker_spec(seen, rank)} for rank in rank_specs(world_size, address, port)]
+    specs = [{"spec": spec_of(rank)} for rank in rank_specs(num_workers, address, port)]
     teacher.begin_start(build_policy_worker, specs)
     return teacher
 
 
-def teacher_of(config: MasterConfig, workers: WorkerGroup | None, *, address: DataPlaneAddress) -> Teacher | None:
+def build_teacher(
+    config: DistillationConfig,
+    student: PolicyConfig,
+    workers: WorkerGroup | None,
+    *,
+    address: DataPlaneAddress,
+    timeout_s: float,
+) -> Teacher | None:
     """Return what a step's stages need of the teacher, whose workers have started; None without distillation."""
     if workers is None:
         return None
-    settings = config.teacher_policy
+    settings = teacher_policy(config.teacher, student)
     layout = ParallelLayout.of_policy(settings, world_size=workers.world_size)
-    policy = TQPolicy(workers, address=address, timeout_s=config.cluster.stage_timeout_s, layout=layout)
+    policy = TQPolicy(workers, address=address, timeout_s=timeout_s, layout=layout)
     policy.run(ask(TQWorker.rest), "start")
-    student, taught = (decoder_sizes(load_model_config(each.model_name)) for each in (config.policy, settings))
+    learns, taught = (decoder_sizes(load_model_config(each.model_name)) for each in (student, settings))
     return Teacher(
         policy=policy,
         settings=settings,
-        top_k=config.loss_fn.distillation.top_k,
-        vocab_size=min(student["vocab_size"], taught["vocab_size"]),
+        top_k=config.top_k,
+        vocab_size=min(learns["vocab_size"], taught["vocab_size"]),
     )

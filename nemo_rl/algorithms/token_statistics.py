@@ -17,7 +17,6 @@ from nemo_rl.algorithms.grpo import estimated_advantages, rewards_of
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.row_map import RowMapOutput
 from nemo_rl.experience.payload import SampleStats
 
@@ -73,9 +72,9 @@ class TokenStatistics:
     kl: KlInReward | None = None
 
     @classmethod
-    def of(cls, config: MasterConfig) -> TokenStatistics | None:
+    def of(cls, config: GRPOConfig, loss: LossConfig) -> TokenStatistics | None:
         """Return the measurements; None where the recipe needs nothing."""
-        threshold, kl = config.grpo.seq_logprob_error_threshold, KlInReward.of(config.loss_fn)
+        threshold, kl = config.seq_logprob_error_threshold, KlInReward.of(loss)
         return None if threshold is None and kl is None else cls(error_threshold=threshold, kl=kl)
 
     @property

@@ -22,9 +22,8 @@ from nemo_rl.algorithms.grpo import outcome_advantages, rewards_of
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.algorithms.token_statistics import KlInReward, row_sums
 from nemo_rl.config.grpo import GRPOConfig
+from nemo_rl.config.loss import LossConfig, row_loss_problems
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, TOKEN_ESTIMATORS
-from nemo_rl.config.rules.grpo import row_loss_problems
-from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.chunks.wire import Counted
 from nemo_rl.data_plane.row_map import RowMapOutput
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
@@ -355,22 +354,22 @@ def return_to_go(values: torch.Tensor) -> torch.Tensor:
     return values.flip(1).cumsum(1).flip(1)
 
 
-def token_estimator(config: MasterConfig) -> TokenEstimator | None:
+def token_estimator(config: GRPOConfig, loss: LossConfig) -> TokenEstimator | None:
     """The estimator of the recipe if it gives one advantage for each token; None for one that gives one per row.
 
     Raises:
         ConfigError: it cannot be imported, or its advantages do not fit the loss.
     """
-    key, name = "grpo.adv_estimator.name", config.grpo.adv_estimator.name
+    key, name = "grpo.adv_estimator.name", config.adv_estimator.name
     if ADVANTAGE_ESTIMATORS.is_builtin(name):
-        if not config.has_builtin_token_advantages:
+        if not config.adv_estimator.is_builtin_per_token(kl_in_reward=loss.use_kl_in_reward):
             return None
-        made: TokenEstimator = TOKEN_ESTIMATORS.load(name, key=key)(config=config.grpo)
+        made: TokenEstimator = TOKEN_ESTIMATORS.load(name, key=key)(config=config)
         return made
     own = ADVANTAGE_ESTIMATORS.load(name, key=key)
     if not (isinstance(own, type) and issubclass(own, TokenEstimator)):
         return None
-    problems = row_loss_problems(config)
+    problems = row_loss_problems(loss, estimator=name)
     if problems:
         raise ConfigError(problems)
-    return own(config=config.grpo)
+    return own(config=config)

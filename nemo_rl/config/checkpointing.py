@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import PositiveInt
@@ -46,3 +47,7 @@ class CheckpointingConfig(Section):
     allow_changed: tuple[IdentityPart, ...] = ()
     """Parts that may differ from the run that is resumed or replayed: `data` (rows of the datasets), `model` (weights
     at step 0), `tokenizer`, `template` (the chat template), `reward` (its source). Any other difference is refused."""
+
+    def folder(self, log_dir: Path) -> Path:
+        """Return `checkpoint_dir`, with null decided."""
+        return self.checkpoint_dir or log_dir / "checkpoints"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from nemo_rl.config.base import Options, Section
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, SELECTIONS
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, SELECTIONS, TOKEN_ESTIMATORS
 
 __all__ = [
     "ESTIMATORS_BY_STEP",
@@ -107,6 +107,16 @@ class AdvantageEstimatorConfig(Section):
     """lambda of `outcome_plus_turn`: weight of the advantage of a turn beside that of its row."""
     turn_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """gamma of `discounted_return`: discount of the next turn's reward."""
+
+    def is_builtin_per_token(self, *, kl_in_reward: bool) -> bool:
+        """Return whether the estimator is a built-in one that gives every token an advantage of its own.
+
+        Args:
+            kl_in_reward: `loss_fn.use_kl_in_reward`, by which every token has a reward of its own.
+        """
+        return TOKEN_ESTIMATORS.is_builtin(self.name) and (
+            kl_in_reward or TOKEN_ESTIMATORS.builtin[self.name] == ADVANTAGE_ESTIMATORS.builtin[self.name]
+        )
 
 
 class GRPOConfig(Section):

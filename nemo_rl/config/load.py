@@ -29,7 +29,7 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import default_tree, drop, lookup, place_of, suggest, suggest_path
 from nemo_rl.errors import ConfigError, shorten
 
-__all__ = ["carry_optimizer", "load_config", "load_recipe"]
+__all__ = ["carry_optimizer", "load_config", "load_recipe", "parse_tree"]
 
 # What OmegaConf and Hydra users write for "must be set by the user of this file".
 _MUST_BE_SET = "???"
@@ -81,7 +81,7 @@ def load_recipe(recipe: Recipe, overrides: Sequence[str] = (), *, with_masked: b
     for place in unusable:
         drop(recipe.tree, place)
     try:
-        config = _parse(recipe.tree)
+        config = parse_tree(recipe.tree)
     except ValidationError as error:
         broken, lines = _translate(recipe, error, reported=unusable)
         raise ConfigError([*problems, *lines, *_rules_on_the_rest(recipe, error, broken)]) from None
@@ -102,7 +102,8 @@ def _with_digests(config: MasterConfig) -> MasterConfig:
     return config.model_copy(update={"policy": policy})
 
 
-def _parse(tree: Mapping[str, Any]) -> MasterConfig:
+def parse_tree(tree: Mapping[str, Any]) -> MasterConfig:
+    """Return a plain tree as a config, without the rules; pydantic's error names what does not fit."""
     # JSON mode: strict about types ("32" is no integer), and lists and texts still become tuples and paths.
     return MasterConfig.model_validate_json(json.dumps(tree), strict=True)
 
@@ -137,7 +138,7 @@ def _rules_on_the_rest(recipe: Recipe, error: ValidationError, broken: Sequence[
         elif isinstance(section, dict):
             section.pop(path[-1], None)
     try:
-        config = _parse(tree)
+        config = parse_tree(tree)
     except ValidationError:
         return []
     return _rule_problems(recipe, config, broken)

@@ -28,6 +28,7 @@ __all__ = [
     "Normalization",
     "SapoConfig",
     "VespoConfig",
+    "row_loss_problems",
 ]
 
 KlType = Literal["k1", "k2", "k3"]
@@ -212,3 +213,15 @@ CORRECTIONS: Mapping[str, CorrectionProperties] = {
     "geo-mask": CorrectionProperties(is_per_row=True, needs_low=True),
 }
 """Properties of each correction, by `truncated_importance_sampling_type`."""
+
+
+def row_loss_problems(config: LossConfig, *, estimator: str) -> list[str]:
+    """Return the reasons why the loss cannot take the advantage that an estimator gives to each token."""
+    name = config.name
+    if not LOSSES.is_builtin(name) or not LOSS_PROPERTIES[name].has_row_advantages:
+        return []
+    takers = ", ".join(word for word, capabilities in LOSS_PROPERTIES.items() if not capabilities.has_row_advantages)
+    return [
+        f"loss_fn.name: {name!r} has one advantage per row, and grpo.adv_estimator.name {estimator!r} gives each token "
+        f"its own here; set one of {takers}"
+    ]

@@ -25,7 +25,7 @@ from nemo_rl.config.generation import DeviceSharing, RefitTransport
 from nemo_rl.config.grpo import ESTIMATORS_BY_STEP, GRPOConfig
 from nemo_rl.config.logger import LoggerConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINE_CAPABILITIES, TOKEN_ESTIMATORS, EngineCapabilities
+from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
 from nemo_rl.config.policy import PolicyConfig
 
 __all__ = ["MasterConfig"]
@@ -93,14 +93,6 @@ class MasterConfig(Section):
         return section.max_turns if section.enabled and self.data.history == "new_row" else 1
 
     @property
-    def has_builtin_token_advantages(self) -> bool:
-        """Return whether the estimator is a built-in one that gives every token an advantage of its own."""
-        name = self.grpo.adv_estimator.name
-        return TOKEN_ESTIMATORS.is_builtin(name) and (
-            self.loss_fn.use_kl_in_reward or TOKEN_ESTIMATORS.builtin[name] == ADVANTAGE_ESTIMATORS.builtin[name]
-        )
-
-    @property
     def scoring(self) -> GRPOConfig:
         """Return `grpo` with `drop_zero_advantage_groups` decided."""
         if self.grpo.drop_zero_advantage_groups != AUTO:
@@ -125,7 +117,7 @@ class MasterConfig(Section):
     @property
     def checkpoint_dir(self) -> Path:
         """Return `checkpointing.checkpoint_dir`, with null decided."""
-        return self.checkpointing.checkpoint_dir or self.logger.log_dir / "checkpoints"
+        return self.checkpointing.folder(self.logger.log_dir)
 
     @property
     def sleep_level(self) -> int:

@@ -30,9 +30,7 @@ from nemo_rl.errors import ResourceError, UserError
 from nemo_rl.utils.deadlines import StartUp
 
 __all__ = [
-    "ClusterNeeds",
     "ClusterNode",
-    "EngineNodes",
     "NodeShare",
     "RayVirtualCluster",
     "choose_nodes",
@@ -135,30 +133,6 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineNodes:
-    """Engines with bundles of their own, which share neither GPU nor bundle with a policy worker."""
-
-    num_bundles: int
-    """Bundles of all engines: one for each rank of an engine on GPUs, one for each engine on CPUs."""
-    num_nodes: int
-    """Nodes that hold engines alone; with 0 the engines run on the nodes of the policy, beside its workers."""
-    gpus_per_node: int = 0
-    """GPUs of each of these nodes, one in a bundle."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterNeeds:
-    """The needs of a run's processes besides one bundle per policy worker."""
-
-    other_cpus: int
-    """Logical CPUs of the actors outside the bundles (rollout, storage; on CPU also generation)."""
-    cpus_per_bundle: int = 1
-    """Logical CPUs of a bundle: 1 for the policy worker, 1 more for an engine that shares its GPU."""
-    engines: EngineNodes = EngineNodes(num_bundles=0, num_nodes=0)
-    """Engines that do not share the policy's bundles."""
-
-
 class RayVirtualCluster:
     """Ray for one run, with a placement group of one bundle per policy worker, and further ones for engines that are
     not colocated.
@@ -167,6 +141,12 @@ class RayVirtualCluster:
 
     Args:
         config: the `cluster` section.
+        other_cpus: logical CPUs of the actors outside the bundles (rollout, storage; on CPU also generation).
+        cpus_per_bundle: 1 for the policy worker, 1 more for each process that shares its GPU.
+        num_engine_bundles: of all engines that are not colocated: one for each rank of an engine on GPUs, one for each
+            engine on CPUs.
+        engine_nodes: nodes with engines alone; with 0 the engines run on the nodes of the policy, beside its workers.
+        gpus_per_engine_node: of each of these nodes, one in a bundle.
         environment: variables for every process, besides those of `worker_environment`.
         start: how long Ray and the placement may take; None: `cluster.worker_start_timeout_s`, without a word.
         forks: where the workers of a Ray that is started here begin; None: each by itself.
@@ -176,8 +156,12 @@ class RayVirtualCluster:
     def __init__(
         self,
         config: ClusterConfig,
-        needs: ClusterNeeds,
         *,
+        other_cpus: int,
+        cpus_per_bundle: int = 1,
+        num_engine_bundles: int = 0,
+        engine_nodes: int = 0,
+        gpus_per_engine_node: int = 0,
         environment: Mapping[str, str] | None = None,
         start: StartUp | None = None,
         forks: ForkServer | None = None,
@@ -189,8 +173,9 @@ class RayVirtualCluster:
             **worker_environment(config.threads_per_worker, uses_gpu=self.uses_gpu),
             **(environment or {}),
         }
-        self._other_cpus, self._cpus_per_bundle = needs.other_cpus, needs.cpus_per_bundle
-        self._engines = needs.engines
+        self._other_cpus, self._cpus_per_bundle = other_cpus, cpus_per_bundle
+        self._num_engine_bundles, self._engine_nodes = num_engine_bundles, engine_nodes
+        self._gpus_per_engine_node = gpus_per_engine_node
         self._nodes: list[list[ClusterNode]] = []
         self._group: PlacementGroup | None = None
         self._own: OwnRay | None = None
@@ -213,7 +198,7 @@ class RayVirtualCluster:
     @property
     def engine_bundles(self) -> range:
         """The bundles of engines on nodes of their own; empty without such engines."""
-        return range(self.num_workers, self.num_workers + self._engines.num_bundles)
+        return range(self.num_workers, self.num_workers + self._num_engine_bundles)
 
     @property
     def address(self) -> str:
@@ -296,31 +281,31 @@ class RayVirtualCluster:
         return max(self._cpus_needed(), os.cpu_count() or 1)
 
     def _cpus_needed(self) -> int:
-        return self.num_workers * self._cpus_per_bundle + self._engines.num_bundles + self._other_cpus
+        return self.num_workers * self._cpus_per_bundle + self._num_engine_bundles + self._other_cpus
 
     def _gpus_needed(self) -> int:
-        return self.num_workers + self._engines.num_bundles if self.uses_gpu else 0
+        return self.num_workers + self._num_engine_bundles if self.uses_gpu else 0
 
     def _shares(self) -> list[NodeShare]:
         """Return the needs of the policy's nodes, and of those that hold engines alone."""
-        config, engines = self._config, self._engines
+        config = self._config
         workers = self.num_workers // config.num_nodes
-        beside = 0 if engines.num_nodes else -(-engines.num_bundles // config.num_nodes)
-        gpus_beside = 0 if engines.num_nodes else engines.gpus_per_node
+        beside = 0 if self._engine_nodes else -(-self._num_engine_bundles // config.num_nodes)
+        gpus_beside = 0 if self._engine_nodes else self._gpus_per_engine_node
         policy = NodeShare(
             num_nodes=config.num_nodes,
             num_cpus=workers * self._cpus_per_bundle + beside,
             num_gpus=workers + gpus_beside if self.uses_gpu else 0,
             what="cluster.num_nodes",
         )
-        if not engines.num_nodes:
+        if not self._engine_nodes:
             return [policy]
         return [
             policy,
             NodeShare(
-                num_nodes=engines.num_nodes,
-                num_cpus=engines.num_bundles // engines.num_nodes,
-                num_gpus=engines.gpus_per_node,
+                num_nodes=self._engine_nodes,
+                num_cpus=self._num_engine_bundles // self._engine_nodes,
+                num_gpus=self._gpus_per_engine_node,
                 what="policy.generation.colocated.num_nodes",
             ),
         ]
@@ -369,7 +354,7 @@ class RayVirtualCluster:
         device = {"GPU": 1.0} if self.uses_gpu else {}
         policy_nodes = self._nodes[0]
         of_workers = _in_turn(policy_nodes, self.num_workers)
-        of_engines = _in_turn(self._nodes[-1], self._engines.num_bundles)
+        of_engines = _in_turn(self._nodes[-1], self._num_engine_bundles)
         return [
             *({"CPU": float(self._cpus_per_bundle), **device, **self._pinned(node)} for node in of_workers),
             *({"CPU": 1.0, **device, **self._pinned(node)} for node in of_engines),

@@ -53,7 +53,7 @@ from nemo_rl.experience.conversation_rollouts import ScoredGroup
 from nemo_rl.experience.conversation_setup import RolloutSampling
 from nemo_rl.experience.conversations import GroupTask
 from nemo_rl.experience.durable_groups import DurableGroups
-from nemo_rl.experience.evaluation.evaluator import EvaluationSettings, EvaluationTask, Evaluator
+from nemo_rl.experience.evaluation.evaluator import EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
 from nemo_rl.experience.payload import (
     VERSION_SPANS,
@@ -143,12 +143,10 @@ class RolloutWorker:
         if self._parts.environment.scorer is not None:
             self._scorer = ResponseScorer(self._parts.environment.scorer, self._tokenizer, sampling=self._sampling)
         self._evaluator = Evaluator(
-            EvaluationSettings(
-                config=spec.evaluation,
-                sampling=sampling_params(spec.policy.generation, self._stop_ids, is_validation=True),
-                seed=spec.grpo.seed,
-                is_accuracy=spec.env.is_accuracy,
-            ),
+            spec.evaluation,
+            sampling=sampling_params(spec.policy.generation, self._stop_ids, is_validation=True),
+            seed=spec.grpo.seed,
+            is_accuracy=spec.env.is_accuracy,
             sampler=self._parts.sampler_of(self._sampling),
             tokenizer=self._tokenizer,
             sets=self._held_out,

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, other_cpus
 from nemo_rl.algorithms.processes import forked_modules
+from nemo_rl.config.checkpointing import CheckpointingConfig
 from nemo_rl.config.load import load_config
-from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import UserError
 from nemo_rl.slurm.settings import HEAD_FILE, TOKEN_FILE
 from nemo_rl.utils.console import printable
@@ -60,21 +60,27 @@ def render_job(recipe: Path, overrides: Sequence[str], options: JobOptions) -> s
         ConfigError: the recipe cannot be read, or not be run so.
         UserError: the options do not fit it.
     """
-    words = [*overrides, *_added(load_config(recipe, [*overrides, "cluster.address=auto"]), options)]
+    given = load_config(recipe, [*overrides, "cluster.address=auto"])
+    words = [*overrides, *_added(given.checkpointing, options, overwrites=given.logger.overwrite)]
     config = load_config(recipe, [*words, "cluster.address=auto"])
-    nodes = config.cluster.num_nodes if options.nodes is None else options.nodes
-    if nodes < config.cluster.num_nodes:
+    cluster = config.cluster
+    # Each actor is on one node: what does not divide is rounded up for all.
+    bundles = cluster.num_workers // cluster.num_nodes * cpus_per_bundle(config)
+    num_cpus = bundles + math.ceil(other_cpus(config) / cluster.num_nodes)
+    preload = "" if cluster.gpus_per_node else " ".join(forked_modules(config))
+    nodes = cluster.num_nodes if options.nodes is None else options.nodes
+    if nodes < cluster.num_nodes:
         raise UserError(
-            f"--nodes: expected at least cluster.num_nodes={config.cluster.num_nodes} of {recipe}, got {nodes}; ask "
+            f"--nodes: expected at least cluster.num_nodes={cluster.num_nodes} of {recipe}, got {nodes}; ask "
             "for more nodes, or lower cluster.num_nodes"
         )
     if options.mounts and not options.container:
         raise UserError(f"--mounts: {options.mounts!r} would be ignored without --container")
     command = shlex.join(["-m", "nemo_rl.cli.main", "launch", "ray", "--address", "auto", "--", _path(recipe), *words])
-    exports = "\n".join(
-        f"export {name}={shlex.quote(value)}" for name, value in _variables(config, options, f'"$PYTHON" {command}')
-    )
-    call = shlex.join(["sbatch", *_sbatch_words(config, options, nodes), SCRIPT])
+    needs = {"num_gpus": cluster.gpus_per_node, "num_cpus": num_cpus}
+    variables = _variables(options, f'"$PYTHON" {command}', preload=preload, **needs)
+    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables)
+    call = shlex.join(["sbatch", *_sbatch_words(options, nodes, **needs), SCRIPT])
     make_folder = shlex.join(["mkdir", "-p", "--", _path(options.log_dir)])
     # A comment ends at a line feed, which the name may hold.
     title = f"{printable(str(recipe), limit=NAME_LIMIT)} on {nodes} nodes; written by `nemo-rl launch slurm`"
@@ -117,35 +123,36 @@ def submit_job(script: str) -> str:
     return done.stdout.strip()
 
 
-def _added(config: MasterConfig, options: JobOptions) -> Iterator[str]:
+def _added(section: CheckpointingConfig, options: JobOptions, *, overwrites: bool) -> Iterator[str]:
     """Return the overrides that a requeued job needs, where neither the recipe nor the command line says otherwise."""
-    section = config.checkpointing
     if not options.requeue or not section.enabled:
         return
-    if section.resume is False and not config.logger.overwrite:
+    if section.resume is False and not overwrites:
         yield "checkpointing.resume=auto"
     if options.time is not None and section.must_save_by is None:
         yield "checkpointing.must_save_by=auto"
 
 
-def _variables(config: MasterConfig, options: JobOptions, command: str) -> Iterator[tuple[str, str]]:
+def _variables(
+    options: JobOptions, command: str, *, num_gpus: int, num_cpus: int, preload: str
+) -> Iterator[tuple[str, str]]:
     yield "COMMAND", command
     yield "LOG_DIR", _path(options.log_dir)
-    yield "GPUS_PER_NODE", str(config.cluster.gpus_per_node)
-    yield "CPUS_PER_NODE", str(_cpus_per_node(config))
+    yield "GPUS_PER_NODE", str(num_gpus)
+    yield "CPUS_PER_NODE", str(num_cpus)
     if options.requeue:
         yield "REQUEUE", "1"
-    if not config.cluster.gpus_per_node:
-        yield "PRELOAD", " ".join(forked_modules(config))
+    if not num_gpus:
+        yield "PRELOAD", preload
     given = {"CONTAINER": options.container, "MOUNTS": options.mounts, "SETUP_COMMAND": options.setup}
     yield from ((name, value) for name, value in given.items() if value)
 
 
-def _sbatch_words(config: MasterConfig, options: JobOptions, nodes: int) -> list[str]:
-    cpus = options.cpus_per_node or _cpus_per_node(config)
+def _sbatch_words(options: JobOptions, nodes: int, *, num_gpus: int, num_cpus: int) -> list[str]:
+    cpus = options.cpus_per_node or num_cpus
     words = [f"--nodes={nodes}", f"--cpus-per-task={cpus}"]
-    if config.cluster.gpus_per_node:
-        words.append(f"--gpus-per-node={config.cluster.gpus_per_node}")
+    if num_gpus:
+        words.append(f"--gpus-per-node={num_gpus}")
     words.append("--requeue" if options.requeue else "--no-requeue")
     words.append(f"--output={_path(options.log_dir)}/slurm-%j.log")
     given = {"time": options.time, "account": options.account, "partition": options.partition}
@@ -156,13 +163,6 @@ def _sbatch_words(config: MasterConfig, options: JobOptions, nodes: int) -> list
 def _path(path: Path) -> str:
     """Return a path that no command takes for an option."""
     return f"./{path}" if str(path).startswith("-") else str(path)
-
-
-def _cpus_per_node(config: MasterConfig) -> int:
-    """Return the CPUs of each node. Each actor is on one node: what does not divide is rounded up for all."""
-    nodes = config.cluster.num_nodes
-    bundles = config.cluster.num_workers // nodes * cpus_per_bundle(config)
-    return bundles + math.ceil(other_cpus(config) / nodes)
 
 
 CONTAINER_FILE = "container"

@@ -1,9 +1,9 @@
 """Step folders that are either complete or absent, which of them to keep, and which to resume from.
 
 A checkpoint is written into `tmp_step_N.TOKEN`, gets a manifest, and is renamed to `step_N`; a crash or a full disk
-leaves the previous one as it was. The trainer's `Saver` calls the parts of `save`; `setup` calls `clean` and `choose`.
-Invariant: a folder named `step_N` is removed only when it is intact and others are better, or when its step is saved
-again.
+leaves the previous one as it was. The trainer's `Saver` calls the parts of `save`; `checkpoint_to_resume` calls `clean`
+and `choose`. Invariant: a folder named `step_N` is removed only when it is intact and others are better, or when its
+step is saved again.
 """
 
 from __future__ import annotations

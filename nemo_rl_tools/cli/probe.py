@@ -168,4 +168,6 @@ def _spec(recipe: Path, overrides: list[str] | None, rows: RowOptions, **setting
 
     given = asdict(rows)
     prompt = PromptSpec(**{part.name: given.pop(part.name) for part in fields(PromptSpec)})
-    return ProbeSpec(config=load_config(recipe, overrides or []), prompt=prompt, **given, **settings)  # type: ignore[arg-type]
+    config = load_config(recipe, overrides or [])
+    of_recipe = {"policy": config.policy, "cluster": config.cluster, "seed": config.grpo.seed}
+    return ProbeSpec(prompt=prompt, **of_recipe, **given, **settings)  # type: ignore[arg-type]

@@ -79,15 +79,13 @@ def plan(
     """
     # torch takes seconds to import, and other commands need none.
     from nemo_rl_tools.plan.command import (  # noqa: PLC0415
-        PlanRequest,
         plan_recipe,
         show_plan,
     )
 
-    request = PlanRequest(
-        recipe=recipe, overrides=tuple(overrides or ()), gpu=gpu, nodes=nodes, model_config=model_config
+    found, error = plan_recipe(
+        recipe, overrides=tuple(overrides or ()), gpu=gpu, nodes=nodes, model_config=model_config
     )
-    found, error = plan_recipe(request)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:

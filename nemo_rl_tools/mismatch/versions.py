@@ -87,7 +87,7 @@ class KeptWeights:
     ) -> None:
         self._request, self._settings, self._target = request, settings, target
         self._scratch, self._progress = scratch, progress
-        self._checkpoints = checkpoints_of(settings.config, request.run)
+        self._checkpoints = checkpoints_of(settings.config.checkpointing, request.run)
         self._here = {0: Path(settings.policy.model_name)}
         self._here |= {found.step: found.weights for found in self._checkpoints}
 
@@ -162,7 +162,7 @@ class KeptWeights:
             settings=settings,
             chain=chain,
             steps=tuple(make_work(link, settings) for link in chain.links),
-            loss_fn=build_loss(settings.config),
+            loss_fn=build_loss(settings.config.loss_fn, settings.config.grpo),
             # The kept columns are taken; only what the loss itself computes is run again.
             stages=(),
             train_fields=run.train_fields if run is not None else (),

@@ -19,7 +19,6 @@ from rich.table import Table
 
 from nemo_rl.config.load import load_config
 from nemo_rl.config.rules.policy import packing_decided
-from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, ResourceError
 from nemo_rl.utils.console import bytes_text
 from nemo_rl_tools.known_models import planned_model_config
@@ -27,7 +26,7 @@ from nemo_rl_tools.plan import Balance, RunPlan, make_plan
 from nemo_rl_tools.plan.memory import RankMemory
 from nemo_rl_tools.plan.setting import GPU, GPUS, Model, PlanSetting, gpu_named
 
-__all__ = ["PlanRequest", "changes_of", "plan_recipe", "show_plan"]
+__all__ = ["changes_of", "plan_recipe", "show_plan"]
 
 FACTORS = (2, 4, 8)
 CPU_OFFLOADED = 1.0
@@ -157,45 +156,38 @@ def _more_room(setting: PlanSetting) -> Iterator[PlanChange]:
             yield PlanChange(overrides=(f"data_plane.{name}={size * factor}",), cost="memory of the node")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanRequest:
-    """The request of one plan, as the command line gives it."""
-
-    recipe: Path
-    overrides: tuple[str, ...] = ()
-    gpu: str | None = None
-    nodes: int | None = None
-    model_config: Path | None = None
-
-
-def plan_recipe(request: PlanRequest) -> tuple[RunPlan, ResourceError | None]:
+def plan_recipe(
+    recipe: Path,
+    *,
+    overrides: tuple[str, ...] = (),
+    gpu: str | None = None,
+    nodes: int | None = None,
+    model_config: Path | None = None,
+) -> tuple[RunPlan, ResourceError | None]:
     """Return the plan, and what to raise where it does not fit.
 
     Raises:
         ConfigError: the recipe is wrong, or cannot run in its layout; the GPU is not known.
         ModelFolderError: the model is neither here nor known.
     """
-    overrides = request.overrides + (() if request.nodes is None else nodes_overrides(request.nodes))
-    config = load_config(request.recipe, overrides)
-    gpu = _gpu(request, config)
-    model = Model(planned_model_config(config.policy.model_name, given=request.model_config))
+    overrides += () if nodes is None else nodes_overrides(nodes)
+    config = load_config(recipe, overrides)
+    device = _gpu(gpu, config.cluster.gpus_per_node)
+    model = Model(planned_model_config(config.policy.model_name, given=model_config))
 
     taught_by = config.loss_fn.distillation.teacher.model_name
     teacher = None if taught_by is None else Model(planned_model_config(taught_by, given=None))
 
-    def setting_of(config: MasterConfig) -> PlanSetting:
+    def plan_of(further: tuple[str, ...] = ()) -> RunPlan:
         # Whether the model packs is found out where a run starts.
-        config = packing_decided(config, fits=lambda _: True)
-        taught = None if teacher is None else PlanSetting(config=config.as_teacher, model=teacher, gpu=gpu)
-        return PlanSetting(config=config, model=model, gpu=gpu, teacher=taught)
+        config = packing_decided(load_config(recipe, (*overrides, *further)), fits=lambda _: True)
+        taught = None if teacher is None else PlanSetting(config=config.as_teacher, model=teacher, gpu=device)
+        return make_plan(PlanSetting(config=config, model=model, gpu=device, teacher=taught))
 
-    def replan(further: tuple[str, ...]) -> RunPlan:
-        return make_plan(setting_of(load_config(request.recipe, (*overrides, *further))))
-
-    plan = make_plan(setting_of(config))
+    plan = plan_of()
     if plan.fits:
         return plan, None
-    found = cheapest_change(plan, replan)
+    found = cheapest_change(plan, plan_of)
     what = "; ".join(plan.problems)
     if found is None:
         return plan, ResourceError(
@@ -206,15 +198,14 @@ def plan_recipe(request: PlanRequest) -> tuple[RunPlan, ResourceError | None]:
     return plan, ResourceError(f"this recipe does not fit: {what}. The cheapest change that fits: {text}")
 
 
-def _gpu(request: PlanRequest, config: MasterConfig) -> GPU | None:
-    count = config.cluster.gpus_per_node
-    if request.gpu is None:
+def _gpu(name: str | None, count: int) -> GPU | None:
+    if name is None:
         if count:
             raise ConfigError(
                 f"--gpu: cluster.gpus_per_node is {count}; expected the name of the GPU, one of {', '.join(GPUS)}"
             )
         return None
-    found = gpu_named(request.gpu)
+    found = gpu_named(name)
     if not count:
         raise ConfigError(
             f"--gpu: expected a recipe with GPUs, but cluster.gpus_per_node is 0, so {found.name} would not be used; "

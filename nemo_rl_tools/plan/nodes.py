@@ -267,7 +267,7 @@ def _specs(setting: PlanSetting) -> Mapping[str, FieldSpec]:
 
 
 def _stages(setting: PlanSetting) -> tuple[StageColumns, ...]:
-    return stage_columns(setting.config, build_loss(setting.config))
+    return stage_columns(setting.config, build_loss(setting.config.loss_fn, setting.config.grpo))
 
 
 def _header_bytes(columns: Mapping[str, int], specs: Mapping[str, FieldSpec], *, rows: int, chunk_bytes: int) -> int:

@@ -20,9 +20,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nemo_rl.config.load import parse_tree
 from nemo_rl.config.rules import RULES
 from nemo_rl.config.rules.rule import Ignored
-from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import lookup, place_of, put, section_class, suggest
 from nemo_rl.config.yaml_text import YamlProblem, parse_yaml, yaml_line
 from nemo_rl.errors import ConfigError
@@ -169,7 +169,7 @@ def _typed(tree: dict[str, Any], outcomes: list[KeyOutcome]) -> list[KeyOutcome]
     """Leave out what the schema does not take; the key that is named is that of the recipe."""
     for _ in range(MAX_ROUNDS):
         try:
-            MasterConfig.model_validate_json(json.dumps(tree), strict=True)
+            parse_tree(tree)
         except ValidationError as error:
             details = [detail for detail in error.errors() if detail["type"] != "missing"]
             if not details:
@@ -215,7 +215,7 @@ def _without_effect(tree: dict[str, Any], outcomes: list[KeyOutcome]) -> tuple[l
         whole = copy.deepcopy(tree)
         if lookup(whole, ["policy", DECIDE]) == (False, None):
             put(whole, ["policy", DECIDE], MANDATORY)
-        config = MasterConfig.model_validate_json(json.dumps(whole), strict=True)
+        config = parse_tree(whole)
         lines = [line for rule in RULES for line in rule(config)]
         ignored = [line for line in lines if isinstance(line, Ignored)]
         problems = [str(line) for line in lines if not isinstance(line, Ignored)]

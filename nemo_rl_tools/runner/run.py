@@ -19,8 +19,8 @@ from typing import cast
 import torch
 
 from nemo_rl.algorithms.run_folder import TRACER
+from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.layout import ParallelLayout
@@ -56,8 +56,10 @@ TRACE_BYTES = 256 << 20
 class ProbeSpec:
     """One probe."""
 
-    config: MasterConfig
-    """The recipe, of which the policy and the seed are used."""
+    policy: PolicyConfig
+    cluster: ClusterConfig
+    seed: int
+    """Seed of the recipe."""
     layout: LayoutText | None = None
     """The layout, or None for that of the recipe."""
     prompt: PromptSpec = field(default_factory=PromptSpec)
@@ -157,7 +159,7 @@ def run_probe(spec: ProbeSpec) -> ProbeResult:
         raise UserError("the trace server of this process writes what is watched: give --out DIR, without torchrun")
     if spec.routes_from is not None and spec.routes_to is not None:
         raise UserError("routes are recorded or replayed, not both: give one file")
-    with _weights(local_folders(spec.config.policy), spec) as (weighted, weights):
+    with _weights(local_folders(spec.policy), spec) as (weighted, weights):
         rows, texts = _rows(weighted, spec)
         if spec.layout is not None and spec.layout.engine is not None:
             work, found, words = _engine_result(weighted, spec, rows, weights=weights)
@@ -259,15 +261,15 @@ def _work(policy: PolicyConfig, spec: ProbeSpec, rows: RunnerRows, world_size: i
         policy=policy,
         rows=rows,
         layout=ParallelLayout.of_policy(policy, world_size=world_size),
-        seed=spec.config.grpo.seed,
+        seed=spec.seed,
         has_backward=spec.has_backward,
         top_k=spec.top_k,
         model=model_identity(policy),
         record=record,
         routes_from=spec.routes_from,
         routes_to=spec.routes_to,
-        use_gpu=spec.config.cluster.gpus_per_node > 0,
-        timeout_s=min(spec.config.cluster.collective_timeout_s, spec.timeout_s),
+        use_gpu=spec.cluster.gpus_per_node > 0,
+        timeout_s=min(spec.cluster.collective_timeout_s, spec.timeout_s),
     )
 
 

@@ -349,7 +349,11 @@ def _checkpoint(config: MasterConfig, *, steps: int) -> ShrinkCheck:
     name = "checkpoint"
     if not config.checkpointing.enabled:
         return ShrinkCheck(name=name, holds=None, text="checkpointing.enabled is false")
-    found = [checkpoint for checkpoint in checkpoints_of(config, config.logger.log_dir) if checkpoint.step == steps]
+    found = [
+        checkpoint
+        for checkpoint in checkpoints_of(config.checkpointing, config.logger.log_dir)
+        if checkpoint.step == steps
+    ]
     if not found:
         return ShrinkCheck(name=name, holds=False, text=f"there is none of step {steps}")
     damage = found[0].manifest.damage(found[0].path)

@@ -17,7 +17,7 @@ import torch
 
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE_FILE, SnapshotFolder, StepsFolder
 from nemo_rl.algorithms.kept_steps.record import StepSnapshot, StepStatus
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.checkpointing import CheckpointingConfig
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.extra_columns import is_listed, rows_as_list
 from nemo_rl.data_plane.schema import ROUTE_FIELDS, FieldSpec
@@ -153,10 +153,10 @@ def damage_named() -> Iterator[None]:
         raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
 
 
-def checkpoints_of(config: MasterConfig, run: Path) -> list[Checkpoint]:
+def checkpoints_of(config: CheckpointingConfig, run: Path) -> list[Checkpoint]:
     """Complete checkpoints of the run, in order of their steps."""
     # A log folder may have been moved with its checkpoints.
-    folder = config.checkpointing.checkpoint_dir or run / "checkpoints"
+    folder = config.folder(run)
     manager = CheckpointManager(folder, keep_top_k=None, metric_name="")
     return [found for found in manager.all() if found.manifest.missing(found.path) is None]
 

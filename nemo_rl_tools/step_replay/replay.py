@@ -126,14 +126,14 @@ def _selector(recorded: Path) -> str:
 def _replay(request: ReplayRequest, target: StepSnapshot) -> Comparison:
     started = time.perf_counter()
     settings = replay_settings(request, target)
-    checkpoints = checkpoints_of(settings.config, request.run)
+    checkpoints = checkpoints_of(settings.config.checkpointing, request.run)
     chain = find_chain(request.run, request.step, checkpoints, reads_optimizer=not settings.is_other_worker)
     works = [make_work(link, settings, only=request.rows if link is chain.links[-1] else ()) for link in chain.links]
     job = RankJob(
         settings=settings,
         chain=chain,
         steps=tuple(works),
-        loss_fn=build_loss(settings.config),
+        loss_fn=build_loss(settings.config.loss_fn, settings.config.grpo),
         stages=target.run.stages,
         train_fields=target.run.train_fields,
         record=_record_spec(request, settings, target),

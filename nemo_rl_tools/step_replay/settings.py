@@ -21,7 +21,7 @@ from nemo_rl.algorithms.kept_steps.record import StepSnapshot
 from nemo_rl.algorithms.run_folder import STEPS
 from nemo_rl.config.compose import apply_overrides, compose
 from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig, SchedulerConfig
-from nemo_rl.config.load import load_config
+from nemo_rl.config.load import load_config, parse_tree
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
@@ -125,7 +125,7 @@ def replay_settings(request: ReplayRequest, step: StepSnapshot) -> ReplaySetting
 
 def _config(kept: Mapping[str, object], overrides: Sequence[str]) -> MasterConfig:
     if not overrides:
-        return MasterConfig.model_validate_json(json.dumps(kept), strict=True)
+        return parse_tree(kept)
     with tempfile.TemporaryDirectory(prefix="nemo_rl_replay_") as folder:
         path = Path(folder) / "kept_config.yaml"
         path.write_text(json.dumps(kept), encoding="utf-8")
@@ -136,7 +136,7 @@ def _config(kept: Mapping[str, object], overrides: Sequence[str]) -> MasterConfi
             raise ConfigError([line.removeprefix(f"{path}: ") for line in problems])
         recipe = compose(path)
         apply_overrides(recipe, overrides)
-    return MasterConfig.model_validate_json(json.dumps(recipe.tree), strict=True)
+    return parse_tree(recipe.tree)
 
 
 def _check_identity(config: MasterConfig, step: StepSnapshot) -> None:

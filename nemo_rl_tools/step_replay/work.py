@@ -44,7 +44,9 @@ class TokenNeeds:
     def of(cls, settings: ReplaySettings) -> TokenNeeds:
         config = settings.config
         return cls(
-            measures=TokenStatistics.of(config), estimator=token_estimator(config), kl=KlInReward.of(config.loss_fn)
+            measures=TokenStatistics.of(config.grpo, config.loss_fn),
+            estimator=token_estimator(config.grpo, config.loss_fn),
+            kl=KlInReward.of(config.loss_fn),
         )
 
     @property

@@ -19,7 +19,7 @@ from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
-from nemo_rl.distributed.virtual_cluster import ClusterNeeds, RayVirtualCluster
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.models.generation.interfaces import (
@@ -84,7 +84,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     given = ["~cluster.cpu_workers_per_node", *(f"{name}={value}" for name, value in settings.items())]
     config = load_config(write_recipe(folder, model), given)
     try:
-        with RayVirtualCluster(config.cluster, ClusterNeeds(other_cpus=1, cpus_per_bundle=2)) as cluster:
+        with RayVirtualCluster(config.cluster, other_cpus=1, cpus_per_bundle=2) as cluster:
             placement = RayPlacement(
                 num_gpus=gpu_share(config), placement_group=cluster.placement_group, bundles=cluster.policy_bundles
             )

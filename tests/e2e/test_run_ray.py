@@ -160,7 +160,7 @@ PER_TOKEN = {
 def test_two_tensor_parallel_workers_train_like_one_and_no_per_token_tensor_passes_the_driver(
     tmp_path, model, in_one_process, monkeypatch
 ):
-    monkeypatch.setattr("nemo_rl.algorithms.setup.RayWorkerGroup", Watched)
+    monkeypatch.setattr("nemo_rl.algorithms.start.RayWorkerGroup", Watched)
     monkeypatch.setattr("nemo_rl.algorithms.engines.RayWorkerGroup", Watched)
     shown = io.StringIO()
     rows = train(write_recipe(tmp_path, model, env=JUDGED), TENSOR_PARALLEL, shown)
@@ -197,7 +197,7 @@ def test_advantages_of_tokens_are_those_of_one_process_and_never_pass_the_driver
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = train(write_recipe(tmp_path / "alone", model, env=JUDGED), {**LOCAL, **PER_TOKEN})
-    monkeypatch.setattr("nemo_rl.algorithms.setup.RayWorkerGroup", Watched)
+    monkeypatch.setattr("nemo_rl.algorithms.start.RayWorkerGroup", Watched)
     Watched.seen, Watched.calls = [], set()
     recipe = write_recipe(tmp_path / "two", model, env=JUDGED)
     rows = train(recipe, {"cluster.cpu_workers_per_node": "2", "data_plane.impl": "ray", **PER_TOKEN})

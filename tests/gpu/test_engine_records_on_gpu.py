@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nemo_rl.config.cluster import ClusterConfig
-from nemo_rl.config.schema import MasterConfig
 from tests.helpers.model_families import write_dense
 from tests.helpers.tiny_model import tiny_policy
 
@@ -40,9 +39,9 @@ def recorded(folder: Path, layout: str, out: Path, *, gpus: int = GPUS) -> Path:
 
     sizes = {"gpu_memory_utilization": 0.2, "enforce_eager": True}
     spec = ProbeSpec(
-        config=MasterConfig(
-            policy=tiny_policy(folder, generation={"vllm_cfg": sizes}), cluster=ClusterConfig(gpus_per_node=gpus)
-        ),
+        policy=tiny_policy(folder, generation={"vllm_cfg": sizes}),
+        cluster=ClusterConfig(gpus_per_node=gpus),
+        seed=42,
         layout=LayoutText.parse(layout),
         prompt=PromptSpec(length=21, num_rows=3),
         dump="*",

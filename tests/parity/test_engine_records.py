@@ -15,8 +15,8 @@ from rich.console import Console
 
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.run import run
+from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
@@ -62,7 +62,9 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> tuple[Pro
     """The rows, and the records of the DTensor worker of them."""
     out = tmp_path_factory.mktemp("trainer")
     spec = ProbeSpec(
-        config=MasterConfig(policy=tiny_policy(folder)),
+        policy=tiny_policy(folder),
+        cluster=ClusterConfig(),
+        seed=42,
         layout=LayoutText.parse("worker=dtensor"),
         prompt=PromptSpec(length=LENGTH, num_rows=3),
         dump="*",

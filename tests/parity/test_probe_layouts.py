@@ -67,7 +67,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> ProbeSpec:
         [f"policy.model_name={folder}", "policy.max_total_sequence_length=100", "policy.generation.max_new_tokens=8"],
     )
     prompt = PromptSpec(num_rows=4, is_unequal=True, length=61)
-    return ProbeSpec(config=config, prompt=prompt, has_backward=True, dump="*", watches=WATCHES)
+    return ProbeSpec(
+        policy=config.policy,
+        cluster=config.cluster,
+        seed=config.grpo.seed,
+        prompt=prompt,
+        has_backward=True,
+        dump="*",
+        watches=WATCHES,
+    )
 
 
 @pytest.fixture(scope="module")

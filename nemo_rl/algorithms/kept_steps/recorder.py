@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,19 +37,22 @@ from nemo_rl.algorithms.kept_steps.record import (
     record_text,
 )
 from nemo_rl.algorithms.observers import StepObserver
-from nemo_rl.algorithms.stages.columns import REWRITTEN
+from nemo_rl.algorithms.stages.columns import REWRITTEN, StageColumns, fetched_fields
+from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.diagnostics import KeepStepsConfig
 from nemo_rl.distributed.calls import Pending
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.experience.conversation_log import CONVERSATION
 from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.files import write_text
+from nemo_rl.utils.memory import package_versions
 from nemo_rl.utils.metrics import values
 
-__all__ = ["StepRecorder"]
+__all__ = ["StepRecorder", "build_recorders"]
 
 logger = logging.getLogger(__name__)
 
@@ -245,3 +248,47 @@ def _kept_error(error: BaseException, stage: str) -> StepError:
     if isinstance(error, WorkerError):
         stage = error.stage or stage
     return StepError(kind=type(error).__name__, text=str(error), stage=stage)
+
+
+def build_recorders(
+    config: KeepStepsConfig,
+    tools: StageTools,
+    columns: Sequence[StageColumns],
+    *,
+    recipe: Mapping[str, object],
+    started_from: int | None,
+    with_optimizer: bool,
+    identity: Mapping[str, str],
+    keeps_replies: bool,
+) -> list[StepRecorder]:
+    """Return the recorder of a run that keeps its steps; none otherwise.
+
+    Args:
+        recipe: the resolved one as plain values, without secrets.
+        started_from: step of the checkpoint that the run has resumed from.
+    """
+    if not config.enabled:
+        return []
+    train = next(stage for stage in columns if stage.name == WorkerPass.TRAIN)
+    facts = RunFacts(
+        config=recipe,
+        world_size=tools.policy.layout.world_size,
+        stages=tuple(stage.name for stage in columns),
+        train_fields=fetched_fields(train),
+        cost=tools.cost,
+        started_from=started_from,
+        with_optimizer=with_optimizer,
+        packages=package_versions(),
+        identity=identity,
+    )
+    return [
+        StepRecorder(
+            config,
+            run=facts,
+            seed=tools.grpo.seed,
+            log_dir=tools.logger.log_dir,
+            rollout=tools.rollout,
+            policy=tools.policy,
+            keeps_replies=keeps_replies,
+        )
+    ]

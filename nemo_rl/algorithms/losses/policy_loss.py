@@ -28,9 +28,9 @@ from nemo_rl.algorithms.losses.distillation import distillation_term
 from nemo_rl.algorithms.losses.normalization import TokenMeasures, normalize, token_weights, weighed
 from nemo_rl.algorithms.losses.off_policy import LOG_BOUND, Correction, off_policy_weights
 from nemo_rl.algorithms.losses.terms import PolicyInputs, PolicyTerm, TermOutput
+from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.loss import LOSS_PROPERTIES, LossConfig
 from nemo_rl.config.parts import LOSSES
-from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.head.logprobs import js, k3
 from nemo_rl.models.policy.interfaces import (
@@ -261,17 +261,15 @@ def _measure_shares(
         measures.mean("truncated_share", correction.is_truncated_NT)
 
 
-def build_loss(config: MasterConfig) -> LossFunction:
+def build_loss(config: LossConfig, grpo: GRPOConfig) -> LossFunction:
     """The loss that the recipe names."""
-    is_from_sampler = config.grpo.use_generation_logprobs_as_prev
+    is_from_sampler = grpo.use_generation_logprobs_as_prev
     prev_field = "generation_logprobs" if is_from_sampler else WorkerPass.PREV_LOGPROBS.column
-    name = config.loss_fn.name
-    if LOSSES.is_builtin(name):
-        async_ = config.grpo.async_
-        by_staleness = config.grpo.samples_ahead and async_.max_staleness > 0
-        made = DistillationLoss if config.loss_fn.distillation.enabled else PolicyLoss
-        return made(config=config.loss_fn, prev_field=prev_field, by_staleness=by_staleness)
-    own: LossFunction = LOSSES.load(name, key="loss_fn.name")(config=config.loss_fn, prev_field=prev_field)
+    if LOSSES.is_builtin(config.name):
+        by_staleness = grpo.samples_ahead and grpo.async_.max_staleness > 0
+        made = DistillationLoss if config.distillation.enabled else PolicyLoss
+        return made(config=config, prev_field=prev_field, by_staleness=by_staleness)
+    own: LossFunction = LOSSES.load(config.name, key="loss_fn.name")(config=config, prev_field=prev_field)
     return own
 
 

@@ -150,8 +150,10 @@ def check_folders(subject: Subject) -> list[str]:
 
 def check_run_folder(subject: Subject) -> list[str]:
     """The folders hold no other run, neither a live one nor what one has left."""
-    in_use = [problem for problem in map(lock_problem, run_folders(subject.config)) if problem is not None]
-    return in_use or used_folder_problems(subject.config)
+    config = subject.config
+    folders = run_folders(config.logger, config.checkpointing, durable=config.data_plane.durable.path)
+    in_use = [problem for problem in map(lock_problem, folders) if problem is not None]
+    return in_use or used_folder_problems(config.logger, config.checkpointing)
 
 
 def check_time_limit(subject: Subject) -> list[str]:

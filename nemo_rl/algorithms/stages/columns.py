@@ -82,7 +82,7 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
     Raises:
         ConfigError: a column is read before it is written.
     """
-    replay, estimator = config.policy.router_replay, token_estimator(config)
+    replay, estimator = config.policy.router_replay, token_estimator(config.grpo, config.loss_fn)
     conditions = (*route_conditions(replay), "row_advantages" if estimator is None else "token_advantages")
     if estimator is not None and SQUARED_PROBS in estimator.reads:
         conditions += (SQUARED_PROBS,)
@@ -205,7 +205,7 @@ def _with_routes(stage: StageColumns, routes: Sequence[str], *, recorder: str) -
 
 def _row_stages(config: MasterConfig, estimator: TokenEstimator | None) -> list[StageColumns]:
     """Work of the workers without the model."""
-    stages, measures = [], TokenStatistics.of(config)
+    stages, measures = [], TokenStatistics.of(config.grpo, config.loss_fn)
     if measures is not None:
         stages.append(StageColumns(name=RowPass.MEASURE.value, reads=_in_table_order(measures.input_fields)))
     if estimator is not None:

@@ -14,17 +14,20 @@ from dataclasses import dataclass, replace
 from nemo_rl.algorithms.stages.columns import StageColumns
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.algorithms.token_statistics import TokenStatistics
-from nemo_rl.algorithms.token_work import TokenEstimator
+from nemo_rl.algorithms.token_work import TokenEstimator, token_estimator
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.logger import LoggerConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.client.link import stage_context
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import DEFAULT_COST
 from nemo_rl.experience.rollout_handle import RolloutHandle
+from nemo_rl.models.hf.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.utils.flops import TransformerShape, sequence_cost
 
 __all__ = ["Stage", "StageTools", "Teacher", "UpdateStage"]
 
@@ -64,6 +67,40 @@ class StageTools:
 
     weighs_by_row: bool = False
     """True where the loss is a mean over rows, so that the rows of a conversation share its weight."""
+
+    @classmethod
+    def of(
+        cls,
+        grpo: GRPOConfig,
+        loss: LossConfig,
+        *,
+        settings: PolicyConfig,
+        logger: LoggerConfig,
+        client: DataPlaneClient,
+        policy: TQPolicy,
+        rollout: RolloutHandle,
+        loss_fn: LossFunction,
+        teacher: Teacher | None,
+    ) -> StageTools:
+        """Return the tools of a recipe.
+
+        Args:
+            grpo: with `drop_zero_advantage_groups` decided.
+        """
+        return cls(
+            grpo=grpo,
+            settings=settings,
+            logger=logger,
+            client=client,
+            policy=policy,
+            rollout=rollout,
+            loss_fn=loss_fn,
+            measures=TokenStatistics.of(grpo, loss),
+            token_estimator=token_estimator(grpo, loss),
+            teacher=teacher,
+            cost=sequence_cost(TransformerShape.from_config(decoder_sizes(load_model_config(settings.model_name)))),
+            weighs_by_row=loss.normalization == "sequence",
+        )
 
     @property
     def needs_whole_groups(self) -> bool:

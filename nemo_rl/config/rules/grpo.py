@@ -6,12 +6,10 @@ import re
 from collections.abc import Iterator
 
 from nemo_rl.config.grpo import ESTIMATORS_BY_STEP
-from nemo_rl.config.loss import LOSS_PROPERTIES
+from nemo_rl.config.loss import LOSS_PROPERTIES, row_loss_problems
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINE_CAPABILITIES, LOSSES
 from nemo_rl.config.rules.rule import SET_FOR_A_PASS, keys_besides_the_switch, would_be_ignored
 from nemo_rl.config.schema import MasterConfig
-
-__all__ = ["row_loss_problems"]
 
 _SWITCH = "grpo.async.enabled"
 
@@ -232,25 +230,15 @@ def rule_estimator_keys_fit_the_estimator(config: MasterConfig) -> Iterator[str]
 
 
 def rule_token_advantages_fit_the_loss(config: MasterConfig) -> Iterator[str]:
-    yield from row_loss_problems(config) if config.has_builtin_token_advantages else []
+    estimator, loss = config.grpo.adv_estimator, config.loss_fn
+    if estimator.is_builtin_per_token(kl_in_reward=loss.use_kl_in_reward):
+        yield from row_loss_problems(loss, estimator=estimator.name)
 
 
 def rule_token_baseline_needs_prev_logprobs(config: MasterConfig) -> Iterator[str]:
     key, name = "grpo.adv_estimator.name", config.grpo.adv_estimator.name
     if name == "optimal_token_baseline" and not config.has_prev_logprobs_pass:
         yield f"{key}: {name!r} needs the whole distributions of the trainer before the update; {SET_FOR_A_PASS}"
-
-
-def row_loss_problems(config: MasterConfig) -> list[str]:
-    """Return the reasons why the loss cannot take an advantage of each token, for any estimator."""
-    name = config.loss_fn.name
-    if not LOSSES.is_builtin(name) or not LOSS_PROPERTIES[name].has_row_advantages:
-        return []
-    takers = ", ".join(word for word, capabilities in LOSS_PROPERTIES.items() if not capabilities.has_row_advantages)
-    return [
-        f"loss_fn.name: {name!r} has one advantage per row, and grpo.adv_estimator.name "
-        f"{config.grpo.adv_estimator.name!r} gives each token its own here; set one of {takers}"
-    ]
 
 
 def rule_gdpo_needs_reward_components(config: MasterConfig) -> Iterator[str]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from nemo_rl.config.base import Section
-from nemo_rl.config.schema import MasterConfig
 
 __all__ = ["SET_FOR_A_PASS", "Ignored", "Rule", "keys_besides_the_switch", "rules_in", "would_be_ignored"]
 
 SET_FOR_A_PASS = "set grpo.use_generation_logprobs_as_prev=false and loss_fn.force_on_policy_ratio=false"
 """The advice that gives a run the pass `prev_logprobs`, for messages."""
 
-Rule = Callable[[MasterConfig], Iterable[str]]
-"""The problems of a config, each line starting with the dotted path of the key to change."""
+Rule = Callable[..., Iterable[str]]
+"""Returns the problems of a recipe, each line starting with the dotted path of the key to change."""
 
 
 def rules_in(namespace: Mapping[str, object]) -> dict[str, Rule]:

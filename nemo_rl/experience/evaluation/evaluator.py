@@ -23,7 +23,7 @@ from nemo_rl.experience.rollouts import MeasuredSamples, SamplesPrompts, row_see
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.rollout_file import write_rollouts
 
-__all__ = ["EvaluationSettings", "EvaluationTask", "Evaluator", "SampleFile"]
+__all__ = ["EvaluationTask", "Evaluator", "SampleFile"]
 
 PURPOSE = "validation"
 """Purpose of the seeds."""
@@ -51,36 +51,28 @@ class EvaluationTask:
     samples: SampleFile | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationSettings:
-    """The settings by which every set of a run is sampled and measured."""
-
-    config: EvaluationConfig
-    sampling: SamplingParams
-    seed: int
-    """Seed of the run."""
-    is_accuracy: bool
-    """True where rewards are 1 for right and 0 for wrong."""
-
-
 class Evaluator:
     """Measures sets of held-out prompts.
 
     Args:
+        seed: of the run.
+        is_accuracy: rewards are 1 for right and 0 for wrong.
         sampler: gives the samples that are measured.
         sets: by name.
     """
 
     def __init__(
         self,
-        settings: EvaluationSettings,
+        config: EvaluationConfig,
         *,
+        sampling: SamplingParams,
+        seed: int,
+        is_accuracy: bool,
         sampler: SamplesPrompts,
         tokenizer: PreTrainedTokenizerBase,
         sets: Mapping[str, PromptSet],
     ) -> None:
-        self._config, self._sampling = settings.config, settings.sampling
-        self._seed, self._is_accuracy = settings.seed, settings.is_accuracy
+        self._config, self._sampling, self._seed, self._is_accuracy = config, sampling, seed, is_accuracy
         self._sampler, self._tokenizer, self._sets = sampler, tokenizer, sets
         self._printed: list[str] = []
 

@@ -17,8 +17,11 @@ from types import MappingProxyType
 from nemo_rl.config.generation import RefitTransport
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.calls import ask
+from nemo_rl.distributed.worker_fleet import WorkerFleet
+from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import WorkerError, WorkerLost
 from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import STAGE, RefitParties, WeightSync
 from nemo_rl.models.weight_sync.buckets import NUM_SLOTS, RefitPlan
@@ -36,6 +39,7 @@ __all__ = [
     "choose_backend",
     "group_ranks",
     "receipt_spec",
+    "weight_sync_of",
 ]
 
 
@@ -290,6 +294,36 @@ def build_weight_sync(transport: RefitTransport, parties: RefitParties, *, addre
         return BroadcastWeightSync(parties, address=address)
     kind = IpcWeightSync if transport == "ipc" else PayloadWeightSync
     return kind(parties, address=address)
+
+
+def weight_sync_of(
+    config: PolicyConfig,
+    transport: RefitTransport,
+    *,
+    policy: WorkerGroup,
+    engines: WorkerFleet,
+    address: str,
+    timeout_s: float,
+    on_new_engines: Callable[[WorkerFleet], None],
+    one_by_one: bool,
+    sleep_level: int,
+) -> WeightSync:
+    """Return the refit of a recipe's engines; the arguments are those of `RefitParties` and `build_weight_sync`."""
+    generation = config.generation
+    parties = RefitParties(
+        policy=policy,
+        engines=engines,
+        timeout_s=timeout_s,
+        buffer_ratio=generation.refit_buffer_ratio,
+        delta_full_every=generation.refit_delta.period,
+        on_new_engines=on_new_engines,
+        one_by_one=one_by_one,
+        receipt=receipt_spec(config, load_model_config(config.model_name).to_dict()),
+        sends_adapters=config.lora.is_native,
+        rows_finish=generation.in_flight == "finish",
+        sleep_level=sleep_level,
+    )
+    return build_weight_sync(transport, parties, address=address)
 
 
 def receipt_spec(config: PolicyConfig, model: Mapping[str, object]) -> ReceiptSpec | None:

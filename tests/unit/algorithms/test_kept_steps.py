@@ -240,7 +240,7 @@ def test_an_overwritten_run_loses_its_kept_steps_and_nothing_else(tmp_path: Path
     write_step(steps, 1)
     write_step(steps, 2, whole=False)
     (steps.path / "step_notes.txt").write_text("mine")
-    with open_run_folders(config):
+    with open_run_folders(config.logger, config.checkpointing):
         assert [path.name for path in steps.path.iterdir()] == ["step_notes.txt"]
 
 

@@ -18,7 +18,13 @@ class Heard:
     def __init__(self, *overrides: str) -> None:
         self._lines: list[str] = []
         config = load_config(DEMO, ["logger.log_dir=results/mine", *overrides])
-        self._warning = MismatchWarning(config, note=self._lines.append)
+        self._warning = MismatchWarning(
+            config.grpo,
+            config.policy,
+            keeps_steps=config.diagnostics.keep_steps.enabled,
+            log_dir=config.logger.log_dir,
+            note=self._lines.append,
+        )
 
     def lines(self, number: int, metrics: dict[str, float]) -> list[str]:
         """The lines of one step."""

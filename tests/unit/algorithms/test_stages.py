@@ -42,7 +42,7 @@ def reads_of_log(settings: MasterConfig, prev_field: str = "prev_logprobs") -> t
 def test_a_teacher_writes_its_columns_before_the_policy_reads_them():
     section = {"enabled": True, "teacher": {"model_name": "teacher"}}
     taught = config(loss_fn={"reference_policy_kl_penalty": 0, "distillation": section})
-    stages = {stage.name: stage for stage in stage_columns(taught, build_loss(taught))}
+    stages = {stage.name: stage for stage in stage_columns(taught, build_loss(taught.loss_fn, taught.grpo))}
     assert list(stages) == ["rollout", "score", "prev_logprobs", "topk_logits", "advantages", "train", "log"]
     assert stages["topk_logits"].writes == ("topk_ids", "topk_logprobs")
     assert {"topk_ids", "topk_logprobs"} <= set(stages["train"].reads)

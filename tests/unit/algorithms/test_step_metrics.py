@@ -181,8 +181,8 @@ def test_a_kl_that_is_zero_by_construction_is_not_shown(
 ) -> None:
     config = load_config(RECIPE, [f"grpo.use_generation_logprobs_as_prev={str(from_rollout).lower()}"])
     metrics = {"train/policy_kl": 0.25, **more}
-    assert informative_kl(summary_of(num_updates), metrics, config) == shown
-    assert informative_kl(None, {}, config) is None
+    assert informative_kl(summary_of(num_updates), metrics, config.grpo) == shown
+    assert informative_kl(None, {}, config.grpo) is None
 
 
 def test_endings_are_told_with_their_number_reward_and_tokens() -> None:

@@ -354,20 +354,25 @@ def test_a_loss_with_one_advantage_per_row_takes_none_of_tokens(name: str) -> No
     config = config_of(loss_fn=loss, grpo=own)
     if name in ("gspo", "luspo", "gmpo", "vespo"):
         with pytest.raises(ConfigError, match=f"loss_fn.name: '{name}' has one advantage per row.*gspo_token"):
-            token_estimator(config)
+            token_estimator(config.grpo, config.loss_fn)
     else:
-        assert isinstance(token_estimator(config), Returns)
+        assert isinstance(token_estimator(config.grpo, config.loss_fn), Returns)
+
+
+def estimator_of(**sections: object) -> TokenEstimator | None:
+    config = config_of(**sections)
+    return token_estimator(config.grpo, config.loss_fn)
 
 
 def test_reinforce_plus_plus_is_of_tokens_with_a_kl_in_the_reward_and_of_rows_without() -> None:
-    assert isinstance(token_estimator(config_of(**IN_REWARD)), TokenReinforcePlusPlus)
-    assert token_estimator(config_of(grpo=IN_REWARD["grpo"])) is None
-    assert token_estimator(config_of(loss_fn=IN_REWARD["loss_fn"])) is None, "grpo is of rows"
+    assert isinstance(estimator_of(**IN_REWARD), TokenReinforcePlusPlus)
+    assert estimator_of(grpo=IN_REWARD["grpo"]) is None
+    assert estimator_of(loss_fn=IN_REWARD["loss_fn"]) is None, "grpo is of rows"
 
 
 def test_sums_of_squares_are_written_only_where_they_are_read() -> None:
     with_squares = config_of(grpo={"adv_estimator": {"name": "optimal_token_baseline"}})
-    assert isinstance(token_estimator(with_squares), OptimalTokenBaseline)
+    assert isinstance(token_estimator(with_squares.grpo, with_squares.loss_fn), OptimalTokenBaseline)
     for config, expected in ((with_squares, True), (config_of(**IN_REWARD), False), (config_of(), False)):
         stages = {stage.name: stage for stage in stage_columns(config, PolicyLoss(config=config.loss_fn))}
         assert ("squared_probs" in stages["prev_logprobs"].writes) == expected

@@ -22,7 +22,7 @@ from nemo_rl.distributed import own_ray
 from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
-from nemo_rl.distributed.virtual_cluster import ClusterNeeds, RayVirtualCluster
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.utils.deadlines import StartUp
 
@@ -66,7 +66,7 @@ def restored() -> Iterator[None]:
 def opened(restored: None) -> Iterator[Opened]:
     signal.signal(signal.SIGTERM, terminated)
     config = ClusterConfig(cpu_workers_per_node=2, threads_per_worker=THREADS)
-    with RayVirtualCluster(config, ClusterNeeds(other_cpus=1), environment={"TRANSPORT_WORD": "carried"}) as cluster:
+    with RayVirtualCluster(config, other_cpus=1, environment={"TRANSPORT_WORD": "carried"}) as cluster:
         yield Opened(cluster, signal.getsignal(signal.SIGTERM))
 
 
@@ -159,7 +159,7 @@ def test_too_few_cpus_are_counted_and_ray_is_gone(opened):
     config = ClusterConfig(num_cpus=3, cpu_workers_per_node=2)
     with (
         pytest.raises(ResourceError, match=r"5 logical CPUs are needed \(2 policy workers and 3 for .*Ray has 3 free"),
-        RayVirtualCluster(config, ClusterNeeds(other_cpus=3)),
+        RayVirtualCluster(config, other_cpus=3),
     ):
         raise AssertionError("the cluster must not open")
     assert not ray.is_initialized()
@@ -173,7 +173,7 @@ def test_gpus_that_are_not_there_are_refused(opened):
     config = ClusterConfig(gpus_per_node=2)
     with (
         pytest.raises(ResourceError, match=r"2 GPUs are needed, Ray has 0 free; lower cluster.gpus_per_node"),
-        RayVirtualCluster(config, ClusterNeeds(other_cpus=1, cpus_per_bundle=2)),
+        RayVirtualCluster(config, other_cpus=1, cpus_per_bundle=2),
     ):
         raise AssertionError("the cluster must not open")
     assert not ray.is_initialized()
@@ -185,7 +185,7 @@ def test_a_server_of_ray_that_is_killed_is_named_and_the_rest_goes_with_the_clus
     said: list[str] = []
     cluster = RayVirtualCluster(
         ClusterConfig(cpu_workers_per_node=1),
-        ClusterNeeds(other_cpus=0),
+        other_cpus=0,
         start=StartUp(report=said.append),
         logs_to=tmp_path / "logs",
     )
@@ -205,7 +205,7 @@ def test_a_server_of_ray_that_is_stopped_is_ended_and_said_so(opened, monkeypatc
     opened.cluster.close()
     before = children()
     monkeypatch.setattr(own_ray, "STOPPED_S", 1.0)
-    cluster = RayVirtualCluster(ClusterConfig(cpu_workers_per_node=1), ClusterNeeds(other_cpus=0))
+    cluster = RayVirtualCluster(ClusterConfig(cpu_workers_per_node=1), other_cpus=0)
     with pytest.raises(WorkerError, match=r"lost its raylet \(process \d+\); it was stopped for 1 s"), cluster:
         (server,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
         server.suspend()
@@ -221,7 +221,7 @@ def test_a_raylet_that_dies_while_it_starts_is_started_again_and_nothing_of_it_s
     monkeypatch.setattr(process_environment, "DEAF_S", 10.0)
     killed = threading.Thread(target=kill_the_first, args=("raylet",))
     killed.start()
-    with RayVirtualCluster(ClusterConfig(cpu_workers_per_node=1), ClusterNeeds(other_cpus=0)):
+    with RayVirtualCluster(ClusterConfig(cpu_workers_per_node=1), other_cpus=0):
         killed.join()
         servers = [p.name() for p in psutil.Process().children(recursive=True) if p.pid not in before]
         assert servers.count("gcs_server") == 1
@@ -241,7 +241,7 @@ def kill_the_first(name: str) -> None:
 def test_an_error_inside_the_block_ends_ray_with_all_its_processes(opened):
     opened.cluster.close()
     before = children()
-    cluster = RayVirtualCluster(ClusterConfig(cpu_workers_per_node=1), ClusterNeeds(other_cpus=0))
+    cluster = RayVirtualCluster(ClusterConfig(cpu_workers_per_node=1), other_cpus=0)
     with pytest.raises(ValueError, match="a stage failed"), cluster:
         assert children() - before, "Ray runs in processes of its own"
         raise ValueError("a stage failed")

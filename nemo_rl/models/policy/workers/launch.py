@@ -1,6 +1,6 @@
 """One rank of a run's policy: its process group, its worker over the data plane, the watch that ends it with others.
 
-`setup` has every rank call `build_policy_worker`. Apart from `compose`, which needs no data plane. Invariant: an error
+`start` has every rank call `build_policy_worker`. Apart from `compose`, which needs no data plane. Invariant: an error
 while a rank starts ends the start on all ranks.
 """
 

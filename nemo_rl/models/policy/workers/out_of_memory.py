@@ -7,7 +7,6 @@ that is installed.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -15,16 +14,13 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.errors import NemoRLError, ResourceError
+from nemo_rl.errors import ResourceError
 from nemo_rl.utils.console import bytes_text
 
-__all__ = ["gradients_decided", "largest_microbatch", "lowering_keys", "out_of_memory_of", "planned_stages"]
+__all__ = ["gradients_decided", "largest_microbatch", "lowering_keys", "out_of_memory_of"]
 
-PLANNER = "nemo_rl_tools.plan"
-"""Belongs to the tools, which a machine that trains need not have."""
 USABLE = 0.96
 """Usable share of a GPU's memory: the rest is lost between blocks of torch's allocator."""
 
@@ -129,20 +125,3 @@ def gradients_decided(
     dist.all_reduce(agreed, dist.ReduceOp.MIN)
     chosen = "whole" if agreed else "sharded"
     return config.model_copy(update={"dtensor_cfg": sizes.model_copy(update={"gradient_accumulation": chosen})})
-
-
-def planned_stages(config: MasterConfig) -> dict[str, int]:
-    """Return the bytes of a GPU by stage, as `nemo-rl plan` counts them; empty on CPUs, and without a plan. With
-    `gradient_accumulation: auto` gradients count whole."""
-    if config.cluster.gpus_per_node == 0:
-        return {}
-    sizes = config.policy.dtensor_cfg
-    if sizes.gradient_accumulation == "auto":
-        sizes = sizes.model_copy(update={"gradient_accumulation": "whole"})
-        config = config.model_copy(update={"policy": config.policy.model_copy(update={"dtensor_cfg": sizes})})
-    try:
-        found: dict[str, int] = vars(importlib.import_module(PLANNER))["stage_bytes"](config)
-    except (ModuleNotFoundError, NemoRLError):
-        # A model that the plan does not know is no reason not to train it.
-        return {}
-    return found

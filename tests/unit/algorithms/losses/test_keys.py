@@ -91,7 +91,8 @@ CHANGES: list[tuple[str, Sequence[str], Sequence[str], str]] = [
 def behaviour(folder: Path, overrides: Sequence[str]) -> dict[str, object]:
     """Loss, gradient and metrics of the loss that a recipe makes."""
     no_kl = () if any("kl_penalty" in override for override in overrides) else NO_KL
-    loss_fn = build_loss(load_config(write_recipe(folder, Path("model")), (*COMMON, *no_kl, *overrides)))
+    config = load_config(write_recipe(folder, Path("model")), (*COMMON, *no_kl, *overrides))
+    loss_fn = build_loss(config.loss_fn, config.grpo)
     batch = loss_batch()
     now, entropy = batch.tensor("now").clone().requires_grad_(), batch.tensor("now").abs()
     events = torch.stack([now, 0.5 * now, now - now.detach(), 2 * now], -1).log_softmax(-1)
@@ -144,12 +145,12 @@ class OwnReinforce(PolicyLoss):
 def test_a_forced_ratio_leaves_the_pass_for_the_old_policy_out(is_forced: bool, tmp_path: Path) -> None:
     overrides = ("policy.train_global_batch_size=16", f"loss_fn.force_on_policy_ratio={str(is_forced).lower()}")
     config = load_config(write_recipe(tmp_path, Path("model")), (*COMMON, *overrides))
-    names = [stage.name for stage in stage_columns(config, build_loss(config))]
+    names = [stage.name for stage in stage_columns(config, build_loss(config.loss_fn, config.grpo))]
     assert ("prev_logprobs" in names) != is_forced
 
 
 def test_entropies_are_asked_of_the_workers_and_never_fetched(tmp_path: Path) -> None:
     make = partial(load_config, write_recipe(tmp_path, Path("model")))
     [plain, asked] = [make((*COMMON, *more)) for more in ((), ("loss_fn.entropy_coefficient=0.1",))]
-    [before, after] = [stage_columns(config, build_loss(config)) for config in (plain, asked)]
+    [before, after] = [stage_columns(config, build_loss(config.loss_fn, config.grpo)) for config in (plain, asked)]
     assert [stage.reads for stage in before] == [stage.reads for stage in after]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from nemo_rl.cli.main import app
 from nemo_rl_tools.plan import RunPlan
-from nemo_rl_tools.plan.command import PlanRequest, plan_recipe
+from nemo_rl_tools.plan.command import plan_recipe
 from tests.repo.walk_docs import ROOT
 
 MATH, DEMO = ROOT / "configs" / "recipes" / "grpo_math_1b.yaml", ROOT / "configs" / "grpo_sort_cpu.yaml"
@@ -22,7 +22,7 @@ def apart(engines: int) -> tuple[str, ...]:
 
 
 def planned(*overrides: str, gpu: str | None = "H100-80G") -> RunPlan:
-    plan, error = plan_recipe(PlanRequest(recipe=MATH if gpu else DEMO, overrides=overrides, gpu=gpu, nodes=None))
+    plan, error = plan_recipe(MATH if gpu else DEMO, overrides=overrides, gpu=gpu, nodes=None)
     assert error is None, error
     return plan
 

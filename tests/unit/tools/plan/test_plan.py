@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.stages.columns import PARTITION, declare_partition, stage_columns
+from nemo_rl.algorithms.start import planned_stages
 from nemo_rl.cli.main import app
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.load import load_config
@@ -24,12 +25,11 @@ from nemo_rl.data_plane.schema import FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import ConfigError, ModelFolderError, ResourceError
 from nemo_rl.models.head.support import SUPPORT, SupportRecorder
-from nemo_rl.models.policy.workers.out_of_memory import planned_stages
 from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl_tools.plan import FORMAT_VERSION, RunPlan
 from nemo_rl_tools.plan.activations import pass_activations
-from nemo_rl_tools.plan.command import PlanRequest, changes_of, plan_recipe
+from nemo_rl_tools.plan.command import changes_of, plan_recipe
 from nemo_rl_tools.plan.setting import GPUS, gpu_named
 from tests.helpers.vision_models import write_vision_folder
 from tests.repo.walk_docs import ROOT, blocks_of
@@ -62,14 +62,14 @@ PIPELINE = "policy.megatron_cfg.pipeline_model_parallel_size=2"
 
 def planned(recipe: Path, *overrides: str, gpu: str | None = None, nodes: int | None = None) -> RunPlan:
     """Of a recipe that fits."""
-    plan, error = plan_recipe(PlanRequest(recipe=recipe, overrides=overrides, gpu=gpu, nodes=nodes))
+    plan, error = plan_recipe(recipe, overrides=overrides, gpu=gpu, nodes=nodes)
     assert error is None, error
     assert plan.fits
     return plan
 
 
 def refused(recipe: Path, *overrides: str, gpu: str | None = None, nodes: int | None = None) -> str:
-    plan, error = plan_recipe(PlanRequest(recipe=recipe, overrides=overrides, gpu=gpu, nodes=nodes))
+    plan, error = plan_recipe(recipe, overrides=overrides, gpu=gpu, nodes=nodes)
     assert isinstance(error, ResourceError) and not plan.fits
     return str(error)
 
@@ -287,7 +287,7 @@ def partition_of(plan: RunPlan) -> Iterator[DataPlaneClient]:
     config = plan.setting.config
     client = build_data_plane_client(DataPlaneConfig(impl="noop"), run_id="planned")
     try:
-        declare_partition(client, stage_columns(config, build_loss(config)), config.grpo)
+        declare_partition(client, stage_columns(config, build_loss(config.loss_fn, config.grpo)), config.grpo)
         yield client
     finally:
         client.close()
@@ -311,15 +311,14 @@ def test_bounds_follow_the_arithmetic() -> None:
 
 
 def test_what_is_asked_for_wrongly_is_refused() -> None:
-    for request, expected in (
-        (PlanRequest(recipe=MATH), "expected the name of the GPU"),
-        (PlanRequest(recipe=DEMO, gpu="H100-80G"), "cluster.gpus_per_node is 0"),
-        (PlanRequest(recipe=MATH, gpu="H100-80G", overrides=("policy.dtensor_cfg.tensor_parallel_size=3",)), "divide"),
-    ):
-        with pytest.raises(ConfigError, match=expected):
-            plan_recipe(request)
+    with pytest.raises(ConfigError, match="expected the name of the GPU"):
+        plan_recipe(MATH)
+    with pytest.raises(ConfigError, match="cluster.gpus_per_node is 0"):
+        plan_recipe(DEMO, gpu="H100-80G")
+    with pytest.raises(ConfigError, match="divide"):
+        plan_recipe(MATH, gpu="H100-80G", overrides=("policy.dtensor_cfg.tensor_parallel_size=3",))
     with pytest.raises(ModelFolderError, match="--model-config FILE"):
-        plan_recipe(PlanRequest(recipe=MATH, gpu="H100-80G", overrides=("policy.model_name=models/Nobody-1B",)))
+        plan_recipe(MATH, gpu="H100-80G", overrides=("policy.model_name=models/Nobody-1B",))
 
 
 def test_a_save_beside_the_training_needs_a_copy_of_weights_and_optimizer() -> None:
@@ -358,7 +357,7 @@ def test_deltas_need_the_weights_that_were_sent_last(backend: str, copies: int) 
     ],
 )
 def test_a_plan_says_what_each_rank_reads_of_the_model_folder(overrides: tuple[str, ...], said: str) -> None:
-    plan, _ = plan_recipe(PlanRequest(recipe=DEMO, overrides=overrides, gpu=None, nodes=None))
+    plan, _ = plan_recipe(DEMO, overrides=overrides, gpu=None, nodes=None)
     assert said in plan.reading()
 
 

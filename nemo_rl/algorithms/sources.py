@@ -1,0 +1,99 @@
+"""Builds the source of a run's batches: at once, by dynamic sampling, ahead of the trainer, or by a schedule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+
+from nemo_rl.algorithms.async_batches import AsyncBatches, build_schedule
+from nemo_rl.algorithms.batches import BatchSource, DynamicBatches, RolloutParts, SyncBatches
+from nemo_rl.algorithms.preflight.inputs import too_few_prompts
+from nemo_rl.algorithms.schedule_file import RunSchedule, ScheduleFile
+from nemo_rl.algorithms.scheduled_batches import ScheduledBatches
+from nemo_rl.config.data import DataConfig
+from nemo_rl.config.grpo import GRPOConfig
+from nemo_rl.data.sampler import PromptSampler
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.errors import DatasetError
+from nemo_rl.experience.rollout_handle import RolloutHandle
+from nemo_rl.experience.rollout_records import RolloutInfo
+from nemo_rl.models.weight_sync.base import WeightSync
+
+__all__ = ["FollowedSchedule", "build_source"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowedSchedule:
+    """The schedule that a run follows, in place of one of its own."""
+
+    schedule: RunSchedule
+    last_step: int
+    """The last step that is done again."""
+
+
+def build_source(
+    config: GRPOConfig,
+    data: DataConfig,
+    info: RolloutInfo,
+    *,
+    client: DataPlaneClient,
+    rollout: RolloutHandle,
+    weight_sync: WeightSync,
+    rows_per_conversation: int,
+    follows: FollowedSchedule | None,
+    log_dir: Path,
+    resume_step: int,
+    timeout_s: float,
+    note: Callable[[str], None],
+) -> BatchSource:
+    """Return the source that the recipe asks for.
+
+    Args:
+        follows: the schedule of a run that is done again.
+        resume_step: step of the checkpoint that the run goes on from; 0: it starts.
+        timeout_s: deadline of a rollout.
+
+    Raises:
+        DatasetError: there are too few training prompts.
+    """
+    parts = RolloutParts(
+        config=config,
+        client=client,
+        rollout=rollout,
+        sampler=_sampler(config, data, info),
+        weight_version=partial(attrgetter("version"), weight_sync),
+        rows_per_conversation=rows_per_conversation,
+    )
+    if follows is not None:
+        return ScheduledBatches(parts, follows.schedule, last_step=follows.last_step)
+    if not config.samples_ahead:
+        return DynamicBatches(parts) if config.use_dynamic_sampling else SyncBatches(parts)
+    return AsyncBatches(
+        parts,
+        build_schedule(config),
+        record=ScheduleFile(log_dir, step=resume_step),
+        timeout_s=timeout_s,
+        note=note,
+        restart_engines=weight_sync.restart_engines,
+    )
+
+
+def _sampler(config: GRPOConfig, data: DataConfig, info: RolloutInfo) -> PromptSampler:
+    if info.num_skipped_prompts:
+        logger.warning(
+            "%d prompts are longer than data.max_input_seq_length=%d and were skipped: %s",
+            info.num_skipped_prompts,
+            data.max_input_seq_length,
+            "; ".join(info.skipped),
+        )
+    if info.num_train_prompts < config.prompts_at_once:
+        raise DatasetError(too_few_prompts(config, info.num_train_prompts))
+    return PromptSampler(
+        info.num_train_prompts, seed=config.seed, shuffle=data.shuffle, max_num_epochs=config.max_num_epochs
+    )
