@@ -16,38 +16,30 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from nemo_rl.config.data_plane import DurableConfig
 from nemo_rl.data.datasets import Prompt, PromptSet, build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data_plane.address import DataPlaneAddress
-from nemo_rl.data_plane.chunks.ragged import object_rows
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.column_io import (
     cut_columns,
     kv_first_write,
-    read_column_file,
-    read_columns,
-    write_column_file,
 )
 from nemo_rl.data_plane.extra_columns import extra_specs
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta, Tags
-from nemo_rl.data_plane.keys import group_uid, key_of, keys_of_groups
+from nemo_rl.data_plane.keys import key_of, keys_of_groups
 from nemo_rl.distributed.abort import RootCause
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
-from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
+from nemo_rl.errors import DataPlaneClosed, WorkerError
+from nemo_rl.experience import row_files
 from nemo_rl.experience.conversation_log import (
     CONVERSATION,
-    ConversationFile,
     ConversationLog,
     log_column,
-    logs_of_column,
-    turn_lines,
 )
 from nemo_rl.experience.conversation_rollouts import ScoredGroup
 from nemo_rl.experience.conversation_setup import RolloutSampling
@@ -66,25 +58,19 @@ from nemo_rl.experience.payload import (
     component_columns,
     group_metrics,
     image_specs,
-    logged_extras,
     version_span_column,
 )
 from nemo_rl.experience.rollout_records import WEIGHT_VERSION, GroupRequest, RolloutInfo, RolloutResult
 from nemo_rl.experience.rollouts import ResponseScorer, RolloutSpec, check_versions, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.scheduler import EngineScheduler
-from nemo_rl.experience.token_row import routes_of_rows
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationOutput,
     GenerationRequest,
     GroupSamples,
-    RecordedRoutes,
 )
-from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.metrics import Max, Reduction, Sum
-from nemo_rl.utils.r3_trace import trace_rollout_payload
-from nemo_rl.utils.rollout_file import PROMPT_NUMBER, TokenTexts, asked_texts, row_texts, token_record, write_rollouts
 
 __all__ = ["REWARD_LOG", "RolloutSpec", "RolloutWorker"]
 
@@ -92,8 +78,6 @@ REWARD_LOG = "reward.log"
 """File in `logger.log_dir` with what the reward has printed; there once it has."""
 MOST_WAITING = 3
 """Conversations that a message about a step that waits names."""
-LOGGED_FIELDS = ("input_ids", "token_mask", "generation_logprobs")
-"""Columns of readable rollouts that every row has."""
 
 
 class RolloutWorker:
@@ -110,7 +94,6 @@ class RolloutWorker:
             spec.policy.tokenizer.name or spec.policy.model_name,
             chat_template=spec.policy.tokenizer.chat_template,
         )
-        self._token_texts = TokenTexts(self._tokenizer)
         self._stop_ids = stop_token_ids(spec.policy.model_name, self._tokenizer)
         self._parts = RolloutSampling(
             spec,
@@ -138,6 +121,9 @@ class RolloutWorker:
         except BaseException:
             self._parts.shutdown()
             raise
+        self._lines = row_files.LineWriter(
+            self._tokenizer, prompts=self._train.prompts, extras=extra_specs(spec.data.extra_columns)
+        )
         self._sampling = sampling_params(spec.policy.generation, self._stop_ids, is_validation=False)
         self._scorer = None
         if self._parts.environment.scorer is not None:
@@ -353,9 +339,10 @@ class RolloutWorker:
                 for sample, place, _ in scored.rows
             ]
         )
-        route_metrics = self._add_routes(
+        route_metrics = self._routes.add(
+            self.client,
             columns,
-            routes_of_rows(rows) if self._spec.policy.router_replay.records_at_rollout else (),
+            self._routes.of_rows(rows),
             keys=keys,
             partition_id=partition_id,
             is_first=is_first,
@@ -400,7 +387,9 @@ class RolloutWorker:
         self._add_extras(columns, [prompt for prompt in prompts for _ in range(size)], report.columns)
         add_images(columns, self._image_specs, self._pictures.of(prompts), group_size=size)
         recorded = () if output.routes is None else (output.routes,)
-        route_metrics = self._add_routes(columns, recorded, keys=keys, partition_id=partition_id, is_first=is_first)
+        route_metrics = self._routes.add(
+            self.client, columns, recorded, keys=keys, partition_id=partition_id, is_first=is_first
+        )
         rewards = np.asarray(report.rewards, dtype=np.float32)
         tags = [
             {"reward": float(reward), **versions}
@@ -454,33 +443,6 @@ class RolloutWorker:
         if declared:
             add_extras(columns, extra_specs(declared), prompts, declared=declared, given=given)
 
-    def _add_routes(
-        self,
-        columns: BatchedDataDict,
-        turns: Sequence[RecordedRoutes],
-        *,
-        keys: Sequence[str],
-        partition_id: str,
-        is_first: bool,
-    ) -> dict[str, Reduction]:
-        """Adds the columns with the routes of experts, where this run replays those of the rollout."""
-        if not self._spec.policy.router_replay.records_at_rollout:
-            return {}
-        if not turns:
-            raise WorkerError("expected routes with the samples, the engines gave none", stage="rollout")
-        declared = frozenset(spec.name for spec in self.client.partition_fields(partition_id))
-        written = self._routes.write(
-            turns,
-            lengths=columns.tensor("input_lengths"),
-            token_mask=columns.tensor("token_mask"),
-            keys=keys,
-            with_digests="routed_experts_digests" in declared,
-        )
-        routes = list(written.routes.unbind())
-        trace_rollout_payload(keys=keys, data=columns, layers=written.layers, routes=routes, continues=not is_first)
-        columns.update(written.columns)
-        return written.metrics
-
     def validate(self, task: EvaluationTask) -> ValidationResult:
         """Measures the held-out prompts; see `Evaluator.evaluate`."""
         for name, found in self._held_out.items():
@@ -494,77 +456,23 @@ class RolloutWorker:
     def log_rollouts(
         self, meta: KVBatchMeta, *, scored: KVBatchMeta | None, path: Path, records: Sequence[Mapping[str, object]]
     ) -> None:
-        """Writes the rows as readable JSON lines: key, texts, what `records` say of each, and its tokens.
-
-        Args:
-            scored: those of the rows that have log-probabilities of the trainer, in any order; None: no row has.
-        """
-        prev = WorkerPass.PREV_LOGPROBS.column
-        with self.client.stage("log"):
-            batch = read_columns(self.client, meta, LOGGED_FIELDS, pad_values={"input_ids": 0})
-            logs = self._logs_of(meta)
-            extras = logged_extras(self.client, meta, extra_specs(self._spec.data.extra_columns))
-            prevs = None if scored is None else read_columns(self.client, scored, (prev,)).tensor(prev)
-        ids, mask = batch.tensor("input_ids"), batch.tensor("token_mask").bool()
-        row_of = {} if scored is None else {key: row for row, key in enumerate(scored.keys)}
-        lines = []
-        for row, (key, length, log) in enumerate(zip(meta.keys, meta.sequence_lengths or (), logs, strict=True)):
-            tokens, is_response = ids[row, :length], mask[row, :length]
-            texts: dict[str, object] = {"key": key, "group": group_uid(key)}
-            texts |= row_texts(self._tokenizer, tokens, is_response)
-            if isinstance(number := records[row].get(PROMPT_NUMBER), int):
-                texts |= asked_texts(self._train.prompts[number])
-            columns = token_record(
-                self._token_texts,
-                tokens.tolist(),
-                mask=is_response,
-                generation_logprobs=batch.tensor("generation_logprobs")[row, :length],
-                prev_logprobs=prevs[row_of[key], :length] if prevs is not None and key in row_of else None,
-            )
-            more = {} if log is None else turn_lines(log)
-            lines.append({**texts, **records[row], **more, **extras[row], **columns})
-        write_rollouts(path, lines)
+        """Write the rows as readable JSON lines; see `row_files.LineWriter`."""
+        self._lines.write(self.client, meta, scored=scored, path=path, records=records)
 
     def keep_columns(self, meta: KVBatchMeta, *, fields: Sequence[str], path: Path) -> int:
-        """Writes columns of the rows to a file, as they are stored; returns its bytes."""
-        with self.client.stage("keep"):
-            found = self.client.get_data(meta, fields)
-        columns = {
-            name: column if isinstance(column := found.get(name), torch.Tensor) else object_rows(column)
-            for name in fields
-        }
-        try:
-            return write_column_file(path, columns)
-        except OSError as error:
-            raise ResourceError(f"columns cannot be kept in {path}: {machine_problem(error) or error}") from error
+        """Write columns of the rows to a file, as they are stored; return its bytes."""
+        return row_files.keep_columns(self.client, meta, fields=fields, path=path)
 
     def keep_conversations(self, meta: KVBatchMeta, *, path: Path) -> int:
         """Write the conversations of the rows to a file of `ConversationFile`; return its bytes."""
-        with self.client.stage("keep"):
-            logs = self._logs_of(meta)
-        kept = ConversationFile(
-            schemas=self._parts.environment.schemas,
-            now=self._parts.now,
-            logs={key: log for key, log in zip(meta.keys, logs, strict=True) if log is not None},
-        )
-        try:
-            return kept.write(path)
-        except OSError as error:
-            raise ResourceError(f"replies cannot be kept in {path}: {machine_problem(error) or error}") from error
-
-    def _logs_of(self, meta: KVBatchMeta) -> list[ConversationLog | None]:
-        """Return the log of each row; None for a row of a single turn, and for further rows of a conversation."""
-        if CONVERSATION not in meta.fields:
-            return [None] * len(meta.keys)
-        return logs_of_column(self.client.get_data(meta, [CONVERSATION]).get(CONVERSATION))
+        schemas, now = self._parts.environment.schemas, self._parts.now
+        return row_files.keep_conversations(self.client, meta, schemas=schemas, now=now, path=path)
 
     def restore_columns(
         self, keys: Sequence[str], *, partition_id: str, tags: Sequence[Tags], path: Path
     ) -> KVBatchMeta:
         """Write rows of a file of `keep_columns` under new keys; see `read_column_file` for its errors."""
-        columns = read_column_file(path)
-        with self.client.stage("rollout"):
-            return self.client.kv_batch_put(list(keys), partition_id, columns, tags)
+        return row_files.restore_columns(self.client, keys, partition_id=partition_id, tags=tags, path=path)
 
     def data_plane_snapshot(self) -> Totals:
         """Counters of this process's client since the last call."""

@@ -13,11 +13,15 @@ import torch
 
 from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
 from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import WorkerError
+from nemo_rl.experience.token_row import TokenRow, routes_of_rows
 from nemo_rl.routes.columns import encode_routes, validate_routes, wire_bytes
 from nemo_rl.routes.places import RecordedRoutes, RouteCounts, count_routes, place_routes
 from nemo_rl.routes.shape import bound_bits_per_token
 from nemo_rl.utils.metrics import Mean, Reduction, Sum
+from nemo_rl.utils.r3_trace import trace_rollout_payload
 
 __all__ = ["RouteWriter"]
 
@@ -79,6 +83,42 @@ class RouteWriter:
             "routes_bytes_vs_bound": Mean(8 * num_bytes, bound_bits_per_token(shape) * num_tokens),
         }
         return RouteColumns(columns=columns, routes=routes, layers=shape.layers, metrics=metrics)
+
+    def of_rows(self, rows: Sequence[TokenRow]) -> list[RecordedRoutes]:
+        """Return of each turn the routes of all rows; none where the rollout's are not replayed."""
+        return routes_of_rows(rows) if self._config.records_at_rollout else []
+
+    def add(
+        self,
+        client: DataPlaneClient,
+        columns: BatchedDataDict,
+        turns: Sequence[RecordedRoutes],
+        *,
+        keys: Sequence[str],
+        partition_id: str,
+        is_first: bool,
+    ) -> dict[str, Reduction]:
+        """Add the columns with the routes of experts, where this run replays those of the rollout.
+
+        Args:
+            is_first: of the groups of one call of a rollout.
+        """
+        if not self._config.records_at_rollout:
+            return {}
+        if not turns:
+            raise WorkerError("expected routes with the samples, the engines gave none", stage="rollout")
+        declared = frozenset(spec.name for spec in client.partition_fields(partition_id))
+        written = self.write(
+            turns,
+            lengths=columns.tensor("input_lengths"),
+            token_mask=columns.tensor("token_mask"),
+            keys=keys,
+            with_digests="routed_experts_digests" in declared,
+        )
+        routes = list(written.routes.unbind())
+        trace_rollout_payload(keys=keys, data=columns, layers=written.layers, routes=routes, continues=not is_first)
+        columns.update(written.columns)
+        return written.metrics
 
     def _check_share(self, counts: RouteCounts) -> None:
         limit, share = self._config.max_missing_share, counts.trained_missing / max(1, counts.trained)
