@@ -23,7 +23,7 @@ from nemo_rl.utils.deadlines import SaveDeadline
 from nemo_rl.utils.files import replace_file
 from nemo_rl.utils.logger import REWARD_METRIC, VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
 from nemo_rl.utils.memory import PeakMemory
-from nemo_rl.utils.panel import RunReport, final_lines
+from nemo_rl.utils.panel import final_lines
 from nemo_rl.utils.rollout_file import ROLLOUTS
 from nemo_rl.utils.trackers import METRICS_FILE, read_metrics
 
@@ -43,7 +43,7 @@ def run(config: MasterConfig, *, console: Console, forks: ForkServer | None = No
         open_trainer(config, console=console, forks=workers_from) as trainer,
     ):
         summary = trainer.fit(deadline=SaveDeadline.starting_at(started, config.checkpointing.must_save_by))
-    report = RunReport(
+    lines = final_lines(
         first_reward=summary.first_reward,
         last_reward=summary.last_reward,
         measure=config.env.measure,
@@ -52,7 +52,7 @@ def run(config: MasterConfig, *, console: Console, forks: ForkServer | None = No
         peak_bytes=memory.num_bytes,
         paths=_outputs(config.logger, summary),
     )
-    for line in final_lines(report):
+    for line in lines:
         console.print(line)
     return summary
 

@@ -226,9 +226,9 @@ class TurnSampler:
                     self._engines,
                     number,
                     incarnation=known[number],
-                    settings=FeedSettings(
-                        with_routes=self._with_routes, with_support=self._with_support, timeout_s=self._timeout_s
-                    ),
+                    with_routes=self._with_routes,
+                    with_support=self._with_support,
+                    timeout_s=self._timeout_s,
                     heard=self._note,
                 )
             return feed
@@ -261,15 +261,6 @@ def _alone(engine: GenerationInterface) -> EngineScheduler:
     return EngineScheduler(fleet, batch_rows=1, timeout_s=DEADLINE_S, is_continuous=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FeedSettings:
-    """Settings of all turns of a sampler."""
-
-    with_routes: bool
-    with_support: bool
-    timeout_s: float
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class _OpenTurn:
     request: TurnRequest
@@ -297,11 +288,14 @@ class EngineFeed:
         number: int,
         *,
         incarnation: int,
-        settings: FeedSettings,
+        with_routes: bool,
+        with_support: bool,
+        timeout_s: float,
         heard: Callable[[int, GroupSamples], None],
     ) -> None:
         self.number, self.incarnation = number, incarnation
-        self._engines, self._settings, self._heard = engines, settings, heard
+        self._engines, self._heard, self._timeout_s = engines, heard, timeout_s
+        self._with_routes, self._with_support = with_routes, with_support
         self._name = f"turns {uuid.uuid4().hex}"
         self._lock = Lock()
         self.failure: Exception | None = None
@@ -333,11 +327,11 @@ class EngineFeed:
         turn = _OpenTurn(request=request, ended=asyncio.get_running_loop().create_future(), began=time.monotonic())
         self._submit(turn)
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 return await turn.ended
         except TimeoutError:
             late = WorkerLate(
-                f"generation engine {self.number} has not sampled a turn in {self._settings.timeout_s:.0f} s; raise "
+                f"generation engine {self.number} has not sampled a turn in {self._timeout_s:.0f} s; raise "
                 "policy.generation.engine_timeout_s if it is only slow",
                 rank=self.number,
                 stage=STAGE,
@@ -438,8 +432,8 @@ class EngineFeed:
             prompt_ids=tuple(turn.request.prompt_ids for turn in turns),
             seeds=tuple(turn.request.seed for turn in turns),
             sampling=replace(turns[0].request.sampling, max_new_tokens=max(limits)),
-            with_routes=self._settings.with_routes,
-            with_support=self._settings.with_support,
+            with_routes=self._with_routes,
+            with_support=self._with_support,
             limits=limits,
             names=tuple(turn.request.name for turn in turns) if turns[0].request.name else (),
         )

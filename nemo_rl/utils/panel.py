@@ -23,7 +23,7 @@ from rich.text import Text
 
 from nemo_rl.utils.console import bytes_text
 
-__all__ = ["Panel", "RunReport", "StepReport", "final_lines", "step_line"]
+__all__ = ["Panel", "StepReport", "final_lines", "step_line"]
 
 # Rewards drawn in the panel, as far as the terminal is wide enough.
 HISTORY_SHOWN = 60
@@ -65,23 +65,6 @@ class StepReport:
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     stage_bytes: Mapping[str, int] = field(default_factory=dict)
     """Payload bytes put and fetched per stage."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunReport:
-    """The numbers of a finished run."""
-
-    first_reward: float | None = None
-    """Validation before the first step; None without one."""
-    last_reward: float | None = None
-    """The newest validation; None without one."""
-    measure: str
-    """The name of what both rewards are, such as accuracy."""
-    num_steps: int
-    seconds: float
-    peak_bytes: int
-    paths: Mapping[str, Path] = field(default_factory=dict)
-    """Files of the run by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,22 +214,37 @@ def step_line(report: StepReport, times: Sequence[str] = (), *, is_full: bool = 
     return "  ".join(parts) + (f"  | {stages}" if stages else "") + moved
 
 
-def final_lines(report: RunReport) -> list[str]:
+def final_lines(
+    *,
+    first_reward: float | None,
+    last_reward: float | None,
+    measure: str,
+    num_steps: int,
+    seconds: float,
+    peak_bytes: int,
+    paths: Mapping[str, Path],
+) -> list[str]:
     """Return the line that sums a run up, what memory it took, and where its files are.
+
+    Args:
+        first_reward: of the validation before the first step; None without one.
+        last_reward: of the newest validation; None without one.
+        measure: the name of what both rewards are, such as accuracy.
+        paths: files of the run by name.
 
     Example:
         >>> rewards = {"measure": "accuracy", "first_reward": 0.3, "last_reward": 0.91}
-        >>> final_lines(RunReport(**rewards, num_steps=60, seconds=96.2, peak_bytes=3 << 30))
+        >>> final_lines(**rewards, num_steps=60, seconds=96.2, peak_bytes=3 << 30, paths={})
         ['validation accuracy 0.30 -> 0.91 in 60 steps, 96 s', '  peak memory  3.0GiB, all processes on this machine']
     """
-    first, last, took = report.first_reward, report.last_reward, f"{report.num_steps} steps, {report.seconds:.0f} s"
-    if last is None:
+    took = f"{num_steps} steps, {seconds:.0f} s"
+    if last_reward is None:
         head = f"{took}, without validation"
-    elif first is None:
-        head = f"validation {report.measure} {last:.2f} after {took}"
+    elif first_reward is None:
+        head = f"validation {measure} {last_reward:.2f} after {took}"
     else:
-        head = f"validation {report.measure} {first:.2f} -> {last:.2f} in {took}"
-    facts = {"peak memory": f"{bytes_text(report.peak_bytes)}, all processes on this machine", **report.paths}
+        head = f"validation {measure} {first_reward:.2f} -> {last_reward:.2f} in {took}"
+    facts = {"peak memory": f"{bytes_text(peak_bytes)}, all processes on this machine", **paths}
     width = max(map(len, facts))
     return [head, *(f"  {name:<{width}}  {fact}" for name, fact in facts.items())]
 

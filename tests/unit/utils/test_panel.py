@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from nemo_rl.utils.panel import Panel, RunReport, StepReport, final_lines, step_line
+from nemo_rl.utils.panel import Panel, StepReport, final_lines, step_line
 
 REPORT = StepReport(
     step=7,
@@ -79,7 +79,7 @@ def test_live_panel_can_be_turned_off_on_a_terminal() -> None:
 
 
 def test_final_lines_state_the_gain_and_the_files() -> None:
-    report = RunReport(
+    lines = final_lines(
         first_reward=0.301,
         last_reward=0.914,
         measure="accuracy",
@@ -88,7 +88,7 @@ def test_final_lines_state_the_gain_and_the_files() -> None:
         peak_bytes=5 << 29,
         paths={"metrics": Path("a/metrics.jsonl")},
     )
-    assert final_lines(report) == [
+    assert lines == [
         "validation accuracy 0.30 -> 0.91 in 60 steps, 96 s",
         "  peak memory  2.5GiB, all processes on this machine",
         "  metrics      a/metrics.jsonl",
