@@ -171,7 +171,7 @@ def measure(kind: str, model: Path, setting: Setting) -> KindResult:
         policy.prepare_for_training()
         policy.train(batch, NLLLoss(), plan=plan)
     infos = made[0].engine.adapter_infos()
-    reference = made[0].device_states.reference
+    reference = made[0].reference
     found = KindResult(
         refit_ms=times,
         bytes_sent=sent,

@@ -66,7 +66,7 @@ def moved_bytes(folder: Path, sharing: DeviceSharing) -> int:
         worker.prepare_for_lp_inference()
         worker.get_logprobs(work.batch, plan=work.plan)
         worker.prepare_for_training()
-        return sum(worker.device_states.moved_bytes.values())
+        return sum(worker.moved_bytes.values())
     finally:
         worker.shutdown()
         destroy_process_group()

@@ -1,18 +1,24 @@
-"""`TQWorkerMixin`: a policy worker that takes its shard from the data plane and writes its results back.
+"""`TQWorkerMixin`: the data plane half of a policy worker: it fetches this rank's shard and writes results back.
 
-Mixed into a policy worker in front of it; `ShardWorker` says what it needs. The driver calls the `*_presharded` methods
-with this rank's meta. Invariant: inside a replica group one rank (the leader) reads the store, exactly one rank (the
-write-back leader) writes each result, and an error of either reaches every rank of the group as text.
+Mixed into a policy worker in front of it. A pass of the worker is a method like this, which the driver calls with this
+rank's meta:
+
+    def get_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
+        with self.stage(WorkerPass.PREV_LOGPROBS):
+            batch = self.fetch(meta, LP_SEED_FIELDS)
+            return self.write_back(meta, {"prev_logprobs": self.get_logprobs(batch, plan=meta.pack)})
+
+Invariant: inside a replica group one rank (the leader) reads the store, exactly one rank (the write-back leader) writes
+each result, and an error of either reaches every rank of the group as text.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol, TypeVar, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -28,7 +34,7 @@ from nemo_rl.data_plane.extra_columns import extra_names, is_listed, rows_as_lis
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.row_map import RowFunction, RowMapResult
-from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, FieldSpec
+from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.abort import RootCause, StepWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, check_plans, replica_group_of
@@ -36,10 +42,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import ConfigError, DataPlaneClosed, SchemaMismatch
 
-__all__ = ["Channel", "ReplicaMember", "ShardWorker", "TQWorkerMixin"]
-
-_LossT = TypeVar("_LossT", contravariant=True)
-_ResultT = TypeVar("_ResultT", covariant=True)
+__all__ = ["Channel", "ReplicaMember", "TQWorkerMixin"]
 
 FIRST_STAGE_FIELDS = ("input_ids", "input_lengths")
 """Fields that the first stage of a pipeline reads; the last one reads everything, those between only lengths."""
@@ -99,92 +102,8 @@ def _channels(layout: ParallelLayout, *, rank: int) -> tuple[Channel, ...]:
     return tuple(Channel(group, names) for names, group in groups if group is not None)
 
 
-class ShardWorker(Protocol[_LossT, _ResultT]):
-    """The passes over a shard that the data plane half needs from the worker that it is mixed into.
-
-    In each of them `meta` names the rows of `batch` in their order and has this rank's plan, in indices into them.
-    """
-
-    rank: int
-
-    @property
-    @abstractmethod
-    def _prev_logprobs_fields(self) -> tuple[str, ...]:
-        """Return the fields that `_prev_logprobs` reads."""
-
-    @abstractmethod
-    def _train(self, meta: KVBatchMeta, batch: BatchedDataDict, loss_fn: _LossT, *, eval_mode: bool) -> _ResultT:
-        """(collective) Do one optimizer step per global batch; none with `eval_mode`."""
-
-    @abstractmethod
-    def _prev_logprobs(
-        self, meta: KVBatchMeta, batch: BatchedDataDict, *, with_squares: bool
-    ) -> Mapping[str, torch.Tensor]:
-        """(collective) Return the columns of `WorkerPass.PREV_LOGPROBS`, dense `[N, T, ...]` or jagged; `squared_probs`
-        is one of them with `with_squares`."""
-
-    @abstractmethod
-    def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
-        """(collective) Return `[N, T]` float32."""
-
-    @abstractmethod
-    def _topk_logprobs(
-        self, meta: KVBatchMeta, batch: BatchedDataDict, *, k: int, vocab_size: int | None
-    ) -> Mapping[str, torch.Tensor]:
-        """(collective) Return the columns of `WorkerPass.TOPK_LOGITS`, dense `[N, T, k]`."""
-
-
-class _Store:
-    """This process's client, and what it has read in this step."""
-
-    def __init__(self, client: DataPlaneClient, *, cache_bytes: int) -> None:
-        self.client, self.reads = client, ShardReads(client, cache_bytes=cache_bytes)
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        return self.client.stage(name)
-
-    def snapshot(self) -> Totals | None:
-        return self.client.snapshot(reset=True)
-
-    def forget(self) -> None:
-        self.reads.clear()
-
-    def close(self) -> None:
-        self.client.close()
-
-
-class _NoStore:
-    """A rank that gets its columns from its leader, or was not set up."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    @property
-    def client(self) -> DataPlaneClient:
-        raise self._closed()
-
-    @property
-    def reads(self) -> ShardReads:
-        raise self._closed()
-
-    def _closed(self) -> DataPlaneClosed:
-        return DataPlaneClosed(f"rank {self._rank}: no data plane client; call setup_data_plane first")
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def snapshot(self) -> Totals | None:
-        return None
-
-    def forget(self) -> None:
-        """Do nothing: no rows are kept."""
-
-    def close(self) -> None:
-        """Do nothing: no client is open."""
-
-
-class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
-    """Data plane half of a policy worker.
+class TQWorkerMixin:
+    """Data plane half of a policy worker. Its methods that are not of one rank are collective over the replica group.
 
     Args:
         replica: this rank as a member of its replica group, whose process groups exist.
@@ -195,7 +114,8 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
     def __init__(self, *, rank: int, replica: ReplicaMember, watch: StepWatch, pad_values: Mapping[str, float]) -> None:
         self.rank = rank
         self._replica, self._watch, self._pad_values = replica, watch, pad_values
-        self._store: _Store | _NoStore = _NoStore(rank)
+        self._reads: ShardReads | None = None
+        """What this rank has read in this step; None on a rank without a client."""
         self._extras: tuple[FieldSpec, ...] = ()
         self.fetch_group: dist.ProcessGroup | None = None
         """Over which the leader broadcasts; None when this rank reads for itself."""
@@ -223,22 +143,24 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         self._extras = extras
         self.fetch_group = _fetch_group(fetch_policy, self._replica)
         is_reader = self.fetch_group is None or self.rank == self._replica.leader
-        self._store = _NoStore(self.rank)
+        self._reads = None
         if address is not None and (is_reader or self._replica.is_write_back_leader):
-            self._store = _Store(attach_data_plane(address), cache_bytes=cache_bytes)
+            self._reads = ShardReads(attach_data_plane(address), cache_bytes=cache_bytes)
 
     def close_data_plane(self) -> None:
         """End this process's client. Idempotent."""
-        store, self._store = self._store, _NoStore(self.rank)
-        store.close()
+        reads, self._reads = self._reads, None
+        if reads is not None:
+            reads.client.close()
 
     def end_step(self) -> None:
         """Forget fetched columns; called when the rows of the step are cleared."""
-        self._store.forget()
+        if self._reads is not None:
+            self._reads.clear()
 
     def data_plane_snapshot(self) -> Totals | None:
         """Return counters of this process's client since the last call; None for a rank without one."""
-        return self._store.snapshot()
+        return None if self._reads is None else self._reads.client.snapshot(reset=True)
 
     def guarded(self, stage: str) -> AbstractContextManager[None]:
         """(collective) Inside it an error on one rank ends the stage on all ranks, with that error's text."""
@@ -252,51 +174,22 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
     @property
     def client(self) -> DataPlaneClient:
         """Raises DataPlaneClosed on a rank without one."""
-        return self._store.client
+        return self.reads.client
 
     @property
     def reads(self) -> ShardReads:
         """Raises DataPlaneClosed on a rank without a client."""
-        return self._store.reads
-
-    def train_presharded(
-        self, meta: KVBatchMeta, loss_fn: _LossT, *, fields: Sequence[str] = DP_TRAIN_FIELDS, eval_mode: bool = False
-    ) -> _ResultT:
-        """(collective) Fetches `fields` of this rank's shard and trains on it by the plan in `meta.pack`."""
-        with self._stage(WorkerPass.TRAIN):
-            return self._train(meta, self._fetch(meta, fields), loss_fn, eval_mode=eval_mode)
-
-    def get_logprobs_presharded(self, meta: KVBatchMeta, *, with_squares: bool = False) -> KVBatchMeta:
-        """(collective) Write `prev_logprobs` of this rank's shard, with `with_squares` `squared_probs` as well, and
-        returns the meta that knows them."""
-        with self._stage(WorkerPass.PREV_LOGPROBS):
-            batch = self._fetch(meta, (*self._prev_logprobs_fields, *self._extra_names(WorkerPass.PREV_LOGPROBS)))
-            return self._write_back(meta, self._prev_logprobs(meta, batch, with_squares=with_squares))
-
-    def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
-        """(collective) Write `reference_policy_logprobs` of this rank's shard."""
-        with self._stage(WorkerPass.REFERENCE_LOGPROBS):
-            batch = self._fetch(meta, (*LP_SEED_FIELDS, *self._extra_names(WorkerPass.REFERENCE_LOGPROBS)))
-            column = WorkerPass.REFERENCE_LOGPROBS.column
-            return self._write_back(meta, {column: self._reference_logprobs(meta, batch)})
-
-    def get_topk_logits_presharded(self, meta: KVBatchMeta, *, k: int, vocab_size: int | None = None) -> KVBatchMeta:
-        """(collective) Write `topk_ids` and `topk_logprobs` of this rank's shard.
-
-        Args:
-            vocab_size: tokens from this id on have no probability; None: all count.
-        """
-        with self._stage(WorkerPass.TOPK_LOGITS):
-            batch = self._fetch(meta, (*LP_SEED_FIELDS, *self._extra_names(WorkerPass.TOPK_LOGITS)))
-            return self._write_back(meta, self._topk_logprobs(meta, batch, k=k, vocab_size=vocab_size))
+        if self._reads is None:
+            raise DataPlaneClosed(f"rank {self.rank}: no data plane client; call setup_data_plane first")
+        return self._reads
 
     def map_rows(self, meta: KVBatchMeta, work: RowFunction, *, stage: RowPass) -> RowMapResult:
         """(on every rank) Do the work on the rank that writes the shard's results; the others wait for nothing."""
-        with self._stage(stage):
+        with self.stage(stage):
             if not self._replica.is_write_back_leader or not meta.keys:
                 return RowMapResult(meta=meta)
             output = work(self._read_alone(meta, work.input_fields))
-            return RowMapResult(meta=self._write_back(meta, output.columns), numbers=output.numbers)
+            return RowMapResult(meta=self.write_back(meta, output.columns), numbers=output.numbers)
 
     def _read_alone(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, torch.Tensor]:
         """Read dense columns without telling the other ranks, in the form in which this rank keeps its reads."""
@@ -308,17 +201,21 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         return {name: batch.tensor(name) for name in fields}
 
     @contextmanager
-    def _stage(self, stage: WorkerPass | RowPass) -> Iterator[None]:
-        """Attribute data plane calls to a stage; when it fails, end it on all ranks and drop cached columns."""
+    def stage(self, stage: WorkerPass | RowPass) -> Iterator[None]:
+        """(collective over the job) Attribute data plane calls to a stage; when it fails, end it on all ranks and drop
+        cached columns."""
         try:
-            with self.guarded(stage.value), self._store.stage(stage.value):
+            with (
+                self.guarded(stage.value),
+                nullcontext() if self._reads is None else self._reads.client.stage(stage.value),
+            ):
                 yield
         except BaseException:
             self.end_step()
             raise
 
-    def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> BatchedDataDict:
-        """(collective) Check the plan, and return the columns that this rank's pipeline stage reads, dense, padded to
+    def fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> BatchedDataDict:
+        """Check the plan, and return the columns that this rank's pipeline stage reads, dense, padded to
         the plan's width, plus `keys`; extra columns without a token axis are lists of tensors."""
         check_plans(meta.pack, rank=self.rank, replica=self._replica.ranks)
         width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
@@ -340,11 +237,12 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         batch["keys"] = list(meta.keys)
         return batch
 
-    def _extra_names(self, stage: WorkerPass) -> tuple[str, ...]:
+    def extra_names(self, stage: WorkerPass) -> tuple[str, ...]:
+        """Return the extra columns that name the pass."""
         return extra_names(self._extras, stage.value)
 
     def _broadcast(self, meta: KVBatchMeta, fields: Sequence[str], group: dist.ProcessGroup) -> Fields:
-        """(collective over the replica group) What the leader reads and this rank needs, without padding."""
+        """What the leader reads and this rank needs, without padding."""
         replica = self._replica
         # The leader reads everything at once, in the first channel, so that its error reaches both ends.
         read = cache(lambda: self.reads.ragged(meta, fields))
@@ -357,7 +255,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             columns |= broadcast_from_leader(pick, group=channel.group, leader=replica.leader)
         return columns
 
-    def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, torch.Tensor]) -> KVBatchMeta:
+    def write_back(self, meta: KVBatchMeta, columns: Mapping[str, torch.Tensor]) -> KVBatchMeta:
         """Write result columns, dense `[N, T]` or jagged; only the write-back leader sends them."""
         for name, values in columns.items():
             if values.dim() < 2 or values.shape[0] != len(meta.keys):

@@ -229,7 +229,7 @@ class ReplayRank:
             found: gets the routes of a pass that chooses and records them; None: kept routes are used.
         """
         assert work.logprob_plan is not None, "there are rows"
-        self.worker.device_states.enter(WorkerState.LOGPROBS)
+        self.worker.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
         fields = [*LP_SEED_FIELDS, *extra_names(self._extras, stage.value)]
         if stage is WorkerPass.PREV_LOGPROBS and columns.has(SUPPORT, rows):

@@ -165,7 +165,7 @@ def one_step(
     meta = meta.with_written(worker.layout.one_per_shard(done))
     mine = job.shards(meta)[job.shard]
     measured = worker.map_rows(mine, TokenStatistics(error_threshold=2.0), stage=RowPass.MEASURE).numbers
-    fetched = worker._fetch(mine, (*TRAINED, TOKEN_ADVANTAGES))
+    fetched = worker.fetch(mine, (*TRAINED, TOKEN_ADVANTAGES))
     assert bool(fetched.tensor(TOKEN_ADVANTAGES).any())
     worker.prepare_for_training()
     result = worker.train_presharded(mine, LOSS, fields=TRAINED)

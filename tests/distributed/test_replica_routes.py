@@ -143,15 +143,15 @@ def replayed(worker: TQWorker, folder: str, *, bit_packed: bool) -> RouteReport:
         kept["whole"] = of_tokens(worker.get_logprobs(batch, plan=meta.pack), lengths)
         kept["free"] = of_tokens(worker.get_logprobs(batch, plan=meta.pack, replay=False), lengths)
         losses = {"whole": worker.train(batch, LOSS, plan=meta.pack, eval_mode=True).loss[0]}
-        slices = worker._extra_inputs(WorkerPass.PREV_LOGPROBS, meta, worker._fetch(meta, LP_SEED_FIELDS))
-        honest, worker._write_back = (
-            worker._write_back,
+        slices = worker._routes_of(WorkerPass.PREV_LOGPROBS, meta, worker.fetch(meta, LP_SEED_FIELDS))
+        honest, worker.write_back = (
+            worker.write_back,
             lambda _, found: kept.update(store=of_tokens(*found.values(), lengths)),
         )
         worker.router_replay_metrics()
         worker.get_logprobs_presharded(meta)
         metrics = {name: value.value for name, value in worker.router_replay_metrics().items()}
-        worker._write_back = honest
+        worker.write_back = honest
         losses["store"] = worker.train_presharded(meta, LOSS, fields=TRAINED, eval_mode=True).loss[0]
     return RouteReport(
         received={name: (tuple(part.shape), str(part.dtype)) for name, part in slices.fields.items()},
@@ -168,7 +168,7 @@ def recorded(worker: TQWorker, folder: str) -> list[list[list[list[int]]]] | Non
     with opened(worker, {}, more=IDS) as (client, meta):
         done = share(worker.get_logprobs_presharded(meta), source=worker.layout.writer(0))
         # What was written is replayed.
-        worker._extra_inputs(WorkerPass.TRAIN, done, worker._fetch(done, LP_SEED_FIELDS))
+        worker._routes_of(WorkerPass.TRAIN, done, worker.fetch(done, LP_SEED_FIELDS))
         if client is None:
             return None
         stored = client.get_data(done, IDS)

@@ -98,8 +98,8 @@ def test_a_replica_group_counts_once_and_its_failure_is_the_first_cause(groups, 
     policy = TQPolicy(groups["tp"], address=client.address, timeout_s=60, layout=layout)
     assert (policy.dp_world, policy.layout) == (1, layout)
     plan = plan_padded(meta.sequence_lengths, capacity=64, dp_world=policy.dp_world)
-    under_way = policy.submit_logprobs_from_meta(meta, plan)
-    again = policy.submit_logprobs_from_meta(meta, plan)
+    under_way = policy.get_logprobs_from_meta.submit(meta, plan)
+    again = policy.get_logprobs_from_meta.submit(meta, plan)
     assert again.result().versions["prev_logprobs"] > under_way.result().versions["prev_logprobs"], "in their order"
     done = again.result()
     got = read_columns(client, done, ("prev_logprobs",)).tensor("prev_logprobs")

@@ -15,6 +15,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, replica_group_of
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import plan_padded
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ConfigError, DataPlaneClosed, KeysNotFound, SchemaMismatch
 from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.workers.policy_worker import WorkerSpec
@@ -86,7 +87,7 @@ def errors(worker: TQWorker, meta: KVBatchMeta) -> list[str]:
     with pytest.raises(KeysNotFound) as caught:
         worker.get_logprobs_presharded(unknown)
     with pytest.raises(SchemaMismatch, match=r"expected \[8, T\], got \[3, 4\]"):
-        worker._write_back(meta, {"prev_logprobs": torch.zeros(3, 4)})
+        worker.write_back(meta, {"prev_logprobs": torch.zeros(3, 4)})
     return [str(caught.value)]
 
 
@@ -109,28 +110,17 @@ def test_a_replica_group_reads_once_writes_once_and_shares_errors(tmp_path):
         torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
 
 
-class Constant(TQWorkerMixin[str, int]):
-    """A worker without a model: all that the data plane half asks for."""
+class Constant(TQWorkerMixin):
+    """A worker without a model: its passes need the data plane half alone."""
 
-    @property
-    def _prev_logprobs_fields(self) -> tuple[str, ...]:
-        return ("input_ids", "input_lengths")
+    def train_presharded(self, meta: KVBatchMeta, *, fields: tuple[str, ...]) -> int:
+        with self.stage(WorkerPass.TRAIN):
+            return self.fetch(meta, fields).size
 
-    def _train(self, meta: KVBatchMeta, batch: BatchedDataDict, loss_fn: str, *, eval_mode: bool) -> int:
-        return batch.size if loss_fn == "rows" and eval_mode else 0
-
-    def _prev_logprobs(
-        self, meta: KVBatchMeta, batch: BatchedDataDict, *, with_squares: bool
-    ) -> dict[str, torch.Tensor]:
-        return {"prev_logprobs": torch.full(batch.tensor("input_ids").shape, -1.5)}
-
-    def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
-        raise ValueError("no reference")
-
-    def _topk_logprobs(
-        self, meta: KVBatchMeta, batch: BatchedDataDict, *, k: int, vocab_size: int | None
-    ) -> dict[str, torch.Tensor]:
-        raise ValueError("no vocabulary")
+    def get_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
+        with self.stage(WorkerPass.PREV_LOGPROBS):
+            shape = self.fetch(meta, ("input_ids", "input_lengths")).tensor("input_ids").shape
+            return self.write_back(meta, {"prev_logprobs": torch.full(shape, -1.5)})
 
 
 @pytest.fixture
@@ -152,9 +142,7 @@ def test_the_data_plane_half_is_all_that_a_worker_without_a_model_needs(alone):
     column = read_columns(client, done, ("prev_logprobs",)).tensor("prev_logprobs")
     lengths = torch.tensor(meta.sequence_lengths)
     assert torch.equal(column, torch.where(torch.arange(column.shape[1]) < lengths[:, None], -1.5, 0.0))
-    assert alone.train_presharded(meta, "rows", fields=("input_ids",), eval_mode=True) == 8
-    with pytest.raises(ValueError, match="no reference"):
-        alone.get_reference_policy_logprobs_presharded(meta)
+    assert alone.train_presharded(meta, fields=("input_ids",)) == 8
     alone.close_data_plane()
     with pytest.raises(DataPlaneClosed, match="rank 0: no data plane client; call setup_data_plane first"):
         alone.get_logprobs_presharded(meta)

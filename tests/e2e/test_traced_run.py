@@ -58,7 +58,7 @@ def opened(folder: Path, model: Path, overrides: dict[str, str]) -> Iterator[GRP
 
 
 def worker_of(trainer: GRPOTrainer) -> PolicyWorker:
-    worker = trainer._parts.policy._workers._worker
+    worker = trainer._parts.policy.workers._worker
     assert isinstance(worker, PolicyWorker)
     return worker
 

@@ -81,7 +81,7 @@ def test_every_state_keeps_the_adapter_and_its_reference(worker: PolicyWorker) -
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     assert torch.equal(worker.get_logprobs(batch), after)
     assert torch.equal(worker.get_reference_policy_logprobs(batch), base)
-    assert worker.device_states.reference is None
+    assert worker.reference is None
     worker.train(batch, LOSS)
 
 

@@ -146,7 +146,7 @@ def test_logprobs_of_policy_and_reference_equal_the_cpu_reference(folder: Path) 
     with torch.no_grad():
         expected = hf_logprobs(load_causal_lm(folder), batch) * batch.tensor("token_mask")
     worker = _worker(folder)
-    assert all(weight.is_pinned() for weight in worker.device_states.reference or ())
+    assert all(weight.is_pinned() for weight in worker.reference or ())
     torch.testing.assert_close(worker.get_logprobs(batch), expected, rtol=0, atol=1e-4)
     worker.train(batch, LOSS)
     assert not torch.allclose(worker.get_logprobs(batch), expected, rtol=0, atol=1e-4)

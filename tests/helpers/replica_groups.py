@@ -167,7 +167,7 @@ def one_step(worker: TQWorker, plane: Plane) -> StepReport:
         client, address, meta = open_store(rank, plane, stack)
         worker.setup_data_plane(address, fetch_policy=plane.fetch_policy, cache_bytes=plane.cache_bytes)
         stack.callback(worker.close_data_plane)
-        before = worker._fetch(meta, LP_SEED_FIELDS)
+        before = worker.fetch(meta, LP_SEED_FIELDS)
         worker.prepare_for_lp_inference()
         done = share(worker.get_logprobs_presharded(meta), source=worker.layout.writer(0))
         puts = operations(worker, "prev_logprobs").get("kv_batch_put", OperationCount()).count
@@ -176,7 +176,7 @@ def one_step(worker: TQWorker, plane: Plane) -> StepReport:
         meta = share(write_columns(client, done, rewritten) if client else None)
         if has_client(worker):
             worker.data_plane_snapshot()
-        batch = worker._fetch(meta, TRAINED)
+        batch = worker.fetch(meta, TRAINED)
         snapshot = worker.data_plane_snapshot()
         worker.prepare_for_training()
         worker.train_presharded(meta, LOSS, fields=TRAINED)
@@ -217,10 +217,10 @@ def steps_over_every_plane(rank: int, folder: str, port: int) -> dict[str, StepR
     destroy_process_group()
     with ray_cluster(num_cpus=3) if rank == 0 else nullcontext():
         worker = start(rank, folder, port)
-        weights = [shard.clone() for shard in worker.device_states.shards.held()]
+        weights = [shard.clone() for shard in worker.shards.held()]
         reports = {}
         for name, plane in PLANES.items():
-            worker.device_states.shards.write(weights)
+            worker.shards.write(weights)
             reports[name] = one_step(worker, plane)
         worker.shutdown()
     return reports

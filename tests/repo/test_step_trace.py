@@ -18,7 +18,7 @@ MOST_LINES, MOST_FILES = 7634, 120
 MOST_FRAMES_TO_LOSS, MOST_FRAMES_TO_COLUMN = 13, 15
 NOT_IN_THE_DEMO = {
     # The demo takes the sampler's log-probabilities.
-    *("TQPolicy.submit_logprobs_from_meta", "TQWorkerMixin.get_logprobs_presharded", "Passes.get_logprobs"),
+    *("TQWorker.get_logprobs_presharded", "Passes.get_logprobs"),
     # Without advantages per token.
     "TQWorkerMixin.map_rows",
     # The test has another reward.

@@ -10,7 +10,7 @@ runs them.
       |- measure_rows        workers sum over tokens of each row            (MeasureRows)
       |- token_advantages    workers write one for each token                (TokenAdvantages)
       |- advantages          row scalars -> data plane                      (Advantages, write_columns)
-      |- train               workers fetch and train                        (Train, TQPolicy.submit_train_from_meta)
+      |- train               workers fetch and train                        (Train, TQPolicy.train_from_meta)
       `- log                 readable samples                               (LogRollouts)
 
 The driver holds keys, lengths, tags and per-row scalars, never a per-token tensor.
@@ -98,7 +98,7 @@ class PrevLogprobs(UpdateStage):
     def _submit(self, step: StepState) -> Pending[StepState]:
         step, plan = _with_logprob_plan(step, self._tools)
         with_squares = SQUARED_PROBS in self.writes
-        written = self._tools.policy.submit_logprobs_from_meta(step.update.meta, plan, with_squares=with_squares)
+        written = self._tools.policy.get_logprobs_from_meta.submit(step.update.meta, plan, with_squares=with_squares)
         return written.then(step.with_chosen_meta)
 
 
@@ -107,7 +107,7 @@ class ReferenceLogprobs(UpdateStage):
 
     def _submit(self, step: StepState) -> Pending[StepState]:
         step, plan = _with_logprob_plan(step, self._tools)
-        written = self._tools.policy.submit_reference_policy_logprobs_from_meta(step.update.meta, plan)
+        written = self._tools.policy.get_reference_policy_logprobs_from_meta.submit(step.update.meta, plan)
         return written.then(step.with_chosen_meta)
 
 
@@ -118,7 +118,7 @@ class TeacherTopK(UpdateStage):
         teacher, meta = self._tools.teacher, step.update.meta
         assert teacher is not None, "the stage is there because the loss distils"
         plan = plan_rows(meta.sequence_lengths or (), teacher.settings, layout=teacher.policy.layout)
-        written = teacher.policy.submit_topk_logits_from_meta(
+        written = teacher.policy.get_topk_logits_from_meta.submit(
             meta, plan, k=teacher.top_k, vocab_size=teacher.vocab_size
         )
 
@@ -153,7 +153,7 @@ class Train(UpdateStage):
     def _submit(self, step: StepState) -> Pending[StepState]:
         policy: TQPolicy = self._tools.policy
         chosen, fields = step.update, fetched_fields(self.columns)
-        trained = policy.submit_train_from_meta(chosen.meta, chosen.plan, self._tools.loss_fn, fields=fields)
+        trained = policy.train_from_meta.submit(chosen.meta, chosen.plan, self._tools.loss_fn, fields=fields)
         return trained.then(lambda summary: replace(step, train=summary))
 
 

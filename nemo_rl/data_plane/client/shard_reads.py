@@ -7,7 +7,6 @@ from the chunks; a leader gets ragged ones, which it sends on without their padd
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -21,29 +20,7 @@ __all__ = ["ShardReads"]
 
 Column = torch.Tensor | list[object]
 Key = tuple[str, tuple[str, ...], Version, int | None]
-
-
-@dataclass(slots=True)
-class ShardCache:
-    """Columns by name, rows, family version and width (None: ragged)."""
-
-    max_bytes: int
-    """Most bytes that it keeps; 0 keeps nothing."""
-    _columns: dict[Key, Column] = field(default_factory=dict)
-    _bytes: int = 0
-
-    def get(self, key: Key) -> Column | None:
-        return self._columns.get(key)
-
-    def put(self, key: Key, column: Column) -> None:
-        size = _num_bytes(column)
-        if self._bytes + size <= self.max_bytes:
-            self._columns[key] = column
-            self._bytes += size
-
-    def clear(self) -> None:
-        self._columns.clear()
-        self._bytes = 0
+"""Name, rows, family version and width (None: ragged) of a column."""
 
 
 class ShardReads:
@@ -51,18 +28,20 @@ class ShardReads:
 
     Args:
         client: of this process.
-        cache_bytes: most bytes of columns that are kept until `clear`.
+        cache_bytes: most bytes of columns that are kept until `clear`; 0 keeps nothing.
     """
 
     def __init__(self, client: DataPlaneClient, *, cache_bytes: int) -> None:
-        self._client, self._cache = client, ShardCache(cache_bytes)
+        self.client, self._cache_bytes = client, cache_bytes
+        self._cached: dict[Key, Column] = {}
+        self._num_bytes = 0
 
     def ragged(self, meta: KVBatchMeta, names: Sequence[str]) -> Fields:
         """Return the columns as they are stored: per-token ones jagged, objects as lists."""
         keys = self._keys(meta, names, width=None)
         columns = self._kept(keys)
         if missing := [name for name in names if name not in columns]:
-            found = self._client.get_data(meta, missing)
+            found = self.client.get_data(meta, missing)
             for name in missing:
                 column = found.get(name)
                 columns[name] = column if isinstance(column, torch.Tensor) else object_rows(column)
@@ -84,7 +63,7 @@ class ShardReads:
         keys = self._keys(meta, dense, width=width) | self._keys(meta, jagged, width=None)
         columns = self._kept(keys)
         if missing := [name for name in names if name not in columns]:
-            found = self._client.get_padded(meta, missing, pad_values=pad_values, pad_to=width, jagged=jagged)
+            found = self.client.get_padded(meta, missing, pad_values=pad_values, pad_to=width, jagged=jagged)
             for name, column in found.items():
                 columns[name] = column
                 self._keep(keys, name, column)
@@ -92,11 +71,12 @@ class ShardReads:
 
     def clear(self) -> None:
         """Forget all columns."""
-        self._cache.clear()
+        self._cached.clear()
+        self._num_bytes = 0
 
     def _keys(self, meta: KVBatchMeta, names: Sequence[str], *, width: int | None) -> dict[str, Key]:
         """Return the keys of columns with a version; without one nobody would notice that a column was rewritten."""
-        families = {spec.name: spec.family for spec in self._client.partition_fields(meta.partition_id)}
+        families = {spec.name: spec.family for spec in self.client.partition_fields(meta.partition_id)}
         return {
             name: (name, meta.keys, meta.versions[families[name]], width)
             for name in names
@@ -104,11 +84,13 @@ class ShardReads:
         }
 
     def _kept(self, keys: Mapping[str, Key]) -> Fields:
-        return {name: kept for name, key in keys.items() if (kept := self._cache.get(key)) is not None}
+        return {name: self._cached[key] for name, key in keys.items() if key in self._cached}
 
     def _keep(self, keys: Mapping[str, Key], name: str, column: Column) -> None:
-        if name in keys:
-            self._cache.put(keys[name], column)
+        size = _num_bytes(column)
+        if name in keys and self._num_bytes + size <= self._cache_bytes:
+            self._cached[keys[name]] = column
+            self._num_bytes += size
 
 
 def _num_bytes(column: Column) -> int:

@@ -6,7 +6,7 @@ Holds a worker group and turns each request into one call per rank. Bulk never p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -52,13 +52,6 @@ class TrainSummary:
     """Policy workers that took part in the update."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Shard:
-    batch: BatchedDataDict
-    plan: PackPlan
-    """Plan of the rows, in indices into `batch`."""
-
-
 class Policy:
     """The policy workers behind one object.
 
@@ -69,7 +62,7 @@ class Policy:
     """
 
     def __init__(self, workers: WorkerGroup, *, timeout_s: float, layout: ParallelLayout | None = None) -> None:
-        self._workers = workers
+        self.workers = workers
         self._timeout_s = timeout_s
         self._layout = layout or ParallelLayout.of(workers.world_size)
         if self._layout.world_size != workers.world_size:
@@ -93,39 +86,30 @@ class Policy:
                 each rank.
             stage: name of the call in errors.
         """
-        return self._workers.submit(self._call(request, stage)).result()
+        return self.workers.submit(self.call(request, stage)).result()
 
     def train(
         self, batch: BatchedDataDict, loss_fn: LossFunction, *, plan: PackPlan, eval_mode: bool = False
     ) -> TrainSummary:
         """Train one optimizer step per global batch of `plan`."""
-        requests = [
-            ask(PolicyWorker.train, batch=shard.batch, loss_fn=loss_fn, eval_mode=eval_mode, plan=shard.plan)
-            for shard in self._shards(batch, plan)
-        ]
-        return summarize(self.run(requests, "train"), layout=self._layout)
+        results = self._run_on(batch, plan, "train", PolicyWorker.train, loss_fn=loss_fn, eval_mode=eval_mode)
+        return summarize(results, layout=self._layout)
 
     def get_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
         """Return `[N, T]` float32 in the order of `batch`."""
-        shards = self._shards(batch, plan)
-        return self._merged([ask(PolicyWorker.get_logprobs, batch=s.batch, plan=s.plan) for s in shards], plan)
+        found = self._run_on(batch, plan, "logprobs", PolicyWorker.get_logprobs)
+        return _in_order_of_batch(self._layout.one_per_shard(found), plan)
 
     def get_reference_policy_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
         """Return `[N, T]` float32 under the reference weights."""
-        requests = [
-            ask(PolicyWorker.get_reference_policy_logprobs, batch=shard.batch, plan=shard.plan)
-            for shard in self._shards(batch, plan)
-        ]
-        return self._merged(requests, plan)
+        found = self._run_on(batch, plan, "logprobs", PolicyWorker.get_reference_policy_logprobs)
+        return _in_order_of_batch(self._layout.one_per_shard(found), plan)
 
     def get_topk_logits(self, batch: BatchedDataDict, *, plan: PackPlan, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids `[N, T, k]` int32 and log-probabilities `[N, T, k]` float32 of the k most likely tokens in the
         place of each token of `get_logprobs`, in the order of `batch`."""
-        shards, wanted = self._shards(batch, plan), TopTokens(k=k)
-        found = self.run(
-            [ask(PolicyWorker.get_topk_logprobs, batch=s.batch, wanted=wanted, plan=s.plan) for s in shards],
-            WorkerPass.TOPK_LOGITS.value,
-        )
+        stage = WorkerPass.TOPK_LOGITS.value
+        found = self._run_on(batch, plan, stage, PolicyWorker.get_topk_logprobs, wanted=TopTokens(k=k))
         ids, logprobs = zip(*self._layout.one_per_shard(found), strict=True)
         return _in_order_of_batch(ids, plan), _in_order_of_batch(logprobs, plan)
 
@@ -172,19 +156,20 @@ class Policy:
 
     def shutdown(self) -> None:
         """End the workers. Idempotent."""
-        self._workers.shutdown()
+        self.workers.shutdown()
 
-    def _merged(self, requests: Sequence[Request[torch.Tensor]], plan: PackPlan) -> torch.Tensor:
-        return _in_order_of_batch(self._layout.one_per_shard(self.run(requests, "logprobs")), plan)
+    def _run_on(
+        self, batch: BatchedDataDict, plan: PackPlan, stage: str, method: Callable[..., _T], **arguments: object
+    ) -> list[_T]:
+        """Run a pass over the rows of each rank; ranks of a replica group get the same."""
+        requests = [
+            ask(method, batch=batch.select_indices(plan.rows_of_rank(shard)), plan=view, **arguments)
+            for shard, view in enumerate(plan.rank_plans())
+        ]
+        return self.run(self._layout.per_rank(requests), stage)
 
-    def _shards(self, batch: BatchedDataDict, plan: PackPlan) -> list[_Shard]:
-        """Return rows and plan of each rank; ranks of a replica group get the same."""
-        rows = [batch.select_indices(plan.rows_of_rank(shard)) for shard in range(plan.num_ranks)]
-        return self._layout.per_rank(
-            [_Shard(batch=mine, plan=view) for mine, view in zip(rows, plan.rank_plans(), strict=True)]
-        )
-
-    def _call(self, request: Request[_T] | Sequence[Request[_T]], stage: str) -> Call[_T]:
+    def call(self, request: Request[_T] | Sequence[Request[_T]], stage: str) -> Call[_T]:
+        """Return the call of a stage, with its deadline, for `workers`."""
         return Call(request=request, stage=stage, timeout_s=self._timeout_s)
 
 

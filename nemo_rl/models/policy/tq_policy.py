@@ -1,13 +1,16 @@
 """`TQPolicy`: a `Policy` whose workers take their rows from the data plane.
 
 The driver sends each rank a meta (keys, lengths, plan) and gets small results back; tensors go from the store to
-the workers and from the workers to the store. Each pass has two forms: `submit_...` gives a `Pending`, the other one
-waits for it. The workers do passes in the order in which they were submitted, whatever step they belong to.
+the workers and from the workers to the store. A pass is a method of `TQWorker`; here it is named once, as a `MetaPass`,
+and called in two forms: `policy.train_from_meta(...)` waits for the result, `policy.train_from_meta.submit(...)` gives
+a `Pending`. The workers do passes in the order in which they were submitted, whatever step they belong to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
@@ -21,12 +24,66 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
-from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.lm_policy import Policy, TrainSummary, summarize
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
 __all__ = ["TQPolicy"]
+
+_P = ParamSpec("_P")
+_Found = TypeVar("_Found")
+_T = TypeVar("_T")
+
+
+class BoundPass(Generic[_P, _T]):
+    """A pass of one policy over rows in the data plane."""
+
+    def __init__(self, policy: TQPolicy, shared: MetaPass[_P, Any, _T]) -> None:
+        self._policy, self._shared = policy, shared
+
+    def __call__(self, meta: KVBatchMeta, plan: PackPlan, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Have the workers do the pass over the rows of `meta`, and wait for the result."""
+        return self.submit(meta, plan, *args, **kwargs).result()
+
+    def submit(self, meta: KVBatchMeta, plan: PackPlan, *args: _P.args, **kwargs: _P.kwargs) -> Pending[_T]:
+        """Have the workers do the pass without waiting."""
+        policy, shared = self._policy, self._shared
+        given = {**dict(zip(shared.parameters, args, strict=False)), **kwargs}
+        metas = policy.layout.per_rank(shard_meta_for_dp(meta, plan))
+        requests: list[Request[Any]] = [Request(shared.method, {"meta": part, **given}) for part in metas]
+        merge = policy.counting(metas, lambda results: shared.merge(meta, results, policy.layout))
+        return policy.workers.submit(policy.call(requests, shared.stage)).then(merge)
+
+
+class MetaPass(Generic[_P, _Found, _T]):
+    """A pass as a method of `TQPolicy`: its arguments behind meta and plan are those of the workers' method.
+
+    Args:
+        method: of the workers; takes this rank's meta.
+        merge: makes the result from the meta, the results of all ranks and the layout.
+    """
+
+    def __init__(
+        self,
+        stage: WorkerPass,
+        method: Callable[Concatenate[TQWorker, KVBatchMeta, _P], _Found],
+        merge: Callable[[KVBatchMeta, Sequence[_Found], ParallelLayout], _T],
+    ) -> None:
+        self.stage, self.merge, self.method = stage.value, merge, method.__name__
+        self.parameters = tuple(signature(method).parameters)[2:]
+
+    def __get__(self, policy: TQPolicy, owner: type[TQPolicy]) -> BoundPass[_P, _T]:
+        return BoundPass(policy, self)
+
+
+def _written(meta: KVBatchMeta, results: Sequence[KVBatchMeta], layout: ParallelLayout) -> KVBatchMeta:
+    """Return the meta that knows the columns that the workers wrote."""
+    return meta.with_written(layout.one_per_shard(results))
+
+
+def _trained(meta: KVBatchMeta, results: Sequence[TrainResult], layout: ParallelLayout) -> TrainSummary:
+    return summarize(results, layout=layout)
 
 
 class TQPolicy(Policy):
@@ -41,7 +98,19 @@ class TQPolicy(Policy):
 
     Raises:
         ConfigError: `data_plane.fetch_policy` does not fit the layout.
+
+    Example:
+        >>> meta = policy.get_logprobs_from_meta(meta, plan)                                  # doctest: +SKIP
+        >>> policy.train_from_meta.submit(meta, plan, loss_fn, fields=fields).result().loss   # doctest: +SKIP
+        0.0123
     """
+
+    get_logprobs_from_meta = MetaPass(WorkerPass.PREV_LOGPROBS, TQWorker.get_logprobs_presharded, _written)
+    get_reference_policy_logprobs_from_meta = MetaPass(
+        WorkerPass.REFERENCE_LOGPROBS, TQWorker.get_reference_policy_logprobs_presharded, _written
+    )
+    get_topk_logits_from_meta = MetaPass(WorkerPass.TOPK_LOGITS, TQWorker.get_topk_logits_presharded, _written)
+    train_from_meta = MetaPass(WorkerPass.TRAIN, TQWorker.train_presharded, _trained)
 
     def __init__(
         self,
@@ -65,67 +134,6 @@ class TQPolicy(Policy):
         )
         self.run(request, "data plane setup")
 
-    def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan, *, with_squares: bool = False) -> KVBatchMeta:
-        """Let the workers write `prev_logprobs` of every row, with `with_squares` `squared_probs`, and return the
-        meta that knows them."""
-        return self.submit_logprobs_from_meta(meta, plan, with_squares=with_squares).result()
-
-    def submit_logprobs_from_meta(
-        self, meta: KVBatchMeta, plan: PackPlan, *, with_squares: bool = False
-    ) -> Pending[KVBatchMeta]:
-        """Submit `get_logprobs_from_meta` without waiting."""
-        metas = self._metas(meta, plan)
-        requests = [ask(TQWorker.get_logprobs_presharded, meta=part, with_squares=with_squares) for part in metas]
-        return self._written(requests, WorkerPass.PREV_LOGPROBS, meta, metas)
-
-    def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
-        """Let the workers write `reference_policy_logprobs` of every row."""
-        return self.submit_reference_policy_logprobs_from_meta(meta, plan).result()
-
-    def submit_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> Pending[KVBatchMeta]:
-        """Submit `get_reference_policy_logprobs_from_meta` without waiting."""
-        metas = self._metas(meta, plan)
-        requests = [ask(TQWorker.get_reference_policy_logprobs_presharded, meta=part) for part in metas]
-        return self._written(requests, WorkerPass.REFERENCE_LOGPROBS, meta, metas)
-
-    def get_topk_logits_from_meta(
-        self, meta: KVBatchMeta, plan: PackPlan, *, k: int, vocab_size: int | None = None
-    ) -> KVBatchMeta:
-        """Let the workers write `topk_ids` and `topk_logprobs` of every row: the k most likely tokens of the
-        distribution that each token was drawn from; with router replay on the routes of the rows.
-
-        Args:
-            vocab_size: tokens from this id on have no probability; None: all count.
-        """
-        return self.submit_topk_logits_from_meta(meta, plan, k=k, vocab_size=vocab_size).result()
-
-    def submit_topk_logits_from_meta(
-        self, meta: KVBatchMeta, plan: PackPlan, *, k: int, vocab_size: int | None = None
-    ) -> Pending[KVBatchMeta]:
-        """Submit `get_topk_logits_from_meta` without waiting."""
-        metas, passes = self._metas(meta, plan), TQWorker.get_topk_logits_presharded
-        requests = [ask(passes, meta=part, k=k, vocab_size=vocab_size) for part in metas]
-        return self._written(requests, WorkerPass.TOPK_LOGITS, meta, metas)
-
-    def train_from_meta(
-        self, meta: KVBatchMeta, plan: PackPlan, loss_fn: LossFunction, *, fields: Sequence[str]
-    ) -> TrainSummary:
-        """Let the workers fetch `fields` of their rows and train, one optimizer step per global batch of `plan`."""
-        return self.submit_train_from_meta(meta, plan, loss_fn, fields=fields).result()
-
-    def submit_train_from_meta(
-        self, meta: KVBatchMeta, plan: PackPlan, loss_fn: LossFunction, *, fields: Sequence[str]
-    ) -> Pending[TrainSummary]:
-        """Submit `train_from_meta` without waiting."""
-        metas = self._metas(meta, plan)
-        requests = [ask(TQWorker.train_presharded, meta=part, loss_fn=loss_fn, fields=tuple(fields)) for part in metas]
-
-        def merge(results: Sequence[TrainResult]) -> TrainSummary:
-            self.driver_bytes += message_bytes((metas, results))
-            return summarize(results, layout=self._layout)
-
-        return self._workers.submit(self._call(requests, WorkerPass.TRAIN.value)).then(merge)
-
     def submit_map_rows(
         self, meta: KVBatchMeta, plan: PackPlan, work: RowFunction | Sequence[RowFunction], *, stage: RowPass
     ) -> Pending[RowResults]:
@@ -134,23 +142,31 @@ class TQPolicy(Policy):
         Args:
             work: the same for all data-parallel shards, or one for each.
         """
-        metas = self._metas(meta, plan)
-        works = self._layout.per_rank(list(work) if isinstance(work, Sequence) else [work] * self._layout.dp)
+        metas = self.layout.per_rank(shard_meta_for_dp(meta, plan))
+        works = self.layout.per_rank(list(work) if isinstance(work, Sequence) else [work] * self.layout.dp)
         requests = [
             ask(TQWorker.map_rows, meta=part, work=of_rank, stage=stage)
             for part, of_rank in zip(metas, works, strict=True)
         ]
 
         def merge(results: Sequence[RowMapResult]) -> RowResults:
-            self.driver_bytes += message_bytes((metas, works, results))
-            done = self._layout.one_per_shard(results)
+            done = self.layout.one_per_shard(results)
             return RowResults(
                 meta=meta.with_written([result.meta for result in done]),
                 shards=tuple(result.numbers for result in done),
                 plan=plan,
             )
 
-        return self._workers.submit(self._call(requests, stage.value)).then(merge)
+        return self.workers.submit(self.call(requests, stage.value)).then(self.counting((metas, works), merge))
+
+    def counting(self, sent: object, merge: Callable[[Sequence[_Found]], _T]) -> Callable[[Sequence[_Found]], _T]:
+        """Return `merge`, which counts in `driver_bytes` what was sent and what comes back."""
+
+        def received(results: Sequence[_Found]) -> _T:
+            self.driver_bytes += message_bytes((sent, results))
+            return merge(results)
+
+        return received
 
     def router_replay_metrics(self) -> dict[str, Reduction]:
         """Return the metrics of all workers since the last call; empty without router replay."""
@@ -160,20 +176,3 @@ class TQPolicy(Policy):
         """Return counters of every worker that has a client, since the last call."""
         snapshots = self.run(ask(TQWorker.data_plane_snapshot), "metrics")
         return [snapshot for snapshot in snapshots if snapshot is not None]
-
-    def _metas(self, meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
-        """Return the meta of each rank; ranks of a replica group get the same."""
-        return self._layout.per_rank(shard_meta_for_dp(meta, plan))
-
-    def _written(
-        self,
-        requests: Sequence[Request[KVBatchMeta]],
-        stage: WorkerPass,
-        meta: KVBatchMeta,
-        metas: Sequence[KVBatchMeta],
-    ) -> Pending[KVBatchMeta]:
-        def merge(results: Sequence[KVBatchMeta]) -> KVBatchMeta:
-            self.driver_bytes += message_bytes((metas, results))
-            return meta.with_written(self._layout.one_per_shard(results))
-
-        return self._workers.submit(self._call(requests, stage.value)).then(merge)

@@ -1,7 +1,7 @@
-"""`DeviceStates`: states of a policy worker, what memory they take, and its reference weights.
+"""`DeviceStates`: the engine of a policy worker on its device: states, memory, reference weights.
 
-A part of the worker. Invariant: after each state change parameters, gradients and optimizer state are where the state
-promises (`base.check_placement`).
+The base of the other parts of `PolicyWorker`. Invariant: after each state change parameters, gradients and optimizer
+state are where the state promises (`base.check_placement`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -17,6 +18,7 @@ import torch
 
 from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.models.hf.shards import local_shard
+from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.workers.base import DeviceSide, Placement, WorkerState, placement_of
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.moves import HostBuffers
@@ -82,7 +84,7 @@ class Shards:
 
 
 class DeviceStates:
-    """Moves a worker between its states. Starts ready for training.
+    """One rank's engine, which it moves between the states of a worker. Starts ready for training.
 
     Args:
         keep_reference: keep the present weights on the CPU, for `use_reference_model`; of a policy with adapters those
@@ -95,13 +97,15 @@ class DeviceStates:
         self,
         engine: Engine,
         device_side: DeviceSide,
+        here: RankInfo,
         *,
-        rank: int,
         keep_reference: bool,
         adapter_reference: Literal["base", "start"] = "base",
         sharing: DeviceSharing = "crowded",
     ) -> None:
-        self._engine, self._device_side, self._rank, self._sharing = engine, device_side, rank, sharing
+        self.engine, self._device_side, self._here, self._sharing = engine, device_side, here, sharing
+        self.rank, self.device = here.rank, here.device
+        self.layout, self.world_size = here.layout, here.layout.world_size
         self._host = HostBuffers(is_pinned=device_side.is_cuda)
         self.shards = Shards(engine.weights, self._host)
         has_adapters = bool(engine.adapter_infos())
@@ -121,11 +125,23 @@ class DeviceStates:
         self._placement = self._placement_in(self._state)
         engine.check_placement(self._placement)
 
-    @property
-    def is_shut_down(self) -> bool:
-        return self._is_shut_down
-
     # States.
+
+    def prepare_for_lp_inference(self) -> None:
+        """Bring weights to the device, drop gradients, optimizer state on the CPU."""
+        self.change_state(WorkerState.LOGPROBS)
+
+    def prepare_for_training(self) -> None:
+        """Bring weights and optimizer state on the device."""
+        self.change_state(WorkerState.TRAINING)
+
+    def offload_before_refit(self) -> None:
+        """Free what a weight export does not need: gradients and optimizer state."""
+        self.change_state(WorkerState.REFIT)
+
+    def offload_after_refit(self) -> None:
+        """Free the device for generation: everything on the CPU."""
+        self.change_state(WorkerState.OFFLOADED)
 
     def change_state(self, state: WorkerState) -> None:
         """Bring everything where the state wants it; gradients are gone afterwards."""
@@ -135,21 +151,21 @@ class DeviceStates:
             raise RuntimeError(f"cannot change to {state.value!r} while the reference weights are in place")
         self._note_peak()
         before, came_from = self._device_side.used_bytes(), self._state
-        self._engine.drop_gradients()
+        self.engine.drop_gradients()
         placement = self._placement_in(state)
         self._count_moves(STAGE_NAMES[state], placement)
         with self.guarding(STAGE_NAMES[state], MOVE_KEYS):
             if self._device_side.is_cuda:
-                self._engine.move(placement, self._host)
+                self.engine.move(placement, self._host)
                 self._device_side.release_cache()
         self._state, self._placement = state, placement
         self._device_side.reset_peak_memory_stats()
-        self._engine.check_placement(placement)
+        self.engine.check_placement(placement)
         after = self._device_side.used_bytes()
         self._memory |= {f"{STAGE_NAMES[came_from]}_end": before, f"{STAGE_NAMES[state]}_start": after}
         logger.info(
             "rank %d: %s -> %s: %.1f MiB -> %.1f MiB on %s",
-            self._rank,
+            self.rank,
             came_from.value,
             state.value,
             before / MIB,
@@ -158,7 +174,7 @@ class DeviceStates:
         )
 
     def _placement_in(self, state: WorkerState) -> Placement:
-        placement = placement_of(state, cpu_offload=self._engine.cpu_offload, sharing=self._sharing)
+        placement = placement_of(state, cpu_offload=self.engine.cpu_offload, sharing=self._sharing)
         return placement if placement.optimizer is not None else replace(placement, optimizer=self._placement.optimizer)
 
     def _count_moves(self, stage: str, placement: Placement) -> None:
@@ -166,7 +182,7 @@ class DeviceStates:
         if before.weights != placement.weights:
             moved += sum(shard.nbytes for shard in self.shards.held())
         if before.optimizer != placement.optimizer:
-            moved += sum(local_shard(moment).nbytes for moment in self._engine.moments())
+            moved += sum(local_shard(moment).nbytes for moment in self.engine.moments())
         self.moved_bytes[stage] = self.moved_bytes.get(stage, 0) + moved
 
     def enter(self, state: WorkerState) -> None:
@@ -207,9 +223,8 @@ class DeviceStates:
         side = self._device_side
         return out_of_memory_of(stage, side.device, keys=keys, planned=side.planned, microbatch=microbatch)
 
-    def shut_down(self) -> None:
-        """Shut down: no further call is allowed."""
-        self._is_shut_down = True
+    def is_alive(self) -> bool:
+        return not self._is_shut_down
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
@@ -217,7 +232,7 @@ class DeviceStates:
         the reference is the model without adapters, they are switched off and nothing is copied."""
         if self._is_reference_in_use:
             raise RuntimeError("use_reference_model does not nest")
-        with self._engine.without_adapter() if self._is_reference_base else self._reference_in_place():
+        with self.engine.without_adapter() if self._is_reference_base else self._reference_in_place():
             self._is_reference_in_use = True
             try:
                 yield
@@ -235,7 +250,29 @@ class DeviceStates:
         finally:
             self._replaced.write(aside)
 
-    # Memory.
+    # The device.
+
+    def get_gpu_info(self) -> dict[str, object]:
+        return {"rank": self.rank, **self._device_side.info()}
+
+    def report_device_id(self) -> str:
+        return self._device_side.device_id()
+
+    def start_gpu_profiling(self, folder: Path | None = None) -> None:
+        """Profile this rank until `stop_gpu_profiling`.
+
+        Args:
+            folder: gets `rank_N.json.gz`, a trace of torch's profiler; None opens the range that
+                `nsys --capture-range=cudaProfilerApi` records.
+        """
+        self._device_side.start_profiling(None if folder is None else folder / f"rank_{self.rank}.json.gz")
+
+    def stop_gpu_profiling(self) -> None:
+        """End the profile and write its trace. Idempotent."""
+        self._device_side.stop_profiling()
+
+    def reset_peak_memory_stats(self) -> None:
+        self._device_side.reset_peak_memory_stats()
 
     def memory_report(self) -> dict[str, int]:
         """Return bytes since the last report, on this worker's GPU or resident on a CPU.

@@ -1,6 +1,6 @@
 """`Passes`: training calls and log-probabilities of a policy worker, whatever engine holds the model.
 
-The base of `PolicyWorker`. Invariant: weights, optimizer and learning rate depend on the global batches alone, not on
+A base of `PolicyWorker`. Invariant: weights, optimizer and learning rate depend on the global batches alone, not on
 their split into ranks or microbatches.
 """
 
@@ -26,10 +26,9 @@ from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
 from nemo_rl.models.policy.observer import NO_HOOK_OBSERVERS, HookObservers
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
-from nemo_rl.models.policy.steps import BatchForm, RankInfo, StepOutcome, check_same_plan, loss_scales
+from nemo_rl.models.policy.steps import BatchForm, StepOutcome, check_same_plan, loss_scales
 from nemo_rl.models.policy.workers.base import WorkerState, deterministic_algorithms, device_name
 from nemo_rl.models.policy.workers.device_states import DeviceStates
-from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.out_of_memory import largest_microbatch, lowering_keys
 from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
 
@@ -51,20 +50,13 @@ class RankRoutes:
     """`[N, T]` float32 sums of squared probabilities, where they were asked for."""
 
 
-class Passes:
+class Passes(DeviceStates):
     """Training calls and log-probabilities of one rank."""
 
     def __init__(
-        self,
-        config: PolicyConfig,
-        here: RankInfo,
-        engine: Engine,
-        device_states: DeviceStates,
-        replay: Replay,
-        hook_observers: HookObservers = NO_HOOK_OBSERVERS,
+        self, config: PolicyConfig, *, replay: Replay, hook_observers: HookObservers = NO_HOOK_OBSERVERS
     ) -> None:
-        self.config, self._here, self.engine, self.device_states = config, here, engine, device_states
-        self.replay, self._hook_observers = replay, hook_observers
+        self.config, self.replay, self._hook_observers = config, replay, hook_observers
 
     def train(
         self,
@@ -91,8 +83,8 @@ class Passes:
             NonFiniteError: on every rank; names the samples.
             FieldNotProduced: router replay is on, and there are no routes.
         """
-        self.device_states.require("train", WorkerState.TRAINING, *([WorkerState.LOGPROBS] if eval_mode else []))
-        self.device_states.require_policy_weights("train")
+        self.require("train", WorkerState.TRAINING, *([WorkerState.LOGPROBS] if eval_mode else []))
+        self.require_policy_weights("train")
         if plan is None:
             rows_per_step = (gbs or self.config.train_global_batch_size) / self._here.layout.dp
             plan = self._fixed_plan(batch, rows_per_step, mbs or self.config.train_micro_batch_size)
@@ -159,7 +151,7 @@ class Passes:
         Raises:
             FieldNotProduced: router replay is on, and there are no routes.
         """
-        self.device_states.require("get_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self.require("get_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, mbs)
         if not replay:
             return self._logprobs(batch, plan, OWN_ROUTES, phase)[0]
@@ -172,7 +164,7 @@ class Passes:
     ) -> torch.Tensor:
         """(collective) Return `[2, N, T]`: as `get_logprobs`, and the sum of squared probabilities of each token's
         whole distribution."""
-        self.device_states.require("get_logprobs_with_squares", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self.require("get_logprobs_with_squares", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
         phase, shape = WorkerPass.PREV_LOGPROBS, self.batch_layout(plan).shape
         with self.replay.replaying(phase, batch, plan, shape, routes) as pass_routes:
@@ -196,7 +188,7 @@ class Passes:
         Raises:
             FieldNotProduced: router replay is on, and there are no routes.
         """
-        self.device_states.require("get_topk_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self.require("get_topk_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
         microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
         check_same_plan([len(microbatches)])
@@ -217,7 +209,7 @@ class Passes:
 
         All rows run at once, and the routers choose for themselves.
         """
-        self.device_states.require("score", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
+        self.require("score", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
         return self._logprobs(batch, self._inference_plan(batch, batch.size), OWN_ROUTES, None, sampling=Sampling())[0]
 
     def record_routes(
@@ -229,7 +221,7 @@ class Passes:
         Raises:
             RuntimeError: router replay is off.
         """
-        self.device_states.require("record_routes", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self.require("record_routes", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
         with self.replay.recording(WorkerPass.PREV_LOGPROBS, batch, plan) as stage:
             computed = (SQUARED_PROBS,) if with_squares else ()
@@ -270,8 +262,8 @@ class Passes:
         """(collective) Return `get_logprobs` under the reference weights, whose routers choose for themselves;
         without the filter of top-k and top-p."""
         plan = plan or self._inference_plan(batch, mbs)
-        with self.device_states.use_reference_model():
-            self.device_states.require("get_reference_policy_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        with self.use_reference_model():
+            self.require("get_reference_policy_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
             # The KL compares whole distributions; a filter would leave each policy a set of its own.
             whole = self.batch_layout(plan).sampling.unfiltered
             return self._logprobs(batch, plan, OWN_ROUTES, WorkerPass.REFERENCE_LOGPROBS, sampling=whole)[0]
@@ -283,7 +275,7 @@ class Passes:
 
         Values `[N, T, k]` float32 and ids `[N, T, k]` int64 on the CPU, without temperature; 0 in the padding.
         """
-        self.device_states.require("get_topk_logits", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self.require("get_topk_logits", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = self._inference_plan(batch, mbs)
         check_same_plan([len(plan.microbatches[0])])
         runner = self.engine.runner(self.batch_layout(plan), OWN_ROUTES)
@@ -316,7 +308,7 @@ class Passes:
         keys = lowering_keys(self.config, is_training=stage == "train")
         try:
             with (
-                self.device_states.guarding(stage, keys, microbatch=partial(largest_microbatch, batch, plan)),
+                self.guarding(stage, keys, microbatch=partial(largest_microbatch, batch, plan)),
                 deterministic_algorithms() if self.config.deterministic else nullcontext(),
             ):
                 yield

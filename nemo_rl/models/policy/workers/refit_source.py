@@ -1,6 +1,6 @@
 """`RefitSource`: how a policy worker hands its weights to the generation engines.
 
-A part of the worker; `WeightSync` begins and ends a refit from outside. Invariant: every rank takes part in
+A base of `PolicyWorker`; `WeightSync` begins and ends a refit from outside. Invariant: every rank takes part in
 gathering each weight, in the same order; the buffer is freed at the end. For deltas the weights that were sent last
 stay in the memory of each rank that has a buffer, on the CPU, in the engines' dtypes.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,9 +18,9 @@ import torch.distributed as dist
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.distributed.job_store import own_address
 from nemo_rl.models.adapters.lora import folded, merged
-from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
+from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.device_states import DeviceStates
-from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.weight_sync import buckets, transport
 from nemo_rl.models.weight_sync.buckets import NUM_SLOTS, BucketFiller, RefitPlan, in_dtypes
 from nemo_rl.models.weight_sync.channel import BucketSender, ChannelOffer, ChannelRequest, SharedSlots
@@ -27,6 +28,7 @@ from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
 from nemo_rl.models.weight_sync.receipt import Sent
 from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroup, RefitGroupSpec
+from nemo_rl.models.weight_sync.weights_digest import WeightsDigest, digest_weights
 
 __all__ = ["RefitSource"]
 
@@ -34,7 +36,7 @@ REFIT_KEYS = ("policy.generation.refit_buffer_ratio", "policy.generation.vllm_cf
 """Keys that lower the memory of a refit."""
 
 
-class RefitSource:
+class RefitSource(DeviceStates):
     """The sending side of a refit.
 
     Args:
@@ -42,36 +44,65 @@ class RefitSource:
         lora: None: the engine trains its weights.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        device_states: DeviceStates,
-        device_side: DeviceSide,
-        *,
-        rank: int,
-        takes_fingerprints: bool = False,
-        lora: LoraConfig | None = None,
-    ) -> None:
-        self._engine, self._device_states, self._device_side, self._rank = engine, device_states, device_side, rank
-        self._takes_fingerprints = takes_fingerprints and rank == 0
+    def __init__(self, *, takes_fingerprints: bool = False, lora: LoraConfig | None = None) -> None:
+        self._takes_fingerprints = takes_fingerprints and self.rank == 0
         self._lora = lora
-        self._loss = MergeLoss()
+        self._merge_loss = MergeLoss()
         self._fingerprints = Fingerprints()
         self._filler: BucketFiller | None = None
         self._buffer: torch.Tensor | None = None
         self._held = HeldWeights()
         self._num_buckets = self._num_bytes = 0
-        self._group: RefitGroup | None = None
-        self._store: dist.Store | None = None
+        self._refit_group: RefitGroup | None = None
+        self._refit_store: dist.Store | None = None
         self._slot_bytes = 0
         self._shared: SharedSlots | None = None
         self._channel: BucketSender | None = None
 
-    def free_bytes(self, *, on_device: bool) -> int:
-        """Return memory that a buffer may take a part of: of the worker's device, or of this machine."""
-        return buckets.free_bytes(self._device_side.device if on_device else torch.device("cpu"))
+    # What is sent.
 
-    def begin(self, plan: RefitPlan, *, on_device: bool, num_slots: int = 1, is_shared: bool = False) -> int:
+    def prepare_refit_info(self) -> dict[str, TensorInfo]:
+        """Return name, shape and dtype of every weight in HF naming, in export order."""
+        return self.engine.weight_infos()
+
+    def prepare_adapter_info(self) -> dict[str, TensorInfo]:
+        """Return name, shape and dtype of every tensor of the adapter, in the order in which it is sent."""
+        return self.engine.adapter_infos()
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(collective) Yield the full CPU weights in HF naming, one at a time, on every rank."""
+        self.require("export_weights", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
+        yield from self.engine.export_weights()
+
+    def weights_digest(self) -> WeightsDigest | None:
+        """(collective) Return the digest of the trained weights at rank 0, None elsewhere: of the adapter where one is
+        trained, else of all exported ones."""
+        weights = self.export_weights()
+        if self.engine.adapter_infos():
+            weights = ((name, weight.to("cpu")) for name, weight in self.engine.full_adapter())
+        if self.rank == 0:
+            return digest_weights(weights)
+        for _ in weights:
+            """Each is gathered from all ranks."""
+        return None
+
+    # A refit.
+
+    def offer_refit(
+        self, *, kind: Literal["weights", "adapter"], on_device: bool
+    ) -> tuple[dict[str, tuple[int, ...]], int]:
+        """Return the shapes of what a refit would bring, empty but at rank 0, and `refit_free_bytes`."""
+        free = self.refit_free_bytes(on_device=on_device)
+        if self.rank:
+            return {}, free
+        infos = self.prepare_adapter_info() if kind == "adapter" else self.prepare_refit_info()
+        return {name: info.shape for name, info in infos.items()}, free
+
+    def refit_free_bytes(self, *, on_device: bool) -> int:
+        """Return memory that a buffer may take a part of: of the worker's device, or of this machine."""
+        return buckets.free_bytes(self.device if on_device else torch.device("cpu"))
+
+    def begin_refit(self, plan: RefitPlan, *, on_device: bool, num_slots: int = 1, is_shared: bool = False) -> int:
         """Allocate the buffer; return the number of buckets.
 
         Args:
@@ -79,17 +110,18 @@ class RefitSource:
             num_slots: buckets that the buffer holds.
             is_shared: the buffer on the CPU is memory that other processes can map.
         """
-        self._device_states.require("begin_refit", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
-        # What an adapter sends stays as it is until `end`: copies, but for A of float32 engines, which no step changes.
-        self._fingerprints, self._loss = Fingerprints(defers=plan.kind == "adapter"), MergeLoss()
+        self.require("begin_refit", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
+        # What an adapter sends stays as it is until `end_refit`: copies, but for A of float32 engines, which no step
+        # changes.
+        self._fingerprints, self._merge_loss = Fingerprints(defers=plan.kind == "adapter"), MergeLoss()
         self._buffer, self._slot_bytes, size = None, plan.buffer_bytes, num_slots * plan.buffer_bytes
         if on_device:
-            with self._device_side.plain_segments(), self._device_states.guarding("refit", REFIT_KEYS):
-                self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device_side.device)
-        elif self._rank == 0 and is_shared:
+            with self._device_side.plain_segments(), self.guarding("refit", REFIT_KEYS):
+                self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        elif self.rank == 0 and is_shared:
             self._shared = SharedSlots(num_slots=num_slots, slot_bytes=plan.buffer_bytes)
             self._buffer = self._shared.slots
-        elif self._rank == 0:
+        elif self.rank == 0:
             self._buffer = torch.empty(size, dtype=torch.uint8)
         self._filler = self._filler_of(plan)
         self._num_buckets, self._num_bytes = self._filler.num_missing, 0
@@ -97,14 +129,14 @@ class RefitSource:
 
     def _stream_of(self, plan: RefitPlan) -> Iterator[tuple[str, torch.Tensor]]:
         """(collective) Yield what the plan names: weights as they are or with the adapter merged, or A and s B."""
-        engine, lora = self._engine, self._lora
+        engine, lora = self.engine, self._lora
         if lora is None or (lora.is_native and plan.kind == "weights"):
             # The cast of a shard is the shard of the cast, and half of the bytes to gather.
             return engine.full_weights({slot.name: getattr(torch, slot.dtype) for slot in plan.slots})
         if lora.is_native:
             return folded(engine.full_adapter(), lora.scale)
         adapter = dict(engine.full_adapter())
-        return self._loss.passing(plan, engine.full_weights(), adapter, lora.scale)
+        return self._merge_loss.passing(plan, engine.full_weights(), adapter, lora.scale)
 
     def _filler_of(self, plan: RefitPlan) -> BucketFiller:
         weights = self._stream_of(plan)
@@ -116,7 +148,7 @@ class RefitSource:
         self._held.forget()
         return BucketFiller(plan, weights)
 
-    def open_channel(self, plan: RefitPlan, request: ChannelRequest) -> ChannelOffer | None:
+    def open_refit_channel(self, plan: RefitPlan, request: ChannelRequest) -> ChannelOffer | None:
         """Begin a refit whose buckets engines read by themselves; None where this rank offers none to anybody.
 
         Raises:
@@ -124,7 +156,7 @@ class RefitSource:
         """
         num_slots = len(plan.buckets()) if request.holds_all else min(NUM_SLOTS, len(plan.buckets()))
         self._close_channel()
-        self.begin(plan, on_device=request.on_device, num_slots=num_slots, is_shared=True)
+        self.begin_refit(plan, on_device=request.on_device, num_slots=num_slots, is_shared=True)
         if self._buffer is None:
             return None
         self._channel = BucketSender(
@@ -146,17 +178,17 @@ class RefitSource:
         """
         channel = self._channel
         if channel is not None:
-            channel.accept(num_readers.get(self._rank, 0))
+            channel.accept(num_readers.get(self.rank, 0))
         with self._telling_of_errors():
             for _ in range(self._num_buckets):
                 size = self._fill(0 if channel is None else channel.slot())
                 if self._device_side.is_cuda:
-                    torch.cuda.synchronize(self._device_side.device)
+                    torch.cuda.synchronize(self.device)
                 if channel is not None:
                     channel.send(size)
 
     def hold_buckets(self) -> None:
-        """(collective) Fill the slots of all buckets, which engines read one after the other until `end`."""
+        """(collective) Fill the slots of all buckets, which engines read one after the other until `end_refit`."""
         sizes = [self._fill(number) for number in range(self._num_buckets)]
         if self._channel is not None:
             self._channel.serve(sizes)
@@ -167,7 +199,7 @@ class RefitSource:
         try:
             yield
         except Exception as error:
-            for side in (self._group, self._channel):
+            for side in (self._refit_group, self._channel):
                 if side is not None:
                     side.send_error(f"{type(error).__name__}: {error}")
             raise
@@ -177,8 +209,8 @@ class RefitSource:
         size = self._fill()
         return self._buffer[:size].numpy() if self._buffer is not None else None
 
-    def end(self) -> Sent:
-        """Free the buffer; say what was put into it since `begin`. Idempotent."""
+    def end_refit(self) -> Sent:
+        """Free the buffer; say what was put into it since `begin_refit`. Idempotent."""
         self._filler, self._buffer = None, None
         self._close_channel()
         if self._device_side.is_cuda:
@@ -186,21 +218,21 @@ class RefitSource:
             torch.cuda.ipc_collect()
         self._device_side.release_cache()
         taken, self._fingerprints = self._fingerprints, Fingerprints()
-        return Sent(num_bytes=self._num_bytes, fingerprints=taken.result(), merge_loss=self._loss.share())
+        return Sent(num_bytes=self._num_bytes, fingerprints=taken.result(), merge_loss=self._merge_loss.share())
 
-    def open_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
+    def open_refit_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Open the store of the refit group; return its port."""
         store = transport.open_store(address, world_size, timeout_s=timeout_s)
-        self._store = store
+        self._refit_store = store
         return int(store.port)
 
-    def join_group(self, spec: RefitGroupSpec) -> None:
+    def join_refit_group(self, spec: RefitGroupSpec) -> None:
         """(rank 0, while every engine joins) Make the refit group, in place of the one before."""
-        if self._group is not None:
-            self._group.close()
-        self._group = RefitGroup(spec, device=self._device_side.device, store=self._store)
+        if self._refit_group is not None:
+            self._refit_group.close()
+        self._refit_group = RefitGroup(spec, device=self.device, store=self._refit_store)
 
-    def broadcast(self) -> None:
+    def broadcast_weights(self) -> None:
         """(collective, while every engine receives) Send all buckets from rank 0.
 
         Raises:
@@ -209,15 +241,15 @@ class RefitSource:
         for _ in range(self._num_buckets):
             with self._telling_of_errors():
                 size = self._fill()
-            if self._group is not None and self._buffer is not None:
-                self._group.send(self._buffer[:size])
+            if self._refit_group is not None and self._buffer is not None:
+                self._refit_group.send(self._buffer[:size])
 
-    def close(self) -> None:
+    def _close_refit(self) -> None:
         """Leave the refit group. Idempotent."""
         self._close_channel()
-        if self._group is not None:
-            self._group.close()
-        self._group, self._store = None, None
+        if self._refit_group is not None:
+            self._refit_group.close()
+        self._refit_group, self._refit_store = None, None
 
     def _close_channel(self) -> None:
         if self._channel is not None:
@@ -228,7 +260,7 @@ class RefitSource:
         assert self._filler is not None, "begin_refit comes first"
         place = slot * self._slot_bytes
         room = None if self._buffer is None else self._buffer[place : place + self._slot_bytes]
-        with self._device_states.guarding("refit", REFIT_KEYS):
+        with self.guarding("refit", REFIT_KEYS):
             size = self._filler.fill(room)
         self._num_bytes += size
         return size

@@ -1,7 +1,7 @@
 """`Saving`: how a policy worker writes checkpoints, now or beside its training.
 
-A part of the worker. A save beside the training copies what it writes first, and its threads talk in a group of their
-own, so that no collective of the training meets one of theirs. Invariant: at most one save runs.
+A base of `PolicyWorker`. A save beside the training copies what it writes first, and its threads talk in a group of
+their own, so that no collective of the training meets one of theirs. Invariant: at most one save runs.
 """
 
 from __future__ import annotations
@@ -18,54 +18,45 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.hf.checkpoint_folder import save_tokenizer
 from nemo_rl.models.policy.workers.device_states import DeviceStates
-from nemo_rl.models.policy.workers.engine import Engine, Snapshot
+from nemo_rl.models.policy.workers.engine import Snapshot
 
 __all__ = ["Saving"]
 
 logger = logging.getLogger(__name__)
 
 
-class Saving:
-    """Writes the checkpoints of one rank.
+class Saving(DeviceStates):
+    """Reads and writes the checkpoints of one rank.
 
     Args:
         model: folder that the run started from.
         group: all ranks of the job, for this alone; its backend serves tensors on the CPU.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        device_states: DeviceStates,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        model: Path,
-        group: dist.ProcessGroup,
-    ) -> None:
-        self._engine, self._device_states, self._tokenizer, self._group = engine, device_states, tokenizer, group
-        self._model = model
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, model: Path, group: dist.ProcessGroup) -> None:
+        self.tokenizer, self._model_folder, self._save_group = tokenizer, model, group
         self._running: _Thread | None = None
 
-    def save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """(collective) Save, and return when all is written."""
+    def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
+        """(collective) Write the HF folder at `weights`; optimizer, schedule and random state at `optimizer`."""
         self._check_none_runs()
-        with self._device_states.ready_for_training():
-            snapshot = self._engine.snapshot(with_optimizer=optimizer is not None, copies=False)
+        with self.ready_for_training():
+            snapshot = self.engine.snapshot(with_optimizer=optimizer is not None, copies=False)
             self._write(snapshot, weights, optimizer, tokenizer)
 
-    def begin(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """(collective) Copy what is to be saved, and write it beside what this rank does from here on."""
+    def begin_save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
+        """(collective) Begin a `save_checkpoint` of this moment: copy what is to be saved, and write it beside what
+        this rank does until `finish_save`."""
         self._check_none_runs()
-        with self._device_states.ready_for_training():
-            snapshot = self._engine.snapshot(with_optimizer=optimizer is not None, copies=True)
+        with self.ready_for_training():
+            snapshot = self.engine.snapshot(with_optimizer=optimizer is not None, copies=True)
         self._running = _Thread(lambda: self._write(snapshot, weights, optimizer, tokenizer))
 
-    @property
-    def is_running(self) -> bool:
+    def is_saving(self) -> bool:
         """Return whether a save is still being written; one that failed is no longer running."""
         return self._running is not None and self._running.is_alive
 
-    def finish(self, *, timeout_s: float) -> float:
+    def finish_save(self, *, timeout_s: float) -> float:
         """(collective) Wait until what was begun is written; the seconds it took, 0 where nothing was begun.
 
         Raises:
@@ -74,19 +65,23 @@ class Saving:
         running, self._running = self._running, None
         return 0.0 if running is None else running.finish(timeout_s)
 
-    def close(self) -> None:
-        """End the group; called once."""
+    def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
+        """(collective) Continue from a checkpoint of any layout; the reference stays the initial model."""
+        with self.ready_for_training():
+            self.engine.load(weights=weights, optimizer=optimizer)
+
+    def _close_saving(self) -> None:
         if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            dist.destroy_process_group(self._save_group)
 
     def _check_none_runs(self) -> None:
         if self._running is not None:
             raise RuntimeError("a save was begun: finish it before the next")
 
     def _write(self, snapshot: Snapshot, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        snapshot.write(weights=weights, optimizer=optimizer, group=self._group)
+        snapshot.write(weights=weights, optimizer=optimizer, group=self._save_group)
         if tokenizer is not None:
-            save_tokenizer(self._tokenizer, tokenizer, model=self._model, group=self._group)
+            save_tokenizer(self.tokenizer, tokenizer, model=self._model_folder, group=self._save_group)
 
 
 class _Thread:

@@ -100,7 +100,7 @@ def test_the_reference_is_the_model_without_its_adapter(folder: Path) -> None:
         worker.train(batch, LOSS)
         adapter, policy = adapter_of(worker), worker.get_logprobs(batch)
         reference = worker.get_reference_policy_logprobs(batch)
-        assert worker.device_states.reference is None
+        assert worker.reference is None
         assert same(adapter_of(worker), adapter) and torch.equal(worker.get_logprobs(batch), policy)
     with torch.no_grad():
         base = hf_logprobs(load_causal_lm(folder), batch) * batch.tensor("token_mask")

@@ -61,14 +61,14 @@ def test_the_reference_is_kept_in_the_dtype_of_the_pass_and_has_the_first_number
     trained = _weights(worker)
     assert torch.equal(worker.get_reference_policy_logprobs(tiny_batch()), first)
     assert not torch.equal(worker.get_logprobs(tiny_batch()), first) and _same(_weights(worker), trained)
-    reference = worker.device_states.reference
+    reference = worker.reference
     assert reference is not None and {weight.dtype for weight in reference} == {torch.bfloat16}
     worker.shutdown()
 
 
 def test_a_pass_without_memory_says_what_it_needed_and_what_lowers_it(folder: Path) -> None:
     worker = tiny_worker(tiny_policy(folder))
-    worker.device_states._device_side.planned = {"train": 3 << 30}
+    worker._device_side.planned = {"train": 3 << 30}
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -169,7 +169,7 @@ def test_memory_for_another_process_heeds_a_users_own_allocator(environment: dic
 def test_a_cycle_of_moves_keeps_every_bit_and_the_memory_on_the_cpu(folder: Path) -> None:
     worker, host = tiny_worker(tiny_policy(folder)), HostBuffers(is_pinned=False)
     worker.train(tiny_batch(), LOSS)
-    tensors = [local_shard(moment) for moment in worker.engine.moments()] + worker.device_states.shards.held()
+    tensors = [local_shard(moment) for moment in worker.engine.moments()] + worker.shards.held()
     tensors.append(torch.arange(7, dtype=torch.int64))
     places = list[list[int]]()
     for _ in range(2):
@@ -214,10 +214,10 @@ def test_log_probabilities_leave_the_optimizer_where_it_is(
     worker = tiny_worker(tiny_policy(folder), sharing=sharing)
     worker.train(tiny_batch(), LOSS)
     optimizer = sum(local_shard(moment).nbytes for moment in worker.engine.moments())
-    weights = sum(shard.nbytes for shard in worker.device_states.shards.held())
+    weights = sum(shard.nbytes for shard in worker.shards.held())
     worker.prepare_for_lp_inference()
     worker.prepare_for_training()
-    moved = worker.device_states.moved_bytes
+    moved = worker.moved_bytes
     assert moved == {"logprobs": to_logprobs * optimizer, "train": to_training * optimizer}
     # For engines that wake, everything leaves; the optimizer comes back for training and not before.
     worker.offload_before_refit()

@@ -108,7 +108,7 @@ def test_the_reference_is_the_model_without_adapters_and_costs_no_memory(worker:
     after, reference = worker.get_logprobs(batch), worker.get_reference_policy_logprobs(batch)
     assert torch.equal(reference, before) and not torch.equal(after, before)
     assert torch.equal(worker.get_logprobs(batch), after), "the adapters are on again"
-    assert worker.device_states.reference is None
+    assert worker.reference is None
 
 
 def test_the_reference_can_be_the_adapter_of_the_start(policy: PolicyConfig, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_the_reference_can_be_the_adapter_of_the_start(policy: PolicyConfig, tmp
     after = worker.get_logprobs(batch)
     assert torch.equal(worker.get_reference_policy_logprobs(batch), before) and not torch.equal(after, before)
     assert torch.equal(worker.get_logprobs(batch), after)
-    kept = worker.device_states.reference
+    kept = worker.reference
     assert kept is not None and bytes_of(iter(kept)) == bytes_of(iter(start.values())), "of the adapter alone"
     worker.shutdown()
 
@@ -204,7 +204,7 @@ def test_a_save_beside_the_training_holds_its_moment(worker: PolicyWorker, tmp_p
     snapshot = worker.engine.snapshot(with_optimizer=True, copies=True)
     worker.train(tiny_batch(), LOSS)
     weights = tmp_path / "weights"
-    snapshot.write(weights=weights, optimizer=tmp_path / "optimizer", group=worker.saving._group)
+    snapshot.write(weights=weights, optimizer=tmp_path / "optimizer", group=worker._save_group)
     assert not same(adapter_of(worker), expected)
     worker.load_checkpoint(weights=weights, optimizer=None)
     assert same(adapter_of(worker), expected)

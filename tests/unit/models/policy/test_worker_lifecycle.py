@@ -199,7 +199,7 @@ def test_nan_weights_stop_logprobs_with_row_numbers_where_there_are_no_keys(work
     batch = tiny_batch(4)
     del batch["keys"]
     with torch.no_grad():
-        for shard in worker.device_states.shards.held():
+        for shard in worker.shards.held():
             shard.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match=r"log-probabilities: samples row 0 \(rank 0\), row 1"):
         worker.get_logprobs(batch)
