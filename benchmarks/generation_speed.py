@@ -24,7 +24,7 @@ from nemo_rl.config.generation import GenerationConfig, VllmConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
-from nemo_rl.models.generation.vllm.start import build_vllm_worker
+from nemo_rl.models.generation.vllm.worker import build_vllm_worker
 from nemo_rl.models.hf.loading import load_causal_lm, named_weights
 
 __all__ = [

@@ -168,7 +168,7 @@ ENGINES = PluginKind(
     what="a generation engine",
     builtin={
         "torch": "nemo_rl.models.generation.torch_engine.worker:build_engine_worker",
-        "vllm": "nemo_rl.models.generation.vllm.start:build_vllm_worker",
+        "vllm": "nemo_rl.models.generation.vllm.worker:build_vllm_worker",
     },
 )
 

@@ -98,7 +98,7 @@ def test_the_embedded_engine_samples_rows_with_images(folder: Path) -> None:
 
 
 def vllm_on_a_gpu(spec: EngineSpec) -> object:
-    from nemo_rl.models.generation.vllm.start import build_vllm_worker
+    from nemo_rl.models.generation.vllm.worker import build_vllm_worker
 
     return build_vllm_worker(replace(spec, use_gpu=True, weight_version=0))
 

@@ -26,7 +26,7 @@ from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
 from nemo_rl.errors import from_record, to_record
 from nemo_rl.models.generation.interfaces import EngineSpec
-from nemo_rl.models.generation.vllm.start import build_vllm_worker
+from nemo_rl.models.generation.vllm.worker import build_vllm_worker
 from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker

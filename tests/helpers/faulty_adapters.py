@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
-from nemo_rl.models.generation.vllm.start import build_vllm_worker
+from nemo_rl.models.generation.vllm.worker import build_vllm_worker
 from tests.helpers.faulty_engines import NORM
 from tests.helpers.model_families import VLLM_SIZES, write_with_tokenizer
 

@@ -34,7 +34,7 @@ from nemo_rl.models.generation.interfaces import (
     GroupSamples,
 )
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
-from nemo_rl.models.generation.vllm.start import build_vllm_worker
+from nemo_rl.models.generation.vllm.worker import build_vllm_worker
 from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, flat_bytes
 from nemo_rl.models.weight_sync.receipt import LONG
 from nemo_rl.models.weight_sync.transport import IpcHandle

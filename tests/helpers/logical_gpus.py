@@ -13,7 +13,8 @@ from pathlib import Path
 import ray
 
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface
-from nemo_rl.models.generation.vllm.start import build_vllm_worker, prepare_process
+from nemo_rl.models.generation.vllm.start import prepare_process
+from nemo_rl.models.generation.vllm.worker import build_vllm_worker
 
 __all__ = ["NOTES", "build_on_logical_gpus", "rank_notes"]
 

@@ -20,7 +20,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
-from nemo_rl.models.generation.vllm.start import build_vllm_worker
+from nemo_rl.models.generation.vllm.worker import build_vllm_worker
 from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.recording import RecordSpec, recorded_model
 from nemo_rl_tools.compare.comparison import RecordingComparison

@@ -26,7 +26,7 @@ from itertools import count
 from threading import Condition
 
 from nemo_rl.errors import WorkerError
-from nemo_rl.models.generation.interfaces import (
+from nemo_rl.models.generation.requests import (
     EngineLoad,
     GenerationOutput,
     GenerationRequest,

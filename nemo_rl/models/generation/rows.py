@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nemo_rl.models.generation.interfaces import GenerationRequest
+from nemo_rl.models.generation.requests import GenerationRequest
 from nemo_rl.models.vision import PromptImages, VisionFamily
 
 __all__ = ["RowRequest", "check_images", "rows_of"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from nemo_rl.errors import ConfigError, name_some
-from nemo_rl.models.generation.interfaces import (
+from nemo_rl.models.generation.requests import (
     EngineLoad,
     EngineSpec,
     GenerationOutput,

@@ -110,7 +110,7 @@ def vllm_ranks(folder: Path) -> Iterator[EngineProcess]:
 
 
 def _asleep(spec: EngineSpec) -> object:
-    from nemo_rl.models.generation.vllm.start import build_vllm_worker
+    from nemo_rl.models.generation.vllm.worker import build_vllm_worker
 
     return build_vllm_worker(replace(spec, sleep_level=2))
 

@@ -30,7 +30,8 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
 from nemo_rl.models.generation.turn_batch import ContinuousSpec, in_order
-from nemo_rl.models.generation.vllm.start import build_vllm_worker, check_vllm_spec
+from nemo_rl.models.generation.vllm.start import check_vllm_spec
+from nemo_rl.models.generation.vllm.worker import build_vllm_worker
 from nemo_rl.models.hf.loading import load_causal_lm, named_weights
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.vision import PIXELS, PromptImages, family_of, is_in_tower

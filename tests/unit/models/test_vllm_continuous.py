@@ -19,7 +19,8 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.experience.turn_sampler import TurnRequest, TurnSample, TurnSampler
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.schedule import ScheduleEntry
-from nemo_rl.models.generation.vllm.start import build_vllm_worker, check_vllm_spec
+from nemo_rl.models.generation.vllm.start import check_vllm_spec
+from nemo_rl.models.generation.vllm.worker import build_vllm_worker
 from nemo_rl.models.hf.loading import named_weights
 from nemo_rl.models.weight_sync.receipt import Answer, make_probe
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints

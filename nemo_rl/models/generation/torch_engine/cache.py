@@ -7,19 +7,16 @@ with experts, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from nemo_rl.models.generation.interfaces import BASE
+from nemo_rl.models.generation.requests import BASE
+from nemo_rl.models.generation.rows import RowRequest
 from nemo_rl.models.vision import PromptImages, family_of
-
-if TYPE_CHECKING:
-    from nemo_rl.models.generation.torch_engine.decode import BatchRow
 
 __all__ = ["LiveCache", "PrefillPass", "RowStore"]
 
@@ -288,15 +285,15 @@ class RowStore:
             logprob_NS=none[:, None].float(),
         )
 
-    def with_rows(self, rows: Sequence[BatchRow], kinds: Sequence[int], seed_n: torch.Tensor) -> RowStore:
-        """Return the store with more rows at its end."""
+    def with_rows(self, rows: Mapping[int, RowRequest], kinds: Sequence[int], seed_n: torch.Tensor) -> RowStore:
+        """Return the store with more rows, by their keys, at its end."""
         device = self.key_N.device
-        limits = [row.request.max_new_tokens for row in rows]
+        limits = [row.max_new_tokens for row in rows.values()]
         width = max(self.token_NS.shape[1], 1 + max(limits, default=0))
         forced = torch.zeros(len(rows), width, dtype=torch.int64)
-        for place, row in enumerate(rows):
-            if row.request.forced is not None:
-                forced[place, : len(row.request.forced)] = torch.tensor(row.request.forced)
+        for place, row in enumerate(rows.values()):
+            if row.forced is not None:
+                forced[place, : len(row.forced)] = torch.tensor(row.forced)
 
         def more(old: torch.Tensor, new: Sequence[int] | torch.Tensor) -> torch.Tensor:
             return torch.cat([old, torch.as_tensor(new, dtype=old.dtype).to(device)])
@@ -304,8 +301,8 @@ class RowStore:
         pad = (0, width - self.token_NS.shape[1])
         zeros, routes = torch.zeros(len(rows), dtype=torch.int64), self.route_NSLK
         return RowStore(
-            keys=(*self.keys, *(row.key for row in rows)),
-            key_N=more(self.key_N, [row.key for row in rows]),
+            keys=(*self.keys, *rows),
+            key_N=more(self.key_N, list(rows)),
             kind_N=more(self.kind_N, kinds),
             seed_N=more(self.seed_N, seed_n),
             limit_N=more(self.limit_N, limits),

@@ -447,7 +447,8 @@ class DecodeBatch:
             self._rows[row.key] = row
             self._recorder = self._recorder or row.settings.routes
         self._num_live.update(kinds)
-        self._store = self._store.with_rows(rows, kinds, seeds_to_tensor(row.request.seed for row in rows))
+        seed_n = seeds_to_tensor(row.request.seed for row in rows)
+        self._store = self._store.with_rows({row.key: row.request for row in rows}, kinds, seed_n)
 
     def _compact(self) -> None:
         """Free the places of rows that were taken or dropped."""

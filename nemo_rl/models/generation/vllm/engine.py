@@ -44,9 +44,9 @@ from nemo_rl.models.generation.states import EngineStates
 from nemo_rl.models.generation.turn_batch import ContinuousSpec, TurnRow
 from nemo_rl.models.generation.vllm.adapters import VllmAdapters
 from nemo_rl.models.generation.vllm.extension import expected_weights, one_answer, remove_names, same_on_all_ranks
-from nemo_rl.models.generation.vllm.images import use_tensors
+from nemo_rl.models.generation.vllm.images import image_prompt, use_tensors
 from nemo_rl.models.generation.vllm.start import EngineArguments, engine_arguments
-from nemo_rl.models.generation.vllm.turns import FORCED, VllmTurns
+from nemo_rl.models.generation.vllm.turns import FORCED, VllmTurns, row_params
 from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.models.vision import family_of
 from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, match_slots
@@ -105,7 +105,11 @@ class VllmEngine(ServesAdapters[VllmAdapters]):
         self._states = EngineStates(self, number=self._number)
         places = sizes.max_num_seqs or generation.max_batch_size
         self._decoding = ContinuousDecoding(
-            VllmTurns(self, self.running), ContinuousSpec.of(spec, places=places), version=lambda: self._weight_version
+            VllmTurns(
+                self.running, rows_of=self.rows_of, add=self._add, route_shape=self.route_shape, named=self.named
+            ),
+            ContinuousSpec.of(spec, places=places),
+            version=lambda: self._weight_version,
         )
         if spec.sleep_level and weight_version < 0:
             # The policy takes the device first, and a refit brings the first weights.
@@ -157,18 +161,25 @@ class VllmEngine(ServesAdapters[VllmAdapters]):
         check_images(request, self.vision)
         return rows_of(request, max_total_length=self._max_total_length)
 
-    def key_of(self, row: TurnRow) -> str | None:
-        """Return the key of a row that is recorded; None for another one."""
-        is_on = self._recording is not None and self._recording.is_on
-        return row.request.keys[row.row.number] if is_on and row.request.keys else None
-
-    def salt_of(self, row: RowRequest) -> str:
+    def _add(self, llm: vllm.LLM, each: TurnRow) -> str:
+        """Give a row to vLLM, and return vLLM's own name of it."""
+        row, request = each.row, each.request
         # Also the number of loads: weights that are loaded again may be others.
-        return f"{self._weight_version}.{self._num_loads}"
-
-    def adapter_of(self, row: TurnRow) -> int | None:
-        """Return the version of the adapter that a row gets, or `BASE`; None where there are no adapters."""
-        return None if self._adapters is None else self._adapters.versions.resolved(row.adapter)
+        salt, lora = f"{self._weight_version}.{self._num_loads}", None
+        if self._adapters is not None:
+            adapter = self._adapters.versions.resolved(each.adapter)
+            salt, lora = f"{salt}.{self._adapters.salt_of(adapter)}", self._adapters.request_of(adapter)
+        prompt: object = {"prompt_token_ids": list(row.prompt), "cache_salt": salt}
+        if row.images is not None and self.vision is not None:
+            prompt = image_prompt(row, self.vision, salt=salt)
+        is_recorded = self._recording is not None and self._recording.is_on and bool(request.keys)
+        params = row_params(
+            request.sampling,
+            row,
+            replays=llm.llm_engine.vllm_config.use_v2_model_runner,
+            key=request.keys[row.number] if is_recorded else None,
+        )
+        return llm.llm_engine.add_request(str(each.key), prompt, params, lora_request=lora)
 
     def named(self) -> str:
         return f"generation engine {self._number}, weight version {self._weight_version}"

@@ -1,6 +1,6 @@
 """The start of one vLLM engine: variables of its process, arguments, and checks of both before a run.
 
-Imports no vLLM, which takes ten seconds and reads the variables: `build_vllm_worker` sets them before the first import.
+Imports no vLLM, which takes ten seconds and reads the variables: `build_vllm_worker` calls this before it does.
 `preflight` calls `check_vllm` through `ENGINE_CAPABILITIES`; what only vLLM knows is found when the engines start,
 before training. Invariant: an argument of vLLM that has a key of ours is set by that key alone.
 """
@@ -14,11 +14,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface
+from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.vllm.adapters import GUARD_SLOTS, RANKS, served_layers
 from nemo_rl.models.hf.loading import CONFIG_FILE, load_model_config, model_without_weights
 from nemo_rl.models.vision import VisionFamily, family_of
@@ -27,7 +25,6 @@ __all__ = [
     "KEYS",
     "OWN",
     "EngineArguments",
-    "build_vllm_worker",
     "check_vllm",
     "check_vllm_spec",
     "engine_arguments",
@@ -336,17 +333,3 @@ def check_vllm_spec(spec: EngineSpec) -> None:
             "policy.router_replay.enabled: vLLM forgets the routes of running rows when it computes their caches anew; "
             "set policy.generation.in_flight to drain, or policy.generation.backend to torch"
         )
-
-
-def build_vllm_worker(spec: EngineSpec) -> GenerationInterface:
-    """Start one replica.
-
-    Raises:
-        ConfigError: vLLM cannot serve this model, or not with these settings. ResourceError: its cache does not fit.
-    """
-    check_vllm_spec(spec)
-    torch.set_num_threads(spec.threads)
-    prepare_process(spec)
-    from nemo_rl.models.generation.vllm.engine import VllmWorker  # noqa: PLC0415 - takes seconds, reads the variables
-
-    return VllmWorker(spec)

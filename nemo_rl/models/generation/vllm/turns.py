@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,12 +19,9 @@ from nemo_rl.models.generation.recording import ROW_KEY
 from nemo_rl.models.generation.rows import RowRequest
 from nemo_rl.models.generation.turn_batch import TurnRow
 from nemo_rl.models.generation.vllm.decoding import join_routes
-from nemo_rl.models.generation.vllm.images import image_prompt
+from nemo_rl.routes.shape import RouteShape
 
-if TYPE_CHECKING:
-    from nemo_rl.models.generation.vllm.engine import VllmEngine
-
-__all__ = ["FORCED", "VllmTurns"]
+__all__ = ["FORCED", "VllmTurns", "row_params"]
 
 ALL_TOKENS = 0
 """vLLM's top-k that leaves nothing out."""
@@ -78,31 +74,34 @@ class VllmTurns:
 
     Args:
         llm: gives vLLM to one thread at a time.
+        rows_of: gives the rows of a request that the engine can sample, or raises.
+        add: gives a row to vLLM, and returns vLLM's own name of it.
+        route_shape: of the routes that vLLM records; None where it records none.
+        named: names the engine and its weights, for errors.
     """
 
-    def __init__(self, engine: VllmEngine, llm: Callable[[], AbstractContextManager[vllm.LLM]]) -> None:
-        self._engine, self._llm = engine, llm
+    def __init__(
+        self,
+        llm: Callable[[], AbstractContextManager[vllm.LLM]],
+        *,
+        rows_of: Callable[[GenerationRequest], list[RowRequest]],
+        add: Callable[[vllm.LLM, TurnRow], str],
+        route_shape: RouteShape | None,
+        named: Callable[[], str],
+    ) -> None:
+        self._llm, self._rows_of, self._add, self._named = llm, rows_of, add, named
+        self._route_shape = route_shape
         self._running: dict[int, tuple[str, RowRequest]] = {}
         """Key -> vLLM's own name, and the row."""
         self._ended: dict[int, vllm.RequestOutput] = {}
 
     def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
-        return self._engine.rows_of(request)
+        return self._rows_of(request)
 
     def join(self, rows: Sequence[TurnRow]) -> None:
         for each in rows:
-            adapter = self._engine.adapter_of(each)
-            salt = self._engine.salt_of(each.row)
-            if adapter is not None:
-                salt = f"{salt}.{self._engine.adapter_slots.salt_of(adapter)}"
-            prompt: object = {"prompt_token_ids": list(each.row.prompt), "cache_salt": salt}
-            if each.row.images is not None and self._engine.vision is not None:
-                prompt = image_prompt(each.row, self._engine.vision, salt=salt)
-            lora = None if adapter is None else self._engine.adapter_slots.request_of(adapter)
             with self._llm() as llm:
-                replays = llm.llm_engine.vllm_config.use_v2_model_runner
-                params = row_params(each.request.sampling, each.row, replays=replays, key=self._engine.key_of(each))
-                name = llm.llm_engine.add_request(str(each.key), prompt, params, lora_request=lora)
+                name = self._add(llm, each)
             self._running[each.key] = name, each.row
 
     def turn(self, *, with_named: bool) -> Collection[int]:
@@ -139,7 +138,7 @@ class VllmTurns:
         outputs = [each.outputs[0] for each in found]
         logprobs = [_logprobs(output) for output in outputs]
         self._check_finite(logprobs)
-        shape = self._engine.route_shape if request.with_routes else None
+        shape = self._route_shape if request.with_routes else None
         return GenerationOutput(
             token_ids=torch.tensor([token for output in outputs for token in output.token_ids], dtype=torch.int32),
             logprobs=torch.from_numpy(np.concatenate(logprobs)),
@@ -162,7 +161,7 @@ class VllmTurns:
         bad = [row for row, values in enumerate(logprobs) if not bool(np.isfinite(values).all())]
         if bad:
             raise NonFiniteError(
-                f"{self._engine.named()}: NaN or inf in the log-probabilities of row {name_some(bad)} of a group. "
+                f"{self._named()}: NaN or inf in the log-probabilities of row {name_some(bad)} of a group. "
                 "Training has diverged, or the weights were broken from the start: resume from an earlier checkpoint "
                 "with a lower learning rate, or check policy.model_name"
             )
