@@ -25,11 +25,11 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.chunks import dense
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
-from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.column_io import kv_first_write, write_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.schema import extra_field
+from nemo_rl.data_plane.worker_mixin import ShardReads
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 __all__ = ["RAGGED", "BatchSpec", "Peer", "Timing"]

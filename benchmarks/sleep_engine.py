@@ -28,7 +28,7 @@ from nemo_rl.models.generation.interfaces import (
     GroupSamples,
 )
 from nemo_rl.models.generation.rows import RowRequest, rows_of
-from nemo_rl.models.generation.turn_batch import NAMED, ContinuousSpec, TurnRow
+from nemo_rl.models.generation.turn_batch import NAMED, ContinuousSpec, TurnBatch, TurnRow
 from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes
 from nemo_rl.models.weight_sync.target import RefitTarget
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroup, RefitGroupSpec, device_id
@@ -137,7 +137,7 @@ class _SleepingRow:
     """Turns of its lane's clock before its first token."""
 
 
-class SleepBatch:
+class SleepBatch(TurnBatch):
     """The `TurnBatch` of a `SleepEngine`: a turn is a sleep, after which the rows whose last token it was have ended.
 
     Rows with names, which a refit makes stand still, have a count of turns of their own.

@@ -278,10 +278,8 @@ def _logprobs(
     if work.routes_to is None:
         found_nT = worker.get_logprobs(part, plan=plan)
     else:
-        recorded = worker.record_routes(part, plan=plan)
-        found_nT = recorded.logprobs_NT
-        routes_nTLK = recorded.routes_NTLK.to(torch.int32)
-        routes_NTLK = _of_all_ranks(routes_nTLK, work, mine, worker, is_of_layers=True).to(torch.int16)
+        [found_nT], routes_nTLK = worker.record_routes(part, plan=plan)
+        routes_NTLK = _of_all_ranks(routes_nTLK.to(torch.int32), work, mine, worker, is_of_layers=True).to(torch.int16)
         # A backward pass that follows uses them, too.
         part[ROUTES] = routes_NTLK[mine]
         if worker.rank == 0:

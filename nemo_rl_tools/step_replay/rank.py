@@ -240,13 +240,13 @@ class ReplayRank:
         if found is None or not self._records_routes:
             self._add_routes(batch, columns, rows)
             return rows, self.worker.get_logprobs(batch, plan=plan)
-        recorded = self.worker.record_routes(batch, plan=plan)
+        [logprobs_NT], routes_NTLK = self.worker.record_routes(batch, plan=plan)
         self._add_routes(batch, columns, rows)
         if ROUTES in batch:
-            is_own = recorded.routes_NTLK != MISSING
-            kept, made = batch.tensor(ROUTES)[is_own], recorded.routes_NTLK[is_own]
+            is_own = routes_NTLK != MISSING
+            kept, made = batch.tensor(ROUTES)[is_own], routes_NTLK[is_own]
             found.routes = ReplayedValues(num_values=kept.numel(), num_different=int((made != kept).sum()))
-        return rows, recorded.logprobs_NT
+        return rows, logprobs_NT
 
     def _seed_batch(
         self, work: StepWork, columns: SnapshotColumns, fields: Sequence[str], rows: list[int], *, width: int

@@ -51,7 +51,7 @@ from nemo_rl.models.hf.modules import HFSites
 from nemo_rl.models.hf.tiny_model import WINDOW, language_config, write_small_model
 from nemo_rl.models.hf.writing import ModelDescription, write_folder
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.observer import Capture, HookObserver
+from nemo_rl.models.policy.observer import Capture, HookObserver, SiteSink
 from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.vision import SMALL_FEATURES, PromptImages, family_of
@@ -340,7 +340,7 @@ def _keep(held: list[torch.Tensor], value: torch.Tensor) -> None:
     held.append(value.detach()[0].flatten(1))
 
 
-class _Collector(HookObserver):
+class _Collector(HookObserver, SiteSink):
     """An observer of a worker that keeps what the log-probability pass shows of the watched sites."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_rl.data_plane.chunks.columns import FlatColumn, check_columns, column_types
 from nemo_rl.data_plane.chunks.reader import Run
@@ -41,16 +41,6 @@ PUT_OVERTIME_S = 30.0
 """A put that was sent before its deadline may reach the store for so long."""
 STRANGERS_S = 10.0
 """Rows of other programs are looked for at most once in so many seconds."""
-
-
-class KeyedRead(Protocol):
-    """The rows of one read."""
-
-    @property
-    def keys(self) -> Sequence[str]: ...
-
-    @property
-    def partition_id(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,9 +156,9 @@ class KeyedRowsLink:
     # ---- reading
 
     def fetch(
-        self, call: ClientCall, read: KeyedRead, specs: Sequence[FieldSpec], reply: Reply, handles: Handles
+        self, call: ClientCall, args: Args, specs: Sequence[FieldSpec], reply: Reply, handles: Handles
     ) -> tuple[Reply, list[Parts]]:
-        """Return the reply of `locate` and its payloads as if all of its cells were in chunks."""
+        """Return the reply of `locate` to `args`, and its payloads, as if all of its cells were in chunks."""
         chunk_ids, keyed = names_of(reply["chunks"]), reply.get("keyed", [])
         assert isinstance(keyed, list), f"malformed reply: {reply}"
         apart = [i for i in range(len(chunk_ids)) if i not in set(keyed)]
@@ -179,7 +169,7 @@ class KeyedRowsLink:
         fetches = _plan_fetches(placements, {spec.name: spec for spec in specs}, set(keyed))
         first_of: dict[str, int] = {}
         for fetch in fetches:
-            for chunk in self._rows_as_chunks(call, read, fetch):
+            for chunk in self._rows_as_chunks(call, args, fetch):
                 first_of.update(dict.fromkeys(chunk.fields, len(payloads)))
                 payloads.append(chunk.parts)
         moved = [_with_runs(placement, numbers, first_of) for placement in placements]
@@ -210,10 +200,11 @@ class KeyedRowsLink:
         with self._link.clock.measure("store_get"), self._link.errors_of(call):
             return self._link.store.get(chunk_ids, timeout_s=call.left(), handles=handles)
 
-    def _rows_as_chunks(self, call: ClientCall, read: KeyedRead, fetch: _Fetch) -> list[EncodedChunk]:
-        keys = [read.keys[at] for at in fetch.positions]
+    def _rows_as_chunks(self, call: ClientCall, args: Args, fetch: _Fetch) -> list[EncodedChunk]:
+        wanted, partition_id = names_of(args["keys"]), str(args["partition"])
+        keys = [wanted[at] for at in fetch.positions]
         with self._link.clock.measure("store_get"), self._link.errors_of(call):
-            found = self._rows.get(read.partition_id, keys, fetch.specs, sizes=fetch.sizes, timeout_s=call.left())
+            found = self._rows.get(partition_id, keys, fetch.specs, sizes=fetch.sizes, timeout_s=call.left())
         specs = {spec.name: spec for spec in fetch.specs}
         columns = check_columns(found, specs=specs, keys=keys, where=call.what)
         chunks = encode_rows(columns, num_rows=len(keys), chunk_bytes=WHOLE)

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
@@ -66,8 +66,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LedgerClient"]
 
-_T = TypeVar("_T")
-
 logger = logging.getLogger(__name__)
 
 PUT_THREADS = 2
@@ -92,7 +90,7 @@ class LedgerClient(DataPlaneClient):
         self._leases = LeaseRenewer(renew=self._renew, period_s=address.config.lease_s / 3)
         self._keyed = None if store.rows is None else KeyedRowsLink(self._link, store.rows)
         self._writer = RowWriter(self._link, self._leases, self._keyed)
-        self._reader = RowReader(self._link, self._keyed, None if self._keyed is None else self._adopt)
+        self._reader = RowReader(self._link, self._schemas, self._keyed, None if self._keyed is None else self._adopt)
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -207,7 +205,7 @@ class LedgerClient(DataPlaneClient):
 
     def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
         with self._meter.measure("kv_batch_get", partition_id, rows=len(keys), fields=select_fields) as cost:
-            rows = self._read(Read(keys=keys, partition_id=partition_id, fields=select_fields, build=assemble))
+            rows = self._reader.read(Read(keys=keys, partition_id=partition_id, fields=select_fields, build=assemble))
             cost.add_columns(rows)
             cost.add_rows(keys)
         return rows
@@ -215,7 +213,7 @@ class LedgerClient(DataPlaneClient):
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         names = meta.fields if select_fields is None else select_fields
         with self._meter.measure("get_data", meta.partition_id, rows=len(meta), fields=names) as cost:
-            rows = self._read(Read.of_meta(meta, names, build=assemble))
+            rows = self._reader.read(Read.of_meta(meta, names, build=assemble))
             cost.add_columns(rows)
             cost.add_rows(meta.keys)
         return rows
@@ -231,21 +229,11 @@ class LedgerClient(DataPlaneClient):
     ) -> BatchedDataDict:
         build = partial(assemble_padded, pad_values=pad_values, pad_to=pad_to, jagged=jagged)
         with self._meter.measure("get_data", meta.partition_id, rows=len(meta), fields=select_fields) as cost:
-            rows = self._read(Read.of_meta(meta, select_fields, build=build))
+            rows = self._reader.read(Read.of_meta(meta, select_fields, build=build))
             per_token = {spec.name for spec in self.partition_fields(meta.partition_id) if spec.is_token_aligned}
             cost.add_padded(rows, meta.sequence_lengths, per_token - set(jagged))
             cost.add_rows(meta.keys)
         return rows
-
-    def _read(self, read: Read[_T]) -> _T:
-        checked = replace(read, keys=check_keys(read.keys, where=read.where))
-        task = f", task {read.task_name!r}" if read.task_name else ""
-        call = self._link.begin(
-            f"{read.where}{task}: {len(checked.keys)} rows ({name_some(checked.keys)}), fields {', '.join(read.fields)}"
-        )
-        if isinstance(read.fields, str) or not read.fields or len(set(read.fields)) != len(read.fields):
-            raise SchemaMismatch(f"{read.where}: expected a list of distinct fields, got {read.fields!r}")
-        return self._schemas.use(call, read.partition_id, partial(self._reader.read, call, checked))
 
     # ---- claims
 

@@ -311,7 +311,7 @@ class SchemaCache:
 
     def get(self, call: ClientCall, partition_id: str) -> Declaration:
         """Return the declaration of a partition."""
-        return self._known.get(partition_id) or self._ask(call, partition_id)
+        return self._known.get(partition_id) or self.ask(call, partition_id)
 
     def use(self, call: ClientCall, partition_id: str, action: Callable[[Declaration], _T]) -> _T:
         """Run `action` with the declaration; once more when it fails and the declaration has changed since."""
@@ -319,12 +319,13 @@ class SchemaCache:
         try:
             return action(known)
         except SchemaMismatch:
-            fresh = self._ask(call, partition_id)
+            fresh = self.ask(call, partition_id)
             if fresh == known:
                 raise
         return action(fresh)
 
-    def _ask(self, call: ClientCall, partition_id: str) -> Declaration:
+    def ask(self, call: ClientCall, partition_id: str) -> Declaration:
+        """Return the declaration as it is now."""
         reply = self._link.ask(call, "describe", {"partition": partition_id})
         records = reply["fields"]
         assert isinstance(records, list), f"malformed reply: {reply}"

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
-from nemo_rl.data_plane.chunks.columns import Lengths
+from nemo_rl.data_plane.chunks.columns import Lengths, check_keys
 from nemo_rl.data_plane.chunks.reader import ChecksumError, ChunkReader, Run, blocks_of_runs, gather, gather_padded
 from nemo_rl.data_plane.client.keyed_rows import KeyedRowsLink
 from nemo_rl.data_plane.client.link import (
@@ -29,6 +29,7 @@ from nemo_rl.data_plane.client.link import (
     ClientCall,
     ClientLink,
     Declaration,
+    SchemaCache,
     names_of,
     plain_versions,
 )
@@ -248,11 +249,34 @@ LOST_AFTER_S = 1.0
 class RowReader:
     """Reads of one client."""
 
-    def __init__(self, link: ClientLink, keyed: KeyedRowsLink | None = None, adopt: Adopt | None = None) -> None:
-        self._link, self._keyed, self._adopt = link, keyed, adopt
+    def __init__(
+        self,
+        link: ClientLink,
+        schemas: SchemaCache,
+        keyed: KeyedRowsLink | None = None,
+        adopt: Adopt | None = None,
+    ) -> None:
+        self._link, self._schemas, self._keyed, self._adopt = link, schemas, keyed, adopt
 
-    def read(self, call: ClientCall, read: Read[_T], declaration: Declaration) -> _T:
-        """Fetch the chunks of the rows; return what `read.build` makes of them."""
+    def read(self, read: Read[_T]) -> _T:
+        """Check what is asked for, fetch the chunks of the rows, and return what `read.build` makes of them."""
+        checked = replace(read, keys=check_keys(read.keys, where=read.where))
+        task = f", task {read.task_name!r}" if read.task_name else ""
+        call = self._link.begin(
+            f"{read.where}{task}: {len(checked.keys)} rows ({name_some(checked.keys)}), fields {', '.join(read.fields)}"
+        )
+        if isinstance(read.fields, str) or not read.fields or len(set(read.fields)) != len(read.fields):
+            raise SchemaMismatch(f"{read.where}: expected a list of distinct fields, got {read.fields!r}")
+        known = self._schemas.get(call, read.partition_id)
+        try:
+            return self._built(call, checked, known)
+        except SchemaMismatch:
+            fresh = self._schemas.ask(call, read.partition_id)
+            if fresh == known:
+                raise
+        return self._built(call, checked, fresh)
+
+    def _built(self, call: ClientCall, read: Read[_T], declaration: Declaration) -> _T:
         declaration.check_declared(read.fields, where=read.where)
         specs = [declaration.specs[name] for name in read.fields]
         args: Args = {
@@ -262,7 +286,7 @@ class RowReader:
             "versions": plain_versions(read.versions),
             "declared": declaration.number,
         }
-        before: list[str] = []
+        store, before = self._link.store, list[str]()
         lost_after, poll_s = 0.0, FIRST_POLL_S
         while True:
             reply = (
@@ -271,11 +295,19 @@ class RowReader:
             places = ReadPlaces.of_reply(reply)
             chunk_ids, stored_ids = places.chunk_ids, places.stored_ids()
             try:
-                places, payloads = self._fetch(call, read, specs, args, reply)
+                if self._keyed is not None and reply.get("keyed"):
+                    found, payloads = self._keyed.fetch(call, args, specs, reply, places.handles)
+                    self._keyed.check_same(call, args, reply)
+                    places = ReadPlaces.of_reply(found)
+                else:
+                    with self._link.clock.measure("store_get"), self._link.errors_of(call):
+                        timeout_s, handles = call.left(), places.handles
+                        payloads = store.get(stored_ids, timeout_s=timeout_s, handles=handles) if stored_ids else []
+                    self._check_live(call, chunk_ids)
                 with self._confirmed_errors(stored_ids), self._link.clock.measure("build"):
                     located = Located(specs=specs, places=places, payloads=payloads, num_rows=len(read.keys))
                     rows = read.build(located)
-                self._link.store.confirm(stored_ids)
+                store.confirm(stored_ids)
             except KeysNotFound as error:
                 # Rewritten or cleared since the ledger's answer: its next one says which, or names other chunks. When
                 # it names the same ones, what reaches them may still be on its way from their producer.
@@ -292,7 +324,7 @@ class RowReader:
                 raise self._corrupt(call, read, places, error) from error
             else:
                 used = located.num_bytes_used
-                moved = used if self._link.store.is_mapped else located.num_bytes
+                moved = used if store.is_mapped else located.num_bytes
                 self._link.count("get_bytes", moved)
                 self._link.count("over_read_bytes", moved - used)
                 return rows
@@ -306,21 +338,6 @@ class RowReader:
             if self._adopt is None or not self._adopt(call, str(args["partition"]), declaration, fields, keys):
                 raise
         return self._link.ask(call, "locate", args)
-
-    def _fetch(
-        self, call: ClientCall, read: Read[_T], specs: Sequence[FieldSpec], args: Args, reply: Reply
-    ) -> tuple[ReadPlaces, list[Parts]]:
-        places = ReadPlaces.of_reply(reply)
-        if self._keyed is not None and reply.get("keyed"):
-            found, payloads = self._keyed.fetch(call, read, specs, reply, places.handles)
-            self._keyed.check_same(call, args, reply)
-            return ReadPlaces.of_reply(found), payloads
-        payloads, stored_ids = [], places.stored_ids()
-        if stored_ids:
-            with self._link.clock.measure("store_get"), self._link.errors_of(call):
-                payloads = self._link.store.get(stored_ids, timeout_s=call.left(), handles=places.handles)
-            self._check_live(call, places.chunk_ids)
-        return places, payloads
 
     def _corrupt(self, call: ClientCall, read: Read[_T], places: ReadPlaces, error: ChecksumError) -> PayloadCorrupt:
         """Return the error that names rows, field and hop; the chunk is read once more to tell the hop."""

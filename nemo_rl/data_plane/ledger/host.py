@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import Handles, LedgerAddress
@@ -32,12 +32,14 @@ from nemo_rl.errors import (
 __all__ = ["InProcessHost", "LedgerHost", "LedgerService", "build_ledger", "build_service", "final_loss", "read_reply"]
 
 
-class LedgerHost(Protocol):
+class LedgerHost(ABC):
     """One client's way to the ledger."""
 
     @property
+    @abstractmethod
     def address(self) -> LedgerAddress: ...
 
+    @abstractmethod
     def call(self, op: str, args: Args, *, timeout_s: float, handles: Handles | None = None) -> Reply:
         """Run one operation of the ledger; errors are raised.
 
@@ -45,6 +47,7 @@ class LedgerHost(Protocol):
             handles: of the chunks that a commit brings; the reply to `locate` has those of its chunks as `handles`.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """End this side; the owner's close also ends the ledger. Idempotent."""
 
@@ -195,7 +198,7 @@ class LedgerService:
         return {"ok": {}}
 
 
-class InProcessHost:
+class InProcessHost(LedgerHost):
     """The ledger of this process."""
 
     def __init__(self, service: LedgerService, *, is_owner: bool) -> None:

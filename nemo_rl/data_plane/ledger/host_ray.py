@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import Handles, LedgerAddress, write_attach_file
 from nemo_rl.data_plane.keys import client_label
-from nemo_rl.data_plane.ledger.host import build_service, final_loss, read_reply
+from nemo_rl.data_plane.ledger.host import LedgerHost, build_service, final_loss, read_reply
 from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
 from nemo_rl.data_plane.ledger.journal import JOURNAL_FILE, create_journal, remove_journal
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
@@ -128,7 +128,7 @@ class _LedgerActor(ReferenceTable):
         self._server.close()
 
 
-class RayLedgerHost:
+class RayLedgerHost(LedgerHost):
     """One client's way to the ledger actor of a run."""
 
     def __init__(

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import msgpack
 
 from nemo_rl.data_plane.address import Handles, LedgerAddress
-from nemo_rl.data_plane.ledger.host import LedgerService, final_loss, read_reply
+from nemo_rl.data_plane.ledger.host import LedgerHost, LedgerService, final_loss, read_reply
 from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, LedgerLost, to_record
 from nemo_rl.utils.files import receive_exactly, time_left
@@ -116,7 +116,7 @@ class LedgerServer:
             return {"error": to_record(error)}
 
 
-class SocketLedgerHost:
+class SocketLedgerHost(LedgerHost):
     """One client's way to a `LedgerServer`; idle connections are kept for the next call."""
 
     def __init__(self, address: LedgerAddress, *, server: LedgerServer | None = None) -> None:

@@ -10,9 +10,9 @@ device. Invariant: an engine that sleeps has no more memory in use than it had a
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
 
 import torch
 
@@ -37,15 +37,18 @@ class EngineState(StrEnum):
     ASLEEP = "asleep"
 
 
-class SleepingMemory(Protocol):
+class SleepingMemory(ABC):
     """The memory of an engine, on each of its ranks."""
 
+    @abstractmethod
     def free_memory(self, level: int) -> Sequence[RankMemoryChange]:
         """Free caches, and move or drop weights."""
 
+    @abstractmethod
     def wake_weights(self) -> Sequence[RankMemoryChange]:
         """Take memory for weights again; after level 1 they are as before."""
 
+    @abstractmethod
     def wake_caches(self) -> Sequence[RankMemoryChange]:
         """Take memory for caches again; they are empty."""
 
@@ -128,7 +131,7 @@ class EngineStates:
             )
 
 
-class ModuleMemory:
+class ModuleMemory(SleepingMemory):
     """Moves the weights of a module to the CPU and back, or drops them.
 
     A weight without memory keeps its shape: it is one number, seen at every place. The parameters stay the same

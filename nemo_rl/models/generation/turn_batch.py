@@ -5,10 +5,11 @@ Used by `ContinuousDecoding`, whose lock guards `StreamCall` and `RowGroup`; one
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from nemo_rl.errors import ConfigError, name_some
 from nemo_rl.models.generation.requests import (
@@ -58,15 +59,18 @@ class TurnRow:
     """Version of the adapter that it has to its end; None: the one in use, also where that changes."""
 
 
-class TurnBatch(Protocol):
+class TurnBatch(ABC):
     """The rows of an engine that are decoded token by token; one thread at a time calls it."""
 
+    @abstractmethod
     def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
         """Return all rows; called by any thread. Raises where the engine cannot sample them."""
 
+    @abstractmethod
     def join(self, rows: Sequence[TurnRow]) -> None:
         """Take rows in, in this order."""
 
+    @abstractmethod
     def turn(self, *, with_named: bool) -> Collection[int]:
         """Decode a token of every live row, and return the keys of those that have ended.
 
@@ -74,15 +78,19 @@ class TurnBatch(Protocol):
             with_named: False: rows of the lane `NAMED` stand still.
         """
 
+    @abstractmethod
     def recompute(self) -> None:
         """Compute the caches of live rows anew before the next turn: the weights have changed."""
 
+    @abstractmethod
     def lengths(self) -> Mapping[int, int]:
         """Return key -> response tokens so far, of all live rows."""
 
+    @abstractmethod
     def take(self, request: GenerationRequest, keys: Sequence[int]) -> GenerationOutput:
         """Return rows of the request that have ended, in this order, and forget them."""
 
+    @abstractmethod
     def drop(self, keys: Collection[int]) -> None:
         """Forget rows, live or ended."""
 

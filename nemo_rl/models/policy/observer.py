@@ -8,12 +8,13 @@ key and position; padding is never shown. Shapes: n rows of a pass, s positions 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -113,13 +114,15 @@ class Capture:
         return self.value.flatten(0, 1) if self.rows.is_whole else self.value[self.rows.at]
 
 
-class SiteSink(Protocol):
+class SiteSink(ABC):
     """Keeps something of what is seen, and changes nothing."""
 
+    @abstractmethod
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
         """Return whether the sink wants this site. For sites outside the layers every rank must return the same
         value, since they are gathered."""
 
+    @abstractmethod
     def see(self, capture: Capture) -> None:
         """Take one tensor; called by one thread at a time."""
 
@@ -189,11 +192,8 @@ class SiteObserver(PassObserver):
         self._count += 1
         self._current = self._by_rows[micro.rows] = current
         if micro.rows and self._is_wanted(SiteKind.TOKENS):
-            rows = self._rows_of(current, TokenPositions.ALL)
-            place = replace(current.place, kind=SiteKind.TOKENS)
-            self._show(
-                Capture(place=place, value=micro.inputs.input_ids, rows=rows, is_first=self._hook_points.shows_inputs)
-            )
+            rows, is_first = self._rows_of(current, TokenPositions.ALL), self._hook_points.shows_inputs
+            self._show(current.place, SiteKind.TOKENS, micro.inputs.input_ids, rows=rows, is_first=is_first)
         try:
             yield (lambda output: self._on_backward(current, output)) if backward_follows else nothing_follows
         finally:
@@ -215,8 +215,8 @@ class SiteObserver(PassObserver):
         if current is None:
             return
         if self._is_wanted(SiteKind.LOSS):
-            place = replace(current.place, kind=SiteKind.LOSS)
-            self._show(Capture(place=place, value=output.loss.detach(), is_first=self._hook_points.shows_outputs))
+            is_first = self._hook_points.shows_outputs
+            self._show(current.place, SiteKind.LOSS, output.loss.detach(), is_first=is_first)
         if output.token_losses is not None and self._is_wanted(SiteKind.TOKEN_LOSS):
             self._show_selected(current, SiteKind.TOKEN_LOSS, output.token_losses)
 
@@ -229,22 +229,33 @@ class SiteObserver(PassObserver):
     def _is_wanted(self, kind: SiteKind, layer: int | None = None, way: Direction = Direction.FORWARD) -> bool:
         return any(sink.takes(kind, layer, way) for sink in self._sinks)
 
-    def _show(self, capture: Capture) -> None:
-        place = capture.place
+    def _show(
+        self,
+        at: RecordPlace,
+        kind: SiteKind,
+        value: torch.Tensor,
+        *,
+        is_first: bool,
+        rows: PassRows | None = None,
+        split: DimSplit | None = None,
+        **more: Any,
+    ) -> None:
+        """Show a tensor to the sinks that take it.
+
+        Args:
+            at: place of the pass.
+            more: what `RecordPlace` says of the tensor besides its kind.
+        """
+        place = replace(at, kind=kind, **more)
+        capture = Capture(place=place, value=value, rows=rows, split=split, is_first=is_first)
         with self._lock:
             for sink in self._sinks:
-                if sink.takes(place.kind, place.layer, place.direction):
+                if sink.takes(kind, place.layer, place.direction):
                     sink.see(capture)
 
     def _show_named(self, kind: SiteKind, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         for name, value in tensors:
-            self._show(
-                Capture(
-                    place=replace(self._place, kind=kind, name=name),
-                    value=value,
-                    is_first=self._hook_points.shows_whole,
-                )
-            )
+            self._show(self._place, kind, value, is_first=self._hook_points.shows_whole, name=name)
 
     def _on_backward(self, current: _MicrobatchPass, output: torch.Tensor) -> None:
         """Assign recomputed layers: those that the backward pass of this output runs again belong to its microbatch."""
@@ -266,10 +277,7 @@ class SiteObserver(PassObserver):
                 return
             site = hook_point.kind, hook_point.layer
             if Direction.FORWARD in directions:
-                place = replace(
-                    current.place, kind=hook_point.kind, layer=hook_point.layer, is_recomputed=site in current.seen
-                )
-                self._show(self._capture(current, hook_point, place, value))
+                self._show_point(current, hook_point, value, is_recomputed=site in current.seen)
             current.seen.add(site)
             # A layer that is run again has other tensors: gradients reach those of one of both passes. A tensor made
             # without gradients may become the output of a checkpoint, where hooks that come later are never called.
@@ -283,24 +291,17 @@ class SiteObserver(PassObserver):
         site = hook_point.kind, hook_point.layer
         if site not in current.with_gradient:
             current.with_gradient.add(site)
-            place = replace(current.place, kind=hook_point.kind, layer=hook_point.layer, direction=Direction.BACKWARD)
-            self._show(self._capture(current, hook_point, place, self._unscaled(gradient)))
+            self._show_point(current, hook_point, self._unscaled(gradient), direction=Direction.BACKWARD)
 
     def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         factor = self._hook_points.loss_factor()
         return gradient if factor == 1.0 else gradient / factor
 
-    def _capture(
-        self, current: _MicrobatchPass, hook_point: HookPoint, place: RecordPlace, value: torch.Tensor
-    ) -> Capture:
-        by_rows = hook_point.order.by_rows(value.detach(), current.micro.inputs.input_ids.shape[0])
-        return Capture(
-            place=place,
-            value=by_rows,
-            rows=self._rows_of(current, hook_point.tokens),
-            split=hook_point.split,
-            is_first=self._hook_points.shows(hook_point),
-        )
+    def _show_point(self, current: _MicrobatchPass, point: HookPoint, value: torch.Tensor, **more: Any) -> None:
+        by_rows = point.order.by_rows(value.detach(), current.micro.inputs.input_ids.shape[0])
+        rows, is_first = self._rows_of(current, point.tokens), self._hook_points.shows(point)
+        more["layer"] = point.layer
+        self._show(current.place, point.kind, by_rows, rows=rows, split=point.split, is_first=is_first, **more)
 
     def _show_selected(
         self,
@@ -313,8 +314,8 @@ class SiteObserver(PassObserver):
         micro = current.micro
         at = micro.out_row_M, micro.out_column_M
         rows = PassRows(number=next(self._numbers), at=at, table=self._table(micro, *at, micro.ids_nt[at]))
-        place = replace(current.place, kind=kind, direction=direction)
-        self._show(Capture(place=place, value=values_nt.detach(), rows=rows, is_first=self._hook_points.shows_outputs))
+        is_first = self._hook_points.shows_outputs
+        self._show(current.place, kind, values_nt.detach(), rows=rows, is_first=is_first, direction=direction)
 
     def _rows_of(self, current: _MicrobatchPass, tokens: TokenPositions) -> PassRows:
         """Return the rows of a pass, made once per pass and kind."""

@@ -1,4 +1,4 @@
-"""`Recording`: which calls of a worker are recorded, and where to: one of its `HookObservers`, made with it.
+"""`SiteRecording`: which calls of a worker are recorded, and where to: one of its `HookObservers`, made with it.
 
 The driver says which step begins (`begin`, `end`); inside, calls of the chosen phases are seen by a `RecordSink`.
 Invariant: without a `RecordSpec` nothing is kept.
@@ -30,10 +30,8 @@ from nemo_rl.records.writer import RecordWriter, new_folder
 from nemo_rl.utils.memory import package_versions
 
 __all__ = [
-    "NO_RECORDING",
     "RecordSink",
     "RecordSpec",
-    "Recording",
     "SiteRecording",
     "StepRecords",
     "model_identity",
@@ -41,7 +39,14 @@ __all__ = [
 ]
 
 
-class RecordSink:
+logger = logging.getLogger(__name__)
+
+NAMED = (SiteKind.GRAD, SiteKind.PARAM)
+"""Sites that are chosen by the names of parameters."""
+STEP_IN_NAME = "{step}"
+
+
+class RecordSink(SiteSink):
     """Writes the captured tensors of one call, whole, to the records of this rank.
 
     Args:
@@ -84,15 +89,6 @@ class RecordSink:
         if rows.number not in self._tables:
             self._tables[rows.number] = self._writer.tokens(rows.table)
         return self._tables[rows.number]
-
-
-NAMED = (SiteKind.GRAD, SiteKind.PARAM)
-"""Sites that are chosen by the names of parameters."""
-
-
-logger = logging.getLogger(__name__)
-
-STEP_IN_NAME = "{step}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,20 +162,6 @@ class RecordSpec:
         )
 
 
-class Recording(HookObserver):
-    """Chooses the passes of a worker that are recorded; the base class records none and cannot be asked to."""
-
-    def begin(self, step: int) -> None:
-        """Begin a step, to which the passes that follow belong."""
-        raise UserError(f"step {step}: this worker was started without anything to record; see diagnostics.record")
-
-    def end(self, *, is_complete: bool = True) -> None:
-        """End the step. Idempotent."""
-
-
-NO_RECORDING = Recording()
-
-
 class StepRecords:
     """The records of one process, step by step.
 
@@ -234,25 +216,21 @@ class StepRecords:
         self.end(is_complete=False)
 
 
-class SiteRecording(StepRecords, Recording):
+class SiteRecording(StepRecords, HookObserver):
     """(collective over the job: the constructor) Records of this rank."""
 
     def __init__(self, spec: RecordSpec, hook_points: HookPoints, here: RankInfo) -> None:
         super().__init__(spec, rank=here.rank)
         self._layout = here.layout
-        mine = (
-            [(hook_point.kind, hook_point.layer) for hook_point in hook_points.hook_points],
-            dict(hook_points.unobserved),
-        )
-        everywhere: list[tuple[list[tuple[SiteKind, int | None]], dict[SiteKind, str]]] = [
-            ([], {})
-        ] * here.layout.world_size
+        mine = [(point.kind, point.layer) for point in hook_points.hook_points], dict(hook_points.unobserved)
+        everywhere = [mine] * here.layout.world_size
         dist.all_gather_object(everywhere, mine)
         found = {site for sites, _ in everywhere for site in sites}
         self._sites = sorted(found, key=lambda site: (-1 if site[1] is None else site[1], site[0]))
         self._unobserved = {kind: why for _, reasons in everywhere for kind, why in reasons.items()}
 
     def begin(self, step: int) -> None:
+        """Begin a step, to which the passes that follow belong."""
         self.end(is_complete=False)
         self._open(step, self._manifest)
 

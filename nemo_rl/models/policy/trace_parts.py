@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nemo_rl.errors import UserError, boundary
 from nemo_rl.tracer.reducer import (
@@ -37,10 +37,9 @@ from nemo_rl.tracer.reducer import (
     TopK,
     mix,
 )
-from nemo_rl.utils.exits import machine_problem
-from nemo_rl.utils.files import give_usual_mode, open_plain, replace_file
+from nemo_rl.utils.files import open_plain
 
-__all__ = ["TENSOR", "ReducedValues", "Vectors", "convert_vector", "part_of"]
+__all__ = ["TENSOR", "ReducedValues", "Vectors", "part_of", "read_vector"]
 
 NOTHING = np.array([0, 0, 0, np.inf, -np.inf, -np.inf, 0, 0, 0, 0], dtype=np.float64)
 """`stats` of no value."""
@@ -271,39 +270,11 @@ class Vectors:
         if len(paths) > 1:
             raise UserError(f"vector {name!r}: expected one file, got {' and '.join(map(str, paths))}; remove one")
         path = paths[0] if paths else self._folder / f"{name}{VECTOR_FILES[0]}"
-        return _vector_of(path)
+        return read_vector(path)
 
 
-def convert_vector(source: Path, out: Path, *, normalize: bool) -> tuple[int, ...]:
-    """Write a vector that was saved with torch, or as safetensors, as an artifact of the tracer; return its shape.
-
-    Args:
-        out: a file that ends in `.safetensors`, whose name without the ending is that of the vector.
-        normalize: give the vector, or the vector of each layer, length 1.
-
-    Raises:
-        UserError: the source is no vector, is not finite, or has length 0 where it shall be normalised.
-    """
-    if out.suffix != VECTOR_FILES[0] or VECTOR.fullmatch(out.stem) is None:
-        raise UserError(f"{out}: expected NAME{VECTOR_FILES[0]}, with a name of letters, digits, '_' and '-'")
-    found = _vector_of(source)
-    if not bool(found.isfinite().all()):
-        raise UserError(f"{source}: expected finite numbers, got NaN or infinity")
-    if normalize:
-        length = found.double().norm(dim=-1, keepdim=True)
-        if not bool((length > 0).all()):
-            raise UserError(f"{source}: a vector of length 0 cannot be normalised; leave --normalize out")
-        found = (found.double() / length).float()
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(out, lambda temporary: save_file({TENSOR: found.contiguous()}, temporary))
-        give_usual_mode(out)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {machine_problem(error) or error}") from error
-    return tuple(found.shape)
-
-
-def _vector_of(path: Path) -> torch.Tensor:
+def read_vector(path: Path) -> torch.Tensor:
+    """Return a vector that was saved with torch, or as safetensors, in float32."""
     with boundary(UserError, f"{path}: cannot be read"):
         open_plain(path).close()
     found = _of_safetensors(path) if path.suffix == VECTOR_FILES[0] else _of_torch(path)

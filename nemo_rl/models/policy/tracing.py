@@ -1,4 +1,4 @@
-"""`Tracing`: what a worker shows to the tracer's hub: one of its `HookObservers`, made with it.
+"""`SiteTracing`: what a worker shows to the tracer's hub: one of its `HookObservers`, made with it.
 
 The driver says which step begins and what is watched in it (`begin`, `end`), the same to all ranks; `TraceSink`
 reduces what is seen and sends the parts. Invariant: without a `TraceSpec` nothing is shown, and whatever becomes of
@@ -30,17 +30,12 @@ from nemo_rl.tracer.protocol import RankGroup, Role
 from nemo_rl.tracer.reducer import PerToken, Project, Reducer, Sample, Span, Stats, token_hashes
 from nemo_rl.tracer.watch import WatchPlan
 
-__all__ = [
-    "NO_TRACING",
-    "GroupPlace",
-    "SiteTracing",
-    "StepTracing",
-    "TraceSink",
-    "TraceSpec",
-    "TracedPhases",
-    "TracedStep",
-    "Tracing",
-]
+__all__ = ["SiteTracing", "TraceSink", "TraceSpec", "TracedPhases", "TracedStep"]
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""Seconds to send what waits at the end of a process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +49,7 @@ class TracedStep:
     """Rows whose tokens are shown one by one."""
 
 
-class TraceSink:
+class TraceSink(SiteSink):
     """Reduces the captured tensors of one call on one rank, and sends the parts."""
 
     def __init__(
@@ -206,12 +201,6 @@ def _hashes(rows: PassRows) -> np.ndarray:
     return token_hashes(table.keys, table.row_R.numpy(), table.position_R.numpy())
 
 
-logger = logging.getLogger(__name__)
-
-CLOSE_S = 5.0
-"""Seconds to send what waits at the end of a process."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceSpec:
     """Settings of a rank's tracing: plain values, the same on every rank."""
@@ -224,40 +213,27 @@ class TraceSpec:
     """Folder of vectors to project on."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupPlace:
-    """The place of a process among those that show the same phases."""
+class TracedPhases:
+    """The line of one process to the hub, and the step that it is in.
 
-    group: RankGroup = RankGroup.POLICY
-    rank: int
-    world: int
-    axes: Mapping[str, int]
-    """Place on every axis of the layout."""
+    Args:
+        group: processes that show the same phases.
+        rank: of the process in its group of `world` processes.
+        axes: place on every axis of the layout.
+        unobserved: sites that the process cannot show -> why.
+    """
 
-
-class StepTracing:
-    """Shows a process to the tracer, step by step; the base class shows nothing."""
-
-    def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """Begin a step, to which the phases that follow belong.
-
-        Args:
-            watches: texts of a `WatchPlan`.
-            keys: rows whose tokens are shown one by one.
-        """
-
-    def end(self) -> None:
-        """End the step. Idempotent."""
-
-    def close(self) -> None:
-        """Send what waits, within a deadline. Idempotent."""
-
-
-class TracedPhases(StepTracing):
-    """The line of one process, and the step that it is in."""
-
-    def __init__(self, spec: TraceSpec, place: GroupPlace, *, unobserved: Mapping[SiteKind, str]) -> None:
-        self._spec, self._place = spec, place
+    def __init__(
+        self,
+        spec: TraceSpec,
+        *,
+        group: RankGroup = RankGroup.POLICY,
+        rank: int,
+        world: int,
+        axes: Mapping[str, int],
+        unobserved: Mapping[SiteKind, str],
+    ) -> None:
+        self._spec, self._rank, self._axes = spec, rank, axes
         self._vectors = Vectors(spec.artifacts)
         self._step: TracedStep | None = None
         self._problems: set[str] = set()
@@ -266,23 +242,31 @@ class TracedPhases(StepTracing):
             Role.RANK,
             hello={
                 "run": spec.run,
-                "group": place.group.value,
-                "rank": place.rank,
-                "world": place.world,
+                "group": group.value,
+                "rank": rank,
+                "world": world,
                 "unobserved": {kind.value: why for kind, why in unobserved.items()},
             },
             memory_bytes=spec.memory_bytes,
         )
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
+        """Begin a step, to which the phases that follow belong.
+
+        Args:
+            watches: texts of a `WatchPlan`.
+            keys: rows whose tokens are shown one by one.
+        """
         plan = WatchPlan.parse(watches)
         self._step = TracedStep(run=self._spec.run, number=step, plan=plan, keys=frozenset(keys))
         self.link.open()
 
     def end(self) -> None:
+        """End the step. Idempotent."""
         self._step = None
 
     def close(self) -> None:
+        """Send what waits, within a deadline. Idempotent."""
         self.end()
         self.link.close(timeout_s=CLOSE_S)
 
@@ -300,8 +284,8 @@ class TracedPhases(StepTracing):
             step,
             phase=phase,
             outlet=outlet or DirectSender(self.link),
-            rank=self._place.rank,
-            axes=self._place.axes,
+            rank=self._rank,
+            axes=self._axes,
             vectors=self._vectors,
             on_problem=self._report,
         )
@@ -319,19 +303,12 @@ class TracedPhases(StepTracing):
             self.link.say({"type": "problem", "text": text})
 
 
-class Tracing(HookObserver, StepTracing):
-    """Shows the passes of a worker, step by step; the base class shows nothing."""
-
-
-NO_TRACING = Tracing()
-
-
-class SiteTracing(TracedPhases, Tracing):
+class SiteTracing(TracedPhases, HookObserver):
     """Shows the passes of this rank."""
 
     def __init__(self, spec: TraceSpec, hook_points: HookPoints, here: RankInfo) -> None:
-        place = GroupPlace(rank=here.rank, world=here.layout.world_size, axes=asdict(here.coordinates))
-        super().__init__(spec, place, unobserved=hook_points.unobserved)
+        axes, unobserved = asdict(here.coordinates), hook_points.unobserved
+        super().__init__(spec, rank=here.rank, world=here.layout.world_size, axes=axes, unobserved=unobserved)
 
     def begin_call(self, phase: WorkerPass) -> SiteSink | None:
         return self.begin_phase(phase.value)

@@ -9,9 +9,9 @@ import torch
 
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.chunks.ragged import materialize
-from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.worker_mixin import ShardReads
 from nemo_rl.jagged import nest
 
 NAMES = ("input_ids", "sample_mask")

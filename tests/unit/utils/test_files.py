@@ -13,7 +13,6 @@ import pytest
 
 from nemo_rl.environments.tools import lookup
 from nemo_rl.errors import UserError
-from nemo_rl.models.policy.trace_parts import convert_vector
 from nemo_rl.utils.files import (
     MOST_BYTES,
     give_usual_modes,
@@ -27,6 +26,7 @@ from nemo_rl.utils.files import (
 from nemo_rl.utils.manifest import BLOCK_BYTES, Manifest
 from nemo_rl.utils.trackers import read_metrics
 from nemo_rl_tools.rollouts.row import read_rows
+from nemo_rl_tools.tracer.vector_file import convert_vector
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:

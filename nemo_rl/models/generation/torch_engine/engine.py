@@ -40,13 +40,12 @@ from nemo_rl.models.generation.torch_engine.decode import (
     decode_rows,
 )
 from nemo_rl.models.generation.torch_engine.tracing import (
-    NO_TRACING,
+    NO_SITES,
     DecodeRecording,
     DecodeTracing,
-    EngineTracing,
     ObservedRequest,
 )
-from nemo_rl.models.generation.turn_batch import NAMED, ContinuousSpec, TurnRow
+from nemo_rl.models.generation.turn_batch import NAMED, ContinuousSpec, TurnBatch, TurnRow
 from nemo_rl.models.hf.loading import DTYPES, load_causal_lm, named_weights
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.tracing import TraceSpec
@@ -76,7 +75,7 @@ class TorchEngine(ServesAdapters[AdapterSlots]):
         batch_invariant: bool = False,
         weight_version: int = -1,
         number: int = 0,
-        tracing: EngineTracing = NO_TRACING,
+        tracing: DecodeTracing | None = None,
         recording: DecodeRecording | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
@@ -87,7 +86,7 @@ class TorchEngine(ServesAdapters[AdapterSlots]):
         batch_invariant: each row is decoded by itself, so that its bits are the same whatever is sampled beside it.
         weight_version: -1 when the weights are to be replaced before use, another number to use them at once.
         number: of this engine among those of a run; named in errors.
-        tracing: of this model.
+        tracing: of this model; None: nothing is shown.
         recording: of this model; None: nothing can be recorded.
         adapters: of this model, whose versions are then those of the engine; None: it serves none.
         """
@@ -138,9 +137,7 @@ class TorchEngine(ServesAdapters[AdapterSlots]):
             batch_invariant=config.generation.batch_invariant,
             weight_version=weight_version,
             number=number,
-            tracing=NO_TRACING
-            if trace is None
-            else DecodeTracing(trace, model, number=number, num_engines=num_engines),
+            tracing=None if trace is None else DecodeTracing(trace, model, number=number, num_engines=num_engines),
             recording=None
             if record is None
             else DecodeRecording(record, model, number=number, num_engines=num_engines),
@@ -197,12 +194,10 @@ class TorchEngine(ServesAdapters[AdapterSlots]):
     @contextmanager
     def _observed(self, request: GenerationRequest, num_rows: int) -> Iterator[ObservedRequest]:
         """Surround a request with what is shown and what is recorded of it."""
-        with self._tracing.request(num_rows) as shown:
-            if self._recording is None:
-                yield shown
-                return
-            with self._recording.request(request.keys) as recorded:
-                yield ObservedRequest(shown, recorded)
+        shown = nullcontext(NO_SITES) if self._tracing is None else self._tracing.request(num_rows)
+        recorded = nullcontext(NO_SITES) if self._recording is None else self._recording.request(request.keys)
+        with shown as first, recorded as second:
+            yield ObservedRequest(first, second)
 
     def rows_of(self, request: GenerationRequest) -> list[RowRequest]:
         if self._model is not None and not self._states.is_awake:
@@ -315,9 +310,10 @@ class TorchEngine(ServesAdapters[AdapterSlots]):
         if self._decoding is not None:
             self._decoding.end(RuntimeError(SHUT_DOWN))
             self._decoding = None
-        self._tracing.close()
+        if self._tracing is not None:
+            self._tracing.close()
         # It holds the model's modules.
-        self._tracing = NO_TRACING
+        self._tracing = None
         self._model = None
         self._recorder = None
         self._adapters = None
@@ -352,7 +348,7 @@ class TorchEngine(ServesAdapters[AdapterSlots]):
         return self._stop_strings.setdefault(texts, StopStrings(texts, self._tokenizer))
 
 
-class TurnBatches:
+class TurnBatches(TurnBatch):
     """The batches of a continuous engine.
 
     Rows of groups with names share one batch. Rows without names have a batch for each request or feed, so that they

@@ -1,4 +1,4 @@
-"""The embedded engine is observed while it decodes: `EngineTracing` shows it to the tracer's hub, `DecodeRecording`
+"""The embedded engine is observed while it decodes: `DecodeTracing` shows it to the tracer's hub, `DecodeRecording`
 writes it in the format of the workers' records. Both are parts of `TorchEngine`.
 
 The driver says which step begins and what is watched in it, before the rollout of the step, and asks only where a watch
@@ -26,14 +26,14 @@ from nemo_rl.models.hf.modules import HFSites
 from nemo_rl.models.policy.hooks import HookPoint, TokenPositions
 from nemo_rl.models.policy.observer import Capture, PassRows, SiteSink
 from nemo_rl.models.policy.recording import RecordSpec, StepRecords
-from nemo_rl.models.policy.tracing import GroupPlace, StepTracing, TracedPhases, TraceSink, TraceSpec
+from nemo_rl.models.policy.tracing import TracedPhases, TraceSink, TraceSpec
 from nemo_rl.records.record import RecordManifest, RecordPlace, TokenTable
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.link import BufferedSender
 from nemo_rl.tracer.protocol import RankGroup
 from nemo_rl.tracer.watch import GENERATION
 
-__all__ = ["NO_TRACING", "DecodeRecording", "DecodeTracing", "EngineTracing", "ObservedRequest", "RequestSites"]
+__all__ = ["NO_SITES", "DecodeRecording", "DecodeTracing", "ObservedRequest", "RequestSites"]
 
 
 class ObservedRequest:
@@ -48,7 +48,8 @@ class ObservedRequest:
         Args:
             rows: number of each row of the batch in the request.
         """
-        return _Observers([each.batch(rows) for each in self._observers]) if self._observers else NO_OBSERVER
+        found = [one for each in self._observers if (one := each.batch(rows)) is not NO_OBSERVER]
+        return _Observers(found) if found else NO_OBSERVER
 
 
 NO_SITES = ObservedRequest()
@@ -186,21 +187,9 @@ def _column(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 NOT_IN_DECODING = "decoding computes no loss and no gradients, and takes log-probabilities of what it draws alone"
 
 
-class EngineTracing(StepTracing):
-    """The tracing of an engine; the base class shows nothing. Rows whose tokens are shown one by one have the names
-    that `traced_row` gives."""
-
-    @contextmanager
-    def request(self, num_rows: int) -> Iterator[ObservedRequest]:
-        """Surround one request of so many rows; an error inside it ends the step."""
-        yield NO_SITES
-
-
-NO_TRACING = EngineTracing()
-
-
-class DecodeTracing(TracedPhases, EngineTracing):
-    """Shows the sites of a model while it decodes.
+class DecodeTracing(TracedPhases):
+    """Shows the sites of a model while it decodes. Rows whose tokens are shown one by one have the names that
+    `traced_row` gives.
 
     Args:
         number: of the engine.
@@ -211,8 +200,14 @@ class DecodeTracing(TracedPhases, EngineTracing):
         sites = HFSites(model)
         sites.cannot(NOT_IN_DECODING, SiteKind.LOGPROB, *NEVER_IN_DECODING)
         self._hook_points, self._number = tuple(sites.hook_points), number
-        place = GroupPlace(group=RankGroup.GENERATION, rank=number, world=num_engines, axes={"engine": number})
-        super().__init__(spec, place, unobserved=sites.unobserved)
+        super().__init__(
+            spec,
+            group=RankGroup.GENERATION,
+            rank=number,
+            world=num_engines,
+            axes={"engine": number},
+            unobserved=sites.unobserved,
+        )
         self._sink: TraceSink | None = None
         self._gathered = BufferedSender(self.link, name="")
         self._num_rows, self._numbers = 0, count()
@@ -234,7 +229,8 @@ class DecodeTracing(TracedPhases, EngineTracing):
 
     @contextmanager
     def request(self, num_rows: int) -> Iterator[ObservedRequest]:
-        """Surround one request. Rows are numbered through all requests of a step."""
+        """Surround one request of so many rows, which are numbered through all requests of a step; an error inside it
+        ends the step."""
         if self._sink is None:
             yield NO_SITES
             return

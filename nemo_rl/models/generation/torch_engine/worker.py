@@ -45,10 +45,12 @@ class EngineWorker(TorchEngine, TracedEngine, RecordedEngine, ModuleRefitTarget)
         return super().update_weights(weights, version=version)
 
     def begin_tracing(self, step: int, watches: Sequence[str], keys: Sequence[str]) -> None:
-        self._tracing.begin(step, watches=watches, keys=keys)
+        if self._tracing is not None:
+            self._tracing.begin(step, watches=watches, keys=keys)
 
     def end_tracing(self) -> None:
-        self._tracing.end()
+        if self._tracing is not None:
+            self._tracing.end()
 
     def shutdown(self) -> None:
         self.leave_refit()

@@ -40,7 +40,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.recording import WorkersRecording
 from nemo_rl.models.generation.rows import RowRequest, check_images, rows_of
-from nemo_rl.models.generation.states import EngineStates
+from nemo_rl.models.generation.states import EngineStates, SleepingMemory
 from nemo_rl.models.generation.turn_batch import ContinuousSpec, TurnRow
 from nemo_rl.models.generation.vllm.adapters import VllmAdapters
 from nemo_rl.models.generation.vllm.extension import expected_weights, one_answer, remove_names, same_on_all_ranks
@@ -60,7 +60,7 @@ STAGE = "generation"
 SHUT_DOWN = "this engine was shut down; build a new one"
 
 
-class VllmEngine(ServesAdapters[VllmAdapters]):
+class VllmEngine(ServesAdapters[VllmAdapters], SleepingMemory):
     """A vLLM engine of one model, over one rank or several.
 
     vLLM's scheduler runs in this process, and with one rank the model does, too. The ranks of an engine with several

@@ -17,7 +17,7 @@ from nemo_rl.errors import NonFiniteError, WorkerError, name_some
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.recording import ROW_KEY
 from nemo_rl.models.generation.rows import RowRequest
-from nemo_rl.models.generation.turn_batch import TurnRow
+from nemo_rl.models.generation.turn_batch import TurnBatch, TurnRow
 from nemo_rl.models.generation.vllm.decoding import join_routes
 from nemo_rl.routes.shape import RouteShape
 
@@ -69,7 +69,7 @@ def row_params(
     )
 
 
-class VllmTurns:
+class VllmTurns(TurnBatch):
     """The rows of one vLLM engine, a step of vLLM at a time.
 
     Args:

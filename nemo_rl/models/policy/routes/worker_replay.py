@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -64,8 +63,8 @@ class Routers:
     """True where tensor ranks route different parts of the positions."""
 
 
-class PassRoutes(Protocol):
-    """The instructions of the routers in the passes of one call."""
+class PassRoutes:
+    """The instructions of the routers in the passes of one call; under the base class routers choose for themselves."""
 
     def pass_of(self, micro: Microbatch, *, backward_follows: bool = False) -> AbstractContextManager[OnBackward]:
         """Surround a forward pass, or a forward and its backward pass where no other microbatch comes between.
@@ -73,24 +72,18 @@ class PassRoutes(Protocol):
         Args:
             backward_follows: the backward pass comes later and recomputes layers; what is yielded instructs them.
         """
-
-
-class _OwnRoutes:
-    """Instructions under which routers choose for themselves."""
-
-    def pass_of(self, micro: Microbatch, *, backward_follows: bool = False) -> AbstractContextManager[OnBackward]:
         return nullcontext(_nothing_follows)
 
 
-OWN_ROUTES: PassRoutes = _OwnRoutes()
+OWN_ROUTES = PassRoutes()
 
 
 def _nothing_follows(output: torch.Tensor) -> None:
     """Ignore the output of a forward pass."""
 
 
-@dataclass(kw_only=True, slots=True)
-class StageReplay:
+@dataclass(kw_only=True)
+class StageReplay(PassRoutes):
     """The routes of one call's passes on one rank."""
 
     routers: Routers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -32,22 +32,10 @@ from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.out_of_memory import largest_microbatch, lowering_keys
 from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
 
-__all__ = ["Passes", "RankRoutes"]
+__all__ = ["Passes"]
 
 TOKEN_MASK = "token_mask"
 """Name of a column; where a batch has it, only its tokens' log-probabilities are computed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankRoutes:
-    """The routes that a rank recorded."""
-
-    logprobs_NT: torch.Tensor
-    """`[N, T]` float32."""
-    routes_NTLK: torch.Tensor
-    """`[N, T, L, K]` int16: its layers of its tokens, -1 elsewhere."""
-    squares_NT: torch.Tensor | None = None
-    """`[N, T]` float32 sums of squared probabilities, where they were asked for."""
 
 
 class Passes(DeviceStates):
@@ -214,9 +202,10 @@ class Passes(DeviceStates):
 
     def record_routes(
         self, batch: BatchedDataDict, *, plan: PackPlan | None = None, with_squares: bool = False
-    ) -> RankRoutes:
-        """(collective) Return log-probabilities as `get_logprobs`, and the routes that the routers chose for
-        themselves.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(collective) Return log-probabilities `[1, N, T]`, with squares as `get_logprobs_with_squares`, and the
+        routes that the routers chose for themselves: `[N, T, L, K]` int16, this rank's layers of its tokens, -1
+        elsewhere.
 
         Raises:
             RuntimeError: router replay is off.
@@ -226,9 +215,7 @@ class Passes(DeviceStates):
         with self.replay.recording(WorkerPass.PREV_LOGPROBS, batch, plan) as stage:
             computed = (SQUARED_PROBS,) if with_squares else ()
             found_cNT = self._logprobs(batch, plan, stage, WorkerPass.PREV_LOGPROBS, computed=computed)
-            routes_NTLK = stage.recorded(batch)
-        squares_NT = found_cNT[1] if with_squares else None
-        return RankRoutes(logprobs_NT=found_cNT[0], routes_NTLK=routes_NTLK, squares_NT=squares_NT)
+            return found_cNT, stage.recorded(batch)
 
     def _logprobs(
         self,

@@ -32,11 +32,12 @@ from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, new_group
 from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.errors import UserError
 from nemo_rl.models.policy.observer import HookObserver, HookObservers
-from nemo_rl.models.policy.recording import NO_RECORDING, RecordSpec, SiteRecording
+from nemo_rl.models.policy.recording import RecordSpec, SiteRecording
 from nemo_rl.models.policy.routes.worker_replay import Replay, WorkerReplay
 from nemo_rl.models.policy.steps import RankInfo
-from nemo_rl.models.policy.tracing import NO_TRACING, SiteTracing, TraceSpec
+from nemo_rl.models.policy.tracing import SiteTracing, TraceSpec
 from nemo_rl.models.policy.workers.base import DeviceSide, check_workspace
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import EngineFactory
@@ -123,9 +124,10 @@ class PolicyWorker(Passes, RefitSource, Saving):
                 replay = WorkerReplay(engine.routers(validates=router_replay_validate_enabled()), here)
             record, trace = spec.record, spec.trace
             points = engine.hook_points() if record is not None or trace is not None or hook_observers else None
-            self.recording = NO_RECORDING if record is None or points is None else SiteRecording(record, points, here)
-            self.tracing = NO_TRACING if trace is None or points is None else SiteTracing(trace, points, here)
-            undo.callback(self.tracing.close)
+            self.recording = None if record is None or points is None else SiteRecording(record, points, here)
+            self.tracing = None if trace is None or points is None else SiteTracing(trace, points, here)
+            if self.tracing is not None:
+                undo.callback(self.tracing.close)
             DeviceStates.__init__(
                 self,
                 engine,
@@ -139,26 +141,31 @@ class PolicyWorker(Passes, RefitSource, Saving):
             assert group is not None, "every rank is in it"
             Saving.__init__(self, tokenizer, model=Path(config.model_name), group=group)
             undo.pop_all()
-        observers = HookObservers(points, (self.recording, self.tracing, *hook_observers))
-        Passes.__init__(self, config, replay=replay, hook_observers=observers)
+        observers = [each for each in (self.recording, self.tracing, *hook_observers) if each is not None]
+        Passes.__init__(self, config, replay=replay, hook_observers=HookObservers(points, observers))
         lora = config.lora if config.lora.enabled else None
         RefitSource.__init__(self, takes_fingerprints=config.generation.receipt.enabled, lora=lora)
 
     def begin_recording(self, step: int) -> None:
         """Record the passes from here on, as the worker's `RecordSpec` says, until `end_recording`."""
+        if self.recording is None:
+            raise UserError(f"step {step}: this worker was started without anything to record; see diagnostics.record")
         self.recording.begin(step)
 
     def end_recording(self) -> None:
         """Complete the records of the step. Idempotent."""
-        self.recording.end()
+        if self.recording is not None:
+            self.recording.end()
 
     def begin_tracing(self, step: int, watches: Sequence[str], keys: Sequence[str]) -> None:
         """Show the hub what is watched of the passes from here on, until `end_tracing`; see `SiteTracing.begin`."""
-        self.tracing.begin(step, watches=watches, keys=keys)
+        if self.tracing is not None:
+            self.tracing.begin(step, watches=watches, keys=keys)
 
     def end_tracing(self) -> None:
         """End the traced step. Idempotent."""
-        self.tracing.end()
+        if self.tracing is not None:
+            self.tracing.end()
 
     def score_probe(self, probe: Probe, *, of_base: bool = False) -> ScoredProbe:
         """(collective) Return how this policy scores the fixed rows of a receipt.
@@ -178,8 +185,10 @@ class PolicyWorker(Passes, RefitSource, Saving):
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        self.recording.end(is_complete=False)
-        self.tracing.close()
+        if self.recording is not None:
+            self.recording.end(is_complete=False)
+        if self.tracing is not None:
+            self.tracing.close()
         self.engine.close()
         self._close_refit()
         self._close_saving()

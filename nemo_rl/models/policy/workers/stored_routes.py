@@ -26,7 +26,7 @@ from nemo_rl.models.policy.interfaces import SQUARED_PROBS
 from nemo_rl.models.policy.routes.slices import RouteSlices, ShardRoutes
 from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
 from nemo_rl.models.policy.steps import RankInfo
-from nemo_rl.models.policy.workers.passes import Passes, RankRoutes
+from nemo_rl.models.policy.workers.passes import Passes
 from nemo_rl.routes.columns import decode_routes, encode_routes
 from nemo_rl.utils.metrics import Max, Mean, Reduction, merge_metrics
 from nemo_rl.utils.r3_trace import trace_rollout_payload, trace_tq_fetch_payload
@@ -108,10 +108,8 @@ class StoredRoutes:
             routes = self.fetch(WorkerPass.PREV_LOGPROBS, meta, batch)
             columns = logprob_columns(self.passes, batch, meta.pack, routes, with_squares=with_squares)
         else:
-            recorded = self.passes.record_routes(batch, plan=meta.pack, with_squares=with_squares)
-            columns = {WorkerPass.PREV_LOGPROBS.column: recorded.logprobs_NT, **self._encoded(recorded, meta, batch)}
-            if recorded.squares_NT is not None:
-                columns[SQUARED_PROBS] = recorded.squares_NT
+            found_cNT, routes_NTLK = self.passes.record_routes(batch, plan=meta.pack, with_squares=with_squares)
+            columns = _named(found_cNT) | self._encoded(routes_NTLK, meta, batch)
         self._compare(batch, columns[WorkerPass.PREV_LOGPROBS.column], meta.pack)
         return columns
 
@@ -143,9 +141,9 @@ class StoredRoutes:
             digests=None if digests is None else values_of(digests),
         )
 
-    def _encoded(self, recorded: RankRoutes, meta: KVBatchMeta, batch: BatchedDataDict) -> dict[str, torch.Tensor]:
+    def _encoded(self, routes_NTLK: torch.Tensor, meta: KVBatchMeta, batch: BatchedDataDict) -> dict[str, torch.Tensor]:
         """(collective over the replica group) Return columns of the routes that its ranks have recorded."""
-        routes_NTLK, shape = recorded.routes_NTLK, self.replay.shape
+        shape = self.replay.shape
         if self.replica.group is not None:
             # Tokens without a route on a rank are -1.
             wide = routes_NTLK.to(self.here.device, torch.int32)
@@ -184,10 +182,14 @@ def logprob_columns(
     passes: Passes, batch: BatchedDataDict, plan: PackPlan | None, routes: RouteSlices | None, *, with_squares: bool
 ) -> dict[str, torch.Tensor]:
     """(collective) Return `prev_logprobs` and, with `with_squares`, `squared_probs`, `[N, T]` float32 each."""
-    if not with_squares:
-        return {WorkerPass.PREV_LOGPROBS.column: passes.get_logprobs(batch, plan=plan, routes=routes)}
-    logprobs_NT, squares_NT = passes.get_logprobs_with_squares(batch, plan=plan, routes=routes)
-    return {WorkerPass.PREV_LOGPROBS.column: logprobs_NT, SQUARED_PROBS: squares_NT}
+    if with_squares:
+        return _named(passes.get_logprobs_with_squares(batch, plan=plan, routes=routes))
+    return _named(passes.get_logprobs(batch, plan=plan, routes=routes)[None])
+
+
+def _named(found_cNT: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the columns of log-probabilities and, if they are there, of squared probabilities."""
+    return dict(zip((WorkerPass.PREV_LOGPROBS.column, SQUARED_PROBS), found_cNT, strict=False))
 
 
 def _plan_of(meta: KVBatchMeta) -> PackPlan:
