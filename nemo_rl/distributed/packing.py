@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypedDict, Unpack, get_args
 
 from nemo_rl.config.policy import MicrobatchOrder, PackingAlgorithm
@@ -57,7 +56,7 @@ Former = Callable[[BatchRows], list[Bins]]
 
 
 class PlanKeywords(TypedDict, total=False):
-    """Keywords that every planner takes; the defaults are those of `_PlanOptions`."""
+    """Keywords that every planner takes; the defaults are those of `_Planner`."""
 
     cost: Cost
     """(a, b) of the cost a s + b s^2 of a row of s tokens, which the ranks share equally."""
@@ -71,8 +70,7 @@ class PlanKeywords(TypedDict, total=False):
 
 
 class StepPlanKeywords(PlanKeywords, total=False):
-    """Keywords of the planners that deal the rows of a step to the ranks; the defaults are those of
-    `_StepPlanOptions`."""
+    """Keywords of the planners that deal the rows of a step to the ranks."""
 
     global_batch_size: BatchSizes
     """Rows per optimizer step, in the order of `lengths`; a sequence gives each step its own number; None makes one
@@ -80,20 +78,6 @@ class StepPlanKeywords(PlanKeywords, total=False):
     keys: Sequence[str] | None
     """Unique names of the rows; with them the plan does not depend on the order of rows within a global batch, without
     them rows of the same length are distinguished by their position."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _PlanOptions:
-    cost: Cost = DEFAULT_COST
-    multiple_of: int = 1
-    pad_multiple: int = 1
-    microbatch_order: MicrobatchOrder = "packer"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _StepPlanOptions(_PlanOptions):
-    global_batch_size: BatchSizes = None
-    keys: Sequence[str] | None = None
 
 
 def plan_packs(
@@ -119,26 +103,24 @@ def plan_packs(
     """
     if algorithm not in get_args(PackingAlgorithm):
         raise ValueError(f"packing: expected an algorithm of {get_args(PackingAlgorithm)}, got {algorithm!r}")
-    chosen = _StepPlanOptions(**options)
+    planner = _Planner(lengths, capacity=capacity, dp_world=dp_world, packed=True, **options)
 
     def form(rows: BatchRows) -> list[Bins]:
-        return packed_ranks(rows, num_ranks=dp_world, multiple_of=chosen.multiple_of, algorithm=algorithm)
+        return packed_ranks(rows, num_ranks=dp_world, multiple_of=planner.multiple_of, algorithm=algorithm)
 
-    planner = _Planner(lengths, chosen, capacity=capacity, dp_world=dp_world, packed=True)
-    return planner.plan(_global_batches(len(lengths), chosen), form)
+    return planner.plan(planner.global_batches(), form)
 
 
 def plan_padded(
     lengths: Sequence[int], *, capacity: int, dp_world: int, **options: Unpack[StepPlanKeywords]
 ) -> PackPlan:
     """Plan padded microbatches: rows x longest row is at most `capacity`, and costs count padding. See `plan_packs`."""
-    chosen = _StepPlanOptions(**options)
+    planner = _Planner(lengths, capacity=capacity, dp_world=dp_world, packed=False, **options)
 
     def form(rows: BatchRows) -> list[Bins]:
-        return padded_ranks(rows, num_ranks=dp_world, multiple_of=chosen.multiple_of)
+        return padded_ranks(rows, num_ranks=dp_world, multiple_of=planner.multiple_of)
 
-    planner = _Planner(lengths, chosen, capacity=capacity, dp_world=dp_world, packed=False)
-    return planner.plan(_global_batches(len(lengths), chosen), form)
+    return planner.plan(planner.global_batches(), form)
 
 
 def plan_fixed(
@@ -151,10 +133,8 @@ def plan_fixed(
             below 1.
     """
     _check_counts(rows_per_microbatch=rows_per_microbatch)
-    chosen = _StepPlanOptions(**options)
-    planner = _Planner(lengths, chosen, capacity=None, dp_world=dp_world, packed=False)
-    multiple_of = chosen.multiple_of
-    groups = _global_batches(len(lengths), chosen)
+    planner = _Planner(lengths, capacity=None, dp_world=dp_world, packed=False, **options)
+    multiple_of, groups = planner.multiple_of, planner.global_batches()
     for group in groups:
         if len(group) % (rows_per_microbatch * dp_world * multiple_of):
             times = f" x {multiple_of} microbatches" if multiple_of > 1 else ""
@@ -191,9 +171,8 @@ def replan_microbatches(
     Raises:
         TooFewRows: a rank has fewer rows than microbatches, and those of `plan` are no multiple of `multiple_of`.
     """
-    chosen = _PlanOptions(**options)
-    planner = _Planner(lengths, chosen, capacity=capacity, dp_world=plan.num_ranks, packed=plan.packed)
-    multiple_of = chosen.multiple_of
+    planner = _Planner(lengths, capacity=capacity, dp_world=plan.num_ranks, packed=plan.packed, **options)
+    multiple_of = planner.multiple_of
     shards = [sorted(plan.rows_of_rank(rank)) for rank in range(plan.num_ranks)]
     fewest = [len(pack_on_rank(planner.rows(shard), None, packed=plan.packed)) for shard in shards if shard]
     count = round_up(max(fewest, default=0), multiple_of)
@@ -231,8 +210,8 @@ def replan_rows(
             f"packing: ranks have {sorted(counts)} rows; fixed rows need equal shards. Change "
             "policy.train_global_batch_size, or set policy.sequence_packing.enabled=true for both stages"
         )
-    chosen = _PlanOptions(cost=cost, pad_multiple=pad_multiple)
-    planner = _Planner(lengths, chosen, capacity=None, dp_world=plan.num_ranks, packed=plan.packed)
+    keywords: PlanKeywords = {"cost": cost, "pad_multiple": pad_multiple}
+    planner = _Planner(lengths, capacity=None, dp_world=plan.num_ranks, packed=plan.packed, **keywords)
     return planner.freeze([[_runs_of(plan.rows_of_rank(rank), rows_per_microbatch) for rank in range(plan.num_ranks)]])
 
 
@@ -248,8 +227,8 @@ def microbatches_needed(
     """Return a number of rows with which one global batch of these lengths can surely be planned; a plan may need
     fewer.
     """
-    chosen = _PlanOptions(multiple_of=multiple_of, pad_multiple=pad_multiple)
-    planner = _Planner(lengths, chosen, capacity=capacity, dp_world=dp_world, packed=packed)
+    keywords: PlanKeywords = {"multiple_of": multiple_of, "pad_multiple": pad_multiple}
+    planner = _Planner(lengths, capacity=capacity, dp_world=dp_world, packed=packed, **keywords)
     rows = planner.rows(range(len(lengths)))
     return bins_needed(rows, num_ranks=dp_world, multiple_of=multiple_of, packed=packed)
 
@@ -264,15 +243,27 @@ class _Planner:
         ValueError: a row exceeds the cap, or the cap, the ranks or a multiple is below 1.
     """
 
-    def __init__(
-        self, lengths: Sequence[int], options: _PlanOptions, *, capacity: int | None, dp_world: int, packed: bool
+    def __init__(  # noqa: PLR0913 - the keywords of every planner
+        self,
+        lengths: Sequence[int],
+        *,
+        capacity: int | None,
+        dp_world: int,
+        packed: bool,
+        cost: Cost = DEFAULT_COST,
+        multiple_of: int = 1,
+        pad_multiple: int = 1,
+        microbatch_order: MicrobatchOrder = "packer",
+        global_batch_size: BatchSizes = None,
+        keys: Sequence[str] | None = None,
     ) -> None:
-        pad_multiple, cost = options.pad_multiple, options.cost
-        _check_counts(dp_world=dp_world, multiple_of=options.multiple_of, pad_multiple=pad_multiple)
+        _check_counts(dp_world=dp_world, multiple_of=multiple_of, pad_multiple=pad_multiple)
         if capacity is not None:
             _check_counts(capacity=capacity)
-        self._num_ranks, self._order = dp_world, options.microbatch_order
-        self._bins_unit = dp_world * options.multiple_of
+        self.multiple_of = multiple_of
+        self._num_ranks, self._order = dp_world, microbatch_order
+        self._bins_unit = dp_world * multiple_of
+        self._global_batch_size, self._keys = global_batch_size, keys
         self._sizes = [round_up(max(length, 1), pad_multiple) for length in lengths]
         self._costs = [cost[0] * size + cost[1] * size * size for size in self._sizes]
         self._num_tokens = sum(lengths)
@@ -287,6 +278,21 @@ class _Planner:
 
     def rows(self, group: Sequence[int]) -> BatchRows:
         return BatchRows([self._sizes[i] for i in group], [self._costs[i] for i in group], self._capacity or 0)
+
+    def global_batches(self) -> list[list[int]]:
+        """Return row indices of each global batch, in the order of their keys."""
+        size, keys, num_rows = self._global_batch_size, self._keys, len(self._sizes)
+        if keys is not None and len(set(keys)) != num_rows:
+            raise ValueError(f"packing: expected {num_rows} different keys, got {len(set(keys))} among {len(keys)}")
+        if not isinstance(size, Sequence):
+            step = max(num_rows, 1) if size is None else size
+            _check_counts(global_batch_size=step)
+            size = [min(step, num_rows - start) for start in range(0, num_rows, step)]
+        if sum(size) != num_rows:
+            raise ValueError(f"packing: global batches of {list(size)} rows hold {sum(size)} rows, got {num_rows}")
+        starts = itertools.accumulate(size, initial=0)
+        batches = [list(range(start, start + count)) for start, count in zip(starts, size, strict=False)]
+        return batches if keys is None else [sorted(batch, key=keys.__getitem__) for batch in batches]
 
     def plan(self, groups: Sequence[Sequence[int]], form: Former) -> PackPlan:
         """Form one global batch after the other; `form` sees rows by their place in the group."""
@@ -361,19 +367,3 @@ def _check_counts(**counts: int) -> None:
 
 def _runs_of(rows: Sequence[int], count: int) -> Bins:
     return [list(rows[start : start + count]) for start in range(0, len(rows), count)]
-
-
-def _global_batches(num_rows: int, options: _StepPlanOptions) -> list[list[int]]:
-    """Return row indices of each global batch, in the order of their keys."""
-    size, keys = options.global_batch_size, options.keys
-    if keys is not None and len(set(keys)) != num_rows:
-        raise ValueError(f"packing: expected {num_rows} different keys, got {len(set(keys))} among {len(keys)}")
-    if not isinstance(size, Sequence):
-        step = max(num_rows, 1) if size is None else size
-        _check_counts(global_batch_size=step)
-        size = [min(step, num_rows - start) for start in range(0, num_rows, step)]
-    if sum(size) != num_rows:
-        raise ValueError(f"packing: global batches of {list(size)} rows hold {sum(size)} rows, got {num_rows}")
-    starts = itertools.accumulate(size, initial=0)
-    batches = [list(range(start, start + count)) for start, count in zip(starts, size, strict=False)]
-    return batches if keys is None else [sorted(batch, key=keys.__getitem__) for batch in batches]

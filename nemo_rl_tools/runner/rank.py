@@ -43,7 +43,7 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
 )
 from nemo_rl.models.policy.recording import RecordSpec
-from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
+from nemo_rl.models.policy.routes.worker_replay import ROUTES
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
@@ -305,7 +305,7 @@ def _of_all_ranks(
 
 
 def _shape_of(worker: PolicyWorker) -> RouteShape:
-    if not isinstance(worker.replay, WorkerReplay):
+    if worker.replay is None:
         raise WorkerError("router replay is off", rank=worker.rank, stage="routes")
     return worker.replay.shape
 

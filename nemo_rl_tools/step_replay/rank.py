@@ -27,7 +27,7 @@ from nemo_rl.experience.payload import run_extras
 from nemo_rl.models.head.support import SUPPORT
 from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.recording import RecordSpec
-from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
+from nemo_rl.models.policy.routes.worker_replay import ROUTES
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.engine import Schedule
@@ -289,7 +289,7 @@ class ReplayRank:
 
     def _add_routes(self, batch: BatchedDataDict, columns: SnapshotColumns, rows: list[int]) -> None:
         """Add the kept routes, where there are any and the worker can replay them."""
-        if isinstance(self.worker.replay, WorkerReplay):
+        if self.worker.replay is not None:
             width = batch.tensor("input_ids").shape[1]
             routes = columns.routes(rows, self.worker.replay.shape, width=width)
             if routes is not None:

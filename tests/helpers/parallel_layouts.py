@@ -440,8 +440,7 @@ def hf_logits(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
 
 def routes_of(worker: PolicyWorker, job: Job) -> AbstractContextManager[PassRoutes]:
     """(collective) Around log-probability passes of the shard: its forced routes, if it has any."""
-    shape = worker.batch_layout(job.plan).shape
-    return worker.replay.replaying(WorkerPass.PREV_LOGPROBS, job.shard, job.plan, shape, None)
+    return worker.replaying(WorkerPass.PREV_LOGPROBS, job.shard, job.plan, None)
 
 
 def exported(worker: PolicyWorker) -> Arrays:

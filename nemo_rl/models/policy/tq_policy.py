@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
@@ -72,9 +72,16 @@ class MetaPass(Generic[_P, _Found, _T]):
     ) -> None:
         self.stage, self.merge, self.method = stage.value, merge, method.__name__
         self.parameters = tuple(signature(method).parameters)[2:]
+        self.__doc__ = method.__doc__
 
-    def __get__(self, policy: TQPolicy, owner: type[TQPolicy]) -> BoundPass[_P, _T]:
-        return BoundPass(policy, self)
+    @overload
+    def __get__(self, policy: None, owner: type[TQPolicy]) -> MetaPass[_P, _Found, _T]: ...
+
+    @overload
+    def __get__(self, policy: TQPolicy, owner: type[TQPolicy]) -> BoundPass[_P, _T]: ...
+
+    def __get__(self, policy: TQPolicy | None, owner: type[TQPolicy]) -> MetaPass[_P, _Found, _T] | BoundPass[_P, _T]:
+        return self if policy is None else BoundPass(policy, self)
 
 
 def _written(meta: KVBatchMeta, results: Sequence[KVBatchMeta], layout: ParallelLayout) -> KVBatchMeta:

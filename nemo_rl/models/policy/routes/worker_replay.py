@@ -1,6 +1,6 @@
 """Router replay of one policy worker: which routes each of its passes replays or records.
 
-A worker has a `WorkerReplay` where its config has `policy.router_replay.enabled`, else a `Replay`. Invariant: the
+A worker has a `WorkerReplay` where its config has `policy.router_replay.enabled`. Invariant: the
 reference model and passes that ask for the model's own routes run without; every other pass has routes, or fails before
 its first microbatch.
 """
@@ -34,7 +34,7 @@ from nemo_rl.routes.shape import MISSING, RouteShape
 from nemo_rl.utils.metrics import Reduction
 from nemo_rl.utils.r3_trace import r3_trace_stage
 
-__all__ = ["OWN_ROUTES", "ROUTES", "PassRoutes", "Replay", "Routers", "WorkerReplay"]
+__all__ = ["OWN_ROUTES", "ROUTES", "PassRoutes", "Routers", "WorkerReplay"]
 
 
 ROUTES = "routed_experts"
@@ -138,42 +138,7 @@ class StageReplay(PassRoutes):
         return found
 
 
-class Replay:
-    """Chooses the routes that the passes of one worker use; under the base class routers choose for themselves."""
-
-    def replaying(
-        self,
-        stage: WorkerPass,
-        batch: BatchedDataDict,
-        plan: PackPlan,
-        shape: PassShape,
-        routes: RouteSlices | None,
-    ) -> AbstractContextManager[PassRoutes]:
-        """Surround the passes of a call.
-
-        Args:
-            batch: the shard.
-            plan: this rank's part, in indices into `batch`.
-            routes: this rank's; None takes them from the column `ROUTES` of the batch.
-
-        Raises:
-            FieldNotProduced: routes are needed, and there are none; names stage and samples.
-            SchemaMismatch: they are not of this model.
-        """
-        return nullcontext(OWN_ROUTES)
-
-    def recording(
-        self, stage: WorkerPass, batch: BatchedDataDict, plan: PackPlan
-    ) -> AbstractContextManager[StageReplay]:
-        """Surround passes whose routers choose for themselves, and are recorded.
-
-        Raises:
-            RuntimeError: router replay is off.
-        """
-        raise RuntimeError("record_routes: set policy.router_replay.enabled=true")
-
-
-class WorkerReplay(Replay):
+class WorkerReplay:
     """(collective over the job: the constructor) Router replay of this rank."""
 
     def __init__(self, routers: Routers, here: RankInfo) -> None:
@@ -199,11 +164,23 @@ class WorkerReplay(Replay):
         shape: PassShape,
         routes: RouteSlices | None,
     ) -> AbstractContextManager[PassRoutes]:
+        """Surround the passes of a call.
+
+        Args:
+            batch: the shard.
+            plan: this rank's part, in indices into `batch`.
+            routes: this rank's; None takes them from the column `ROUTES` of the batch.
+
+        Raises:
+            FieldNotProduced: there are none; names stage and samples.
+            SchemaMismatch: they are not of this model.
+        """
         return self._stage(stage, batch, plan, self._slices_of(stage, batch, plan, shape) if routes is None else routes)
 
     def recording(
         self, stage: WorkerPass, batch: BatchedDataDict, plan: PackPlan
     ) -> AbstractContextManager[StageReplay]:
+        """Surround passes whose routers choose for themselves, and are recorded."""
         return self._stage(stage, batch, plan, None)
 
     @contextmanager

@@ -7,7 +7,7 @@ their split into ranks or microbatches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from nemo_rl.models.policy.interfaces import ADVANTAGES, SQUARED_PROBS, TOKEN_AD
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
 from nemo_rl.models.policy.observer import NO_HOOK_OBSERVERS, HookObservers
 from nemo_rl.models.policy.routes.slices import RouteSlices
-from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
+from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, WorkerReplay
 from nemo_rl.models.policy.steps import BatchForm, StepOutcome, check_same_plan, loss_scales
 from nemo_rl.models.policy.workers.base import WorkerState, deterministic_algorithms, device_name
 from nemo_rl.models.policy.workers.device_states import DeviceStates
@@ -42,7 +42,7 @@ class Passes(DeviceStates):
     """Training calls and log-probabilities of one rank."""
 
     def __init__(
-        self, config: PolicyConfig, *, replay: Replay, hook_observers: HookObservers = NO_HOOK_OBSERVERS
+        self, config: PolicyConfig, *, replay: WorkerReplay | None, hook_observers: HookObservers = NO_HOOK_OBSERVERS
     ) -> None:
         self.config, self.replay, self._hook_observers = config, replay, hook_observers
 
@@ -80,7 +80,7 @@ class Passes(DeviceStates):
         check_same_plan([len(microbatches) for microbatches in steps])
         layout, outcomes = self.batch_layout(plan), list[StepOutcome]()
         with (
-            self.replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes,
+            self.replaying(WorkerPass.TRAIN, batch, plan, routes) as pass_routes,
             self._hook_observers.phase(WorkerPass.TRAIN, batch) as observer,
             self._guarding("train", batch, plan, [] if eval_mode else outcomes),
         ):
@@ -143,8 +143,7 @@ class Passes(DeviceStates):
         plan = plan or self._inference_plan(batch, mbs)
         if not replay:
             return self._logprobs(batch, plan, OWN_ROUTES, phase)[0]
-        shape = self.batch_layout(plan).shape
-        with self.replay.replaying(WorkerPass.PREV_LOGPROBS, batch, plan, shape, routes) as pass_routes:
+        with self.replaying(WorkerPass.PREV_LOGPROBS, batch, plan, routes) as pass_routes:
             return self._logprobs(batch, plan, pass_routes, phase)[0]
 
     def get_logprobs_with_squares(
@@ -154,8 +153,8 @@ class Passes(DeviceStates):
         whole distribution."""
         self.require("get_logprobs_with_squares", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
-        phase, shape = WorkerPass.PREV_LOGPROBS, self.batch_layout(plan).shape
-        with self.replay.replaying(phase, batch, plan, shape, routes) as pass_routes:
+        phase = WorkerPass.PREV_LOGPROBS
+        with self.replaying(phase, batch, plan, routes) as pass_routes:
             return self._logprobs(batch, plan, pass_routes, phase, computed=(SQUARED_PROBS,))
 
     def get_topk_logprobs(
@@ -182,7 +181,7 @@ class Passes(DeviceStates):
         check_same_plan([len(microbatches)])
         layout, stage = self.batch_layout(plan), WorkerPass.TOPK_LOGITS
         with (
-            self.replay.replaying(stage, batch, plan, layout.shape, routes) as pass_routes,
+            self.replaying(stage, batch, plan, routes) as pass_routes,
             self._hook_observers.phase(stage, batch) as observer,
             self._guarding(stage.value, batch, plan),
         ):
@@ -212,10 +211,20 @@ class Passes(DeviceStates):
         """
         self.require("record_routes", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
+        if self.replay is None:
+            raise RuntimeError("record_routes: set policy.router_replay.enabled=true")
         with self.replay.recording(WorkerPass.PREV_LOGPROBS, batch, plan) as stage:
             computed = (SQUARED_PROBS,) if with_squares else ()
             found_cNT = self._logprobs(batch, plan, stage, WorkerPass.PREV_LOGPROBS, computed=computed)
             return found_cNT, stage.recorded(batch)
+
+    def replaying(
+        self, stage: WorkerPass, batch: BatchedDataDict, plan: PackPlan, routes: RouteSlices | None
+    ) -> AbstractContextManager[PassRoutes]:
+        """Surround the passes of a call, whose routers get these routes, or with router replay those of the batch."""
+        if self.replay is None:
+            return nullcontext(OWN_ROUTES)
+        return self.replay.replaying(stage, batch, plan, self.batch_layout(plan).shape, routes)
 
     def _logprobs(
         self,

@@ -35,7 +35,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import UserError
 from nemo_rl.models.policy.observer import HookObserver, HookObservers
 from nemo_rl.models.policy.recording import RecordSpec, SiteRecording
-from nemo_rl.models.policy.routes.worker_replay import Replay, WorkerReplay
+from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
 from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.tracing import SiteTracing, TraceSpec
 from nemo_rl.models.policy.workers.base import DeviceSide, check_workspace
@@ -119,7 +119,7 @@ class PolicyWorker(Passes, RefitSource, Saving):
         self._owns_group = owns_group
         with ExitStack() as undo:
             undo.callback(engine.close)
-            replay = Replay()
+            replay = None
             if config.router_replay.enabled:
                 replay = WorkerReplay(engine.routers(validates=router_replay_validate_enabled()), here)
             record, trace = spec.record, spec.trace

@@ -15,7 +15,6 @@ from nemo_rl.models.head.support import SUPPORT
 from nemo_rl.models.head.top_k import TopTokens
 from nemo_rl.models.policy.interfaces import TOPK_IDS, TOPK_LOGPROBS, LossFunction, TrainResult
 from nemo_rl.models.policy.routes.slices import RouteSlices
-from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
 from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerSpec
@@ -51,7 +50,7 @@ class TQWorker(TQWorkerMixin, PolicyWorker):
         pad_values = {"input_ids": float(self.tokenizer.pad_token_id)}
         TQWorkerMixin.__init__(self, rank=here.rank, replica=replica, watch=watch, pad_values=pad_values)
         self._routes: StoredRoutes | None = None
-        if isinstance(self.replay, WorkerReplay):
+        if self.replay is not None:
             self._routes = StoredRoutes(
                 config=self.config.router_replay,
                 here=here,
