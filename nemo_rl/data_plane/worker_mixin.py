@@ -34,7 +34,7 @@ from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.row_map import RowFunction, RowMapResult
 from nemo_rl.data_plane.schema import FieldSpec
-from nemo_rl.distributed.abort import RootCause, StepWatch
+from nemo_rl.distributed.abort import GuardedWorker, RootCause, StepWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, check_plans, replica_group_of
 from nemo_rl.distributed.layout import ParallelLayout
@@ -180,7 +180,7 @@ class ShardReads:
             self._num_bytes += size
 
 
-class TQWorkerMixin:
+class TQWorkerMixin(GuardedWorker):
     """Data plane half of a policy worker. Its methods that are not of one rank are collective over the replica group.
 
     Args:
@@ -241,12 +241,10 @@ class TQWorkerMixin:
         return None if self._reads is None else self._reads.client.snapshot(reset=True)
 
     def guarded(self, stage: str) -> AbstractContextManager[None]:
-        """(collective) Inside it an error on one rank ends the stage on all ranks, with that error's text."""
         return self._watch.stage(stage)
 
     @property
     def root_cause(self) -> RootCause | None:
-        """The cause that ended the step, or None while nothing has."""
         return self._watch.cause
 
     @property

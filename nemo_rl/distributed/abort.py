@@ -30,12 +30,12 @@ import re
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -119,18 +119,17 @@ class RootCause:
         return cls(**json.loads(text))
 
 
-@runtime_checkable
-class GuardedWorker(Protocol):
+class GuardedWorker(ABC):
     """A worker whose calls can be aborted."""
 
+    @abstractmethod
     def guarded(self, stage: str) -> AbstractContextManager[None]:
-        """Guard a stage: an error inside ends it on every rank."""
-        ...
+        """(collective) Inside it an error on one rank ends the stage on all ranks, with that error's text."""
 
     @property
+    @abstractmethod
     def root_cause(self) -> RootCause | None:
         """The cause that ended the step, or None while nothing has."""
-        ...
 
 
 TASKS = Path("/proc/self/task")

@@ -257,7 +257,7 @@ def vector(
     normalize: Annotated[bool, typer.Option("--normalize", help="give each vector length 1")] = False,
 ) -> None:
     """Convert a vector of another tracer into one that project(NAME) takes. Nothing in the file is run."""
-    from nemo_rl_tools.tracer.vector_file import convert_vector  # noqa: PLC0415  (torch takes seconds)
+    from nemo_rl_tools.vector_file import convert_vector  # noqa: PLC0415  (torch takes seconds)
 
     shape = convert_vector(source, out, normalize=normalize)
     make_console().print(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,25 +36,27 @@ ALL_ROWS = slice(None)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-class WeightSource(Protocol):
+class WeightSource(ABC):
     """Weights of a model under the names of its state dict; a tied head is left out."""
 
-    @property
-    def where(self) -> str:
-        """Return the name of the source, for messages."""
+    where: str
+    """Name of the source, for messages."""
 
+    @abstractmethod
     def names(self) -> Set[str]:
         """Return the names of all weights and persistent buffers."""
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight without reading it."""
 
+    @abstractmethod
     def get(self, name: str, *, rows: slice = ALL_ROWS) -> torch.Tensor:
         """Return a weight, or some of its rows, on the CPU in the dtype in which it is stored; not to be changed in
         place."""
 
 
-class ModelWeights:
+class ModelWeights(WeightSource):
     """The weights of a model in memory."""
 
     def __init__(self, model: torch.nn.Module, *, where: str) -> None:
@@ -61,20 +64,17 @@ class ModelWeights:
         self._weights = {name: weight.detach() for name, weight in named_weights(model)}
 
     def names(self) -> Set[str]:
-        """See `WeightSource`."""
         return self._weights.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource`."""
         return tuple(self._weights[name].shape)
 
     def get(self, name: str, *, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """See `WeightSource`."""
         weight = self._weights[name]
         return weight[rows] if weight.dim() else weight
 
 
-class FolderWeights:
+class FolderWeights(WeightSource):
     """The weights of a folder with safetensors, read when they are asked for.
 
     Example:
@@ -98,14 +98,11 @@ class FolderWeights:
         self._check_tied_head()
 
     def names(self) -> Set[str]:
-        """See `WeightSource`."""
         return self._stored.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource`.
-
-        Raises:
-            ModelFolderError: the file does not hold what the index says.
+        """Raises:
+        ModelFolderError: the file does not hold what the index says.
         """
         parts = self._stored[name]
         shapes = [tuple(self._files[self._file_of[part.name]].get_slice(part.name).get_shape()) for part in parts]
@@ -116,10 +113,8 @@ class FolderWeights:
         return (len(parts), *wrong[0]) if wrong else self._whole(parts)
 
     def get(self, name: str, *, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """See `WeightSource`.
-
-        Raises:
-            ModelFolderError: the file does not hold what the index says, or experts differ in shape.
+        """Raises:
+        ModelFolderError: the file does not hold what the index says, or experts differ in shape.
         """
         parts = self._stored[name]
         if len(parts) == 1:

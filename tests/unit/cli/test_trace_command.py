@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from nemo_rl.cli.main import app, main
 from nemo_rl.errors import UserError
 from nemo_rl.models.policy.trace_parts import Vectors
-from nemo_rl_tools.tracer.vector_file import convert_vector
+from nemo_rl_tools.vector_file import convert_vector
 from tests.helpers.route_traces import RouteRun
 
 

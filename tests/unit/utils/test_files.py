@@ -26,7 +26,7 @@ from nemo_rl.utils.files import (
 from nemo_rl.utils.manifest import BLOCK_BYTES, Manifest
 from nemo_rl.utils.trackers import read_metrics
 from nemo_rl_tools.rollouts.row import read_rows
-from nemo_rl_tools.tracer.vector_file import convert_vector
+from nemo_rl_tools.vector_file import convert_vector
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ rank in the same order.
     PolicyWorker
       Passes         train, log-probabilities; `replay`: routes of each pass
       RefitSource    weights to the generation engines
-      Saving         checkpoints
-        DeviceStates   the base of these three: states, memory, reference of the `engine`
+        DeviceStates   the base of both: states, memory, reference of the `engine`
       engine         DTensorEngine | MegatronEngine: model, optimizer, runner
       recording      SiteRecording: records of each pass
       tracing        SiteTracing: what the hub is shown
@@ -16,13 +15,16 @@ rank in the same order.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.generation import DeviceSharing
@@ -32,7 +34,8 @@ from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, new_group
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.errors import UserError
+from nemo_rl.errors import CheckpointError, UserError
+from nemo_rl.models.hf.checkpoint_folder import save_tokenizer
 from nemo_rl.models.policy.observer import HookObserver, HookObservers
 from nemo_rl.models.policy.recording import RecordSpec, SiteRecording
 from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
@@ -40,14 +43,15 @@ from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.tracing import SiteTracing, TraceSpec
 from nemo_rl.models.policy.workers.base import DeviceSide, check_workspace
 from nemo_rl.models.policy.workers.device_states import DeviceStates
-from nemo_rl.models.policy.workers.engine import EngineFactory
+from nemo_rl.models.policy.workers.engine import EngineFactory, Snapshot
 from nemo_rl.models.policy.workers.out_of_memory import gradients_decided
 from nemo_rl.models.policy.workers.passes import Passes
 from nemo_rl.models.policy.workers.refit_source import RefitSource
-from nemo_rl.models.policy.workers.saving import Saving
 from nemo_rl.models.weight_sync.receipt import Probe, ScoredProbe
 
 __all__ = ["PolicyWorker", "WorkerSpec"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +87,7 @@ class WorkerSpec:
         return ParallelLayout.of_policy(self.policy, world_size=self.rank.world_size)
 
 
-class PolicyWorker(Passes, RefitSource, Saving):
+class PolicyWorker(Passes, RefitSource):
     """One rank of the policy. Starts ready for training.
 
     Example:
@@ -105,7 +109,7 @@ class PolicyWorker(Passes, RefitSource, Saving):
         config, planned = spec.policy, spec.planned
         if config.deterministic:
             check_workspace(here.device)
-        tokenizer = load_tokenizer(
+        self.tokenizer = load_tokenizer(
             config.tokenizer.name or config.model_name, chat_template=config.tokenizer.chat_template
         )
         room = torch.cuda.get_device_properties(here.device).total_memory if here.device.type == "cuda" else 0
@@ -116,7 +120,8 @@ class PolicyWorker(Passes, RefitSource, Saving):
         engine = start(
             config, here, num_steps=spec.num_steps, collective_timeout_s=spec.collective_timeout_s, seed=spec.seed
         )
-        self._owns_group = owns_group
+        self._owns_group, self._model_folder = owns_group, Path(config.model_name)
+        self._running: _Thread | None = None
         with ExitStack() as undo:
             undo.callback(engine.close)
             replay = None
@@ -139,12 +144,59 @@ class PolicyWorker(Passes, RefitSource, Saving):
             )
             group = new_group(range(here.layout.world_size), backend="gloo")
             assert group is not None, "every rank is in it"
-            Saving.__init__(self, tokenizer, model=Path(config.model_name), group=group)
+            self._save_group = group
             undo.pop_all()
         observers = [each for each in (self.recording, self.tracing, *hook_observers) if each is not None]
         Passes.__init__(self, config, replay=replay, hook_observers=HookObservers(points, observers))
         lora = config.lora if config.lora.enabled else None
         RefitSource.__init__(self, takes_fingerprints=config.generation.receipt.enabled, lora=lora)
+
+    # Checkpoints. A save beside the training copies what it writes first, and its threads talk in a group of their own,
+    # so that no collective of the training meets one of theirs. At most one save runs.
+
+    def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
+        """(collective) Write the HF folder at `weights`; optimizer, schedule and random state at `optimizer`."""
+        self._check_none_runs()
+        with self.ready_for_training():
+            snapshot = self.engine.snapshot(with_optimizer=optimizer is not None, copies=False)
+            self._write(snapshot, weights, optimizer, tokenizer)
+
+    def begin_save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
+        """(collective) Begin a `save_checkpoint` of this moment: copy what is to be saved, and write it beside what
+        this rank does until `finish_save`."""
+        self._check_none_runs()
+        with self.ready_for_training():
+            snapshot = self.engine.snapshot(with_optimizer=optimizer is not None, copies=True)
+        self._running = _Thread(lambda: self._write(snapshot, weights, optimizer, tokenizer))
+
+    def is_saving(self) -> bool:
+        """Return whether a save is still being written; one that failed is no longer running."""
+        return self._running is not None and self._running.is_alive
+
+    def finish_save(self, *, timeout_s: float) -> float:
+        """(collective) Wait until what was begun is written; the seconds it took, 0 where nothing was begun.
+
+        Raises:
+            CheckpointError: on every rank, it could not be written; or it is not written in time.
+        """
+        running, self._running = self._running, None
+        return 0.0 if running is None else running.finish(timeout_s)
+
+    def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
+        """(collective) Continue from a checkpoint of any layout; the reference stays the initial model."""
+        with self.ready_for_training():
+            self.engine.load(weights=weights, optimizer=optimizer)
+
+    def _check_none_runs(self) -> None:
+        if self._running is not None:
+            raise RuntimeError("a save was begun: finish it before the next")
+
+    def _write(self, snapshot: Snapshot, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
+        snapshot.write(weights=weights, optimizer=optimizer, group=self._save_group)
+        if tokenizer is not None:
+            save_tokenizer(self.tokenizer, tokenizer, model=self._model_folder, group=self._save_group)
+
+    # Diagnostics.
 
     def begin_recording(self, step: int) -> None:
         """Record the passes from here on, as the worker's `RecordSpec` says, until `end_recording`."""
@@ -191,7 +243,48 @@ class PolicyWorker(Passes, RefitSource, Saving):
             self.tracing.close()
         self.engine.close()
         self._close_refit()
-        self._close_saving()
+        if dist.is_initialized():
+            dist.destroy_process_group(self._save_group)
         self._device_side.stop_profiling(is_complete=False)
         if self._owns_group:
             destroy_process_group()
+
+
+class _Thread:
+    """A thread that calls one function and keeps its error."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+        self._error: BaseException | None = None
+        self._seconds = 0.0
+        # A daemon, so that a process that has to end does not wait: its part of a checkpoint has no name yet.
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def finish(self, timeout_s: float) -> float:
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"the checkpoint is still being written after another {timeout_s:.0f} s; raise "
+                "cluster.stage_timeout_s if the disk is only slow, or set checkpointing.async_save=false"
+            )
+        if self._error is not None:
+            raise self._error
+        return self._seconds
+
+    def _run(self) -> None:
+        started = time.monotonic()
+        action, self._action = self._action, None
+        assert action is not None
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - raised by `finish`
+            self._error = error
+        # Free the copies, which the action holds.
+        del action
+        self._seconds = time.monotonic() - started
+        logger.info("wrote a checkpoint in %.1f s beside the training", self._seconds)
