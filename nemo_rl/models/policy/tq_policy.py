@@ -39,8 +39,8 @@ _T = TypeVar("_T")
 class BoundPass(Generic[_P, _T]):
     """A pass of one policy over rows in the data plane."""
 
-    def __init__(self, policy: TQPolicy, shared: MetaPass[_P, Any, _T]) -> None:
-        self._policy, self._shared = policy, shared
+    def __init__(self, policy: TQPolicy, declared: MetaPass[_P, Any, _T]) -> None:
+        self._policy, self._declared = policy, declared
 
     def __call__(self, meta: KVBatchMeta, plan: PackPlan, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Have the workers do the pass over the rows of `meta`, and wait for the result."""
@@ -48,12 +48,12 @@ class BoundPass(Generic[_P, _T]):
 
     def submit(self, meta: KVBatchMeta, plan: PackPlan, *args: _P.args, **kwargs: _P.kwargs) -> Pending[_T]:
         """Have the workers do the pass without waiting."""
-        policy, shared = self._policy, self._shared
-        given = {**dict(zip(shared.parameters, args, strict=False)), **kwargs}
+        policy, declared = self._policy, self._declared
+        given = {**dict(zip(declared.parameters, args, strict=False)), **kwargs}
         metas = policy.layout.per_rank(shard_meta_for_dp(meta, plan))
-        requests: list[Request[Any]] = [Request(shared.method, {"meta": part, **given}) for part in metas]
-        merge = policy.counting(metas, lambda results: shared.merge(meta, results, policy.layout))
-        return policy.workers.submit(policy.call(requests, shared.stage)).then(merge)
+        requests: list[Request[Any]] = [Request(declared.method, {"meta": part, **given}) for part in metas]
+        merge = policy.counting(metas, lambda results: declared.merge(meta, results, policy.layout))
+        return policy.workers.submit(policy.call(requests, declared.stage)).then(merge)
 
 
 class MetaPass(Generic[_P, _Found, _T]):
