@@ -18,6 +18,7 @@ import torch
 
 from nemo_rl.data_plane.address import DataPlaneAddress, Handles
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
+from nemo_rl.data_plane.chunks.columns import Columns, FlatColumn
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.chunks.tags import Tags, TagValue
 from nemo_rl.data_plane.client.operation_counts import Totals
@@ -26,8 +27,6 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-    from nemo_rl.data_plane.chunks.columns import FlatColumn
 
 __all__ = [
     "ColumnStore",
@@ -41,11 +40,6 @@ __all__ = [
     "TagValue",
     "Tags",
 ]
-
-Columns: TypeAlias = "Mapping[str, torch.Tensor | Sequence[object]] | TensorDict"
-"""Field name -> rows. A tensor `[N, ...]` (jagged nested for ragged rows) or a list of N JSON-like objects, also as a
-TensorDict holds them. Another dtype than the declared one is cast where no value changes."""
-
 
 Parts: TypeAlias = Sequence[memoryview]
 """Buffers whose concatenation is one chunk; a store that moves whole chunks gives one part back."""

@@ -28,12 +28,14 @@ from nemo_rl.data_plane.adapters.mooncake_master import (
     own_address,
     start_servers,
 )
-from nemo_rl.data_plane.adapters.transfer_queue_guard import CLOSE_S, CLOSED, start_guard
 from nemo_rl.data_plane.adapters.transfer_queue_guest import (
+    CLOSE_S,
+    CLOSED,
     find_queue,
     leave_clean,
     mark_owner,
     remove_dead_runs,
+    start_guard,
 )
 from nemo_rl.data_plane.adapters.transfer_queue_rows import QueueRows
 from nemo_rl.data_plane.adapters.transfer_queue_service import (

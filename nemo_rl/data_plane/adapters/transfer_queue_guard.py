@@ -10,35 +10,19 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from subprocess import DEVNULL
 
-from nemo_rl.utils.child_process import ChildProcess
 from nemo_rl.utils.process_guard import leave_notices_to_driver
 
-__all__ = ["CLOSED", "CLOSE_S", "main", "start_guard"]
+__all__ = ["main"]
 
-CLOSED = b"closed"
-CLOSE_S = 10.0
 REMOVE_S = 60.0
 """Seconds in which TransferQueue must answer a guard."""
-
-
-def start_guard(*, run_id: str, ray_address: str, node: str) -> ChildProcess:
-    """Start the guard of one run; `stop(CLOSED, ..)` ends it when the run has removed its partitions itself.
-
-    Args:
-        node: address of this node in the Ray cluster.
-    """
-    # Ray takes a loopback address for that of another card, where its driver is to join a cluster.
-    loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if node.startswith("127.") else {}
-    command = [sys.executable, "-m", __name__, run_id, ray_address, node]
-    return ChildProcess(command, name=f"the guard of run {run_id}", log=DEVNULL, environment=loopback)
 
 
 def main(run_id: str, ray_address: str, node: str) -> None:
     """Wait for the owner's end, and clean up after one that has died."""
     leave_notices_to_driver()
-    if sys.stdin.buffer.read() == CLOSED:
+    if sys.stdin.buffer.read():
         return
     # Where the cluster has died as well, Ray waits for it without end.
     last = threading.Timer(2 * REMOVE_S, lambda: os._exit(1))

@@ -9,9 +9,11 @@ is never ended.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from subprocess import DEVNULL
 from typing import Any
 
 import ray
@@ -25,8 +27,9 @@ from nemo_rl.data_plane.adapters.transfer_queue_session import QueueSession
 from nemo_rl.data_plane.keys import QUEUE_PREFIX, queue_partition
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, ResourceError
+from nemo_rl.utils.child_process import ChildProcess
 
-__all__ = ["find_queue", "leave_clean", "mark_owner", "remove_dead_runs"]
+__all__ = ["CLOSED", "CLOSE_S", "find_queue", "leave_clean", "mark_owner", "remove_dead_runs", "start_guard"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,11 @@ BACKENDS = {"simple": "SimpleStorage", "mooncake_cpu": "MooncakeStore"}
 OWNER = "owner"
 """Key of the row that says which process owns a run's partitions."""
 SWITCH = "data_plane.transfer_queue.connect"
+GUARD = "nemo_rl.data_plane.adapters.transfer_queue_guard"
+CLOSED = b"closed"
+"""Word to a guard: the run has removed its partitions itself."""
+CLOSE_S = 10.0
+"""Seconds in which a guard must end then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,3 +170,15 @@ def leave_clean(session: QueueSession, *, run_id: str, timeout_s: float) -> None
         remove_run(session, run_id=run_id, deadline=time.monotonic() + timeout_s)
     except DataPlaneError as error:
         logger.warning("could not remove the partitions of run %s in TransferQueue: %s", run_id, error)
+
+
+def start_guard(*, run_id: str, ray_address: str, node: str) -> ChildProcess:
+    """Start the guard of one run; `stop(CLOSED, ..)` ends it when the run has removed its partitions itself.
+
+    Args:
+        node: address of this node in the Ray cluster.
+    """
+    # Ray takes a loopback address for that of another card, where its driver is to join a cluster.
+    loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if node.startswith("127.") else {}
+    command = [sys.executable, "-m", GUARD, run_id, ray_address, node]
+    return ChildProcess(command, name=f"the guard of run {run_id}", log=DEVNULL, environment=loopback)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +15,15 @@ import torch
 
 from nemo_rl.data_plane.chunks.ragged import is_object_stack, is_object_value, object_rows
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable
-from nemo_rl.data_plane.interfaces import Columns
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import SchemaMismatch, name_some
 from nemo_rl.jagged import lengths_of, values_of
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
 __all__ = [
+    "Columns",
     "FlatColumn",
     "check_columns",
     "check_keys",
@@ -29,6 +33,10 @@ __all__ = [
     "token_lengths",
     "torch_dtype",
 ]
+
+Columns: TypeAlias = "Mapping[str, torch.Tensor | Sequence[object]] | TensorDict"
+"""Field name -> rows. A tensor `[N, ...]` (jagged nested for ragged rows) or a list of N JSON-like objects, also as a
+TensorDict holds them. Another dtype than the declared one is cast where no value changes."""
 
 Lengths = npt.NDArray[np.int64]
 
