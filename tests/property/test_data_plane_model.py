@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.adapters.noop import NoopStore
+from nemo_rl.data_plane.adapters.noop import NoopStore, SharedNoopStore
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.interfaces import KVBatchMeta
@@ -55,7 +55,7 @@ class DataPlaneHistory(RuleBasedStateMachine):
             hosts = [InProcessHost(service, is_owner=i == 0) for i in range(3)]
         owned = NoopStore()
         address = DataPlaneAddress(run_id="r", config=CONFIG, ledger=hosts[0].address, process_id=1)
-        stores = (owned, NoopStore(owned), NoopStore(owned))
+        stores = (owned, SharedNoopStore(owned), SharedNoopStore(owned))
         return [LedgerClient(host=h, store=s, address=address) for h, s in zip(hosts, stores, strict=True)]
 
     def teardown(self) -> None:

@@ -14,24 +14,19 @@ from nemo_rl.data_plane.codec import join
 from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, KeysNotFound, name_some
 
-__all__ = ["NoopStore"]
+__all__ = ["NoopStore", "SharedNoopStore"]
 
 _stores: dict[str, NoopStore] = {}
 """Stores of the runs whose owner is in this process."""
 
 
 class NoopStore(PayloadStore):
-    """Payloads by chunk id, shared by the clients of one process.
+    """Payloads by chunk id, shared by the clients of one process."""
 
-    Args:
-        owned: store of the owner, whose payloads another client sees; None makes the owner's.
-    """
-
-    def __init__(self, owned: NoopStore | None = None) -> None:
-        self._is_owner = owned is None
-        self._chunks: dict[str, memoryview] = {} if owned is None else owned._chunks
-        self._lock: threading.Lock = threading.Lock() if owned is None else owned._lock
-        self._closed: threading.Event = threading.Event() if owned is None else owned._closed
+    def __init__(self) -> None:
+        self._chunks: dict[str, memoryview] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     @classmethod
     def start(cls, *, run_id: str) -> NoopStore:
@@ -40,7 +35,7 @@ class NoopStore(PayloadStore):
         return store
 
     @staticmethod
-    def join(address: DataPlaneAddress) -> NoopStore:
+    def join(address: DataPlaneAddress) -> SharedNoopStore:
         """Return the store for another client of this process.
 
         Raises:
@@ -53,7 +48,7 @@ class NoopStore(PayloadStore):
                 f"run {run_id!r}: its noop store lives in process {address.process_id} and this is {os.getpid()}, or "
                 "its owner has closed it; for workers in other processes use data_plane.impl=shm, or ray under Ray"
             )
-        return NoopStore(store)
+        return SharedNoopStore(store)
 
     @staticmethod
     def forget(run_id: str) -> None:
@@ -85,15 +80,36 @@ class NoopStore(PayloadStore):
 
     def health(self) -> StoreHealth:
         with self._lock:
-            return StoreHealth(is_alive=not self._closed.is_set(), detail=f"{len(self._chunks)} chunks in this process")
+            return StoreHealth(is_alive=not self._is_closed, detail=f"{len(self._chunks)} chunks in this process")
 
     def close(self) -> None:
-        """Free all payloads; those of other clients leave the store open."""
-        if self._is_owner:
-            with self._lock:
-                self._closed.set()
-                self._chunks.clear()
+        """Free all payloads; called by the owner's client only."""
+        with self._lock:
+            self._is_closed = True
+            self._chunks.clear()
 
     def _check_open(self) -> None:
-        if self._closed.is_set():
+        if self._is_closed:
             raise DataPlaneClosed("the noop store has been closed by its owner")
+
+
+class SharedNoopStore(PayloadStore):
+    """Another client's view of the owner's store; its close leaves the store open."""
+
+    def __init__(self, store: NoopStore) -> None:
+        self._store = store
+
+    def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> None:
+        self._store.put(chunks, timeout_s=timeout_s)
+
+    def get(self, chunk_ids: Sequence[str], *, timeout_s: float, handles: Handles) -> list[Parts]:
+        return self._store.get(chunk_ids, timeout_s=timeout_s, handles=handles)
+
+    def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
+        self._store.drop(chunk_ids, timeout_s=timeout_s)
+
+    def health(self) -> StoreHealth:
+        return self._store.health()
+
+    def close(self) -> None:
+        """Do nothing: the store has nothing to end."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nemo_rl.config.data_plane import DataPlaneConfig, StorageCapacityConfig
-from nemo_rl.data_plane.adapters.noop import NoopStore
+from nemo_rl.data_plane.adapters.noop import NoopStore, SharedNoopStore
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
@@ -57,7 +57,7 @@ class Bench:
         host = InProcessHost(self.service, is_owner=False)
         config = self.config.model_copy(update={"timeout_s": timeout_s})
         address = DataPlaneAddress(run_id="r", config=config, ledger=host.address, process_id=0)
-        self.clients.append(LedgerClient(host=host, store=NoopStore(self.store), address=address))
+        self.clients.append(LedgerClient(host=host, store=SharedNoopStore(self.store), address=address))
         return self.clients[-1]
 
     def put(self, client: LedgerClient, *keys: str) -> None:

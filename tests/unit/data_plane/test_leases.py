@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.adapters.noop import NoopStore
+from nemo_rl.data_plane.adapters.noop import NoopStore, SharedNoopStore
 from nemo_rl.data_plane.address import DataPlaneAddress, LedgerAddress
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.column_io import write_columns
@@ -38,7 +38,7 @@ class Bench:
         )
         for _ in range(3):
             host = InProcessHost(self.service, is_owner=False)
-            self.clients.append(LedgerClient(host=host, store=NoopStore(self.store), address=address))
+            self.clients.append(LedgerClient(host=host, store=SharedNoopStore(self.store), address=address))
         self.clients[0].register_partition("p", ["input_ids", "prev_logprobs"], 99, ["prev_lp", "train"])
         self.clients[0].kv_batch_put(keys_of(1), "p", {"input_ids": ids_column([1] * 4)})
 
