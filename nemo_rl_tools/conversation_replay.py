@@ -93,7 +93,6 @@ class KeptConversation:
     opening: ConversationLog
     """The log of its group that has the messages of the prompt, where one has them."""
     turns: Mapping[int, KeptTurn]
-    """Turns by their numbers."""
 
 
 def replay_conversations(
@@ -285,7 +284,6 @@ class RecordedReplies(_NoProcess):
         self._log, self._pause = log, pause
 
     async def open(self, row: ConversationRow) -> RecordedReplies:
-        """Return the conversation."""
         return self
 
     async def reply(self, turn: Turn) -> Reply:
@@ -316,7 +314,6 @@ class RecordedResults(_NoProcess):
         """Calls of each turn so far."""
 
     async def call(self, call: ToolCall, *, seed: int) -> ToolResult:
-        """Return the recorded result of the next call of the turn that has this seed."""
         number = self._numbers.get(seed, -1)
         place, self._made[number] = self._made[number], self._made[number] + 1
         if self._pause is not None:

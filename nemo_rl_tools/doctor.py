@@ -420,7 +420,6 @@ def examine(*, with_self_test: bool = True) -> Iterator[DoctorFinding]:
 
 
 def worst(findings: Iterable[DoctorFinding]) -> State:
-    """Return the worst state of all findings."""
     order = list(State)
     return max((finding.state for finding in findings), key=order.index, default=State.GREEN)
 

@@ -198,7 +198,6 @@ class Comparison:
         return [printable(line, limit=len(line)) for line in lines]
 
     def as_record(self) -> dict[str, object]:
-        """Return the comparison as JSON-like values."""
         outcome, first = self.outcome, self.first
         return {
             "verdict": outcome.verdict.label,
@@ -225,11 +224,9 @@ class Comparison:
         return self.facts
 
     def head(self) -> Sequence[str]:
-        """Return the names of the columns of the table."""
         return "site", "result", "A -> B"
 
     def shown(self, *, is_all: bool) -> Sequence[Site]:
-        """Return the sites that the table has."""
         if is_all or len(self.sites) <= SITES_SHOWN:
             return self.sites
         return [site for site in self.sites if site.agrees is False][:SITES_SHOWN]

@@ -134,7 +134,6 @@ def recordings(
 
 
 def _records(folder: Path, step: int | None) -> Path:
-    """Return the folder of records that is meant: itself, or what a run has recorded of a step."""
     from nemo_rl.algorithms.kept_steps.folder import StepsFolder  # noqa: PLC0415
 
     there = StepsFolder(folder).records()
@@ -243,7 +242,6 @@ def verdict_of_problem() -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """Print a line on the progress."""
     make_console(stderr=True).print(text)
 
 

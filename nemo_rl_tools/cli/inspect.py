@@ -76,11 +76,9 @@ class RunPart:
     steps: tuple[int, ...]
     """Steps that it has; empty where it is not by steps."""
     command: str
-    """The command that shows it."""
 
     @property
     def line(self) -> str:
-        """Return the part for people."""
         return f"  {self.name:<12} {_steps_text(self.steps):<24} {self.command}"
 
 

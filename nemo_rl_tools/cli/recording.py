@@ -120,7 +120,6 @@ def _run_lines(run: StreamSummary, age_s: float) -> Iterator[str]:
 
 
 def _in_order(run: StreamSummary) -> list[tuple[SiteKey, SiteSummary]]:
-    """Sort the sites as a pass meets them."""
     return sorted(
         run.sites.items(), key=lambda item: (execution_order(item[0][0], None, item[0][1])[::2], *item[0][2:])
     )

@@ -103,7 +103,6 @@ class Printer:
             self._console.print(printable(text, limit=SHOWN))
 
     def frame(self, frame: Frame) -> None:
-        """Print a line, if the frame is one of stats."""
         self.num_frames += 1
         if not isinstance(frame.where.reducer, Stats):
             return
@@ -141,7 +140,6 @@ class _WatchSession:
     writer: StreamWriter | None
     num_steps: int | None
     states: dict[str, str] = field(default_factory=dict)
-    """States of the runs, by run."""
     texts: dict[str, str] = field(default_factory=dict)
     """Texts about the end of runs and about their NaN, by run."""
     known_step: int = -1

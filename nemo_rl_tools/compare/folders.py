@@ -306,7 +306,6 @@ def _rules(floors: Mapping[tuple[ComparedSite, Metric], float], *, with_layers: 
 
 
 def _rounded_up(value: float) -> float:
-    """Round up to two digits."""
     if value == 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)

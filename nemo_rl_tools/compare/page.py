@@ -134,7 +134,6 @@ def write_page(path: Path, comparison: Comparison) -> Path:
 
 
 def page_text(comparison: Comparison) -> str:
-    """Return the page."""
     return whole_page(f"{comparison.verdict.name}: {comparison.title}", *_body(comparison), style=STYLE)
 
 

@@ -127,7 +127,6 @@ class Side:
         }
 
     def found(self, verdict: Verdict, text: str) -> None:
-        """Note something wrong with this side."""
         finding = Finding(verdict=verdict, text=f"{self.name}: {text}")
         if finding not in self.findings:
             self.findings.append(finding)
@@ -170,7 +169,6 @@ class Side:
         return {key: digests[number] for key, number in self.samples.items() if number in digests}
 
     def key_of(self, code: int) -> str:
-        """Return the key of the sample of a token's code."""
         return list(self.samples)[code // POSITIONS]
 
     def _sites(self) -> Mapping[ComparedSite, list[TensorRecord]]:

@@ -35,7 +35,6 @@ class RowName:
         return f"sample {self.key!r}, position {self.position}, token {self.token}"
 
     def as_record(self) -> dict[str, object]:
-        """Return JSON form."""
         return {"key": self.key, "position": self.position, "token": self.token}
 
 
@@ -51,7 +50,6 @@ class WorstToken:
     b: float
 
     def as_record(self) -> dict[str, object]:
-        """Return JSON form."""
         numbers = {"token_rel": self.token_rel, "max_abs": self.max_abs, "a": self.a, "b": self.b}
         shown = {name: finite_or_text(value) for name, value in numbers.items()}
         return {**self.row.as_record(), "element": self.element, **shown}
@@ -63,7 +61,6 @@ class SiteResult:
 
     site: ComparedSite
     num_rows: int = 0
-    """Number of rows that were compared."""
     num_only_a: int
     num_only_b: int
     num_other_tokens: int
@@ -81,7 +78,6 @@ class SiteResult:
 
     @property
     def label(self) -> str:
-        """The name in reports."""
         return self.site.label
 
     @property
@@ -96,7 +92,6 @@ class SiteResult:
 
     @property
     def is_bit_equal(self) -> bool:
-        """True where all values were compared and are equal bit by bit."""
         return self.measurement is not None and self.measurement.is_bit_equal
 
     @property
@@ -107,7 +102,6 @@ class SiteResult:
 
     @property
     def cells(self) -> Sequence[str]:
-        """A row of the table."""
         metrics = {} if self.measurement is None else self.measurement.metrics
         numbers = (f"{metrics[metric]:.2e}" if metric in metrics else "-" for metric in COLUMNS)
         return [self.label, str(self.num_rows), *numbers, "; ".join(self.failures) or "ok"]
@@ -165,7 +159,6 @@ def compare_site(
     samples: SampleMap,
     limits: ToleranceRules,
 ) -> SiteResult:
-    """Matches, measures and judges one site."""
     a, b = merged
     rows = match_rows(a, b, samples)
     result = SiteResult(

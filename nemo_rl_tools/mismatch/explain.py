@@ -171,10 +171,8 @@ class FarToken:
 
     key: str
     position: int
-    """Position of the token in its row."""
     text: str
     before: str
-    """Text of the tokens before it."""
     rollout: float
     trainer: float
 
@@ -265,7 +263,6 @@ class MismatchReport:
     """The trainer's way of scoring, by its own numbers."""
     parts: tuple[MismatchPart, ...]
     evidence: Evidence
-    """Evidence of the rest."""
     far: tuple[FarToken, ...]
     notes: tuple[str, ...]
     seconds: float = 0.0
@@ -278,13 +275,11 @@ class MismatchReport:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of the explanation."""
         if not self.total.num_tokens:
             return Verdict.VACUOUS
         return Verdict.PASS if self.first is None else Verdict.MISMATCH
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the report."""
         total = self.total
         yield f"mismatch of step {self.step} of {self.run}: {self.num_rows} rows, {total.num_tokens} sampled tokens"
         yield f"  trainer: {self.trainer}"
@@ -300,7 +295,6 @@ class MismatchReport:
         yield f"{self.verdict.label} in {self.seconds:.1f} s"
 
     def as_record(self) -> dict[str, object]:
-        """Return the report as JSON-like values."""
         first = self.first
         return {
             **asdict(self),

@@ -108,7 +108,6 @@ class MismatchPart:
     what: str
     kl: float
     share: float
-    """Share of the total."""
     is_stated: bool
     """Config and tags say so; False: it was found by trying."""
 
@@ -231,7 +230,6 @@ class _Search:
         """Supposed and taken: none is taken twice, so the search ends."""
 
     def kl(self, setting: ScoreSetting) -> float:
-        """Left under a setting."""
         return self._kls([setting])[0]
 
     def part(
@@ -242,7 +240,6 @@ class _Search:
         return MismatchPart(cause=cause, what=what, kl=removed, share=self._share(removed), is_stated=is_stated)
 
     def rest(self, at: ScoreSetting, left: float) -> MismatchPart:
-        """Return the part that no change has removed."""
         is_rounding = left <= self.rounding(at)
         return MismatchPart(
             cause="precision" if is_rounding else "engine",

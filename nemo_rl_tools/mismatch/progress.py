@@ -49,12 +49,10 @@ class Progress:
             self._began = time.monotonic()
 
     def advance(self, units: int = 1) -> None:
-        """Count units of the phase as done."""
         with self._lock:
             self._done += units
 
     def line(self) -> str:
-        """Return the present phase in words."""
         with self._lock:
             what, total, began = self._what, self._total, self._began
             done = self._done if self._count is None else self._count()

@@ -154,7 +154,6 @@ def stated_changes(at: ScoreSetting, stated: Stated, *, is_lagging: bool) -> lis
 def supposed_changes(
     at: ScoreSetting, stated: Stated, *, has_weights: Callable[[int], bool], has_rope: bool
 ) -> list[SettingChange]:
-    """Return the changes that nothing in the run states."""
     found = []
     lag = at.lag or 0
     for other in (-1, 1):
@@ -176,7 +175,6 @@ def supposed_changes(
 
 
 def sampling_changes(at: ScoreSetting) -> list[SettingChange]:
-    """Return other samplings around the present one."""
     now = at.sampling
     samplings: list[tuple[Cause, Sampling]] = [
         ("temperature", replace(now, temperature=now.temperature * factor)) for factor in TEMPERATURES

@@ -52,7 +52,6 @@ class StepTokens:
 
     @property
     def column_M(self) -> torch.Tensor:
-        """Position of each token in its row."""
         return self.is_sampled_NT.nonzero(as_tuple=True)[1]
 
 

@@ -94,7 +94,6 @@ class Balance:
     """
 
     engines: int
-    """Engines of the recipe."""
     generation_s: float
     training_s: float
     """Seconds of all passes of the policy workers and of the data plane."""
@@ -125,7 +124,6 @@ class Balance:
 
     @property
     def advice(self) -> str:
-        """Return what would balance the sides."""
         if self.balanced_engines is None:
             return (
                 f"no number of engines keeps up: the turns of a row take {self.least_generation_s:.2f} s, the trainer "
@@ -324,7 +322,6 @@ class RunPlan:
         return [line for line in lines if line]
 
     def as_json(self) -> dict[str, object]:
-        """Return every number of the plan."""
         setting, gpu = self.setting, self.setting.gpu
         return {
             "version": FORMAT_VERSION,

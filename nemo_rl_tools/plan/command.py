@@ -215,7 +215,6 @@ def _gpu(name: str | None, count: int) -> GPU | None:
 
 
 def show_plan(plan: RunPlan, console: Console) -> None:
-    """Print everything."""
     console.print(Group(*_parts(plan)))
 
 

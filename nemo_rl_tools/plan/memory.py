@@ -59,7 +59,6 @@ class EngineMemory:
     loading: int
     """Bytes of a layer of which a refit has not brought all weights, whole."""
     ranks: int = 1
-    """Ranks of the engine, each of which needs this."""
     sleep_level: int = 0
     """Level at which it sleeps while the policy trains."""
 
@@ -165,7 +164,6 @@ def _adapter_bytes(setting: PlanSetting) -> int:
 
 
 def plan_slots(setting: PlanSetting) -> list[WeightSlot]:
-    """Return all weights as a refit sends them."""
     dtype = setting.policy.generation.precision or setting.policy.precision
     return [WeightSlot(name=name, dtype=dtype, shape=shape) for name, shape in setting.model.full_weights.items()]
 

@@ -33,7 +33,6 @@ class Device:
     """A GPU, or the share of a CPU that one policy worker has."""
 
     number: int
-    """Number of the device on its node."""
     rank: int
     pp: int
     dp: int
@@ -56,7 +55,6 @@ class PlannedNode:
     cpus: int
     """Logical CPUs that its processes ask Ray for."""
     engine_ranks: int
-    """Ranks of engines here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +70,6 @@ class Port:
 
 
 def plan_nodes(setting: PlanSetting) -> list[PlannedNode]:
-    """Return all machines of the run."""
     cluster, layout = setting.config.cluster, setting.layout
     per_node = cluster.num_workers // cluster.num_nodes
     engines, has_gpus = setting.policy.generation.num_replicas, cluster.gpus_per_node > 0
@@ -221,7 +218,6 @@ class PlaneMemory:
 
 
 def plan_plane(setting: PlanSetting, batches: Batches) -> PlaneMemory:
-    """Return the memory of the store that the run starts."""
     plane = setting.config.active_data_plane
     clients, kind = num_clients(setting.config), kind_named(plane.impl or "noop")
     room, key = plane.storage_capacity.bytes, "data_plane.storage_capacity.bytes"

@@ -153,7 +153,6 @@ class Model:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Return the architecture, for the models that the Megatron worker trains."""
         return Architecture.of(self.config)
 
 
@@ -212,14 +211,12 @@ class PlanSetting:
 
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
-        """Return the layers of each pipeline stage."""
         if not self.is_megatron:
             return (self.model.flops_shape.num_layers,)
         check_fits(self.model.architecture, self.policy)
         return layers_of_stages(self.model.architecture, self.policy)
 
     def layers_of(self, stage: int) -> range:
-        """Return the numbers of the layers of a pipeline stage."""
         first = sum(self.stage_layers[:stage])
         return range(first, first + self.stage_layers[stage])
 
@@ -252,7 +249,6 @@ class Batches:
     rows: int
     """Samples of a step."""
     row_tokens: int
-    """Tokens of the longest row."""
     prompt_tokens: int
     response_tokens: int
     global_batches: int

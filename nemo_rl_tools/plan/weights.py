@@ -76,7 +76,6 @@ NOTHING_GATHERED = GatheredBytes(root=0, layer=0, layer_gradients=0)
 
 
 def local_weights(setting: PlanSetting, *, stage: int = 0) -> list[LocalWeight]:
-    """Return the parts of all weights that a rank of a pipeline stage has."""
     base = list(_of_megatron(setting, stage) if setting.is_megatron else _of_dtensor(setting))
     family = family_of(setting.model.hf.config) if setting.policy.vision.freeze_tower else None
     if family is not None:
@@ -273,7 +272,6 @@ def _state_bytes(setting: PlanSetting, weight: LocalWeight) -> int:
 
 
 def _optimizer_ranks(setting: PlanSetting, *, is_expert: bool) -> int:
-    """Return the number of ranks that share the optimizer state of one weight."""
     optimizer, layout, sizes = setting.policy.megatron_cfg.optimizer, setting.layout, setting.policy.parallel_sizes
     if not optimizer.is_distributed(has_fused_adam=setting.has_kernels):
         return 1

@@ -196,7 +196,6 @@ def _not_taken(outcomes: list[KeyOutcome], cut: str, value: object, message: str
 
 
 def _cut(tree: dict[str, Any], path: list[str]) -> tuple[str, object]:
-    """Remove the deepest part of a path that is in the tree."""
     node, taken = tree, list[str]()
     for name in path:
         if name not in node:
@@ -299,7 +298,6 @@ def _comment(text: str) -> str:
 
 
 def report_lines(imported: Imported) -> Iterator[str]:
-    """Return the report for people, line by line."""
     given = imported.given
     yield f"import of {given.file}"
     for parent in given.missing:
@@ -336,7 +334,6 @@ def _line(outcome: KeyOutcome) -> str:
 
 
 def as_record(imported: Imported) -> dict[str, object]:
-    """Return the report for JSON."""
     given = imported.given
     return {
         "file": str(given.file),

@@ -69,7 +69,6 @@ TURNS: Table = {
 
 
 def convert_turns(given: Given) -> Iterator[KeyOutcome]:
-    """Convert turns and tools of all three frameworks."""
     yield from _nemo_rl_turns(given)
     if given.section(VERL):
         yield from _verl(given)

@@ -91,7 +91,6 @@ class KeyOutcome:
     """The key in NeMo-RL; empty for one that was added here."""
     fate: Fate
     to: str = ""
-    """The key in this library."""
     value: object = None
     """The value in this library, where it has a key."""
     why: str = ""
@@ -149,7 +148,6 @@ def becomes(key: str, here: str, value: object, why: str) -> KeyOutcome:
 
 
 def lacks(key: str, why: str, *, must_decide: bool = False) -> KeyOutcome:
-    """Return the outcome of a key that has no counterpart here."""
     return KeyOutcome(key=key, fate=Fate.NOT_SUPPORTED, why=why, must_decide=must_decide)
 
 
@@ -202,7 +200,6 @@ class Given:
     file: Path
     tree: Mapping[str, Any]
     missing: tuple[str, ...] = ()
-    """Parents that are not here."""
     assumed: tuple[str, ...] = ()
     """Keys that the recipe leaves to a missing exemplar."""
     unresolved: Mapping[str, str] = field(default_factory=dict)
@@ -210,7 +207,6 @@ class Given:
 
     @property
     def lost_parents(self) -> tuple[str, ...]:
-        """Return the missing parents that nothing stands in for."""
         return tuple(parent for parent in self.missing if Path(parent).name != EXEMPLAR_NAME)
 
     def get(self, key: str, default: object = None) -> Any:
@@ -221,7 +217,6 @@ class Given:
         return lookup(self.tree, key.split("."))[0]
 
     def section(self, key: str) -> Mapping[str, Any]:
-        """Return a section that may be missing, or null."""
         found = self.get(key)
         return found if isinstance(found, Mapping) else {}
 

@@ -24,9 +24,7 @@ class ShownGroup:
     uid: str
     step: int
     rows: tuple[RolloutRow, ...]
-    """Rows that are shown."""
     num_rows: int
-    """Number of rows in the file."""
 
     def summary(self) -> list[str]:
         """Rows, rewards and ends, for people."""

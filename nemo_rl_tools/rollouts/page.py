@@ -56,12 +56,10 @@ def write_rollout_page(path: Path, shown: ShownRollouts) -> Path:
 
 
 def problem_text(title: str, problem: str, links: PageLinks = ALONE) -> str:
-    """Return a page that says why there are no rows."""
     return whole_page(_plain(title), *_above(links), tag("h1", _plain(title)), tag("p", problem), style=STYLE)
 
 
 def page_text(shown: ShownRollouts, links: PageLinks = ALONE) -> str:
-    """Return the page."""
     title = f"Rollouts of {_plain(shown.run)}, {shown.title}"
     short = f"Rollouts of {_plain(shown.run.absolute().name)}, {shown.title}"
     reason = shared_reason(row for group in shown.groups for row in group.rows)
@@ -154,7 +152,6 @@ def _prompt(row: RolloutRow) -> Iterator[Markup]:
 
 
 def _said(who: str, *parts: object, kind: str = "") -> Markup:
-    """Return what one side of a conversation said."""
     head = [tag("i", _plain(who))] if who else []
     content = parts if all(isinstance(part, Markup) for part in parts) else [tag("pre", *parts)]
     return tag("div", {"class": f"said {kind}".strip()}, *head, *content)

@@ -48,7 +48,6 @@ class RowTokens:
     texts: Sequence[str]
     """Empty for a token that ends inside a character: the last token of the character has it."""
     mask: Sequence[bool]
-    """True for tokens that are trained."""
     generation_logprobs: Sequence[float | None]
     """Log-probabilities of the rollout; None outside the mask."""
     prev_logprobs: Sequence[float | None] | None
@@ -72,7 +71,6 @@ class RowTokens:
         return None if ours is None or theirs is None else ours - theirs
 
     def differences(self) -> list[float]:
-        """The differences of all tokens that have one."""
         found = (self.difference(at) for at in range(len(self.ids)))
         return [value for value in found if value is not None]
 
@@ -293,14 +291,12 @@ def difference_text(rows: Iterable[RolloutRow]) -> str:
 
 
 def shared_reason(rows: Iterable[RolloutRow]) -> str | None:
-    """Return the reason for which none of the rows has a difference, where all of them have the same one."""
     texts = {difference_text([row]) for row in rows if row.tokens is None or not row.tokens.differences()}
     has_difference = any(row.tokens is not None and row.tokens.differences() for row in rows)
     return texts.pop() if len(texts) == 1 and not has_difference else None
 
 
 def legend() -> str:
-    """Return the meaning of the marks."""
     low, high = BOUNDS
     return (
         f"marks: log-probabilities apart by more than {low} ({Grade.APART.mark}), {high} ({Grade.FAR.mark}); "
@@ -309,5 +305,4 @@ def legend() -> str:
 
 
 def signed(value: float | None) -> str:
-    """Return a number with its sign, for people."""
     return "none" if value is None else f"{value:+.4g}"

@@ -32,7 +32,6 @@ class RowTime:
 
     @property
     def total(self) -> float:
-        """Return the sum."""
         return self.engine + self.tool + self.waiting
 
     @property

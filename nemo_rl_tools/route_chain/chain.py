@@ -51,7 +51,6 @@ class Mismatch:
     """File and line."""
 
     def lines(self) -> list[str]:
-        """Return the lines of the report."""
         at = "".join(f" {axis}={place}" for axis, place in self.coords.items())
         batch = "" if self.microbatch is None else f", microbatch {self.microbatch}"
         what = "token" if self.layer is None else f"layer {self.layer}"
@@ -149,7 +148,6 @@ class _TraceCheck:
         self.coverage = TraceCoverage(trace, self.samples)
 
     def add(self, seen: Observation) -> None:
-        """Compare one observation with the rollout."""
         self.coverage.add(seen)
         self.num_unknown += sum(key not in self.samples for key in seen.keys)
         is_bad = False

@@ -136,7 +136,6 @@ UNKNOWN = "no known mistake explains it"
 
 
 def guess(found: RouteComparison, samples: Samples) -> str:
-    """Return a mistake in words, or that none is known."""
     for explain in MISTAKES:
         guess = explain(found, samples)
         if guess is not None:

@@ -102,7 +102,6 @@ class TraceCoverage:
 
     @property
     def microbatch_limit(self) -> int:
-        """Microbatches that each process traces."""
         limits = [_limit(record, "microbatches") for record in self.trace.of("trace_started")]
         return max(limits, default=1)
 

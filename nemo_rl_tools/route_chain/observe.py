@@ -83,7 +83,6 @@ class Observation:
     """`[S, L, K]` int32; None in a long record."""
     lowest: int
     highest: int
-    """Highest of the ids."""
 
     @property
     def coords(self) -> Mapping[str, int]:
@@ -93,7 +92,6 @@ class Observation:
 
 
 def digest_of(ids: Sequence[int]) -> int:
-    """Return the digest of one token and layer."""
     return int(token_digests(np.array(ids, dtype=np.int64)[None, None])[0, 0])
 
 
@@ -259,7 +257,6 @@ def _check_layers(layers: object, num: int, where: str) -> None:
 
 
 def _pass_of(record: TraceRecord) -> tuple[str, ...]:
-    """Return the identity that records of one microbatch share."""
     return (record.process, *(str(record.fields.get(name)) for name in ("stage", "trace_step", "microbatch_idx")))
 
 

@@ -59,7 +59,6 @@ class TraceRecord:
     event: str
     fields: dict[str, Any]
     process: str
-    """Host, process number, and which process of that number it was."""
     where: str
     """File and line."""
 

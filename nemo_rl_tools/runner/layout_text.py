@@ -90,7 +90,6 @@ class LayoutText:
 
     @property
     def data(self) -> int:
-        """Data-parallel shards."""
         return self.dp or _data_for_experts(self.ep * self.expert_tensor, self.tp * self.cp)
 
     @property

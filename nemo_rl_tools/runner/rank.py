@@ -167,7 +167,6 @@ def read_routes(path: Path) -> RoutesFile:
 
 
 def _row_digests(routes: torch.Tensor, rows: Sequence[Sequence[int]], shape: RouteShape) -> list[str]:
-    """Return the digest of each row: of its tokens and their routes."""
     digests_SL = route_digests(routes.long(), shape.layers)
     parts = digests_SL.split([len(row) for row in rows])
     return [

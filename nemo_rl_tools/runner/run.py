@@ -82,7 +82,6 @@ class ProbeResult:
 
     rows: RunnerRows
     texts: tuple[tuple[str, ...], ...]
-    """Texts of all tokens."""
     found: RankResult
     layout: str
     world_size: int
@@ -92,7 +91,6 @@ class ProbeResult:
     """True where this process speaks for the job."""
 
     def as_record(self) -> dict[str, object]:
-        """Return the result as JSON-like values."""
         rows = [
             {
                 "key": key,
@@ -118,7 +116,6 @@ class ProbeResult:
         }
 
     def lines(self) -> list[str]:
-        """Return the lines of the report."""
         lines = [f"{self.layout}: {self.world_size} process{'' if self.world_size == 1 else 'es'}"]
         for number, (key, ids, logprobs) in enumerate(
             zip(self.rows.keys, self.rows.ids, self.found.logprobs, strict=True)
@@ -233,7 +230,6 @@ def _rows(policy: PolicyConfig, spec: ProbeSpec) -> tuple[RunnerRows, tuple[tupl
 
 
 def _placed(policy: PolicyConfig, spec: ProbeSpec, rows: RunnerRows) -> tuple[PolicyConfig, int]:
-    """Return the policy in its layout, and the number of its ranks."""
     has_routes = spec.routes_from is not None or spec.routes_to is not None
     if spec.layout is None:
         world_size = smallest_world(policy.parallel_sizes)
@@ -275,7 +271,6 @@ def _work(policy: PolicyConfig, spec: ProbeSpec, rows: RunnerRows, world_size: i
 
 @contextmanager
 def _traced(work: RankWork, spec: ProbeSpec, plan: WatchPlan) -> Iterator[RankWork]:
-    """The work with a hub to show it to, where something is watched."""
     if not plan.watches or spec.out is None:
         yield work
         return
@@ -303,7 +298,6 @@ def _traced(work: RankWork, spec: ProbeSpec, plan: WatchPlan) -> Iterator[RankWo
 
 @contextmanager
 def _weights(policy: PolicyConfig, spec: ProbeSpec) -> Iterator[tuple[PolicyConfig, str]]:
-    """The policy on the weights that are meant, and what they are called."""
     named = spec.layout.weights if spec.layout is not None else None
     if named is None:
         yield policy, policy.model_name

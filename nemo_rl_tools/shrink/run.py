@@ -155,7 +155,6 @@ class ShrinkReport:
         return Verdict.MISMATCH if any(check.holds is False for check in self.checks) else Verdict.PASS
 
     def lines(self) -> Iterator[str]:
-        """Return the report for people, line by line."""
         yield f"shrink of {self.recipe}: {self.layout}"
         yield f"  model: {self.model}"
         for text in self.reduced:
@@ -181,7 +180,6 @@ class ShrinkReport:
             yield f"{self.verdict.label} in {self.seconds:.0f} s; again: {again}"
 
     def as_record(self) -> dict[str, object]:
-        """Return the report for JSON."""
         return {
             "recipe": str(self.recipe),
             "out": str(self.out),
@@ -372,7 +370,6 @@ def _checkpoint(config: MasterConfig, *, steps: int) -> ShrinkCheck:
 
 
 def _trained_weights(config: MasterConfig, folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return what a checkpoint holds of the weights that were trained."""
     if not is_adapter_folder(folder):
         return named_weights(load_causal_lm(folder))
     lora, model = config.policy.lora, build_meta_model(config.policy.model_name)

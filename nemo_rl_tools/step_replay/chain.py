@@ -316,7 +316,6 @@ class SnapshotColumns:
         return nest(torch.cat(parts), torch.tensor([len(part) for part in parts], dtype=torch.int64))
 
     def batch(self, fields: Sequence[str], rows: Sequence[int], *, width: int, pad_token_id: int) -> BatchedDataDict:
-        """Return the columns of these rows, dense, as a worker gets them from the data plane."""
         columns = {name: self.rows(name, rows) for name in fields}
         listed = {name: rows_as_list(columns.pop(name)) for name in self.lists if name in columns}
         batch = materialize(columns, pad_values={"input_ids": float(pad_token_id)}, pad_to=width)

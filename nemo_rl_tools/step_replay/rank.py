@@ -56,7 +56,6 @@ class KeptRates(Schedule):
         self._calls = 0
 
     def apply(self) -> float:
-        """The rate of the next call is in the optimizer."""
         self._own.apply()
         # A step that did not end has kept no rate.
         rate = self._rates[min(self._calls, len(self._rates) - 1)]
@@ -65,7 +64,6 @@ class KeptRates(Schedule):
         return rate
 
     def advance(self) -> None:
-        """One call is done."""
         self._own.advance()
         self._calls += 1
 
@@ -82,7 +80,6 @@ class RankJob:
     settings: ReplaySettings
     chain: ReplayChain
     steps: tuple[StepWork, ...]
-    """The steps of the chain."""
     loss_fn: LossFunction
     stages: tuple[str, ...] = ()
     """Passes of log-probabilities that are run again; the kept columns of the others are taken."""
@@ -192,7 +189,6 @@ class ReplayRank:
             self._job.visit(self, version)
 
     def run(self, work: StepWork) -> RankStep:
-        """Replay one step."""
         found = RankStep(number=work.step.number, error=work.error)
         if work.error is not None or not work.trained:
             return found

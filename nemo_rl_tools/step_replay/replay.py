@@ -77,7 +77,6 @@ def first_non_finite(folder: Path) -> str:
 
 
 def _order(site: ComparedSite, record: TensorRecord) -> tuple[object, ...]:
-    """Sort records as the passes of a step make them."""
     phase, *_, place, _ = site.order
     return phase, site.update, record.place.microbatch, place, record.rank, record.seq
 

@@ -60,7 +60,6 @@ class RowNumbers:
     """Weights and advantages of the rows of a step."""
 
     scored: ScoredRows
-    """Scores of all rows."""
     token_advantages: torch.Tensor | None = None
     """`[chosen, T]` float32; None where advantages are those of rows."""
     lacks_tokens: bool = False
@@ -115,7 +114,6 @@ class RowNumbers:
 
     @classmethod
     def _without(cls, step: StepSnapshot, scored: ScoredRows, fields: Sequence[str]) -> RowNumbers:
-        """Return the problem that columns were not kept."""
         if step.status is StepStatus.COMPLETE and step.trained is None:
             # The run has measured its rows, and none of them was left to train on.
             return cls(scored=scored, trains=False)
@@ -154,7 +152,6 @@ class StepWork:
     lacks_tokens: bool = False
     """True where the step ended before its tokens were kept, so that nothing is made of them."""
     run_plan: PackPlan | None = None
-    """The plan for the layout of the run."""
     run_logprob_plan: PackPlan | None = None
     plan: PackPlan | None = None
     """The plan for the layout of the replay."""
@@ -243,7 +240,6 @@ def _subset(
 def _planned(
     nothing: StepWork, trained: TrainRows, made: RowNumbers, policy: PolicyConfig, *, layout: ParallelLayout
 ) -> StepWork:
-    """Return the work on these rows, with plans for a layout."""
     step, numbers = nothing.step, made.scored.select(trained.rows)
     assert step.rows is not None, "the rows were kept"
     lengths, cost = [step.rows.lengths[row] for row in trained.rows], step.run.cost

@@ -78,7 +78,6 @@ class StreamEntry:
 
     @property
     def end(self) -> int:
-        """Return the byte at which the next entry begins."""
         return self.at + HEAD.size + len(self.body)
 
     def frame(self) -> Frame | FrameTable:

@@ -196,12 +196,10 @@ class Serving:
 
     server: HubServer
     token_file: Path
-    """File of the viewers' token."""
     feeds: list[Feed] = field(default_factory=list)
 
     @property
     def address(self) -> str:
-        """Return the address of the page."""
         host = f"[{self.server.host}]" if ":" in self.server.host else self.server.host
         return f"http://{host}:{self.server.port}/"
 
@@ -245,7 +243,6 @@ class Serving:
         self.feeds.append(Feed(self.server.hub, folder, entries, follow=follow, taken=set(), is_live=True))
 
     async def close(self) -> None:
-        """End what still publishes."""
         for feed in self.feeds:
             await feed.close()
 

@@ -44,7 +44,6 @@ class _TablePlace:
     number: int
     at: int
     content: int
-    """Hash of it."""
 
 
 def stream_files(folder: Path) -> dict[int, Path]:
@@ -120,7 +119,6 @@ class StreamWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all files."""
         return sum(self._sizes.values())
 
     def frame(self, encoded: bytes) -> None:
@@ -156,7 +154,6 @@ class StreamWriter:
         self._write(EntryKind.MESSAGE, body, record.get("step"))
 
     def close(self) -> None:
-        """Close the recording."""
         self._close_file()
         if self._lock is not None:
             os.close(self._lock)

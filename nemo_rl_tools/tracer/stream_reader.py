@@ -35,7 +35,6 @@ class Follow:
     """It ends when this is set."""
     poll_s: float = 0.1
     caught_up: Event = field(default_factory=Event)
-    """Set when all is read that is there."""
 
 
 def find_recording(path: Path) -> Path:

@@ -59,7 +59,6 @@ class NonFiniteSite:
 
     @property
     def order(self) -> Order:
-        """Sort by when a run met it."""
         at, site = self.where, self.where.site
         phase = RUN_ORDER.get(at.phase, len(RUN_ORDER))
         if site.kind is SiteKind.PARAM and at.update == 0 and at.phase != REFERENCE:
@@ -71,7 +70,6 @@ class NonFiniteSite:
         return (at.step, phase, at.update, *passes, site.text, str(at.reducer))
 
     def as_record(self) -> dict[str, object]:
-        """Return the record as JSON holds it."""
         return {
             "step": self.where.step,
             "phase": self.where.phase,
@@ -130,7 +128,6 @@ class Reading:
     nan: int
     inf: int
     missing: int
-    """Ranks that are not in it."""
     dropped: int
     """Frames that ranks have dropped in this phase."""
 
@@ -166,7 +163,6 @@ class Reading:
 
     @property
     def text(self) -> str:
-        """Return one line for people."""
         update = f" update {self.update}" if self.update else ""
         numbers = "  ".join(
             f"{name} {getattr(self, name):< 11.4g}"  # the sign of a number takes no other place than its absence
@@ -200,7 +196,6 @@ class SiteSummary:
     """Frames with values that are NaN or infinite."""
     layers: set[int] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
-    """Names of parameters."""
     steps: set[int] = field(default_factory=set)
     phases: set[str] = field(default_factory=set)
 
@@ -257,7 +252,6 @@ class StreamSummary:
 
     @property
     def end_text(self) -> str:
-        """Return how the run ended, as far as it was recorded."""
         said = self.finish or self.said
         return " ".join(str(said[name]) for name in ("reason", "text") if said.get(name))
 

@@ -73,7 +73,6 @@ class ViewPages:
         self.num_runs = len(self._runs())
 
     def run(self, run_id: str) -> ViewedRun | None:
-        """Return a run by its id."""
         return next((run for run in self._runs() if run.id == run_id), None)
 
     def read(self, path: str, *, key: str = "") -> bytes | None:
@@ -224,7 +223,6 @@ def _written_of(run: ViewedRun) -> Iterator[str]:
 
 
 def _written_keys(run: ViewedRun) -> Iterator[str]:
-    """Yield the keys of the rows on the pages of rollouts that are written."""
     for step in _written_steps(run):
         try:
             shown = _chosen(run, step)
@@ -234,7 +232,6 @@ def _written_keys(run: ViewedRun) -> Iterator[str]:
 
 
 def _lives(run: ViewedRun, keys: Iterable[str]) -> dict[str, dict[str, object]]:
-    """Return the life of each row, or the reason for which there is none."""
     path, wanted = run.folder / EVENTS_FILE, list(keys)
     nothing = f"no event of {path} names it; expected a key such as those of the rollouts, `<group uid>_g<index>`"
     try:

@@ -70,11 +70,9 @@ class ViewServer:
 
     @property
     def address(self) -> str:
-        """Return the address to open, with the token."""
         return f"http://{LOOPBACK}:{self._socket.getsockname()[1]}/?token={self._token}"
 
     def serve(self) -> None:
-        """Answer until an interrupt."""
         import uvicorn  # noqa: PLC0415 - only where a page is served
         from starlette.applications import Starlette  # noqa: PLC0415
         from starlette.middleware.trustedhost import TrustedHostMiddleware  # noqa: PLC0415

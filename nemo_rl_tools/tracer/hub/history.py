@@ -57,7 +57,6 @@ class History:
         self._latest: dict[Place, Kept] = {}
 
     def add_table(self, table: FrameTable) -> KeptTable:
-        """Keep it with its step."""
         found = self._tables.get((table.run, table.name))
         if found is None:
             found = self._tables[table.run, table.name] = KeptTable(table.run, table.name, table.encode())

@@ -74,12 +74,10 @@ class HubRunFacts:
     """`metrics` messages of the last steps."""
 
     def as_record(self) -> dict[str, object]:
-        """Return the facts as messages hold them."""
         record = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "metrics"}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in record.items()}
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Set the facts of a record, as far as it has them and they can be read."""
         for name, kind in FACTS.items():
             value = record.get(name)
             if isinstance(value, kind) and not isinstance(value, bool):
@@ -127,7 +125,6 @@ class SinkThread:
             self._queue.put(message)
 
     def message(self, message: Mapping[str, object]) -> None:
-        """Take a JSON message."""
         self._queue.put(dict(message))
 
     def close(self) -> None:
@@ -178,7 +175,6 @@ class Hub:
         self.marks: list[Mapping[str, Any]] = []
         self._artifacts, self._sinks = artifacts, list[SinkThread]()
         self.subscribers: list[Viewer] = []
-        """Viewers that get what is published."""
         self._first = FirstNonFinite()
         self._loop = asyncio.get_running_loop()
 
@@ -198,13 +194,11 @@ class Hub:
         return facts
 
     def publish_table(self, table: FrameTable) -> None:
-        """Publish a table, before the frames that refer to it."""
         kept = self.history.add_table(table)
         for sink in self._sinks:
             sink.frame(kept.message)
 
     def publish_frame(self, frame: Frame) -> None:
-        """Publish a picture."""
         kept = self.history.add_frame(frame)
         for subscriber in self.subscribers:
             subscriber.frame(kept)
@@ -285,7 +279,6 @@ class Hub:
     # Viewers.
 
     def add_sink(self, sink: SinkThread) -> None:
-        """Get what is published from now on, and the plan."""
         self._sinks.append(sink)
         sink.message(self.plan_record())
 
@@ -318,7 +311,6 @@ class Hub:
             subscriber.frame(kept)
 
     def end_run(self, run: str, state: RunState, text: str) -> None:
-        """End a run."""
         if run in self.runs:
             self.set_run({"run": run, "state": state, "text": text})
 

@@ -148,19 +148,16 @@ class LegacyViewer(Viewer):
         """Ignore a message for other viewers, which has no counterpart in this protocol."""
 
     def say(self, message: Mapping[str, object]) -> None:
-        """Send a message of this protocol."""
         super().message(dump(message))
 
     def refused(self, error: BadMessage) -> None:
         self.say({"type": "error", "code": error.code.value, "text": str(error)})
 
     def ask(self, request: Mapping[Classical, Reducer]) -> None:
-        """Show this from now on."""
         self._request, self._started = request, dump(self._start())
         super().message(self._started)
 
     def frame(self, kept: Kept) -> None:
-        """Take frames that were asked for."""
         if self._flag(kept) is not None:
             super().frame(kept)
 

@@ -33,7 +33,6 @@ PARENT_S = 1.0
 
 
 def main() -> int:
-    """Return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given = json.loads(sys.stdin.readline())
     spec, tokens = HubSpec.of_record(given["spec"]), HubTokens(**given["tokens"])

@@ -120,7 +120,6 @@ class Ranks:
         self._hub.set_run({"run": peer.run, **({"world": world} if peer.group is RankGroup.POLICY else {})})
 
     def disconnect(self, peer: Peer) -> None:
-        """Remove a rank."""
         self._of(peer.run, peer.group).disconnect(peer.rank)
         self._wake.set()
 
@@ -133,7 +132,6 @@ class Ranks:
         self._of(peer.run, peer.group).begin(peer.rank, step, phase)
 
     def end(self, peer: Peer, step: int, phase: str, dropped: int) -> None:
-        """End a phase of a rank, which has sent all of it."""
         self._of(peer.run, peer.group).end(peer.rank, step, phase, dropped)
         self._wake.set()
 
@@ -152,7 +150,6 @@ class Ranks:
             self.tell(peer, "late", "skipped parts that came outside their phase or too late")
 
     def tell(self, peer: Peer, kind: str, text: str) -> None:
-        """Tell a problem of a rank, once per kind."""
         if (peer, kind) not in self._told and len(self._told) < MAX_TOLD:
             self._told.add((peer, kind))
             self._hub.problem(f"{peer.text}: {text}")

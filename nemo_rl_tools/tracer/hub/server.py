@@ -72,7 +72,6 @@ class Pages:
             self._files["/"] = self._files[f"/{INDEX}"]
 
     def answer(self, path: str) -> Response:
-        """Return the answer to a GET of this path."""
         content = self._files.get(path)
         if content is None:
             return refuse(HTTPStatus.NOT_FOUND, "no such page")
@@ -81,7 +80,6 @@ class Pages:
 
 
 def refuse(status: HTTPStatus, text: str) -> Response:
-    """Return an answer that says why not."""
     return _response(status, "text/plain; charset=utf-8", f"{text}\n".encode())
 
 
@@ -111,7 +109,6 @@ class CountedConnection(ServerConnection):
         self._waiting, self._limit = waiting, limit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count a peer that has connected."""
         super().connection_made(transport)
         if len(self._waiting) >= self._limit:
             self.transport.abort()
@@ -119,7 +116,6 @@ class CountedConnection(ServerConnection):
             self._waiting.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget a peer that is gone."""
         self._waiting.discard(self)
         super().connection_lost(exc)
 

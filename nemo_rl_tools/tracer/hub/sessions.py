@@ -76,7 +76,6 @@ class Sessions:
         self.viewers: list[Viewer] = []
         self.controller: Viewer | None = None
         self.run: str | None = None
-        """Run of the driver."""
         self.has_finished = self._is_lost = False
         self._rank_connections: dict[Peer, ServerConnection] = {}
         self._rank_spoke_s = -math.inf
@@ -109,7 +108,6 @@ class Sessions:
         return None
 
     async def serve(self, connection: ServerConnection, role: Role, hello: Mapping[str, Any]) -> None:
-        """Serve one peer until the connection ends."""
         with suppress(ConnectionClosed):
             try:
                 if role is Role.RANK:
@@ -320,7 +318,6 @@ class Sessions:
         self._hub.subscribers.append(viewer)
 
     def leave(self, viewer: Viewer) -> None:
-        """Remove a viewer, which gets no more."""
         self._hub.subscribers.remove(viewer)
         self.viewers.remove(viewer)
         # Another one may have taken over since.
@@ -363,7 +360,6 @@ class Sessions:
 
 
 async def refuse(connection: ServerConnection, code: ErrorCode, text: str) -> None:
-    """Say why, and close."""
     with suppress(ConnectionClosed):
         async with asyncio.timeout(REFUSE_S):
             await connection.send(error_text(code, text))

@@ -75,7 +75,6 @@ class Viewer:
         self._wake.set()
 
     def refused(self, error: BadMessage) -> None:
-        """Send why a message of the viewer was refused."""
         self.message(error_text(error.code, str(error)))
 
     def frame(self, kept: Kept) -> None:
