@@ -36,6 +36,7 @@ __all__ = ["TOOLS", "app", "main"]
 TOOLS = {
     "inspect": "nemo_rl_tools.cli.inspect:app",
     "compare": "nemo_rl_tools.cli.compare:app",
+    "checkpoints": "nemo_rl_tools.cli.checkpoints:app",
     "config": "nemo_rl_tools.cli.recipes:app",
     "probe": "nemo_rl_tools.cli.probe:app",
     "doctor": "nemo_rl_tools.cli.recipes:doctor",
@@ -50,7 +51,7 @@ TOOLS_PACKAGE = "nemo-rl-tools"
 
 class _Root(Verbs):
     headings = {
-        "Run": ("train", "init", "eval", "export", "config"),
+        "Run": ("train", "init", "eval", "export", "config", "checkpoints"),
         "Look": ("view", "inspect", "compare", "trace", "probe"),
         "Cluster": ("launch", "plan", "shrink", "doctor"),
         "Data": ("data-plane",),

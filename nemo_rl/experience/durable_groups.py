@@ -1,14 +1,14 @@
-"""`DurableGroups`: finished groups in segment files, so that they survive the end of every process of a run.
+"""`DurableGroups`: finished groups in framed logs, so that they survive the end of every process of a run.
 
 A rollout worker appends each group when its rows are in the data plane, in a thread of its own. A resumed run is given
 the stored group in place of sampling it again, when it asks for the same prompt and seed and the weights that sampled
 it are weights of the resumed run: their digests, which refit receipts prove, must be equal.
 
-    <path>/<process>-<number>.seg    frames: magic, sizes, checksum, what is known of the groups, their columns
+    <path>/<process>-<number>.seg    a frame for each put: what is known of the groups, and their columns
 
-Invariants: a group is read only from a whole frame with the right checksum; what was cut by a kill is never read. A
-segment is removed when no group in it can be asked for any more, by its writer, or by who finds it when the writer is
-gone. Files of another run or a newer format are refused.
+Invariants: a group is read only from a whole frame; what was cut by a kill is never read. A segment is removed when no
+group in it can be asked for any more, by its writer, or by who finds it when the writer is gone. Files of another run
+or format are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import hashlib
 import json
 import logging
 import os
-import struct
 import sys
 import threading
 import uuid
@@ -32,7 +31,6 @@ from typing import Any, BinaryIO
 
 import msgpack
 import torch
-import xxhash
 
 from nemo_rl.config.data_plane import DurableConfig
 from nemo_rl.data_plane.column_io import columns_of_bytes, columns_to_bytes
@@ -45,22 +43,32 @@ from nemo_rl.experience.rollout_records import GroupRequest, RolloutResult
 from nemo_rl.jagged import nest
 from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.files import open_plain
+from nemo_rl.utils.framed_log import (
+    DamagedLog,
+    ForeignLog,
+    LogFrame,
+    TornFrame,
+    begin,
+    frame,
+    read_frame,
+    read_frames,
+    read_head,
+    write_all,
+)
 from nemo_rl.utils.metrics import Reduction, Sum, reduction_of_json, reduction_to_json
 
 __all__ = ["DurableGroups", "FinishedGroup", "check_segments", "rollout_identity"]
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"NRDG"
-FORMAT = 1
-"""Version of the segment files; a newer one is refused."""
+KIND = "finished groups"
+EARLIER_MAGIC = b"NRDG"
+"""Start of the segments that releases before 0.2 have written."""
 SEGMENT_BYTES = 64 << 20
 """A segment that has so many bytes is followed by another."""
 MOST_WAITING = 16
 """Puts whose groups wait to be written; more make the rollout wait."""
 FLUSH_S = 60.0
-_FRAME = struct.Struct("<4sIQQ")
-"""Magic, bytes of the description, bytes of the columns, checksum of both."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,12 +125,8 @@ def check_segments(folder: Path, identity: str) -> None:
         RunFolderError: they are of another run, of a newer format, or no segments.
     """
     for path in sorted(folder.glob("*.seg")):
-        try:
-            with _opened(path) as file:
-                described, _, _ = _read_frame(file, 0)
-        except (_TornFrame, FileNotFoundError):
-            continue  # nothing of it is used
-        _check_head(path, described, identity)
+        with suppress(FileNotFoundError), _opened(path) as file:
+            _head(file, path, identity)
 
 
 class DurableGroups:
@@ -260,7 +264,7 @@ class DurableGroups:
             place = each.path, each.offset
             if place not in known:
                 with _opened(each.path) as file:
-                    known[place] = columns_of_bytes(_read_frame(file, each.offset)[1], str(each.path))
+                    known[place] = columns_of_bytes(read_frame(file, each.offset).body, str(each.path))
             first, count = each.group.rows
             for name, column in known[place].items():
                 is_tensor = isinstance(column, torch.Tensor)
@@ -331,13 +335,13 @@ class DurableGroups:
         segment = _SegmentFile()
         with _opened(path) as file:
             is_finished = _is_finished(file)
-            for offset, described in _frames(file, path, self._identity):
+            for found in _frames(file, path, self._identity):
                 try:
-                    groups = [_of_record(record) for record in described["groups"]]
+                    groups = [_of_record(record) for record in found.text["groups"]]
                 except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-                    raise _odd_segment(path, f"the frame at byte {offset} describes no groups") from error
+                    raise _odd_segment(path, f"the frame at byte {found.at} describes no groups") from error
                 for group in groups:
-                    self._keep(StoredGroup(group=group, path=path, offset=offset), segment)
+                    self._keep(StoredGroup(group=group, path=path, offset=found.at), segment)
         if is_finished:
             self._segments[path] = segment
         else:
@@ -368,12 +372,12 @@ class DurableGroups:
                     file = path.open("xb", buffering=0)
                     with suppress(OSError):  # a file system without locks: others then leave the file alone
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _write_whole(file, _frame({"format": FORMAT, "identity": self._identity}, b""))
+                    write_all(file.fileno(), begin(KIND, {"identity": self._identity}))
                     with self._lock:
                         self._segments[path] = _SegmentFile(is_open=True)
                 offset = file.tell()
-                described = {"groups": list(map(_to_record, put.groups))}
-                _write_whole(file, _frame(described, columns_to_bytes(put.columns)))
+                described = msgpack.packb({"groups": list(map(_to_record, put.groups))})
+                write_all(file.fileno(), frame(described, columns_to_bytes(put.columns), at=offset))
                 if self._fsync:
                     os.fsync(file.fileno())
             except Exception as error:  # noqa: BLE001 - a thread has nobody to raise it to
@@ -455,78 +459,41 @@ def _of_record(record: Mapping[str, Any]) -> FinishedGroup:
     )
 
 
-def _frame(described: Mapping[str, Any], body: bytes) -> bytes:
-    text = msgpack.packb(described)
-    digest = xxhash.xxh3_64()
-    digest.update(text)
-    digest.update(body)
-    return _FRAME.pack(MAGIC, len(text), len(body), digest.intdigest()) + text + body
-
-
-def _write_whole(file: BinaryIO, content: bytes) -> None:
-    """Write everything: an unbuffered file takes as much as there is space for, and says so."""
-    rest = memoryview(content)
-    while rest:
-        rest = rest[file.write(rest) :]
-
-
-class _TornFrame(Exception):
-    """The file ends inside a frame, or its bytes are not those that were written."""
-
-
-def _read_frame(file: BinaryIO, offset: int) -> tuple[dict[str, Any], bytes, int]:
-    """Return description, columns and the offset behind a frame; raise _TornFrame where there is no whole one."""
-    file.seek(offset)
-    head = file.read(_FRAME.size)
-    if len(head) < _FRAME.size:
-        raise _TornFrame(f"{len(head)} bytes are no frame")
-    magic, text_bytes, body_bytes, checksum = _FRAME.unpack(head)
-    end = offset + _FRAME.size + text_bytes + body_bytes
-    if magic != MAGIC or end > os.fstat(file.fileno()).st_size:
-        raise _TornFrame("the frame is cut, or no frame begins here")
-    text, body = file.read(text_bytes), file.read(body_bytes)
-    digest = xxhash.xxh3_64()
-    digest.update(text)
-    digest.update(body)
-    if digest.intdigest() != checksum:
-        raise _TornFrame("the checksum of the frame differs")
+def _head(file: BinaryIO, path: Path, identity: str) -> LogFrame | None:
+    """Return the head frame of a segment of this run; None where a kill has cut it."""
     try:
-        described = msgpack.unpackb(text, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise _TornFrame(f"no description of groups: {error}") from error
-    if not isinstance(described, dict):
-        raise _TornFrame(f"expected a description of groups, got {type(described).__name__}")
-    return described, body, end
-
-
-def _frames(file: BinaryIO, path: Path, identity: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield offset and description of each whole frame of groups; the rest of a torn file is left out."""
-    try:
-        described, _, offset = _read_frame(file, 0)
-    except _TornFrame as error:
-        logger.warning("%s: %s; nothing of it is used", path, error)
-        return
-    _check_head(path, described, identity)
-    while True:
-        try:
-            described, _, end = _read_frame(file, offset)
-        except _TornFrame as error:
-            if offset < os.fstat(file.fileno()).st_size:
-                logger.warning("%s: %s at byte %d; what follows is not used", path, error, offset)
-            return
-        yield offset, described
-        offset = end
-
-
-def _check_head(path: Path, described: Mapping[str, Any], identity: str) -> None:
-    version = described.get("format")
-    if not isinstance(version, int) or version > FORMAT:
-        raise RunFolderError(
-            f"data_plane.durable.path: {path}: expected finished groups of format {FORMAT} or older, got {version!r}; "
-            "resume with the version that wrote them, or remove the folder"
-        )
-    if described.get("identity") != identity:
+        found = read_head(file, KIND)
+    except (TornFrame, DamagedLog) as problem:
+        logger.warning("%s: %s; nothing of it is used", path, problem)
+        return None
+    except ForeignLog as problem:
+        file.seek(0)
+        if file.read(len(EARLIER_MAGIC)) == EARLIER_MAGIC:
+            raise RunFolderError(
+                f"data_plane.durable.path: {path} is of a release before 0.2; make it readable with: nemo-rl "
+                f"checkpoints convert {path.parent}"
+            ) from problem
+        raise _odd_segment(path, problem) from problem
+    if found.text.get("identity") != identity:
         raise RunFolderError(
             f"data_plane.durable.path: {path} holds finished groups of a run with other data, tokenizer, reward, seed "
             "or sampling; use a folder of this run's own, or remove it"
         )
+    return found
+
+
+def _frames(file: BinaryIO, path: Path, identity: str) -> Iterator[LogFrame]:
+    """Yield each whole frame of groups; the rest of a torn or damaged file is left out."""
+    head = _head(file, path, identity)
+    if head is None:
+        return
+    end = head.end
+    try:
+        for found in read_frames(file, end):
+            end = found.end
+            yield found
+    except DamagedLog as problem:
+        logger.warning("%s: %s; what follows is not used", path, problem)
+        return
+    if end < os.fstat(file.fileno()).st_size:
+        logger.warning("%s: the frame at byte %d is cut; it is not used", path, end)

@@ -1,40 +1,31 @@
-"""The journal of a ledger: a file of checked frames, from which a new process builds the same ledger.
+"""The journal of a ledger: a framed log from which a new process builds the same ledger.
 
-    8 bytes magic and format | frame {"run", "state"} | frame | frame | ...
-    a frame: 4 bytes length | 4 bytes check of the length | 8 bytes check of the content | content, msgpack
-
-`state` is a snapshot, None at the beginning of a run; the frames behind it are the changes since. Used by
-`recovery.py`; the driver makes the file. Checks are xxh3_64 and count the frames, so that none can be lost, repeated
-or moved unseen. Invariant: a frame is in the file as a whole, or it is the last one and is cut off.
+Its head is `{"run", "state"}`: `state` is a snapshot, None at the beginning of a run, and the frames behind it are the
+changes since. Used by `recovery.py`; the driver makes the file.
 """
 
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgpack
-import xxhash
-
 from nemo_rl.errors import DataPlaneError
 from nemo_rl.utils.files import replace_file
+from nemo_rl.utils.framed_log import DamagedLog, ForeignLog, TornFrame, begin, frame, read_frames, read_head, write_all
 
 __all__ = ["JOURNAL_FILE", "Journal", "create_journal", "remove_journal"]
 
 JOURNAL_FILE = "ledger.journal"
-FORMAT = 1
-"""Raised when a file can no longer be read by the version before."""
-_MAGIC, _GIVEN_UP = b"NRLJ", b"GONE"
-_START = struct.Struct("<4sI")
-_HEAD = struct.Struct("<IIQ")
+KIND = "journal of a ledger"
+_GIVEN_UP = b"GONE"
+"""In place of the magic of a journal that lacks changes."""
 
 
 def create_journal(path: Path, *, run_id: str) -> None:
     """Write the journal of a ledger that has not served a request yet, in place of an older one."""
-    replace_file(path, lambda temporary: os.close(_write(temporary, _beginning(run_id, None))))
+    replace_file(path, lambda temporary: os.close(_write(temporary, begin(KIND, {"run": run_id, "state": None}))))
 
 
 def remove_journal(path: Path) -> None:
@@ -47,7 +38,7 @@ class Journal:
     """One open journal. Not thread-safe: the ledger's host serialises its calls.
 
     Example:
-        >>> import tempfile
+        >>> import msgpack, tempfile
         >>> path = Path(tempfile.mkdtemp()) / JOURNAL_FILE
         >>> create_journal(path, run_id="r")
         >>> with Journal(path, run_id="r") as journal:
@@ -67,18 +58,15 @@ class Journal:
             DataPlaneError: it does not exist, is of another run or a newer format, was given up, or is damaged.
         """
         self.path, self._run_id, self._sync = path, run_id, sync
-        self.num_bytes, self._num_frames = 0, 0
-        """Size of the file, and frames in it with the first one; known after `replay`."""
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise DataPlaneError(f"run {run_id!r}: the ledger's journal cannot be opened: {error}") from error
         try:
             _remove_unfinished(path)
-            self._content = _read(self._file)
-            self._frames = self._read_frames()
-            self.state = self._read_beginning()
-            self.is_fresh = self.state is None and len(self._content) == self.num_bytes
+            self.state, self.num_bytes = self._read_beginning()
+            """`num_bytes` is the size of the file once `replay` was read."""
+            self.is_fresh = self.state is None and os.fstat(self._file).st_size == self.num_bytes
             """True when no ledger has changed anything before this one."""
         except BaseException:
             os.close(self._file)
@@ -92,8 +80,13 @@ class Journal:
 
     def replay(self) -> Iterator[Any]:
         """Yield the content of each frame behind the snapshot, then cut off a frame that was not written to its end."""
-        yield from self._frames
-        self._content = b""
+        with os.fdopen(os.dup(self._file), "rb") as file:
+            try:
+                for found in read_frames(file, self.num_bytes):
+                    self.num_bytes = found.end
+                    yield found.text
+            except DamagedLog as problem:
+                raise self._damaged(problem) from problem
         os.ftruncate(self._file, self.num_bytes)
         os.lseek(self._file, self.num_bytes, os.SEEK_SET)
 
@@ -103,12 +96,11 @@ class Journal:
         Raises:
             OSError: it is not in the file as a whole; `give_up` or `restart` must follow.
         """
-        frame = _frame(content, self._num_frames)
-        _write_all(self._file, frame)
+        written = frame(content, at=self.num_bytes)
+        write_all(self._file, written)
         if self._sync:
             os.fsync(self._file)
-        self._num_frames += 1
-        self.num_bytes += len(frame)
+        self.num_bytes += len(written)
 
     def restart(self, state: Mapping[str, object]) -> None:
         """Put a new file with a snapshot in place of this one, at once.
@@ -116,7 +108,7 @@ class Journal:
         Raises:
             OSError: the file is as it was.
         """
-        content, opened = _beginning(self._run_id, state), []
+        content, opened = begin(KIND, {"run": self._run_id, "state": state}), []
 
         def write(temporary: Path) -> None:
             opened.append(_write(temporary, content))
@@ -130,7 +122,7 @@ class Journal:
                 os.close(file)
             raise
         os.close(self._file)
-        self._file, self.num_bytes, self._num_frames = opened[0], len(content), 1
+        self._file, self.num_bytes = opened[0], len(content)
         if self._sync:
             _sync_folder(self.path.parent)
 
@@ -144,73 +136,29 @@ class Journal:
     def close(self) -> None:
         os.close(self._file)
 
-    def _read_beginning(self) -> dict[str, Any] | None:
+    def _read_beginning(self) -> tuple[dict[str, Any] | None, int]:
+        """Return the snapshot, and the byte at which the first frame behind it begins."""
         where = f"run {self._run_id!r}: the ledger's journal {self.path}"
-        if len(self._content) < _START.size:
-            raise DataPlaneError(f"{where} is empty; the run cannot go on")
-        magic, version = _START.unpack_from(self._content)
-        if magic == _GIVEN_UP:
-            raise DataPlaneError(f"{where} was given up when it could not be written; the run cannot go on")
-        if magic != _MAGIC:
-            raise DataPlaneError(f"{where} is no journal of a ledger: it starts with {magic!r}")
-        if version > FORMAT:
-            raise DataPlaneError(
-                f"{where} has format {version}, this version reads up to {FORMAT}; use the version that wrote it"
-            )
-        beginning = next(self._frames, None)
-        if beginning is None:
-            raise DataPlaneError(f"{where} has no beginning; the run cannot go on")
-        if beginning["run"] != self._run_id:
-            raise DataPlaneError(f"{where} is of run {beginning['run']!r}; expected one of {self._run_id!r}")
-        state = beginning["state"]
-        assert isinstance(state, dict | None)
-        return state
+        with os.fdopen(os.dup(self._file), "rb") as file:
+            if file.read(len(_GIVEN_UP)) == _GIVEN_UP:
+                raise DataPlaneError(f"{where} was given up when it could not be written; the run cannot go on")
+            try:
+                found = read_head(file, KIND)
+            except ForeignLog as problem:
+                raise DataPlaneError(f"{where} cannot be read: {problem}") from problem
+            except TornFrame as problem:
+                raise DataPlaneError(f"{where} has no beginning ({problem}); the run cannot go on") from problem
+            except DamagedLog as problem:
+                raise self._damaged(problem) from problem
+        if found.text["run"] != self._run_id:
+            raise DataPlaneError(f"{where} is of run {found.text['run']!r}; expected one of {self._run_id!r}")
+        return found.text["state"], found.end
 
-    def _read_frames(self) -> Iterator[Any]:
-        content, at, number = memoryview(self._content), _START.size, 0
-        self.num_bytes = at
-        while at + _HEAD.size <= len(content):
-            size, size_check, check = _HEAD.unpack_from(content, at)
-            end = at + _HEAD.size + size
-            if _check_of_size(size, number) != size_check:
-                if not any(content[at:]):
-                    break  # zeros: the machine stopped before the pages were written
-                raise self._damaged(at)
-            frame = content[at + _HEAD.size : end]
-            if end > len(content):
-                break
-            if xxhash.xxh3_64_intdigest(frame, seed=number) != check:
-                if end == len(content):
-                    break
-                raise self._damaged(at)
-            at, number = end, number + 1
-            self.num_bytes, self._num_frames = at, number
-            yield msgpack.unpackb(frame)
-
-    def _damaged(self, at: int) -> DataPlaneError:
+    def _damaged(self, problem: DamagedLog) -> DataPlaneError:
         return DataPlaneError(
-            f"run {self._run_id!r}: the ledger's journal {self.path} is damaged at byte {at} of {len(self._content)}; "
-            "the run cannot go on; check the disk"
+            f"run {self._run_id!r}: the ledger's journal {self.path} is damaged: {problem}; the run cannot go "
+            "on; check the disk"
         )
-
-
-def _beginning(run_id: str, state: Mapping[str, object] | None) -> bytes:
-    return _START.pack(_MAGIC, FORMAT) + _frame(msgpack.packb({"run": run_id, "state": state}), 0)
-
-
-def _frame(content: bytes, number: int) -> bytes:
-    size = len(content)
-    return _HEAD.pack(size, _check_of_size(size, number), xxhash.xxh3_64_intdigest(content, seed=number)) + content
-
-
-def _check_of_size(size: int, number: int) -> int:
-    """Return a check of its own: a frame whose length is wrong must not pass for one that was cut off."""
-    return xxhash.xxh3_64_intdigest(size.to_bytes(4, "little"), seed=number) & 0xFFFFFFFF
-
-
-def _read(file: int) -> bytes:
-    with os.fdopen(os.dup(file), "rb") as whole:
-        return whole.read()
 
 
 def _remove_unfinished(path: Path) -> None:
@@ -222,17 +170,11 @@ def _write(path: Path, content: bytes) -> int:
     """Write a file that only its owner may read; return it open, at its end."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        _write_all(file, content)
+        write_all(file, content)
     except OSError:
         os.close(file)
         raise
     return file
-
-
-def _write_all(file: int, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[os.write(file, left) :]
 
 
 def _sync_folder(folder: Path) -> None:

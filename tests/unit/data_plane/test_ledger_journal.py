@@ -23,6 +23,7 @@ from nemo_rl.data_plane.ledger.journal import JOURNAL_FILE, Journal, create_jour
 from nemo_rl.data_plane.ledger.ledger import Ledger
 from nemo_rl.data_plane.schema import resolve_fields, spec_to_record
 from nemo_rl.errors import DataPlaneError
+from nemo_rl.utils.framed_log import HEAD_BYTES, begin
 
 LEASE_S = 30.0
 CLAIM = {"task": "t", "fields": ["input_ids"], "consumer": "w"}
@@ -46,7 +47,7 @@ def replayed(path: Path, *, run_id: str = "r") -> list:
 
 def test_a_frame_that_was_cut_off_is_dropped_and_the_journal_goes_on(tmp_path: Path) -> None:
     path = written(tmp_path / JOURNAL_FILE)
-    content, last = path.read_bytes(), len(msgpack.packb(FRAMES[-1])) + 16
+    content, last = path.read_bytes(), len(msgpack.packb(FRAMES[-1])) + HEAD_BYTES
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     for cut in range(1, last + 1):
         path.write_bytes(content[:-cut])
@@ -60,7 +61,7 @@ def test_a_frame_that_was_cut_off_is_dropped_and_the_journal_goes_on(tmp_path: P
 
 def test_no_damaged_byte_goes_unseen(tmp_path: Path) -> None:
     path = written(tmp_path / JOURNAL_FILE)
-    content, last = path.read_bytes(), len(msgpack.packb(FRAMES[-1])) + 16
+    content, last = path.read_bytes(), len(msgpack.packb(FRAMES[-1])) + HEAD_BYTES
     for at in range(len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
         try:
@@ -71,10 +72,10 @@ def test_no_damaged_byte_goes_unseen(tmp_path: Path) -> None:
             assert found == FRAMES[:-1] and at >= len(content) - last, f"byte {at}"
     path.write_bytes(content[:-1] + b"!")
     assert replayed(path) == FRAMES[:-1]  # a frame whose pages were not all written
-    first = len(content) - sum(len(msgpack.packb(frame)) + 16 for frame in FRAMES)
-    sizes = [len(msgpack.packb(frame)) + 16 for frame in FRAMES[:2]]
+    first = len(content) - sum(len(msgpack.packb(frame)) + HEAD_BYTES for frame in FRAMES)
+    sizes = [len(msgpack.packb(frame)) + HEAD_BYTES for frame in FRAMES[:2]]
     path.write_bytes(content[: first + sizes[0]] + content[first + sum(sizes) :])
-    with pytest.raises(DataPlaneError, match=rf"damaged at byte {first + sizes[0]} of "):
+    with pytest.raises(DataPlaneError, match=rf"is damaged: .* at byte {first + sizes[0]} of "):
         replayed(path)
 
 
@@ -86,10 +87,11 @@ def test_journals_that_cannot_be_used_are_refused_with_the_reason(tmp_path: Path
         replayed(written(path, run_id="other"))
     content = written(path).read_bytes()
     for start, reason in (
-        (b"", "is empty"),
-        (b"SQLite format 3", "no journal of a ledger: it starts with b'SQLi'"),
+        (b"", "has no beginning .it has 0 bytes"),
+        (b"SQLite format 3", "cannot be read: it starts with b'SQLi'"),
         (content[:4] + (2).to_bytes(4, "little") + content[8:], "format 2, this version reads up to 1"),
         (content[:8], "has no beginning"),
+        (begin("finished groups", {}), "cannot be read: it is no journal of a ledger"),
     ):
         path.write_bytes(start)
         with pytest.raises(DataPlaneError, match=reason):

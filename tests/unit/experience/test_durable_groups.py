@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import resource
+import struct
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
 import torch
+import xxhash
 
+from nemo_rl.cli import main
 from nemo_rl.config.data_plane import DurableConfig
 from nemo_rl.errors import ResourceError, RunFolderError
 from nemo_rl.experience import durable_groups
 from nemo_rl.experience.durable_groups import DurableGroups, FinishedGroup, check_segments, rollout_identity
 from nemo_rl.experience.payload import SampleStats
 from nemo_rl.jagged import nest
+from nemo_rl.utils import framed_log
 from nemo_rl.utils.metrics import Max, Mean, Sum
 
 WEIGHTS = {0: "zero", 1: "one", 2: "two"}
@@ -90,7 +95,7 @@ def test_a_group_is_used_only_where_this_run_has_had_its_weights(tmp_path: Path)
 def test_a_torn_tail_is_cut_and_what_comes_before_is_used(tmp_path: Path, at: int) -> None:
     segment = written(tmp_path)
     content = segment.read_bytes()
-    frame = content.index(durable_groups.MAGIC, 4)
+    frame = len(HEAD)
     segment.write_bytes(content[: frame + at] if at > 0 else content[:at])
     groups = opened(tmp_path)
     assert groups.ordinals == {}
@@ -98,7 +103,7 @@ def test_a_torn_tail_is_cut_and_what_comes_before_is_used(tmp_path: Path, at: in
     groups.flush()
     assert groups.ordinals == {9: 1}
     groups.close()
-    segment.write_bytes(content + content[frame:-1])
+    segment.write_bytes(content + framed_log.frame(b"\xc0", bytes(9), at=len(content))[:-1])
     assert set(opened(tmp_path).ordinals) == {4, 7, 9}
 
 
@@ -117,8 +122,8 @@ def test_segments_of_another_run_or_a_newer_format_are_refused(tmp_path: Path, m
         check_segments(tmp_path, "other")
     with pytest.raises(RunFolderError, match="of a run with other data"):
         opened(tmp_path, "other")
-    monkeypatch.setattr(durable_groups, "FORMAT", 0)
-    with pytest.raises(RunFolderError, match="expected finished groups of format 0 or older, got 1"):
+    monkeypatch.setattr(framed_log, "FORMAT", 0)
+    with pytest.raises(RunFolderError, match="it has format 1, this version reads up to 0; use the version that wrote"):
         check_segments(tmp_path, "mine")
 
 
@@ -137,16 +142,24 @@ def test_a_segment_goes_with_its_last_group_that_may_be_asked_for(tmp_path: Path
     assert not list(tmp_path.glob("*.seg"))
 
 
+HEAD = framed_log.begin(durable_groups.KIND, {"identity": "mine"})
+
+
+def described(text: object) -> bytes:
+    return framed_log.frame(msgpack.packb(text), at=len(HEAD))
+
+
 ODD_FILES = {
     "a pipe": os.mkfifo,
     "a folder": Path.mkdir,
     "a link to itself": lambda path: path.symlink_to(path.name),
     "a link to nothing": lambda path: path.symlink_to("nothing"),
-    "a frame without groups": lambda path: path.write_bytes(HEAD + durable_groups._frame({}, b"")),
-    "groups that are numbers": lambda path: path.write_bytes(HEAD + durable_groups._frame({"groups": [1]}, b"")),
-    "no seed": lambda path: path.write_bytes(HEAD + durable_groups._frame({"groups": [{"rows": [0, 1]}]}, b"")),
+    "a text": lambda path: path.write_bytes(b"my notes"),
+    "another log": lambda path: path.write_bytes(framed_log.begin("journal of a ledger", {})),
+    "a frame without groups": lambda path: path.write_bytes(HEAD + described({})),
+    "groups that are numbers": lambda path: path.write_bytes(HEAD + described({"groups": [1]})),
+    "no seed": lambda path: path.write_bytes(HEAD + described({"groups": [{"rows": [0, 1]}]})),
 }
-HEAD = durable_groups._frame({"format": durable_groups.FORMAT, "identity": "mine"}, b"")
 
 
 @pytest.mark.timeout(20)
@@ -160,9 +173,32 @@ def test_files_that_are_no_segments_are_refused_by_name(kind: str, tmp_path: Pat
         opened(tmp_path)
 
 
-@pytest.mark.parametrize("is_list", [True, False])
-def test_a_head_that_describes_nothing_is_left_out(is_list: bool, tmp_path: Path) -> None:
-    (tmp_path / "a.seg").write_bytes(durable_groups._frame([1], b"") if is_list else b"")  # type: ignore[arg-type]
+def test_segments_of_an_earlier_release_are_refused_until_they_are_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = written(tmp_path / "new")
+    with segment.open("rb") as file:
+        frames = list(framed_log.read_frames(file, len(HEAD)))
+    parts = [(msgpack.packb({"format": 1, "identity": "mine"}), b"")]
+    parts += [(msgpack.packb(found.text), found.body) for found in frames]
+    content = b"".join(
+        struct.pack("<4sIQQ", b"NRDG", len(text), len(body), xxhash.xxh3_64_intdigest(text + body)) + text + body
+        for text, body in parts
+    )
+    (tmp_path / "a.seg").write_bytes(content + b"NRDG")
+    with pytest.raises(RunFolderError, match=rf"with: nemo-rl checkpoints convert {tmp_path}$"):
+        check_segments(tmp_path, "mine")
+    for said in ("converted, frames of groups: 1", "as it was"):
+        monkeypatch.setattr("sys.argv", ["nemo-rl", "checkpoints", "convert", str(tmp_path)])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        assert not ended.value.code and said in " ".join(capsys.readouterr().out.split())
+    assert (tmp_path / "a.seg").read_bytes() == segment.read_bytes()
+
+
+@pytest.mark.parametrize("content", [b"", HEAD[:3], HEAD[:8], HEAD[:-1], bytes(40)])
+def test_a_head_that_a_kill_has_cut_is_left_out(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.seg").write_bytes(HEAD[:8] + content if content == bytes(40) else content)
     check_segments(tmp_path, "mine")
     found = opened(tmp_path)
     assert found.ordinals == {}
