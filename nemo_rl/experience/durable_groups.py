@@ -44,6 +44,8 @@ from nemo_rl.jagged import nest
 from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.files import open_plain
 from nemo_rl.utils.framed_log import (
+    EARLIER_GROUPS,
+    GROUPS,
     DamagedLog,
     ForeignLog,
     LogFrame,
@@ -61,9 +63,6 @@ __all__ = ["DurableGroups", "FinishedGroup", "check_segments", "rollout_identity
 
 logger = logging.getLogger(__name__)
 
-KIND = "finished groups"
-EARLIER_MAGIC = b"NRDG"
-"""Start of the segments that releases before 0.2 have written."""
 SEGMENT_BYTES = 64 << 20
 """A segment that has so many bytes is followed by another."""
 MOST_WAITING = 16
@@ -372,7 +371,7 @@ class DurableGroups:
                     file = path.open("xb", buffering=0)
                     with suppress(OSError):  # a file system without locks: others then leave the file alone
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    write_all(file.fileno(), begin(KIND, {"identity": self._identity}))
+                    write_all(file.fileno(), begin(GROUPS, {"identity": self._identity}))
                     with self._lock:
                         self._segments[path] = _SegmentFile(is_open=True)
                 offset = file.tell()
@@ -462,13 +461,13 @@ def _of_record(record: Mapping[str, Any]) -> FinishedGroup:
 def _head(file: BinaryIO, path: Path, identity: str) -> LogFrame | None:
     """Return the head frame of a segment of this run; None where a kill has cut it."""
     try:
-        found = read_head(file, KIND)
+        found = read_head(file, GROUPS)
     except (TornFrame, DamagedLog) as problem:
         logger.warning("%s: %s; nothing of it is used", path, problem)
         return None
     except ForeignLog as problem:
         file.seek(0)
-        if file.read(len(EARLIER_MAGIC)) == EARLIER_MAGIC:
+        if file.read(len(EARLIER_GROUPS)) == EARLIER_GROUPS:
             raise RunFolderError(
                 f"data_plane.durable.path: {path} is of a release before 0.2; make it readable with: nemo-rl "
                 f"checkpoints convert {path.parent}"

@@ -20,6 +20,9 @@ import msgpack
 import xxhash
 
 __all__ = [
+    "EARLIER_GROUPS",
+    "GROUPS",
+    "JOURNAL",
     "DamagedLog",
     "ForeignLog",
     "LogFrame",
@@ -35,6 +38,10 @@ __all__ = [
 FORMAT = 1
 """Raised when a file can no longer be read by the version before."""
 MAGIC = b"NRFL"
+JOURNAL, GROUPS = "journal of a ledger", "finished groups"
+"""Kinds of files."""
+EARLIER_GROUPS = b"NRDG"
+"""Start of the files of finished groups that releases before 0.2 have written, in another form."""
 _START = Struct("<4sI")
 _SIZES, _HEAD = Struct("<IQ"), Struct("<IQIQ")
 HEAD_BYTES = _HEAD.size

@@ -14,10 +14,9 @@ import xxhash
 
 from nemo_rl.cli.doors import Verbs
 from nemo_rl.errors import RunFolderError, UserError
-from nemo_rl.experience.durable_groups import EARLIER_MAGIC, KIND
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.files import open_plain, replace_file
-from nemo_rl.utils.framed_log import begin, frame, write_all
+from nemo_rl.utils.framed_log import EARLIER_GROUPS, GROUPS, begin, frame, write_all
 
 __all__ = ["app", "convert_segment"]
 
@@ -52,12 +51,12 @@ def convert_segment(path: Path) -> int | None:
         RunFolderError: its beginning is damaged. A frame behind that was cut, or is damaged, ends the new file.
     """
     with open_plain(path) as file:
-        if file.read(len(EARLIER_MAGIC)) != EARLIER_MAGIC:
+        if file.read(len(EARLIER_GROUPS)) != EARLIER_GROUPS:
             return None
         frames = list(_frames(file))
     if not frames or not isinstance(frames[0][0], dict):
         raise RunFolderError(f"{path}: its beginning is damaged, so nothing of it can be used; remove it")
-    content = bytearray(begin(KIND, {"identity": frames[0][0].get("identity")}))
+    content = bytearray(begin(GROUPS, {"identity": frames[0][0].get("identity")}))
     for text, body in frames[1:]:
         content += frame(msgpack.packb(text), body, at=len(content))
 
@@ -76,6 +75,6 @@ def _frames(file: BinaryIO) -> Iterator[tuple[object, bytes]]:
     while len(head := file.read(_FRAME.size)) == _FRAME.size:
         magic, text_bytes, body_bytes, check = _FRAME.unpack(head)
         text, body = file.read(text_bytes), file.read(body_bytes)
-        if magic != EARLIER_MAGIC or xxhash.xxh3_64_intdigest(text + body) != check:
+        if magic != EARLIER_GROUPS or xxhash.xxh3_64_intdigest(text + body) != check:
             return
         yield msgpack.unpackb(text, strict_map_key=False), body

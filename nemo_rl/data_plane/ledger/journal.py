@@ -13,19 +13,28 @@ from typing import Any
 
 from nemo_rl.errors import DataPlaneError
 from nemo_rl.utils.files import replace_file
-from nemo_rl.utils.framed_log import DamagedLog, ForeignLog, TornFrame, begin, frame, read_frames, read_head, write_all
+from nemo_rl.utils.framed_log import (
+    JOURNAL,
+    DamagedLog,
+    ForeignLog,
+    TornFrame,
+    begin,
+    frame,
+    read_frames,
+    read_head,
+    write_all,
+)
 
 __all__ = ["JOURNAL_FILE", "Journal", "create_journal", "remove_journal"]
 
 JOURNAL_FILE = "ledger.journal"
-KIND = "journal of a ledger"
 _GIVEN_UP = b"GONE"
 """In place of the magic of a journal that lacks changes."""
 
 
 def create_journal(path: Path, *, run_id: str) -> None:
     """Write the journal of a ledger that has not served a request yet, in place of an older one."""
-    replace_file(path, lambda temporary: os.close(_write(temporary, begin(KIND, {"run": run_id, "state": None}))))
+    replace_file(path, lambda temporary: os.close(_write(temporary, begin(JOURNAL, {"run": run_id, "state": None}))))
 
 
 def remove_journal(path: Path) -> None:
@@ -108,7 +117,7 @@ class Journal:
         Raises:
             OSError: the file is as it was.
         """
-        content, opened = begin(KIND, {"run": self._run_id, "state": state}), []
+        content, opened = begin(JOURNAL, {"run": self._run_id, "state": state}), []
 
         def write(temporary: Path) -> None:
             opened.append(_write(temporary, content))
@@ -143,7 +152,7 @@ class Journal:
             if file.read(len(_GIVEN_UP)) == _GIVEN_UP:
                 raise DataPlaneError(f"{where} was given up when it could not be written; the run cannot go on")
             try:
-                found = read_head(file, KIND)
+                found = read_head(file, JOURNAL)
             except ForeignLog as problem:
                 raise DataPlaneError(f"{where} cannot be read: {problem}") from problem
             except TornFrame as problem:

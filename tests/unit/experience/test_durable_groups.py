@@ -16,7 +16,6 @@ import xxhash
 from nemo_rl.cli import main
 from nemo_rl.config.data_plane import DurableConfig
 from nemo_rl.errors import ResourceError, RunFolderError
-from nemo_rl.experience import durable_groups
 from nemo_rl.experience.durable_groups import DurableGroups, FinishedGroup, check_segments, rollout_identity
 from nemo_rl.experience.payload import SampleStats
 from nemo_rl.jagged import nest
@@ -142,7 +141,7 @@ def test_a_segment_goes_with_its_last_group_that_may_be_asked_for(tmp_path: Path
     assert not list(tmp_path.glob("*.seg"))
 
 
-HEAD = framed_log.begin(durable_groups.KIND, {"identity": "mine"})
+HEAD = framed_log.begin(framed_log.GROUPS, {"identity": "mine"})
 
 
 def described(text: object) -> bytes:
@@ -155,7 +154,7 @@ ODD_FILES = {
     "a link to itself": lambda path: path.symlink_to(path.name),
     "a link to nothing": lambda path: path.symlink_to("nothing"),
     "a text": lambda path: path.write_bytes(b"my notes"),
-    "another log": lambda path: path.write_bytes(framed_log.begin("journal of a ledger", {})),
+    "another log": lambda path: path.write_bytes(framed_log.begin(framed_log.JOURNAL, {})),
     "a frame without groups": lambda path: path.write_bytes(HEAD + described({})),
     "groups that are numbers": lambda path: path.write_bytes(HEAD + described({"groups": [1]})),
     "no seed": lambda path: path.write_bytes(HEAD + described({"groups": [{"rows": [0, 1]}]})),
