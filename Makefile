@@ -258,7 +258,7 @@ watch-trait: $(VENV)/.base $(STARTER)/config.json ## the sort demo with a trait 
 	  --without examples/trait/unsorted.txt --out checkpoints/vectors/sorted.safetensors
 	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_trait_cpu.yaml $(RUN_ARGS)
 
-same-numbers: $(VENV)/.base $(STARTER)/config.json $(MOE_STARTER)/config.json ## six recipes at BASE=<revision> and here: every number equal to the last bit
+same-numbers: $(VENV)/.base $(STARTER)/config.json $(MOE_STARTER)/config.json $(SHAPES_STARTER)/config.json $(GUESS_STARTER)/config.json ## twelve recipes at BASE=<revision> and here: every number equal to the last bit
 	$(BIN)/python -m tests.helpers.same_numbers --base $(BASE) $(ARGS)
 
 mutants: $(VENV)/.dev ## plant the faults of tests/mutants one by one: the tests that are named for each must fail

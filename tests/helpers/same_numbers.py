@@ -1,10 +1,11 @@
-"""Runs six recipes at another revision and here, and compares every number that they log, to the last bit.
+"""Runs recipes at another revision and here, and compares every number that they log, to the last bit.
 
     python -m tests.helpers.same_numbers --base REV [--steps 5] [--only WORD ...]
 
 Both runs have the same seed, the same starter checkpoint and this Python's packages; the other revision is checked out
 into a work tree of its own. Compared are all metrics but times, bytes and memory, and the rollouts token by token.
-Prints the first number that differs of each recipe; exit code 1 when there is one. A change that renames or adds
+The asynchronous one has no order of its own: what the other revision has run is replayed here by its schedule. Prints
+the first number that differs of each recipe; exit code 1 when there is one. A change that renames or adds
 metrics says so on the command line: `--renamed old=new`, `--added NAME`. One that gives a key another default is told
 apart by giving it a value: `--set grpo.drop_zero_advantage_groups=true`.
 """
@@ -26,15 +27,45 @@ from pathlib import Path
 
 from tests.helpers.runs import ROOT, logged_steps
 
-RECIPES: Mapping[str, str] = {
-    "configs/grpo_sort_cpu.yaml": "starter_sort",
-    "configs/recipes/grpo_sort_tp2_cpu.yaml": "starter_sort",
-    "configs/recipes/grpo_sort_megatron_tp2_cpu.yaml": "starter_sort",
-    "configs/recipes/grpo_sort_megatron_pp2_cpu.yaml": "starter_sort",
-    "configs/recipes/grpo_sort_moe_r3_megatron_cpu.yaml": "starter_sort_moe",
-    "configs/recipes/grpo_sort_moe_r3_dtensor_cpu.yaml": "starter_sort_moe",
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A recipe that is run at both revisions."""
+
+    file: str
+    starter: str = "starter_sort"
+    """Its model, of `checkpoints/`."""
+    settings: tuple[str, ...] = ()
+    is_replayed: bool = False
+    """The run of the base is done again by its schedule, in place of a run of its own."""
+
+
+ON_MEGATRON = (
+    *("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "policy.optimizer=null"),
+    *(
+        "policy.scheduler=null",
+        "policy.megatron_cfg.optimizer.lr=3.0e-3",
+        "policy.megatron_cfg.optimizer.weight_decay=0",
+    ),
+)
+RECIPES: Mapping[str, Recipe] = {
+    "demo": Recipe(file="configs/grpo_sort_cpu.yaml"),
+    "tp2": Recipe(file="configs/recipes/grpo_sort_tp2_cpu.yaml"),
+    "megatron_tp2": Recipe(file="configs/recipes/grpo_sort_megatron_tp2_cpu.yaml"),
+    "megatron_pp2": Recipe(file="configs/recipes/grpo_sort_megatron_pp2_cpu.yaml"),
+    "moe_r3_megatron": Recipe(file="configs/recipes/grpo_sort_moe_r3_megatron_cpu.yaml", starter="starter_sort_moe"),
+    "moe_r3_dtensor": Recipe(file="configs/recipes/grpo_sort_moe_r3_dtensor_cpu.yaml", starter="starter_sort_moe"),
+    "async_bound_0": Recipe(file="configs/recipes/grpo_sort_async_cpu.yaml", settings=("grpo.async.max_staleness=0",)),
+    "async_replayed": Recipe(file="configs/recipes/grpo_sort_async_cpu.yaml", is_replayed=True),
+    "lora": Recipe(file="configs/recipes/grpo_sort_lora_cpu.yaml"),
+    "lora_megatron": Recipe(file="configs/recipes/grpo_sort_lora_cpu.yaml", settings=ON_MEGATRON),
+    "images": Recipe(file="configs/recipes/grpo_vlm_shapes_cpu.yaml", starter="starter_shapes"),
+    "conversations": Recipe(
+        file="configs/recipes/grpo_guess_cpu.yaml",
+        starter="starter_guess",
+        settings=("policy.generation.batch_invariant=true",),
+    ),
 }
-"""Recipe -> starter checkpoint of `checkpoints/`."""
 COUNTS_OF_TRANSPORT = "data_plane/"
 """Bytes, calls and times of the data plane, which a change of its code may change."""
 APART = ("key", "group", "number", "answer", "messages")
@@ -96,8 +127,20 @@ def tree_at(revision: str, folder: Path) -> Iterator[Path]:
         subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
 
 
-def run_recipe(tree: Path, recipe: str, *, steps: int, log_dir: Path, more: Sequence[str] = ()) -> None:
+def run_recipe(tree: Path, recipe: Recipe, *, steps: int, log_dir: Path, more: Sequence[str] = ()) -> None:
     """Run a recipe with a tree's own code; `more` are settings `KEY=VALUE` besides."""
+    settings = {
+        "policy.model_name": ROOT / "checkpoints" / recipe.starter,
+        "grpo.max_num_steps": steps,
+        "checkpointing.enabled": "false",
+        "logger.log_dir": log_dir,
+    }
+    pairs = [*(f"{k}={v}" for k, v in settings.items()), *recipe.settings, *more]
+    run_here(tree, "examples/run_grpo.py", "--config", recipe.file, *pairs)
+
+
+def run_here(tree: Path, *words: str) -> None:
+    """Run Python with a tree's own code."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     loaded = subprocess.run(
         [sys.executable, "-c", "import nemo_rl; print(nemo_rl.__path__[0])"],
@@ -108,14 +151,8 @@ def run_recipe(tree: Path, recipe: str, *, steps: int, log_dir: Path, more: Sequ
         text=True,
     ).stdout.strip()
     assert Path(loaded).is_relative_to(tree), f"{tree} would run the code of {loaded}"
-    settings = {
-        "policy.model_name": ROOT / "checkpoints" / RECIPES[recipe],
-        "grpo.max_num_steps": steps,
-        "checkpointing.enabled": "false",
-        "logger.log_dir": log_dir,
-    }
     done = subprocess.run(
-        [sys.executable, "examples/run_grpo.py", "--config", recipe, *(f"{k}={v}" for k, v in settings.items()), *more],
+        [sys.executable, *words],
         cwd=tree,
         env=environment,
         stdout=subprocess.PIPE,
@@ -123,7 +160,19 @@ def run_recipe(tree: Path, recipe: str, *, steps: int, log_dir: Path, more: Sequ
         text=True,
         timeout=RUN_S,
     )
-    assert done.returncode == 0, f"{recipe} in {tree} ended with {done.returncode}:\n{done.stdout[-3000:]}"
+    assert done.returncode == 0, f"{words} in {tree} ended with {done.returncode}:\n{done.stdout[-3000:]}"
+
+
+def difference_of(recipe: Recipe, base: Path, folder: Path, *, given: argparse.Namespace, changes: Changes) -> str:
+    """Run a recipe at both revisions; return what differs, empty where nothing does."""
+    logs = {name: folder / name for name in ("base", "here")}
+    run_recipe(base, recipe, steps=given.steps, log_dir=logs["base"], more=given.set)
+    if recipe.is_replayed:
+        # It ends with another code where a number or a weight differs.
+        run_here(ROOT, "-m", "nemo_rl.cli.main", "compare", str(logs["base"]), "replay", "--to", str(given.steps))
+        return ""
+    run_recipe(ROOT, recipe, steps=given.steps, log_dir=logs["here"], more=given.set)
+    return first_difference(numbers_of(logs["base"]), numbers_of(logs["here"]), changes) or ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,7 +180,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True, help="revision to compare with")
     parser.add_argument("--steps", type=int, default=5, help="of each run")
-    parser.add_argument("--only", nargs="+", default=[""], help="recipes with one of these words in their name")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="WORD", help=f"of {', '.join(RECIPES)}: those with such a word"
+    )
     parser.add_argument("--renamed", nargs="+", default=[], metavar="OLD=NEW", help="metrics with another name here")
     parser.add_argument("--added", nargs="+", default=[], metavar="NAME", help="metrics that the base lacks")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of both runs")
@@ -140,21 +191,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         renamed=dict(pair.split("=", 1) for pair in given.renamed),
         added=frozenset(given.added),
     )
-    recipes = [recipe for recipe in RECIPES if any(word in recipe for word in given.only)]
+    recipes = {name: recipe for name, recipe in RECIPES.items() if any(word in name for word in given.only)}
     num_different = 0
     # `make` that is stopped sends it; the folder and the tree of git go with the blocks below.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as root, tree_at(given.base, Path(root)) as base:
-        for recipe in recipes:
+        for name, recipe in recipes.items():
             started = time.monotonic()
-            logs = {name: Path(root) / "logs" / name / Path(recipe).stem for name in ("base", "here")}
-            for name, tree in (("base", base), ("here", ROOT)):
-                run_recipe(tree, recipe, steps=given.steps, log_dir=logs[name], more=given.set)
-            numbers = {name: numbers_of(log_dir) for name, log_dir in logs.items()}
-            difference = first_difference(numbers["base"], numbers["here"], changes)
-            num_different += difference is not None
-            count = sum(map(len, numbers["here"]))
-            print(f"{recipe}: {difference or f'{count} values equal'} ({time.monotonic() - started:.0f} s)", flush=True)
+            try:
+                difference = difference_of(recipe, base, Path(root) / "logs" / name, given=given, changes=changes)
+            except AssertionError as error:
+                difference = str(error)
+            num_different += bool(difference)
+            print(f"{name}: {difference or 'equal'} ({time.monotonic() - started:.0f} s)", flush=True)
     print(f"{len(recipes) - num_different} of {len(recipes)} recipes equal")
     return 1 if num_different or not recipes else 0
 
