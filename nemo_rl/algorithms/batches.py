@@ -135,6 +135,18 @@ class BatchSource(ABC):
     def frontier(self) -> Frontier:
         """Return the prompts that are settled: a run that is resumed from here does not ask for them again."""
 
+    def settle(self, saved: int | None) -> None:
+        """Let go of what no resumed run asks for; after each step.
+
+        Args:
+            saved: the newest step whose checkpoint is whole; None before there is one.
+        """
+        return
+
+    def run_is_done(self) -> None:
+        """Let go of everything that a resumed run could ask for: there is none."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Clear the rows that wait. Idempotent."""

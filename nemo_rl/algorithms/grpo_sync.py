@@ -25,7 +25,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nemo_rl.algorithms.async_groups import Frontier
 from nemo_rl.algorithms.batches import BatchSource, NoStepLeft
 from nemo_rl.algorithms.observers import MISMATCH_METRIC, StepObservers
 from nemo_rl.algorithms.saver import Saver
@@ -64,8 +63,6 @@ from nemo_rl.utils.run_lock import stopped_early
 
 __all__ = ["GRPOTrainer", "RunSummary", "TrainerParts"]
 
-DURABLE_STATE = "durable"
-"""Name in a checkpoint's state of the digests by which finished groups in files are known."""
 ENGINES_METRIC = "rollout/engines"
 """Engines alive at the end of a rollout, as `EngineScheduler` counts them."""
 
@@ -137,8 +134,6 @@ class GRPOTrainer:
         self._val_reward: float | None = None
         self._has_looked = False
         """True once a save has looked for the metric that ranks checkpoints."""
-        self._frontiers: dict[int, Frontier] = {}
-        """Step of each checkpoint that is being written -> the prompts that are settled once it is whole."""
         self._validation: tuple[int, Pending[ValidationResult]] | None = None
         """Step and result of the validation that runs beside the training."""
 
@@ -187,9 +182,9 @@ class GRPOTrainer:
             metrics = self._after_step(step)
             self._deadline.step_took(time.monotonic() - began)
             self._save_if_due(metrics)
-            self._settle()
+            self._parts.source.settle(self._saver.last_step)
         if self._is_done():
-            self._parts.rollout.remove_durable()
+            self._parts.source.run_is_done()
 
     def _end_after(self, metrics: Mapping[str, float]) -> None:
         """Validate and save as after a last step: that the step before is the last one was not known then."""
@@ -202,21 +197,6 @@ class GRPOTrainer:
             metrics = {**metrics, **validated}
         if self._step % config.checkpointing.save_period and self._step != self._saver.last_step:
             self._save_if_due(metrics)
-
-    def _settle(self) -> None:
-        """Let go of finished groups in files that no resumed run asks for."""
-        parts, saved = self._parts, self._saver.last_step
-        if not parts.rollout.keeps_groups:
-            return
-        if parts.checkpoints is None:
-            found = parts.source.frontier()
-        else:
-            whole = [step for step in self._frontiers if saved is not None and step <= saved]
-            if not whole:
-                return
-            found = self._frontiers[max(whole)]
-            self._frontiers = {step: each for step, each in self._frontiers.items() if step not in whole}
-        parts.rollout.settle_durable(found.next_ordinal, found.done)
 
     def step(self) -> StepState:
         """Run one step, from rollout to optimizer update. No row of it is left in the data plane, also after an error.
@@ -296,8 +276,6 @@ class GRPOTrainer:
         sync = self._parts.weight_sync
         sync.sync(self._step)
         receipt = None if sync.report is None else sync.report.receipt
-        if receipt is not None:
-            self._parts.rollout.know_weights({self._step: receipt.weights})
         self._parts.source.updated(self._step, weights=None if receipt is None else receipt.weights)
 
     def _check_time(self) -> None:
@@ -472,10 +450,6 @@ class GRPOTrainer:
             "first_val_reward": self._first_val_reward,
             **self._parts.run_state,
         }
-        if self._parts.rollout.keeps_groups:
-            weights = {str(version): digest for version, digest in self._parts.rollout.weights.items()}
-            state[DURABLE_STATE] = {"weights": weights}
-            self._frontiers[self._step] = self._parts.source.frontier()
         with self._parts.weight_sync.engines_aside():
             # Workers gather their weights on the devices.
             self._saver.save(self._step, state=state, also=self._parts.source.save_into, waits=waits)
@@ -485,8 +459,6 @@ class GRPOTrainer:
         optimizer = checkpoint.optimizer if self._config.checkpointing.load_optimizer else None
         load = ask(PolicyWorker.load_checkpoint, weights=checkpoint.weights, optimizer=optimizer)
         self._parts.policy.run(load, "resume")
-        weights = _mapping(_mapping(state.get(DURABLE_STATE, {})).get("weights", {}))
-        self._parts.rollout.know_weights({int(version): str(digest) for version, digest in weights.items()})
         self._parts.source.load_state_dict(state, step=checkpoint.step, folder=checkpoint.path)
         self._step = checkpoint.step
         self._saver.resumed(checkpoint)

@@ -16,7 +16,7 @@ from rich.console import Console
 from nemo_rl.algorithms.async_account import build_account
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
 from nemo_rl.algorithms.identity import date_line, first_start, identity_of, identity_state, model_dtype
-from nemo_rl.algorithms.kept_groups import open_durable_groups
+from nemo_rl.algorithms.kept_groups import with_durable_groups
 from nemo_rl.algorithms.kept_steps.recorder import build_recorders
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.observers import StepObservers, build_observers
@@ -163,9 +163,8 @@ def _parts(
     settings, timeout_s = config.policy, config.cluster.stage_timeout_s
     step = resume_from.step if resume_from else None
     info = rollout.describe()
-    allowed, durable = config.checkpointing.allow_changed, config.data_plane.durable
+    allowed = config.checkpointing.allow_changed
     identity = identity_of(info, resume_from, model_name=settings.model_name, allowed=allowed)
-    open_durable_groups(durable, rollout, info, grpo=config.grpo, policy=settings, data=config.data)
     for line in (*info.remarks, *([date_line(began, resume_from)] if info.prints_the_date else [])):
         panel.note(line)
     layout = ParallelLayout.of_policy(settings, world_size=config.cluster.num_workers)
@@ -197,21 +196,31 @@ def _parts(
         sleep_level=config.sleep_level,
     )
     stages = build_stages(columns, tools)
+    source = build_source(
+        config.grpo,
+        config.data,
+        info,
+        client=client,
+        rollout=rollout,
+        weight_sync=weight_sync,
+        rows_per_conversation=config.rows_per_conversation,
+        follows=follows,
+        log_dir=config.logger.log_dir,
+        resume_step=step or 0,
+        timeout_s=timeout_s,
+        note=panel.note,
+    )
     return TrainerParts(
         config=config,
-        source=build_source(
-            config.grpo,
-            config.data,
+        source=with_durable_groups(
+            source,
+            config.data_plane.durable,
+            rollout,
             info,
-            client=client,
-            rollout=rollout,
-            weight_sync=weight_sync,
-            rows_per_conversation=config.rows_per_conversation,
-            follows=follows,
-            log_dir=config.logger.log_dir,
-            resume_step=step or 0,
-            timeout_s=timeout_s,
-            note=panel.note,
+            grpo=config.grpo,
+            policy=settings,
+            data=config.data,
+            saves=config.checkpointing.enabled,
         ),
         columns=columns,
         stages=stages,

@@ -77,11 +77,6 @@ class RolloutHandle:
         self._durable = config, identity
         self._run_all(ask(RolloutWorker.open_durable, config=config, identity=identity), "data plane setup")
 
-    @property
-    def keeps_groups(self) -> bool:
-        """True where finished groups are kept in files."""
-        return self._durable is not None
-
     def know_weights(self, weights: Mapping[int, str]) -> None:
         """Tell the digests of weights by version; without files of finished groups nothing is done."""
         if self._durable is None:
