@@ -243,7 +243,7 @@ class _Planner:
         ValueError: a row exceeds the cap, or the cap, the ranks or a multiple is below 1.
     """
 
-    def __init__(  # noqa: PLR0913 - the keywords of every planner
+    def __init__(
         self,
         lengths: Sequence[int],
         *,
