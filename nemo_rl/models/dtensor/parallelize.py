@@ -35,7 +35,7 @@ from nemo_rl.models.hf.loading import DTYPES, fit_experts
 from nemo_rl.models.policy.microbatch import ForwardInputs, selected_logprobs, selected_top_k, top_k_logits
 from nemo_rl.models.vision import family_of, freeze_tower, row_tensors
 
-__all__ = ["PolicyModel", "full_weight", "parallelize"]
+__all__ = ["PolicyModel", "full_weight", "parallelize", "reduce_gradients"]
 
 
 Wanted: TypeAlias = int | TopTokens | None
@@ -102,6 +102,7 @@ def parallelize(
 ) -> PolicyModel:
     """Split the model over the tensor axis and shard it over data x context ranks (collective).
 
+    A single rank on a CPU in float32 has no shards: FSDP would copy each weight before and each gradient after its use.
     Parameters are on the meta device, and stay there. They are float32; with another precision they are cast for
     computation and gradients are reduced in float32. Frozen ones are held in the precision where the source has them
     so: of a group that FSDP gathers only what is trained must have one dtype.
@@ -133,6 +134,8 @@ def parallelize(
     layers = [module for module in hf.modules() if type(module).__name__ in layer_names]
     if chooses_compiled(hf.config, config, groups.fsdp_mesh.device_type):
         model.compiled = CompiledLayers(layers)
+    if _is_alone(groups) and config.precision == "float32":
+        return model
     policy = MixedPrecisionPolicy()
     if config.precision != "float32":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=torch.float32)
@@ -143,6 +146,11 @@ def parallelize(
         fully_shard(layer, **options)  # type: ignore[call-overload]
     fully_shard(model, **options)  # type: ignore[call-overload]
     return model
+
+
+def _is_alone(groups: ParallelGroups) -> bool:
+    """Return whether this rank is the only one, on a CPU."""
+    return groups.fsdp_mesh.size() == 1 and groups.tensor_mesh is None and groups.fsdp_mesh.device_type == "cpu"
 
 
 def _split_over_tensor_axis(hf: PreTrainedModel, groups: ParallelGroups, config: PolicyConfig) -> VocabShard | None:
@@ -158,11 +166,10 @@ def _split_over_tensor_axis(hf: PreTrainedModel, groups: ParallelGroups, config:
     return VocabShard(group=axis.group, first=axis.rank * (weight.shape[0] // axis.size))
 
 
-def as_fsdp(model: PolicyModel) -> FSDPModule:
-    """Return the same object under the interface that `fully_shard` gave it."""
-    if not isinstance(model, FSDPModule):
-        raise TypeError("the model is not sharded; call parallelize first")
-    return model
+def reduce_gradients(model: PolicyModel, is_on: bool) -> None:
+    """Let backward passes from here on reduce gradients over the ranks, or add them up on each one."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_on)
 
 
 def full_weight(weight: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.models.dtensor.optim import LossScaler
-from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
+from nemo_rl.models.dtensor.parallelize import PolicyModel, reduce_gradients
 from nemo_rl.models.head.top_k import TopTokens
 from nemo_rl.models.hf.shards import local_shard
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
@@ -82,7 +82,7 @@ class StepRunner(Runner):
         while True:
             numbers, last, loss_scale = StepNumbers(), len(microbatches) - 1, self._optimizer_step.scaler.scale
             for i, rows in enumerate(microbatches):
-                as_fsdp(self._model).set_requires_gradient_sync(i == last or not self._optimizer_step.keeps_whole)
+                reduce_gradients(self._model, i == last or not self._optimizer_step.keeps_whole)
                 micro = self._build(batch, rows, select_NT, fields=fields)
                 # Layers that the backward pass runs again need the same routes.
                 with torch.set_grad_enabled(is_training), self._pass_of(micro):

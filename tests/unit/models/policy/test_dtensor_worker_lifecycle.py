@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
@@ -164,6 +166,17 @@ def test_cpu_offload_keeps_weights_and_optimizer_on_the_cpu_and_moves_buffers() 
 )
 def test_memory_for_another_process_heeds_a_users_own_allocator(environment: dict[str, str], is_growing: bool) -> None:
     assert has_expandable_segments(environment) is is_growing
+
+
+def test_a_rank_alone_on_a_cpu_computes_with_the_weights_that_it_holds(folder: Path) -> None:
+    """FSDP would copy each weight before it is used, and each gradient after."""
+    alone, half = tiny_worker(tiny_policy(folder)), tiny_worker(tiny_policy(folder, precision="bfloat16"))
+    assert not isinstance(alone.engine.model, FSDPModule)
+    assert not any(isinstance(weight, DTensor) for weight in alone.engine.model.parameters())
+    # Cast for computation.
+    assert isinstance(half.engine.model, FSDPModule)
+    for worker in (alone, half):
+        worker.shutdown()
 
 
 def test_a_cycle_of_moves_keeps_every_bit_and_the_memory_on_the_cpu(folder: Path) -> None:
