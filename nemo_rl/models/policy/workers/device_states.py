@@ -61,18 +61,24 @@ class Shards:
         """Return copies on the CPU, pinned where there is a GPU; the next ones of the part take the same memory.
 
         Args:
-            dtype: of the copies of parameters, where passes compute in less than they are held in; None keeps it.
+            dtype: of the copies of parameters, where passes compute in less than they are held in, or less still on a
+                CPU where it holds the same values; None keeps it.
         """
         copies = self._host.away(part, [self._as(weight, dtype) for _, weight in self._weights()])
         self._host.settle()
         return copies
 
-    @staticmethod
-    def _as(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    def aside(self) -> list[torch.Tensor]:
+        """Return copies that make room for other values; on a CPU each has memory of its own, free again after use."""
+        return self.copy("aside") if self._host.is_pinned else [shard.clone() for shard in self.held()]
+
+    def _as(self, weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         shard = local_shard(weight).detach()
         # Buffers are computed with as they are held.
-        is_cast = dtype is not None and isinstance(weight, torch.nn.Parameter) and dtype.itemsize < shard.itemsize
-        return shard.to(dtype) if is_cast else shard
+        if dtype is None or not isinstance(weight, torch.nn.Parameter):
+            return shard
+        cast = shard.to(dtype) if dtype.itemsize < shard.itemsize else shard
+        return cast if self._host.is_pinned else _in_half(cast)
 
     def write(self, values: list[torch.Tensor]) -> None:
         """Load copies into the model."""
@@ -81,6 +87,14 @@ class Shards:
             for shard, value in zip(self.held(), values, strict=True):
                 shard.copy_(value, non_blocking=True)
         self._host.settle()
+
+
+def _in_half(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in bfloat16 where that holds the same values, as the weights of most model folders; else as it
+    is."""
+    narrow = tensor.to(torch.bfloat16)
+    is_smaller = narrow.itemsize < tensor.itemsize
+    return narrow if is_smaller and torch.equal(narrow.to(tensor.dtype), tensor) else tensor
 
 
 class DeviceStates:
@@ -243,7 +257,7 @@ class DeviceStates:
     def _reference_in_place(self) -> Iterator[None]:
         if self.reference is None:
             raise RuntimeError("no reference weights are kept; set loss_fn.reference_policy_kl_penalty above 0")
-        aside = self._replaced.copy("aside")
+        aside = self._replaced.aside()
         self._replaced.write(self.reference)
         try:
             yield

@@ -33,7 +33,7 @@ class HostBuffers:
     """
 
     def __init__(self, *, is_pinned: bool) -> None:
-        self._is_pinned = is_pinned
+        self.is_pinned = is_pinned
         self._flat: dict[_Part, torch.Tensor] = {}
 
     def away(self, part: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -55,7 +55,7 @@ class HostBuffers:
 
     def settle(self) -> None:
         """Wait for the copies; memory that they left may be freed from here on, and the CPU's may be read."""
-        if self._is_pinned:
+        if self.is_pinned:
             torch.cuda.synchronize()
 
     def _copied(
@@ -79,10 +79,10 @@ class HostBuffers:
     def _kept(self, key: _Part, length: int) -> torch.Tensor:
         kept = self._flat.get(key)
         if kept is None or len(kept) != length:
-            if kept is not None and self._is_pinned:
+            if kept is not None and self.is_pinned:
                 torch.cuda.cudart().cudaHostUnregister(kept.data_ptr())
             kept = torch.empty(length, dtype=key[1])
-            if self._is_pinned:
+            if self.is_pinned:
                 _pin(kept)
             self._flat[key] = kept
         return kept

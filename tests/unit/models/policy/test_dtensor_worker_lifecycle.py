@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -177,6 +179,35 @@ def test_a_rank_alone_on_a_cpu_computes_with_the_weights_that_it_holds(folder: P
     assert isinstance(half.engine.model, FSDPModule)
     for worker in (alone, half):
         worker.shutdown()
+
+
+def test_a_reference_of_values_that_16_bits_hold_takes_16_bits(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "half")
+    weights = load_file(tmp_path / "half" / "model.safetensors")
+    first = next(iter(weights))
+    weights = {name: value if name == first else value.bfloat16().float() for name, value in weights.items()}
+    save_file(weights, tmp_path / "half" / "model.safetensors", metadata={"format": "pt"})
+    worker = tiny_worker(tiny_policy(tmp_path / "half"), keep_reference=True)
+    reference = worker.device_states.reference or []
+    assert sorted({str(part.dtype) for part in reference}) == ["torch.bfloat16", "torch.float32"]
+    assert sum(part.dtype == torch.float32 for part in reference) == 1
+    assert all(map(torch.equal, worker.device_states.shards.held(), [part.float() for part in reference]))
+    worker.shutdown()
+
+
+def test_the_weights_that_make_room_for_the_reference_are_held_no_longer_than_that(worker: PolicyWorker) -> None:
+    made = list[weakref.ref[torch.Tensor]]()
+    take = worker.device_states.shards.aside
+
+    def aside() -> list[torch.Tensor]:
+        found = take()
+        made.extend(weakref.ref(tensor) for tensor in found)
+        return found
+
+    worker.device_states.shards.aside = aside
+    with worker.use_reference_model():
+        assert made and all(tensor() is not None for tensor in made)
+    assert not any(tensor() is not None for tensor in made)
 
 
 def test_a_cycle_of_moves_keeps_every_bit_and_the_memory_on_the_cpu(folder: Path) -> None:
