@@ -43,8 +43,9 @@ MIN_BUCKET_BYTES = 1 << 20
 help."""
 NUM_SLOTS = 2
 """Buckets in flight where both sides share memory: one is filled while engines read the other."""
-MAX_BUCKET_BYTES, MAX_DEVICE_BUCKET_BYTES = 256 << 20, 1 << 30
-"""A larger bucket is slower on a CPU, because its pages are touched for the first time. On a GPU each bucket is waited
+MAX_BUCKET_BYTES, MAX_DEVICE_BUCKET_BYTES = 16 << 20, 1 << 30
+"""A larger bucket is slower on a CPU, because its pages are touched for the first time, and adds to the peak memory of
+a run. On a GPU each bucket is waited
 for, and larger ones are waited for less often."""
 
 

@@ -15,6 +15,7 @@ from nemo_rl.models.weight_sync.buckets import (
     WeightSlot,
     bucket_bytes,
     match_slots,
+    most_bucket_bytes,
 )
 from nemo_rl.models.weight_sync.factory import group_ranks
 from tests.helpers.tiny_model import tiny_model
@@ -120,8 +121,10 @@ def test_every_difference_between_policy_and_engine_is_named() -> None:
 
 def test_a_bucket_takes_its_part_of_the_free_memory_and_never_more_than_all_weights() -> None:
     slots = [WeightSlot(name="w", dtype="bfloat16", shape=(1 << 20, 50))]
-    assert bucket_bytes(slots, free=100 << 20, ratio=0.3) == 30 << 20
-    assert bucket_bytes(slots, free=1 << 40, ratio=0.3) == 100 << 20
+    assert bucket_bytes(slots, free=50 << 20, ratio=0.3) == 15 << 20
+    assert bucket_bytes(slots, free=1 << 40, ratio=0.3, most=most_bucket_bytes(on_device=True)) == 100 << 20
+    # Policy and engine map two buckets beside all else that they hold.
+    assert bucket_bytes(slots, free=1 << 40, ratio=0.3) == most_bucket_bytes(on_device=False) == 16 << 20
     assert bucket_bytes(slots, free=1 << 40, ratio=0.3, most=7) == 7
     assert bucket_bytes(slots, free=0, ratio=0.3) == 1 << 20
 
