@@ -6,21 +6,27 @@ running cluster whether they hold.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
+from nemo_rl.distributed import fork_stub
 from nemo_rl.utils.process_guard import leave_notices_to_driver
 
 __all__ = ["apart_from_signals", "on_loopback", "started_by", "without_what_nobody_asks"]
 
 NOT_STARTED = ("start_api_server", "start_monitor", "start_log_monitor", "start_ray_client_server")
 """Python processes with imports of their own: dashboard (which is waited for), autoscaler, logs, remote clients."""
+WITHOUT_HUGE_PAGES = ("env", "-u", "GLIBC_TUNABLES")
+"""Words before a command whose process takes small pages."""
 
 
 @contextmanager
@@ -40,13 +46,28 @@ def on_loopback() -> Iterator[None]:
 
 @contextmanager
 def without_what_nobody_asks() -> Iterator[None]:
-    """Ray without the processes of `NOT_STARTED`. A run's logs are in files, and its cluster never grows."""
+    """Ray without the processes of `NOT_STARTED`, and with an idle agent in place of the dashboard's.
+
+    A run's logs are in files, and its cluster never grows.
+    """
     before = {name: getattr(Node, name) for name in NOT_STARTED}
+    python_of = services._build_python_executable_command_memory_profileable
+
+    def command(component: str, *given: Any, **named: Any) -> list[str]:
+        if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
+            return [sys.executable, "-I", "-S", fork_stub.__file__, fork_stub.IDLE_AGENT]
+        words = list(python_of(component, *given, **named))
+        # Huge pages are for payloads, which this agent never sees, and take it 30 MiB more.
+        is_other = component == ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT
+        return [*WITHOUT_HUGE_PAGES, *words] if is_other and shutil.which(WITHOUT_HUGE_PAGES[0]) else words
+
     for name in NOT_STARTED:
         setattr(Node, name, _start_nothing)
+    services._build_python_executable_command_memory_profileable = command
     try:
         yield
     finally:
+        services._build_python_executable_command_memory_profileable = python_of
         for name, method in before.items():
             setattr(Node, name, method)
 

@@ -124,6 +124,9 @@ def test_ray_starts_no_process_that_a_run_has_no_use_for(opened):
     assert any("gcs_server" in command for command in commands)
     extra = [c for c in commands if any(word in c for word in ("dashboard.py", "monitor.py", "log_monitor.py"))]
     assert not extra
+    # Under this name Ray's own agent of the dashboard, 100 MiB of modules.
+    assert not [c for c in commands if "ray::DashboardAgent" in c]
+    assert len([c for c in commands if "fork_stub.py idle-agent" in c and "/raylet/raylet " not in c]) == 1
 
 
 def test_workers_get_their_share_of_a_core_that_somebody_else_keeps_busy(opened):
