@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from nemo_rl.algorithms.grpo_sync import RunSummary
@@ -89,6 +87,10 @@ def write_reward_curve(metrics: Path, picture: Path) -> Path | None:
             series.setdefault(label, {})[row["step"]] = row[name]
     if TRAINING_LABEL not in series:
         return None
+    # Imported when the workers have ended: 20 MiB that the run does without.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     # A canvas of its own: no global pyplot state, no display.
     FigureCanvasAgg(figure)
