@@ -8,22 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.conversation import Ending
 from nemo_rl.config.data import DataConfig, ExtraColumn
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.datasets import Prompt
+from nemo_rl.data_plane.column_io import read_columns
 from nemo_rl.data_plane.extra_columns import extra_names, extra_specs, extra_values, rows_as_list
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.data_plane.schema import FieldSpec, extra_field
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ConfigError, WorkerError
 from nemo_rl.experience.conversation_attempt import ConversationRecord
+from nemo_rl.experience.conversation_log import CONVERSATION, ConversationLog, logs_of_column, turn_lines
 from nemo_rl.experience.token_row import TokenRow
 from nemo_rl.jagged import nest
 from nemo_rl.models.generation.interfaces import GenerationOutput
@@ -31,12 +36,21 @@ from nemo_rl.models.head.support import SUPPORT
 from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.vision import PromptImages, vision_columns
 from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum
-from nemo_rl.utils.rollout_file import rounded
+from nemo_rl.utils.rollout_file import (
+    PROMPT_NUMBER,
+    TokenTexts,
+    asked_texts,
+    rounded,
+    row_texts,
+    token_record,
+    write_rollouts,
+)
 
 __all__ = [
     "TURNS",
     "VERSION_SPANS",
     "ConversationStats",
+    "LineWriter",
     "SampleStats",
     "add_extras",
     "add_images",
@@ -47,6 +61,7 @@ __all__ = [
     "group_metrics",
     "image_specs",
     "logged_extras",
+    "logs_of_rows",
     "mean_of_scored",
     "row_record",
     "run_extras",
@@ -479,3 +494,69 @@ def group_metrics(output: GenerationOutput, size: int) -> list[dict[str, Reducti
 def component_columns(components: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
     """Return parts of rewards as columns of `SampleStats`."""
     return {name: np.asarray(part, dtype=np.float32) for name, part in components.items()}
+
+
+LOGGED_FIELDS = ("input_ids", "token_mask", "generation_logprobs")
+"""Columns of readable rollouts that every row has."""
+
+
+class LineWriter:
+    """Writes rows as readable JSON lines.
+
+    Args:
+        prompts: of training, by their numbers.
+        extras: columns of the run's own.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, prompts: Sequence[Prompt], extras: Sequence[FieldSpec]
+    ) -> None:
+        self._tokenizer, self._texts = tokenizer, TokenTexts(tokenizer)
+        self._prompts, self._extras = prompts, extras
+
+    def write(
+        self,
+        client: DataPlaneClient,
+        meta: KVBatchMeta,
+        *,
+        scored: KVBatchMeta | None,
+        path: Path,
+        records: Sequence[Mapping[str, object]],
+    ) -> None:
+        """Write the rows as readable JSON lines: key, texts, what `records` say of each, and its tokens.
+
+        Args:
+            scored: those of the rows that have log-probabilities of the trainer, in any order; None: no row has.
+        """
+        prev = WorkerPass.PREV_LOGPROBS.column
+        with client.stage("log"):
+            batch = read_columns(client, meta, LOGGED_FIELDS, pad_values={"input_ids": 0})
+            logs = logs_of_rows(client, meta)
+            columns = logged_extras(client, meta, self._extras)
+            prevs = None if scored is None else read_columns(client, scored, (prev,)).tensor(prev)
+        ids, mask = batch.tensor("input_ids"), batch.tensor("token_mask").bool()
+        row_of = {} if scored is None else {key: row for row, key in enumerate(scored.keys)}
+        lines = []
+        for row, (key, length, log) in enumerate(zip(meta.keys, meta.sequence_lengths or (), logs, strict=True)):
+            tokens, is_response = ids[row, :length], mask[row, :length]
+            line: dict[str, object] = {"key": key, "group": group_uid(key)}
+            line |= row_texts(self._tokenizer, tokens, is_response)
+            if isinstance(number := records[row].get(PROMPT_NUMBER), int):
+                line |= asked_texts(self._prompts[number])
+            shown = token_record(
+                self._texts,
+                tokens.tolist(),
+                mask=is_response,
+                generation_logprobs=batch.tensor("generation_logprobs")[row, :length],
+                prev_logprobs=prevs[row_of[key], :length] if prevs is not None and key in row_of else None,
+            )
+            more = {} if log is None else turn_lines(log)
+            lines.append({**line, **records[row], **more, **columns[row], **shown})
+        write_rollouts(path, lines)
+
+
+def logs_of_rows(client: DataPlaneClient, meta: KVBatchMeta) -> list[ConversationLog | None]:
+    """Return the log of each row; None for a row of a single turn, and for further rows of a conversation."""
+    if CONVERSATION not in meta.fields:
+        return [None] * len(meta.keys)
+    return logs_of_column(client.get_data(meta, [CONVERSATION]).get(CONVERSATION))

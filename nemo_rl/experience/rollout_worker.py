@@ -49,6 +49,7 @@ from nemo_rl.experience.evaluation.evaluator import EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
 from nemo_rl.experience.payload import (
     VERSION_SPANS,
+    LineWriter,
     SampleStats,
     add_extras,
     add_images,
@@ -121,7 +122,7 @@ class RolloutWorker:
         except BaseException:
             self._parts.shutdown()
             raise
-        self._lines = row_files.LineWriter(
+        self._lines = LineWriter(
             self._tokenizer, prompts=self._train.prompts, extras=extra_specs(spec.data.extra_columns)
         )
         self._sampling = sampling_params(spec.policy.generation, self._stop_ids, is_validation=False)
@@ -387,9 +388,11 @@ class RolloutWorker:
         self._add_extras(columns, [prompt for prompt in prompts for _ in range(size)], report.columns)
         add_images(columns, self._image_specs, self._pictures.of(prompts), group_size=size)
         recorded = () if output.routes is None else (output.routes,)
-        route_metrics = self._routes.add(
-            self.client, columns, recorded, keys=keys, partition_id=partition_id, is_first=is_first
-        )
+        route_metrics: dict[str, Reduction] = {}
+        if self._spec.policy.router_replay.records_at_rollout:
+            route_metrics = self._routes.add(
+                self.client, columns, recorded, keys=keys, partition_id=partition_id, is_first=is_first
+            )
         rewards = np.asarray(report.rewards, dtype=np.float32)
         tags = [
             {"reward": float(reward), **versions}
@@ -456,7 +459,7 @@ class RolloutWorker:
     def log_rollouts(
         self, meta: KVBatchMeta, *, scored: KVBatchMeta | None, path: Path, records: Sequence[Mapping[str, object]]
     ) -> None:
-        """Write the rows as readable JSON lines; see `row_files.LineWriter`."""
+        """Write the rows as readable JSON lines; see `LineWriter`."""
         self._lines.write(self.client, meta, scored=scored, path=path, records=records)
 
     def keep_columns(self, meta: KVBatchMeta, *, fields: Sequence[str], path: Path) -> int:
