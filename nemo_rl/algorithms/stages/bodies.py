@@ -10,7 +10,7 @@ runs them.
       |- measure_rows        workers sum over tokens of each row            (MeasureRows)
       |- token_advantages    workers write one for each token                (TokenAdvantages)
       |- advantages          row scalars -> data plane                      (Advantages, write_columns)
-      |- train               workers fetch and train                        (Train, TQPolicy.train_from_meta)
+      |- train               workers fetch and train                        (Train, TQWorker.train_presharded)
       `- log                 readable samples                               (LogRollouts)
 
 The driver holds keys, lengths, tags and per-row scalars, never a per-token tensor.
