@@ -192,23 +192,23 @@ def test_a_reference_of_values_that_16_bits_hold_takes_16_bits(folder: Path, tmp
     weights = {name: value if name == first else value.bfloat16().float() for name, value in weights.items()}
     save_file(weights, tmp_path / "half" / "model.safetensors", metadata={"format": "pt"})
     worker = tiny_worker(tiny_policy(tmp_path / "half"), keep_reference=True)
-    reference = worker.device_states.reference or []
+    reference = worker.reference or []
     assert sorted({str(part.dtype) for part in reference}) == ["torch.bfloat16", "torch.float32"]
     assert sum(part.dtype == torch.float32 for part in reference) == 1
-    assert all(map(torch.equal, worker.device_states.shards.held(), [part.float() for part in reference]))
+    assert all(map(torch.equal, worker.shards.held(), [part.float() for part in reference]))
     worker.shutdown()
 
 
 def test_the_weights_that_make_room_for_the_reference_are_held_no_longer_than_that(worker: PolicyWorker) -> None:
     made = list[weakref.ref[torch.Tensor]]()
-    take = worker.device_states.shards.aside
+    take = worker.shards.aside
 
     def aside() -> list[torch.Tensor]:
         found = take()
         made.extend(weakref.ref(tensor) for tensor in found)
         return found
 
-    worker.device_states.shards.aside = aside
+    worker.shards.aside = aside
     with worker.use_reference_model():
         assert made and all(tensor() is not None for tensor in made)
     assert not any(tensor() is not None for tensor in made)
