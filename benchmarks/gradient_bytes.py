@@ -21,7 +21,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.local_job import run_job
-from nemo_rl.models.hf.shards import local_shard
+from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.microbatch import Microbatch, fixed_plan, steps_of
 from nemo_rl.models.policy.observer import OnBackward, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES

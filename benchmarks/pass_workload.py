@@ -24,7 +24,7 @@ from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
-from nemo_rl.data.sort_digits import problems
+from nemo_rl.data.generated import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, plan_packs

@@ -17,7 +17,7 @@ from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
-from nemo_rl.data.sort_digits import problems
+from nemo_rl.data.generated import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker

@@ -31,8 +31,7 @@ from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationReq
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.hf.modules import HFRouters
-from nemo_rl.routes.places import place_routes
-from nemo_rl.routes.shape import dummy_route
+from nemo_rl.routes.shape import dummy_route, place_routes
 
 __all__ = ["Rollouts", "compare", "dense_routes", "sample"]
 

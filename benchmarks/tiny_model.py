@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from nemo_rl.data.sort_digits import problems
+from nemo_rl.data.generated import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 
 __all__ = ["write_random_model"]

@@ -34,7 +34,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.common import Hold, check_figures, environment, figures_table, load_average, write_json
 from benchmarks.router_replay_models import ENGINES, Engine, policy_of
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.data.sort_digits import problems
+from nemo_rl.data.generated import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.observer import NO_HOOK_OBSERVERS

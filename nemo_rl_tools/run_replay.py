@@ -19,8 +19,7 @@ from rich.console import Console
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.processes import worker_forks
 from nemo_rl.algorithms.run_folder import CONFIG_FILE
-from nemo_rl.algorithms.schedule_file import RunSchedule, read_schedule
-from nemo_rl.algorithms.scheduled_batches import ScheduledBatches
+from nemo_rl.algorithms.scheduled_batches import RunSchedule, ScheduledBatches, read_schedule
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.algorithms.sources import FollowedSchedule
 from nemo_rl.config.load import load_config

@@ -34,7 +34,7 @@ from nemo_rl.algorithms.batches import (
     too_few_groups,
 )
 from nemo_rl.algorithms.kept_groups import GROUPS, keep_groups, restore_groups
-from nemo_rl.algorithms.schedule_file import ScheduleFile
+from nemo_rl.algorithms.scheduled_batches import ScheduleFile
 from nemo_rl.algorithms.stages.columns import PARTITION, TRAIN_TASK
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.grpo import GRPOConfig
@@ -42,7 +42,7 @@ from nemo_rl.config.parts import SELECTIONS
 from nemo_rl.data.sampler import SampledPrompt
 from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.keys import group_uid, keys_of_groups, new_group_ids
-from nemo_rl.distributed.calls import Pending
+from nemo_rl.distributed.worker_groups import Pending
 from nemo_rl.errors import (
     CheckpointError,
     DataPlaneClosed,

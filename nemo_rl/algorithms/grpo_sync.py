@@ -42,7 +42,7 @@ from nemo_rl.algorithms.step_metrics import (
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.factory import check_empty, open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.distributed.calls import Pending, ask
+from nemo_rl.distributed.worker_groups import Pending, ask
 from nemo_rl.errors import UserError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile
 from nemo_rl.experience.evaluation.result import ValidationResult

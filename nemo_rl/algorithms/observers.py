@@ -31,8 +31,8 @@ from nemo_rl.config.diagnostics import DiagnosticsConfig, RecordConfig
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.policy import PolicyConfig, ProfileConfig
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
-from nemo_rl.distributed.calls import Request, ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
+from nemo_rl.distributed.worker_groups import Request, ask
 from nemo_rl.models.generation.interfaces import RecordedEngine
 from nemo_rl.models.policy.recording import RecordSpec, recorded_model
 from nemo_rl.models.policy.tq_policy import TQPolicy

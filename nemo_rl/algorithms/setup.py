@@ -16,7 +16,6 @@ from rich.console import Console
 from nemo_rl.algorithms.async_account import build_account
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
 from nemo_rl.algorithms.identity import date_line, first_start, identity_of, identity_state, model_dtype
-from nemo_rl.algorithms.kept_groups import with_durable_groups
 from nemo_rl.algorithms.kept_steps.recorder import build_recorders
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.observers import StepObservers, build_observers
@@ -196,30 +195,23 @@ def _parts(
         sleep_level=config.sleep_level,
     )
     stages = build_stages(columns, tools)
-    source = build_source(
-        config.grpo,
-        config.data,
-        info,
-        client=client,
-        rollout=rollout,
-        weight_sync=weight_sync,
-        rows_per_conversation=config.rows_per_conversation,
-        follows=follows,
-        log_dir=config.logger.log_dir,
-        resume_step=step or 0,
-        timeout_s=timeout_s,
-        note=panel.note,
-    )
     return TrainerParts(
         config=config,
-        source=with_durable_groups(
-            source,
-            config.data_plane.durable,
-            rollout,
+        source=build_source(
+            config.grpo,
+            config.data,
+            settings,
             info,
-            grpo=config.grpo,
-            policy=settings,
-            data=config.data,
+            client=client,
+            rollout=rollout,
+            weight_sync=weight_sync,
+            rows_per_conversation=config.rows_per_conversation,
+            follows=follows,
+            log_dir=config.logger.log_dir,
+            resume_step=step or 0,
+            timeout_s=timeout_s,
+            note=panel.note,
+            durable=config.data_plane.durable,
             saves=config.checkpointing.enabled,
         ),
         columns=columns,

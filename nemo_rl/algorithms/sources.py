@@ -11,11 +11,13 @@ from pathlib import Path
 
 from nemo_rl.algorithms.async_batches import AsyncBatches, build_schedule
 from nemo_rl.algorithms.batches import BatchSource, DynamicBatches, RolloutParts, SyncBatches
+from nemo_rl.algorithms.kept_groups import with_durable_groups
 from nemo_rl.algorithms.preflight.inputs import too_few_prompts
-from nemo_rl.algorithms.schedule_file import RunSchedule, ScheduleFile
-from nemo_rl.algorithms.scheduled_batches import ScheduledBatches
+from nemo_rl.algorithms.scheduled_batches import RunSchedule, ScheduledBatches, ScheduleFile
 from nemo_rl.config.data import DataConfig
+from nemo_rl.config.data_plane import DurableConfig
 from nemo_rl.config.grpo import GRPOConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.errors import DatasetError
@@ -40,6 +42,7 @@ class FollowedSchedule:
 def build_source(
     config: GRPOConfig,
     data: DataConfig,
+    policy: PolicyConfig,
     info: RolloutInfo,
     *,
     client: DataPlaneClient,
@@ -51,16 +54,20 @@ def build_source(
     resume_step: int,
     timeout_s: float,
     note: Callable[[str], None],
+    durable: DurableConfig,
+    saves: bool,
 ) -> BatchSource:
-    """Return the source that the recipe asks for.
+    """Return the source that the recipe asks for; its finished groups are kept in files where `durable` has a path.
 
     Args:
+        saves: the run writes checkpoints.
         follows: the schedule of a run that is done again.
         resume_step: step of the checkpoint that the run goes on from; 0: it starts.
         timeout_s: deadline of a rollout.
 
     Raises:
         DatasetError: there are too few training prompts.
+        RunFolderError: the folder of finished groups has files of another run.
     """
     parts = RolloutParts(
         config=config,
@@ -71,17 +78,21 @@ def build_source(
         rows_per_conversation=rows_per_conversation,
     )
     if follows is not None:
+        # What is done again leaves the files of the run alone.
         return ScheduledBatches(parts, follows.schedule, last_step=follows.last_step)
+    source: BatchSource
     if not config.samples_ahead:
-        return DynamicBatches(parts) if config.use_dynamic_sampling else SyncBatches(parts)
-    return AsyncBatches(
-        parts,
-        build_schedule(config),
-        record=ScheduleFile(log_dir, step=resume_step),
-        timeout_s=timeout_s,
-        note=note,
-        restart_engines=weight_sync.restart_engines,
-    )
+        source = DynamicBatches(parts) if config.use_dynamic_sampling else SyncBatches(parts)
+    else:
+        source = AsyncBatches(
+            parts,
+            build_schedule(config),
+            record=ScheduleFile(log_dir, step=resume_step),
+            timeout_s=timeout_s,
+            note=note,
+            restart_engines=weight_sync.restart_engines,
+        )
+    return with_durable_groups(source, durable, rollout, info, grpo=config, policy=policy, data=data, saves=saves)
 
 
 def _sampler(config: GRPOConfig, data: DataConfig, info: RolloutInfo) -> PromptSampler:

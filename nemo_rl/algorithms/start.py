@@ -24,7 +24,7 @@ from nemo_rl.algorithms.engines import (
 )
 from nemo_rl.algorithms.observers import record_spec
 from nemo_rl.algorithms.processes import run_environment
-from nemo_rl.algorithms.schedule_file import RunSchedule
+from nemo_rl.algorithms.scheduled_batches import RunSchedule
 from nemo_rl.algorithms.teacher import local_teacher, rank_specs, ray_teacher
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.factory import build_data_plane_client

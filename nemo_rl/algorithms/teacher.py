@@ -16,13 +16,12 @@ from nemo_rl.algorithms.stages.stage import Teacher
 from nemo_rl.config.distillation import DistillationConfig, teacher_policy
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.address import DataPlaneAddress
-from nemo_rl.distributed.calls import ask
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.job_store import reserve_port
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup, ask
 from nemo_rl.models.hf.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker

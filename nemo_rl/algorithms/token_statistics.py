@@ -17,7 +17,7 @@ from nemo_rl.algorithms.grpo import estimated_advantages, rewards_of
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.data_plane.row_map import RowMapOutput
+from nemo_rl.data_plane.batch_meta import RowMapOutput
 from nemo_rl.experience.payload import SampleStats
 
 __all__ = [

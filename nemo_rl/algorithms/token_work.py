@@ -24,8 +24,8 @@ from nemo_rl.algorithms.token_statistics import KlInReward, row_sums
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.loss import LossConfig, row_loss_problems
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, TOKEN_ESTIMATORS
+from nemo_rl.data_plane.batch_meta import RowMapOutput
 from nemo_rl.data_plane.chunks.wire import Counted
-from nemo_rl.data_plane.row_map import RowMapOutput
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
 from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.errors import ConfigError, NonFiniteError

@@ -135,8 +135,7 @@ def for_evaluation(config: MasterConfig, weights: FoundWeights, out: Path) -> Ma
     if weights.adapter is not None:
         # torch takes seconds to import, and whole models need none here.
         from nemo_rl.models.adapters.folder import merge_folder, policy_at  # noqa: PLC0415
-        from nemo_rl.models.hf.hub import local_folders  # noqa: PLC0415
-        from nemo_rl.models.hf.loading import DTYPES  # noqa: PLC0415
+        from nemo_rl.models.hf.loading import DTYPES, local_folders  # noqa: PLC0415
 
         # The base is read: its folder in place of a name on the hub.
         config = config.model_copy(update={"policy": local_folders(config.policy)})

@@ -134,8 +134,8 @@ ADVANTAGE_ESTIMATORS = PluginKind(
         "gdpo": "nemo_rl.algorithms.estimators:GDPO",
         "maxrl": "nemo_rl.algorithms.estimators:MaxRL",
         "optimal_token_baseline": "nemo_rl.algorithms.estimators:OptimalTokenBaseline",
-        "outcome_plus_turn": "nemo_rl.algorithms.turn_estimators:OutcomePlusTurn",
-        "discounted_return": "nemo_rl.algorithms.turn_estimators:DiscountedReturn",
+        "outcome_plus_turn": "nemo_rl.algorithms.estimators:OutcomePlusTurn",
+        "discounted_return": "nemo_rl.algorithms.estimators:DiscountedReturn",
     },
 )
 TOKEN_ESTIMATORS = PluginKind(
@@ -143,8 +143,8 @@ TOKEN_ESTIMATORS = PluginKind(
     builtin={
         "reinforce_plus_plus": "nemo_rl.algorithms.estimators:TokenReinforcePlusPlus",
         "optimal_token_baseline": "nemo_rl.algorithms.estimators:OptimalTokenBaseline",
-        "outcome_plus_turn": "nemo_rl.algorithms.turn_estimators:OutcomePlusTurn",
-        "discounted_return": "nemo_rl.algorithms.turn_estimators:DiscountedReturn",
+        "outcome_plus_turn": "nemo_rl.algorithms.estimators:OutcomePlusTurn",
+        "discounted_return": "nemo_rl.algorithms.estimators:DiscountedReturn",
     },
 )
 """The form per token of those of `ADVANTAGE_ESTIMATORS` that have one."""

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import cast
 
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, shapes, sort_digits, turn_tasks
+from nemo_rl.data import generated, huggingface_wrapper, reasoning_gym_wrapper
 from nemo_rl.data.conversation import Message
 from nemo_rl.data.datasets import MISSING, RawPrompt, value_at
 from nemo_rl.data.huggingface_wrapper import json_rows, open_text
@@ -32,20 +32,20 @@ __all__ = [
 
 def sort_digits_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
     limits = _integer_options(cfg, where)
-    for problem in sort_digits.problems(cfg.size or 0, seed=cfg.seed, exclude=exclude, **limits):
+    for problem in generated.problems(cfg.size or 0, seed=cfg.seed, exclude=exclude, **limits):
         yield RawPrompt(text=problem.prompt, answer=problem.answer, metadata={"digits": len(problem.answer)})
 
 
 def guess_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
-    return _turn_prompts(turn_tasks.guess_problems, cfg, where, exclude)
+    return _turn_prompts(generated.guess_problems, cfg, where, exclude)
 
 
 def calculator_sums_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
-    return _turn_prompts(turn_tasks.sum_problems, cfg, where, exclude)
+    return _turn_prompts(generated.sum_problems, cfg, where, exclude)
 
 
 def sliding_puzzle_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
-    return _turn_prompts(turn_tasks.puzzle_problems, cfg, where, exclude)
+    return _turn_prompts(generated.puzzle_problems, cfg, where, exclude)
 
 
 def shapes_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
@@ -54,12 +54,12 @@ def shapes_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> 
     options = {name: value for name, value in cfg.options.items() if name != "task"}
     task = cfg.options.get("task", "count")
     numbers = _integer_options(cfg.model_copy(update={"options": options}), where)
-    for problem in shapes.shape_problems(cfg.size or 0, seed=cfg.seed, task=str(task), **numbers):
+    for problem in generated.shape_problems(cfg.size or 0, seed=cfg.seed, task=str(task), **numbers):
         yield RawPrompt(text=problem.prompt, answer=problem.answer, metadata={}, images=problem.picture)
 
 
 def _turn_prompts(
-    draw: Callable[..., list[turn_tasks.TurnProblem]], cfg: DatasetConfig, where: str, exclude: Collection[str]
+    draw: Callable[..., list[generated.TurnProblem]], cfg: DatasetConfig, where: str, exclude: Collection[str]
 ) -> Iterator[RawPrompt]:
     for problem in draw(cfg.size or 0, seed=cfg.seed, exclude=exclude, **_integer_options(cfg, where)):
         yield RawPrompt(text=problem.prompt, answer=problem.answer, metadata={})

@@ -4,7 +4,8 @@ Made by the client, handed from process to process in compact form. The one inva
 with `keys`, whatever the meta was cut from or joined from. `extra_info` holds facts about a batch as a whole, for
 people and for code of the user's own: JSON-like, copied, with finite numbers; nothing there decides what runs. A meta
 that was cut keeps them; one that was joined has those of all parts. `shard_meta_for_dp` cuts a meta by the driver's
-plan.
+plan. `RowFunction` is work on rows without the model: workers run it next to the data plane (`TQWorkerMixin.map_rows`),
+and the driver gets a few numbers per row.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue, plain_column
 from nemo_rl.data_plane.chunks.wire import Counted, Packed, message_bytes, pack_rows, unpack_rows
-from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 
-__all__ = ["KVBatchMeta", "Version", "shard_meta_for_dp"]
+__all__ = ["KVBatchMeta", "RowFunction", "RowMapOutput", "RowMapResult", "RowResults", "Version", "shard_meta_for_dp"]
+
 
 JsonLike: TypeAlias = "bool | int | float | str | Sequence[JsonLike] | Mapping[str, JsonLike] | None"
 _PLANS = frozenset(
@@ -354,3 +356,56 @@ def shard_meta_for_dp(meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
             f"{name_some(outside) or 'none'}; rows named more than once: {name_some(twice) or 'none'}"
         )
     return [meta.subset(mine).with_pack(view) for mine, view in zip(rows, plan.rank_plans(), strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowMapOutput:
+    """The result of the work on the rows of one shard."""
+
+    numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Numbers per row for the driver; nothing per token."""
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Columns for the data plane, `[N, T]`."""
+
+
+class RowFunction(Protocol):
+    """Sent by the driver to the workers; must be picklable."""
+
+    @property
+    def input_fields(self) -> tuple[str, ...]:
+        """Columns that it reads."""
+
+    def __call__(self, batch: Mapping[str, torch.Tensor]) -> RowMapOutput:
+        """
+        Args:
+            batch: `input_fields` of the shard's rows, on the CPU, `[N, T]` with padding on the right, or `[N]`.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowMapResult:
+    """The result that one rank returns."""
+
+    meta: KVBatchMeta
+    """Its rows, with the columns that were written."""
+    numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Empty on a rank that does not write, and for a shard without rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowResults:
+    """The result of `RowFunction` over all data-parallel shards."""
+
+    meta: KVBatchMeta
+    """The meta of all rows, with the columns that were written."""
+    shards: tuple[Mapping[str, torch.Tensor], ...]
+    """Numbers of each shard, its rows in the order of the plan."""
+    plan: PackPlan
+
+    def by_row(self) -> dict[str, torch.Tensor]:
+        """Return numbers of which every shard has one per row, `[N]` in the order of the meta."""
+        rows = [row for rank in range(self.plan.num_ranks) for row in self.plan.rows_of_rank(rank)]
+        index = torch.tensor(rows, dtype=torch.int64)
+        parts = [numbers for numbers in self.shards if numbers]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return {name: torch.empty_like(found).index_copy_(0, index, found) for name, found in joined.items()}

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from nemo_rl.distributed.calls import Call, Pending, Request
-from nemo_rl.distributed.worker_groups import WorkerGroup
+from nemo_rl.distributed.worker_groups import Call, Pending, Request, WorkerGroup
 from nemo_rl.errors import NemoRLError, WorkerError, WorkerLost
 
 __all__ = ["WorkerFleet"]

@@ -8,14 +8,16 @@ cause is raised with its rank and stage, and the rest of the group is ended, nev
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from nemo_rl.distributed.calls import Call, Pending
 from nemo_rl.errors import WorkerError
 
-__all__ = ["LocalWorkerGroup", "WorkerGroup"]
+__all__ = ["Call", "LocalWorkerGroup", "Pending", "Request", "WorkerGroup", "ask"]
+
 
 _T = TypeVar("_T")
 
@@ -100,3 +102,99 @@ class LocalWorkerGroup(WorkerGroup):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.shutdown()  # type: ignore[attr-defined]
+
+
+_S = TypeVar("_S")
+_P = ParamSpec("_P")
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[_T]):
+    """One method of a worker with its arguments, which gives a `_T`; made by `ask`."""
+
+    method: str
+    """Name of the method; only this crosses to the worker's process: the worker may be of a subclass."""
+    arguments: Mapping[str, object]
+
+
+def ask(method: Callable[Concatenate[Any, _P], _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Request[_T]:
+    """A request for a method of a class, as in `ask(PolicyWorker.train, batch=batch, loss_fn=loss_fn)`.
+
+    Raises:
+        TypeError: an argument is given without its name.
+    """
+    if args:
+        raise TypeError(f"ask({method.__qualname__}): name every argument, got {len(args)} without a name")
+    return Request(method.__name__, kwargs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call(Generic[_T]):
+    """A request to every rank."""
+
+    request: Request[_T] | Sequence[Request[_T]]
+    """The same for all ranks, or one for each rank of the group."""
+    stage: str
+    timeout_s: float
+    ranks: Sequence[int] | None = None
+    """The ranks that are called; None means all."""
+    deadline_key: str = "cluster.stage_timeout_s"
+    """The config key that sets `timeout_s`, for messages."""
+
+    def of_rank(self, rank: int) -> Request[_T]:
+        return self.request if isinstance(self.request, Request) else self.request[rank]
+
+
+class Pending(Generic[_T]):
+    """A result that workers are busy with.
+
+    Args:
+        wait_for_it: gives the result, or raises; called once.
+        ready: gives a future that is done once `wait_for_it` has nothing more to wait for; called when somebody asks.
+            None: the result is there.
+    """
+
+    def __init__(self, wait_for_it: Callable[[], _T], *, ready: Callable[[], Future[None]] | None = None) -> None:
+        self._wait = cache(wait_for_it)
+        self._ready = None if ready is None else cache(ready)
+
+    @classmethod
+    def done(cls, result: _T) -> Pending[_T]:
+        """Return a result that is there already."""
+        return cls(lambda: result)
+
+    def result(self) -> _T:
+        """Wait for the result; that of a call to several ranks is a list in rank order.
+
+        Raises:
+            UserError: a worker refused its input. WorkerError: a worker failed, died or passed the deadline.
+        """
+        return self._wait()
+
+    def then(self, change: Callable[[_T], _S]) -> Pending[_S]:
+        """Return what `change` makes of the result, on the side of the first caller of `result`."""
+        return self.after(lambda: change(self.result()))
+
+    def after(self, finish: Callable[[], _S]) -> Pending[_S]:
+        """Return what `finish` gives, which asks for this result itself."""
+        return Pending(finish, ready=self._ready)
+
+    @property
+    def is_ready(self) -> bool:
+        """True when `result` returns, or raises, without waiting."""
+        return self._ready is None or self._ready().done()
+
+    def when_ready(self, callback: Callable[[Pending[_T]], object]) -> None:
+        """Call `callback` with this object when the result is there: at once if it is, else in a thread of its own."""
+        if self._ready is None:
+            callback(self)
+        else:
+            self._ready().add_done_callback(lambda _: callback(self))
+
+    @staticmethod
+    def first(pendings: Sequence[Pending[_S]], *, timeout_s: float) -> Pending[_S] | None:
+        """Wait until one of `pendings` is ready and return it, the earliest in their order; None after the timeout."""
+        waiting = {pending._ready() for pending in pendings if pending._ready is not None}
+        if len(waiting) == len(pendings):
+            wait(waiting, timeout=timeout_s, return_when=FIRST_COMPLETED)
+        return next((pending for pending in pendings if pending.is_ready), None)

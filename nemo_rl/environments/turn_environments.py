@@ -10,9 +10,9 @@ import re
 from typing import Any, cast
 
 from nemo_rl.data.conversation import Message
+from nemo_rl.data.generated import MOVES, moved, puzzle_text
 from nemo_rl.data.reasoning_gym_wrapper import Task, TaskScorer
 from nemo_rl.data.thinking import final_answer
-from nemo_rl.data.turn_tasks import MOVES, moved, puzzle_text
 from nemo_rl.environments.conversation import ConversationRow, Reply, Turn
 
 __all__ = ["CalculatorTask", "Guess", "ReasoningGymTurns", "SlidingPuzzle"]

@@ -18,8 +18,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import WorkerError
 from nemo_rl.experience.token_row import TokenRow, routes_of_rows
 from nemo_rl.routes.columns import encode_routes, validate_routes, wire_bytes
-from nemo_rl.routes.places import RecordedRoutes, RouteCounts, count_routes, place_routes
-from nemo_rl.routes.shape import bound_bits_per_token
+from nemo_rl.routes.shape import RecordedRoutes, RouteCounts, bound_bits_per_token, count_routes, place_routes
 from nemo_rl.utils.metrics import Mean, Reduction, Sum
 from nemo_rl.utils.r3_trace import trace_rollout_payload
 

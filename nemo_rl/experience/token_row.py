@@ -16,7 +16,7 @@ from enum import StrEnum
 import torch
 
 from nemo_rl.errors import WorkerError
-from nemo_rl.routes.places import RecordedRoutes
+from nemo_rl.routes.shape import RecordedRoutes
 
 __all__ = ["Inserted", "TokenRow", "routes_of_rows"]
 

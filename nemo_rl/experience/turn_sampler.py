@@ -24,9 +24,8 @@ from typing import Protocol
 
 import torch
 
-from nemo_rl.distributed.calls import ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, ask
 from nemo_rl.errors import WorkerError, WorkerLate, WorkerLost
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.models.generation.interfaces import (
@@ -37,7 +36,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.models.generation.turn_batch import DEADLINE_S
-from nemo_rl.routes.places import RecordedRoutes
+from nemo_rl.routes.shape import RecordedRoutes
 from nemo_rl.utils.metrics import Reduction, Sum
 
 __all__ = ["SamplesTurns", "TurnRequest", "TurnSample", "TurnSampler"]

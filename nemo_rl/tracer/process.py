@@ -19,8 +19,7 @@ from typing import Any
 
 from nemo_rl.errors import ResourceError, RunFolderError, UserError
 from nemo_rl.tracer.link import HubAddress, HubLink, OnMessage
-from nemo_rl.tracer.protocol import HubLimits, Role
-from nemo_rl.tracer.tokens import HubTokens, token_path, write_private
+from nemo_rl.tracer.protocol import HubLimits, HubTokens, Role, token_path, write_private
 from nemo_rl.utils.child_process import ChildProcess
 from nemo_rl.utils.files import write_text
 

@@ -20,9 +20,8 @@ from nemo_rl.cli.doors import Verbs, selected
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.tracer.frame import BadFrame, Frame, decode
 from nemo_rl.tracer.process import find_hub
-from nemo_rl.tracer.protocol import Role, RunState
+from nemo_rl.tracer.protocol import Role, RunState, read_token, token_path
 from nemo_rl.tracer.reducer import Stats
-from nemo_rl.tracer.tokens import read_token, token_path
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.console import make_console, printable
 from nemo_rl_tools.tracer.client import HubGone, LiveClient

@@ -27,8 +27,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.local_job import quiet_libraries, run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import UserError
-from nemo_rl.models.hf.hub import local_folders
-from nemo_rl.models.hf.loading import load_model_config, model_class
+from nemo_rl.models.hf.loading import load_model_config, local_folders, model_class
 from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.models.policy.recording import RecordSpec, model_identity, recorded_model
 from nemo_rl.models.policy.tracing import TraceSpec

@@ -23,8 +23,7 @@ from typing import Any
 
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.tracer.frame import BadFrame, FrameTable, header_of
-from nemo_rl.tracer.protocol import HubLimits, RunState
-from nemo_rl.tracer.tokens import HubTokens, token_path
+from nemo_rl.tracer.protocol import HubLimits, HubTokens, RunState, token_path
 from nemo_rl.tracer.watch import WatchPlan
 from nemo_rl_tools.tracer.entry import EntryKind, StreamEntry
 from nemo_rl_tools.tracer.hub.hub import Hub

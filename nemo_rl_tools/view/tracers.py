@@ -14,7 +14,7 @@ from threading import Lock, Thread
 
 from nemo_rl.errors import UserError, boundary
 from nemo_rl.tracer.process import find_hub
-from nemo_rl.tracer.tokens import read_token, token_path
+from nemo_rl.tracer.protocol import read_token, token_path
 from nemo_rl_tools.tracer.playback import serving
 from nemo_rl_tools.tracer.stream_reader import find_recording
 

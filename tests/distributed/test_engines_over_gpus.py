@@ -17,11 +17,10 @@ from nemo_rl.algorithms import engines as engines_module
 from nemo_rl.algorithms.engines import EngineStarts, gpu_share
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import WorkerGroup
+from nemo_rl.distributed.worker_groups import Call, WorkerGroup, ask
 from nemo_rl.models.generation.interfaces import (
     EngineSpec,
     GenerationInterface,

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer
 from nemo_rl.algorithms.kept_steps.folder import STEP_FILE, StepsFolder
 from nemo_rl.algorithms.run import run
-from nemo_rl.algorithms.schedule_file import SCHEDULE_FILE
+from nemo_rl.algorithms.scheduled_batches import SCHEDULE_FILE
 from nemo_rl.algorithms.setup import open_parts
 from nemo_rl.cli.main import app, main
-from nemo_rl.distributed.calls import ask
+from nemo_rl.distributed.worker_groups import ask
 from nemo_rl.models.adapters.folder import base_identity, base_of, load_model_at
 from nemo_rl.models.hf.folder import open_weights
 from nemo_rl.models.hf.loading import load_causal_lm, named_weights

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from nemo_rl.algorithms.run import run
 from nemo_rl.distributed import ray_worker_groups
-from nemo_rl.distributed.calls import Call, Pending
 from nemo_rl.distributed.ray_worker_groups import RayWorkerGroup
+from nemo_rl.distributed.worker_groups import Call, Pending
 from tests.helpers import mooncake
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder

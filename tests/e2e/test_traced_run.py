@@ -25,8 +25,7 @@ from nemo_rl.cli.main import app
 from nemo_rl.errors import NonFiniteError, PreflightError, UserError
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.tracer.frame import Frame
-from nemo_rl.tracer.protocol import Role
-from nemo_rl.tracer.tokens import read_token, token_path
+from nemo_rl.tracer.protocol import Role, read_token, token_path
 from nemo_rl_tools.tracer.client import HubGone, LiveClient
 from nemo_rl_tools.tracer.entry import EntryKind
 from nemo_rl_tools.tracer.stream_reader import StreamReader

@@ -13,8 +13,8 @@ import pytest
 
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
+from nemo_rl.tracer.protocol import HubTokens
 from nemo_rl.tracer.reducer import parse_reducer
-from nemo_rl.tracer.tokens import HubTokens
 from tests.helpers.browser import Browser, chromium_path
 from tests.helpers.data_planes import wait_until
 from tests.helpers.tracer_demo import DemoHub, DemoRun

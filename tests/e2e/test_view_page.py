@@ -24,7 +24,7 @@ from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE
 from nemo_rl.errors import UserError
 from nemo_rl.tracer.process import HubProcess, HubSpec
-from nemo_rl.tracer.tokens import HubTokens
+from nemo_rl.tracer.protocol import HubTokens
 from nemo_rl.utils.files import wait_readable
 from nemo_rl.utils.rollout_file import rollout_path
 from nemo_rl_tools.view.pages import WRITTEN_STEPS, ViewPages

@@ -16,7 +16,7 @@ from nemo_rl.config.loss import LossConfig
 from nemo_rl.models.adapters.lora import folded
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
-from nemo_rl.models.hf.shards import local_shard
+from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.model_families import config_of, write_family, write_with_tokenizer
 from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder

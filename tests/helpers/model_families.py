@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from nemo_rl.data.sort_digits import problems
+from nemo_rl.data.generated import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.models.hf.modules import HFRouters
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
+from nemo_rl.tracer.protocol import HubTokens
 from nemo_rl.tracer.reducer import Histogram, parse_reducer
-from nemo_rl.tracer.tokens import HubTokens
 from nemo_rl.tracer.watch import WatchPlan
 from nemo_rl_tools.tracer.hub.hub import Hub
 from nemo_rl_tools.tracer.hub.server import HubEndpoint, HubServer

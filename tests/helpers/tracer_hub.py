@@ -12,9 +12,8 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.frame import Frame, FramePart, FrameSite, FrameTable, Where, decode
-from nemo_rl.tracer.protocol import PROTOCOL_VERSION, HubLimits
+from nemo_rl.tracer.protocol import PROTOCOL_VERSION, HubLimits, HubTokens
 from nemo_rl.tracer.reducer import Span, parse_reducer
-from nemo_rl.tracer.tokens import HubTokens
 from nemo_rl.tracer.watch import WatchPlan
 from nemo_rl_tools.tracer.hub.hub import Hub
 from nemo_rl_tools.tracer.hub.server import HubEndpoint, HubServer

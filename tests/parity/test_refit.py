@@ -13,11 +13,10 @@ import torch
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup
+from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, ask
 from nemo_rl.errors import WorkerError, WorkerLost
 from nemo_rl.experience.payload import build_columns
 from nemo_rl.experience.scheduler import EngineScheduler

@@ -41,7 +41,7 @@ from nemo_rl.algorithms.stages.columns import REWRITTEN, StageColumns, fetched_f
 from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.diagnostics import KeepStepsConfig
-from nemo_rl.distributed.calls import Pending
+from nemo_rl.distributed.worker_groups import Pending
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.experience.conversation_log import CONVERSATION

@@ -21,7 +21,7 @@ from nemo_rl.config.render import masked
 from nemo_rl.config.rules.policy import packing_decided
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, PreflightError, RunFolderError, UserError, name_some
-from nemo_rl.models.hf.hub import local_folders
+from nemo_rl.models.hf.loading import local_folders
 from nemo_rl.utils.checkpoint import STEP, checkpoint_paths
 
 __all__ = ["CHECKS", "decide_resume", "preflight", "run_checks"]

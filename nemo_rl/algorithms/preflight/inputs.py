@@ -49,8 +49,7 @@ from nemo_rl.experience.conversation_setup import EXAMPLE_TOOLS, FormatCheck, Ro
 from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.models.dtensor.optim import LearningRate, build_optimizer
 from nemo_rl.models.hf.folder import open_weights
-from nemo_rl.models.hf.hub import model_folder
-from nemo_rl.models.hf.loading import decoder_sizes, load_model_config
+from nemo_rl.models.hf.loading import decoder_sizes, load_model_config, model_folder
 from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.models.vision.processor import encoder_of
 from nemo_rl.records.selector import Selector

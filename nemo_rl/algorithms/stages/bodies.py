@@ -31,15 +31,15 @@ from nemo_rl.algorithms.stages.stage import Stage, StageTools, UpdateStage
 from nemo_rl.algorithms.stages.state import ChosenRows, StepState
 from nemo_rl.algorithms.token_statistics import TokenStatistics, decide_rows
 from nemo_rl.algorithms.token_work import ADVANTAGE, TokenWork, plan_groups, whitening_of
+from nemo_rl.data_plane.batch_meta import RowResults
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.client.meter import columns_bytes
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.keys import group_uid
-from nemo_rl.data_plane.row_map import RowResults
-from nemo_rl.distributed.calls import Pending, ask
 from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.distributed.worker_groups import Pending, ask
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.experience.payload import row_record
 from nemo_rl.models.policy.interfaces import SQUARED_PROBS, STALENESS

@@ -21,8 +21,8 @@ from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.client.link import stage_context
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import DEFAULT_COST
+from nemo_rl.distributed.worker_groups import Pending
 from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.models.hf.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.interfaces import LossFunction

@@ -1,6 +1,6 @@
 """`transfer_queue`: payloads in TransferQueue, backends `simple` and `mooncake_cpu`. The door to `transfer_queue`.
 
-Chunks lie in the storage units of the run (`transfer_queue_units`); over Mooncake, and in another program's
+Chunks lie in the storage units of the run (`transfer_queue_session`); over Mooncake, and in another program's
 TransferQueue, each is one key with one field. With layout `native` each column is a field under the row's own key as
 well (`transfer_queue_rows`). TransferQueue is used for transport: its cursors, tags and key lists decide nothing. What
 this file adds: every call ends by a deadline, a short read is an error, a controller of another run is refused unless
@@ -52,9 +52,11 @@ from nemo_rl.data_plane.adapters.transfer_queue_service import (
     start_actors,
     wait_for_cpus,
 )
-from nemo_rl.data_plane.adapters.transfer_queue_session import Guest, QueueProcess, QueueSession
-from nemo_rl.data_plane.adapters.transfer_queue_units import (
+from nemo_rl.data_plane.adapters.transfer_queue_session import (
     FIELD,
+    Guest,
+    QueueProcess,
+    QueueSession,
     Value,
     as_parts,
     as_value,

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from nemo_rl.data_plane.ledger import claims as claim_rules
-from nemo_rl.data_plane.ledger import put_rules
 from nemo_rl.data_plane.ledger.arguments import form, number, records, seconds, text, texts
-from nemo_rl.data_plane.ledger.capacity import Capacity, Demand
+from nemo_rl.data_plane.ledger.capacity import Capacity, Demand, check_present, check_put, is_any_written
 from nemo_rl.data_plane.ledger.events import EventSink, Recorder, explain_row
 from nemo_rl.data_plane.ledger.keyed_rows import KeyedRows, lacking
 from nemo_rl.data_plane.ledger.reads import locate
@@ -289,7 +288,7 @@ class Ledger:
         refused here, before other programs can see any of it."""
         partition, keys, families = self._partition(args), texts(args, "keys"), args["families"]
         assert isinstance(families, dict), f"families: expected a dict, got {families!r}"
-        put_rules.check(partition, keys, args, [args], now=now)
+        check_put(partition, keys, args, [args], now=now)
         keyed = self._keyed.setdefault(partition.name, KeyedRows())
         return keyed.begin(partition.rows, keys, families, now=now, lasts_s=seconds(args, "lasts_s"))
 
@@ -323,7 +322,7 @@ class Ledger:
         chunks = records(args, "chunks")
         self._capacity.blocked_s += seconds(args, "waited_s")
         written = partition.by_family(name for record in chunks for name in texts(record, "fields"))
-        column_types = put_rules.check(partition, keys, args, chunks, now=now)
+        column_types = check_put(partition, keys, args, chunks, now=now)
         nbytes = sum([number(record, "nbytes") for record in chunks])
         reservation = args.get("reservation", 0)
         assert isinstance(reservation, int)
@@ -353,7 +352,7 @@ class Ledger:
         partition, keys, put = self._partition(args), texts(args, "keys"), args.get("put", 0)
         keyed, chunks = self._keyed[partition.name], records(args, "chunks")
         assert isinstance(put, int), f"put: expected an integer, got {put!r}"
-        if args.get("if_absent") and put_rules.is_any_written(partition, keys, chunks):
+        if args.get("if_absent") and is_any_written(partition, keys, chunks):
             self._capacity.end(number(args, "reservation"))
             return {"versions": {}, "drop": [record["id"] for record in chunks]}
         if put and not keyed.is_under_way(put):
@@ -445,7 +444,7 @@ class Ledger:
 
     def _locate(self, args: Args, now: float) -> Reply:
         partition, keys, fields = self._partition(args), texts(args, "keys"), texts(args, "fields")
-        put_rules.check_present(partition, keys)
+        check_present(partition, keys)
         expected = args["versions"]
         assert isinstance(expected, dict)
         reply = locate(partition, keys, fields, expected=expected)

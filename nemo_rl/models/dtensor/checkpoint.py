@@ -32,8 +32,8 @@ from nemo_rl.models.hf.checkpoint_folder import (
     refuse_code,
     set_random_state,
 )
+from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.hf.loading import named_weights
-from nemo_rl.models.hf.shards import local_shard
 from nemo_rl.models.hf.writing import ModelDescription, ModelShare, write_shares
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.utils.files import read_plain

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 
 from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig, SchedulerPhase
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.hf.shards import local_shard
+from nemo_rl.models.hf.files import local_shard
 from nemo_rl.torch_private import with_shard
 
 __all__ = ["LearningRate", "LossScaler", "build_optimizer", "hold_moments_together", "learning_rate_factor"]

@@ -19,7 +19,7 @@ from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.models.dtensor.optim import LossScaler, hold_moments_together
 from nemo_rl.models.dtensor.parallelize import PolicyModel, reduce_gradients
 from nemo_rl.models.head.top_k import TopTokens
-from nemo_rl.models.hf.shards import local_shard
+from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch, row_names
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver

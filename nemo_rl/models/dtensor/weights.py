@@ -21,9 +21,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
 from nemo_rl.models.adapters.lora import named_adapters
+from nemo_rl.models.hf.files import Box, chunk_of, local_shard
 from nemo_rl.models.hf.folder import ModelWeights, WeightSource, open_weights
 from nemo_rl.models.hf.loading import load_causal_lm, named_weights
-from nemo_rl.models.hf.shards import Box, chunk_of, local_shard
 from nemo_rl.torch_private import copy_all
 
 __all__ = [

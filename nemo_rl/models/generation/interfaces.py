@@ -25,7 +25,7 @@ from nemo_rl.models.generation.requests import (
     SamplingParams,
     SleepReport,
 )
-from nemo_rl.routes.places import RecordedRoutes
+from nemo_rl.routes.shape import RecordedRoutes
 
 __all__ = [
     "BASE",

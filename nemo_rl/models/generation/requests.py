@@ -15,7 +15,7 @@ from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.vision import PromptImages
-from nemo_rl.routes.places import RecordedRoutes
+from nemo_rl.routes.shape import RecordedRoutes
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
 __all__ = [

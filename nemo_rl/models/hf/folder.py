@@ -18,9 +18,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from nemo_rl.errors import ModelFolderError, boundary, name_some
-from nemo_rl.models.hf.files import INDEX_FILE, SINGLE_FILE, FileNames, StoredTensor
+from nemo_rl.models.hf.files import INDEX_FILE, SINGLE_FILE, Box, FileNames, StoredTensor
 from nemo_rl.models.hf.loading import check_model_folder, model_without_weights, named_weights
-from nemo_rl.models.hf.shards import Box
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.utils.files import open_plain
 

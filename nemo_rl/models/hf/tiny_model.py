@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nemo_rl.config.policy import ParallelSizes
-from nemo_rl.data.sort_digits import problems
+from nemo_rl.data.generated import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import ModelFolderError, UserError, boundary
 from nemo_rl.models.hf.loading import model_class

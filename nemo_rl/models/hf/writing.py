@@ -32,6 +32,7 @@ from nemo_rl.errors import ModelFolderError, boundary
 from nemo_rl.models.hf.files import (
     INDEX_FILE,
     MAX_SHARD_BYTES,
+    Box,
     FileNames,
     StoredTensor,
     WeightFile,
@@ -39,7 +40,6 @@ from nemo_rl.models.hf.files import (
     plan_files,
 )
 from nemo_rl.models.hf.loading import CONFIG_FILE, load_model_config, model_without_weights
-from nemo_rl.models.hf.shards import Box
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.vision import family_of
 

@@ -34,8 +34,8 @@ from nemo_rl.models.hf.checkpoint_folder import (
     refuse_code,
     set_random_state,
 )
+from nemo_rl.models.hf.files import Box, chunk_of
 from nemo_rl.models.hf.loading import ADAPTER_PART
-from nemo_rl.models.hf.shards import Box, chunk_of
 from nemo_rl.models.hf.writing import ModelDescription, ModelShare, write_folder, write_shares
 from nemo_rl.models.megatron.cpu_compat import as_if_cuda
 from nemo_rl.models.megatron.mcore import (

@@ -14,10 +14,9 @@ from typing import TypeVar
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.calls import Call, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.distributed.worker_groups import WorkerGroup
+from nemo_rl.distributed.worker_groups import Call, Request, WorkerGroup, ask
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.head.top_k import TopTokens

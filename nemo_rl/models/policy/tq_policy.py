@@ -13,16 +13,14 @@ from inspect import signature
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from nemo_rl.data_plane.address import DataPlaneAddress
-from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
+from nemo_rl.data_plane.batch_meta import RowFunction, RowMapResult, RowResults, shard_meta_for_dp
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.row_map import RowFunction, RowMapResult, RowResults
 from nemo_rl.data_plane.schema import FieldSpec
-from nemo_rl.distributed.calls import Pending, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.distributed.worker_groups import WorkerGroup
+from nemo_rl.distributed.worker_groups import Pending, Request, WorkerGroup, ask
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.lm_policy import Policy, TrainSummary, summarize

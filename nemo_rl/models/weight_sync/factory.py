@@ -16,9 +16,8 @@ from types import MappingProxyType
 
 from nemo_rl.config.generation import RefitTransport
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.distributed.calls import ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import WorkerGroup
+from nemo_rl.distributed.worker_groups import WorkerGroup, ask
 from nemo_rl.errors import WorkerError, WorkerLost
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.hf.loading import load_model_config

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from nemo_rl.errors import UserError
 from nemo_rl.tracer.process import HubSpec
-from nemo_rl.tracer.tokens import HubTokens
+from nemo_rl.tracer.protocol import HubTokens
 from nemo_rl.tracer.watch import WatchPlan
 from nemo_rl.utils.process_guard import leave_notices_to_driver
 from nemo_rl_tools.tracer.hub.hub import Hub, SinkThread

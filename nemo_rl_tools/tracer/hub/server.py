@@ -22,8 +22,7 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from nemo_rl.tracer.protocol import HANDSHAKE_S, LIVE_PATH, Role
-from nemo_rl.tracer.tokens import HubTokens
+from nemo_rl.tracer.protocol import HANDSHAKE_S, LIVE_PATH, HubTokens, Role
 from nemo_rl_tools.tracer import PAGE_FOLDER
 from nemo_rl_tools.tracer.hub.hub import Hub
 from nemo_rl_tools.tracer.hub.legacy import LEGACY_PATH, serve_legacy

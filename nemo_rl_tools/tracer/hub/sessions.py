@@ -29,6 +29,7 @@ from nemo_rl.tracer.protocol import (
     PROTOCOL_VERSION,
     BadMessage,
     ErrorCode,
+    HubTokens,
     RankGroup,
     Role,
     RunState,
@@ -39,7 +40,6 @@ from nemo_rl.tracer.protocol import (
     text_field,
     texts_field,
 )
-from nemo_rl.tracer.tokens import HubTokens
 from nemo_rl_tools.tracer.hub.hub import Hub
 from nemo_rl_tools.tracer.hub.ranks import Peer, Ranks
 from nemo_rl_tools.tracer.hub.viewer import Viewer

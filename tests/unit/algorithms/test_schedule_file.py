@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.schedule_file import SCHEDULE_FILE, ScheduleFile, read_schedule
+from nemo_rl.algorithms.scheduled_batches import SCHEDULE_FILE, ScheduleFile, read_schedule
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.generation.schedule import ScheduleEntry
 

@@ -9,8 +9,8 @@ import statistics
 import pytest
 import torch
 
+from nemo_rl.algorithms.estimators import DiscountedReturn, OutcomePlusTurn
 from nemo_rl.algorithms.token_work import TokenRows
-from nemo_rl.algorithms.turn_estimators import DiscountedReturn, OutcomePlusTurn
 from nemo_rl.config.grpo import GRPOConfig
 
 EPSILON = 1e-4

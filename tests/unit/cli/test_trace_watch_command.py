@@ -15,8 +15,7 @@ import pytest
 from nemo_rl.cli.main import main
 from nemo_rl.errors import UserError
 from nemo_rl.tracer.process import HubProcess, HubSpec
-from nemo_rl.tracer.protocol import Role
-from nemo_rl.tracer.tokens import token_path
+from nemo_rl.tracer.protocol import Role, token_path
 from nemo_rl.utils import interrupt
 from nemo_rl_tools.tracer.client import HubGone, LiveClient, Refused
 from nemo_rl_tools.tracer.entry import EntryKind

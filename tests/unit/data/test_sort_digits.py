@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.data.sort_digits import problems
+from nemo_rl.data.generated import problems
 from nemo_rl.errors import DatasetError
 
 

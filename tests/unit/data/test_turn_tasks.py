@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from nemo_rl.data.turn_tasks import guess_problems, sum_problems
+from nemo_rl.data.generated import guess_problems, sum_problems
 from nemo_rl.errors import DatasetError
 
 

@@ -20,13 +20,13 @@ from nemo_rl.routes.columns import (
     validate_routes,
     wire_bytes,
 )
-from nemo_rl.routes.digest import route_digests
 from nemo_rl.routes.shape import (
     MISSING,
     RouteShape,
     bits_per_id,
     bound_bits_per_token,
     dummy_route,
+    route_digests,
     route_dtype,
 )
 

@@ -19,10 +19,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.distributed import environment as process_environment
 from nemo_rl.distributed import own_ray
-from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import Call, ask
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.utils.deadlines import StartUp
 

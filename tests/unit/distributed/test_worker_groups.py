@@ -13,11 +13,10 @@ from typing import TypeVar
 import pytest
 import ray
 
-from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.environment import MOST_OPEN_FILES, raise_open_files
 from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup
+from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, Pending, Request, ask
 from nemo_rl.errors import CollectiveTimeout, NonFiniteError, ResourceError, WorkerError, WorkerLate, WorkerLost
 
 START_S = 600.0

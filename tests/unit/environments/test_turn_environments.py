@@ -11,7 +11,7 @@ import pytest
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.parts import ENVIRONMENTS, TURN_ENVIRONMENTS
 from nemo_rl.data.datasets import RawPrompt, raw_prompts
-from nemo_rl.data.turn_tasks import MOVES, moved
+from nemo_rl.data.generated import MOVES, moved
 from nemo_rl.environments.conversation import ConversationRow, Reply, Turn
 from nemo_rl.environments.tools import calculator
 from nemo_rl.environments.turn_environments import CalculatorTask, Guess, ReasoningGymTurns, SlidingPuzzle

@@ -13,8 +13,7 @@ from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.jagged import nest, values_of
 from nemo_rl.models.generation.interfaces import RecordedRoutes
 from nemo_rl.routes.columns import decode_routes
-from nemo_rl.routes.places import count_routes, place_routes
-from nemo_rl.routes.shape import MISSING, RouteShape
+from nemo_rl.routes.shape import MISSING, RouteShape, count_routes, place_routes
 from nemo_rl.utils.metrics import values as reduced
 
 SHAPE = RouteShape(layers=(1,), top_k=2, num_experts=16)

@@ -12,16 +12,15 @@ import torch
 
 from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
+from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, WorkerGroup, ask
 from nemo_rl.errors import RefitMismatch, WorkerLost
 from nemo_rl.models.adapters.lora import named_adapters
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker, build_engine_worker
+from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.hf.loading import named_weights
-from nemo_rl.models.hf.shards import local_shard
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync

@@ -15,7 +15,7 @@ from rich.console import Console
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.hf.hub import is_hub_name, local_folders
+from nemo_rl.models.hf.loading import is_hub_name, local_folders
 from nemo_rl.utils import hub_reach
 from tests.helpers.runs import LOCAL, load_recipe, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder

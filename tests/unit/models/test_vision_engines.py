@@ -18,7 +18,7 @@ from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig, VisionConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.calls import Call, ask
+from nemo_rl.distributed.worker_groups import Call, ask
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.generation.interfaces import (
     EngineSpec,

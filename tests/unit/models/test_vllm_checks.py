@@ -22,8 +22,7 @@ from nemo_rl.models.generation.vllm.start import (
     known_arguments,
     prepare_process,
 )
-from nemo_rl.routes.places import place_routes
-from nemo_rl.routes.shape import MISSING, RouteShape
+from nemo_rl.routes.shape import MISSING, RouteShape, place_routes
 from tests.helpers.engine_process import NO_VLLM, has_vllm, vllm_policy
 
 needs_vllm = pytest.mark.skipif(not has_vllm(), reason=NO_VLLM)

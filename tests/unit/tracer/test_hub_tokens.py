@@ -6,8 +6,7 @@ import stat
 import pytest
 
 from nemo_rl.errors import RunFolderError, UserError
-from nemo_rl.tracer.protocol import Role
-from nemo_rl.tracer.tokens import HubTokens, read_token, token_path, write_private
+from nemo_rl.tracer.protocol import HubTokens, Role, read_token, token_path, write_private
 
 
 def test_tokens_are_read_as_they_were_written_and_replace_older_ones(tmp_path):

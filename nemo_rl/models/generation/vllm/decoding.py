@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_rl.routes.places import RecordedRoutes
-from nemo_rl.routes.shape import MISSING, RouteShape, route_dtype
+from nemo_rl.routes.shape import MISSING, RecordedRoutes, RouteShape, route_dtype
 
 __all__ = ["draw_by_position", "force_rows", "join_routes"]
 

@@ -24,7 +24,7 @@ from torch.utils import deterministic
 from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.config.policy import CUBLAS_VARIABLE, REPEATABLE_WORKSPACES
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.hf.shards import local_shard
+from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.weight_sync.transport import device_id
 from nemo_rl.torch_private import clear_cublas_workspaces, set_expandable_segments
 from nemo_rl.utils.memory import peak_resident_bytes, reset_peak_resident, resident_bytes

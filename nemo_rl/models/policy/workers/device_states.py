@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from nemo_rl.config.generation import DeviceSharing
-from nemo_rl.models.hf.shards import local_shard
+from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.workers.base import DeviceSide, Placement, WorkerState, placement_of
 from nemo_rl.models.policy.workers.engine import Engine

@@ -17,8 +17,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Protocol, TypeVar
 
-from nemo_rl.distributed.calls import Call, Pending, Request, ask
-from nemo_rl.distributed.worker_groups import WorkerGroup
+from nemo_rl.distributed.worker_groups import Call, Pending, Request, WorkerGroup, ask
 from nemo_rl.errors import RefitMismatch, WorkerError, name_some
 from nemo_rl.models.generation.interfaces import BASE
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker

@@ -22,7 +22,7 @@ from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.errors import CheckpointError, ConfigError, ResourceError
 from nemo_rl.models.dtensor.optim import INITIAL_SCALE
-from nemo_rl.models.hf.shards import local_shard
+from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.workers.base import (
     Placement,
     WorkerState,

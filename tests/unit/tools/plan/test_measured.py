@@ -31,7 +31,7 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.head.support import SUPPORT
-from nemo_rl.models.hf.shards import local_shard
+from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS, LossOutput, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch
 from nemo_rl.models.policy.observer import OnBackward, nothing_follows
