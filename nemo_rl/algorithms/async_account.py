@@ -54,7 +54,6 @@ class AsyncTimes:
     """The measured times of one step, or summed over several; all times in seconds."""
 
     seconds: float
-    """Wall time."""
     num_steps: int = 1
     waited_s: float
     """The trainer waited for groups."""
@@ -99,7 +98,6 @@ class AsyncAccount:
     ended."""
 
     def text(self) -> str:
-        """Return the account in words."""
         bound = {
             "engines": "the engines bind",
             "trainer": "the trainer binds",

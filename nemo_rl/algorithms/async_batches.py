@@ -365,7 +365,6 @@ class AsyncBatches(BatchSource):
         return f"; conversations: {name_some(found)}" if found else ""
 
     def _admit(self) -> None:
-        """Start what the schedule allows."""
         with self._changed:
             if self._is_closed or self._failure is not None:
                 return
@@ -527,7 +526,6 @@ class AsyncBatches(BatchSource):
         self._admit()
 
     def _clear(self, uids: Sequence[str], reason: str) -> None:
-        """Clear the rows of groups, as far as they are there."""
         keys = keys_of_groups(uids, self._parts.rows_per_group)
         if keys:
             with stage_context(CLEAR):
@@ -560,7 +558,6 @@ def build_schedule(config: GRPOConfig) -> AsyncSchedule:
 
 
 def limits_of(config: GRPOConfig) -> AsyncLimits:
-    """Return the numbers that bound a run."""
     section = config.async_
     return AsyncLimits(
         num_groups=config.num_prompts_per_step,

@@ -91,7 +91,6 @@ class _LiveGroup:
     state: _GroupState = _GroupState.RUNNING
     place: int = 0
     step: int = 0
-    """The step that has taken it."""
     failures: Counter[FailureKind] = field(default_factory=Counter)
 
     @property
@@ -391,7 +390,6 @@ class AsyncSchedule:
         return ticket
 
     def counts(self) -> ScheduleCounts:
-        """Return the numbers for the account of a run."""
         states, counts = {state: deadlines.total() for state, deadlines in self._deadlines.items()}, self._counts
         return ScheduleCounts(
             running=states[_GroupState.RUNNING],
@@ -422,7 +420,6 @@ class AsyncSchedule:
         return demands_of(deadlines, step=step, num_groups=self._limits.num_groups)
 
     def _size(self) -> int:
-        """Groups of the next step."""
         full = self._limits.num_groups
         return min(full, self._num_waiting()) if self._is_exhausted else full
 

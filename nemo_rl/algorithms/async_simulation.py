@@ -115,7 +115,6 @@ class AsyncSimulation:
         self.begin(Frontier(), step=0)
 
     def run(self) -> SimulatedRun:
-        """Run to the end."""
         while not (self.schedule.is_over and self._training is None):
             if not self._events:
                 step = self.schedule.num_updates + 1
@@ -160,7 +159,6 @@ class AsyncSimulation:
         self.after(0.0, lambda: None)
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Have something happen later."""
         heapq.heappush(self._events, (self.now_s + seconds, next(self._numbers), event))
 
     def started(self, ticket: Ticket) -> None:
@@ -229,7 +227,6 @@ class AsyncSimulation:
             self._plan(engine)
 
     def _plan(self, engine: SimulatedEngine) -> None:
-        """Plan the next end of a row."""
         engine.turn += 1
         if engine.rows and not engine.is_frozen and engine.rows[0][0] != float("inf"):
             turn = engine.turn
@@ -267,7 +264,6 @@ class AsyncSimulation:
         self._refit([[each] for each in self.engines] if self.pipeline.is_rolling else [list(self.engines)])
 
     def _refit(self, turns: Sequence[Sequence[SimulatedEngine]]) -> None:
-        """Refit the engines of each turn together, one turn after the other."""
         if not turns:
             self.schedule.updated(self.published)
             self._training, self._waits_since_s = None, self.now_s

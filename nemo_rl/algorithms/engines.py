@@ -56,7 +56,6 @@ class LogPlace(TypedDict):
 
 
 def log_place(config: MasterConfig) -> LogPlace:
-    """Return the place where every group of a run logs."""
     return LogPlace(log_dir=(config.logger.log_dir / WORKER_LOGS).absolute(), log_level=config.logger.worker_level)
 
 
@@ -117,7 +116,6 @@ def _record_spec(config: MasterConfig) -> RecordSpec | None:
 
 
 def engine_scheduler(config: MasterConfig, engines: WorkerFleet) -> EngineScheduler:
-    """Return the scheduler through which the engines are asked for samples."""
     generation = config.policy.generation
     return EngineScheduler(
         engines.copy(),
@@ -128,7 +126,6 @@ def engine_scheduler(config: MasterConfig, engines: WorkerFleet) -> EngineSchedu
 
 
 def local_engines(config: MasterConfig, spec_of: Callable[[int], EngineSpec]) -> WorkerFleet:
-    """The one engine of this process."""
     return WorkerFleet([LocalWorkerGroup(lambda: _builder(config)(spec=spec_of(0)))])
 
 

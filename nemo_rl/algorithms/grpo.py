@@ -127,7 +127,6 @@ class ScoredConversations:
 
     @classmethod
     def of(cls, sample_stats: SampleStats, group_uids: Sequence[str]) -> ScoredConversations:
-        """Return the conversations of rows that belong to some."""
         about = sample_stats.conversations
         assert about is not None, "single turns have no conversations"
         names = list(zip(group_uids, about.sample.tolist(), strict=True))

@@ -239,7 +239,6 @@ class GRPOTrainer:
 
     @property
     def source(self) -> BatchSource:
-        """The source of its batches."""
         return self._parts.source
 
     def data_plane_stats(self) -> dict[str, object]:

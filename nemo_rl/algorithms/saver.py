@@ -61,7 +61,6 @@ class Saver:
         self.last_step = 0
 
     def resumed(self, checkpoint: Checkpoint) -> None:
-        """The run continues from it."""
         self.last_path, self.last_step = checkpoint.path, checkpoint.step
 
     def save(

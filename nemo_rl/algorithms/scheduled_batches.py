@@ -144,7 +144,6 @@ class ScheduleFile:
         self._write({"event": "start", "step": step})
 
     def engines(self, entries: Sequence[ScheduleEntry]) -> None:
-        """Append what the batches of engines did."""
         self._write(*({"event": "engine", **entry.to_json()} for entry in entries))
 
     def step(self, number: int, groups: Sequence[str]) -> None:
@@ -152,7 +151,6 @@ class ScheduleFile:
         self._write({"event": "step", "step": number, "groups": list(groups)})
 
     def weights(self, version: int, digest: str) -> None:
-        """Append the digest of the weights that the engines were sent."""
         self._write({"event": "weights", "version": version, "digest": digest})
 
     def _write(self, *lines: Mapping[str, object]) -> None:

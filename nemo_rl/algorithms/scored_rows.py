@@ -87,11 +87,9 @@ class ScoredRows:
         )
 
     def with_advantages(self, rows: Sequence[int], advantages: torch.Tensor) -> ScoredRows:
-        """The same with other advantages of some rows."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         return replace(self, advantages=self.advantages.index_copy(0, index, advantages.float()))
 
     def with_weights(self, rows: Sequence[int], weights: torch.Tensor) -> ScoredRows:
-        """The same with other weights of some rows."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         return replace(self, sample_mask=self.sample_mask.index_copy(0, index, weights))

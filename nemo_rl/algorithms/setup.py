@@ -158,7 +158,6 @@ def _parts(
     traced: TracedRun | None,
     follows: FollowedSchedule | None,
 ) -> TrainerParts:
-    """Return what the driver has over the processes."""
     settings, timeout_s = config.policy, config.cluster.stage_timeout_s
     step = resume_from.step if resume_from else None
     info = rollout.describe()

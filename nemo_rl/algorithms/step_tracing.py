@@ -237,7 +237,6 @@ class TracedEngines:
 
     @property
     def can_show(self) -> bool:
-        """True when the engines of this run can be asked."""
         return self._engines is not None
 
     def keys(self, num_rows: int) -> list[str]:

@@ -32,7 +32,6 @@ __all__ = ["build_teacher", "local_teacher", "rank_specs", "ray_teacher"]
 
 
 def rank_specs(world_size: int, address: str, port: int) -> list[RankSpec]:
-    """Return the ranks of a job that meets at an address."""
     return [
         RankSpec(rank=rank, world_size=world_size, master_addr=address, master_port=port) for rank in range(world_size)
     ]

@@ -79,7 +79,6 @@ class TokenStatistics:
 
     @property
     def input_fields(self) -> tuple[str, ...]:
-        """Columns that it reads."""
         of_errors = () if self.error_threshold is None else (PREV, GENERATION)
         of_kl = () if self.kl is None else self.kl.input_fields
         return tuple(dict.fromkeys(("token_mask", *of_errors, *of_kl)))

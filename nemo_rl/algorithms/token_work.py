@@ -87,7 +87,6 @@ class Moments:
         )
 
     def merge(self, other: Moments) -> Moments:
-        """Return the moments of the values of both."""
         count = self.count + other.count
         if not count:
             return self
@@ -108,7 +107,6 @@ class Moments:
         return Whitening(shift=self.mean, scale=(variance + VARIANCE_EPSILON) ** -0.5)
 
     def to_tensor(self) -> torch.Tensor:
-        """Five numbers."""
         return torch.tensor([self.count, self.mean, self.squares, self.low, self.high], dtype=torch.float64)
 
     @classmethod
@@ -164,12 +162,10 @@ class TokenWork(Counted):
         return whole.of_rows(rows)
 
     def num_bytes(self) -> int:
-        """Columns of the row scalars."""
         parts = (self.rewards, self.scored, self.groups, self.outcome, self.conversations, self.is_trained_group)
         return sum(part.nbytes for part in parts)
 
     def of_rows(self, rows: Sequence[int]) -> TokenWork:
-        """The same work on some of the rows."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         return replace(
             self,
@@ -183,7 +179,6 @@ class TokenWork(Counted):
 
     @property
     def input_fields(self) -> tuple[str, ...]:
-        """Columns that it reads."""
         of_kl = () if self.kl is None else self.kl.input_fields
         return tuple(dict.fromkeys(("token_mask", *self.estimator.reads, *of_kl)))
 

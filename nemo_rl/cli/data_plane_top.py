@@ -115,7 +115,6 @@ class TopTable:
         return cls(head=_head(before, now, seconds), clients=tuple(clients), tasks=tuple(_tasks(now)))
 
     def draw(self) -> RenderableType:
-        """Return the table for a terminal."""
         return Group(_head_line(self.head), Text(), _client_table(self.clients), Text(), _task_table(self.tasks))
 
 

@@ -49,7 +49,6 @@ class Selected:
     folders: tuple[Path, ...]
     step: int | None
     rows: tuple[str, ...]
-    """Keys of rows."""
 
 
 class Verbs(TyperGroup):

@@ -112,7 +112,6 @@ def _root(
 
 
 def main() -> None:
-    """Run the console script."""
     interrupt.install()
     try:
         app()

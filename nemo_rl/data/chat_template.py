@@ -106,7 +106,6 @@ class ChatTemplate:
 
     @cached_property
     def tokens(self) -> TextTokens:
-        """Tokens of rendered and of foreign text."""
         return TextTokens(self.tokenizer, template=self._text)
 
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> tuple[int, ...]:
@@ -248,7 +247,6 @@ class ChatTemplate:
 
     @property
     def known_shapes(self) -> tuple[tuple[Shape, Form], ...]:
-        """Shapes that were encoded, with their forms."""
         return tuple((shape, form) for (shape, _), form in self._forms.items())
 
     def _form_of(self, shape: Shape) -> Form:
@@ -426,7 +424,6 @@ def _between(begin: str, text: str, end: str) -> str:
 
 
 def _spellings(text: str) -> tuple[str, str]:
-    """Return a text as it is, and as a template writes it that makes it a JSON string."""
     return text, json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -199,7 +199,6 @@ class ShapeProblem:
     prompt: str
     answer: str
     picture: bytes
-    """PNG."""
 
 
 def shape_problems(n: int, *, seed: int, cells: int = 2, most: int = 4, task: str = "count") -> list[ShapeProblem]:

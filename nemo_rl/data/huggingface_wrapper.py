@@ -196,7 +196,6 @@ def _splits(path: Path, subset: str | None, where: str) -> FolderFiles:
 def _files(
     found: FolderFiles, path: Path, split: str | None, where: str, tell: Callable[[str], object]
 ) -> Iterator[Mapping[str, object]]:
-    """Yield the rows of a split."""
     chosen = _pick_split(found.splits, split, where=where)
     files = found.splits[chosen]
     kinds = sorted({kind_of(file) or "" for file in files})
@@ -298,7 +297,6 @@ def folder_splits(folder: Path) -> FolderFiles:
 
 
 def splits_of(folder: Path, config: Mapping[str, Any], where: str) -> FolderFiles:
-    """Return the files of a subset as the card of a folder tells them."""
     given, part_of = config.get("data_files"), Path(str(config.get("data_dir") or "."))
     if not given and not part_of.is_absolute() and ".." not in part_of.parts:
         return folder_splits(folder / part_of)

@@ -169,7 +169,6 @@ class PromptEncoder:
         return ids
 
     def expand(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[int, ...]:
-        """Return the ids with a token for every feature of the pictures."""
         return self._needs_pictures().expand(ids, [picture.decode() for picture in pictures])[0]
 
     def _needs_pictures(self) -> EncodesPictures:

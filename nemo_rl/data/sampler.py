@@ -91,7 +91,6 @@ class PromptSampler:
 
     @property
     def ordinal(self) -> int:
-        """Return the ordinal of the next draw."""
         return self._epoch * self._num_prompts + self._position
 
     def position_of(self, ordinal: int) -> dict[str, int]:

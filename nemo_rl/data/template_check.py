@@ -55,7 +55,6 @@ class PatternCheck:
     is_needed: bool = True
 
     def line(self) -> str:
-        """Return the finding for people."""
         if self.verdict == "refused":
             return f"{self.name}: refused ({self.reason})"
         if self.verdict == "new_row":

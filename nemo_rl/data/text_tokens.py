@@ -39,7 +39,6 @@ class TextTokens:
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
-        """The tokens that no foreign text may become."""
         tokenizer = self.tokenizer
         found = set(tokenizer.all_special_ids)
         for token, added in tokenizer.added_tokens_decoder.items():
@@ -73,7 +72,6 @@ class TextTokens:
         )
 
     def rendered(self, text: str) -> list[int]:
-        """Return the tokens of a text in which control tokens are meant."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def foreign(self, text: str, *, is_first: bool) -> list[int]:

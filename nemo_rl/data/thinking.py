@@ -18,7 +18,6 @@ _JOINED = re.compile(r"[\s$]*(,|,?\s*and|,?\s*or)[\s$]*")
 
 
 def with_thinking(thoughts: str, answer: str) -> str:
-    """Return a response that shows its thoughts."""
     return f"{THINK_START}{thoughts}{THINK_END}{answer}"
 
 

@@ -130,14 +130,12 @@ class TurnEncoder:
         self._now, self.tools = now, tuple(tools)
         self._chat = ChatTemplate(tokenizer, now=now, tools=tools)
         self._others: dict[str, TurnEncoder] = {}
-        """Encoders with other tools, by those."""
         self._seams: dict[tuple[Shape, Shape, bool], _Seam] = {}
         self._are_parted: dict[tuple[tuple[str, ...], Shape], bool] = {}
         self._rewrites: dict[tuple[object, ...], bool] = {}
 
     @property
     def history(self) -> Literal["append", "new_row"]:
-        """Return what happens where earlier turns are rewritten."""
         return self._history
 
     @property

@@ -177,7 +177,6 @@ class KVBatchMeta(Counted):
 
     @property
     def size(self) -> int:
-        """Number of rows."""
         return len(self.keys)
 
     def subset(self, indices: Iterable[int]) -> KVBatchMeta:
@@ -281,7 +280,6 @@ class KVBatchMeta(Counted):
         return dict(zip(self.keys, self.claims, strict=True)) if self.claims is not None else {}
 
     def with_pack(self, pack: PackPlan | None) -> KVBatchMeta:
-        """Return the same rows under another pack plan."""
         return replace(self, pack=pack)
 
     def _check_aligned(self, what: str, count: int) -> None:

@@ -91,7 +91,6 @@ class EncodedChunk:
 
     @property
     def parts(self) -> Parts:
-        """Header, then the columns."""
         return [self.head, *self.columns]
 
     @property
@@ -124,7 +123,6 @@ class EncodedChunk:
 
 
 def join(parts: Parts) -> memoryview:
-    """Return one chunk as one buffer of its own."""
     return np.concatenate([np.frombuffer(part, dtype=np.uint8) for part in parts if part.nbytes] or [_NOTHING]).data
 
 

@@ -147,7 +147,6 @@ OBJECTS = "@objects"
 
 
 def columns_to_bytes(columns: Mapping[str, Column]) -> bytes:
-    """Return columns in the safetensors format."""
     flat: dict[str, torch.Tensor] = {}
     for name, column in columns.items():
         if not isinstance(column, torch.Tensor):

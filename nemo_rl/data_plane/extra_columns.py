@@ -45,7 +45,6 @@ def extra_specs(declared: Mapping[str, ExtraColumn]) -> tuple[FieldSpec, ...]:
 
 
 def extra_names(specs: Sequence[FieldSpec], stage: str) -> tuple[str, ...]:
-    """Return the names of the columns that a stage reads."""
     return tuple(spec.name for spec in specs if stage in spec.read_by)
 
 
@@ -55,7 +54,6 @@ def is_listed(spec: FieldSpec) -> bool:
 
 
 def rows_as_list(column: object) -> list[object]:
-    """Return a column as a list of one tensor or object per row."""
     return list(column.unbind()) if isinstance(column, torch.Tensor) else object_rows(column)
 
 

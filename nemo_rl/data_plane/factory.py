@@ -327,5 +327,4 @@ def join_store(address: DataPlaneAddress) -> PayloadStore:
 
 
 def forget_store(run_id: str) -> None:
-    """The run has ended."""
     NoopStore.forget(run_id)

@@ -46,7 +46,6 @@ def new_group_ids(num_groups: int) -> tuple[str, ...]:
 
 
 def key_of(uid: str, index: int | str) -> str:
-    """Return the key of one row of a group."""
     return f"{uid}{MARK}{index}"
 
 
@@ -91,12 +90,10 @@ def client_label(place: str) -> str:
 
 
 def chunk_id(run_id: str, client: str, number: int) -> str:
-    """Return the id of a client's chunk."""
     return f"{run_id}/{client}/{number}"
 
 
 def chunk_in_blocks(chunk: str, num_blocks: int) -> str:
-    """Return the id of a chunk whose blocks are stored one by one."""
     return f"{chunk}*{num_blocks}"
 
 
@@ -124,15 +121,12 @@ def queue_partition(run_id: str, partition_id: str | None = None) -> str:
 
 
 def owner_of(chunk: str) -> str:
-    """Return the client that made a chunk."""
     return chunk.rsplit("/", 2)[1]
 
 
 def process_of(client: str) -> int:
-    """Return the number of a client's process, at its place."""
     return int(client.rpartition(":")[2].partition(".")[0])
 
 
 def place_of(client: str) -> str:
-    """Return the place where a client runs."""
     return client.rpartition(":")[0]

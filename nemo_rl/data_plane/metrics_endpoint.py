@@ -52,7 +52,6 @@ class ServedMetric:
 
 
 def docs_table() -> str:
-    """Return the table of docs/data_plane.md."""
     lines = ["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |"]
     for name, metric in METRICS.items():
         shown = f"{name}_total" if metric.kind == "counter" else name
@@ -228,7 +227,6 @@ class MetricsEndpoint:
         return f"http://{LOOPBACK}:{self.port}{PATH}"
 
     def serve(self, *, run_id: str, store: str, ledger: LedgerHost) -> None:
-        """Start to answer."""
         self._server.collector = RunCollector(run_id=run_id, store=store, ledger=ledger)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="data-plane-metrics", daemon=True

@@ -73,7 +73,6 @@ class SampleMeta:
 
     @property
     def size(self) -> int:
-        """Number of rows."""
         return len(self.sample_ids)
 
     def stamp_tags(self, columns: Mapping[str, Sequence[Any]]) -> None:

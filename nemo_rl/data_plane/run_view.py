@@ -71,11 +71,9 @@ class RunView:
 
     @property
     def calls(self) -> int:
-        """Return the number of requests that the ledger has served."""
         return sum(count for count, _ in self.operations.values())
 
     def rows_held(self) -> Counter[str]:
-        """Return the rows under claims by the client that claimed them."""
         held: Counter[str] = Counter()
         for claim in self.claims:
             held[claim.client] += claim.rows
@@ -83,7 +81,6 @@ class RunView:
 
 
 def view_of(ledger: LedgerHost, *, timeout_s: float) -> RunView:
-    """Ask a ledger for the view of its run."""
     reply: dict[str, Any] = ledger.call("watch", {}, timeout_s=timeout_s)
     inspected = reply["inspect"]
     return RunView(

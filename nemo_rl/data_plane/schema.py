@@ -76,7 +76,6 @@ class FieldSpec:
 
     @property
     def is_token_aligned(self) -> bool:
-        """One entry per token of the row."""
         return not self.is_object and self.dims[:1] == ("T",)
 
 
@@ -264,7 +263,6 @@ def _check_extra(spec: FieldSpec, *, may_shadow: bool) -> None:
 
 
 def spec_to_record(spec: FieldSpec) -> dict[str, object]:
-    """Return the spec as plain values, for the ledger."""
     return {
         "name": spec.name,
         "dtypes": list(spec.dtypes),
@@ -296,7 +294,6 @@ def spec_from_record(record: Mapping[str, object]) -> FieldSpec:
 
 
 def docs_table() -> str:
-    """Return the table of fields as Markdown."""
     header = ("field", "dtype", "dims", "pad", "family", "written by", "rewritten by", "read by", "condition")
     rows = [
         (

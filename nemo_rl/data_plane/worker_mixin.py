@@ -156,7 +156,6 @@ class ShardReads:
         return {name: columns[name] for name in names}
 
     def clear(self) -> None:
-        """Forget all columns."""
         self._cached.clear()
         self._num_bytes = 0
 
@@ -313,7 +312,6 @@ class TQWorkerMixin(GuardedWorker):
         return batch
 
     def extra_names(self, stage: WorkerPass) -> tuple[str, ...]:
-        """Return the extra columns that name the pass."""
         return extra_names(self._extras, stage.value)
 
     def _broadcast(self, meta: KVBatchMeta, fields: Sequence[str], group: dist.ProcessGroup) -> Fields:

@@ -35,7 +35,6 @@ class BatchedDataDict(UserDict[str, Column]):
         return len(next(iter(self.data.values()))) if self.data else 0
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a column that must be a tensor."""
         column = self.data[name]
         if not isinstance(column, torch.Tensor):
             raise TypeError(f"column {name!r}: expected a tensor, got {type(column).__name__}")

@@ -30,7 +30,6 @@ LOOK_S = 1.0
 
 
 def main() -> int:
-    """Exit code of the worker."""
     if sys.argv[1:2] == [IDLE_AGENT]:
         return be_idle_agent(sys.argv[2:])
     try:

@@ -54,7 +54,6 @@ def open_server(address: str, port: int, *, world_size: int, timeout: timedelta,
 
 
 def open_client(address: str, port: int, *, world_size: int, timeout: timedelta, waits: bool) -> dist.TCPStore:
-    """Return the store of another process."""
     return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=waits)
 
 

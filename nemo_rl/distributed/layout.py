@@ -94,7 +94,6 @@ class ParallelLayout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the sizes by axis."""
         return {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
 
     @property
@@ -118,14 +117,12 @@ class ParallelLayout:
         return sizes.length_multiple
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the index of a rank on each axis."""
         pp, rest = divmod(rank, self.dp * self._stage_size)
         dp, rest = divmod(rest, self._stage_size)
         cp, tp = divmod(rest, self.tp)
         return Coordinates(dp=dp, cp=cp, tp=tp, pp=pp)
 
     def rank_of(self, at: Coordinates) -> int:
-        """Return the rank at these coordinates."""
         return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
 
     def replica(self, dp: int) -> tuple[int, ...]:
@@ -138,7 +135,6 @@ class ParallelLayout:
         return tuple(range(first, first + self._stage_size))
 
     def replicas(self) -> list[list[int]]:
-        """Return all replica groups."""
         return [list(self.replica(dp)) for dp in range(self.dp)]
 
     def writer(self, dp: int) -> int:
@@ -161,7 +157,6 @@ class ParallelLayout:
         ]
 
     def per_rank(self, per_dp: Sequence[_T]) -> list[_T]:
-        """Return one value per rank from one per data-parallel shard."""
         return [per_dp[self.coordinates(rank).dp] for rank in range(self.world_size)]
 
     def one_per_shard(self, per_rank: Sequence[_T]) -> list[_T]:

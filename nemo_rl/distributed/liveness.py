@@ -44,7 +44,6 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
-        """Return the identity of a process of this machine that lives now."""
         stat = _stat(pid)
         if stat is None:
             return cls(namespace="", pid=pid, start=0)
@@ -66,7 +65,6 @@ class ProcessIdentity:
         return stat is not None and stat[STATE_FIELD] in STOPPED_STATES and int(stat[START_FIELD]) == self.start
 
     def stopped_text(self) -> str:
-        """Return the words about it when it is stopped."""
         return f"process {self.pid} is stopped (state T in /proc/{self.pid}/stat); kill -CONT {self.pid} lets it go on"
 
 

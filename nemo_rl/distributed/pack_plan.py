@@ -34,9 +34,7 @@ class PackLoad:
     bins_bound: int
     """Lower bound of `num_bins`: tokens over capacity, rounded up to what the ranks divide."""
     num_tokens: int
-    """Tokens of the rows."""
     computed_tokens: int
-    """The same with all padding."""
 
     @property
     def imbalance(self) -> float:
@@ -50,7 +48,6 @@ class PackLoad:
 
     @property
     def pad_share(self) -> float:
-        """Share of the computed tokens that are padding."""
         return 1.0 - self.num_tokens / self.computed_tokens if self.computed_tokens else 0.0
 
 
@@ -101,7 +98,6 @@ class PackPlan:
         return [self._view(rank, whole) for rank in range(self.num_ranks)]
 
     def iter_steps(self, rank: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Yield the microbatches of one rank, global batch by global batch."""
         start = 0
         for count in self.steps:
             yield self.microbatches[rank][start : start + count]

@@ -295,7 +295,6 @@ class _Sizes:
         return None
 
     def take(self, size: int) -> int:
-        """Return a row of this size, which is no longer left."""
         rows = self._rows[size]
         row = rows.pop()
         if not rows:

@@ -245,7 +245,6 @@ def split_to(bins: Bins, count: int, weights: Sequence[float]) -> None:
 
 
 def deal_in_turn(bins: Bins, num_ranks: int) -> list[Bins]:
-    """Bin i to rank i modulo the ranks."""
     return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
 

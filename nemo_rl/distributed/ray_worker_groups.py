@@ -81,7 +81,6 @@ class _Host:
         return {**reply, "process": _WorkerProcess(id=me.pid, host=socket.gethostname(), identity=me)}
 
     def call(self, method: str, stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
-        """Result inside the record."""
         reply, value = self._guard(stage, lambda: getattr(self._worker, method)(**kwargs))
         return {**reply, "value": value}
 

@@ -70,7 +70,6 @@ class NodeShare:
 
 
 def alive_nodes() -> list[ClusterNode]:
-    """Return the live nodes of the cluster that this process is connected to."""
     return [
         ClusterNode(
             id=str(found["NodeID"]),
@@ -202,7 +201,6 @@ class RayVirtualCluster:
 
     @property
     def address(self) -> str:
-        """Under which the nodes of the cluster reach this one."""
         return str(ray.util.get_node_ip_address())
 
     @property

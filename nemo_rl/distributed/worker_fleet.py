@@ -49,12 +49,10 @@ class WorkerFleet:
 
     @property
     def members(self) -> tuple[WorkerGroup, ...]:
-        """The members that are there, by number."""
         return tuple(self._members[number] for number in self.numbers)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of the members that are there."""
         return tuple(sorted(self._members))
 
     @property

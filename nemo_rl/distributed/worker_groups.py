@@ -160,7 +160,6 @@ class Pending(Generic[_T]):
 
     @classmethod
     def done(cls, result: _T) -> Pending[_T]:
-        """Return a result that is there already."""
         return cls(lambda: result)
 
     def result(self) -> _T:

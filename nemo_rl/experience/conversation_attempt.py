@@ -93,7 +93,6 @@ class TurnRecord:
     columns: Mapping[str, object] = field(default_factory=dict)
     """Values of extra columns that the environment gave with it."""
     engine: int = 0
-    """Number of the engine that sampled it."""
     cached_tokens: int | None = None
     waited_s: float = 0.0
     """Seconds until the engine began."""
@@ -103,7 +102,6 @@ class TurnRecord:
 
     @property
     def num_valid_calls(self) -> int:
-        """Return the number of calls that have a result."""
         return sum(result.error is None for result in self.results)
 
     @property
@@ -223,7 +221,6 @@ class Hosts:
 
     @property
     def num_open(self) -> int:
-        """Return the number of conversations that an environment or a program has open."""
         return sum(host.num_open for host in (self.environment, self.programs) if host is not None)
 
     async def start(self) -> None:

@@ -62,7 +62,6 @@ class ConversationLog:
 
     @classmethod
     def of(cls, record: ConversationRecord, *, prompt: int, opening: Sequence[Message]) -> ConversationLog:
-        """Return the log of a scored conversation."""
         return cls(
             prompt=prompt,
             seed=record.seed,

@@ -43,7 +43,6 @@ class ScoredGroup:
     """The conversations of one group with their rewards."""
 
     number: int
-    """Number of the group in the call."""
     records: tuple[ConversationRecord, ...]
     """All have rewards; those that are left out have 0."""
     components: Mapping[str, tuple[float, ...]]
@@ -54,13 +53,11 @@ class ScoredGroup:
 
     @property
     def rows(self) -> list[tuple[int, int, TokenRow]]:
-        """Number of the conversation, number of the row in it, and the row, of all rows."""
         return [
             (sample, place, row) for sample, record in enumerate(self.records) for place, row in enumerate(record.rows)
         ]
 
     def stats(self) -> SampleStats:
-        """Return the scalars of all rows."""
         samples = [sample for sample, _, _ in self.rows]
         of_row = [self.records[sample] for sample in samples]
         endings = list(Ending)
@@ -162,7 +159,6 @@ class ConversationRollouts:
 
     @property
     def num_open(self) -> int:
-        """Return the number of conversations that the environment has open."""
         return self._loop.num_open
 
     def abort(self, names: Sequence[str]) -> None:

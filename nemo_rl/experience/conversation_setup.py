@@ -94,7 +94,6 @@ class RolloutEnvironment:
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """Return the schemas of the tools."""
         return () if self.hosts.tools is None else self.hosts.tools.schemas
 
     @property
@@ -231,7 +230,6 @@ class RolloutSampling:
             self.turn_sampler.close()
 
     def _join(self, loop: ConversationLoop, stop_ids: Sequence[int]) -> None:
-        """Give the loop of conversations engines and tokens."""
         spec, policy, tools = self._spec, self._spec.policy, self._spec.env.tools
         stops = sampling_params(policy.generation, stop_ids, is_validation=False).stop_token_ids
         self.turn_sampler = TurnSampler(

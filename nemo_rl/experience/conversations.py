@@ -48,7 +48,6 @@ class GroupTask:
 
     prompt: Prompt
     seeds: tuple[int, ...]
-    """Seed of each conversation."""
     sampling: SamplingParams
     name: str = ""
     """Name of the group in the schedule of an asynchronous run; empty: it is in none."""
@@ -99,12 +98,10 @@ class ConversationLoop:
         self._submit(self._hosts.start()).result(timeout_s)
 
     def use(self, parts: AttemptParts) -> None:
-        """Make conversations with these parts from here on."""
         self._parts = parts
 
     @property
     def num_open(self) -> int:
-        """Number of conversations that the environment has open."""
         return self._hosts.num_open
 
     def run(self, groups: Sequence[GroupTask]) -> Iterator[ConversationGroup]:

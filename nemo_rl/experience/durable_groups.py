@@ -255,7 +255,6 @@ class DurableGroups:
         return results, others
 
     def columns(self, stored: Sequence[StoredGroup]) -> dict[str, Column]:
-        """Read the columns of some groups, one after the other."""
         rows: dict[str, list[Any]] = {}
         dense: set[str] = set()
         known: dict[tuple[Path, int], dict[str, Column]] = {}
@@ -298,7 +297,6 @@ class DurableGroups:
             logger.warning("finished groups are not in %s after %.0f s", self._folder, FLUSH_S)
 
     def remove(self) -> None:
-        """End, and remove all groups: the run is done."""
         self.settle(sys.maxsize, [])
         self.close()
         for path in self._foreign:

@@ -100,7 +100,6 @@ class ConversationStats:
         return ConversationStats(**{each.name: self._column(each.name)[rows] for each in fields(self)})
 
     def concat(self, *others: ConversationStats) -> ConversationStats:
-        """Return the rows of this one, then those of the others."""
         parts = (self, *others)
         return ConversationStats(
             **{each.name: np.concatenate([part._column(each.name) for part in parts]) for each in fields(self)}
@@ -131,7 +130,6 @@ class ConversationStats:
         return getattr(self, name)
 
     def ending_of(self, row: int) -> Ending:
-        """Return the ending of the row's conversation."""
         return list(Ending)[int(self.endings[row])]
 
 

@@ -59,7 +59,6 @@ class ProgramAttempt(Attempt):
         self._limit: Ending | None = None
         """The limit that was reached: further requests are answered with a cut turn."""
         self._stated: float | None = None
-        """The reward that the program stated."""
         self._refused = ""
         """The reason why the last request was refused."""
         self._is_over = False
@@ -209,7 +208,6 @@ class ProgramAttempt(Attempt):
         return self._cut_turn()
 
     def _cut_turn(self) -> ChatAnswer:
-        """Return the answer behind a limit: an empty turn that was cut."""
         return ChatAnswer(text="", truncated=True, prompt_tokens=len(self._rows[-1]))
 
     def _tell(self, request: ChatRequest) -> None:

@@ -72,7 +72,6 @@ class RolloutResult:
 
     @property
     def group_uids(self) -> tuple[str, ...]:
-        """The group of each row, by its key."""
         return tuple(map(group_uid, self.meta.keys))
 
     @property

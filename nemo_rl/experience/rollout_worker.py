@@ -145,7 +145,6 @@ class RolloutWorker:
         """Version -> digest, of the weights that this run has had; kept with finished groups."""
 
     def describe(self) -> RolloutInfo:
-        """Sizes and digests of what was loaded."""
         sets = self._sets
         identity = {where: found.digest for where, found in sets.items()}
         identity |= tokenizer_identity(self._tokenizer, stop_ids=self._stop_ids)
@@ -161,7 +160,6 @@ class RolloutWorker:
 
     @property
     def _sets(self) -> dict[str, PromptSet]:
-        """Sets of prompts by the dotted paths of their sections."""
         held_out = {self._spec.data.held_out_key(name): found for name, found in self._held_out.items()}
         return {"data.train": self._train, **held_out}
 
@@ -206,7 +204,6 @@ class RolloutWorker:
             return self._durable.restore(groups, self.client, weights=self._weights, partition_id=partition_id)
 
     def use_engines(self, engines: WorkerFleet) -> None:
-        """Some of the engines were replaced."""
         assert isinstance(self._generation, EngineScheduler), "one engine alone is never replaced"
         self._generation.use(engines)
         if self._parts.turn_sampler is not None:

@@ -66,7 +66,6 @@ class RolloutSpec:
 
     @classmethod
     def of(cls, config: MasterConfig, *, now: datetime | None = None) -> RolloutSpec:
-        """Return the sections of a recipe that a rollout needs."""
         return cls(
             grpo=config.grpo,
             policy=config.policy,
@@ -93,7 +92,6 @@ class MeasuredSamples:
     responses: tuple[tuple[int, ...], ...]
     """All tokens behind the prompt."""
     num_tokens: tuple[int, ...]
-    """Sampled tokens."""
     truncated: tuple[bool, ...]
     components: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     printed: tuple[str, ...] = ()

@@ -94,7 +94,6 @@ class EngineScheduler(GenerationInterface):
             yield from _Stream(self, self._engines, request).run()
 
     def split(self, request: GenerationRequest) -> list[GenerationRequest]:
-        """Return the blocks in which engines take the request."""
         return split_request(request, num_engines=self._engines.size, batch_rows=self._batch_rows)
 
     def samples_of(self, number: int, block: GenerationRequest) -> Iterator[GroupSamples]:
@@ -133,11 +132,9 @@ class EngineScheduler(GenerationInterface):
 
     @property
     def incarnations(self) -> Mapping[int, int]:
-        """Number of starts of each engine that is there."""
         return self._engines.incarnations
 
     def none_left(self) -> WorkerError:
-        """Return the error of a request that no engine is left for."""
         return self._engines.none_left(STAGE)
 
     def abort(self, names: Sequence[str]) -> None:
@@ -148,7 +145,6 @@ class EngineScheduler(GenerationInterface):
         return self._timeout_s
 
     def use(self, engines: WorkerFleet) -> None:
-        """Use these engines from here on: some have been replaced."""
         self._engines = engines
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:

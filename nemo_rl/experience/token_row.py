@@ -110,22 +110,18 @@ class TokenRow:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Rewards of the turns."""
         return tuple(self._rewards)
 
     @property
     def num_sampled(self) -> int:
-        """Sampled tokens."""
         return sum(turn.length for turn in self._turns)
 
     @property
     def sampled_tokens(self) -> tuple[int, ...]:
-        """Tokens of all turns, end to end."""
         return tuple(token for number in range(len(self._turns)) for token in self.turn_ids(number))
 
     @property
     def context_tokens(self) -> tuple[int, ...]:
-        """Tokens that were not sampled, end to end."""
         return tuple(token for span in self._inserted for token in self._ids[span.start : span.start + span.length])
 
     @property
@@ -182,7 +178,6 @@ class TokenRow:
         return tuple(found)
 
     def turn_ids(self, number: int) -> tuple[int, ...]:
-        """Return the tokens of a turn."""
         turn = self._turns[number]
         return tuple(self._ids[turn.start : turn.start + turn.length])
 
@@ -267,7 +262,6 @@ class TokenRow:
         self._insert(ids[num_seam:], Inserted.REPLY)
 
     def set_reward(self, turn: int, reward: float) -> None:
-        """Set the reward of a turn, which its reply says."""
         self._rewards[turn] = reward
 
     def drop_open_reply(self) -> None:

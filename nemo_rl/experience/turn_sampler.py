@@ -77,7 +77,6 @@ class TurnSample:
     version_spans: tuple[tuple[int, int], ...]
     """Spans (first token of the turn, version of the weights)."""
     engine: int
-    """Number of the engine that sampled it."""
     cached_tokens: int | None = None
     """Tokens of the prompt that a prefix cache had; None: there is no such cache."""
     routes: RecordedRoutes | None = None
@@ -132,7 +131,6 @@ class TurnSampler:
         self._timeout_s = timeout_s or self._engines.timeout_s
         self._lock = Lock()
         self._feeds: dict[int, EngineFeed] = {}
-        """The open feed of each engine, by its number."""
         self._ended: list[EngineFeed] = []
         """Feeds that have failed; their threads may still run."""
         self._lost: dict[int, int] = {}
@@ -190,7 +188,6 @@ class TurnSampler:
 
     @property
     def num_open(self) -> int:
-        """Return the number of turns on their way."""
         with self._lock:
             return sum(feed.num_open for feed in self._feeds.values())
 
@@ -255,7 +252,6 @@ class TurnSampler:
 
 
 def _alone(engine: GenerationInterface) -> EngineScheduler:
-    """Return the scheduler of one engine of this process."""
     fleet = WorkerFleet([LocalWorkerGroup(lambda: engine)])
     return EngineScheduler(fleet, batch_rows=1, timeout_s=DEADLINE_S, is_continuous=True)
 

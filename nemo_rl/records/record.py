@@ -92,7 +92,6 @@ class RecordManifest:
     """The description of a folder of records: `manifest.json`."""
 
     run_id: str
-    """Unique for each recording."""
     model: Mapping[str, object]
     """Values that must agree between two sides: type, layers, hidden size, vocabulary, experts."""
     layout: Mapping[str, int]
@@ -109,7 +108,6 @@ class RecordManifest:
     tokenizer: str = ""
     """Folder, for texts of tokens."""
     weights: str = ""
-    """The source of the weights."""
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
     """Anything else that a reader may want to see."""
@@ -117,7 +115,6 @@ class RecordManifest:
     version: int = FileFormat.TENSORS.version
 
     def as_record(self) -> dict[str, object]:
-        """Return the record as a JSON object."""
         return asdict(self)
 
     @classmethod

@@ -136,7 +136,6 @@ class RouteCounts:
     missing: int
     """Tokens of these without a route."""
     trained: int
-    """Tokens to train."""
     trained_missing: int
     """Trained tokens of these, predicted from a token without a route."""
 

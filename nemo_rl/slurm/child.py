@@ -88,7 +88,6 @@ class RayChild:
         return self._process is not None and self._process.returncode is not None
 
     async def ended(self) -> str:
-        """Wait for its end, and say how it came."""
         assert self._process is not None
         await self._process.wait()
         return self._ended()

@@ -50,7 +50,6 @@ class JobOptions:
     log_dir: Path = Path("slurm_logs")
     requeue: bool = True
     sbatch: Sequence[str] = ()
-    """Further options, as they are."""
 
 
 def render_job(recipe: Path, overrides: Sequence[str], options: JobOptions) -> str:
@@ -161,7 +160,6 @@ def _sbatch_words(options: JobOptions, nodes: int, *, num_gpus: int, num_cpus: i
 
 
 def _path(path: Path) -> str:
-    """Return a path that no command takes for an option."""
     return f"./{path}" if str(path).startswith("-") else str(path)
 
 
@@ -201,7 +199,6 @@ def attach_words(job: str, command: Sequence[str]) -> list[str]:
 
 
 def _job_folder(job: str) -> Path:
-    """Return the folder of the job, as the job itself has noted it in Slurm."""
     if shutil.which("scontrol") is None:
         raise UserError("no Slurm here: scontrol is not on PATH; run this on a login node of the cluster")
     done = subprocess.run(

@@ -76,7 +76,6 @@ class FrameSite:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sort sites as a pass meets them."""
         return execution_order(self.kind, self.layer, self.direction)
 
     def as_record(self) -> dict[str, object]:
@@ -127,7 +126,6 @@ class FramePart:
     where: Where
     payload: np.ndarray
     span: Span
-    """Its features."""
     table: str | None = None
     """Name of the rank's token table that `rows` index; None for reducers of whole tensors."""
     rows: np.ndarray | None = None
@@ -142,7 +140,6 @@ class FramePart:
     """Frames that this rank has dropped so far, since the run began."""
 
     def encode(self) -> bytes:
-        """Return the message."""
         header = self.where.as_record() | _record(self, PART_FIELDS)
         header["span"] = [self.span.start, self.span.stop, self.span.whole]
         header["num_rows"] = None if self.rows is None else len(self.rows)
@@ -189,7 +186,6 @@ class Frame:
     """Unix time at which it was put together."""
 
     def encode(self) -> bytes:
-        """Return the message."""
         return _encode(self.what, self.where.as_record() | _record(self, FRAME_FIELDS), self.payload)
 
     @classmethod
@@ -218,14 +214,12 @@ class FrameTable:
     """Unique within a rank, or within a run."""
     step: int
     keys: tuple[str, ...]
-    """Keys of the rows."""
     tokens: np.ndarray
     """`[3, R]` int32: index into `keys`, position in the row, token id."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Token id -> text, as far as known."""
 
     def encode(self) -> bytes:
-        """Return the message."""
         return _encode(self.what, _record(self, TABLE_FIELDS), self.tokens)
 
     @classmethod
@@ -367,4 +361,3 @@ TABLE_FIELDS: Mapping[str, Reader] = {
     "keys": lambda keys: tuple(str(key) for key in keys),
     "texts": lambda texts: {str(token): str(text) for token, text in texts.items()},
 }
-"""Fields of the headers, each with what reads it."""

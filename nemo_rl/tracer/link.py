@@ -283,7 +283,6 @@ class BufferedSender:
 
 
 def _joined(parts: Sequence[FramePart], starts: Mapping[str, int], table: str) -> FramePart:
-    """Return parts of one place, which have all of their tables' tokens."""
     rows = [starts[part.table] + np.arange(len(part.payload)) for part in parts if part.table is not None]
     return replace(
         parts[0],

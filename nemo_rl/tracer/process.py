@@ -57,7 +57,6 @@ class HubSpec:
     folder: Path
     """Folder of the tracer: `tracer` in the log folder of the run."""
     run: str
-    """Id of the run."""
     start_timeout_s: float
     """Seconds until the hub must listen; it takes less than one where the machine is not busy."""
     host: str = "127.0.0.1"
@@ -79,7 +78,6 @@ class HubSpec:
     """Folder with vectors to project on."""
 
     def as_record(self) -> dict[str, object]:
-        """Return the settings as JSON holds them."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
 
     @classmethod
@@ -130,7 +128,6 @@ class HubProcess:
 
     @property
     def connect_host(self) -> str:
-        """Return the host at which ranks reach the hub."""
         return _own_address(self.spec.host) if self.spec.host in ANY_HOST else self.spec.host
 
     @property
@@ -244,9 +241,7 @@ class TracedJob:
     """The hub of a job, and the driver's link to it."""
 
     address: HubAddress
-    """Address for the ranks."""
     link: HubLink
-    """Link of the driver."""
     note: str
     """Line for people with the address of the page."""
 

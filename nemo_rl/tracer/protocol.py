@@ -98,7 +98,6 @@ class RankGroup(StrEnum):
 
     @property
     def member(self) -> str:
-        """Return the name of one member."""
         return "engine" if self is RankGroup.GENERATION else "rank"
 
 
@@ -257,7 +256,6 @@ class HubTokens:
 
     @classmethod
     def draw(cls) -> HubTokens:
-        """Return new tokens."""
         job, viewer, controller = (secrets.token_urlsafe(NUM_BYTES) for _ in range(3))
         return cls(job=job, viewer=viewer, controller=controller)
 

@@ -171,7 +171,6 @@ class Histogram(WholeTensor):
 
     @property
     def size(self) -> int:
-        """Return numbers of a part."""
         return self.bins + 2 if self.bins else 2 * len(EXPONENTS) + 1
 
     def merge(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -122,7 +122,6 @@ class WatchPlan:
 
     @property
     def digest(self) -> str:
-        """Return a digest that is equal for equal plans."""
         return blake2b("\n".join(self.texts).encode(), digest_size=8).hexdigest()
 
     def is_due(self, phase: str, step: int) -> bool:
@@ -138,7 +137,6 @@ class WatchPlan:
         )
 
     def reducers_of_parameter(self, kind: SiteKind, name: str, *, phase: str, step: int) -> tuple[Reducer, ...]:
-        """Return the reducers of this parameter, or of its gradient."""
         watches = (watch for watch in self.watches if watch.is_due(phase, step))
         return _reducers(kind, (watch for watch in watches if watch.sites.takes_parameter(name, kind)))
 
@@ -189,7 +187,6 @@ class Classical:
     flag: str
     """Its public name, in messages of the compatibility endpoint."""
     update_type: int
-    """Its public number."""
     sites: str
     """Sites as a `SiteWatch` takes them."""
 

@@ -207,7 +207,6 @@ class Guard:
         return self._child.exit_code is None
 
     def log_tail(self) -> str:
-        """Return the end of what the command, or the guard, wrote."""
         try:
             content = read_tail(self._log, LOG_TAIL_BYTES)
         except OSError as error:

@@ -61,7 +61,6 @@ _CAUSES_SEEN = 20
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error, also where making it fails."""
     try:
         return str.__getitem__(str(error), slice(None))  # a text of a class of its own may say anything
     except BaseException as second:  # noqa: BLE001  (the class of somebody else)

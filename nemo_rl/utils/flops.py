@@ -121,7 +121,6 @@ class TransformerShape:
 
     @property
     def head_flops_per_token(self) -> float:
-        """Return the FLOPs of the logits of one token."""
         return 2.0 * self.hidden_size * self.vocab_size
 
     @property

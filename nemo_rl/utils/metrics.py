@@ -103,7 +103,6 @@ def merge_metrics(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, Reducti
 
 
 def values(metrics: Mapping[str, Reduction]) -> dict[str, float]:
-    """Return the reduced numbers."""
     return {name: metric.value for name, metric in metrics.items()}
 
 
@@ -150,5 +149,4 @@ class Timer:
         return dict(self._seconds)
 
     def reset(self) -> None:
-        """Start the next step."""
         self._seconds.clear()

@@ -143,7 +143,6 @@ class Panel:
         self._step_began = self._clock()
 
     def stage(self, name: str) -> None:
-        """Show the stage that runs from now on."""
         self._stage = (name, self._clock())
 
     def validation(self, step: int, reward: float, *, measure: str) -> None:
@@ -155,7 +154,6 @@ class Panel:
         self._console.print(f"validation after step {step}: {measure} {reward:.3f}")
 
     def step(self, report: StepReport) -> None:
-        """Show a finished step."""
         now = self._clock()
         self._durations.append(now - self._step_began)
         self._step_began = now
@@ -199,7 +197,6 @@ def duration_text(seconds: float) -> str:
 
 
 def step_line(report: StepReport, times: Sequence[str] = (), *, is_full: bool = False) -> str:
-    """Return one line with everything the panel shows."""
     width = len(str(report.num_steps))
     parts = [f"step {report.step:>{width}}/{report.num_steps}", f"reward {report.reward:.3f}"]
     parts += [f"{name} {text}" for name, text in _optional_numbers(report, is_full=is_full)]
@@ -264,7 +261,6 @@ def _missing_engines(report: StepReport) -> list[tuple[str, str]]:
 
 
 def _engines(report: StepReport) -> list[str]:
-    """Return the tokens that each of several engines has sampled."""
     if (report.all_engines or 1) == 1:
         return []
     return [f"engine {number} {speed:.0f} tokens/s" for number, speed in sorted(report.engine_speeds.items())]

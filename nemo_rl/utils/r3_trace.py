@@ -65,9 +65,7 @@ class TraceStage:
     coords: Mapping[str, int]
     """Coordinates of the rank: `{"dp": 0, "cp": 1, "tp": 0, "pp": 0}`."""
     sizes: Mapping[str, int]
-    """Sizes of these axes."""
     num_microbatches: int
-    """First microbatches that are traced."""
     seen: set[int] = field(default_factory=set)
     """Microbatches that ran, traced or not."""
 
@@ -77,7 +75,6 @@ class TraceStage:
         return microbatch < self.num_microbatches
 
     def as_record(self, microbatch: int) -> dict[str, object]:
-        """Return the fields that all records of a microbatch share."""
         return {**self.head(), "microbatch_idx": microbatch}
 
     def head(self) -> dict[str, object]:
@@ -90,7 +87,6 @@ class TracedSlots:
     """The slots of a microbatch that this rank holds after packing and the cut over context ranks."""
 
     runs: Runs
-    """S slots."""
     input_ids: Any = None
     """`[S]` integers, the tokens as the model gets them; None leaves them unchecked."""
     verified_count: int | None = None
@@ -103,7 +99,6 @@ class TracedRouter:
 
     microbatch: int
     layer_number: int
-    """Number of the layer in the model."""
     first_slot: int = 0
     """The first slot of the microbatch that the router sees, of those of `trace_cp_routed_experts`."""
 

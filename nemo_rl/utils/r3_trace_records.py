@@ -105,7 +105,6 @@ def token_digests(routes: Any) -> Any:
 
 
 def file_name(host: str, pid: int) -> str:
-    """Return the file name of the trace of one process."""
     return f"r3_trace_{host}_pid{pid}.jsonl"
 
 
@@ -119,7 +118,6 @@ class TraceFile:
         """Folder and process of the open file, or of the one that failed."""
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
-        """Write a record."""
         owner = (trace_folder(), os.getpid())
         with self._lock:
             try:

@@ -43,7 +43,6 @@ _NAME = re.compile(r"step_([0-9]{1,18})\.jsonl", re.ASCII)
 
 
 def rollout_path(log_dir: Path, step: int) -> Path:
-    """Return the file of a training step."""
     return log_dir / ROLLOUTS / f"step_{step}.jsonl"
 
 

@@ -125,7 +125,6 @@ def _rows(path: Path, *, last_bytes: int | None = None) -> Iterator[tuple[str, d
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    """Return the lines of these steps, as they are."""
     kept = [(row["step"], line) for line, row in _rows(path) if (row["step"] or 0) <= step]
     missing = sorted(set(range(1, step + 1)) - {number for number, _ in kept})
     if missing:

@@ -74,7 +74,6 @@ class SnapshotRows:
 
     keys: tuple[str, ...]
     lengths: tuple[int, ...]
-    """Tokens."""
     tags: Mapping[str, tuple[TagValue, ...]]
     versions: Mapping[str, int | tuple[int, ...]]
     """Family -> version in the ledger when the rows were kept."""
@@ -87,7 +86,6 @@ class SnapshotRows:
 
     @classmethod
     def of(cls, meta: KVBatchMeta, sample_stats: SampleStats) -> SnapshotRows:
-        """Return the record of the rows of a step."""
         tags = meta.tags or ()
         record = {
             "keys": meta.keys,
@@ -100,7 +98,6 @@ class SnapshotRows:
 
     @property
     def scalars(self) -> SampleStats:
-        """Return the scalars as the rollout gave them to the driver."""
         return SampleStats.from_json({name: getattr(self, name) for name in SCALARS})
 
 
@@ -148,7 +145,6 @@ class RunFacts:
     with_optimizer: bool = True
     """True when it took the optimizer's state from there."""
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Versions."""
     identity: Mapping[str, str] = field(default_factory=dict)
     """Digests of data, model, tokenizer, chat template and reward."""
 
@@ -193,7 +189,6 @@ class StepSnapshot:
     error: StepError | None = None
 
     def ended(self, *, outcome: SnapshotOutcome | None = None, error: StepError | None = None) -> StepSnapshot:
-        """The step with its outcome, or with what ended it."""
         status = StepStatus.COMPLETE if error is None else StepStatus.FAILED
         return replace(self, outcome=outcome, error=error, status=status)
 

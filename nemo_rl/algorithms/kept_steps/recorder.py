@@ -94,7 +94,6 @@ class StepRecorder(StepObserver):
         self._has_warned = False
 
     def after_stage(self, stage: str, step: StepState) -> None:
-        """Start to write what the stage has made of the step."""
         if stage == "score":
             with self._timed(step):
                 self._begin(step)

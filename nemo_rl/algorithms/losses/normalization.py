@@ -102,7 +102,6 @@ class TokenMeasures:
         del self._numbers[name]
 
     def deferred(self) -> DeferredMetrics:
-        """Return all of them."""
         kinds: list[tuple[str, type[Reduction]]] = []
         parts: list[torch.Tensor] = []
         is_trained_NT = self._weight_NT > 0

@@ -109,7 +109,6 @@ class PolicyLoss:
     def _measured(
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], scale: LossScale
     ) -> tuple[torch.Tensor, torch.Tensor, TokenMeasures]:
-        """Return the loss, what each token adds to its sum, and what is measured of it."""
         config = self.config
         tokens = self._tokens(token_logprobs, batch)
         inputs, weight_NT = tokens.inputs, tokens.weight_NT
@@ -262,7 +261,6 @@ def _measure_shares(
 
 
 def build_loss(config: LossConfig, grpo: GRPOConfig) -> LossFunction:
-    """The loss that the recipe names."""
     is_from_sampler = grpo.use_generation_logprobs_as_prev
     prev_field = "generation_logprobs" if is_from_sampler else WorkerPass.PREV_LOGPROBS.column
     if LOSSES.is_builtin(config.name):

@@ -98,7 +98,6 @@ class Subject:
 
     @cached_property
     def model_config(self) -> PretrainedConfig:
-        """config.json of the model folder."""
         return load_model_config(self.config.policy.model_name)
 
     @cached_property
@@ -109,7 +108,6 @@ class Subject:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer with the chat template of the config, if it has one."""
         given = self.config.policy.tokenizer
         return load_tokenizer(given.name or self.config.policy.model_name, chat_template=given.chat_template)
 
@@ -139,7 +137,6 @@ class Subject:
 
     @cached_property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """Schemas of the tools."""
         if not self.config.env.tools.use:
             return ()
         environment = RolloutEnvironment(RolloutSpec.of(self.config))
@@ -160,7 +157,6 @@ class Subject:
 
     @cached_property
     def turn_encoder(self) -> TurnEncoder:
-        """The encoder of the recipe's conversations."""
         return TurnEncoder(
             self.tokenizer, stop_ids=self.stop_ids, tools=self.schemas, now=first_start(self.resume_from)
         )
@@ -179,7 +175,6 @@ class Subject:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response."""
         chosen = self.config.policy.generation.stop_token_ids
         return self.known_stop_ids if chosen is None else tuple(chosen)
 
@@ -381,7 +376,6 @@ def check_engine(subject: Subject) -> list[str]:
 
 
 def check_trackers_are_installed(subject: Subject) -> list[str]:
-    """Extras of the trackers that are on."""
     check_trackers(subject.config.logger)
     return []
 
@@ -435,7 +429,6 @@ def _bytes_of(path: Path) -> int:
 
 
 def too_few_prompts(grpo: GRPOConfig, found: int) -> str:
-    """Return the message about too few training prompts."""
     is_round = grpo.use_dynamic_sampling and found >= grpo.num_prompts_per_step
     times = f" x grpo.batch_multiplier {grpo.batch_multiplier:g} = {grpo.prompts_per_round}" if is_round else ""
     return (

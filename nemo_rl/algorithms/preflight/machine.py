@@ -140,7 +140,6 @@ def check_disk(subject: Subject) -> list[str]:
 
 
 def check_folders(subject: Subject) -> list[str]:
-    """Folders that are written to can be made and written."""
     config = subject.config
     folders = {"logger.log_dir": config.logger.log_dir}
     if config.checkpointing.enabled:

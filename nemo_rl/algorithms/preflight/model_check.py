@@ -108,7 +108,6 @@ class Trial:
     """One way in which the recipe runs the model."""
 
     name: str
-    """Name of the trial in messages."""
     key: str
     """Key of the recipe that asks for it."""
     run: Callable[[Path, PolicyConfig], Found]
@@ -183,7 +182,6 @@ def _problem(trial: Trial, folder: Path, expected: Found) -> str | None:
 
 
 def trials_of(config: PolicyConfig) -> list[Trial]:
-    """Return what the recipe does with its model."""
     if config.megatron_cfg.enabled:
         # Its model types are few, and tests compare each with Hugging Face in every layout.
         return [_engine_trial(config)] if config.generation.backend == EMBEDDED else []
@@ -375,7 +373,6 @@ class _RankFound:
 
 
 def _in_worker(folder: Path, policy: PolicyConfig) -> Found:
-    """The policy worker, one rank in this process."""
     return _joined([_on_rank(RankSpec(rank=0, world_size=1), folder, policy)])
 
 

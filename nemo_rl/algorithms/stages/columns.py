@@ -190,7 +190,6 @@ def declare_partition(
 
 
 def _with_extras(stage: StageColumns, extras: Sequence[FieldSpec]) -> StageColumns:
-    """Return the stage with the extra columns that it writes or reads."""
     if stage.name == ROLLOUT:
         return replace(stage, writes=(*stage.writes, *(spec.name for spec in extras)), extras=tuple(extras))
     return replace(stage, reads=tuple(dict.fromkeys((*stage.reads, *extra_names(extras, stage.name)))))

@@ -37,7 +37,6 @@ class Teacher:
     """The model whose distributions the policy learns."""
 
     policy: TQPolicy
-    """Its workers."""
     settings: PolicyConfig
     """Its model and layout, as `teacher_policy` makes them."""
     top_k: int

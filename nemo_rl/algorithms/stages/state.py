@@ -75,25 +75,21 @@ class StepState:
 
     @property
     def rows(self) -> RolloutResult:
-        """All rows of the step."""
         assert self.rolled is not None, f"step {self.number}: no rows yet; run the rollout first"
         return self.rolled
 
     @property
     def scores(self) -> ScoredRows:
-        """Advantages and weights of all rows."""
         assert self.scored is not None, f"step {self.number}: no scores yet; run the stage that scores first"
         return self.scored
 
     @property
     def update(self) -> ChosenRows:
-        """The rows that are trained."""
         assert self.chosen is not None, f"step {self.number}: no row was chosen for training"
         return self.chosen
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens of all rows."""
         return sum(self.rows.meta.sequence_lengths or ())
 
     @property

@@ -236,7 +236,6 @@ class MooncakeStore(PayloadStore):
         return time.monotonic() + LEAST_CALL_S < deadline
 
     def _drop_quietly(self, chunk_ids: Sequence[str], deadline: float) -> None:
-        """All of a put or nothing: what it has stored is dropped."""
         try:
             self.drop(chunk_ids, timeout_s=max(deadline - time.monotonic(), CLOSE_GRACE_S))
         except DataPlaneError as error:

@@ -30,7 +30,6 @@ class NoopStore(PayloadStore):
 
     @classmethod
     def start(cls, *, run_id: str) -> NoopStore:
-        """Return the owner's store."""
         store = _stores[run_id] = cls()
         return store
 
@@ -52,7 +51,6 @@ class NoopStore(PayloadStore):
 
     @staticmethod
     def forget(run_id: str) -> None:
-        """The run has ended."""
         _stores.pop(run_id, None)
 
     def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> None:

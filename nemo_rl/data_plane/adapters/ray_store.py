@@ -253,7 +253,6 @@ def _is_one_node() -> bool:
 
 
 def owners(chunk_ids: Sequence[str]) -> str:
-    """Return the clients that made the chunks, in words."""
     return name_some(dict.fromkeys(owner_of(chunk_id) for chunk_id in chunk_ids))
 
 

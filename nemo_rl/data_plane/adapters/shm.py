@@ -68,7 +68,6 @@ class _Segment:
 
 
 def folder_of(root: str, run_id: str) -> Path:
-    """Return the folder of a run's segments."""
     return Path(root) / f"nrl-{run_id}"
 
 

@@ -130,7 +130,6 @@ def mark_owner(session: QueueSession, *, run_id: str, deadline: float) -> None:
 
 
 def remove_run(session: QueueSession, *, run_id: str, deadline: float) -> None:
-    """Remove every partition of a run."""
     client, own = session.client, queue_partition(run_id)
 
     async def remove() -> None:

@@ -207,7 +207,6 @@ def wait_for_cpus(needed: int, start: StartUp) -> None:
 
 
 def _actor_names(namespace: str, units: int) -> list[tuple[str, str]]:
-    """Name and namespace of controller and units."""
     return [(CONTROLLER, CONTROLLER_NAMESPACE), *((f"TransferQueueStorageUnit#{i}", namespace) for i in range(units))]
 
 

@@ -101,7 +101,6 @@ class QueueSession:
     mooncake: StoreAddress | None = None
     """The Mooncake servers, for backend `mooncake_cpu`."""
     servers: MooncakeServers | None = None
-    """The same for their owner."""
     users: int = 0
     processes: Mapping[str, ProcessIdentity] = field(default_factory=dict)
     """Processes of controller and units, by actor name."""
@@ -267,7 +266,6 @@ def as_value(parts: Parts) -> Value:
 
 
 def as_parts(value: Any) -> Parts:
-    """Return a value that was read as the parts of a chunk."""
     return [memoryview(part) for part in (value if isinstance(value, list) else [value])]
 
 

@@ -61,7 +61,6 @@ class FlatColumn:
 
     @property
     def trailing(self) -> tuple[int, ...]:
-        """Dims of one entry."""
         return () if self.values is None else tuple(self.values.shape[1:])
 
 
@@ -129,7 +128,6 @@ def column_types(columns: Mapping[str, FlatColumn]) -> dict[str, list[object]]:
 
 
 def token_lengths(columns: Mapping[str, FlatColumn]) -> Lengths | None:
-    """Return tokens per row, if the columns say."""
     for column in columns.values():
         if column.spec.is_token_aligned:
             return column.lengths

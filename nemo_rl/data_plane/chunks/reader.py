@@ -194,7 +194,6 @@ class ChunkReader:
         self._check(name, block, self._contents(name, block, block + 1))
 
     def check_column(self, name: str) -> None:
-        """Compare a column of each block that is here with its checksum."""
         for block in self._blocks:
             self.check(name, block)
 

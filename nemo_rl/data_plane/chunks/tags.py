@@ -175,7 +175,6 @@ class TagTable(Sequence[Tags]):
         return TagTable(columns, size=len(indices), has_gaps=self._has_gaps)
 
     def join(self, others: Sequence[TagTable]) -> TagTable:
-        """Return these rows, then those of the others."""
         parts = [part for part in (self, *others) if len(part)]
         names = dict.fromkeys(name for part in parts for name in part._columns)
         columns: dict[str, list[TagValue | _Absent]] = {

@@ -115,7 +115,6 @@ class KeyedRowsLink:
         columns: Mapping[str, FlatColumn],
         tags: Sequence[Tags] | None,
     ) -> None:
-        """Write columns under the rows' keys, with the tags of the put."""
         with self._link.clock.measure("store_put"), self._link.errors_of(call):
             self._rows.put(announced.partition, keys, columns, tags, timeout_s=call.left())
 
@@ -296,7 +295,6 @@ def _plan_fetches(
 
 
 def _with_runs(placement: Mapping[str, Any], numbers: Mapping[int, int], first_of: Mapping[str, int]) -> Args:
-    """Return the placement with the numbers of the payloads as they were fetched."""
     own = first_of.get(placement["fields"][0], -1)
     runs: list[Run] = []
     fetched = 0

@@ -188,12 +188,10 @@ class ClientLink:
             return dict(self._counters)
 
     def count(self, what: str, num_bytes: int) -> None:
-        """Add to a counter."""
         with self._lock:
             self._counters[what] += num_bytes
 
     def begin(self, what: str) -> ClientCall:
-        """Return a call with the client's deadline."""
         self.check_open()
         now = awake_s()
         return ClientCall(what=what, deadline=now + self.timeout_s, started=now)
@@ -227,7 +225,6 @@ class ClientLink:
             ) from error
 
     def new_ids(self, count: int) -> list[str]:
-        """Return ids for chunks, each used once."""
         with self._lock:
             first = self._num_chunks
             self._num_chunks += count
@@ -256,20 +253,17 @@ class ClientLink:
 
 
 def names_of(value: object) -> list[str]:
-    """Return a list of strings out of a reply."""
     assert isinstance(value, list), f"malformed reply: {value!r}"
     return value
 
 
 def versions_of(reply: Reply) -> dict[str, Version]:
-    """Return family versions out of a reply."""
     versions = reply["versions"]
     assert isinstance(versions, dict), f"malformed reply: {reply}"
     return versions
 
 
 def plain_versions(versions: Mapping[str, Version]) -> dict[str, int | list[int]]:
-    """Return family versions for a request."""
     return {family: version if isinstance(version, int) else list(version) for family, version in versions.items()}
 
 
@@ -299,18 +293,15 @@ class SchemaCache:
         self._known: dict[str, Declaration] = {}
 
     def learn(self, partition_id: str, specs: Mapping[str, FieldSpec], reply: Reply) -> Declaration:
-        """Keep what the ledger has confirmed."""
         number = reply["declared"]
         assert isinstance(number, int), f"malformed reply: {reply}"
         self._known[partition_id] = Declaration(number=number, specs=specs)
         return self._known[partition_id]
 
     def forget(self, partition_id: str) -> None:
-        """The partition was dropped."""
         self._known.pop(partition_id, None)
 
     def get(self, call: ClientCall, partition_id: str) -> Declaration:
-        """Return the declaration of a partition."""
         return self._known.get(partition_id) or self.ask(call, partition_id)
 
     def use(self, call: ClientCall, partition_id: str, action: Callable[[Declaration], _T]) -> _T:
@@ -325,7 +316,6 @@ class SchemaCache:
         return action(fresh)
 
     def ask(self, call: ClientCall, partition_id: str) -> Declaration:
-        """Return the declaration as it is now."""
         reply = self._link.ask(call, "describe", {"partition": partition_id})
         records = reply["fields"]
         assert isinstance(records, list), f"malformed reply: {reply}"

@@ -144,7 +144,6 @@ class Cost:
             self.meta_bytes = message_bytes((keys, lengths, columns))
 
     def add_columns(self, columns: Columns) -> None:
-        """Columns that were put or fetched."""
         if self._is_wanted:
             self.sizes = _column_sizes(columns)
 

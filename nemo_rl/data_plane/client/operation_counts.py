@@ -39,7 +39,6 @@ class OperationCount:
 
     @classmethod
     def of_call(cls, ms: float, *, error: BaseException | None, payload_bytes: int, meta_bytes: int) -> OperationCount:
-        """Return the counts of one call."""
         bucket = math.floor(math.log2(max(ms, FASTEST_MS)) * BUCKETS_PER_DOUBLING)
         kinds = {} if error is None else {type(error).__name__: 1}
         return cls(1, len(kinds), ms, payload_bytes, meta_bytes, {bucket: 1}, kinds)
@@ -100,7 +99,6 @@ class Totals:
             self.field_bytes[name] = self.field_bytes.get(name, 0) + size
 
     def merge(self, other: Totals) -> None:
-        """Add the totals of another process."""
         for stage, counts in other.stages.items():
             for operation, count in counts.items():
                 self.add(stage, operation, count)
@@ -117,7 +115,6 @@ class Totals:
         return cls(stages, dict(plain["field_bytes"]), plain["over_read_bytes"])
 
     def to_plain(self) -> Plain:
-        """Return the totals as msgpack carries them."""
         stages = {
             stage: {operation: count.to_plain() for operation, count in counts.items()}
             for stage, counts in self.stages.items()
@@ -130,7 +127,6 @@ class Totals:
 
     @property
     def operations(self) -> dict[str, OperationCount]:
-        """Per operation, over all stages."""
         operations: dict[str, OperationCount] = {}
         for counts in self.stages.values():
             for operation, count in counts.items():
@@ -139,12 +135,10 @@ class Totals:
 
     @property
     def payload_bytes(self) -> int:
-        """Columns put and fetched, in all."""
         return sum(self._each("payload_bytes"))
 
     @property
     def meta_bytes(self) -> int:
-        """Keys, lengths and tags, in all."""
         return sum(self._each("meta_bytes"))
 
     def _each(self, what: Literal["payload_bytes", "meta_bytes"]) -> Iterator[int]:

@@ -78,7 +78,6 @@ class Read(Generic[_T]):
 
     @classmethod
     def of_meta(cls, meta: KVBatchMeta, fields: Sequence[str], *, build: Callable[[Located], _T]) -> Read[_T]:
-        """Make the read of the rows of a meta, in the versions that the meta knows."""
         if not fields:
             raise SchemaMismatch(f"get_data of partition {meta.partition_id!r}: the meta names no fields; pass them")
         return cls(
@@ -92,7 +91,6 @@ class Read(Generic[_T]):
 
     @property
     def where(self) -> str:
-        """The read as errors name it."""
         return f"read of partition {self.partition_id!r}"
 
 
@@ -131,7 +129,6 @@ class ReadPlaces:
         )
 
     def stored_ids(self) -> list[str]:
-        """Return the ids of what has to be fetched from the store."""
         found: list[str] = []
         for chunk_id, blocks in zip(self.chunk_ids, self.blocks, strict=True):
             stored = block_ids(chunk_id)

@@ -54,7 +54,6 @@ class PutRequest:
 
     @property
     def where(self) -> str:
-        """The put as errors name it."""
         return f"kv_batch_put to partition {self.partition_id!r}"
 
 

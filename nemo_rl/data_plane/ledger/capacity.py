@@ -36,7 +36,6 @@ class Demand:
 
     @classmethod
     def of(cls, partition: Partition, keys: Sequence[str], *, nbytes: int, reservation: int = 0) -> Demand:
-        """Return the demand of a put of these keys."""
         new_rows = len(keys) - sum(map(partition.rows.__contains__, keys))
         return cls(num_keys=len(keys), new_rows=new_rows, nbytes=nbytes, reservation=reservation)
 
@@ -115,7 +114,6 @@ class Capacity:
         return f"{'; '.join(reasons)}; {self._oldest(now)}" if reasons else None
 
     def attach(self, partition: Partition, chunk: Chunk) -> None:
-        """Count a chunk that rows now read from."""
         self.live_bytes += chunk.nbytes
         self.stored_bytes += chunk.nbytes
         self.live_chunks += 1

@@ -212,7 +212,6 @@ def compact_keys(keys: Iterable[str]) -> dict[str, object]:
 
 
 def expand_keys(event: Mapping[str, object]) -> list[str]:
-    """Return the keys of an event of the file, group by group."""
     groups, others = _groups(event), event.get("keys", [])
     assert isinstance(others, list), f"malformed event: {event}"
     return [key_of(uid, i) for uid, ranges in groups.items() for i in _indices(ranges)] + others

@@ -55,11 +55,9 @@ class RowHistory:
 
     @property
     def partition(self) -> str:
-        """Return the partition that the row lies in."""
         return str(self.events[0]["partition"])
 
     def moments(self) -> Iterator[RowMoment]:
-        """Yield the events in the words of the report."""
         is_made = False
         for event in self.events:
             is_first_put = event["event"] == "commit" and not is_made
@@ -113,7 +111,6 @@ class RunHistory:
                 rows.pop(key, None)
 
     def as_record(self) -> dict[str, object]:
-        """Return the history for machines."""
         return {
             "run_id": self.run_id,
             "running": False,
@@ -126,7 +123,6 @@ class RunHistory:
         }
 
     def lines(self) -> list[str]:
-        """Return the history for people, line by line."""
         num_left = sum(map(len, self.left.values()))
         return [
             f"run {self.run_id}, ended; {self.last - self.first:.1f} s from the first event to the last",

@@ -107,7 +107,6 @@ def _recovered_service(
 def build_ledger(
     config: DataPlaneConfig, *, run_id: str, validate: bool = False, on_event: EventSink | None = None
 ) -> Ledger:
-    """Return a fresh ledger with the limits of the config."""
     return Ledger(
         run_id=run_id,
         capacity_rows=config.storage_capacity.rows,
@@ -178,7 +177,6 @@ class LedgerService:
             self._lock.release()
 
     def close(self) -> None:
-        """Later requests fail."""
         with self._lock:
             self._is_closed = True
             on_close, self._on_close = self._on_close, None
@@ -251,7 +249,6 @@ class RequestCounts:
     """Counts of one service. Not thread-safe: the service's lock guards it."""
 
     clients: dict[str, CountedClient] = field(default_factory=dict)
-    """Clients by label."""
     operations: dict[str, list[float]] = field(default_factory=dict)
     """Operation of the ledger -> its requests and the seconds that they took."""
     errors: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -260,7 +257,6 @@ class RequestCounts:
     """Put -> when it was last blocked."""
 
     def report(self, args: Args, now: float) -> None:
-        """Keep what a client has counted."""
         totals = args["totals"]
         assert isinstance(totals, dict), f"totals: expected a dict, got {totals!r}"
         client = self._client(args, now)
@@ -268,7 +264,6 @@ class RequestCounts:
             client.totals, client.is_closed = totals, bool(args["is_last"])
 
     def add(self, request: Mapping[str, object], reply: Reply, *, seconds: float, now: float) -> None:
-        """Count one request that the ledger has answered."""
         op, args = str(request.get("op")), request.get("args")
         counted = self.operations.setdefault(op, [0, 0.0])
         counted[0] += 1

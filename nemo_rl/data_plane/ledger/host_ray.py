@@ -69,7 +69,6 @@ class ReferenceTable:
                 self._places[chunk_id] = place
 
     def lend(self, chunk_ids: Sequence[str]) -> dict[str, Place]:
-        """Return the references of these chunks that are here."""
         return {chunk_id: self._places[chunk_id] for chunk_id in chunk_ids if chunk_id in self._places}
 
     def let_go(self, chunk_ids: Sequence[str]) -> None:
@@ -245,7 +244,6 @@ class RayLedgerHost(LedgerHost):
         self._at_close.close()
 
     def _exchange(self, request: Args, timeout_s: float) -> Reply:
-        """Send one request by the shortest way, and return the reply."""
         if self._is_near:
             socket = self._socket or self._find_socket(timeout_s)
             return socket.exchange(request, timeout_s=timeout_s)

@@ -103,7 +103,6 @@ class KeyedRows:
         return self.due(now)
 
     def due(self, now: float) -> list[str]:
-        """Return the rows that the caller has to free now, and to confirm."""
         if not self._leaving:
             return []
         keys = [key for key, due in self._leaving.items() if due <= now]
@@ -119,7 +118,6 @@ class KeyedRows:
             touched.difference_update(confirmed)
 
     def strangers(self, live: Collection[str], keys: Iterable[str]) -> list[str]:
-        """Return those keys that no put of this run has made."""
         return [key for key in keys if key not in live and key not in self._busy and key not in self._leaving]
 
     def untouched(self, name: str, keys: Iterable[str]) -> list[str]:

@@ -106,7 +106,6 @@ class _CallReplies:
         return caller.replies.get(number)
 
     def keep(self, request: Mapping[str, Any], reply: Reply, *, now: float) -> None:
-        """Remember the reply to a call that has changed something."""
         client = request.get("client")
         if client is None:
             return
@@ -118,7 +117,6 @@ class _CallReplies:
             self._callers.popitem(last=False)
 
     def dump(self) -> list[list[object]]:
-        """Return everything as plain values."""
         return [[name, c.oldest, c.seen, [[i, r] for i, r in c.replies.items()]] for name, c in self._callers.items()]
 
     def load(self, dumped: list[list[Any]]) -> None:
@@ -203,7 +201,6 @@ class RecoverableLedger:
         return self._ledger.dump(now=now)
 
     def close(self) -> None:
-        """Close journal and event log."""
         self._journal.close()
         if self._log is not None:
             self._log.close()

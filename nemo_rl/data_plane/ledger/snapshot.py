@@ -118,7 +118,6 @@ def dump_partition(partition: Partition, numbers: Mapping[str, int]) -> Plain:
 
 
 def declared_partition(declaration: Plain, *, declared: int, first_version: int) -> Partition:
-    """Return an empty partition."""
     specs = {str(record["name"]): spec_from_record(record) for record in declaration["fields"]}
     writes, group_size = declaration["task_writes"], declaration["group_size"]
     assert isinstance(writes, dict)

@@ -167,7 +167,6 @@ class FamilyColumn:
             self.whole[key] = (chunk, index)
 
     def remove(self, key: str) -> list[RowPiece]:
-        """Return the cells that the row had."""
         place = self.whole.pop(key, None)
         if place is not None:
             return [RowPiece(*place, place[0].fields)]
@@ -214,20 +213,17 @@ class TaskCursor:
     """Key -> the claim under which it was finished, 0 when there was none."""
 
     def forget(self, key: str) -> None:
-        """The row is gone."""
         self.pending.pop(key, None)
         self.done.pop(key, None)
         self._unlease(key)
 
     def forget_all(self) -> None:
-        """All rows are gone."""
         for lease in self.leases.values():
             lease.keys.clear()
         for held in (self.pending, self.done, self.leases):
             held.clear()
 
     def finish(self, key: str) -> None:
-        """The row is done."""
         self.pending.pop(key, None)
         lease = self.leases.get(key)
         self.done[key] = 0 if lease is None else lease.claim_id
@@ -352,7 +348,6 @@ class Partition:
                     self.tags.setdefault(name, {})[key] = value
 
     def tags_of(self, keys: Sequence[str]) -> dict[str, list[TagScalar]] | list[dict[str, TagScalar]]:
-        """Return tags by name, or by row where rows differ."""
         held = {name: values for name, values in self.tags.items() if values}
         asked = set(keys)
         if all(values.keys() >= asked for values in held.values()):
@@ -383,7 +378,6 @@ class Partition:
         return versions
 
     def by_family(self, fields: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Return declared fields grouped by family."""
         grouped: dict[str, set[str]] = {}
         for name in fields:
             grouped.setdefault(self.specs[name].family, set()).add(name)

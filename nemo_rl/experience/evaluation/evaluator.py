@@ -137,7 +137,6 @@ class Evaluator:
     def _whole(
         self, prompts: PromptSet, sampled: MeasuredSamples, greedy: MeasuredSamples | None, size: int
     ) -> list[int]:
-        """Return the prompts of which every sample was scored."""
         kept = [
             row
             for row in range(len(prompts))

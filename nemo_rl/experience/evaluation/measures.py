@@ -67,7 +67,6 @@ class SetMeasures:
     """Measures of each category by name, in order; empty where prompts have none."""
 
     def as_record(self) -> dict[str, object]:
-        """Return the measures for JSON."""
         record: dict[str, object] = {"num_prompts": self.num_prompts}
         record |= {name: each.as_record() for name, each in self.measures.items()}
         if self.categories:

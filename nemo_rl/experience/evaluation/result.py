@@ -34,7 +34,6 @@ class SetResult:
 
     @property
     def reward(self) -> float:
-        """Mean over the prompts."""
         return self.measures.measures[REWARD].value
 
     def metrics(self, area: str) -> dict[str, float]:
@@ -55,7 +54,6 @@ class SetResult:
         }
 
     def as_record(self) -> dict[str, object]:
-        """Return the result for JSON."""
         return {
             **self.measures.as_record(),
             "num_samples": self.num_samples,
@@ -78,7 +76,6 @@ class ValidationResult:
 
     @property
     def reward(self) -> float:
-        """Mean of the main set."""
         return self.sets[MAIN_SET].reward
 
     def metrics(self) -> dict[str, float]:

@@ -97,7 +97,6 @@ def _backward_op(  # noqa: PLR0917 - the arguments of a kernel
     is_chunked: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return gradients of query, key and value, laid out as these."""
     heads, groups = query.shape[1], key.shape[1]
     parts: tuple[list[torch.Tensor], ...] = ([], [], [])
     for start, count, length in _runs(ends):

@@ -89,7 +89,6 @@ class CompiledLayers:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs that this process has compiled since the layers were made."""
         return self._log.num_graphs
 
     @contextmanager

@@ -153,7 +153,6 @@ class LearningRate:
 
     @property
     def calls_done(self) -> int:
-        """Return training calls so far."""
         return self._calls_done
 
     def apply(self) -> float:
@@ -163,13 +162,11 @@ class LearningRate:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def advance(self) -> None:
-        """Advance by one training call."""
         self._calls_done += 1
         if self._chain is not None:
             self._chain.advance()
 
     def state_dict(self) -> dict[str, float]:
-        """Return all that a resume needs."""
         return {"calls_done": float(self._calls_done)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -61,7 +61,6 @@ class RowFrequencies:
 
     @contextmanager
     def of(self, inputs: ForwardInputs) -> Iterator[None]:
-        """Use the frequencies of these rows during a pass."""
         # Positions without a token have row -1, which indexes the last row here.
         length_r = torch.tensor([*inputs.lengths, 0], device=inputs.row_ns.device)
         self._is_long_ns = length_r[inputs.row_ns] > self._start

@@ -34,7 +34,6 @@ class TensorAxis:
     """The tensor-parallel ranks, and how activations enter and leave the parts of the model that they share."""
 
     mesh: DeviceMesh
-    """One-dimensional."""
     sequence_parallel: bool
 
     @property
@@ -134,7 +133,6 @@ def _replicated_partial(module: torch.nn.Module, axis: TensorAxis) -> None:
 
 
 def _norm(module: torch.nn.Module, axis: TensorAxis) -> None:
-    """A norm between the blocks."""
     (_replicated_partial if axis.sequence_parallel else _replicated)(module, axis)
 
 
@@ -231,7 +229,6 @@ def _split_adapter(module: torch.nn.Module, axis: TensorAxis, *, style: str) -> 
 
 
 def _split(style: str, module: torch.nn.Module) -> dict[str, Placement]:
-    """Return placements of the parameters that a style splits."""
     return {name: Shard(dim) for name in module._parameters if (dim := split_dim(style, name)) is not None}
 
 

@@ -128,7 +128,6 @@ class StepRunner(Runner):
 
     @contextmanager
     def _pass_of(self, micro: Microbatch) -> Iterator[None]:
-        """Surround the forward pass of a microbatch with its backward pass."""
         compiled = self._model.compiled
         with (
             nullcontext() if compiled is None else compiled.pass_of(self._why_eager),

@@ -82,12 +82,10 @@ class AdapterVersions:
         return tuple(gone)
 
     def hold(self, version: int) -> None:
-        """Remember a version that has come."""
         if version not in self._held:
             self._held.append(version)
 
     def use(self, version: int) -> None:
-        """Let rows that name no version have this one."""
         self.check(version)
         self.current = version
 

@@ -64,7 +64,6 @@ def response_rows(request: GenerationRequest, output: GenerationOutput) -> Token
 
 
 def write_logprobs(writer: RecordWriter, table: TokenTable, logprobs: torch.Tensor) -> None:
-    """Write the log-probabilities of sampled tokens."""
     place = RecordPlace(kind=SiteKind.LOGPROB, phase=GENERATION)
     writer.tensor(place, logprobs, tokens=writer.tokens(table))
 
@@ -114,7 +113,6 @@ class WorkersRecording:
                 self._refused(problems[0])
 
     def output(self, request: GenerationRequest, output: GenerationOutput) -> None:
-        """Record the log-probabilities of what was sampled."""
         if self.is_on and request.keys:
             table = response_rows(request, output)
             tokens = torch.stack((table.row_R, table.position_R, table.token_R), dim=1).tolist()

@@ -27,11 +27,9 @@ class RowRequest:
     number: int = 0
     """Number of the row in its request; named in errors."""
     group: str = ""
-    """Name of its group, where the request has names."""
     adapter: int | None = None
     """Version of its adapter, or `BASE`; None: the one in use."""
     images: PromptImages | None = None
-    """The images of its prompt."""
     forced: tuple[int, ...] | None = None
     """The response, as long as `max_new_tokens`; None: it is drawn."""
 
@@ -104,7 +102,6 @@ def check_images(request: GenerationRequest, family: VisionFamily | None) -> Non
 
 
 def _forced(rows: Sequence[RowRequest], responses: Sequence[tuple[int, ...]]) -> list[RowRequest]:
-    """Return the rows with given responses."""
     if len(responses) != len(rows):
         raise ValueError(f"expected a forced response for each of {len(rows)} rows, got {len(responses)}")
     for row, response in zip(rows, responses, strict=True):

@@ -30,7 +30,6 @@ class ScheduleEntry:
     """
 
     engine: int
-    """Number of the engine."""
     number: int
     """Number of the event among those of this engine, from 0 on."""
     turn: int
@@ -42,7 +41,6 @@ class ScheduleEntry:
     """Version of the weights from here on, of a `swap`."""
 
     def to_json(self) -> dict[str, object]:
-        """Return the entry as a JSON object."""
         found: dict[str, object] = {
             "engine": self.engine,
             "number": self.number,
@@ -125,7 +123,6 @@ class Script:
 
     @property
     def names(self) -> set[str]:
-        """Return names of the groups of all events that are left."""
         return {name for entry in self._left for name in entry.groups}
 
     def take(self) -> ScheduleEntry:

@@ -114,7 +114,6 @@ class EngineStates:
             self._change(EngineState.AWAKE, self._memory.wake_caches(), level=NO_SLEEP)
 
     def not_awake(self) -> WorkerError:
-        """Return the error of an engine that is asked to sample before it is awake."""
         return WorkerError(
             f"generation engine {self._number} cannot sample, it is {self.state.value}; call prepare_for_generation "
             "first",

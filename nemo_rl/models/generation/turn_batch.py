@@ -52,7 +52,6 @@ class TurnRow:
     """Number of the row; no other row of the engine has it."""
     row: RowRequest
     request: GenerationRequest
-    """The request that it is of."""
     lane: int
     """`NAMED`, or the number of its stream: rows of different lanes need not be decoded in one forward pass."""
     adapter: int | None = None
@@ -100,7 +99,6 @@ class ContinuousSpec:
     """Settings of `ContinuousDecoding`."""
 
     number: int
-    """Number of the engine."""
     places: int
     """Rows that are decoded together, of groups with names; the others have as many of their own."""
     in_flight: Literal["drain", "recompute", "keep", "finish"] = "recompute"
@@ -123,7 +121,6 @@ class ContinuousSpec:
 
     @classmethod
     def of(cls, spec: EngineSpec, *, places: int) -> ContinuousSpec:
-        """Return the settings of one replica."""
         generation = spec.policy.generation
         return cls(
             number=spec.number,
@@ -145,7 +142,6 @@ class RowGroup:
     name: str
     keys: list[int]
     waiting: deque[TurnRow]
-    """Rows that have not joined."""
     live: set[int] = field(default_factory=set)
     joined: float = 0.0
     """Monotonic seconds at which its first row joined."""
@@ -155,7 +151,6 @@ class RowGroup:
     """Version spans of each row that has joined."""
 
     def with_spans(self, output: GenerationOutput) -> GenerationOutput:
-        """Return its rows, with the versions that have produced them."""
         return output.with_spans(tuple(tuple(self.spans[key]) for key in self.keys))
 
 
@@ -168,9 +163,7 @@ class StreamCall:
     is_feed: bool = False
     """True: groups may come until it is closed."""
     open: list[RowGroup] = field(default_factory=list)
-    """Groups that have not ended."""
     ended: list[tuple[RowGroup, GenerationOutput]] = field(default_factory=list)
-    """Groups that were not yielded."""
     adapter: int | None = None
     """Version of the adapter of all its rows, where it has begun and rows finish under theirs."""
     has_begun: bool = False
@@ -256,7 +249,6 @@ class LoadCount:
     group_seconds: list[float] = field(default_factory=list)
 
     def take(self) -> EngineLoad:
-        """Return what was counted, and begin anew."""
         found = EngineLoad(
             busy_s=self.busy_s, thrown_tokens=self.thrown_tokens, group_seconds=tuple(self.group_seconds)
         )

@@ -66,7 +66,6 @@ class LazyLogits:
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the tensors that may have a gradient."""
         return self.hidden_MD, self.weight_VD, self.bias_V, self.narrow_Mr, self.wide_Vr
 
     @property
@@ -76,11 +75,9 @@ class LazyLogits:
 
     @property
     def exact(self) -> torch.dtype:
-        """Return the dtype of softmax and sums."""
         return torch.promote_types(self.hidden_MD.dtype, torch.float32)
 
     def row_chunks(self) -> list[slice]:
-        """Return the rows of each tile that has all columns."""
         count, vocab = self.shape
         return _slices(count, rows_per_chunk(self.hidden_MD.device.type, vocab))
 
@@ -149,7 +146,6 @@ class HeadGradients:
             self._put(4, columns, grad.t(), narrow[rows])
 
     def finish(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients, each in the dtype of its tensor."""
         found: list[torch.Tensor | None] = []
         for which, (part, is_needed) in enumerate(zip(self._logits.tensors, self._needed, strict=True)):
             total = self._totals[which]

@@ -266,7 +266,6 @@ class _Sums(NamedTuple):
     norm: torch.Tensor
     """log sum exp of the scores that the distribution has left."""
     norm_whole: torch.Tensor
-    """The same of all scores."""
     rest: torch.Tensor
     """The same of the scores outside the set of `WantedLines.ids_MK`."""
     logprob: torch.Tensor

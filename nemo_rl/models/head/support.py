@@ -90,11 +90,9 @@ class SupportRecorder:
         self._turns.append((live_B[place_W[order_W]].cpu(), number_W[order_W].to(torch.int32).cpu()))
 
     def rows(self, count: int) -> tuple[torch.Tensor, ...]:
-        """Return each row's sets, end to end."""
         return self.take(range(count))
 
     def forget(self, rows: Collection[int]) -> None:
-        """Forget the sets of the rows with these numbers."""
         gone = torch.tensor(sorted(rows), dtype=torch.int64)
         kept = [~torch.isin(row_W, gone) for row_W, _ in self._turns]
         self._turns = [
@@ -184,7 +182,6 @@ def _to_bytes(number_W: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _to_numbers(support_nS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers of all rows, end to end, and the row of each."""
     row_Y, place_Y = support_nS.nonzero(as_tuple=True)
     byte_Y = support_nS[row_Y, place_Y].long()
     is_last_Y = byte_Y < MORE

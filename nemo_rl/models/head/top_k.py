@@ -22,7 +22,6 @@ class TopTokens:
     """A request for the most likely tokens of distributions."""
 
     k: int
-    """Tokens of each distribution."""
     vocab_size: int | None = None
     """Tokens from this id on have no probability: the model that learns has no logits for them. None: all count."""
 

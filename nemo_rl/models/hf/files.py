@@ -85,9 +85,7 @@ class StoredTensor:
     weight: str
     """Name of the weight that it is a part of."""
     box: Box
-    """Box of that weight."""
     shape: tuple[int, ...]
-    """Shape in the file."""
     dtype: torch.dtype
 
     @property
@@ -127,7 +125,6 @@ class FileNames:
         self._parts = self._cut(model, probes) if probes else {}
 
     def stored(self, name: str, info: TensorInfo) -> Iterator[StoredTensor]:
-        """Yield the tensors of files that hold a weight of the module."""
         dtype: torch.dtype = vars(torch)[info.dtype]
         whole = Box.whole(info.shape)
         if name not in self._parts:
@@ -272,7 +269,6 @@ class Box:
 
     @property
     def count(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.size)
 
     def along(self, dim: int, start: int, size: int) -> Box:

@@ -135,7 +135,6 @@ class FolderWeights(WeightSource):
 
     @staticmethod
     def _whole(parts: Sequence[StoredTensor]) -> tuple[int, ...]:
-        """Return shape of the weight that tensors of the files make up."""
         last = parts[-1].box
         return tuple(start + size for start, size in zip(last.start, last.size, strict=True))
 

@@ -62,7 +62,6 @@ class ModelDescription:
     generation_config: GenerationConfig | None = None
 
     def file_names(self) -> FileNames:
-        """Return how the files of this model type name its weights."""
         return FileNames(model_without_weights(self.config, "checkpoint"))
 
 
@@ -213,7 +212,6 @@ class _TensorPlace:
 
 
 def _places(file: WeightFile, sink: BinaryIO) -> Iterator[_TensorPlace]:
-    """Write the header."""
     offset = sink.write(file.header)
     for tensor in file.tensors:
         yield _TensorPlace(tensor=tensor, sink=sink, offset=offset)
@@ -221,7 +219,6 @@ def _places(file: WeightFile, sink: BinaryIO) -> Iterator[_TensorPlace]:
 
 
 def _write_descriptions(folder: Path, model: ModelDescription, files: Sequence[WeightFile]) -> None:
-    """Write index, config and generation config."""
     if len(files) > 1:
         (folder / INDEX_FILE).write_text(index_text(files))
     written = copy.deepcopy(model.config)
@@ -245,7 +242,6 @@ def _content(tensor: torch.Tensor) -> memoryview:
 class _FilePiece:
     tensor: StoredTensor
     box: Box
-    """Box of the weight."""
 
 
 _Window = list[_FilePiece]

@@ -97,7 +97,6 @@ class Mixture:
     num_experts: int
     top_k: int
     intermediate_size: int
-    """Intermediate size of each expert."""
     score: str = "softmax"
     """`softmax`, or `sigmoid` with a bias that only chooses (DeepSeek-V3)."""
     normalises: bool = True

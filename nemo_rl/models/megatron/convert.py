@@ -210,7 +210,6 @@ def _check_same_model(shape: Architecture, source: WeightSource) -> None:
 def _fill_split(
     weight: Weight, tensors: Mapping[str, torch.Tensor], source: WeightSource, groups: _WeightGroups
 ) -> set[str]:
-    """Return the names that were filled: none where another stage has the weight."""
     if weight.local not in tensors:
         return set()
     packed = weight.pack([source.get(part.name) for part in weight.parts])

@@ -52,7 +52,6 @@ class WeightSplit:
     """Equal runs of this dimension, each of which is divided by itself."""
 
     def shard(self, whole: torch.Tensor, *, rank: int, size: int) -> torch.Tensor:
-        """Return a rank's part."""
         if self.dim is None:
             return whole
         divided = whole.unflatten(self.dim, (self.runs, size, -1))
@@ -107,7 +106,6 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of all parts together."""
         first = self.parts[0].shape
         return (sum(part.shape[0] for part in self.parts), *first[1:])
 
@@ -144,7 +142,6 @@ def table_name(name: str, *, first_layer: int) -> str:
 
 
 def weights_of(shape: Architecture) -> Iterator[Weight]:
-    """Yield all weights of a model, from the embedding to the head."""
     vocabulary = (shape.vocab_size, shape.hidden_size)
     embedding = (WeightPart(name="model.embed_tokens.weight", shape=vocabulary),)
     yield Weight(local="embedding.word_embeddings.weight", layer=0, parts=embedding, split=ROWS)
@@ -237,7 +234,6 @@ class AdaptedLinear:
 
     @property
     def module(self) -> str:
-        """Return the name of the layer in the table."""
         return self.weight.local.removesuffix(".weight")
 
     @property

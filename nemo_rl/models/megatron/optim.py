@@ -87,7 +87,6 @@ class PolicyOptimizer:
 
     @property
     def calls_done(self) -> int:
-        """Return training calls so far."""
         return int(self._schedule.num_steps)
 
     def apply(self) -> float:
@@ -97,7 +96,6 @@ class PolicyOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the groups of all parts."""
         return [group for part in self._parts for group in part.param_groups]
 
     def advance(self) -> None:
@@ -118,7 +116,6 @@ class PolicyOptimizer:
     # The step.
 
     def zero_grad(self) -> None:
-        """Drop the gradients, reduced or not."""
         self._model.ddp.zero_grad_buffer()
         self._chain.zero_grad()
 

@@ -105,7 +105,6 @@ class TapList:
         split: DimSplit | None = None,
         order: Order | None = None,
     ) -> None:
-        """Add a hook point with these fields."""
         chosen = self._order if order is None else order
         self.hook_points.append(
             HookPoint(kind=kind, layer=layer, attach=attach, tokens=tokens, split=split, order=chosen)
@@ -124,7 +123,6 @@ class HookPoints:
     unobserved: Mapping[SiteKind, str]
     """Sites that this model does not give -> why."""
     place: Coordinates
-    """Coordinates of this rank."""
     chunk: tuple[int, int] = (0, 1)
     """Index and number of the equal parts of the positions, for `TokenPositions.CHUNK`."""
     loss_factor: Callable[[], float] = field(default=lambda: 1.0)

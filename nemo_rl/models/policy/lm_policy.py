@@ -69,7 +69,6 @@ class Policy:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Return the layout: which part each rank holds."""
         return self._layout
 
     @property
@@ -137,7 +136,6 @@ class Policy:
         return max(self.run(ask(PolicyWorker.finish_save, timeout_s=self._timeout_s), "checkpoint"))
 
     def weights_digest(self) -> WeightsDigest:
-        """Return a digest of the weights as they are now."""
         found = self.run(ask(PolicyWorker.weights_digest), "weights digest")[0]
         assert found is not None, "rank 0 makes the digest"
         return found

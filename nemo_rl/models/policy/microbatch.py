@@ -265,7 +265,6 @@ def _sent(part: Any, device: torch.device) -> Any:
 
 
 def _extra_rows(batch: BatchedDataDict, rows: Sequence[int]) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Return the rows' tensors of each column that the batch holds as a list of tensors."""
     return {
         name: tuple(row for row in (column[at] for at in rows) if isinstance(row, torch.Tensor))
         for name, column in batch.items()
@@ -486,6 +485,5 @@ def top_k_logits(
 
 
 def row_names(batch: BatchedDataDict, rows: Sequence[int]) -> list[str]:
-    """Return keys of the rows where the batch has them, else their numbers."""
     keys = batch.get(KEYS_COLUMN)
     return [str(keys[row]) for row in rows] if isinstance(keys, list) else [f"row {row}" for row in rows]

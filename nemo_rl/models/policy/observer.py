@@ -372,7 +372,6 @@ class HookObservers:
 
     @contextmanager
     def phase(self, phase: WorkerPass, batch: BatchedDataDict) -> Iterator[PassObserver]:
-        """Surround the passes of one call."""
         sinks = {one: sink for one in self._hook_observers if (sink := one.begin_call(phase)) is not None}
         if self._hook_points is None or not sinks:
             yield NO_OBSERVER

@@ -85,7 +85,6 @@ class RecordSink(SiteSink):
             self._writer.tensor(place, capture.tokens(), tokens=self._table(capture.rows), split=capture.split)
 
     def _table(self, rows: PassRows) -> str:
-        """Return the name of the rows' table, written once."""
         if rows.number not in self._tables:
             self._tables[rows.number] = self._writer.tokens(rows.table)
         return self._tables[rows.number]
@@ -98,7 +97,6 @@ class RecordedModel:
     identity: Mapping[str, object] = field(default_factory=dict)
     """Facts of the model that must agree between two recordings that are compared."""
     tokenizer: str = ""
-    """Folder of the tokenizer."""
     engine: str = ""
     """`megatron` or `dtensor`."""
     precision: str = ""
@@ -124,7 +122,6 @@ class RecordSpec:
     """The name of the weights, for people."""
 
     def folder_of(self, step: int) -> Path:
-        """Return the folder of the records of one step."""
         return Path(str(self.folder).replace(STEP_IN_NAME, str(step)))
 
     def manifest(

@@ -251,7 +251,6 @@ def trained_tokens(batch: BatchedDataDict) -> torch.Tensor:
 
 
 def stored_fields(loss_fn: LossFunction) -> tuple[str, ...]:
-    """Return columns of the batch that the loss reads."""
     return tuple(name for name in loss_fn.input_fields if name not in COMPUTED_FIELDS)
 
 
@@ -292,7 +291,6 @@ class StepNumbers:
         self._numbers: list[torch.Tensor] = []
 
     def add(self, micro: Microbatch, logprobs_nt: torch.Tensor, output: LossOutput) -> None:
-        """Take the outcome of a microbatch with rows."""
         deferred = [output.metrics.numbers] if isinstance(output.metrics, DeferredMetrics) else []
         parts = [logprobs_nt.detach().isfinite().all(1), output.loss.detach()[None], *deferred]
         self._micros.append(micro)

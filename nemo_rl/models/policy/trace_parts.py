@@ -70,7 +70,6 @@ class ReducedValues:
 
     @cached_property
     def array(self) -> np.ndarray:
-        """Return the same on the CPU."""
         return self.floats.cpu().numpy()
 
     @cached_property
@@ -89,7 +88,6 @@ class ReducedValues:
 
 
 def part_of(reducer: Reducer, values: ReducedValues) -> np.ndarray:
-    """Return this rank's part."""
     return _PARTS[type(reducer)](reducer, values)
 
 
@@ -180,7 +178,6 @@ def _digest(_: Reducer, values: ReducedValues) -> np.ndarray:
 
 
 def _tiles(reducer: Reducer, values: ReducedValues) -> np.ndarray:
-    """Return the part of each stretch that this rank has."""
     assert isinstance(reducer, Tiles)
     span, floats = values.span, values.floats
     start = -np.inf if reducer.takes_maximum else 0.0

@@ -68,7 +68,6 @@ class PromptImages:
 
     @classmethod
     def of(cls, tensors: RowTensors) -> PromptImages:
-        """Return the images with their digest."""
         found = hashlib.blake2b(digest_size=16)
         for name in sorted(tensors):
             tensor = tensors[name].contiguous()
@@ -348,7 +347,6 @@ class TileVision(VisionFamily):
 
     @property
     def features_per_tile(self) -> int:
-        """Return the number of features of an image or tile."""
         vision = self.config.vision_config
         return int((vision.image_size // vision.patch_size // self.config.scale_factor) ** 2)
 
@@ -409,7 +407,6 @@ def vision_columns(config: PretrainedConfig) -> tuple[VisionColumn, ...]:
 
 
 def stack_rows(rows: Sequence[RowTensors], columns: Sequence[VisionColumn]) -> dict[str, torch.Tensor]:
-    """Return the tensors of rows laid end to end."""
     return {
         column.name: torch.cat([row[column.name] for row in rows]) if rows else column.empty() for column in columns
     }
@@ -433,7 +430,6 @@ def _module(model: PreTrainedModel, name: str) -> torch.nn.Module:
 
 
 def row_tensors(extras: Mapping[str, Sequence[torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of each row of columns that hold a tensor per row."""
     names = list(extras)
     for tensors in zip(*extras.values(), strict=True):
         yield dict(zip(names, tensors, strict=True))

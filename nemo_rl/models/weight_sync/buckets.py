@@ -93,7 +93,6 @@ class DeltaRefit:
     base: int
     """Version that both sides hold; -1: none, so that all weights are sent whole, and held from then on."""
     version: int
-    """Version that is sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,7 +234,6 @@ class BucketFiller:
 
     @property
     def num_missing(self) -> int:
-        """Return buckets that have not been filled yet."""
         return len(self._buckets) - self._num_filled
 
     def fill(self, buffer: torch.Tensor | None) -> int:

@@ -175,7 +175,6 @@ class BucketSender:
         return self._num_sent % self.spec.num_slots
 
     def send(self, num_bytes: int) -> None:
-        """Tell the readers that the next bucket is there."""
         place = self._num_sent % self.spec.num_slots * self.spec.slot_bytes
         self._num_sent += 1
         for reader in list(self._readers):
@@ -228,7 +227,6 @@ class BucketSender:
             self._lose(reader, error)
 
     def _hear(self, reader: _Connection) -> None:
-        """Wait until a reader has read another bucket."""
         try:
             _receive(reader.socket)
             reader.num_read += 1
@@ -263,7 +261,6 @@ class BucketReader:
 
     @property
     def num_missing(self) -> int:
-        """Return buckets that have not been read yet."""
         return self._spec.num_buckets - self._num_read
 
     def next(self) -> torch.Tensor | None:

@@ -80,7 +80,6 @@ class HeldWeights:
         return weight.view(given.shape)
 
     def forget(self) -> None:
-        """Forget the version and free its memory."""
         self.version, self._slots, self._bytes = NO_VERSION, (), []
 
 

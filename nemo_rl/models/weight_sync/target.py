@@ -351,7 +351,6 @@ class ModuleRefitTarget(RefitTarget):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the weights."""
         return next(self.refit_module.parameters()).device
 
     def report_device_id(self) -> str:

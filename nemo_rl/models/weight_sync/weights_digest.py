@@ -75,7 +75,6 @@ class WeightsDigest:
 
 
 def digest_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
-    """Read each weight once."""
     digest = hashlib.blake2b(digest_size=HASH_BYTES)
     tensors: dict[str, TensorDigest] = {}
     for name, weight in weights:

@@ -183,7 +183,6 @@ class LiveCache:
         self._note_padding()
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Drop every other row from the cache."""
         self._cache.reorder_cache(rows)
         self._mask_BS, self._position_B = self._mask_BS[rows], self._position_B[rows]
         self._note_padding()
@@ -236,7 +235,6 @@ def _with_images(
 
 
 def _to_width(value: torch.Tensor, width: int, *, dim: int) -> torch.Tensor:
-    """Cut or pad on the left."""
     length = value.shape[dim]
     if length >= width:
         return value.narrow(dim, length - width, width)
@@ -261,7 +259,6 @@ class RowStore:
     length_N: torch.Tensor
     """int64: tokens so far."""
     is_stopped_N: torch.Tensor
-    """bool."""
     token_NS: torch.Tensor
     """int64; forced tokens lie here from the start. A column more than the longest row has, which nobody reads."""
     logprob_NS: torch.Tensor
@@ -286,7 +283,6 @@ class RowStore:
         )
 
     def with_rows(self, rows: Mapping[int, RowRequest], kinds: Sequence[int], seed_n: torch.Tensor) -> RowStore:
-        """Return the store with more rows, by their keys, at its end."""
         device = self.key_N.device
         limits = [row.max_new_tokens for row in rows.values()]
         width = max(self.token_NS.shape[1], 1 + max(limits, default=0))
@@ -314,7 +310,6 @@ class RowStore:
         )
 
     def select(self, places: Sequence[int]) -> RowStore:
-        """Return the rows at these places, and no wider than they need."""
         index = torch.tensor(places, dtype=torch.int64, device=self.key_N.device)
         width = 1 + max(self.limit_N[index].tolist(), default=0)
         routes = self.route_NSLK
@@ -332,7 +327,6 @@ class RowStore:
         )
 
     def places(self, keys: Sequence[int]) -> list[int]:
-        """Return the places of rows."""
         found = {key: place for place, key in enumerate(self.keys)}
         return [found[key] for key in keys]
 

@@ -131,7 +131,6 @@ class RequestSites(ObservedRequest):
             self._sink.see(Capture(place=place, value=ids, rows=every, is_first=True))
 
     def pass_rows(self, table: TokenTable, at: tuple[torch.Tensor, ...], *, is_whole: bool) -> PassRows:
-        """Return the rows of a pass, under a number of their own."""
         return PassRows(number=next(self._numbers), at=at, table=table, is_whole=is_whole)
 
     def _deliver_to(self, hook_point: HookPoint) -> Callable[[torch.Tensor], None]:
@@ -294,7 +293,6 @@ class DecodeRecording(StepRecords):
             raise
 
     def output(self, request: GenerationRequest, output: GenerationOutput) -> None:
-        """Record the log-probabilities of what was sampled."""
         if self._writer is None or not request.keys:
             return
         if self._selector.takes(SiteKind.LOGPROB, None, Direction.FORWARD):

@@ -58,7 +58,6 @@ class EngineWorker(TorchEngine, TracedEngine, RecordedEngine, ModuleRefitTarget)
 
 
 def build_engine_worker(spec: EngineSpec) -> EngineWorker:
-    """Start one replica."""
     torch.set_num_threads(spec.threads)
     engine = EngineWorker.from_config(
         spec.policy,

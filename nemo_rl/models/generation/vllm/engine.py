@@ -260,11 +260,9 @@ class VllmEngine(ServesAdapters[VllmAdapters], SleepingMemory):
         return self._rpc("free_memory", level)
 
     def wake_weights(self) -> list[RankMemoryChange]:
-        """Take memory for weights in all ranks."""
         return self._rpc("wake", "weights")
 
     def wake_caches(self) -> list[RankMemoryChange]:
-        """Take memory for caches in all ranks."""
         return self._rpc("wake", "kv_cache")
 
     def shutdown(self) -> None:

@@ -83,7 +83,6 @@ class RankRefit:
         return free_bytes(self._device if on_device else torch.device("cpu"))
 
     def begin_weights(self) -> None:
-        """Begin new weights."""
         self._taken = set()
         self._fingerprints, self._parts, self._files = Fingerprints(), Fingerprints(), {}
         self._loader.begin_reload()
@@ -347,7 +346,6 @@ class RefitExtension:
             self.model_runner.get_model().load_weights(self.loaded.passing(named))
 
     def finish_reload(self) -> None:
-        """Finish the weights, when all have come."""
         self._finalize(self.model_runner.get_model())
         self.is_reloading = False
         self.model_runner.reset_encoder_cache()
@@ -358,7 +356,6 @@ class RefitExtension:
         return self.adapters.prepare(shapes)
 
     def take_adapter(self, number: int, tensors: dict[str, torch.Tensor], rank: int, gone: list[int]) -> None:
-        """Register an adapter in place of others."""
         self.adapters.take(number, tensors, rank, gone)
 
     def adapter_fingerprints(self, number: int, rank: int) -> dict[str, str]:

@@ -80,7 +80,6 @@ class VllmSites(TapList):
 
     @classmethod
     def of(cls, runner: Any) -> VllmSites:
-        """Return the sites of the model of a runner of vLLM."""
         return cls(
             runner.get_model(),
             rank=get_tensor_model_parallel_rank(),
@@ -196,7 +195,6 @@ class VllmRecorder:
 
     @classmethod
     def of(cls, runner: Any, folder: Path, *, first_rank: int, selector: str) -> VllmRecorder:
-        """Return the recording of this worker."""
         rank = get_tensor_model_parallel_rank()
         return cls(
             runner,

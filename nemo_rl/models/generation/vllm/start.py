@@ -196,7 +196,6 @@ NAMES_OFFERED = 3
 
 
 def check_vllm(config: PolicyConfig) -> list[str]:
-    """Return a line per problem."""
     folder = _folder()
     if folder is None:
         return ["policy.generation.backend=vllm needs vLLM: make vllm"]

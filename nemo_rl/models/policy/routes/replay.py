@@ -371,7 +371,6 @@ class MicrobatchTokens:
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
-    """Tokens of each row."""
     row_ns: torch.Tensor
     """`[n, s]` int64: row within the microbatch, -1 where no token lies."""
     column_ns: torch.Tensor

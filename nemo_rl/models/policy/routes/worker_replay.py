@@ -153,7 +153,6 @@ class WorkerReplay:
 
     @property
     def shard(self) -> RouteShard:
-        """Return the part of the routes that this rank needs."""
         return self.shards[self._here.rank]
 
     def replaying(

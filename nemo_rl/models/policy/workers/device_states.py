@@ -81,7 +81,6 @@ class Shards:
         return cast if self._host.is_pinned else _in_half(cast)
 
     def write(self, values: list[torch.Tensor]) -> None:
-        """Load copies into the model."""
         # From pinned memory the copies run one after another on the device's stream, without a wait for each.
         with torch.no_grad():
             for shard, value in zip(self.held(), values, strict=True):
@@ -146,7 +145,6 @@ class DeviceStates:
         self.change_state(WorkerState.LOGPROBS)
 
     def prepare_for_training(self) -> None:
-        """Bring weights and optimizer state on the device."""
         self.change_state(WorkerState.TRAINING)
 
     def offload_before_refit(self) -> None:

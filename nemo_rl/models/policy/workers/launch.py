@@ -64,7 +64,6 @@ def check_distinct_devices(own: str) -> None:
 
 
 def _abort_watch(spec: WorkerSpec) -> tuple[StepWatch, AbstractContextManager[None]]:
-    """Keep the watch, and what is around the start of the worker."""
     rank = spec.rank
     if spec.joins_process:
         return StepWatch(), nullcontext()

@@ -295,7 +295,6 @@ class MegatronEngine(Engine):
     # Private parts.
 
     def _outside_buffers(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that no buffer of megatron-core moves."""
         in_buffers = self.model.ddp.ddp_config.use_distributed_optimizer
         for weight in self.model.module.parameters():
             if not (in_buffers and weight.requires_grad):

@@ -81,7 +81,6 @@ def largest_microbatch(batch: BatchedDataDict, plan: PackPlan) -> str:
 
 
 def lowering_keys(policy: PolicyConfig, *, is_training: bool) -> list[str]:
-    """Return the keys that lower the memory of a pass, with the values that they have."""
     kind = "train" if is_training else "logprob"
     found = [
         f"policy.{name}.{kind}_mb_tokens ({getattr(section, f'{kind}_mb_tokens'):,})"

@@ -83,7 +83,6 @@ class WorkerSpec:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Return the layout: which part each rank holds."""
         return ParallelLayout.of_policy(self.policy, world_size=self.rank.world_size)
 
 

@@ -283,7 +283,6 @@ class MergeLoss:
         adapter: Mapping[str, torch.Tensor],
         scale: float,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights with the adapter merged, each measured on its way."""
         dtypes = {slot.name: getattr(torch, slot.dtype) for slot in plan.slots}
         for name, weight in weights:
             _, result = next(merged([(name, weight)], adapter, scale))

@@ -63,7 +63,6 @@ class Probe:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Return the tokens of the responses, laid end to end."""
         return tuple(token for response in self.responses for token in response)
 
     @property
@@ -224,7 +223,6 @@ class Sent:
 
     @property
     def digest(self) -> str:
-        """Return a digest of all fingerprints: the same for the same weights."""
         text = "\n".join(f"{name} {print_}" for name, print_ in sorted(self.fingerprints.items()))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -370,7 +368,6 @@ class RefitReport:
         return moved if self.receipt is None else f"{moved}, {self.receipt.text()}"
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics that a run logs."""
         proved = {} if self.receipt is None else self.receipt.metrics()
         return {
             "refit/ms": self.ms,

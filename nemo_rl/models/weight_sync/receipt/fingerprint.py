@@ -60,7 +60,6 @@ class Fingerprints:
             self._kept[name] = weight
 
     def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same weights, added on their way."""
         for name, weight in weights:
             self.add(name, weight)
             yield name, weight
