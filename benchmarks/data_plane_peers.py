@@ -164,7 +164,7 @@ class _Ours:
         return self.client.kv_batch_put(batch.keys, "batch", batch.columns)
 
     def get(self, batch: Batch, turn: int, given: Any) -> Mapping[str, torch.Tensor]:
-        """Read as a policy worker reads its shard, in a step of its own: the same keys come again in every turn."""
+        """Read as a policy worker reads its shard, in its own step: the same keys come again in every turn."""
         self._reads.clear()
         jagged = [name for name in batch.columns if name == ROUTES]
         width = max(batch.lengths)

@@ -175,7 +175,7 @@ def ceilings(place: Place) -> Found:
 
 
 def gpu_tests(place: Place) -> Found:
-    """Run files of tests/gpu, each under a limit of its own."""
+    """Run files of tests/gpu, each under its own limit."""
     found: dict[str, object] = {}
     for name in TESTS:
         command = [

@@ -3,7 +3,7 @@
     python benchmarks/lora_refit.py --json FILE [--quick] [--switched-off]
 
 One worker trains a model of 135M parameters with random weights, and one bfloat16 engine follows: the very `sync` of a
-run is timed after each step. Each kind runs in a process of its own, so that its peak of resident memory is its own.
+run is timed after each step. Each kind runs in its own process, so that its peak of resident memory is its own.
 
 - `lora_refit_vs_full`: median time of a refit of the adapter over that of all weights.
 - `lora_refit_bytes_vs_adapter`: bytes that were sent over those of A and B in the engine's dtype.
@@ -227,7 +227,7 @@ def figures_of(full: KindResult, lora: KindResult) -> dict[str, float]:
 
 
 def _apart(kind: str, model: Path, setting: Setting) -> KindResult:
-    """Measure in a process of its own."""
+    """Measure in its own process."""
     command = [
         sys.executable,
         __file__,

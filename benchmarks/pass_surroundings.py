@@ -73,7 +73,7 @@ def moved_bytes(folder: Path, sharing: DeviceSharing) -> int:
 
 
 class _Counted(LocalWorkerGroup):
-    """A worker whose calls are counted, as if it had a process of its own."""
+    """A worker whose calls are counted, as if it had its own process."""
 
     num_calls = 0
 

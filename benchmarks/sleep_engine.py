@@ -140,7 +140,7 @@ class _SleepingRow:
 class SleepBatch(TurnBatch):
     """The `TurnBatch` of a `SleepEngine`: a turn is a sleep, after which the rows whose last token it was have ended.
 
-    Rows with names, which a refit makes stand still, have a count of turns of their own.
+    Rows with names, which a refit makes stand still, have their own count of turns.
     """
 
     def __init__(self, options: SleepOptions, clock: SleepClock, *, max_total_length: int) -> None:

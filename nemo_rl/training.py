@@ -217,7 +217,7 @@ class Run:
     def _opened(
         self, keys: Mapping[str, object], prompts: Prompts | None, settings: Mapping[str, object], out: Path
     ) -> Iterator[tuple[MasterConfig, FoundWeights]]:
-        """Give the config by which the last checkpoint is sampled, and its weights, in a session of its own."""
+        """Give the config by which the last checkpoint is sampled, and its weights, in its own session."""
         given = _dotted(settings)
         keys = {**keys, **given}
         if prompts is not None:

@@ -1,7 +1,7 @@
 """An environment of your own with turns: guess a word letter by letter.
 
 Use it with `env.name: "examples.extending.my_turn_environment:Hangman"` and `experience.conversation.enabled: true`.
-The class is made once; each row is a conversation in a process of its own, so nothing here needs to be safe against
+The class is made once; each row is a conversation in its own process, so nothing here needs to be safe against
 anything: what raises, hangs or exits ends its own row, which is then left out and never gets reward 0.
 """
 

@@ -291,7 +291,7 @@ class AsyncBatches(BatchSource):
                 self._parts.rollout.abort(names, timeout_s=CLOSE_S)
             self._clear(uids, UNUSED)
         except (WorkerError, DataPlaneError) as problem:
-            # The run ends, with an error of its own where it has one; its processes are ended after this.
+            # The run ends, with its own error where it has one; its processes are ended after this.
             logger.warning("groups that nobody will train could not be taken back: %s", problem)
 
     # ---- groups

@@ -6,7 +6,7 @@
            `- DynamicBatches          rounds of rollouts until enough groups can teach something (DAPO, 2503.14476)
 
 The unit is the group, which is never split. Invariant: the rows of the step that `next` returns are the caller's to
-clear; all others are the source's, which clears them after an error of its own and in `close`. A group is a function of
+clear; all others are the source's, which clears them after its own error and in `close`. A group is a function of
 the run's seed, its ordinal in the stream of prompts and the weights, so a prompt that is requeued keeps its ordinal.
 """
 

@@ -69,7 +69,7 @@ def gpu_share(config: MasterConfig) -> float:
 
 
 def _engine_share(config: MasterConfig) -> float:
-    """Return the share of a GPU for a rank of an engine: a whole one where engines have GPUs of their own."""
+    """Return the share of a GPU for a rank of an engine: a whole one where engines have their own GPUs."""
     has_its_own = config.cluster.gpus_per_node > 0 and not config.policy.generation.colocated.enabled
     return 1.0 if has_its_own else gpu_share(config)
 
@@ -146,7 +146,7 @@ def engine_bundles(config: MasterConfig, cluster: RayVirtualCluster) -> dict[int
 
 
 class WorkerStarts(ABC):
-    """Starts workers under Ray, each a group of its own."""
+    """Starts workers under Ray, each its own group."""
 
     _members: list[RayWorkerGroup]
 
@@ -202,7 +202,7 @@ class EngineStarts(WorkerStarts):
     def _processes_of(self, number: int) -> RayWorkerGroup:
         streams = STREAMS_PER_WORKER if self._config.has_continuous_engines else 0
         bundles = self._bundles.get(number, ())
-        # Ranks in several bundles are actors of their own, which the engine's process starts without a GPU of its own.
+        # Ranks in several bundles are actors of their own, which the engine's process starts without its own GPU.
         placement = RayPlacement(
             num_gpus=0.0 if len(bundles) > 1 else _engine_share(self._config),
             placement_group=self._cluster.placement_group if bundles else None,

@@ -1,4 +1,4 @@
-"""Finished groups of a run beside its rows: in a checkpoint of an asynchronous run, and in files of their own.
+"""Finished groups of a run beside its rows: in a checkpoint of an asynchronous run, and in their own files.
 
 `keep_groups` writes those of a checkpoint, `restore_groups` brings them back; `DurableBatches` has all of them kept in
 files (`experience.durable_groups`). In a checkpoint, columns lie in a safetensors file, everything else of a

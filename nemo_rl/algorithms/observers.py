@@ -10,7 +10,7 @@
       text           words about the step, for the panel
       report         the numbers of the step are known    (MismatchWarning, JumpWarning, LiveTracing)
 
-Here are the small ones; `StepRecorder` and `LiveTracing` have files of their own. Invariant: an observer changes no
+Here are the small ones; `StepRecorder` and `LiveTracing` have their own files. Invariant: an observer changes no
 number of a run.
 """
 
@@ -275,7 +275,7 @@ class MismatchWarning(StepObserver):
     def _bias(self, step: int, ratio: float) -> str:
         return (
             "WARNING: policy.generation.top_p or top_k without policy.generation.record_support: engine and trainer "
-            f"each have a sampling mask of their own; the mean of pi_old / pi_gen in step {step} is {ratio:.4f}, "
+            f"each have their own sampling mask; the mean of pi_old / pi_gen in step {step} is {ratio:.4f}, "
             "where 1 is without bias (with the sampler's log-probabilities for pi_old, updates within the step move "
             "it, too)"
         )

@@ -1,7 +1,7 @@
 """The teacher of a distillation: a second policy that trains nothing, its processes and what the driver knows of it.
 
 Started by `start`, and put together by `setup`. With `cluster.launcher: local` it is another object of the process;
-under Ray it has workers of its own, which on GPUs share those of the policy's workers and leave them between its
+under Ray it has its own workers, which on GPUs share those of the policy's workers and leave them between its
 passes.
 """
 

@@ -153,7 +153,7 @@ def decide_rows(
     Args:
         numbers: of `measures`, of the chosen rows.
         rows: those that were chosen: indices into all rows.
-        per_token: each token gets an advantage of its own later, from its own KL.
+        per_token: each token gets its own advantage later, from its own KL.
     """
     weights = scored.sample_mask[torch.as_tensor(rows, dtype=torch.int64)]
     measured = MeasuredStatistics.of(weights, numbers, threshold=measures.error_threshold)

@@ -1,4 +1,4 @@
-"""`nemo-rl eval` and `nemo-rl export`: measure the weights of a checkpoint, or copy them into a folder of their own.
+"""`nemo-rl eval` and `nemo-rl export`: measure the weights of a checkpoint, or copy them into their own folder.
 
 Invariant: no file of a checkpoint is used that differs from what its manifest says.
 """

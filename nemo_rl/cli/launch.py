@@ -138,7 +138,7 @@ def _root() -> None:
     """Run a recipe here, on a running Ray, or as a Slurm job."""
 
 
-@app.command(short_help="Run RECIPE on this machine, with a Ray of its own.")
+@app.command(short_help="Run RECIPE on this machine, with its own Ray.")
 def local(recipe: Recipe, overrides: Overrides = None) -> None:
     """Run RECIPE as `nemo-rl train` does. Exit codes as there."""
     given = overrides or []

@@ -1,6 +1,6 @@
 """The `nemo-rl` command: its subcommands and exit codes.
 
-Those of `TOOLS` are in a package of their own, which need not be installed.
+Those of `TOOLS` are in their own package, which need not be installed.
 
 User errors end with exit code 2 and one line, never with a traceback; a job that is gone or does not answer with 1.
 """

@@ -49,7 +49,7 @@ class DatasetConfig(Section):
     task: Text | None = None
     """Task name of `reasoning_gym`, for example `chain_sum`."""
     category_key: Text | None = None
-    """Column of a held-out prompt that names its category, for a table of its own; of `sort_digits` it is `digits`."""
+    """Column of a held-out prompt that names its category, for its own table; of `sort_digits` it is `digits`."""
     system_prompt: str | None = None
     """Text of a system message before the prompt, where its row has none; null: none."""
     prompt_template: str = "{input}"

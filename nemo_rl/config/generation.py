@@ -44,7 +44,7 @@ class VllmConfig(Section):
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks of one engine, each on a GPU of its own where there are GPUs."""
+        """Return the number of ranks of one engine, each on its own GPU where there are GPUs."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
@@ -137,7 +137,7 @@ class GenerationConfig(Section):
     """Sample from the k most likely tokens; null keeps all."""
     record_support: bool = False
     """The embedded engine records the set of tokens that `top_p` and `top_k` kept, and the trainer scores under that
-    very set; false: the trainer finds a set of its own from its own logits, which moves with the weights."""
+    very set; false: the trainer finds its own set from its own logits, which moves with the weights."""
     val_temperature: NonNegativeFloat | None = None
     """Temperature in validation; null uses `temperature`; 0 is greedy."""
     stop_token_ids: list[NonNegativeInt] | None = None

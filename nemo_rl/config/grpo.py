@@ -109,7 +109,7 @@ class AdvantageEstimatorConfig(Section):
     """gamma of `discounted_return`: discount of the next turn's reward."""
 
     def is_builtin_per_token(self, *, kl_in_reward: bool) -> bool:
-        """Return whether the estimator is a built-in one that gives every token an advantage of its own.
+        """Return whether the estimator is a built-in one that gives every token its own advantage.
 
         Args:
             kl_in_reward: `loss_fn.use_kl_in_reward`, by which every token has a reward of its own.

@@ -166,7 +166,7 @@ class LossProperties:
     has_row_advantages: bool = False
     """True where the loss is defined for one advantage per row alone, which it puts together with the row's ratio."""
     has_ratio: bool = True
-    """False where the loss has no ratio pi / pi_old, so that it takes stale rows for rows of its own policy."""
+    """False where the loss has no ratio pi / pi_old, so that it takes stale rows for its own rows policy."""
     has_own_correction: bool = False
     """True where the weight w enters the ratio of the loss, so that it is neither bounded nor multiplied again."""
 

@@ -57,7 +57,7 @@ class Form:
 
 
 def placeholders(shape: Shape, *, prefix: str = "") -> list[Message]:
-    """Return messages of these roles and calls, each with a text of its own that stands for its content."""
+    """Return messages of these roles and calls, each with its own text that stands for its content."""
     found = []
     for number, (role, names) in enumerate(shape):
         marks = [_PLACEHOLDER.format(f"{prefix}{number}C{call}") for call in range(len(names))]

@@ -424,7 +424,7 @@ def _lines(file: TextIO, path: Path) -> Iterable[str]:
         if len(line) > MAX_ROW_CHARACTERS:
             raise DatasetError(
                 f"{path}:{number}: expected a line of at most {MAX_ROW_CHARACTERS} characters; is each JSON object on "
-                "a line of its own?"
+                "its own line?"
             )
         yield line
 

@@ -96,7 +96,7 @@ class _Seam:
 
 
 class TurnEncoder:
-    """Makes the tokens of prompts and of replies; for one thread, with a tokenizer of its own, since those of
+    """Makes the tokens of prompts and of replies; for one thread, with its own tokenizer, since those of
     transformers cannot be used by two at a time.
 
     Args:

@@ -225,7 +225,7 @@ def _host_kind(config: DataPlaneConfig) -> HostKind:
         )
     if config.ledger.recovery == "journal" and kind != "ray_actor":
         raise ConfigError(
-            f"data_plane.ledger.recovery: 'journal' needs the ledger in a process of its own, and {kind!r} lives in "
+            f"data_plane.ledger.recovery: 'journal' needs the ledger in its own process, and {kind!r} lives in "
             "its owner's; use 'ray_actor', or recovery=none"
         )
     return kind

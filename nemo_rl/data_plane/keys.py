@@ -60,7 +60,7 @@ def keys_of_groups(uids: Iterable[str], group_size: int) -> tuple[str, ...]:
 
 
 def group_uid(key: str) -> str:
-    """Return the group a key belongs to: all before its last `_g`; a key without one is a group of its own."""
+    """Return the group a key belongs to: all before its last `_g`; a key without its own is a group."""
     uid, mark, _ = key.rpartition(MARK)
     return uid if mark else key
 

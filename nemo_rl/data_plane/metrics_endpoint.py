@@ -258,7 +258,7 @@ def _taken(port: int, error: OSError) -> str:
 
 
 class _MetricsServer(socketserver.ThreadingTCPServer):
-    """Serves each scrape in a thread of its own."""
+    """Serves each scrape in its own thread."""
 
     allow_reuse_address = True
     daemon_threads = True

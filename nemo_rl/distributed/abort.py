@@ -4,7 +4,7 @@ Each worker process of a job has one `AbortWatch` and does its work inside `watc
 
     a rank raises      -> its record goes to the error key of the job's store, where the first one stays
                        -> it ends its own connections, which frees the peers that wait for them
-    every rank's watch -> polls the key on a connection of its own (a client that is blocked in a collective serves no
+    every rank's watch -> polls the key on its own connection (a client that is blocked in a collective serves no
                           second thread), ends the connections of this process, and the blocked collective raises
     leaving the stage  -> raises the root cause, whatever this rank saw of it
     still not out      -> the process ends: failed workers are replaced, never reused
@@ -238,7 +238,7 @@ class AbortWatch(StepWatch):
     """One rank's part of the abort. Every rank makes one after its process group (collective: all wait for all).
 
     Args:
-        store: of the process group; the watch talks to it over a connection of its own.
+        store: of the process group; the watch talks to it over its own connection.
         rank, world_size: as in the process group.
         timeout_s: how long to wait for the other ranks here.
 

@@ -75,7 +75,7 @@ def worker_environment(threads: int, *, uses_gpu: bool) -> dict[str, str]:
 FAIR_SHARE = {"RAY_worker_niceness": "0"}
 """Ray's default, 15, leaves workers 1.5% of a core that somebody else's process keeps busy, and no deadline holds."""
 NO_SPARE_WORKERS = {"RAY_enable_worker_prestart": "false", "RAY_prestart_worker_first_driver": "false"}
-"""Ray starts an idle worker per CPU in advance; ours bring an environment of their own and can use none of them."""
+"""Ray starts an idle worker per CPU in advance; ours bring their own environment and can use none of them."""
 DEAF_S = 30.0
 """Seconds that Ctrl-C, or the death of one of Ray's servers, may go unnoticed while Ray starts."""
 

@@ -1,4 +1,4 @@
-"""`run_job`: a function on several ranks of one job, each a process of its own on this machine; no Ray, no shell.
+"""`run_job`: a function on several ranks of one job, each its own process on this machine; no Ray, no shell.
 
 Ranks are forked off a server that has imported what they need once, and that ends with this process. Invariant: when
 `run_job` returns or raises, no rank is left; ranks end by themselves when the process that asked for them dies.

@@ -4,7 +4,7 @@
 for a token that only this user can read, and neither its processes nor its files outlive this process.
 
 Ray's own clients wait a minute for a metadata server that is gone, in calls that no signal and no exception reaches,
-and end the process then with a text of their own. So `watch_ray_start` ends this process when the metadata server dies
+and end the process then with their own text. So `watch_ray_start` ends this process when the metadata server dies
 while `ray.init` waits for it. A raylet that dies (it does where its agents take longer than half a minute to import)
 makes `ray.init` raise, and is started again.
 """
@@ -53,7 +53,7 @@ TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 LOOK_S = 1.0
 UNHEARD_S = 40.0
 """Seconds from the metadata server's death until this process exits, if Ray was not closed by then: after 60 s Ray
-itself ends it with a text of its own, and calls that wait for the server cannot be interrupted."""
+itself ends it with its own text, and calls that wait for the server cannot be interrupted."""
 HANDLER_S = 0.005
 """Seconds until a signal handler that Ray has reset is installed again."""
 _ended: set[str] = set()

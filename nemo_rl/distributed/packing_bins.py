@@ -104,7 +104,7 @@ def first_fit_shuffle(sizes: Sequence[int], capacity: int) -> Bins:
 
 
 def modified_first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
-    """Johnson and Garey (1985): rows above half a bin get partners of their own before first fit decreasing.
+    """Johnson and Garey (1985): rows above half their own bin get partners before first fit decreasing.
 
     Classes by size: large above C/2, medium above C/3, small above C/6, the rest tiny. Bins of large rows stand in
     falling size of that row. The way there gives each the largest medium row that fits, while the smallest one does;

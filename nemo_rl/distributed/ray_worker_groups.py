@@ -299,7 +299,7 @@ class RayWorkerGroup(WorkerGroup):
         while waiting:
             left = max(0.0, deadline - awake_s())
             if not ray.is_initialized():
-                # A thread that still waits while the run ends: `ray.wait` would start a Ray of its own.
+                # A thread that still waits while the run ends: `ray.wait` would start its own Ray.
                 raise WorkerLost("the run has ended", rank=self._first + rank_of[waiting[0]], stage=stage)
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(left, RAY_LOOK_S))
             check_own_ray(stage=stage)

@@ -67,7 +67,7 @@ class WorkerFleet:
         return twin
 
     def run(self, request: Request[_T] | Mapping[int, Request[_T]], *, stage: str, timeout_s: float) -> dict[int, _T]:
-        """Asks all members at the same time, or those that have a request of their own; results by number.
+        """Asks all members at the same time, or those that have their own request; results by number.
 
         A member that is lost has no result.
 

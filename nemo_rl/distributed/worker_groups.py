@@ -184,7 +184,7 @@ class Pending(Generic[_T]):
         return self._ready is None or self._ready().done()
 
     def when_ready(self, callback: Callable[[Pending[_T]], object]) -> None:
-        """Call `callback` with this object when the result is there: at once if it is, else in a thread of its own."""
+        """Call `callback` with this object when the result is there: at once if it is, else in its own thread."""
         if self._ready is None:
             callback(self)
         else:

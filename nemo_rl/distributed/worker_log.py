@@ -1,4 +1,4 @@
-"""`WorkerLog`: what a worker process logs, in a file of its own, and its warnings for the driver.
+"""`WorkerLog`: what a worker process logs, in its own file, and its warnings for the driver.
 
 The actor behind `RayWorkerGroup` opens one; without it a worker's records reach nobody. Warnings of this package travel
 back with the reply of the call that caused them, so the driver shows them with rank and stage.

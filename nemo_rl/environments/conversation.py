@@ -107,7 +107,7 @@ class Conversation(Protocol):
 
 
 class TurnEnvironment(Protocol):
-    """A class that is made with `env.options` as keyword arguments, in a process of its own."""
+    """A class that is made with `env.options` as keyword arguments, in its own process."""
 
     def open(self, row: ConversationRow) -> Conversation:
         """Return a new conversation about the row."""

@@ -34,11 +34,11 @@ _ERROR_LIMIT = 4000
 
 
 class EnvironmentHost:
-    """Opens conversations, each in a process and a temporary folder of its own.
+    """Opens conversations, each in a process and its own temporary folder.
 
     The class is made once in a process that is then forked for each conversation, so its `__init__` may load much, but
     may not leave threads or connections behind. A conversation's process and all that it starts are killed at its end.
-    With the network off, processes have a network namespace of their own without any network where the kernel allows
+    With the network off, processes have their own network namespace without any network where the kernel allows
     it (root, or user namespaces); elsewhere Python refuses to connect and bind, other programs do not: `network_state`.
 
     Args:

@@ -296,7 +296,7 @@ def limit_memory(mib: int | None) -> None:
 def turn_network_off() -> NetworkState:
     """Take the network from this process and all that it starts, as well as the kernel lets it.
 
-    `namespace`: a network namespace of its own that has nothing but a loopback interface; services of this machine are
+    `namespace`: its own network namespace that has nothing but a loopback interface; services of this machine are
     out of reach too. Needs root, or user namespaces. `audit_hook`, elsewhere: Python refuses to connect, bind or send
     by sockets other than AF_UNIX and to look up names in this process and its forks; other programs that they run are
     not hindered. Neither is a wall against code that wants to break out.

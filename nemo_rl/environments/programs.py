@@ -43,7 +43,7 @@ class ProgramSpec:
     """A program and its limits. Its network is that of this machine, since it must reach the endpoint."""
 
     command: Sequence[str]
-    """Program and arguments; it runs in an empty folder of its own, so paths are absolute."""
+    """Program and arguments; it runs in its own empty folder, so paths are absolute."""
     timeout_s: float | None = None
     """Longest time from its start to its end; None: the caller ends it."""
     memory_mib: int | None = None

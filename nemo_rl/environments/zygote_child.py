@@ -115,7 +115,7 @@ class ToolService:
             schema = schema_of(found)
             name = str(schema["function"]["name"])
             if name in self._tools:
-                raise ValueError(f"{tool['target']}: there is another tool {name!r}; give every tool a name of its own")
+                raise ValueError(f"{tool['target']}: there is another tool {name!r}; give every tool its own name")
             self._tools[name] = (found, dict(tool["options"]))
             schemas.append(schema)
             if vars(found).get("runs_code"):
@@ -308,7 +308,7 @@ class _Forks:
             _send(self._control, {"ended": number, "code": code})
 
     def _remove_apart(self, folder: str) -> None:
-        """Remove a folder in a process of its own: other forks wait for nothing that one has made."""
+        """Remove a folder in its own process: other forks wait for nothing that one has made."""
         try:
             pid = os.fork()
         except OSError:

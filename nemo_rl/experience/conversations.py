@@ -6,7 +6,7 @@
                 `- Attempt.run                        (conversation_attempt.py)
                    ProgramAttempt.run                 where a program drives (program_attempt.py)
 
-Used by the rollout worker, for training and for validation. Everything runs in one event loop in a thread of its own,
+Used by the rollout worker, for training and for validation. Everything runs in one event loop in its own thread,
 which never blocks: engines, environments and tools answer through futures. Invariants: what was sampled is never
 tokenised again; an environment that was opened is closed in every path; a failure of the infrastructure is no reward.
 """
@@ -68,7 +68,7 @@ class ConversationGroup:
 
 
 class ConversationLoop:
-    """Runs conversations in an event loop of its own.
+    """Runs conversations in its own event loop.
 
     Args:
         config: limits and policies.

@@ -1,6 +1,6 @@
 """`DurableGroups`: finished groups in framed logs, so that they survive the end of every process of a run.
 
-A rollout worker appends each group when its rows are in the data plane, in a thread of its own. A resumed run is given
+A rollout worker appends each group when its rows are in the data plane, in its own thread. A resumed run is given
 the stored group in place of sampling it again, when it asks for the same prompt and seed and the weights that sampled
 it are weights of the resumed run: their digests, which refit receipts prove, must be equal.
 

@@ -1,4 +1,4 @@
-"""`HubLink`: one process's line to the hub: messages go out from a bounded store by a thread of their own.
+"""`HubLink`: one process's line to the hub: messages go out from a bounded store by their own thread.
 
 Used by the ranks of the policy and by the driver. Invariant: the sender of a message never waits; when the store is
 full the newest message is dropped and counted; without a hub everything is dropped, and nothing else happens.

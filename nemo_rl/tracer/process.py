@@ -1,4 +1,4 @@
-"""`HubProcess`: the hub in a process of its own, beside the job whose tensors it shows.
+"""`HubProcess`: the hub in its own process, beside the job whose tensors it shows.
 
 Invariant: once it has started, nothing that becomes of the hub raises in the job or holds it up; and the hub does not
 outlive the job by more than a few seconds.

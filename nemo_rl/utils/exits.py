@@ -62,7 +62,7 @@ _CAUSES_SEEN = 20
 
 def text_of(error: BaseException) -> str:
     try:
-        return str.__getitem__(str(error), slice(None))  # a text of a class of its own may say anything
+        return str.__getitem__(str(error), slice(None))  # a text of its own class may say anything
     except BaseException as second:  # noqa: BLE001  (the class of somebody else)
         return f"(no text: its __str__ raises {type(second).__name__})"
 

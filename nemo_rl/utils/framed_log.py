@@ -159,7 +159,7 @@ def read_frames(file: BinaryIO, at: int) -> Iterator[LogFrame]:
 
 
 def _check_of_sizes(text_bytes: int, body_bytes: int, at: int) -> int:
-    """Return a check of its own: a frame whose length is wrong must not pass for one that was cut off."""
+    """Return its own check: a frame whose length is wrong must not pass for one that was cut off."""
     return xxhash.xxh3_64_intdigest(_SIZES.pack(text_bytes, body_bytes), seed=at) & 0xFFFFFFFF
 
 

@@ -16,7 +16,7 @@ TELL_EVERY_S = 5.0
 
 
 class Progress:
-    """Reports the present phase from a thread of its own, from `__enter__` to `__exit__`.
+    """Reports the present phase from its own thread, from `__enter__` to `__exit__`.
 
     Args:
         report: gets each line.

@@ -127,7 +127,7 @@ class Scorer:
         return [self._placed(self._scored[setting.passes, setting.cut], setting.shift) for setting in settings]
 
     def one_by_one(self, setting: ScoreSetting, *, num_rows: int) -> torch.Tensor:
-        """Score the first rows like `logprobs`, each in a pass of its own; the others are NaN."""
+        """Score the first rows like `logprobs`, each in its own pass; the others are NaN."""
         rows = range(min(num_rows, len(self.tokens.rows)))
         self._progress.begin("measuring the noise, rows scored", total=len(rows))
         scored = self._score(setting, [setting.cut], groups=[[row] for row in rows])

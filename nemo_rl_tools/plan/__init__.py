@@ -420,7 +420,7 @@ def _device_problems(setting: PlanSetting, ranks: tuple[RankMemory, ...]) -> lis
 
 
 def _engine_problems(setting: PlanSetting, engine: EngineMemory) -> list[str]:
-    """Return the problems of non-colocated engines with GPUs of their own."""
+    """Return the problems of non-colocated engines with their own GPUs."""
     if setting.gpu is None or not num_engine_bundles(setting.config):
         return []
     needed, room = engine_peak(setting, engine), int(setting.gpu.memory_bytes * USABLE)

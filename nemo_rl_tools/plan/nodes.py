@@ -49,7 +49,7 @@ class PlannedNode:
     number: int
     devices: tuple[Device, ...]
     engines: tuple[int, ...]
-    """Numbers of all engines here, those on GPUs of their own included."""
+    """Numbers of all engines here, those on their own GPUs included."""
     others: tuple[str, ...]
     """Further processes."""
     cpus: int

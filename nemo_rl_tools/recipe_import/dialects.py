@@ -1,4 +1,4 @@
-"""Keys that several frameworks have by names of their own: turns and tools, and adapters.
+"""Keys that several frameworks have by their own names: turns and tools, and adapters.
 
 Of recipes of verl, TRL and prime-rl these keys alone are converted; the others are named as unknown. Called by
 `convert_sections`.

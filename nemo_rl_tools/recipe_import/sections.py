@@ -229,7 +229,7 @@ def _precision(given: Given, prefix: str) -> Iterator[KeyOutcome]:
 
 
 def _expert_parallel(given: Given, prefix: str, *, tensor: int, is_vllm: bool) -> Iterator[KeyOutcome]:
-    """Experts are divided among the tensor ranks here; there also among ranks that attend to rows of their own."""
+    """Experts are divided among the tensor ranks here; there also among ranks that attend to their own rows."""
     key = f"{prefix}.vllm_cfg.expert_parallel_size"
     experts = _number(given.get(key))
     if experts <= 1:

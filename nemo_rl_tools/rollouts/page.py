@@ -1,4 +1,4 @@
-"""`write_rollout_page`: rollouts as one HTML file that needs nothing else: no font, no picture, one script of its own.
+"""`write_rollout_page`: rollouts as one HTML file that needs nothing else: no font, no picture, its own script.
 
 The script filters rows; without it all are shown. The page's policy names it by its digest, so no other can run.
 """

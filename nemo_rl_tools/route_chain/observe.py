@@ -189,7 +189,7 @@ def _fetched(record: TraceRecord, named: tuple[int, ...]) -> Observation | None:
 
 def _slots(record: TraceRecord, shards: Mapping[tuple[str, ...], Observation]) -> Observation | None:
     if "digests" not in record.fields:
-        return None  # an action without routes of its own
+        return None  # its own action without routes
     hop = _HOPS[record.event]
     if hop is Hop.FORWARD and record.fields["action"] == "replay_backward":
         hop = Hop.RECOMPUTE

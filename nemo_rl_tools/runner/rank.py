@@ -2,7 +2,7 @@
 
 Every rank calls `probe_rank` with the same `RankWork`. Invariant: what it returns is the same on every rank.
 
-`probe_engine` is called in a process of its own, since vLLM changes the process that it is in. The engine reads the
+`probe_engine` is called in its own process, since vLLM changes the process that it is in. The engine reads the
 first tokens of each row and decodes the others; these are forced, so that it computes what it would have computed had
 it drawn them. Invariant: all tokens of a row but the last one are fed, each once.
 

@@ -358,7 +358,7 @@ class ABRuns:
 def run_ab(
     spec: ProbeSpec, a: LayoutText, b: LayoutText, *, pins_routes: bool = False, num_noise_runs: int = 0
 ) -> ABRuns:
-    """Run both sides, one after the other, each in a folder of its own under `spec.out`.
+    """Run both sides, one after the other, each in its own folder under `spec.out`.
 
     Args:
         spec: with sites to record and a folder; its layout is replaced.

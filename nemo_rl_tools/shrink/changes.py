@@ -134,7 +134,7 @@ ONE_MACHINE = "one machine"
 TWO = "two ranks along each axis"
 SMALL_BATCH = "a small step"
 SMALL_ROWS = "short rows"
-OWN = "a run of its own"
+OWN = "its own run"
 ON_GPUS = (
     *("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion"),
     "distributed_data_parallel_config.overlap_param_gather",

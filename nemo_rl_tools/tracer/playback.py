@@ -75,7 +75,7 @@ def paced(entries: Iterator[StreamEntry], *, speed: float, stop: Event) -> Itera
 
 
 class Feed:
-    """Publishes the entries of one folder, read by a thread of its own, on the hub's loop."""
+    """Publishes the entries of one folder, read by its own thread, on the hub's loop."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class Serving:
 
 @asynccontextmanager
 async def serving(*, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Serving]:
-    """Run a hub in this process; its tokens lie in a new folder of their own, which goes with it.
+    """Run a hub in this process; its tokens lie in their own new folder, which goes with it.
 
     Raises:
         UserError: the address cannot be had.

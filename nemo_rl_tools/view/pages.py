@@ -112,7 +112,7 @@ class ViewPages:
         return self._rollouts(run, int(step)).encode() if kind == "rollouts" and step else None
 
     def write(self, folder: Path) -> Path:
-        """Write the files into a folder of their own; return the path of the first page.
+        """Write the files into their own folder; return the path of the first page.
 
         Raises:
             UserError: the folder has other files already.

@@ -1,7 +1,7 @@
 """`ViewServer`: the page of `nemo-rl view` over HTTP on loopback, for a browser that has its token.
 
 The first request brings the token in the address and gets a cookie in exchange. Requests whose host is not this machine
-are refused, so that no page of another site can reach the server by a name of its own.
+are refused, so that no page of another site can reach the server by its own name.
 """
 
 from __future__ import annotations

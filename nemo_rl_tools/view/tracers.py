@@ -1,7 +1,7 @@
 """`OpenTracers`: pages of the live tracer that the page of runs leads to.
 
 A run whose hub answers is shown by that hub. A recording gets a hub in this process when it is first opened, with a
-loopback port and a token of its own; all of them end with the server.
+loopback port and its own token; all of them end with the server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Deaths and silence, adapter by adapter: every call ends by its deadline, and its error says what it was about.
 
-TransferQueue's own actors and Mooncake's own processes have files of their own. Limits are three times the promise.
+TransferQueue's own actors and Mooncake's own processes have their own files. Limits are three times the promise.
 """
 
 from __future__ import annotations

@@ -90,5 +90,5 @@ def test_a_ledger_that_cannot_recover_ends_calls_with_the_reason(cluster: None, 
 
 def test_a_ledger_of_the_owners_process_has_no_journal() -> None:
     for impl in ("noop", "shm"):
-        with pytest.raises(ConfigError, match="needs the ledger in a process of its own"):
+        with pytest.raises(ConfigError, match="needs the ledger in its own process"):
             build_data_plane_client(DataPlaneConfig(impl=impl, ledger=JOURNAL), run_id="refused")

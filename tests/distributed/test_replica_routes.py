@@ -177,7 +177,7 @@ def recorded(worker: TQWorker, folder: str) -> list[list[list[list[int]]]] | Non
         return [of_key[key].tolist() for key in KEYS]
 
 
-# Planted failures, each in a job of its own.
+# Planted failures, each in its own job.
 
 
 def no_routes(worker: TQWorker, meta: KVBatchMeta) -> None:

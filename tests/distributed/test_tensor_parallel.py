@@ -255,7 +255,7 @@ def test_split_logits_give_whole_logprobs(sampling: str, outcomes) -> None:
     ("name", "text"),
     [
         ("tied", "are one tensor, but are split as"),
-        ("own", "'falcon' brings an attention of its own, which neither packing nor context"),
+        ("own", "'falcon' brings its own attention, which neither packing nor context"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused_on_every_rank(name: str, text: str, outcomes) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs with a teacher: in one process and with workers of its own, kept and replayed."""
+"""Whole runs with a teacher: in one process and with its own workers, kept and replayed."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_every_way_of_batching_trains_alike_and_says_how_well_it_packed(tmp_path
     padding = {name: sum(row["train/pack_pad_share"] for row in rows) for name, rows in steps.items()}
     assert padding["packed"] == padding["concatenated"] == 0
     assert padding["padded"] < padding["fixed"], "microbatches of rows of similar length"
-    assert all(row["logprob/pack_bins"] < row["train/pack_bins"] for row in steps["packed"]), "a cap of its own"
+    assert all(row["logprob/pack_bins"] < row["train/pack_bins"] for row in steps["packed"]), "its own cap"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""An agent as somebody else would write it: the unmodified OpenAI client, one tool of its own, a reward at the end."""
+"""An agent as somebody else would write it: the unmodified OpenAI client, its own tool, a reward at the end."""
 
 from __future__ import annotations
 

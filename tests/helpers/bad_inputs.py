@@ -26,7 +26,7 @@ LEGAL = frozenset(
         *("config: a window that is null", "config: unknown keys", "tokenizer: no padding token"),
         *("tokenizer: a class nobody has", "tokenizer: code of its own"),
         *("tokenizer: no chat template", "tokenizer: generation config without an end", "override: largest integer"),
-        *("tokenizer: a chat template of its own file", "weights: in shards", "row: numbers that are no JSON"),
+        *("tokenizer: its own chat template file", "weights: in shards", "row: numbers that are no JSON"),
         *("override: negative seed", "yaml: a tag that says what it is"),
         *("row: a conversation for input", "row: 1e999"),
     }
@@ -451,7 +451,7 @@ TOKENIZERS: Mapping[str, Change] = {
     "no padding token": _json_edit("tokenizer_config.json", pad_token="(out)"),
     "a length of letters": _json_edit("tokenizer_config.json", model_max_length="long", padding_side="up"),
     "no chat template": _remove(_TEMPLATE),
-    "a chat template of its own file": _write(_TEMPLATE, "{% for m in messages %}{{ m['content'] }}{% endfor %}"),
+    "its own chat template file": _write(_TEMPLATE, "{% for m in messages %}{{ m['content'] }}{% endfor %}"),
     "a chat template that does not end": _write(_TEMPLATE, "{% for m in messages %}{{ m['content'] }}"),
     "a chat template with a stray end": _write(_TEMPLATE, "{{ messages }} {% endif %}"),
     "a chat template of an unknown tag": _write(_TEMPLATE, "{% frobnicate %}"),

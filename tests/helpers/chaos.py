@@ -2,7 +2,7 @@
 
     python -m tests.helpers.chaos [--only WORD] [--stores transfer_queue,ray]
 
-A row is a signal, a process and a stage: the run must end by its deadline with an exit code of its own, name what died,
+A row is a signal, a process and a stage: the run must end by its deadline with its own exit code, name what died,
 show no traceback, and leave no process, no shared memory and no folder of its own. Servers of Ray that die while Ray
 starts may also be started again: then the run must train. Rows that are no single kill are in `FAULT_ROWS`:
 each is a whole run, or a suite that plants faults through real refits or kills engines, with its expected end in words
@@ -64,7 +64,7 @@ class FaultRow:
     name: str
     expected: str
     run: Callable[[Path, Path], str]
-    """Function of a folder of its own and a tiny model that returns the end of the row in words."""
+    """Function of its own folder and a tiny model that returns the end of the row in words."""
 
     def __str__(self) -> str:
         return f"fault {self.name}"

@@ -1,7 +1,7 @@
 """The rules of a partition besides a data plane: says what every answer and every refusal must be, and compares.
 
 The rules are those of `ledger_rules`; the model adds the values of rows and the claims that each client holds. The
-property test calls it with a clock of its own, the stress run with clients of real stores.
+property test calls it with its own clock, the stress run with clients of real stores.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Plane:
         return self._peer
 
     def guest(self) -> Peer:
-        """Return one more client with a process of its own, for tests that close or kill it."""
+        """Return one more client with its own process, for tests that close or kill it."""
         if self._guest is None:
             self._guest = PEERS[self.mode](self.owner.address)
         else:

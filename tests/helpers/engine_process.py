@@ -1,4 +1,4 @@
-"""A generation engine in a process of its own, and a policy that refits it with a receipt.
+"""A generation engine in its own process, and a policy that refits it with a receipt.
 
 vLLM changes the threads and random numbers of the process it is in.
 """

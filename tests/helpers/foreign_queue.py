@@ -86,7 +86,7 @@ class QueueProgram:
 
 
 class Program:
-    """The same in a Ray actor of its own."""
+    """The same in its own Ray actor."""
 
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         self._actor = ray.remote(QueueProgram).options(num_cpus=0).remote()

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks, each a process of its own, with a deadline: gloo, or NCCL with a GPU each.
+"""Runs a function on several ranks, each its own process, with a deadline: gloo, or NCCL with a GPU each.
 
 Ranks on the CPU are forked off a server that has imported torch and transformers, which would cost each of them
 seconds; a process that has a GPU starts anew.

@@ -202,7 +202,7 @@ def fork_child(work: Callable[[], object]) -> None:
 
 
 def daemon() -> None:
-    """Start a process in a session of its own whose parent has ended."""
+    """Start a process in its own session whose parent has ended."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:

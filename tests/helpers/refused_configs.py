@@ -44,7 +44,7 @@ REFUSED_CLUSTERS: Refused = {
         (("policy.generation.engine_timeout_s=1800",), "policy.generation.engine_timeout_s: expected less than"),
     ],
     "rule_engine_fits_launcher": [
-        ((*LOCAL, "policy.generation.backend=vllm"), "policy.generation.backend: 'vllm' needs a process of its own"),
+        ((*LOCAL, "policy.generation.backend=vllm"), "policy.generation.backend: 'vllm' needs its own process"),
     ],
     "rule_engine_keys_fit_the_engine": [
         (("policy.generation.vllm_cfg.block_size=64",), "policy.generation.vllm_cfg.block_size: 64 would be ignored"),

@@ -226,7 +226,7 @@ def steps_over_every_plane(rank: int, folder: str, port: int) -> dict[str, StepR
     return reports
 
 
-# Planted failures, each in a job of its own.
+# Planted failures, each in its own job.
 
 
 @dataclass(frozen=True)

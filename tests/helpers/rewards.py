@@ -104,7 +104,7 @@ def writes_everywhere(prompt: str, response: str, answer: object) -> float:
 
 
 def leaves_a_session(prompt: str, response: str, answer: object) -> float:
-    """Starts a process in a session of its own, whose parent ends at once; `response` is a file for its number."""
+    """Starts a process in its own session, whose parent ends at once; `response` is a file for its number."""
     first = os.fork()
     if first == 0:
         os.setsid()

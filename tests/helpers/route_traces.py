@@ -175,7 +175,7 @@ class RouteRun:
         return scores.argsort(-1)[..., : self.top_k].astype(np.int64)
 
     def _as_process(self, pid: int, rank: int | None, body) -> None:
-        """Runs it with counters and a file of its own, then gives the file the number of another process."""
+        """Runs it with counters and its own file, then gives the file the number of another process."""
         apart = self.folder.parent / f"{self.folder.name}.{pid}"
         os.environ["NRL_R3_TRACE_DIR"] = str(apart)
         r3_trace.reset_r3_trace()

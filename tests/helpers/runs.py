@@ -111,7 +111,7 @@ def logged_steps(log_dir: Path) -> list[dict[str, float]]:
 
 
 def start_cli(recipe: Path, *overrides: str, log: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
-    """Start the command line as a user does, in a process group of its own; its output goes to `log`."""
+    """Start the command line as a user does, in its own process group; its output goes to `log`."""
     return subprocess.Popen(
         [sys.executable, "examples/run_grpo.py", "--config", str(recipe), *overrides],
         cwd=ROOT,

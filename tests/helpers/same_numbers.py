@@ -3,8 +3,8 @@
     python -m tests.helpers.same_numbers --base REV [--steps 5] [--only WORD ...]
 
 Both runs have the same seed, the same starter checkpoint and this Python's packages; the other revision is checked out
-into a work tree of its own. Compared are all metrics but times, bytes and memory, and the rollouts token by token.
-The asynchronous one has no order of its own: what the other revision has run is replayed here by its schedule. Prints
+into its own work tree. Compared are all metrics but times, bytes and memory, and the rollouts token by token.
+The asynchronous its own has no order: what the other revision has run is replayed here by its schedule. Prints
 the first number that differs of each recipe; exit code 1 when there is one. A change that renames or adds
 metrics says so on the command line: `--renamed old=new`, `--added NAME`. One that gives a key another default is told
 apart by giving it a value: `--set grpo.drop_zero_advantage_groups=true`.
@@ -37,7 +37,7 @@ class Recipe:
     """Its model, of `checkpoints/`."""
     settings: tuple[str, ...] = ()
     is_replayed: bool = False
-    """The run of the base is done again by its schedule, in place of a run of its own."""
+    """The run of the base is done again by its schedule, in place of its own run."""
 
 
 ON_MEGATRON = (

@@ -212,7 +212,7 @@ def histogram_of(values: np.ndarray) -> np.ndarray:
 
 
 class DemoHub:
-    """A hub in a thread of its own."""
+    """A hub in its own thread."""
 
     def __init__(self, *, watches: tuple[str, ...] = WATCHES, port: int = 0, tokens: HubTokens | None = None) -> None:
         self.tokens = tokens or HubTokens.draw()

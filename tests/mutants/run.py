@@ -84,7 +84,7 @@ class Copy:
         )
 
     def run(self, tests: Sequence[str], *, timeout_s: float, keeps_bytecode: bool = False) -> Outcome:
-        """Tests in a process of their own, with the code of the copy as it is now."""
+        """Tests in their own process, with the code of the copy as it is now."""
         request = {"tests": list(tests), "timeout_s": timeout_s, "keeps_bytecode": keeps_bytecode}
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="faults with one of these words in file, text or why")
-    parser.add_argument("--jobs", type=int, default=1, help="faults at a time, each in a copy of its own")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at a time, each in its own copy")
     given = parser.parse_args(arguments)
     faults = [f for f in load_faults() if any(word in f"{f.file} {f.old} {f.why}" for word in given.only)]
     started = time.monotonic()

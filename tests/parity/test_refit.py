@@ -128,7 +128,7 @@ def test_an_engine_with_another_version_stops_the_run(parties, config):
 
 
 class Stored(LocalWorkerGroup):
-    """A worker whose buckets are read as those of a process of its own are."""
+    """A worker whose buckets are read as those of its own process are."""
 
     @property
     def is_local(self) -> bool:
@@ -136,7 +136,7 @@ class Stored(LocalWorkerGroup):
 
 
 class Counted(LocalWorkerGroup):
-    """A worker whose calls are counted, as if it had a process of its own."""
+    """A worker whose calls are counted, as if it had its own process."""
 
     num_calls = 0
 

@@ -75,7 +75,7 @@ starts.
 - padded: the DTensor worker on one rank, with padded rows, in training and evaluation mode.
 - packed: the same with rows laid end to end (`policy.sequence_packing.enabled`).
 - TP 2, CP 2: two tensor-parallel or context-parallel ranks.
-- engine: the embedded generation engine. vLLM has a list of models of its own.
+- engine: the embedded generation engine. vLLM has its own list of models.
 - saved: a checkpoint has the names and values that transformers reads.
 - routers: linear layers that score experts, which `policy.lora.targets: all-linear` leaves without an adapter.
 

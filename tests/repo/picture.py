@@ -88,7 +88,7 @@ BOXES = (
         width=230,
         height=92,
         title="Generation engines",
-        lines=("embedded (torch) or vLLM", "each a worker of its own"),
+        lines=("embedded (torch) or vLLM", "each its own worker"),
     ),
     Box(
         x=345,

@@ -57,7 +57,7 @@ CHECKS: Mapping[str, Check] = {
 NEED_MODEL = ("model", "tokenizer", "teacher", "prompts", "turns", "gold answers", "identity", "memory", "disk")
 """Checks that would only repeat that a model's name on the hub leads nowhere."""
 ALONGSIDE = ("reward",)
-"""Checks that wait for a process of their own, and run alongside the others."""
+"""Checks that wait for their own process, and run alongside the others."""
 
 
 def preflight(config: MasterConfig, *, is_alone: bool = False) -> MasterConfig:

@@ -265,7 +265,7 @@ def turn_lines(config: MasterConfig) -> list[str]:
 
 
 def check_reward(subject: Subject) -> list[str]:
-    """The reward's extra is installed; its function can be loaded in a process of its own, and one of the user's gives
+    """The reward's extra is installed; its function can be loaded in its own process, and one of the user's gives
     an empty response to the first row a number."""
     # As patient as the run itself: what is merely slow must not be refused.
     environment = RolloutEnvironment(RolloutSpec.of(subject.config))

@@ -36,7 +36,7 @@ def rule_engine_fits_launcher(config: MasterConfig) -> Iterator[str]:
     capabilities = ENGINE_CAPABILITIES.get(backend, EngineCapabilities())
     if config.cluster.launcher == "local" and capabilities.needs_own_process:
         yield (
-            f"policy.generation.backend: {backend!r} needs a process of its own, and cluster.launcher 'local' runs "
+            f"policy.generation.backend: {backend!r} needs its own process, and cluster.launcher 'local' runs "
             "everything in one; set cluster.launcher=ray, or policy.generation.backend=torch"
         )
 

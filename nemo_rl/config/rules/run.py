@@ -194,7 +194,7 @@ def rule_ledger_recovery_needs_a_process_of_its_own(config: MasterConfig) -> Ite
     elif launcher == "local" or plane.ledger_host == "socket":
         what = "cluster.launcher=local" if launcher == "local" else "data_plane.ledger_host=socket"
         yield (
-            f"data_plane.ledger.recovery: 'journal' needs the ledger in a process of its own; with {what} it lives in "
+            f"data_plane.ledger.recovery: 'journal' needs the ledger in its own process; with {what} it lives in "
             "the driver, whose death ends the run; set cluster.launcher=ray and data_plane.ledger_host=ray_actor, or "
             "recovery=none"
         )
@@ -269,7 +269,7 @@ def rule_connect_needs_a_cluster_that_runs(config: MasterConfig) -> Iterator[str
     if not config.active_data_plane.is_guest_of_queue or config.cluster.address is not None:
         return
     yield (
-        "data_plane.transfer_queue.connect: the run starts a Ray cluster of its own, where no TransferQueue runs; set "
+        "data_plane.transfer_queue.connect: the run starts its own Ray cluster, where no TransferQueue runs; set "
         "cluster.address to the cluster of the program whose TransferQueue it joins"
     )
 

@@ -463,5 +463,5 @@ def _storage_name(run_id: str, node: str) -> str:
 
 
 def _on_node(run_id: str) -> str:
-    """Name the folder: nodes that share a machine, as in tests, have folders of their own."""
+    """Name the folder: nodes that share a machine, as in tests, have their own folders."""
     return f"{run_id}-{ray.get_runtime_context().get_node_id()[:8]}"

@@ -31,7 +31,7 @@ __all__ = ["PutRequest", "RowWriter"]
 logger = logging.getLogger(__name__)
 
 BESIDE_BYTES = 4 << 20
-"""Checksums of at least so many bytes are made in a thread of their own, which holds no lock meanwhile."""
+"""Checksums of at least so many bytes are made in their own thread, which holds no lock meanwhile."""
 
 Flat: TypeAlias = Mapping[str, FlatColumn]
 Names: TypeAlias = Collection[str]

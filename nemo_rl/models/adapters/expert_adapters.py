@@ -27,7 +27,7 @@ def experts_problem(experts: Any, weight: str) -> str | None:
     """Return why a weight of fused experts cannot have adapters, or None where it can."""
     given = vars(experts)
     if not {"has_gate", "has_bias", "is_transposed", "num_experts"} <= given.keys():
-        return "is in a mixture that computes in a way of its own"
+        return "is in a mixture that computes in its own way"
     if experts.is_transposed:
         return "is stored transposed, [E, in, out], for which adapters are not written"
     if weight not in _weights(experts):

@@ -203,7 +203,7 @@ class Pattern:
             ValueError: a pattern of the model's own.
         """
         if use_vmap:
-            raise ValueError(f"{config.model_type!r} masks attention by a pattern of its own")
+            raise ValueError(f"{config.model_type!r} masks attention by its own pattern")
         if local_size is None:
             return None
         given = config.to_dict()

@@ -85,4 +85,4 @@ def attention_problem(model: PreTrainedModel) -> str | None:
         return "has layers that carry values along a row outside of attention (convolutions, states)"
     if any(type(module).__name__.endswith("Indexer") for module in model.modules()):
         return "has an indexer that chooses the keys of each token by a mask of whole rows"
-    return None if model._supports_attention_backend else "brings an attention of its own"
+    return None if model._supports_attention_backend else "brings its own attention"

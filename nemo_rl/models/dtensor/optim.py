@@ -200,7 +200,7 @@ def learning_rate_factor(config: SchedulerConfig, *, calls_done: int, num_steps:
 
 
 class _PhaseChain:
-    """`SequentialLR` over the phases, on an optimizer of its own that has the same settings and no weights."""
+    """`SequentialLR` over the phases, on its own optimizer that has the same settings and no weights."""
 
     def __init__(self, config: SchedulerConfig, settings: list[dict[str, Any]]) -> None:
         self._names = [set(values) for values in settings]

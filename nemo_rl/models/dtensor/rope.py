@@ -23,7 +23,7 @@ __all__ = ["RowFrequencies", "long_rope_start", "rope_problem"]
 LONG_ROPE = "longrope"
 DYNAMIC = "dynamic"
 OWN_RULE = ("phimoe",)
-"""Families whose module scales by the longest row in a way of its own."""
+"""Families whose module scales by the longest row in its own way."""
 
 
 def rope_problem(config: PretrainedConfig) -> str | None:
@@ -35,7 +35,7 @@ def rope_problem(config: PretrainedConfig) -> str | None:
         return f"has positions of rope_type {dynamic[0]!r}, whose frequencies grow with the longest row seen so far"
     own = sorted(kind for kind in kinds.values() if model_type in OWN_RULE and kind != "default")
     if own or (LONG_ROPE in kinds.values() and "" not in kinds):
-        return f"has positions of rope_type {(own or [LONG_ROPE])[0]!r} with a rule of its own for the longest row"
+        return f"has positions of rope_type {(own or [LONG_ROPE])[0]!r} with its own rule for the longest row"
     return None
 
 

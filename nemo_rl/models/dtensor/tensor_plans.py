@@ -12,7 +12,7 @@ from nemo_rl.errors import ConfigError, shorten
 __all__ = ["plan_of"]
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Model types with a plan of their own, which also serves sequence parallelism."""
+"""Model types with their own plan, which also serves sequence parallelism."""
 
 # Styles of a model's own plan, and what they are called here.
 HF_STYLES: Mapping[str, str] = {

@@ -122,7 +122,7 @@ def small_model_config(
             "whether its numbers would be right; take a model type of docs/model_support.md"
         )
     layers = _layers(given, count, sizes.pipeline)
-    # Classes have tokens of their own, which a small vocabulary lacks.
+    # Classes have their own tokens, which a small vocabulary lacks.
     small = {
         **given,
         **{name: token for name, token in SMALL_TOKENS.items() if given_tokens[name] is not None},
@@ -173,9 +173,7 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int) -> int:
     with torch.device("meta"):
         count = sum(weight.numel() for weight in model_class(config).from_config(config).parameters())
     if count > MAX_PARAMETERS:
-        raise UserError(
-            f"a small {config.model_type!r} still has {count} parameters: its sizes have names of their own"
-        )
+        raise UserError(f"a small {config.model_type!r} still has {count} parameters: its sizes have their own names")
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -136,7 +136,7 @@ def fill_adapters(model: MegatronModel, values: Mapping[str, torch.Tensor]) -> N
 
 
 def _gradient_of(tensor: Any) -> torch.Tensor:
-    """megatron-core keeps it in an attribute of its own."""
+    """megatron-core keeps it in its own attribute."""
     if not isinstance(tensor, torch.nn.Parameter) or not tensor.requires_grad:
         return torch.zeros_like(tensor, dtype=torch.float32)
     gradient: torch.Tensor = tensor.main_grad  # type: ignore[attr-defined]

@@ -135,7 +135,7 @@ class HookPoints:
     # One of the ranks that have the very same tensor shows it.
 
     def shows(self, hook_point: HookPoint) -> bool:
-        """Return a site of the model; all have parts of their own where the tensor axis splits features or
+        """Return a site of the model; all have their own parts where the tensor axis splits features or
         positions."""
         is_split = (hook_point.split is not None and hook_point.split.count > 1) or (
             hook_point.tokens is TokenPositions.CHUNK and self.chunk[1] > 1

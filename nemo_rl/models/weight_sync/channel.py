@@ -200,7 +200,7 @@ class BucketSender:
             self._memory.close()
 
     def serve(self, sizes: Sequence[int]) -> None:
-        """Give all buckets, each in a slot of its own, to readers that come until `close`, beside what this process
+        """Give all buckets, each in its own slot, to readers that come until `close`, beside what this process
         does."""
         self._listener.settimeout(None)
         threading.Thread(target=self._serve, args=(sizes,), name="refit-buckets", daemon=True).start()

@@ -2,7 +2,7 @@
 
 A handle is GPU memory of one process, opened by another one on the same GPU: plain bytes and numbers, so nothing has to
 be unpickled. It opens only on the GPU it was made on, in another process, while its maker keeps the memory. A group is
-policy rank 0 and the engines in a process group of their own: rank 0 calls `send`, the others `receive`, bucket by
+policy rank 0 and the engines in their own process group: rank 0 calls `send`, the others `receive`, bucket by
 bucket. A status word comes before every bucket, so an error of the sender reaches the receivers as text; every wait
 ends with the group's deadline.
 """

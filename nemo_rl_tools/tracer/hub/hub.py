@@ -100,7 +100,7 @@ class Sink(Protocol):
 
 
 class SinkThread:
-    """Feeds one sink in a thread of its own."""
+    """Feeds one sink in its own thread."""
 
     def __init__(self, sink: Sink, *, max_bytes: int, problem: Callable[[str], None], name: str = "recording") -> None:
         """Args:

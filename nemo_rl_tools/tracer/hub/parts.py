@@ -187,7 +187,7 @@ class TokenParts:
         self.pieces.setdefault(part.span, []).append(_PicturePiece((part.microbatch, part.rank), tokens, payload))
         self.num_parts += 1
         self.num_not_finite += part.num_not_finite
-        # Codes and ids are those of the table, unless the part has rows of its own.
+        # Codes and ids are those of the table, unless the part has its own rows.
         return payload.nbytes + (0 if part.rows is None else tokens.num_bytes)
 
     def tokens(self) -> RankTokens:

@@ -5,7 +5,7 @@ import { Picker, placesOf } from "./picker.js";
 
 /**
  * Base of the views. One with a picker has `draw(chosen, places)`, called by `render` where something can be shown;
- * others have a `render` of their own. All have `numbers()` for the CSV.
+ * others have their own `render`. All have `numbers()` for the CSV.
  */
 export class View {
   /**

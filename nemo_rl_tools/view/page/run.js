@@ -9,7 +9,7 @@ const PARTS = [
   ["routes", showRoutes],
   ["tracer", showTracer],
 ];
-/** Stages that have a colour of their own; the others are summed up. */
+/** Stages that have their own colour; the others are summed up. */
 const COLORED = 6;
 const OTHER = { color: "#8a8f98", dash: [1, 2] };
 /** Steps of rollouts that have a link. */

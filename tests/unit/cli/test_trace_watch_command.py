@@ -43,7 +43,7 @@ def job(hub):
 
 
 class Watching:
-    """The command in a process of its own, which has begun to look on."""
+    """The command in its own process, which has begun to look on."""
 
     def __init__(self, run: Path, *args: object, waits_for: str = "watched") -> None:
         command = [sys.executable, "-m", "nemo_rl.cli.main", "trace", "watch", str(run), *map(str, args)]

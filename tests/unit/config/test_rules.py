@@ -115,7 +115,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_ledger_recovery_needs_a_process_of_its_own": [
         (
             (*LOCAL, "data_plane.ledger.recovery=journal"),
-            "data_plane.ledger.recovery: 'journal' needs the ledger in a process of its own; with",
+            "data_plane.ledger.recovery: 'journal' needs the ledger in its own process; with",
         ),
         (
             ("data_plane.ledger_host=socket", "data_plane.ledger.recovery=journal"),
@@ -141,7 +141,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_connect_needs_a_cluster_that_runs": [
         (
             ("data_plane.impl=transfer_queue", "data_plane.transfer_queue.connect=true"),
-            "data_plane.transfer_queue.connect: the run starts a Ray cluster of its own",
+            "data_plane.transfer_queue.connect: the run starts its own Ray cluster",
         ),
     ],
     "rule_connected_queue_brings_its_own_settings": [

@@ -246,7 +246,7 @@ def test_an_error_inside_the_block_ends_ray_with_all_its_processes(opened):
     before = children()
     cluster = RayVirtualCluster(ClusterConfig(cpu_workers_per_node=1), other_cpus=0)
     with pytest.raises(ValueError, match="a stage failed"), cluster:
-        assert children() - before, "Ray runs in processes of its own"
+        assert children() - before, "Ray runs in its own processes"
         raise ValueError("a stage failed")
     assert not ray.is_initialized()
     with pytest.raises(RuntimeError, match="use it in a with statement"):

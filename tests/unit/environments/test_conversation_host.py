@@ -1,4 +1,4 @@
-"""Conversations in processes of their own: every call ends with a reply or a failure, and nothing is left."""
+"""Conversations in their own processes: every call ends with a reply or a failure, and nothing is left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Mark the processes of a test, and give their folders a place of its own."""
+    """Mark the processes of a test, and give their folders its own place."""
     name = f"hosts-{os.getpid()}-{random.random()}"
     monkeypatch.setenv(MARK, name)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

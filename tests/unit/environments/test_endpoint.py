@@ -26,7 +26,7 @@ AGENT = (sys.executable, str(Path(__file__).parents[2] / "helpers/agent_program.
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Mark the processes of a test, and give their folders a place of its own."""
+    """Mark the processes of a test, and give their folders its own place."""
     name = f"programs-{os.getpid()}-{time.monotonic()}"
     monkeypatch.setenv(MARK, name)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

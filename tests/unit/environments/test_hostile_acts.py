@@ -65,7 +65,7 @@ def drawn(surface: str, count: int) -> Acts:
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """Mark the processes of a test, and give it a folder of its own."""
+    """Mark the processes of a test, and give it its own folder."""
     name = f"acts-{os.getpid()}-{time.monotonic()}"
     monkeypatch.setenv(MARK, name)
     (tmp_path / "hostile-work").mkdir()

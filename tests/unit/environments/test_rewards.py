@@ -80,7 +80,7 @@ PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     r"\text{(C)}": ((r"\boxed{C}", r"\boxed{\text{(C)}}"), (r"\boxed{D}", r"\boxed{\text{(B)}}")),
     r"\text{Yes}": ((r"\boxed{\text{Yes}}",), (r"\boxed{\text{No}}", "1")),
     r"\text{Monday}": ((r"\boxed{\text{Monday}}",), (r"\boxed{\text{Tuesday}}", r"\boxed{1}")),
-    # Golds with a box of their own, and with dollars.
+    # Golds with their own box, and with dollars.
     r"We get \boxed{12} apples": ((r"\boxed{12}", "12"), (r"\boxed{21}", "13")),
     r"$\frac{3}{7}$": ((r"\boxed{\frac{3}{7}}", "3/7"), (r"\boxed{\frac{7}{3}}", "3", "7")),
     r"\(x+1\)": ((r"\boxed{1+x}",), (r"\boxed{x-1}", "1")),

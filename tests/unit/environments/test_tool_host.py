@@ -30,7 +30,7 @@ CALCULATOR = HostedTool(target="nemo_rl.environments.tools:calculator")
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Mark the processes of a test, and give their folders a place of its own."""
+    """Mark the processes of a test, and give their folders its own place."""
     name = f"tools-{os.getpid()}-{time.monotonic()}"
     monkeypatch.setenv(MARK, name)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

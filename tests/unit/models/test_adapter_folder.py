@@ -197,7 +197,7 @@ CHANGED: dict[str, object] = {
     "layer_replication": [[0, 2]],
     "alora_invocation_tokens": [9],
 }
-"""Values of refused fields; of the others they are true, or a section of their own."""
+"""Values of refused fields; of the others they are true, or their own section."""
 TURNED_ON = {key: CHANGED.get(key, {"rank": 2} if key.endswith("_config") else True) for key in REFUSED}
 
 

@@ -39,7 +39,7 @@ def rows(named: bool = False, **settings: bool) -> GenerationRequest:
 
 
 def differing(engine: TorchEngine, alone: list[GenerationOutput], request: GenerationRequest) -> int:
-    """Return the number of rows with other bits than alone, in an order of their own."""
+    """Return the number of rows with other bits than alone, in their own order."""
     order = random.Random(5).sample(range(NUM_ROWS), NUM_ROWS)
     output = engine.generate(request.of_groups(order))
     return sum(not equal_bits(output.select([place]), alone[row]) for place, row in enumerate(order))

@@ -80,16 +80,16 @@ REFUSED = {
     "its own attention and packing": (
         OWN_ATTENTION,
         {"packed": True},
-        "policy.sequence_packing.enabled: 'codegen' brings an attention of its own",
+        "policy.sequence_packing.enabled: 'codegen' brings its own attention",
     ),
     "its own attention and context": (
         OWN_ATTENTION,
         {"context_parallel_size": 2},
-        "policy.dtensor_cfg.context_parallel_size: 'codegen' brings an attention of its own",
+        "policy.dtensor_cfg.context_parallel_size: 'codegen' brings its own attention",
     ),
     "positions that grow": (GROWING, {}, "has positions of rope_type 'dynamic', whose frequencies grow with the"),
-    "positions of its own": (PHIMOE, {}, "rope_type 'longrope' with a rule of its own for the longest row"),
-    "positions of layers": (BY_LAYER, {}, "rope_type 'longrope' with a rule of its own for the longest row"),
+    "positions of its own": (PHIMOE, {}, "rope_type 'longrope' with its own rule for the longest row"),
+    "positions of layers": (BY_LAYER, {}, "rope_type 'longrope' with its own rule for the longest row"),
     "positions of rollouts": (config_of("longrope"), {}, "in rows of more than 16 tokens"),
 }
 

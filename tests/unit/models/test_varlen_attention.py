@@ -158,7 +158,7 @@ def test_a_mask_of_the_model_itself_is_refused() -> None:
     inputs = (MODULE, heads(3, 4), heads(3, 2), heads(3, 2))
     with pytest.raises(ValueError, match="makes its own mask"):
         varlen_attention(*inputs, torch.ones(1, 3))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="masks attention by a pattern of its own"):
+    with pytest.raises(ValueError, match="masks attention by its own pattern"):
         Pattern.of_mask(use_vmap=True, config=LlamaConfig())
     with pytest.raises(ValueError, match="which look alike"):
         Pattern.of_mask(local_size=8, config=LlamaConfig(attention_chunk_size=8, sliding_window=8))

@@ -30,7 +30,7 @@ SAID = re.compile(r"http://(\S+)/ .* token is in (\S+); Ctrl-C ends")
 
 
 class Serving:
-    """`nemo-rl trace serve` or `inspect RUN play` in a process of its own, which listens."""
+    """`nemo-rl trace serve` or `inspect RUN play` in its own process, which listens."""
 
     def __init__(self, *args: object) -> None:
         command = [sys.executable, "-m", "nemo_rl.cli.main", *map(str, args)]

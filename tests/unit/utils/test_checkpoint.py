@@ -295,7 +295,7 @@ def test_two_managers_use_different_temporary_names(tmp_path):
 
 
 def test_an_interrupt_during_a_save_is_one_whatever_a_library_makes_of_it(tmp_path, monkeypatch):
-    """torch turns the KeyboardInterrupt of a save into an error of its own, which the worker reports as a full disk."""
+    """torch turns the KeyboardInterrupt of a save into its own error, which the worker reports as a full disk."""
 
     def write(folder: Path) -> None:
         monkeypatch.setattr(interrupt, "_received", [15])

@@ -122,7 +122,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_wandb_offline_run_holds_the_metrics_and_leaves_no_process(tmp_path: Path) -> None:
-    """In a process of its own: wandb starts a service and changes global state."""
+    """In its own process: wandb starts a service and changes global state."""
     script = textwrap.dedent(
         """
         import sys
@@ -156,7 +156,7 @@ def test_wandb_offline_run_holds_the_metrics_and_leaves_no_process(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.full
 def test_mlflow_keeps_metrics_and_config_in_files_and_gives_up_on_a_server_that_is_not_there(tmp_path: Path) -> None:
-    """In a process of its own: it imports a lot and sets variables."""
+    """In its own process: it imports a lot and sets variables."""
     if not has_mlflow():
         pytest.skip("the extra mlflow is not installed")
     script = textwrap.dedent(

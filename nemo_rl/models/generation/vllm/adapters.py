@@ -1,6 +1,6 @@
 """Adapters in vLLM: `VllmAdapters`, an engine's side of their versions, and `WorkerAdapters`, that of vLLM's worker.
 
-vLLM reads adapters from folders; here they come from memory, under a number and a name of their own for each version,
+vLLM reads adapters from folders; here they come from memory, under a number and their own name for each version,
 so that no block of the prefix cache is found by rows of another version. That way skips vLLM's check of names, which
 `WorkerAdapters` makes, tensor by tensor. Invariants: vLLM is handed copies, for it folds the scale into B in place; the
 scale is 1, since s B comes; on CPUs the last slot stays zero for ever, because vLLM's kernels give it to rows without

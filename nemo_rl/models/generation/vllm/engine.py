@@ -1,4 +1,4 @@
-"""`VllmEngine`: generation by vLLM, in a process of its own, and `VllmWorker`, which takes new weights from a refit.
+"""`VllmEngine`: generation by vLLM, in its own process, and `VllmWorker`, which takes new weights from a refit.
 
 Called by rollout actors. Invariant: every output names the version that produced it, and between the first new weight
 and the last one nothing is sampled.

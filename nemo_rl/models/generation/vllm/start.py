@@ -144,7 +144,7 @@ def engine_arguments(spec: EngineSpec) -> EngineArguments:
     }
     if use_gpu:
         found["gpu_memory_utilization"] = given.gpu_memory_utilization
-        # Memory that can be freed comes from an allocator of its own.
+        # Memory that can be freed comes from its own allocator.
         found["enable_sleep_mode"] = spec.sleep_level > 0
     else:
         found["kv_cache_memory_bytes"] = int(given.kv_cache_gib * GIB)

@@ -58,7 +58,7 @@ def check_distinct_devices(own: str) -> None:
     for rank, device in enumerate(found):
         if (first := found.index(device)) != rank:
             raise ConfigError(
-                f"policy workers {first} and {rank} are both on {device}, and each needs a GPU of its own; set "
+                f"policy workers {first} and {rank} are both on {device}, and each needs its own GPU; set "
                 "cluster.gpus_per_node to the GPUs that CUDA_VISIBLE_DEVICES shows, and look who else has set that"
             )
 

@@ -86,7 +86,7 @@ class LayerReplay(RouterReplay):  # type: ignore[misc]
 
 
 def attach_replay(model: MegatronModel, *, validates: bool) -> RouteReplayer:
-    """Let the routers of this rank ask a replayer of their own, which is idle at first.
+    """Let the routers of this rank ask their own replayer, which is idle at first.
 
     Raises:
         ConfigError: the model has no experts, or routers that leave the choice to a kernel or are of an unknown kind.

@@ -260,7 +260,7 @@ class Passes(DeviceStates):
         plan = plan or self._inference_plan(batch, mbs)
         with self.use_reference_model():
             self.require("get_reference_policy_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
-            # The KL compares whole distributions; a filter would leave each policy a set of its own.
+            # The KL compares whole distributions; a filter would leave each policy its own set.
             whole = self.batch_layout(plan).sampling.unfiltered
             return self._logprobs(batch, plan, OWN_ROUTES, WorkerPass.REFERENCE_LOGPROBS, sampling=whole)[0]
 

@@ -150,7 +150,7 @@ class PolicyWorker(Passes, RefitSource):
         lora = config.lora if config.lora.enabled else None
         RefitSource.__init__(self, takes_fingerprints=config.generation.receipt.enabled, lora=lora)
 
-    # Checkpoints. A save beside the training copies what it writes first, and its threads talk in a group of their own,
+    # Checkpoints. A save beside the training copies what it writes first, and its threads talk in their own group,
     # so that no collective of the training meets one of theirs. At most one save runs.
 
     def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:

@@ -127,7 +127,7 @@ def make_probe(*, vocab_size: int, max_length: int, num_tokens: int, left_out: C
     Args:
         max_length: of a row.
         num_tokens: of all responses together, at least; as many as fit where that is less.
-        left_out: ids with a meaning of their own, such as the place of an image.
+        left_out: ids with their own meaning, such as the place of an image.
     """
     rng = random.Random(SEED)
     ids = [token for token in range(vocab_size) if token not in left_out] or list(range(vocab_size))

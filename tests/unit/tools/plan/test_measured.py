@@ -69,7 +69,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class AskingLoss(NLLLoss):
-    """The NLL loss with further columns that workers compute, each with a gradient of its own."""
+    """The NLL loss with further columns that workers compute, each with its own gradient."""
 
     asks: tuple[str, ...] = ()
     """Names of `COMPUTED_FIELDS`."""
