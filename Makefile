@@ -12,6 +12,9 @@ BASE ?= HEAD
 # What pip installs for torch: a wheel that you have downloaded may stand here.
 TORCH ?= torch==2.13.0
 INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
+comma := ,
+# A package index may leave a version out of one answer, which pip then takes for a conflict.
+TWICE = $(1) || $(1)
 STARTER := checkpoints/starter_sort
 MOE_STARTER := checkpoints/starter_sort_moe
 CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
@@ -50,18 +53,18 @@ $(VENV)/.made:
 # torch comes first: the build that suits this machine is then kept by everything that depends on it.
 $(VENV)/.torch: $(VENV)/.made
 	@echo "installing torch into $(VENV) (1 of 2): a build without CUDA takes 0.7 GB of disk, one with CUDA 5 GB; docs/install.md has the choices"
-	$(INSTALL) '$(TORCH)'
+	$(call TWICE,$(INSTALL) '$(TORCH)')
 	@$(BIN)/python -c 'import importlib.metadata; print("torch", importlib.metadata.version("torch"))'
 	touch $@
 
 $(VENV)/.base: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "installing Ray, transformers, megatron-core and what else runs need (2 of 2): about 1.2 GB of disk"
-	$(INSTALL) -e .
+	$(call TWICE,$(INSTALL) -e .)
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.base
 	@echo "installing test tools and optional libraries: about 0.4 GB of disk"
-	$(INSTALL) -e '.[envs,data,gguf,wandb,mlflow,docs,dev]'
+	$(call TWICE,$(INSTALL) -e '.[envs$(comma)data$(comma)gguf$(comma)wandb$(comma)mlflow$(comma)docs$(comma)dev]')
 	touch $@
 
 $(VENV)/.notebook: pyproject.toml constraints.txt $(VENV)/.base
