@@ -164,8 +164,7 @@ class VllmEngine(ServesAdapters[VllmAdapters], SleepingMemory):
     def _add(self, llm: vllm.LLM, each: TurnRow) -> str:
         """Give a row to vLLM, and return vLLM's own name of it."""
         row, request = each.row, each.request
-        # Also the number of loads: weights that are loaded again may be others.
-        salt, lora = f"{self._weight_version}.{self._num_loads}", None
+        salt, lora = self.salt_of(row), None
         if self._adapters is not None:
             adapter = self._adapters.versions.resolved(each.adapter)
             salt, lora = f"{salt}.{self._adapters.salt_of(adapter)}", self._adapters.request_of(adapter)
@@ -180,6 +179,10 @@ class VllmEngine(ServesAdapters[VllmAdapters], SleepingMemory):
             key=request.keys[row.number] if is_recorded else None,
         )
         return llm.llm_engine.add_request(str(each.key), prompt, params, lora_request=lora)
+
+    def salt_of(self, row: RowRequest) -> str:
+        # Also the number of loads: weights that are loaded again may be others.
+        return f"{self._weight_version}.{self._num_loads}"
 
     def named(self) -> str:
         return f"generation engine {self._number}, weight version {self._weight_version}"
