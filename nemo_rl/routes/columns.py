@@ -15,7 +15,8 @@ import torch
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.jagged import lengths_of, nest, values_of
-from nemo_rl.routes.shape import MISSING, RouteShape, bits_per_id, route_digests, route_dtype
+from nemo_rl.routes.digest import route_digests
+from nemo_rl.routes.shape import MISSING, RouteShape, bits_per_id, route_dtype
 
 __all__ = [
     "decode_routes",

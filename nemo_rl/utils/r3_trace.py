@@ -25,7 +25,7 @@ from nemo_rl.config.r3_trace_env import (
     router_replay_validate_enabled,
     trace_limits,
 )
-from nemo_rl.routes.shape import route_digests
+from nemo_rl.routes.digest import route_digests
 from nemo_rl.utils.r3_trace_records import TraceFile, as_array, describe, describe_routes, encode
 
 __all__ = [

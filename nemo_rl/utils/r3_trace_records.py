@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from nemo_rl.config.r3_trace_env import r3_trace_verify_forward_enabled, trace_folder, trace_limits
-from nemo_rl.routes.shape import route_digests
+from nemo_rl.routes.digest import route_digests
 from nemo_rl.utils.files import FileFormat
 
 __all__ = [

@@ -48,7 +48,8 @@ from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.routes.columns import validate_routes
-from nemo_rl.routes.shape import RouteShape, route_digests
+from nemo_rl.routes.digest import route_digests
+from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.files import FileFormat, check_format, give_usual_mode, replace_file
 from nemo_rl_tools.runner.layout_text import LayoutText
 from nemo_rl_tools.runner.prompts import RunnerRows, batch_of

@@ -21,7 +21,8 @@ from nemo_rl.errors import (
 )
 from nemo_rl.jagged import nest
 from nemo_rl.routes.columns import decode_routes, encode_routes
-from nemo_rl.routes.shape import MISSING, RouteShape, route_digests
+from nemo_rl.routes.digest import route_digests
+from nemo_rl.routes.shape import MISSING, RouteShape
 from tests.helpers.data_planes import Plane, ids_column, keys_of, rows_of
 
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16"]

@@ -19,7 +19,7 @@ from nemo_rl.errors import WorkerError
 from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, RouteReplayer
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.routes.shape import route_digests
+from nemo_rl.routes.digest import route_digests
 from tests.helpers.megatron_models import shape_of, write_experts
 from tests.helpers.parallel_layouts import LOSS, Case, forced_routes, layout_batch, plan_of
 from tests.helpers.tiny_model import tiny_policy, tiny_worker

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nemo_rl.models.attention.varlen import Segments
-from nemo_rl.routes.shape import route_digests
+from nemo_rl.routes.digest import route_digests
 from nemo_rl.utils import r3_trace
 
 __all__ = ["RouteRun"]

@@ -20,15 +20,8 @@ from nemo_rl.routes.columns import (
     validate_routes,
     wire_bytes,
 )
-from nemo_rl.routes.shape import (
-    MISSING,
-    RouteShape,
-    bits_per_id,
-    bound_bits_per_token,
-    dummy_route,
-    route_digests,
-    route_dtype,
-)
+from nemo_rl.routes.digest import route_digests
+from nemo_rl.routes.shape import MISSING, RouteShape, bits_per_id, bound_bits_per_token, dummy_route, route_dtype
 
 
 def random_routes(shape: RouteShape, lengths: list[int], *, seed: int = 0, missing: float = 0.1) -> torch.Tensor:

@@ -197,7 +197,7 @@ def test_no_scoring_process_outlives_a_killed_owner() -> None:
         """
         import threading, time
         import psutil
-        from nemo_rl.config.schema import EnvConfig
+        from nemo_rl.config.env import EnvConfig
         from nemo_rl.data.datasets import Prompt
         from nemo_rl.environments.factory import build_environment
         from nemo_rl.environments.interfaces import Response

@@ -25,7 +25,8 @@ from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.routes.columns import decode_routes
-from nemo_rl.routes.shape import RouteShape, route_digests
+from nemo_rl.routes.digest import route_digests
+from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.metrics import values as reduced
 from nemo_rl.utils.r3_trace import reset_r3_trace
 from tests.helpers.data_planes import Plane, open_plane

@@ -127,7 +127,7 @@ def test_wandb_offline_run_holds_the_metrics_and_leaves_no_process(tmp_path: Pat
         """
         import sys
         from pathlib import Path
-        from nemo_rl.config.schema import LoggerConfig, WandbConfig
+        from nemo_rl.config.logger import LoggerConfig, WandbConfig
         from nemo_rl.utils.logger import build_logger
         import psutil
 
@@ -163,7 +163,7 @@ def test_mlflow_keeps_metrics_and_config_in_files_and_gives_up_on_a_server_that_
         """
         import sys
         from pathlib import Path
-        from nemo_rl.config.schema import LoggerConfig, MlflowConfig
+        from nemo_rl.config.logger import LoggerConfig, MlflowConfig
         from nemo_rl.utils.logger import build_logger
 
         folder = Path(sys.argv[1])

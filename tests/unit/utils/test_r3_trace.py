@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from nemo_rl.config.r3_trace_env import TraceLimits, router_replay_validate_enabled, trace_environment, trace_limits
-from nemo_rl.routes.shape import route_digests
+from nemo_rl.routes.digest import route_digests
 from nemo_rl.utils import r3_trace
 
 LAYERS = [2, 5]

@@ -17,7 +17,8 @@ import torch
 
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.policy.routes.slices import RouteSlices
-from nemo_rl.routes.shape import MISSING, dummy_route, route_digests
+from nemo_rl.routes.digest import route_digests
+from nemo_rl.routes.shape import MISSING, dummy_route
 from nemo_rl.torch_private import after_backward
 from nemo_rl.utils.metrics import Mean, Reduction
 from nemo_rl.utils.r3_trace import (

@@ -19,7 +19,8 @@ from nemo_rl.models.policy.routes.replay import (
     microbatch_routes,
 )
 from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
-from nemo_rl.routes.shape import RouteShape, route_digests
+from nemo_rl.routes.digest import route_digests
+from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.r3_trace import r3_trace_stage, reset_r3_trace
 
 SHAPE = RouteShape(layers=(1, 3), top_k=2, num_experts=300)
