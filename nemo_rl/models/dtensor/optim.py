@@ -14,19 +14,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 
 from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig, SchedulerPhase
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.hf.files import local_shard
-from nemo_rl.torch_private import with_shard
 
-__all__ = ["LearningRate", "LossScaler", "build_optimizer", "hold_moments_together", "learning_rate_factor"]
+__all__ = ["LearningRate", "LossScaler", "build_optimizer", "learning_rate_factor"]
 
 # Dynamic loss scale of float16: start high, halve on overflow, double after this many clean steps.
 INITIAL_SCALE = 2.0**15
 GROWTH_INTERVAL = 1000
 MIN_SCALE = 1.0
 MAX_SCALE = 2.0**24
-ADAMS = (torch.optim.Adam, torch.optim.AdamW)
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""State of Adam besides its counter, each like the weight."""
 
 
 _T = TypeVar("_T")
@@ -83,28 +78,6 @@ def _implementation(
         return {"foreach": False}
     is_cuda = all(weight.device.type == "cuda" for weight in weights)
     return {"fused": True} if is_cuda and "fused" in known else {}
-
-
-def hold_moments_together(optimizer: torch.optim.Optimizer) -> None:
-    """Give the moments of Adam on a CPU one block of memory each, before the first step that needs them.
-
-    Torch would lay them into the holes that activations have left, and those of the next step would find none.
-    """
-    if type(optimizer) not in ADAMS:
-        return
-    for group in optimizer.param_groups:
-        weights = [weight for weight in group["params"] if weight.grad is not None and weight not in optimizer.state]
-        shards = [local_shard(weight.detach()) for weight in weights]
-        is_usual = not (group["amsgrad"] or group["capturable"] or group["fused"])
-        if not is_usual or any(shard.device.type != "cpu" or shard.dtype != torch.float32 for shard in shards):
-            continue
-        for weight in weights:
-            optimizer.state[weight]["step"] = torch.tensor(0.0)
-        for kind in MOMENTS:
-            rest = torch.zeros(sum(shard.numel() for shard in shards), dtype=torch.float32)
-            for weight, shard in zip(weights, shards, strict=True):
-                view, rest = rest[: shard.numel()].view(shard.shape), rest[shard.numel() :]
-                optimizer.state[weight][kind] = with_shard(weight, view)
 
 
 class LossScaler:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import ParallelGroups
-from nemo_rl.models.dtensor.optim import LossScaler, hold_moments_together
+from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, reduce_gradients
 from nemo_rl.models.head.top_k import TopTokens
 from nemo_rl.models.hf.files import local_shard
@@ -196,7 +196,6 @@ class OptimizerStep:
             return None
         if self._max_grad_norm is not None and norm > self._max_grad_norm:
             scale_([local_shard(grad) for grad in grads], self._max_grad_norm / (norm + CLIP_EPSILON))
-        hold_moments_together(self._optimizer)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.scaler.on_clean_step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,10 +170,6 @@ def test_memory_for_another_process_heeds_a_users_own_allocator(environment: dic
     assert has_expandable_segments(environment) is is_growing
 
 
-def _memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
-    return {local_shard(tensor).untyped_storage().data_ptr() for tensor in tensors}
-
-
 def test_a_rank_alone_on_a_cpu_computes_with_the_weights_that_it_holds(folder: Path) -> None:
     """FSDP would copy each weight before it is used, and each gradient after."""
     alone, half = tiny_worker(tiny_policy(folder)), tiny_worker(tiny_policy(folder, precision="bfloat16"))
@@ -212,22 +208,6 @@ def test_the_weights_that_make_room_for_the_reference_are_held_no_longer_than_th
     with worker.use_reference_model():
         assert made and all(tensor() is not None for tensor in made)
     assert not any(tensor() is not None for tensor in made)
-
-
-def test_the_moments_of_adam_lie_together_and_step_as_those_of_torch(folder: Path) -> None:
-    found = []
-    for name in ("torch.optim.AdamW", "tests.unit.models.policy.test_dtensor_worker_lifecycle.OwnAdamW"):
-        worker = tiny_worker(tiny_policy(folder, optimizer=OptimizerConfig(name=name, kwargs={"lr": 0.01})))
-        losses = [worker.train(tiny_batch(), LOSS).loss for _ in range(3)]
-        found.append((losses, _weights(worker), len(_memory_of(worker.engine.moments()))))
-        worker.shutdown()
-    ours, theirs = found
-    assert ours[0] == theirs[0] and _same(ours[1], theirs[1])
-    assert ours[2] == 2 and theirs[2] == 2 * len(theirs[1])
-
-
-class OwnAdamW(torch.optim.AdamW):
-    """Its state is its own business."""
 
 
 def test_a_cycle_of_moves_keeps_every_bit_and_the_memory_on_the_cpu(folder: Path) -> None:
