@@ -11,7 +11,7 @@ from itertools import islice
 from typing import cast
 
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.data import generated, huggingface_wrapper, reasoning_gym_wrapper
+from nemo_rl.data import generated, huggingface_wrapper, reasoning_gym_wrapper, shapes
 from nemo_rl.data.conversation import Message
 from nemo_rl.data.datasets import MISSING, RawPrompt, value_at
 from nemo_rl.data.huggingface_wrapper import json_rows, open_text
@@ -54,7 +54,7 @@ def shapes_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> 
     options = {name: value for name, value in cfg.options.items() if name != "task"}
     task = cfg.options.get("task", "count")
     numbers = _integer_options(cfg.model_copy(update={"options": options}), where)
-    for problem in generated.shape_problems(cfg.size or 0, seed=cfg.seed, task=str(task), **numbers):
+    for problem in shapes.shape_problems(cfg.size or 0, seed=cfg.seed, task=str(task), **numbers):
         yield RawPrompt(text=problem.prompt, answer=problem.answer, metadata={}, images=problem.picture)
 
 
