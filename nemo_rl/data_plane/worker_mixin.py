@@ -191,7 +191,7 @@ class TQWorkerMixin(GuardedWorker):
         self.rank = rank
         self._replica, self._watch, self._pad_values = replica, watch, pad_values
         self._reads: ShardReads | None = None
-        """What this rank has read in this step; None on a rank without a client."""
+        """Columns that this rank has read in this step; None on a rank without a client."""
         self._extras: tuple[FieldSpec, ...] = ()
         self.fetch_group: dist.ProcessGroup | None = None
         """Over which the leader broadcasts; None when this rank reads for itself."""
@@ -315,7 +315,7 @@ class TQWorkerMixin(GuardedWorker):
         return extra_names(self._extras, stage.value)
 
     def _broadcast(self, meta: KVBatchMeta, fields: Sequence[str], group: dist.ProcessGroup) -> Fields:
-        """What the leader reads and this rank needs, without padding."""
+        """Columns that the leader reads and this rank needs, without padding."""
         replica = self._replica
         # The leader reads everything at once, in the first channel, so that its error reaches both ends.
         read = cache(lambda: self.reads.ragged(meta, fields))

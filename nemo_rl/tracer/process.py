@@ -45,7 +45,7 @@ RECORDING_FOLDER = "tracer"
 HUB_FILE, OPEN_FILE, LOG_FILE = "hub.json", "open.html", "hub.log"
 MAX_HUB_FILE = 65_536
 HUB_MODULE = "nemo_rl_tools.tracer.hub.main"
-"""What the process of a hub runs: in the package nemo-rl-tools."""
+"""Module that the process of a hub runs; the package nemo-rl-tools has it."""
 ANY_HOST = ("0.0.0.0", "::", "")
 """All addresses of the machine."""
 
