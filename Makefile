@@ -195,7 +195,7 @@ wheels: $(VENV)/.base ## build the wheels of nemo-rl and nemo-rl-tools into buil
 	$(BIN)/python -m tests.repo.wheels $(WHEELS)
 
 configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema
-	$(BIN)/python -m nemo_rl.config.render configs/grpo_base.yaml
+	$(BIN)/python -m nemo_rl.config.yaml_text configs/grpo_base.yaml
 
 model-support: $(VENV)/.dev ## write docs/model_support.md: which models of transformers run, tried one by one
 	$(BIN)/python -m tests.repo.model_support docs/model_support.md

@@ -39,8 +39,8 @@ from rich.console import Console
 from benchmarks.common import ROOT, Hold, check_figures, environment, figures_table, load_average, write_json
 from benchmarks.sleep_engine import SleepOptions
 from benchmarks.tiny_model import write_random_model
-from nemo_rl.algorithms.async_groups import AsyncLimits
-from nemo_rl.algorithms.async_simulation import Pipeline, SimulatedRun, ideal_run
+from nemo_rl.algorithms.async_account import Pipeline, SimulatedRun, ideal_run
+from nemo_rl.algorithms.async_selection import AsyncLimits
 from nemo_rl.algorithms.grpo_sync import TrainerParts
 from nemo_rl.algorithms.setup import open_parts
 from nemo_rl.algorithms.stages.columns import declare_partition

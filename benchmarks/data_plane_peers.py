@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from benchmarks.data_plane_batches import ROUTES, Batch, make_batch, pad_raw, padded_batch, sums
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import DataPlaneAddress
-from nemo_rl.data_plane.chunks import dense
+from nemo_rl.data_plane.chunks import ragged
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.column_io import kv_first_write, write_columns
 from nemo_rl.data_plane.factory import attach_data_plane
@@ -189,7 +189,7 @@ class Peer:
     def __init__(self, spec: BatchSpec) -> None:
         torch.set_num_threads(1)
         if spec.is_cold:
-            dense.WARM_MEMORY = dense.WarmMemory(keep_bytes=0)
+            ragged.WARM_MEMORY = ragged.WarmMemory(keep_bytes=0)
         self._batch = make_batch(routes=spec.routes, num_rows=spec.num_rows, longest=spec.longest)
         self._padded = padded_batch(self._batch)
         self._logprobs = torch.randn(spec.num_rows, max(self._batch.lengths))

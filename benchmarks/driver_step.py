@@ -35,8 +35,7 @@ from benchmarks.packing_lengths import draw_lengths
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.stages.bodies import build_stages, clear_untrained
 from nemo_rl.algorithms.stages.columns import declare_partition, stage_columns
-from nemo_rl.algorithms.stages.stage import StageTools
-from nemo_rl.algorithms.stages.state import StepState, begin_step
+from nemo_rl.algorithms.stages.stage import StageTools, StepState, begin_step
 from nemo_rl.algorithms.step_metrics import step_metrics
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.load import load_config

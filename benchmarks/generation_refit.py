@@ -19,17 +19,16 @@ from benchmarks.common import ROOT
 from benchmarks.tracer import Case, batch_of, write_dense_model
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.setup import open_trainer
-from nemo_rl.config.dtensor import OptimizerConfig
+from nemo_rl.config.backends import OptimizerConfig
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerFleet
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
-from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.tq_policy import Policy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.factory import build_weight_sync

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.tiny_model import write_random_model
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.backends import DTensorConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec
@@ -26,8 +26,8 @@ from nemo_rl.models.policy.microbatch import Microbatch, fixed_plan, steps_of
 from nemo_rl.models.policy.observer import OnBackward, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES
 from nemo_rl.models.policy.steps import loss_scales
-from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.dtensor_engine import DTensorEngine
+from nemo_rl.models.policy.workers.launch import worker_of_job
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 
 __all__ = ["gradient_shares", "held_gradient_bytes", "share_of"]

@@ -37,21 +37,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import ROOT, Hold, check_figures, environment, figures_table, load_average, write_json
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.config.dtensor import OptimizerConfig
+from nemo_rl.config.backends import LoraConfig, OptimizerConfig
 from nemo_rl.config.generation import GenerationConfig
-from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.generated import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerFleet
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
 from nemo_rl.models.hf.files import local_shard
-from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.tq_policy import Policy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.moves import optimizer_tensors
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker

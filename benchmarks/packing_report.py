@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from rich.table import Table
 
-from nemo_rl.distributed.pack_plan import PackPlan
+from nemo_rl.distributed.packing import PackPlan
 
 __all__ = ["Case", "Samples", "algorithms_table", "cases_table", "missed_bounds", "plan_problems"]
 

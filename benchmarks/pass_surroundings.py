@@ -18,10 +18,9 @@ from benchmarks.pass_workload import SHAPES, ModelShape, Work, loss_of_recipe, m
 from nemo_rl.config.generation import DeviceSharing, GenerationConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerFleet
 from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.models.generation.rows import RowRequest
+from nemo_rl.models.generation.requests import RowRequest
 from nemo_rl.models.generation.torch_engine.decode import BatchRow, DecodeBatch, RowSettings
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker

@@ -19,17 +19,16 @@ from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig
+from nemo_rl.config.backends import DTensorConfig, MegatronConfig, MegatronOptimizerConfig, OptimizerConfig
 from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
 from nemo_rl.data.generated import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, plan_packs
-from nemo_rl.models.attention.segments import varlen_on_device
-from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.attention.varlen import varlen_on_device
+from nemo_rl.models.policy.workers.launch import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 
 __all__ = [

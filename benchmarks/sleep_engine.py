@@ -27,7 +27,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GroupSamples,
 )
-from nemo_rl.models.generation.rows import RowRequest, rows_of
+from nemo_rl.models.generation.requests import RowRequest, rows_of
 from nemo_rl.models.generation.turn_batch import NAMED, ContinuousSpec, TurnBatch, TurnRow
 from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes
 from nemo_rl.models.weight_sync.target import RefitTarget

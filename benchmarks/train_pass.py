@@ -67,7 +67,7 @@ from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.parts import LOSSES
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.models.attention import varlen
-from nemo_rl.models.head import lazy_logits
+from nemo_rl.models.head import logits as head_logits
 from nemo_rl.models.policy.interfaces import STALENESS, TOPK_IDS, TOPK_LOGPROBS, LossFunction
 from nemo_rl.models.policy.steps import StepNumbers
 from nemo_rl.models.policy.workers.dtensor_engine import DTensorEngine
@@ -146,12 +146,12 @@ def losses() -> dict[str, LossFunction]:
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Cut logits into chunks of a GPU's size meanwhile."""
-    own = lazy_logits.CHUNK_ELEMENTS["cpu"]
-    lazy_logits.CHUNK_ELEMENTS["cpu"] = lazy_logits.CHUNK_ELEMENTS["cuda"]
+    own = head_logits.CHUNK_ELEMENTS["cpu"]
+    head_logits.CHUNK_ELEMENTS["cpu"] = head_logits.CHUNK_ELEMENTS["cuda"]
     try:
         yield
     finally:
-        lazy_logits.CHUNK_ELEMENTS["cpu"] = own
+        head_logits.CHUNK_ELEMENTS["cpu"] = own
 
 
 def count_ops(call: Callable[[], object]) -> int:
@@ -361,14 +361,14 @@ def switched_off() -> Iterator[None]:
     varlen._Options.is_plain = property(lambda _: False)  # type: ignore[assignment, method-assign]
     varlen.MOST_GROUPS = 16
     varlen._grouped.cache_clear()
-    own, lazy_logits.CHUNK_ELEMENTS["cuda"] = lazy_logits.CHUNK_ELEMENTS["cuda"], lazy_logits.CHUNK_ELEMENTS["cpu"]
+    own, head_logits.CHUNK_ELEMENTS["cuda"] = head_logits.CHUNK_ELEMENTS["cuda"], head_logits.CHUNK_ELEMENTS["cpu"]
     try:
         yield
     finally:
         varlen._Options.is_plain = plain  # type: ignore[method-assign]
         varlen.MOST_GROUPS = most
         varlen._grouped.cache_clear()
-        lazy_logits.CHUNK_ELEMENTS["cuda"] = own
+        head_logits.CHUNK_ELEMENTS["cuda"] = own
 
 
 def measure(work_dir: Path, setting: Setting, *, is_on: bool) -> tuple[dict[str, float], dict[str, dict[str, int]]]:

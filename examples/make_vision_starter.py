@@ -34,7 +34,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from examples.starter import check_starter_place, write_starter
-from nemo_rl.data.shapes import CELL, ShapeProblem, shape_problems
+from nemo_rl.data.sources import CELL, ShapeProblem, shape_problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import UserError
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams

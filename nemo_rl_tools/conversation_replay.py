@@ -33,8 +33,7 @@ from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
 from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.data_plane.keys import group_uid
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerFleet
 from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailure, Reply, ToolResult, Turn
 from nemo_rl.errors import CheckpointError, WorkerError
 from nemo_rl.experience.conversation_attempt import Attempt, AttemptParts, ConversationTask, Hosts, turn_seed

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.environments.factory import EnvironmentStart
 from nemo_rl.environments.interfaces import EnvReport, Response
+from nemo_rl.environments.process_environment import EnvironmentStart
 
 __all__ = ["ShortAnswers"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from nemo_rl.algorithms.losses.normalization import token_weights
+from nemo_rl.algorithms.losses.policy_loss import token_weights
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.utils.metrics import Sum

@@ -10,36 +10,332 @@ An observer of the run's steps that measures, and the pure `account_of` that it 
 
 Both take a row for no slower beside others, which is true while decoding is bound by the memory of a GPU. Engines that
 are bound by arithmetic, as on a CPU, gain less than is said here.
+
+An asynchronous run in virtual time: the schedule of a run, driven by events instead of processes.
+
+`ideal_run` is the bound that `benchmarks/async_vs_sync.py` compares a real run with, and the account's answer to what
+more staleness would bring. Invariant: a run is a function of its arguments; it reads no clock and draws no numbers.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Literal
 
 from nemo_rl.algorithms.async_batches import limits_of
-from nemo_rl.algorithms.async_groups import AsyncLimits
-from nemo_rl.algorithms.async_simulation import Pipeline, ideal_run
+from nemo_rl.algorithms.async_schedule import AsyncSchedule
+from nemo_rl.algorithms.async_selection import (
+    AsyncLimits,
+    Frontier,
+    OldestFirst,
+    ScheduleCounts,
+    SelectionOrder,
+    StepSelection,
+    Ticket,
+)
 from nemo_rl.algorithms.observers import StepObserver
 from nemo_rl.algorithms.stages.columns import ROLLOUT
-from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.algorithms.stages.stage import StepState
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.grpo import GRPOConfig
+from nemo_rl.data.sampler import SampledPrompt
 from nemo_rl.models.generation.interfaces import EngineLoad
 from nemo_rl.models.weight_sync.base import WeightSync
 
 __all__ = [
     "AsyncAccount",
+    "AsyncSimulation",
     "AsyncTimes",
+    "Pipeline",
     "RunAccount",
+    "SimulatedRun",
+    "SimulatedStep",
     "account_of",
     "build_account",
+    "ideal_run",
     "pipeline_bound_s",
     "simulated_step_s",
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """The two sides of a run and how long each of their parts takes."""
+
+    limits: AsyncLimits
+    row_seconds: Callable[[int], Sequence[float]]
+    """Ordinal of a prompt -> seconds that an engine decodes each row of its group; infinite for one without an end."""
+    train_s: float
+    """Seconds from the choice of a step's groups to its update."""
+    refit_s: float = 0.0
+    """Seconds that an engine stands still for new weights; the trainer waits for all engines."""
+    num_engines: int = 1
+    places: int
+    """Rows that an engine decodes at once; at least those of a group, since groups join whole."""
+    is_rolling: bool = False
+    """True where engines are refitted one after the other while the rest go on sampling."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedStep:
+    """One step of a simulated run."""
+
+    selection: StepSelection
+    waited_s: float
+    """Seconds that the trainer waited for its groups."""
+    ended_at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedRun:
+    """The steps, times and counts of a simulated run."""
+
+    seconds: float
+    steps: tuple[SimulatedStep, ...]
+    counts: ScheduleCounts
+    frontier: Frontier
+    decoded_s: float
+    """Seconds of decoding, summed over rows."""
+    engine_idle_s: float
+    """Seconds in which an engine had no row to decode, summed over engines."""
+
+    @property
+    def trainer_idle_s(self) -> float:
+        return sum(step.waited_s for step in self.steps)
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedEngine:
+    """An engine, whose own clock stands still while it is frozen."""
+
+    number: int
+    version: int
+    clock_s: float = 0.0
+    """Seconds that it has been able to decode."""
+    moved_at_s: float = 0.0
+    """Virtual time at which `clock_s` was right."""
+    is_frozen: bool = False
+    rows: list[tuple[float, int, str]] = field(default_factory=list)
+    """Heap of end by the own clock, a number that makes entries differ, and name of the group."""
+    idle_s: float = 0.0
+    turn: int = 0
+    """Number of changes; an event that was planned before the last one is void."""
+
+    def move(self, now_s: float) -> None:
+        """Bring the clock to `now_s`."""
+        passed = now_s - self.moved_at_s
+        self.moved_at_s = now_s
+        if not self.rows:
+            self.idle_s += passed
+        if not self.is_frozen:
+            self.clock_s += passed
+
+
+class AsyncSimulation:
+    """Runs a pipeline in virtual time.
+
+    Args:
+        validate: check the invariants of the schedule after every transition.
+
+    Raises:
+        RuntimeError: nothing can happen any more before the run is over: a deadlock.
+    """
+
+    def __init__(self, pipeline: Pipeline, *, order: SelectionOrder | None = None, validate: bool = False) -> None:
+        self.pipeline = pipeline
+        self.now_s = 0.0
+        self._order = OldestFirst() if order is None else order
+        self._validate = validate
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._steps: list[SimulatedStep] = []
+        self._decoded_s = 0.0
+        self.begin(Frontier(), step=0)
+
+    def run(self) -> SimulatedRun:
+        while not (self.schedule.is_over and self._training is None):
+            if not self._events:
+                step = self.schedule.num_updates + 1
+                raise RuntimeError(
+                    f"deadlock before step {step}, at {self.now_s:.3f} s: {self.schedule.counts()}, waits for "
+                    f"{self.schedule.waits_for(step)}, queued {list(self.queue)[:5]}"
+                )
+            self.now_s, _, event = heapq.heappop(self._events)
+            event()
+            self._go_on()
+        for engine in self.engines:
+            engine.move(self.now_s)
+        return SimulatedRun(
+            seconds=self.now_s,
+            steps=tuple(self._steps),
+            counts=self.schedule.counts(),
+            frontier=self.schedule.frontier(),
+            decoded_s=self._decoded_s,
+            engine_idle_s=sum(engine.idle_s for engine in self.engines),
+        )
+
+    def begin(self, frontier: Frontier, *, step: int) -> None:
+        """Start the run, or start it again from the checkpoint of a step; nothing else is kept."""
+        self.schedule = AsyncSchedule(self.pipeline.limits, self._order, validate=self._validate)
+        self.schedule.resume(frontier, step=step)
+        self.schedule.updated(step)
+        self.engines = [
+            SimulatedEngine(number=number, version=step, moved_at_s=self.now_s)
+            for number in range(self.pipeline.num_engines)
+        ]
+        self.queue: deque[Ticket] = deque()
+        self.live: dict[str, tuple[SimulatedEngine, int]] = {}
+        """Group -> the engine that decodes it, and rows that have not ended."""
+        self.joined: dict[str, int] = {}
+        """Group -> version of the weights that it joined under, which draw its oldest tokens."""
+        self.published = step
+        self._cursor = frontier.next_ordinal
+        self._training: StepSelection | None = None
+        self._waits_since_s = self.now_s
+        self._steps = [done for done in self._steps if done.selection.step <= step]
+        self._events = []
+        self.after(0.0, lambda: None)
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now_s + seconds, next(self._numbers), event))
+
+    def started(self, ticket: Ticket) -> None:
+        """Queue an attempt for the engines; a subclass plans its faults here."""
+        self.queue.append(ticket)
+
+    def finished(self, name: str) -> None:
+        """All rows of a group have ended; a subclass has it filtered or failed."""
+        self.schedule.ended(name, oldest_version=self.joined.pop(name))
+
+    def trained(self, step: int) -> None:
+        """An update is done; a subclass saves a checkpoint here."""
+
+    def stop(self, name: str) -> None:
+        """Take the rows of a group out of its engine, or out of the queue."""
+        self.queue = deque(ticket for ticket in self.queue if ticket.name != name)
+        self.joined.pop(name, None)
+        engine, _ = self.live.pop(name, (None, 0))
+        if engine is not None:
+            engine.move(self.now_s)
+            engine.rows = [row for row in engine.rows if row[2] != name]
+            heapq.heapify(engine.rows)
+            self._plan(engine)
+
+    def freeze(self, engine: SimulatedEngine) -> None:
+        engine.move(self.now_s)
+        engine.is_frozen = True
+        engine.turn += 1
+
+    def thaw(self, engine: SimulatedEngine, *, version: int) -> None:
+        engine.move(self.now_s)
+        engine.is_frozen, engine.version = False, version
+        self._plan(engine)
+
+    def _go_on(self) -> None:
+        """Do everything that can be done now."""
+        schedule = self.schedule
+        if self._training is None and not schedule.is_over:
+            selection = schedule.select(schedule.num_updates + 1)
+            if selection is not None:
+                self._train(selection)
+        room = schedule.num_to_admit
+        if room:
+            draws: list[SampledPrompt] = []
+            while len(draws) < room:
+                if not schedule.is_settled(self._cursor):
+                    draws.append(SampledPrompt(self._cursor, self._cursor))
+                self._cursor += 1
+            for ticket in schedule.admit(draws):
+                self.started(ticket)
+        self._join()
+
+    def _join(self) -> None:
+        """Have waiting groups join, first come first served, each in the engine with most free places."""
+        while self.queue:
+            seconds = self.pipeline.row_seconds(self.queue[0].draw.ordinal)
+            free = {engine.number: self.pipeline.places - len(engine.rows) for engine in self.engines}
+            engines = [each for each in self.engines if not each.is_frozen and free[each.number] >= len(seconds)]
+            if not engines:
+                return
+            engine, name = max(engines, key=lambda each: free[each.number]), self.queue.popleft().name
+            engine.move(self.now_s)
+            for row_s in seconds:
+                heapq.heappush(engine.rows, (engine.clock_s + row_s, next(self._numbers), name))
+            self.live[name], self.joined[name] = (engine, len(seconds)), engine.version
+            self._plan(engine)
+
+    def _plan(self, engine: SimulatedEngine) -> None:
+        engine.turn += 1
+        if engine.rows and not engine.is_frozen and engine.rows[0][0] != float("inf"):
+            turn = engine.turn
+            self.after(max(0.0, engine.rows[0][0] - engine.clock_s), lambda: self._end_rows(engine, turn))
+
+    def _end_rows(self, engine: SimulatedEngine, turn: int) -> None:
+        if engine.turn != turn:
+            return
+        engine.move(self.now_s)
+        # The sum of passed times may differ from the planned end by a rounding.
+        end_s = engine.rows[0][0]
+        engine.clock_s = max(engine.clock_s, end_s)
+        while engine.rows and engine.rows[0][0] <= end_s:
+            _, _, name = heapq.heappop(engine.rows)
+            _, left = self.live[name]
+            self.live[name] = (engine, left - 1)
+            if left == 1:
+                del self.live[name]
+                self.finished(name)
+        self._plan(engine)
+
+    def _train(self, selection: StepSelection) -> None:
+        for ticket in selection.dropped:
+            self.stop(ticket.name)
+        for ticket in selection.tickets:
+            self._decoded_s += sum(self.pipeline.row_seconds(ticket.draw.ordinal))
+        self._training, waited = selection, self.now_s - self._waits_since_s
+        self.after(self.pipeline.train_s, lambda: self._update(selection, waited))
+
+    def _update(self, selection: StepSelection, waited_s: float) -> None:
+        self.schedule.trained(selection.step)
+        self.published = selection.step
+        self.trained(selection.step)
+        self._steps.append(SimulatedStep(selection=selection, waited_s=waited_s, ended_at_s=self.now_s))
+        self._refit([[each] for each in self.engines] if self.pipeline.is_rolling else [list(self.engines)])
+
+    def _refit(self, turns: Sequence[Sequence[SimulatedEngine]]) -> None:
+        if not turns:
+            self.schedule.updated(self.published)
+            self._training, self._waits_since_s = None, self.now_s
+            return
+        running = [engine for engine in turns[0] if not engine.is_frozen]
+        for engine in running:
+            self.freeze(engine)
+        self.after(self.pipeline.refit_s, lambda: self._refitted(running, turns[1:]))
+
+    def _refitted(self, engines: Sequence[SimulatedEngine], rest: Sequence[Sequence[SimulatedEngine]]) -> None:
+        for engine in engines:
+            self.thaw(engine, version=self.published)
+        self._refit(rest)
+
+
+def ideal_run(pipeline: Pipeline, *, order: SelectionOrder | None = None) -> SimulatedRun:
+    """Return the run of a pipeline in which nothing but its own times passes.
+
+    Example:
+        Ten steps of one group, a second each to sample and to train, first one after the other and then overlapped:
+
+        >>> def of(staleness):
+        ...     limits = AsyncLimits(num_groups=1, max_staleness=staleness, lookahead=staleness, max_num_steps=10)
+        ...     return Pipeline(limits=limits, row_seconds=lambda ordinal: [1.0], train_s=1.0, places=1)
+        >>> ideal_run(of(0)).seconds, ideal_run(of(1)).seconds
+        (20.0, 11.0)
+    """
+    return AsyncSimulation(pipeline, order=order).run()
+
 
 Side = Literal["engines", "trainer", "staleness"]
 IDLE_SHARE = 0.05

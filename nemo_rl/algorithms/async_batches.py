@@ -33,10 +33,9 @@ from nemo_rl.algorithms.batches import (
     step_of_groups,
     too_few_groups,
 )
-from nemo_rl.algorithms.kept_groups import GROUPS, keep_groups, restore_groups
-from nemo_rl.algorithms.scheduled_batches import ScheduleFile
+from nemo_rl.algorithms.scheduled_batches import GROUPS, ScheduleFile, keep_groups, restore_groups
 from nemo_rl.algorithms.stages.columns import PARTITION, TRAIN_TASK
-from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.algorithms.stages.stage import StepState
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.parts import SELECTIONS
 from nemo_rl.data.sampler import SampledPrompt

@@ -50,19 +50,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from nemo_rl.algorithms.async_groups import (
+from nemo_rl.algorithms.async_selection import (
     RETRIES,
     AsyncLimits,
     FailureKind,
     Frontier,
-    ScheduleCounts,
-    StepSelection,
-    Ticket,
-)
-from nemo_rl.algorithms.async_selection import (
     InOrder,
     ReadyGroup,
+    ScheduleCounts,
     SelectionOrder,
+    StepSelection,
+    Ticket,
     demands_of,
     ordered_groups,
     pick_groups,

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nemo_rl.algorithms.async_groups import Frontier
+from nemo_rl.algorithms.async_selection import Frontier
 from nemo_rl.algorithms.grpo import counted_rows, score_rows
 from nemo_rl.algorithms.stages.columns import PARTITION, ROLLOUT
-from nemo_rl.algorithms.stages.state import StepState, begin_step
+from nemo_rl.algorithms.stages.stage import StepState, begin_step
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.data.sampler import PromptSampler, SampledPrompt
 from nemo_rl.data_plane.client.link import CLEAR, stage_context

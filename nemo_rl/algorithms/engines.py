@@ -12,17 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
-from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS
 from nemo_rl.algorithms.kept_steps.folder import RECORDS
+from nemo_rl.algorithms.processes import ROLLOUT_CPUS
 from nemo_rl.algorithms.run_folder import STEPS
 from nemo_rl.config.parts import ENGINES
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.distributed.environment import WORKER_LOGS
 from nemo_rl.distributed.layout import engine_places
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup
-from nemo_rl.distributed.worker_log import WORKER_LOGS
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerFleet
 from nemo_rl.experience.rollout_worker import RolloutSpec, RolloutWorker
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.models.generation.interfaces import EngineSpec

@@ -30,8 +30,7 @@ from nemo_rl.algorithms.observers import MISMATCH_METRIC, StepObservers
 from nemo_rl.algorithms.saver import Saver
 from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, declare_partition
-from nemo_rl.algorithms.stages.stage import Stage
-from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.algorithms.stages.stage import Stage, StepState
 from nemo_rl.algorithms.step_metrics import (
     data_plane_metrics,
     ending_texts,
@@ -44,8 +43,7 @@ from nemo_rl.data_plane.factory import check_empty, open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.worker_groups import Pending, ask
 from nemo_rl.errors import UserError
-from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile
-from nemo_rl.experience.evaluation.result import ValidationResult
+from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile, ValidationResult
 from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker

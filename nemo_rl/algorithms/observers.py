@@ -25,14 +25,12 @@ from pathlib import Path
 from nemo_rl.algorithms.kept_steps.folder import RECORDS
 from nemo_rl.algorithms.run_folder import PROFILES, STEPS
 from nemo_rl.algorithms.stages.columns import ROLLOUT
-from nemo_rl.algorithms.stages.stage import Stage, StageTools
-from nemo_rl.algorithms.stages.state import StepState
-from nemo_rl.config.diagnostics import DiagnosticsConfig, RecordConfig
+from nemo_rl.algorithms.stages.stage import Stage, StageTools, StepState
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.policy import PolicyConfig, ProfileConfig
+from nemo_rl.config.run import DiagnosticsConfig, RecordConfig
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import Request, ask
+from nemo_rl.distributed.worker_groups import Request, WorkerFleet, ask
 from nemo_rl.models.generation.interfaces import RecordedEngine
 from nemo_rl.models.policy.recording import RecordSpec, recorded_model
 from nemo_rl.models.policy.tq_policy import TQPolicy

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.run_folder import truncate_rollouts
-from nemo_rl.config.checkpointing import CheckpointingConfig
+from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.errors import CheckpointError, NemoRLError
-from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.tq_policy import Policy
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager, Unfinished
 from nemo_rl.utils.deadlines import SaveDeadline
 

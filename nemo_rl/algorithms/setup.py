@@ -15,12 +15,19 @@ from rich.console import Console
 
 from nemo_rl.algorithms.async_account import build_account
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
-from nemo_rl.algorithms.identity import date_line, first_start, identity_of, identity_state, model_dtype
 from nemo_rl.algorithms.kept_steps.recorder import build_recorders
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.observers import StepObservers, build_observers
 from nemo_rl.algorithms.preflight.checks import preflight
-from nemo_rl.algorithms.run_folder import open_run_folders, write_config
+from nemo_rl.algorithms.run_folder import (
+    date_line,
+    first_start,
+    identity_of,
+    identity_state,
+    model_dtype,
+    open_run_folders,
+    write_config,
+)
 from nemo_rl.algorithms.saver import build_checkpoints, checkpoint_to_resume
 from nemo_rl.algorithms.sources import FollowedSchedule, build_source
 from nemo_rl.algorithms.stages.bodies import build_stages
@@ -29,8 +36,8 @@ from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.start import RunProcesses, open_cluster, open_processes, what_starts
 from nemo_rl.algorithms.step_tracing import TracedRun, build_tracing, open_tracing
 from nemo_rl.algorithms.teacher import build_teacher
-from nemo_rl.config.render import masked, to_yaml
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.yaml_text import masked, to_yaml
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.layout import ParallelLayout

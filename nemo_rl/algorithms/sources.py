@@ -11,9 +11,8 @@ from pathlib import Path
 
 from nemo_rl.algorithms.async_batches import AsyncBatches, build_schedule
 from nemo_rl.algorithms.batches import BatchSource, DynamicBatches, RolloutParts, SyncBatches
-from nemo_rl.algorithms.kept_groups import with_durable_groups
 from nemo_rl.algorithms.preflight.inputs import too_few_prompts
-from nemo_rl.algorithms.scheduled_batches import RunSchedule, ScheduledBatches, ScheduleFile
+from nemo_rl.algorithms.scheduled_batches import RunSchedule, ScheduledBatches, ScheduleFile, with_durable_groups
 from nemo_rl.config.data import DataConfig
 from nemo_rl.config.data_plane import DurableConfig
 from nemo_rl.config.grpo import GRPOConfig

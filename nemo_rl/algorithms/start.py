@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial
 
-from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, num_clients, num_engine_bundles, other_cpus
 from nemo_rl.algorithms.engines import (
     EngineStarts,
     RolloutStarts,
@@ -23,7 +22,7 @@ from nemo_rl.algorithms.engines import (
     log_place,
 )
 from nemo_rl.algorithms.observers import record_spec
-from nemo_rl.algorithms.processes import run_environment
+from nemo_rl.algorithms.processes import cpus_per_bundle, num_clients, num_engine_bundles, other_cpus, run_environment
 from nemo_rl.algorithms.scheduled_batches import RunSchedule
 from nemo_rl.algorithms.teacher import local_teacher, rank_specs, ray_teacher
 from nemo_rl.config.schema import MasterConfig
@@ -35,8 +34,7 @@ from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.job_store import reserve_port
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerFleet, WorkerGroup
 from nemo_rl.errors import NemoRLError
 from nemo_rl.experience.rollout_worker import RolloutSpec, RolloutWorker
 from nemo_rl.models.generation.interfaces import EngineSpec

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nemo_rl.algorithms.grpo import counted_rows
-from nemo_rl.algorithms.stages.state import StepState
-from nemo_rl.config.conversation import Ending
+from nemo_rl.algorithms.stages.stage import StepState
+from nemo_rl.config.env import Ending
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, sum_totals
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.experience.payload import SampleStats, mean_of_scored
-from nemo_rl.models.policy.lm_policy import TrainSummary
+from nemo_rl.models.policy.tq_policy import TrainSummary
 from nemo_rl.utils.logger import REWARD_METRIC
 from nemo_rl.utils.metrics import values
 

@@ -27,14 +27,13 @@ from pathlib import Path
 
 from nemo_rl.algorithms.observers import StepObserver
 from nemo_rl.algorithms.run_folder import TRACER
-from nemo_rl.algorithms.stages.state import StepState
-from nemo_rl.config.diagnostics import TracerConfig, TracerSwitches
+from nemo_rl.algorithms.stages.stage import StepState
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.run import TracerConfig, TracerSwitches
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import Request, ask
+from nemo_rl.distributed.worker_groups import Request, WorkerFleet, ask
 from nemo_rl.errors import UserError
 from nemo_rl.models.generation.interfaces import TracedEngine, traced_row
 from nemo_rl.models.policy.recording import model_identity

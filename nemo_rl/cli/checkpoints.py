@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.config.load import load_config
-from nemo_rl.config.lora import LoraConfig
-from nemo_rl.config.render import masked
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.yaml_text import masked
 from nemo_rl.errors import CheckpointError
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import STEP, WEIGHTS, Checkpoint, checkpoint_paths, read_checkpoint
@@ -33,8 +33,7 @@ from nemo_rl.utils.files import give_usual_modes, write_text
 from nemo_rl.utils.memory import package_versions
 
 if TYPE_CHECKING:
-    from nemo_rl.experience.evaluation.evaluator import Evaluator
-    from nemo_rl.experience.evaluation.result import ValidationResult
+    from nemo_rl.experience.evaluation.evaluator import Evaluator, ValidationResult
 
 __all__ = [
     "FoundWeights",
@@ -100,7 +99,7 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(record, indent=1))
         return
-    from nemo_rl.experience.evaluation.result import evaluation_lines  # noqa: PLC0415 - imports torch
+    from nemo_rl.experience.evaluation.evaluator import evaluation_lines  # noqa: PLC0415 - imports torch
 
     for line in evaluation_lines(result.sets, confidence=config.evaluation.confidence):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -161,8 +160,8 @@ def open_weights(config: MasterConfig, weights: FoundWeights, *, report: Callabl
     from nemo_rl.algorithms.processes import worker_forks  # noqa: PLC0415
 
     with worker_forks(config) as forks:
-        from nemo_rl.algorithms.evaluate import open_evaluator  # noqa: PLC0415
-        from nemo_rl.algorithms.identity import run_start  # noqa: PLC0415
+        from nemo_rl.algorithms.run import open_evaluator  # noqa: PLC0415
+        from nemo_rl.algorithms.run_folder import run_start  # noqa: PLC0415
 
         now = run_start(weights.state, where=weights.adapter or weights.model)
         with open_evaluator(config, report=report, forks=forks, now=now) as evaluator:
@@ -237,7 +236,7 @@ def export(
     Exit code: 0, or 2 where there is no such checkpoint, DIR exists, or a weight is too large for the dtype.
     """
     # torch takes seconds to import, and other commands need none.
-    from nemo_rl.algorithms.identity import exported_dtype, model_dtype  # noqa: PLC0415
+    from nemo_rl.algorithms.run_folder import exported_dtype, model_dtype  # noqa: PLC0415
     from nemo_rl.models.adapters.folder import is_adapter_folder  # noqa: PLC0415
     from nemo_rl.models.hf.loading import DTYPES  # noqa: PLC0415
     from nemo_rl.models.hf.writing import cast_folder  # noqa: PLC0415
@@ -257,7 +256,7 @@ def export(
 
 
 def _export_adapter(checkpoint: Checkpoint, out: Path, *, dtype: Dtype | None, merged: bool, base: Path | None) -> None:
-    from nemo_rl.algorithms.identity import exported_dtype  # noqa: PLC0415 - imports torch
+    from nemo_rl.algorithms.run_folder import exported_dtype  # noqa: PLC0415 - imports torch
     from nemo_rl.models.adapters.folder import base_folder_of, merge_folder  # noqa: PLC0415
     from nemo_rl.models.hf.loading import DTYPES  # noqa: PLC0415
 

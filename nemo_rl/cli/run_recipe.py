@@ -20,8 +20,8 @@ from rich.console import Console
 from nemo_rl.algorithms.processes import driver_environment, environment_lines, worker_forks
 from nemo_rl.config.load import load_config
 from nemo_rl.config.policy import adapter_warnings
-from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.yaml_text import to_yaml
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import CheckpointManager

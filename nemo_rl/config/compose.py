@@ -13,9 +13,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_rl.config.render import commented_defaults
 from nemo_rl.config.schema_walk import default_tree, lookup, place_of, suggest, suggest_path
-from nemo_rl.config.yaml_text import MAX_DEPTH, MAX_TEXT, YamlProblem, parse_yaml, text_problem
+from nemo_rl.config.yaml_text import MAX_DEPTH, MAX_TEXT, YamlProblem, commented_defaults, parse_yaml, text_problem
 from nemo_rl.errors import ConfigError, shorten
 
 __all__ = [

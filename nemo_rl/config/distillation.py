@@ -10,12 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from nemo_rl.config.backends import DTensorConfig, LoraConfig, MegatronConfig
 from nemo_rl.config.base import Section, Text
-from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.lora import LoraConfig
-from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.config.policy import PolicyConfig, TokenizerConfig
-from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.config.policy import PolicyConfig, RouterReplayConfig, TokenizerConfig
 
 __all__ = ["DistillationConfig", "TeacherConfig", "teacher_policy"]
 

@@ -15,18 +15,17 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from nemo_rl.config.backends import MegatronOptimizerConfig, OptimizerConfig, SchedulerConfig
 from nemo_rl.config.compose import Layer, Recipe, apply_overrides, compose, locate_paths
-from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.env import SESSION
 from nemo_rl.config.interpolate import resolve_interpolations
-from nemo_rl.config.megatron import MegatronOptimizerConfig
 from nemo_rl.config.parts import UNKNOWN_PART
 from nemo_rl.config.r3_trace_env import r3_trace_verify_forward_enabled
-from nemo_rl.config.render import MASKED
 from nemo_rl.config.rules import RULES
 from nemo_rl.config.rules.rule import Ignored
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import default_tree, drop, lookup, place_of, suggest, suggest_path
+from nemo_rl.config.yaml_text import MASKED
 from nemo_rl.errors import ConfigError, shorten
 
 __all__ = ["carry_optimizer", "load_config", "load_recipe", "parse_tree"]

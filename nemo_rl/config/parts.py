@@ -238,11 +238,11 @@ ENVIRONMENTS = PluginKind(
     what="an environment",
     builtin={
         **TURN_ENVIRONMENTS,
-        PROGRAM: "nemo_rl.environments.factory:custom_environment",
-        "sort": "nemo_rl.environments.factory:sort_environment",
-        "reasoning_gym": "nemo_rl.environments.factory:reasoning_gym_environment",
-        "math": "nemo_rl.environments.factory:math_environment",
-        "custom": "nemo_rl.environments.factory:custom_environment",
+        PROGRAM: "nemo_rl.environments.process_environment:custom_environment",
+        "sort": "nemo_rl.environments.process_environment:sort_environment",
+        "reasoning_gym": "nemo_rl.environments.process_environment:reasoning_gym_environment",
+        "math": "nemo_rl.environments.process_environment:math_environment",
+        "custom": "nemo_rl.environments.process_environment:custom_environment",
     },
 )
 TOOLS = PluginKind(

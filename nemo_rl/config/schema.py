@@ -12,21 +12,16 @@ from pathlib import Path
 from pydantic import Field
 
 from nemo_rl.config.base import AUTO, Section
-from nemo_rl.config.checkpointing import CheckpointingConfig
-from nemo_rl.config.cluster import ClusterConfig
-from nemo_rl.config.conversation import ExperienceConfig
 from nemo_rl.config.data import DataConfig
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.config.diagnostics import DiagnosticsConfig
 from nemo_rl.config.distillation import teacher_policy
-from nemo_rl.config.env import EnvConfig
-from nemo_rl.config.evaluation import EvaluationConfig
+from nemo_rl.config.env import EnvConfig, ExperienceConfig
 from nemo_rl.config.generation import DeviceSharing, RefitTransport
 from nemo_rl.config.grpo import ESTIMATORS_BY_STEP, GRPOConfig
-from nemo_rl.config.logger import LoggerConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.run import CheckpointingConfig, ClusterConfig, DiagnosticsConfig, EvaluationConfig, LoggerConfig
 
 __all__ = ["MasterConfig"]
 

@@ -22,7 +22,7 @@ import torch
 
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue, plain_column
 from nemo_rl.data_plane.chunks.wire import Counted, Packed, message_bytes, pack_rows, unpack_rows
-from nemo_rl.distributed.pack_plan import PackPlan
+from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 
 __all__ = ["KVBatchMeta", "RowFunction", "RowMapOutput", "RowMapResult", "RowResults", "Version", "shard_meta_for_dp"]

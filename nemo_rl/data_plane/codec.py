@@ -29,8 +29,8 @@ import torch
 import xxhash
 
 from nemo_rl.data_plane.chunks.columns import FlatColumn, Lengths
-from nemo_rl.data_plane.chunks.dense import Bytes
 from nemo_rl.data_plane.chunks.ragged import (
+    Bytes,
     materialize,
     pack_per_token_field,
     response_from_nested,

@@ -28,8 +28,7 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, RowFunction, RowMapResult, Version
 from nemo_rl.data_plane.chunks.ragged import materialize, object_rows
 from nemo_rl.data_plane.client.operation_counts import Totals
-from nemo_rl.data_plane.column_io import write_columns
-from nemo_rl.data_plane.extra_columns import extra_names, is_listed, rows_as_list
+from nemo_rl.data_plane.column_io import extra_names, is_listed, rows_as_list, write_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import FieldSpec

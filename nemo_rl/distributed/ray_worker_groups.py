@@ -26,11 +26,10 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.abort import GuardedWorker, RootCause, is_secondary
-from nemo_rl.distributed.environment import raise_open_files
+from nemo_rl.distributed.environment import WorkerLog, raise_open_files
 from nemo_rl.distributed.liveness import STOPPED_WORKERS, DriverWatchdog, ProcessIdentity
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.worker_groups import Call, Pending, WorkerGroup
-from nemo_rl.distributed.worker_log import WorkerLog
 from nemo_rl.errors import NemoRLError, WorkerError, WorkerLate, WorkerLost
 from nemo_rl.utils.deadlines import awake_s
 from nemo_rl.utils.process_guard import leave_notices_to_driver

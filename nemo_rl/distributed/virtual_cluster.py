@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from nemo_rl.config.cluster import ClusterConfig
+from nemo_rl.config.run import ClusterConfig
 from nemo_rl.distributed.environment import worker_environment
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.own_ray import OwnRay, keep_sigterm_handler, shut_down_ray

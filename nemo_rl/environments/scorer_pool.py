@@ -254,7 +254,7 @@ class ScorerProcess(UserProcess):
     """
 
     def __init__(self, hear: Callable[[str], None]) -> None:
-        super().__init__("nemo_rl.environments.scorer_child", name="the scoring process")
+        super().__init__("nemo_rl.environments.session_rewards", name="the scoring process")
         self._printed = self.output.fileno()
         os.set_blocking(self._printed, False)
         self._prints = PrintedLines(hear)

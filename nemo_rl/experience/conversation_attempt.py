@@ -26,8 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.conversation import ConversationConfig, Ending
-from nemo_rl.config.env import ToolsConfig
+from nemo_rl.config.env import ConversationConfig, Ending, ToolsConfig
 from nemo_rl.data.conversation import Message, ToolCall
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.turn_encoder import TurnEncoder

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_rl.config.conversation import Ending
+from nemo_rl.config.env import Ending
 from nemo_rl.data.conversation import Message
 from nemo_rl.errors import CheckpointError, shorten
 from nemo_rl.experience.conversation_attempt import ConversationRecord, TurnRecord

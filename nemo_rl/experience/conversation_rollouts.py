@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nemo_rl.config.conversation import ConversationConfig, Ending
+from nemo_rl.config.env import ConversationConfig, Ending
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.conversation import ToolResult
 from nemo_rl.environments.interfaces import Environment, Response

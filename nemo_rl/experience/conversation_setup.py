@@ -23,13 +23,11 @@ from nemo_rl.data.conversation import ToolCall
 from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.call_formats import CallFormat, typed
 from nemo_rl.environments.conversation_host import EnvironmentHost
-from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.environments.interfaces import Environment
-from nemo_rl.environments.process_environment import RewardLog
+from nemo_rl.environments.process_environment import RewardLog, build_environment, reward_identity
 from nemo_rl.environments.programs import ProgramHost, ProgramSpec, absolute_command
-from nemo_rl.environments.tool_host import HostedTool, ToolHost
 from nemo_rl.environments.tool_schema import schema_of
-from nemo_rl.environments.tools import calculator
+from nemo_rl.environments.tools import HostedTool, ToolHost, calculator
 from nemo_rl.environments.zygote import HostLimits
 from nemo_rl.errors import ConfigError, ModelFolderError, shorten
 from nemo_rl.experience.conversation_attempt import AttemptParts, Hosts

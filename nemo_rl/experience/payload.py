@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.conversation import Ending
 from nemo_rl.config.data import DataConfig, ExtraColumn
+from nemo_rl.config.env import Ending
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.data_plane.column_io import read_columns
-from nemo_rl.data_plane.extra_columns import extra_names, extra_specs, extra_values, rows_as_list
+from nemo_rl.data_plane.column_io import extra_names, extra_specs, extra_values, read_columns, rows_as_list
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.data_plane.schema import FieldSpec, extra_field
@@ -32,7 +31,7 @@ from nemo_rl.experience.conversation_log import CONVERSATION, ConversationLog, l
 from nemo_rl.experience.token_row import TokenRow
 from nemo_rl.jagged import nest
 from nemo_rl.models.generation.interfaces import GenerationOutput
-from nemo_rl.models.head.support import SUPPORT
+from nemo_rl.models.head.logits import SUPPORT
 from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.vision import PromptImages, vision_columns
 from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum

@@ -19,11 +19,9 @@ from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.interfaces import KVBatchMeta, Tags
 from nemo_rl.distributed.abort import RootCause
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import Call, Pending, Request, ask
+from nemo_rl.distributed.worker_groups import Call, Pending, Request, WorkerFleet, ask
 from nemo_rl.errors import WorkerError, WorkerLate, WorkerLost
-from nemo_rl.experience.evaluation.evaluator import EvaluationTask
-from nemo_rl.experience.evaluation.result import ValidationResult
+from nemo_rl.experience.evaluation.evaluator import EvaluationTask, ValidationResult
 from nemo_rl.experience.rollout_records import GroupRequest, RolloutInfo, RolloutResult
 from nemo_rl.experience.rollout_worker import RolloutWorker
 

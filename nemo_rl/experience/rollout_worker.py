@@ -24,15 +24,15 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.column_io import (
     cut_columns,
+    extra_specs,
     kv_first_write,
 )
-from nemo_rl.data_plane.extra_columns import extra_specs
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta, Tags
 from nemo_rl.data_plane.keys import key_of, keys_of_groups
 from nemo_rl.distributed.abort import RootCause
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.worker_fleet import WorkerFleet
+from nemo_rl.distributed.worker_groups import WorkerFleet
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
 from nemo_rl.errors import DataPlaneClosed, WorkerError
 from nemo_rl.experience import row_files
@@ -45,8 +45,7 @@ from nemo_rl.experience.conversation_rollouts import ScoredGroup
 from nemo_rl.experience.conversation_setup import RolloutSampling
 from nemo_rl.experience.conversations import GroupTask
 from nemo_rl.experience.durable_groups import DurableGroups
-from nemo_rl.experience.evaluation.evaluator import EvaluationTask, Evaluator
-from nemo_rl.experience.evaluation.result import ValidationResult
+from nemo_rl.experience.evaluation.evaluator import EvaluationTask, Evaluator, ValidationResult
 from nemo_rl.experience.payload import (
     VERSION_SPANS,
     LineWriter,

@@ -14,14 +14,12 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.conversation import ExperienceConfig
 from nemo_rl.config.data import DataConfig
-from nemo_rl.config.env import EnvConfig
-from nemo_rl.config.evaluation import EvaluationConfig
+from nemo_rl.config.env import EnvConfig, ExperienceConfig
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.grpo import GRPOConfig
-from nemo_rl.config.logger import LoggerConfig
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.run import EvaluationConfig, LoggerConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.interfaces import Environment, EnvReport, Response

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_rl.config.policy import RouterReplayConfig
 from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
-from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import WorkerError

@@ -27,8 +27,7 @@ from typing import TypeVar
 
 import torch
 
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import Call, Request, ask
+from nemo_rl.distributed.worker_groups import Call, Request, WorkerFleet, ask
 from nemo_rl.errors import WorkerError, WorkerLate, WorkerLost
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,

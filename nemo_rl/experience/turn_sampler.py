@@ -24,8 +24,7 @@ from typing import Protocol
 
 import torch
 
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup, ask
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerFleet, ask
 from nemo_rl.errors import WorkerError, WorkerLate, WorkerLost
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.models.generation.interfaces import (

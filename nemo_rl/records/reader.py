@@ -16,8 +16,18 @@ from pathlib import Path
 import torch
 
 from nemo_rl.errors import NemoRLError, UnsupportedFormat, UserError
-from nemo_rl.records.record import FORMAT, DimSplit, RecordManifest, RecordPlace, TokenTable
-from nemo_rl.records.writer import MANIFEST, digest_of, end_path, lines_path, payload_path
+from nemo_rl.records.record import (
+    FORMAT,
+    MANIFEST,
+    DimSplit,
+    RecordManifest,
+    RecordPlace,
+    TokenTable,
+    digest_of,
+    end_path,
+    lines_path,
+    payload_path,
+)
 from nemo_rl.utils.files import FileFormat, check_format, open_plain, read_plain
 
 __all__ = ["CorruptRecord", "RecordFolder", "TensorRecord", "read_folder"]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.config.policy import RouterReplayConfig
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.jagged import lengths_of, nest, values_of
 from nemo_rl.routes.digest import route_digests

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from nemo_rl.errors import UserError
-from nemo_rl.records.selector import Selector
-from nemo_rl.records.sites import Direction, SiteKind
+from nemo_rl.records.sites import Direction, Selector, SiteKind
 from nemo_rl.tracer.reducer import Counts, PerToken, Reducer, parse_reducer
 
 __all__ = [

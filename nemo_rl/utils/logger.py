@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from nemo_rl.config.logger import LoggerConfig
 from nemo_rl.config.parts import TRACKERS
+from nemo_rl.config.run import LoggerConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.utils.trackers import (
     METRICS_FILE,

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from nemo_rl.config.logger import MlflowConfig, WandbConfig
+from nemo_rl.config.run import MlflowConfig, WandbConfig
 from nemo_rl.utils.files import open_plain, write_text
 
 if TYPE_CHECKING:

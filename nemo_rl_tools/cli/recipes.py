@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nemo_rl.cli.doors import AsJson, Verbs
-from nemo_rl.config.render import write_recipe
+from nemo_rl.config.yaml_text import write_recipe
 from nemo_rl.errors import ConfigError, UserError, boundary
 from nemo_rl.utils.console import make_console
 from nemo_rl_tools.recipe_import import as_record, import_recipe, report_lines, to_recipe

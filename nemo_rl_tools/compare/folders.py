@@ -20,8 +20,7 @@ from pathlib import Path
 
 from nemo_rl.errors import UnsupportedFormat, UserError, name_some
 from nemo_rl.records.reader import CorruptRecord, RecordFolder, read_folder
-from nemo_rl.records.selector import Selector
-from nemo_rl.records.sites import Direction, SiteKind
+from nemo_rl.records.sites import Direction, Selector, SiteKind
 from nemo_rl.tracer.watch import GENERATION
 from nemo_rl_tools.compare.comparison import RecordingComparison, SideFacts
 from nemo_rl_tools.compare.limits import DEFAULT, ToleranceRules, limits_text

@@ -18,8 +18,7 @@ from pathlib import Path
 from nemo_rl.config.schema_walk import suggest
 from nemo_rl.config.yaml_text import YamlProblem, parse_yaml
 from nemo_rl.errors import ConfigError, UserError
-from nemo_rl.records.selector import Selector
-from nemo_rl.records.sites import Direction, SiteKind
+from nemo_rl.records.sites import Direction, Selector, SiteKind
 from nemo_rl.utils.files import MOST_BYTES, read_plain
 from nemo_rl_tools.compare.measurement import Metric
 from nemo_rl_tools.compare.side import ComparedSite

@@ -14,10 +14,8 @@ import torch
 
 from nemo_rl.errors import UserError, boundary, shorten
 from nemo_rl.records.reader import CorruptRecord, RecordFolder, TensorRecord
-from nemo_rl.records.record import RecordPlace, TokenTable
-from nemo_rl.records.selector import Selector
-from nemo_rl.records.sites import Direction, SiteKind, execution_order
-from nemo_rl.records.writer import bytes_of, digest_of
+from nemo_rl.records.record import RecordPlace, TokenTable, bytes_of, digest_of
+from nemo_rl.records.sites import Direction, Selector, SiteKind, execution_order
 from nemo_rl.tracer.watch import GENERATION
 from nemo_rl_tools.verdict import Finding, Verdict
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from nemo_rl.distributed.local_job import quiet_libraries
 from nemo_rl.models.adapters.folder import load_model_at
+from nemo_rl.models.head.logits import KeptSets, SupportRecorder, decode_support
 from nemo_rl.models.head.logprobs import filter_logits, token_logprobs
-from nemo_rl.models.head.support import KeptSets, SupportRecorder, decode_support
 from nemo_rl.models.hf.loading import DTYPES
 from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.routes.shape import MISSING, RouteShape

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.kept_steps.folder import SnapshotFolder
-from nemo_rl.algorithms.kept_steps.record import SnapshotRows, StepSnapshot
+from nemo_rl.algorithms.kept_steps.folder import SnapshotFolder, SnapshotRows, StepSnapshot
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import name_some
 from nemo_rl.experience.rollout_records import WEIGHT_VERSION
-from nemo_rl.models.head.support import SUPPORT
+from nemo_rl.models.head.logits import SUPPORT
 from nemo_rl_tools.step_replay.chain import ReplayProblem, SnapshotColumns, rows_named
 from nemo_rl_tools.verdict import Verdict
 
@@ -44,7 +43,7 @@ class StepTokens:
     trainer_M: torch.Tensor | None
     """The kept ones of the trainer; None where the run had no such stage."""
     support_NS: torch.Tensor | None
-    """Recorded sets, uint8, as `nemo_rl.models.head.support` lays them out; None where there are none."""
+    """Recorded sets, uint8, as `nemo_rl.models.head.logits` lays them out; None where there are none."""
 
     @property
     def row_M(self) -> torch.Tensor:

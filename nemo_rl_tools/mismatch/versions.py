@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_rl.algorithms.kept_steps.record import StepStatus
+from nemo_rl.algorithms.kept_steps.folder import StepStatus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import name_some

@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from nemo_rl.algorithms.cpu_needs import num_engine_bundles
+from nemo_rl.algorithms.processes import num_engine_bundles
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.models.policy.workers.out_of_memory import USABLE
+from nemo_rl.models.policy.workers.base import USABLE
 from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.flops import transformer_flops
 from nemo_rl.utils.memory import available_bytes

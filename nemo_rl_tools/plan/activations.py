@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.models.head.lazy_logits import CHUNK_ELEMENTS
+from nemo_rl.config.backends import MegatronConfig
+from nemo_rl.models.head.logits import CHUNK_ELEMENTS
 from nemo_rl.models.head.logprobs import Sampling
 from nemo_rl_tools.plan.setting import FLOAT32_BYTES, PassTokens, PlanSetting
 from nemo_rl_tools.plan.weights import NOTHING_GATHERED, GatheredBytes

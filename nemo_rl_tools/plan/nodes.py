@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, logical_cpus, num_clients, num_engine_bundles, other_cpus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
+from nemo_rl.algorithms.processes import cpus_per_bundle, logical_cpus, num_clients, num_engine_bundles, other_cpus
 from nemo_rl.algorithms.stages.columns import StageColumns, extras_of, stage_columns, written_fields
 from nemo_rl.data_plane.schema import FIELDS, ROUTE_FIELDS, FieldSpec
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.distributed.layout import engine_places
-from nemo_rl.models.head.support import BEFORE_STEPS, SUPPORT
+from nemo_rl.models.head.logits import BEFORE_STEPS, SUPPORT
 from nemo_rl.models.policy.interfaces import TOPK_IDS, TOPK_LOGPROBS
 from nemo_rl.routes.shape import RouteShape, bits_per_id, route_dtype
 from nemo_rl_tools.plan.setting import Batches, PlanSetting
@@ -178,7 +178,7 @@ PLANNED_IDS = 64
 """Planned ids of a set that top-p alone keeps. It may have any size: sharp distributions have 6 at 0.8, 90 to 200 at
 0.95."""
 LARGER_DISTANCES = ((1 << 7) - BEFORE_STEPS, (1 << 14) - BEFORE_STEPS, (1 << 21) - BEFORE_STEPS)
-"""Distances between ids of a set, from which a number of `nemo_rl.models.head.support` takes a byte more."""
+"""Distances between ids of a set, from which a number of `nemo_rl.models.head.logits` takes a byte more."""
 CHUNK_HEADER_BYTES, COLUMN_BYTES, LENGTH_BYTES = 36, 12, 4
 """Bytes of a chunk's header, of each column in it besides its name, and of a row's length (`nemo_rl.data_plane.codec`).
 """

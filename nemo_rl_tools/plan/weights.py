@@ -13,8 +13,7 @@ from functools import lru_cache
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.adapters.lora import adapted_layers, adapter_infos
-from nemo_rl.models.dtensor.tensor_parallel import split_dims
-from nemo_rl.models.dtensor.tensor_plans import plan_of
+from nemo_rl.models.dtensor.tensor_parallel import plan_of, split_dims
 from nemo_rl.models.megatron.convert_table import Weight, weights_of
 from nemo_rl.models.vision import family_of, is_in_tower
 from nemo_rl_tools.plan.setting import FLOAT32_BYTES, Model, PlanSetting

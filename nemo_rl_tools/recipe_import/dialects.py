@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from nemo_rl.config.lora import ALL_LINEAR
+from nemo_rl.config.backends import ALL_LINEAR
 from nemo_rl_tools.recipe_import.keys import (
     Fate,
     Given,

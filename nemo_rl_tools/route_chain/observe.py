@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nemo_rl.utils.r3_trace_records import token_digests
+from nemo_rl.utils.r3_trace import token_digests
 from nemo_rl_tools.route_chain.records import RecordError, Trace, TraceRecord, decode_array
 
 __all__ = ["Hop", "Observation", "RolloutSample", "digest_of", "named_layers", "observe", "read_sample"]

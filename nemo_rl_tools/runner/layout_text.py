@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from nemo_rl.config.policy import ParallelSizes, PolicyConfig
-from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.config.policy import ParallelSizes, PolicyConfig, RouterReplayConfig
 from nemo_rl.errors import UserError
 
 __all__ = ["LayoutText", "smallest_world"]

@@ -19,8 +19,8 @@ from typing import cast
 import torch
 
 from nemo_rl.algorithms.run_folder import TRACER
-from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.run import ClusterConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.layout import ParallelLayout
@@ -32,7 +32,7 @@ from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.models.policy.recording import RecordSpec, model_identity, recorded_model
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.records.reader import read_folder
-from nemo_rl.records.selector import Selector
+from nemo_rl.records.sites import Selector
 from nemo_rl.tracer.process import HubSpec, open_job
 from nemo_rl.tracer.watch import GENERATION, WatchPlan
 from nemo_rl.utils.files import write_text

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.run import run
-from nemo_rl.config import render
+from nemo_rl.config import yaml_text
 from nemo_rl.config.compose import COMMAND_LINE, apply_overrides, compose
 from nemo_rl.config.load import load_config
 from nemo_rl.config.rules.policy import packing_decided
@@ -94,7 +94,7 @@ def _write(path: Path, head: Sequence[str], tree: Mapping[str, Any]) -> None:
     text = yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True, width=116)
     with boundary(RunFolderError, f"{path}: cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        render.write_recipe(path, "".join(f"# {line}\n" for line in head) + text)
+        yaml_text.write_recipe(path, "".join(f"# {line}\n" for line in head) + text)
 
 
 WORKERS_PER_CPU, MAX_WORKERS = 4, 8

@@ -15,11 +15,18 @@ from typing import Literal
 
 import torch
 
-from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE_FILE, SnapshotFolder, StepsFolder
-from nemo_rl.algorithms.kept_steps.record import StepSnapshot, StepStatus
-from nemo_rl.config.checkpointing import CheckpointingConfig
+from nemo_rl.algorithms.kept_steps.folder import (
+    ROLLOUT_FILE,
+    STEP_FILE,
+    UPDATE_FILE,
+    SnapshotFolder,
+    StepsFolder,
+    StepSnapshot,
+    StepStatus,
+)
+from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.data_plane.chunks.ragged import materialize
-from nemo_rl.data_plane.extra_columns import is_listed, rows_as_list
+from nemo_rl.data_plane.column_io import is_listed, rows_as_list
 from nemo_rl.data_plane.schema import ROUTE_FIELDS, FieldSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_pass import WorkerPass

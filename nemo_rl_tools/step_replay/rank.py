@@ -13,24 +13,24 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from nemo_rl.algorithms.kept_steps.record import StepError
+from nemo_rl.algorithms.kept_steps.folder import StepError
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.data_plane.extra_columns import extra_names
+from nemo_rl.data_plane.column_io import extra_names
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.local_job import run_job
-from nemo_rl.distributed.pack_plan import PackPlan
+from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.experience.payload import run_extras
-from nemo_rl.models.head.support import SUPPORT
+from nemo_rl.models.head.logits import SUPPORT
 from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES
 from nemo_rl.models.policy.workers.base import WorkerState
-from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.engine import Schedule
+from nemo_rl.models.policy.workers.launch import worker_of_job
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.weights_digest import WeightsDigest
 from nemo_rl.routes.shape import MISSING

@@ -23,18 +23,16 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.algorithms.kept_steps.folder import RECORDS, StepsFolder
-from nemo_rl.algorithms.kept_steps.record import SnapshotOutcome, StepSnapshot, StepStatus
+from nemo_rl.algorithms.kept_steps.folder import RECORDS, SnapshotOutcome, StepsFolder, StepSnapshot, StepStatus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
-from nemo_rl.distributed.pack_plan import PackPlan
+from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NonFiniteError, UnsupportedFormat
 from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES
-from nemo_rl.models.policy.lm_policy import TrainSummary, summarize
 from nemo_rl.models.policy.recording import RecordSpec, recorded_model
+from nemo_rl.models.policy.tq_policy import TrainSummary, summarize
 from nemo_rl.records.reader import CorruptRecord, TensorRecord, read_folder
-from nemo_rl.records.selector import Selector
-from nemo_rl.records.sites import SiteKind
+from nemo_rl.records.sites import Selector, SiteKind
 from nemo_rl_tools.compare.folders import compare_folders
 from nemo_rl_tools.compare.side import ComparedSite
 from nemo_rl_tools.step_replay.chain import (

@@ -15,14 +15,18 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from nemo_rl.algorithms.identity import differences, model_digest
-from nemo_rl.algorithms.kept_steps.folder import STEP_FILE
-from nemo_rl.algorithms.kept_steps.record import StepSnapshot
-from nemo_rl.algorithms.run_folder import STEPS
+from nemo_rl.algorithms.kept_steps.folder import STEP_FILE, StepSnapshot
+from nemo_rl.algorithms.run_folder import STEPS, differences, model_digest
+from nemo_rl.config.backends import (
+    DTensorConfig,
+    MegatronConfig,
+    MegatronOptimizerConfig,
+    MegatronSchedulerConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+)
 from nemo_rl.config.compose import apply_overrides, compose
-from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig, SchedulerConfig
 from nemo_rl.config.load import load_config, parse_tree
-from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity

@@ -12,17 +12,29 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nemo_rl.algorithms.grpo import TrainRows, plan_logprobs, plan_train, score_rows, select_train_rows
-from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, SnapshotFolder
-from nemo_rl.algorithms.kept_steps.record import SnapshotRows, StepError, StepSnapshot, StepStatus
-from nemo_rl.algorithms.scored_rows import ScoredRows
-from nemo_rl.algorithms.token_statistics import KlInReward, TokenStatistics, decide_rows
-from nemo_rl.algorithms.token_work import TokenEstimator, TokenWork, advantages_in_process, token_estimator
+from nemo_rl.algorithms.grpo import ScoredRows, TrainRows, plan_logprobs, plan_train, score_rows, select_train_rows
+from nemo_rl.algorithms.kept_steps.folder import (
+    ROLLOUT_FILE,
+    SnapshotFolder,
+    SnapshotRows,
+    StepError,
+    StepSnapshot,
+    StepStatus,
+)
+from nemo_rl.algorithms.token_work import (
+    KlInReward,
+    TokenEstimator,
+    TokenStatistics,
+    TokenWork,
+    advantages_in_process,
+    decide_rows,
+    token_estimator,
+)
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.distributed.pack_plan import PackPlan
+from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import ConfigError, NonFiniteError
 from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES
 from nemo_rl_tools.step_replay.chain import ChainLink, ReplayProblem, SnapshotColumns, rows_named

@@ -24,8 +24,7 @@ from threading import Lock
 from typing import Any, TypeAlias
 from urllib.parse import urlencode
 
-from nemo_rl.data_plane.ledger.events import EVENTS_FILE
-from nemo_rl.data_plane.ledger.history import RowHistory, histories_of_keys
+from nemo_rl.data_plane.ledger.events import EVENTS_FILE, RowHistory, histories_of_keys
 from nemo_rl.errors import UserError, boundary
 from nemo_rl.utils.files import open_plain, replace_file
 from nemo_rl.utils.rollout_file import steps_with_rollouts

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.data_plane.adapters.mooncake_codes import TRANSFER_FAILED
+from nemo_rl.data_plane.adapters.mooncake_link import TRANSFER_FAILED
 from nemo_rl.data_plane.adapters.mooncake_master import start_servers
 from nemo_rl.data_plane.factory import build_data_plane_client, start_store
 from nemo_rl.data_plane.interfaces import PayloadStore

@@ -17,7 +17,7 @@ import torch
 
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from nemo_rl.data_plane.run_view import RunView, view_of
+from nemo_rl.data_plane.metrics_endpoint import RunView, view_of
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, extra_field
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import (

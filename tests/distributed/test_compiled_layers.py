@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import DTensorConfig, LoraConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.dtensor import parallelize

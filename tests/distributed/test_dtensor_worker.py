@@ -11,12 +11,12 @@ import torch
 
 from benchmarks.gradient_bytes import share_of
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig
+from nemo_rl.config.backends import DTensorConfig, OptimizerConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded
 from nemo_rl.errors import CheckpointError, NonFiniteError
-from nemo_rl.models.policy.workers.out_of_memory import gradients_decided
+from nemo_rl.models.policy.workers.base import gradients_decided
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.utils.metrics import merge_metrics, values
 from tests.helpers.gloo import run_ranks

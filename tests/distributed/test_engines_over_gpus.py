@@ -19,8 +19,7 @@ from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import Call, WorkerGroup, ask
+from nemo_rl.distributed.worker_groups import Call, WorkerFleet, WorkerGroup, ask
 from nemo_rl.models.generation.interfaces import (
     EngineSpec,
     GenerationInterface,

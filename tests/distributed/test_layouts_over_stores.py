@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.algorithms.estimators import OptimalTokenBaseline
-from nemo_rl.algorithms.token_statistics import LOGPROB_ERROR, TokenStatistics
-from nemo_rl.algorithms.token_work import TokenWork
+from nemo_rl.algorithms.token_work import LOGPROB_ERROR, TokenStatistics, TokenWork
+from nemo_rl.config.backends import DTensorConfig
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.batch_meta import shard_meta_for_dp

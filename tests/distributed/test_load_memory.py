@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.backends import DTensorConfig
 from tests.helpers.gloo import run_ranks
 from tests.helpers.model_families import write_with_tokenizer
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.megatron import MegatronConfig
+from nemo_rl.config.backends import DTensorConfig, MegatronConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.distributed.collectives import destroy_process_group

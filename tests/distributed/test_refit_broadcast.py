@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.backends import DTensorConfig
 from nemo_rl.errors import CollectiveTimeout, ConfigError, WorkerError
 from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.workers.launch import check_distinct_devices

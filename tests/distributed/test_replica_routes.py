@@ -11,11 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from nemo_rl.config.backends import DTensorConfig, MegatronConfig
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.config.policy import PolicyConfig, RouterReplayConfig
 from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
 from nemo_rl.data_plane.chunks.ragged import to_nested_by_length
 from nemo_rl.data_plane.column_io import kv_first_write, write_columns

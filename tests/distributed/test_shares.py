@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.megatron import MegatronConfig
+from nemo_rl.config.backends import DTensorConfig, MegatronConfig
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.hf import writing
 from nemo_rl.models.hf.writing import write_folder, write_shares

@@ -10,19 +10,15 @@ import torch.distributed as dist
 from transformers import FalconConfig, FalconForCausalLM
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import DTensorConfig, LoraConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.collectives import ParallelGroups
-from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
+from nemo_rl.distributed.collectives import ParallelGroups, copy_to, gather_along, reduce_from, scatter_along
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.head import lazy_logits
-from nemo_rl.models.head.lazy_logits import LazyLogits
-from nemo_rl.models.head.logprobs import Sampling, VocabShard, WantedLines, token_lines, token_logprobs
-from nemo_rl.models.head.support import KeptSets
-from nemo_rl.models.head.top_k import TopTokens
+from nemo_rl.models.head import logits as head_logits
+from nemo_rl.models.head.logits import KeptSets, LazyLogits
+from nemo_rl.models.head.logprobs import Sampling, TopTokens, VocabShard, WantedLines, token_lines, token_logprobs
 from tests.helpers.gloo import COLLECTIVE_TIMEOUT_S, run_ranks
 from tests.helpers.model_families import FAMILY_SIZES, write_family
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
@@ -79,7 +75,7 @@ def _adjoints(rank: int) -> dict[str, float]:
 
 def _split_logprobs(rank: int) -> dict[str, tuple[float, float]]:
     """Errors of log-probabilities, entropies and gradients against whole logits, across chunk borders."""
-    lazy_logits.CHUNK_ELEMENTS["cpu"] = 64
+    head_logits.CHUNK_ELEMENTS["cpu"] = 64
     hidden, weight = numbers(11, 6, seed=3).float(), numbers(20, 6, seed=6).float() * 2
     logits = hidden @ weight.T
     targets = torch.randint(0, 20, (11,), generator=torch.Generator().manual_seed(4))

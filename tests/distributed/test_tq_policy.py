@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from nemo_rl.config.backends import DTensorConfig
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.parts import TRAINING_ENGINES
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
@@ -32,7 +32,7 @@ from tests.helpers.replica_groups import LOSS, ROWS, TRAINED, FailsOnRankOne, ro
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
 
 START_S = 600.0
-LAUNCH, ENGINE = "nemo_rl.models.policy.workers.compose", TRAINING_ENGINES.builtin["dtensor"].partition(":")[0]
+LAUNCH, ENGINE = "nemo_rl.models.policy.workers.launch", TRAINING_ENGINES.builtin["dtensor"].partition(":")[0]
 IMPORTED_BY_WORKERS = (*IMPORTED, LAUNCH, ENGINE)
 LIMIT_S, SLACK = 5.0, 6
 """The contract of the abort, and the time that a busy machine may take."""

@@ -14,9 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from nemo_rl.algorithms.async_batches import FRONTIER_STATE
-from nemo_rl.algorithms.kept_groups import GROUPS
 from nemo_rl.algorithms.run import run
-from nemo_rl.algorithms.scheduled_batches import SCHEDULE_FILE
+from nemo_rl.algorithms.scheduled_batches import GROUPS, SCHEDULE_FILE
 from nemo_rl.cli.main import app
 from nemo_rl.errors import CheckpointError, UserError, WorkerError
 from nemo_rl.utils.checkpoint import CheckpointManager

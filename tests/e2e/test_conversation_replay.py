@@ -18,7 +18,7 @@ from rich.console import Console
 from nemo_rl.algorithms.kept_steps.folder import CONVERSATION_FILE, StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.data.tokenizer import build_tokenizer
-from nemo_rl.utils.manifest import Manifest
+from nemo_rl.utils.checkpoint import Manifest
 from nemo_rl_tools.conversation_replay import replay_conversations
 from nemo_rl_tools.step_replay.chain import ReplayProblem, ReplayRequest
 from nemo_rl_tools.step_replay.replay import replay_step

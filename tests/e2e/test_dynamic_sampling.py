@@ -15,7 +15,7 @@ from nemo_rl.algorithms.grpo_sync import GRPOTrainer
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.algorithms.stages.bodies import Train
-from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.algorithms.stages.stage import StepState
 from nemo_rl.errors import CheckpointError, DatasetError, UserError, WorkerError
 from nemo_rl.experience.rollout_records import GroupRequest
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
-from nemo_rl.data_plane.column_io import read_column_file
-from nemo_rl.data_plane.extra_columns import rows_as_list
+from nemo_rl.data_plane.column_io import read_column_file, rows_as_list
 from nemo_rl.data_plane.schema import FIELDS
 from nemo_rl.errors import ConfigError
 from nemo_rl_tools.step_replay.chain import ReplayRequest

@@ -29,7 +29,7 @@ from nemo_rl.models.hf.loading import load_causal_lm, named_weights
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
 from nemo_rl.models.weight_sync.target import RefitTarget
-from nemo_rl.utils.manifest import Manifest
+from nemo_rl.utils.checkpoint import Manifest
 from nemo_rl.utils.trackers import read_metrics
 from nemo_rl_tools.run_replay import replay_run
 from nemo_rl_tools.step_replay.chain import ReplayRequest

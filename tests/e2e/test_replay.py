@@ -16,12 +16,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from nemo_rl.algorithms.kept_steps.folder import STEP_FILE, UPDATE_FILE, StepsFolder
-from nemo_rl.algorithms.kept_steps.record import StepStatus
+from nemo_rl.algorithms.kept_steps.folder import STEP_FILE, UPDATE_FILE, StepsFolder, StepStatus
 from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
 from nemo_rl.errors import ConfigError, NonFiniteError, UserError
-from nemo_rl.utils.manifest import Manifest
+from nemo_rl.utils.checkpoint import Manifest
 from nemo_rl_tools.compare.folders import compare_folders
 from nemo_rl_tools.compare.limits import read_limits
 from nemo_rl_tools.step_replay.chain import ReplayProblem, ReplayRequest

@@ -14,8 +14,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
-from nemo_rl.data_plane.column_io import read_column_file
-from nemo_rl.data_plane.extra_columns import rows_as_list
+from nemo_rl.data_plane.column_io import read_column_file, rows_as_list
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import UserError
 from nemo_rl.models.vision.processor import processor_for

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
+from nemo_rl.algorithms.grpo import EQUAL
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer
 from nemo_rl.algorithms.run import run
-from nemo_rl.algorithms.scored_rows import EQUAL
 from nemo_rl.algorithms.setup import open_parts, open_trainer
 from nemo_rl.algorithms.stages.bodies import NOT_TRAINED
 from nemo_rl.errors import RewardError, WorkerError

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from nemo_rl.algorithms.grpo import TOO_FAR
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.run import run
-from nemo_rl.algorithms.scored_rows import TOO_FAR
 from nemo_rl.algorithms.stages.bodies import PrevLogprobs
-from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.algorithms.stages.stage import StepState
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.errors import WorkerError
 from nemo_rl_tools.rollouts.row import RolloutRow, read_rows

@@ -15,7 +15,7 @@ from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
 from nemo_rl.algorithms.setup import open_parts
 from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import PARTITION, declare_partition
-from nemo_rl.algorithms.stages.state import StepState, join_steps
+from nemo_rl.algorithms.stages.stage import StepState, join_steps
 from nemo_rl.algorithms.step_metrics import step_metrics
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.factory import open_step

@@ -10,7 +10,7 @@ import torch
 from nemo_rl.algorithms.losses.policy_loss import DistillationLoss
 from nemo_rl.config.distillation import DistillationConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.models.head.top_k import TopTokens
+from nemo_rl.models.head.logprobs import TopTokens
 from tests.helpers.distillation_reference import with_teacher
 from tests.helpers.tiny_model import VOCAB, tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 

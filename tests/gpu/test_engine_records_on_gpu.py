@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.config.cluster import ClusterConfig
+from nemo_rl.config.run import ClusterConfig
 from tests.helpers.model_families import write_dense
 from tests.helpers.tiny_model import tiny_policy
 

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import DTensorConfig, LoraConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.models.adapters.lora import folded
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams

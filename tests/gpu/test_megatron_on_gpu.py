@@ -13,16 +13,14 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import DTensorConfig, LoraConfig, MegatronConfig, MegatronOptimizerConfig, OptimizerConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded
 from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.megatron.mcore import USING_PYTORCH_OPTIMIZER
 from nemo_rl.models.megatron.transformer_config import has_transformer_engine
-from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.launch import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.gloo import run_ranks
 from tests.helpers.hf_reference import hf_logprobs

@@ -18,12 +18,19 @@ from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.hf.loading import load_causal_lm
-from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.launch import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import RefitPlan, bucket_bytes
-from nemo_rl.models.weight_sync.channel import BucketReader, ChannelOffer, ChannelRequest
 from nemo_rl.models.weight_sync.target import RefitReceiver
-from nemo_rl.models.weight_sync.transport import RefitGroup, RefitGroupSpec, device_id, open_store
+from nemo_rl.models.weight_sync.transport import (
+    BucketReader,
+    ChannelOffer,
+    ChannelRequest,
+    RefitGroup,
+    RefitGroupSpec,
+    device_id,
+    open_store,
+)
 from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_tiny_folder
 

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
-from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.config.backends import DTensorConfig, MegatronConfig, MegatronOptimizerConfig
+from nemo_rl.config.policy import PolicyConfig, RouterReplayConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.hf.loading import load_model_config

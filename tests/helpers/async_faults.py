@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
-from nemo_rl.algorithms.async_groups import FailureKind, Frontier, Ticket
-from nemo_rl.algorithms.async_selection import SelectionOrder
-from nemo_rl.algorithms.async_simulation import AsyncSimulation, Pipeline, SimulatedRun
+from nemo_rl.algorithms.async_account import AsyncSimulation, Pipeline, SimulatedRun
+from nemo_rl.algorithms.async_selection import FailureKind, Frontier, SelectionOrder, Ticket
 
 __all__ = ["Faults", "FaultySimulation", "log_normal_rows"]
 

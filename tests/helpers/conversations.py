@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.conversation import ConversationConfig
-from nemo_rl.config.env import ToolsConfig
+from nemo_rl.config.env import ConversationConfig, ToolsConfig
 from nemo_rl.data.conversation import Message
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.tokenizer import TOOLS_TEMPLATE, build_tokenizer
 from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.call_formats import GptOssCalls, HermesCalls, Llama3Calls
 from nemo_rl.environments.conversation_host import EnvironmentHost
-from nemo_rl.environments.tool_host import HostedTool, ToolHost
+from nemo_rl.environments.tools import HostedTool, ToolHost
 from nemo_rl.environments.zygote import HostLimits
 from nemo_rl.experience.conversation_attempt import AttemptParts, Hosts, turn_seed
 from nemo_rl.experience.conversations import ConversationLoop, GroupTask

@@ -21,8 +21,7 @@ from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import RankSpec
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, Request, WorkerGroup, ask
+from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, Request, WorkerFleet, WorkerGroup, ask
 from nemo_rl.errors import from_record, to_record
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.vllm.worker import build_vllm_worker

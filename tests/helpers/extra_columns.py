@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nemo_rl.algorithms.losses.normalization import token_weights
+from nemo_rl.algorithms.losses.policy_loss import token_weights
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.data.conversation import Message
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.conversation import ConversationRow, Reply, Turn
-from nemo_rl.environments.factory import EnvironmentStart
 from nemo_rl.environments.interfaces import EnvReport, Response
+from nemo_rl.environments.process_environment import EnvironmentStart
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.utils.metrics import Sum
 

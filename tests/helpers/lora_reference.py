@@ -13,7 +13,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from transformers import PreTrainedModel
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.models.adapters.lora import A_SUFFIX, B_SUFFIX, adapted_layers
 from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.interfaces import TensorInfo

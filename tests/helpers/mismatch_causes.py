@@ -23,20 +23,26 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE_FILE, StepsFolder
-from nemo_rl.algorithms.kept_steps.record import StepSnapshot, record_text
+from nemo_rl.algorithms.kept_steps.folder import (
+    ROLLOUT_FILE,
+    STEP_FILE,
+    UPDATE_FILE,
+    StepsFolder,
+    StepSnapshot,
+    record_text,
+)
 from nemo_rl.algorithms.run import run
 from nemo_rl.data_plane.column_io import write_column_file
 from nemo_rl.jagged import nest
 from nemo_rl.models.generation.interfaces import GenerationRequest, RecordedRoutes, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
+from nemo_rl.models.head.logits import SUPPORT, decode_support
 from nemo_rl.models.head.logprobs import Sampling, token_logprobs
-from nemo_rl.models.head.support import SUPPORT, decode_support
 from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.hf.modules import ROUTER_KINDS
 from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import MISSING
-from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
+from nemo_rl.utils.checkpoint import MANIFEST_FILE, Manifest
 from nemo_rl_tools.mismatch.explain import MismatchReport, explain_mismatch
 from nemo_rl_tools.mismatch.scorer import scaled_rope
 from nemo_rl_tools.step_replay.chain import ReplayRequest

@@ -17,20 +17,17 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.algorithms.losses.policy_loss import DistillationLoss, PolicyLoss
+from nemo_rl.config.backends import DTensorConfig, LoraConfig, MegatronConfig, MegatronOptimizerConfig, OptimizerConfig
 from nemo_rl.config.distillation import DistillationConfig
-from nemo_rl.config.dtensor import DTensorConfig, OptimizerConfig
-from nemo_rl.config.lora import LoraConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
-from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.router_replay import RouterReplayConfig
-from nemo_rl.distributed import differentiable
+from nemo_rl.config.policy import PolicyConfig, RouterReplayConfig
+from nemo_rl.distributed import collectives
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, plan_fixed, plan_packs, plan_padded
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.dtensor.parallelize import full_weight
-from nemo_rl.models.head.top_k import TopTokens
+from nemo_rl.models.head.logprobs import TopTokens
 from nemo_rl.models.hf.loading import load_causal_lm, load_model_config, named_weights
 from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.models.policy.interfaces import ENTROPY, POLICY_TOPK
@@ -346,12 +343,12 @@ def planted(fault: str | None) -> Iterator[None]:
     if fault != "doubled":
         yield
         return
-    honest = differentiable._GatherAlong.backward
+    honest = collectives._GatherAlong.backward
 
     def doubled(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return honest(ctx, 2 * grad)
 
-    with patch.object(differentiable._GatherAlong, "backward", staticmethod(doubled)):
+    with patch.object(collectives._GatherAlong, "backward", staticmethod(doubled)):
         yield
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.records.record import DimSplit, RecordManifest, RecordPlace, TokenTable
+from nemo_rl.records.record import DimSplit, RecordManifest, RecordPlace, RecordWriter, TokenTable, new_folder
 from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.records.writer import RecordWriter, new_folder
 
 NUM_LAYERS, HIDDEN, VOCAB = 2, 8, 16
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD

@@ -18,10 +18,10 @@ from ray._common.utils import reset_ray_address
 from ray.cluster_utils import Cluster
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.algorithms.token_statistics import LOGPROB_ERROR, TokenStatistics
+from nemo_rl.algorithms.token_work import LOGPROB_ERROR, TokenStatistics
+from nemo_rl.config.backends import DTensorConfig
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
-from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.batch_meta import shard_meta_for_dp

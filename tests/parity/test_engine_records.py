@@ -15,8 +15,8 @@ from rich.console import Console
 
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.run import run
-from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.run import ClusterConfig
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.models.adapters.lora import adapted_layers, adapter_infos, named_adapters
 from nemo_rl.models.dtensor.parallelize import full_weight
 from nemo_rl.models.dtensor.weights import fill_adapters

@@ -17,7 +17,7 @@ import torch
 from peft.utils import transformers_weight_conversion
 from torch.distributed.checkpoint import FileSystemReader
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.models.adapters.lora import adapted_layers, adapter_infos
 from nemo_rl.models.hf.folder import open_weights
 from nemo_rl.models.hf.loading import build_meta_model, load_causal_lm, load_model_config

@@ -15,15 +15,14 @@ from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, ask
+from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, WorkerFleet, ask
 from nemo_rl.errors import WorkerError, WorkerLost
 from nemo_rl.experience.payload import build_columns
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker, build_engine_worker
 from nemo_rl.models.hf.loading import load_causal_lm
-from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.tq_policy import Policy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync

@@ -19,7 +19,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.payload import build_columns
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.head.support import SUPPORT
+from nemo_rl.models.head.logits import SUPPORT
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.gloo import run_ranks
 from tests.helpers.hf_reference import global_scale, hf_logprobs

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.backends import DTensorConfig
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.dtensor import parallelize
 from nemo_rl.models.hf.loading import load_causal_lm

@@ -11,7 +11,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.backends import DTensorConfig
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig

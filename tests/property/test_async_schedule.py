@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.async_groups import AsyncLimits, Overdue
-from nemo_rl.algorithms.async_selection import InOrder, OldestFirst, ReadyFirst, SelectionOrder
-from nemo_rl.algorithms.async_simulation import Pipeline
+from nemo_rl.algorithms.async_account import Pipeline
+from nemo_rl.algorithms.async_selection import AsyncLimits, InOrder, OldestFirst, Overdue, ReadyFirst, SelectionOrder
 from tests.helpers.async_faults import Faults, FaultySimulation, log_normal_rows
 from tests.helpers.case_selection import num_examples
 

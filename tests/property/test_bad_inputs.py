@@ -24,7 +24,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.datasets import build_prompt_sets
 from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
-from nemo_rl.environments.factory import build_environment
+from nemo_rl.environments.process_environment import build_environment
 from nemo_rl.errors import UserError
 from nemo_rl.models.hf.folder import open_weights
 from nemo_rl.models.hf.loading import load_causal_lm, load_model_config

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, run_state_machine_as_test
 
-from nemo_rl.data_plane.client.leases import LeaseRenewer
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
+from nemo_rl.data_plane.client.link import LeaseRenewer
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.data_plane.ledger import claims as ledger_claims
 from nemo_rl.data_plane.ledger import state as ledger_state

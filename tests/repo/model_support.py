@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from nemo_rl.algorithms.preflight.model_check import Trial, check_config, trials_of
-from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.backends import DTensorConfig
 from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
 from nemo_rl.models.adapters.lora import router_layers
 from nemo_rl.models.hf.tiny_model import language_config

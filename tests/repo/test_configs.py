@@ -54,7 +54,7 @@ class Holder:
 
 def test_loading_a_recipe_imports_neither_torch_nor_ray() -> None:
     script = (
-        "import sys; from nemo_rl.config.load import load_config; from nemo_rl.config.render import to_yaml; "
+        "import sys; from nemo_rl.config.load import load_config; from nemo_rl.config.yaml_text import to_yaml; "
         "to_yaml(load_config('configs/grpo_sort_cpu.yaml')); "
         "heavy = {'torch', 'ray', 'numpy', 'transformers', 'tensordict', 'transfer_queue'} & set(sys.modules); "
         "sys.exit(f'imported: {heavy}' if heavy else 0)"

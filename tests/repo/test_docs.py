@@ -112,7 +112,7 @@ def known_names() -> frozenset[str]:
         parts = key.split(".")
         names |= {".".join(parts[: end + 1]) for end in range(len(parts))} | {parts[-1]}
     layouts = {*SIZES, *SWITCHES, *(f"{name}={value}" for name, values in CHOICES.items() for value in values)}
-    for file in ("ray.sub", "nemo_rl/slurm/settings.py"):
+    for file in ("ray.sub", "nemo_rl/slurm/job.py"):
         names |= set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", (ROOT / file).read_text(encoding="utf-8")))
     return frozenset(names | set(FIELDS) | set(dir(builtins)) | OUTSIDE | set(SiteKind) | set(REDUCERS) | layouts)
 

@@ -86,7 +86,7 @@ def test_library_never_prints_evaluates_or_unpickles() -> None:
     forbidden = {"print", "eval", "exec", "pickle.load", "pickle.loads", "cloudpickle.load", "cloudpickle.loads"}
     found = [f"{name_of(path)}: {name}" for path in LIBRARY for name, call in calls(path) if name in forbidden]
     # A reward of a Python session: pickled by the program that has started the process which unpickles it.
-    assert found == ["nemo_rl/environments/scorer_child.py: cloudpickle.loads"]
+    assert found == ["nemo_rl/environments/session_rewards.py: cloudpickle.loads"]
 
 
 def test_torch_load_reads_weights_only() -> None:
@@ -150,7 +150,7 @@ def test_the_wall_clock_is_written_down_and_never_waited_for() -> None:
         "nemo_rl/utils/trackers.py",
         # The date of a run.
         "nemo_rl/utils/run_lock.py",
-        "nemo_rl/utils/r3_trace_records.py",
+        "nemo_rl/utils/r3_trace.py",
         "nemo_rl_tools/tracer/store.py",
         "nemo_rl_tools/tracer/hub/assembly.py",
         # The chat template shows the date of the run's first start.
@@ -158,7 +158,7 @@ def test_the_wall_clock_is_written_down_and_never_waited_for() -> None:
         # Slurm tells the end of a job by it; what is left is counted on the other clock.
         "nemo_rl/utils/deadlines.py",
         # A chat template may print the date: that of the run's first start.
-        "nemo_rl/algorithms/identity.py",
+        "nemo_rl/algorithms/run_folder.py",
         "nemo_rl/data/messages.py",
     }
     clocks = {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now", "datetime.utcnow"}

@@ -25,22 +25,19 @@ from nemo_rl.algorithms.kept_steps.folder import (
     ROLLOUT_FILE,
     STEP_FILE,
     UPDATE_FILE,
-    StepsFolder,
-)
-from nemo_rl.algorithms.kept_steps.record import (
     RunFacts,
     SnapshotOutcome,
     SnapshotPlan,
     SnapshotRows,
     StepError,
+    StepsFolder,
     StepSnapshot,
     record_text,
 )
 from nemo_rl.algorithms.observers import StepObserver
 from nemo_rl.algorithms.stages.columns import REWRITTEN, StageColumns, fetched_fields
-from nemo_rl.algorithms.stages.stage import StageTools
-from nemo_rl.algorithms.stages.state import StepState
-from nemo_rl.config.diagnostics import KeepStepsConfig
+from nemo_rl.algorithms.stages.stage import StageTools, StepState
+from nemo_rl.config.run import KeepStepsConfig
 from nemo_rl.distributed.worker_groups import Pending
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ResourceError, WorkerError

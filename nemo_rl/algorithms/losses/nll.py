@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.losses.normalization import TokenMeasures, token_weights, weighed
+from nemo_rl.algorithms.losses.policy_loss import TokenMeasures, token_weights, weighed
 from nemo_rl.models.head.logprobs import negative_log_likelihood
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 

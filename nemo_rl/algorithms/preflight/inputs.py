@@ -18,8 +18,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.advantage_estimator import UsesRows
-from nemo_rl.algorithms.identity import first_start, model_digest, same_or_refused
 from nemo_rl.algorithms.preflight import model_check
+from nemo_rl.algorithms.run_folder import first_start, model_digest, same_or_refused
 from nemo_rl.algorithms.token_work import TokenEstimator
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.grpo import GRPOConfig
@@ -52,7 +52,7 @@ from nemo_rl.models.hf.folder import open_weights
 from nemo_rl.models.hf.loading import decoder_sizes, load_model_config, model_folder
 from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.models.vision.processor import encoder_of
-from nemo_rl.records.selector import Selector
+from nemo_rl.records.sites import Selector
 from nemo_rl.tracer.process import HUB_MODULE
 from nemo_rl.tracer.watch import SiteWatch
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager

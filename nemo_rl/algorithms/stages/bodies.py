@@ -24,13 +24,18 @@ from dataclasses import replace
 
 import torch
 
-from nemo_rl.algorithms.grpo import plan_logprobs, plan_rows, plan_train, score_rows, select_train_rows
-from nemo_rl.algorithms.scored_rows import TOO_FAR, ScoredRows
+from nemo_rl.algorithms.grpo import (
+    TOO_FAR,
+    ScoredRows,
+    plan_logprobs,
+    plan_rows,
+    plan_train,
+    score_rows,
+    select_train_rows,
+)
 from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, fetched_fields
-from nemo_rl.algorithms.stages.stage import Stage, StageTools, UpdateStage
-from nemo_rl.algorithms.stages.state import ChosenRows, StepState
-from nemo_rl.algorithms.token_statistics import TokenStatistics, decide_rows
-from nemo_rl.algorithms.token_work import ADVANTAGE, TokenWork, plan_groups, whitening_of
+from nemo_rl.algorithms.stages.stage import ChosenRows, Stage, StageTools, StepState, UpdateStage
+from nemo_rl.algorithms.token_work import ADVANTAGE, TokenStatistics, TokenWork, decide_rows, plan_groups, whitening_of
 from nemo_rl.data_plane.batch_meta import RowResults
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.link import CLEAR, stage_context

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from nemo_rl.algorithms.token_statistics import KlInReward, TokenStatistics
-from nemo_rl.algorithms.token_work import TokenEstimator, token_estimator
+from nemo_rl.algorithms.token_work import KlInReward, TokenEstimator, TokenStatistics, token_estimator
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data_plane.extra_columns import extra_names
+from nemo_rl.data_plane.column_io import extra_names
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import (
     DP_TRAIN_FIELDS,
@@ -28,7 +27,7 @@ from nemo_rl.data_plane.schema import (
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.payload import run_extras
-from nemo_rl.models.head.support import SUPPORT
+from nemo_rl.models.head.logits import SUPPORT
 from nemo_rl.models.policy.interfaces import (
     ADVANTAGES,
     COMPUTED_FIELDS,

@@ -19,23 +19,25 @@ import numpy as np
 
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.adapters.mooncake_codes import (
+from nemo_rl.data_plane.adapters.mooncake_link import (
+    CLOSE_GRACE_S,
     CONNECTION_BROKEN,
     NO_SPACE,
     NOT_FOUND,
     OK,
     TRANSFER_FAILED,
+    BufferLease,
+    MooncakeLink,
     call_error,
     read_error,
 )
-from nemo_rl.data_plane.adapters.mooncake_link import CLOSE_GRACE_S, BufferLease, MooncakeLink
 from nemo_rl.data_plane.adapters.mooncake_master import (
     MooncakeServers,
     StoreAddress,
     is_listening,
     start_servers,
 )
-from nemo_rl.data_plane.chunks.dense import copy_end_to_end
+from nemo_rl.data_plane.chunks.ragged import copy_end_to_end
 from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, name_some
 from nemo_rl.utils.deadlines import DEFAULT_START, StartUp

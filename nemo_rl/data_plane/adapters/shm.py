@@ -30,7 +30,7 @@ import numpy as np
 
 from nemo_rl.config.data_plane import SharedMemoryConfig
 from nemo_rl.data_plane.address import Handles
-from nemo_rl.data_plane.chunks.dense import copy_end_to_end
+from nemo_rl.data_plane.chunks.ragged import copy_end_to_end
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
 from nemo_rl.data_plane.keys import chunk_tag, owner_of, process_of
 from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, DataPlaneError, KeysNotFound

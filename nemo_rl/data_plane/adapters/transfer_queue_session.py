@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import transfer_queue as tq
 
-from nemo_rl.data_plane.adapters.mooncake_codes import NO_SPACE, NOT_FOUND, TRANSFER_FAILED
+from nemo_rl.data_plane.adapters.mooncake_link import NO_SPACE, NOT_FOUND, TRANSFER_FAILED
 from nemo_rl.data_plane.adapters.mooncake_master import MooncakeServers, StoreAddress, is_listening
 from nemo_rl.data_plane.adapters.transfer_queue_service import (
     bounded,

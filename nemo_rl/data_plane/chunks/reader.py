@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from nemo_rl.data_plane.chunks.columns import Lengths, torch_dtype
-from nemo_rl.data_plane.chunks.dense import Bytes, RowBytes, lay_end_to_end, pad_rows
+from nemo_rl.data_plane.chunks.ragged import Bytes, RowBytes, lay_end_to_end, pad_rows
 from nemo_rl.data_plane.codec import HEAD_PREFIX_BYTES, ChunkForm, checksum, split_head, starts_of
 from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.schema import FieldSpec

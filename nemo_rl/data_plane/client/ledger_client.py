@@ -26,13 +26,13 @@ from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.chunks.columns import check_keys
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
 from nemo_rl.data_plane.client.keyed_rows import KeyedRowsLink
-from nemo_rl.data_plane.client.leases import LeaseRenewer
 from nemo_rl.data_plane.client.link import (
     FIRST_POLL_S,
     LONGEST_POLL_S,
     ClientCall,
     ClientLink,
     Declaration,
+    LeaseRenewer,
     SchemaCache,
     names_of,
     stage_context,

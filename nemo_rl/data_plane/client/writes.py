@@ -18,8 +18,15 @@ from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.chunks.columns import FlatColumn, check_columns, check_tags, column_types, token_lengths
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable
 from nemo_rl.data_plane.client.keyed_rows import ForeignColumns, KeyedRowsLink
-from nemo_rl.data_plane.client.leases import LeaseRenewer
-from nemo_rl.data_plane.client.link import ClientCall, ClientLink, Declaration, RoomWait, names_of, versions_of
+from nemo_rl.data_plane.client.link import (
+    ClientCall,
+    ClientLink,
+    Declaration,
+    LeaseRenewer,
+    RoomWait,
+    names_of,
+    versions_of,
+)
 from nemo_rl.data_plane.codec import ChunkForm, EncodedChunk, encode_rows
 from nemo_rl.data_plane.interfaces import Columns, Parts
 from nemo_rl.data_plane.keys import chunk_in_blocks

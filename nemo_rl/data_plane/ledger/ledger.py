@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from nemo_rl.data_plane.ledger import claims as claim_rules
-from nemo_rl.data_plane.ledger.arguments import form, number, records, seconds, text, texts
 from nemo_rl.data_plane.ledger.capacity import Capacity, Demand, check_present, check_put, is_any_written
+from nemo_rl.data_plane.ledger.claims import KeyedRows, form, lacking, locate, number, records, seconds, text, texts
 from nemo_rl.data_plane.ledger.events import EventSink, Recorder, explain_row
-from nemo_rl.data_plane.ledger.keyed_rows import KeyedRows, lacking
-from nemo_rl.data_plane.ledger.reads import locate
-from nemo_rl.data_plane.ledger.snapshot import (
+from nemo_rl.data_plane.ledger.journal import (
     declared_partition,
     dump_chunk,
     dump_claims,

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedModel
 
-from nemo_rl.config.lora import ALL_LINEAR, LoraConfig
+from nemo_rl.config.backends import ALL_LINEAR, LoraConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import GENERATION_CONFIG
 from nemo_rl.errors import CheckpointError, ModelFolderError, boundary, name_some, shorten

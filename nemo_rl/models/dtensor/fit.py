@@ -13,8 +13,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.adapters.lora import adapted_layers
 from nemo_rl.models.dtensor.rope import rope_problem
-from nemo_rl.models.dtensor.tensor_parallel import check_plan
-from nemo_rl.models.dtensor.tensor_plans import plan_of
+from nemo_rl.models.dtensor.tensor_parallel import check_plan, plan_of
 from nemo_rl.models.vision import family_of
 
 __all__ = ["attention_problem", "check_model_fits"]

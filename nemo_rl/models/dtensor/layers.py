@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
-from nemo_rl.config.dtensor import Recomputation
+from nemo_rl.config.backends import Recomputation
 from nemo_rl.config.policy import ParallelSizes, PolicyConfig
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.models.attention.varlen import ATTENTION_NAME, Segments

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig, SchedulerPhase
+from nemo_rl.config.backends import OptimizerConfig, SchedulerConfig, SchedulerPhase
 from nemo_rl.errors import ConfigError
 
 __all__ = ["LearningRate", "LossScaler", "build_optimizer", "learning_rate_factor"]

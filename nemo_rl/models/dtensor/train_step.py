@@ -18,7 +18,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, reduce_gradients
-from nemo_rl.models.head.top_k import TopTokens
+from nemo_rl.models.head.logprobs import TopTokens
 from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch, row_names

@@ -31,8 +31,8 @@ from nemo_rl.models.generation.requests import (
     GenerationOutput,
     GenerationRequest,
     GroupSamples,
+    RowRequest,
 )
-from nemo_rl.models.generation.rows import RowRequest
 from nemo_rl.models.generation.schedule import BatchEvents, ScheduleEntry, Script
 from nemo_rl.models.generation.turn_batch import (
     NAMED,

@@ -17,10 +17,8 @@ import torch
 from nemo_rl.errors import UserError
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest
 from nemo_rl.models.policy.recording import RecordSpec
-from nemo_rl.records.record import RecordManifest, RecordPlace, TokenTable
-from nemo_rl.records.selector import Selector
-from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.records.writer import RecordWriter, new_folder
+from nemo_rl.records.record import RecordManifest, RecordPlace, RecordWriter, TokenTable, new_folder
+from nemo_rl.records.sites import Direction, Selector, SiteKind
 from nemo_rl.tracer.watch import GENERATION
 
 __all__ = [

@@ -18,8 +18,8 @@ from nemo_rl.models.generation.requests import (
     GenerationOutput,
     GenerationRequest,
     GroupSamples,
+    RowRequest,
 )
-from nemo_rl.models.generation.rows import RowRequest
 from nemo_rl.models.generation.schedule import ScheduleEntry, Script
 
 __all__ = [

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.errors import CheckpointError, ModelFolderError, shorten
 from nemo_rl.models.adapters.folder import base_of, read_adapter, write_adapter
 from nemo_rl.models.hf.loading import PROCESSOR_FILES

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.models.adapters.lora import AdaptedLayer, Adapter
 from nemo_rl.models.hf.loading import ADAPTER_PART
 from nemo_rl.models.megatron.architecture import Architecture

@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nemo_rl.config.megatron import MegatronConfig
+from nemo_rl.config.backends import MegatronConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 

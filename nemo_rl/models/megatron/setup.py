@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.adapters.lora import adapted_layers
-from nemo_rl.models.head.lazy_logits import LazyLogits
+from nemo_rl.models.head.logits import LazyLogits
 from nemo_rl.models.hf.loading import ADAPTER_PART, model_without_weights
 from nemo_rl.models.megatron.adapters import LinearAdapters, attach_parallel_adapters
 from nemo_rl.models.megatron.architecture import Architecture

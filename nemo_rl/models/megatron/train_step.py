@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.head.logprobs import VocabShard
-from nemo_rl.models.head.top_k import TopTokens
+from nemo_rl.models.head.logprobs import TopTokens, VocabShard
 from nemo_rl.models.megatron.attention import PackedSegments
 from nemo_rl.models.megatron.balance import AuxiliaryLoss, biases_kept_on_error
 from nemo_rl.models.megatron.mcore import finalize_model_grads, get_forward_backward_func, parallel_state

@@ -19,14 +19,12 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.differentiable import gather_along, reduce_from
+from nemo_rl.distributed.collectives import gather_along, reduce_from
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, round_up
 from nemo_rl.models.attention.varlen import Segments
-from nemo_rl.models.head.lazy_logits import LazyLogits
-from nemo_rl.models.head.logprobs import Sampling, VocabShard, WantedLines, token_lines
-from nemo_rl.models.head.support import SUPPORT, KeptSets, decode_support
-from nemo_rl.models.head.top_k import TopTokens, top_k_logprobs
+from nemo_rl.models.head.logits import SUPPORT, KeptSets, LazyLogits, decode_support
+from nemo_rl.models.head.logprobs import Sampling, TopTokens, VocabShard, WantedLines, token_lines, top_k_logprobs
 from nemo_rl.models.policy.interfaces import (
     ENTROPY,
     HOST_COLUMNS,

@@ -23,10 +23,8 @@ from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.policy.hooks import HookPoints
 from nemo_rl.models.policy.observer import Capture, HookObserver, PassRows, SiteSink
 from nemo_rl.models.policy.steps import RankInfo
-from nemo_rl.records.record import RecordManifest
-from nemo_rl.records.selector import Selector
-from nemo_rl.records.sites import SITES, Direction, SiteKind
-from nemo_rl.records.writer import RecordWriter, new_folder
+from nemo_rl.records.record import RecordManifest, RecordWriter, new_folder
+from nemo_rl.records.sites import SITES, Direction, Selector, SiteKind
 from nemo_rl.utils.memory import package_versions
 
 __all__ = [

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 from nemo_rl.errors import NonFiniteError, name_some
-from nemo_rl.models.head.logprobs import Sampling
-from nemo_rl.models.head.top_k import TopTokens
+from nemo_rl.models.head.logprobs import Sampling, TopTokens
 from nemo_rl.models.policy.interfaces import (
     COMPUTED_FIELDS,
     POLICY_TOPK,

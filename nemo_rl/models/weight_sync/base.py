@@ -18,8 +18,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from nemo_rl.config.generation import KEEPS_WEIGHTS
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import Call, Pending, Request, WorkerGroup, ask
+from nemo_rl.distributed.worker_groups import Call, Pending, Request, WorkerFleet, WorkerGroup, ask
 from nemo_rl.errors import WorkerError, WorkerLost
 from nemo_rl.models.generation.interfaces import BASE, EngineLoad, GenerationInterface
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker

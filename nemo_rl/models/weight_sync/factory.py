@@ -16,18 +16,16 @@ from types import MappingProxyType
 
 from nemo_rl.config.generation import RefitTransport
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import WorkerGroup, ask
+from nemo_rl.distributed.worker_groups import WorkerFleet, WorkerGroup, ask
 from nemo_rl.errors import WorkerError, WorkerLost
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import STAGE, RefitParties, WeightSync
 from nemo_rl.models.weight_sync.buckets import NUM_SLOTS, RefitPlan
-from nemo_rl.models.weight_sync.channel import ChannelOffer, ChannelRequest
 from nemo_rl.models.weight_sync.receipt import ReceiptSpec, make_probe
 from nemo_rl.models.weight_sync.target import RefitTarget
-from nemo_rl.models.weight_sync.transport import RefitGroupSpec
+from nemo_rl.models.weight_sync.transport import ChannelOffer, ChannelRequest, RefitGroupSpec
 from nemo_rl.utils.flops import TransformerShape
 
 __all__ = [

@@ -29,11 +29,17 @@ from nemo_rl.models.weight_sync.buckets import (
     free_bytes,
     match_slots,
 )
-from nemo_rl.models.weight_sync.channel import BucketReader, ChannelSpec
 from nemo_rl.models.weight_sync.delta_buckets import DeltaSink, HeldWeights
 from nemo_rl.models.weight_sync.receipt import Answer, Probe
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
-from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroup, RefitGroupSpec, device_id
+from nemo_rl.models.weight_sync.transport import (
+    BucketReader,
+    ChannelSpec,
+    IpcHandle,
+    RefitGroup,
+    RefitGroupSpec,
+    device_id,
+)
 
 __all__ = ["ModuleRefitTarget", "RefitReceiver", "RefitTarget"]
 

@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl.algorithms.async_account import AsyncTimes, account_of, pipeline_bound_s, simulated_step_s
-from nemo_rl.algorithms.async_groups import AsyncLimits
-from nemo_rl.algorithms.async_simulation import Pipeline, SimulatedRun, ideal_run
+from nemo_rl.algorithms.async_account import (
+    AsyncTimes,
+    Pipeline,
+    SimulatedRun,
+    account_of,
+    ideal_run,
+    pipeline_bound_s,
+    simulated_step_s,
+)
+from nemo_rl.algorithms.async_selection import AsyncLimits
 from tests.helpers.async_faults import log_normal_rows
 
 ONE = AsyncLimits(num_groups=8, max_staleness=1, lookahead=1)

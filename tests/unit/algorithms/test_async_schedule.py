@@ -6,9 +6,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from nemo_rl.algorithms.async_groups import RETRIES, AsyncLimits, FailureKind, Frontier, Overdue
 from nemo_rl.algorithms.async_schedule import AsyncSchedule
-from nemo_rl.algorithms.async_selection import InOrder, OldestFirst, ReadyFirst, ReadyGroup, SelectionOrder
+from nemo_rl.algorithms.async_selection import (
+    RETRIES,
+    AsyncLimits,
+    FailureKind,
+    Frontier,
+    InOrder,
+    OldestFirst,
+    Overdue,
+    ReadyFirst,
+    ReadyGroup,
+    SelectionOrder,
+)
 from nemo_rl.data.sampler import SampledPrompt
 from nemo_rl.errors import UserError
 

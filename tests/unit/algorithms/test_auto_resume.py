@@ -9,8 +9,8 @@ import pytest
 from nemo_rl.algorithms.preflight.checks import decide_resume
 from nemo_rl.algorithms.run_folder import CONFIG_FILE
 from nemo_rl.config.load import load_config
-from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.yaml_text import to_yaml
 from nemo_rl.errors import RunFolderError
 
 ROOT = Path(__file__).parents[3]

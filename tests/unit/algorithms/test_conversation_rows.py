@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo import score_rows, select_train_rows
-from nemo_rl.algorithms.scored_rows import EQUAL, LEFT_OUT, VOID
+from nemo_rl.algorithms.grpo import EQUAL, LEFT_OUT, VOID, score_rows, select_train_rows
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.layout import ParallelLayout

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo import plan_logprobs, plan_train, score_rows, select_train_rows
-from nemo_rl.algorithms.scored_rows import ScoredRows
+from nemo_rl.algorithms.grpo import ScoredRows, plan_logprobs, plan_train, score_rows, select_train_rows
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.layout import ParallelLayout

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms import identity
-from nemo_rl.algorithms.identity import (
+from nemo_rl.algorithms import run_folder
+from nemo_rl.algorithms.run_folder import (
     exported_dtype,
     identity_state,
     model_digest,
@@ -67,8 +67,8 @@ def test_the_first_start_survives_the_way_through_a_checkpoint() -> None:
 def test_the_digest_of_a_model_is_of_its_weights_and_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr(identity, "MODEL_BYTES", limit)
-    monkeypatch.setattr(identity, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(run_folder, "MODEL_BYTES", limit)
+    monkeypatch.setattr(run_folder, "BLOCK_BYTES", 256)
     folder = write_tiny_folder(tmp_path / "model")
     first = model_digest(folder)
     assert model_digest(folder.rename(tmp_path / "moved")) == first

@@ -14,12 +14,14 @@ import torch
 from rich.console import Console
 
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer
-from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, StepsFolder
-from nemo_rl.algorithms.kept_steps.record import (
+from nemo_rl.algorithms.kept_steps.folder import (
+    ROLLOUT_FILE,
+    STEP_FILE,
     RunFacts,
     SnapshotOutcome,
     SnapshotRows,
     StepError,
+    StepsFolder,
     StepSnapshot,
     StepStatus,
     read_record,

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.algorithms.preflight.model_check import Found, check_config, check_model, difference, packs, trials_of
-from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.backends import DTensorConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
 from nemo_rl.config.rules.policy import packing_decided

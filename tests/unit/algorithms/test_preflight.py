@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.preflight.checks import CHECKS, preflight, run_checks
+from nemo_rl.algorithms.preflight.checks import CHECKS, busy_machine, preflight, run_checks
 from nemo_rl.algorithms.preflight.inputs import Subject, turn_lines
-from nemo_rl.algorithms.preflight.machine import busy_machine
-from nemo_rl.config.cluster import ClusterConfig
+from nemo_rl.config.run import ClusterConfig
 from nemo_rl.data.tokenizer import CHATML_TEMPLATE, TOOLS_TEMPLATE
 from nemo_rl.data_plane.adapters import mooncake_master
 from nemo_rl.errors import CheckpointError, NemoRLError, ResourceError, RewardError, UserError

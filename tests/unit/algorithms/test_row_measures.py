@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo import score_rows, select_train_rows
-from nemo_rl.algorithms.scored_rows import ScoredRows
-from nemo_rl.algorithms.token_statistics import (
+from nemo_rl.algorithms.grpo import ScoredRows, score_rows, select_train_rows
+from nemo_rl.algorithms.token_work import (
     KL,
     LOGPROB_ERROR,
     KlInReward,

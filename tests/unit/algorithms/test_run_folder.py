@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.run_folder import open_run_folders, truncate_rollouts, used_folder_problems
-from nemo_rl.config.checkpointing import CheckpointingConfig
-from nemo_rl.config.logger import LoggerConfig
+from nemo_rl.config.run import CheckpointingConfig, LoggerConfig
 from nemo_rl.errors import RunFolderError
 from nemo_rl.utils.run_lock import OUTCOME_FILE
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.saver import Saver
-from nemo_rl.config.checkpointing import CheckpointingConfig
+from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.errors import CheckpointError, UserError, WorkerError
-from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.tq_policy import Policy
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.deadlines import SaveDeadline
 

@@ -22,7 +22,7 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.errors import CapacityExceeded, ConfigError
-from nemo_rl.models.head.support import SUPPORT
+from nemo_rl.models.head.logits import SUPPORT
 
 
 def config(**sections: object) -> MasterConfig:

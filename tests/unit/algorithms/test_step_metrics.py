@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo import score_rows
-from nemo_rl.algorithms.stages.state import ChosenRows, begin_step
+from nemo_rl.algorithms.stages.stage import ChosenRows, begin_step
 from nemo_rl.algorithms.step_metrics import (
     data_plane_metrics,
     ending_texts,
@@ -27,7 +27,7 @@ from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals
 from nemo_rl.distributed.packing import PackPlan, plan_fixed
 from nemo_rl.experience.payload import SampleStats
 from nemo_rl.experience.rollout_records import RolloutResult
-from nemo_rl.models.policy.lm_policy import TrainSummary
+from nemo_rl.models.policy.tq_policy import TrainSummary
 from nemo_rl.utils.metrics import Mean, Sum
 
 RECIPE = Path(__file__).parents[3] / "configs/grpo_sort_cpu.yaml"

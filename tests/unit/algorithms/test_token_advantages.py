@@ -19,8 +19,8 @@ from nemo_rl.algorithms.estimators import (
 from nemo_rl.algorithms.grpo import score_rows
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.algorithms.stages.columns import stage_columns
-from nemo_rl.algorithms.token_statistics import KlInReward
 from nemo_rl.algorithms.token_work import (
+    KlInReward,
     Moments,
     TokenEstimator,
     TokenRows,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from nemo_rl.cli import data_plane_top
-from nemo_rl.cli.data_plane_top import TopTable
+from nemo_rl.cli import data_plane
+from nemo_rl.cli.data_plane import TopTable
 from nemo_rl.cli.main import app, main
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import ATTACH_FILE, read_attach_file
@@ -23,7 +23,7 @@ from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client, observe
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.ledger.host import LedgerHost
-from nemo_rl.data_plane.run_view import ClaimView, ClientView, RunView, view_of
+from nemo_rl.data_plane.metrics_endpoint import ClaimView, ClientView, RunView, view_of
 from tests.helpers.data_planes import ids_column, keys_of, wait_until
 
 STATS = {
@@ -172,16 +172,16 @@ def test_a_key_ends_the_live_table_and_leaves_the_terminal_as_it_was(job, tmp_pa
         monkeypatch.setattr("sys.stdin", keyboard)
         host = observe(read_attach_file(tmp_path))
         console = Console(file=shown, force_terminal=True, width=120)
-        settings = data_plane_top.termios.tcgetattr(its)
+        settings = data_plane.termios.tcgetattr(its)
         # Only a key ends it: its interval is far longer than the test may take.
-        thread = threading.Thread(target=data_plane_top.watch, args=(host, console), kwargs={"interval_s": 3600})
+        thread = threading.Thread(target=data_plane.watch, args=(host, console), kwargs={"interval_s": 3600})
         thread.start()
         wait_until(lambda: "run job: 4 rows" in shown.getvalue())
         os.write(ours, b"x")
         os.write(ours, b"q")
         thread.join(timeout=60)
         assert not thread.is_alive()
-        assert data_plane_top.termios.tcgetattr(its) == settings
+        assert data_plane.termios.tcgetattr(its) == settings
         host.close()
     os.close(ours)
 
@@ -195,7 +195,7 @@ def test_a_job_that_ends_ends_the_table(job, tmp_path: Path, capsys, monkeypatch
             job.close()
         return view_of(ledger, timeout_s=timeout_s)
 
-    monkeypatch.setattr(data_plane_top, "view_of", look)
+    monkeypatch.setattr(data_plane, "view_of", look)
     assert end(capsys, monkeypatch, "--interval", "0.1", tmp_path) == (0, "run job has ended")
     assert end(capsys, monkeypatch, tmp_path) == (1, f"{tmp_path}: no job runs")
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config.load import load_config
-from nemo_rl.config.render import to_yaml
-from nemo_rl.config.yaml_text import yaml_line
+from nemo_rl.config.yaml_text import to_yaml, yaml_line
 from nemo_rl.errors import ConfigError
 
 DEMO = "configs/grpo_sort_cpu.yaml"

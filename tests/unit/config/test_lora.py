@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.config.policy import LEAST_RATE, adapter_warnings
 from nemo_rl.config.schema import MasterConfig
 from tests.helpers.runs import load_recipe, write_recipe

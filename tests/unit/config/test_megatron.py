@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.backends import DTensorConfig, MegatronConfig, MegatronSchedulerConfig
 from nemo_rl.config.load import load_config
-from nemo_rl.config.megatron import MegatronConfig, MegatronSchedulerConfig
 from nemo_rl.config.policy import ParallelSizes, PolicyConfig
 
 MEGATRON_TP2 = "configs/recipes/grpo_sort_megatron_tp2_cpu.yaml"

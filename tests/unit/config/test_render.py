@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config.load import load_config
-from nemo_rl.config.render import commented_defaults, masked, to_yaml, write_recipe
 from nemo_rl.config.schema_walk import iter_fields, section_class
+from nemo_rl.config.yaml_text import commented_defaults, masked, to_yaml, write_recipe
 from nemo_rl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

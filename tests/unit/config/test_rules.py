@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config import rules
-from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
+from nemo_rl.config.backends import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.load import load_config
-from nemo_rl.config.render import to_yaml
+from nemo_rl.config.yaml_text import to_yaml
 from nemo_rl.errors import ConfigError
 from tests.helpers.refused_configs import ACCEPTED_LOSSES, LOCAL, REFUSED_CLUSTERS, REFUSED_LOSSES, REFUSED_REWARDS
 from tests.helpers.refused_distillation import ACCEPTED_DISTILLATION, REFUSED_DISTILLATION

@@ -18,7 +18,7 @@ from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.data import pictures as pictures_module
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets
 from nemo_rl.data.pictures import Picture, pictures_of
-from nemo_rl.data.shapes import shape_problems
+from nemo_rl.data.sources import shape_problems
 from nemo_rl.errors import DatasetError
 from nemo_rl.models.vision import PIXELS
 from nemo_rl.models.vision.processor import PromptPictures, processor_for

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.data_plane.chunks import dense
-from nemo_rl.data_plane.chunks.dense import LEAST_BYTES, PARALLEL_BYTES, WarmMemory, lay_end_to_end, pad_rows
+from nemo_rl.data_plane.chunks import ragged
+from nemo_rl.data_plane.chunks.ragged import LEAST_BYTES, PARALLEL_BYTES, WarmMemory, lay_end_to_end, pad_rows
 from nemo_rl.errors import SchemaMismatch
 
 
@@ -32,7 +32,7 @@ def test_rows_are_padded_on_the_right_whatever_their_size(dtype: torch.dtype, tr
     lengths = [4, 0, 7, 1, 7, 2]
     rows = [torch.randint(0, 2, (length, *trailing)).to(dtype) for length in lengths]
     dense = pad_rows(sources(rows, 2), dtype=dtype, trailing=trailing, pad=pad, width=9)
-    assert dense.dtype == dtype and dense.shape == (6, 9, *trailing)
+    assert ragged.dtype == dtype and ragged.shape == (6, 9, *trailing)
     for got, row in zip(dense, [*rows[0::2], *rows[1::2]], strict=True):
         assert torch.equal(got[: len(row)], row)
         assert (got[len(row) :] == torch.tensor(pad).to(dtype)).all()
@@ -72,7 +72,7 @@ def test_warm_memory_keeps_no_more_than_its_limit() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 def test_parts_are_laid_end_to_end_by_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "PARALLEL_BYTES", 1)
+    monkeypatch.setattr(ragged, "PARALLEL_BYTES", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(threads)))
     random = np.random.default_rng(threads)
     for _ in range(50):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_rl.config.data import ExtraColumn
-from nemo_rl.data_plane.extra_columns import extra_names, extra_specs, extra_values, is_listed, rows_as_list
+from nemo_rl.data_plane.column_io import extra_names, extra_specs, extra_values, is_listed, rows_as_list
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import ConfigError
 from tests.helpers.extra_columns import DECLARED

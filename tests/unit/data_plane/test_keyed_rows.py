@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.data_plane.ledger.keyed_rows import FREE_AGAIN_S
+from nemo_rl.data_plane.ledger.claims import FREE_AGAIN_S
 from nemo_rl.data_plane.ledger.ledger import Ledger
 from nemo_rl.data_plane.schema import resolve_fields, spec_to_record
 from nemo_rl.errors import DataPlaneTimeout, FieldNotProduced, SchemaMismatch, from_record

@@ -14,7 +14,7 @@ from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
-from nemo_rl.data_plane.run_view import view_of
+from nemo_rl.data_plane.metrics_endpoint import view_of
 from nemo_rl.errors import FieldNotProduced, KeysNotFound, LeaseExpired
 from tests.helpers.data_planes import ids_column, keys_of
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.config.policy import RouterReplayConfig
 from nemo_rl.data_plane.chunks.columns import check_columns
 from nemo_rl.data_plane.codec import encode_rows
 from nemo_rl.data_plane.schema import FIELDS, ROUTE_FIELDS, route_fields

@@ -16,7 +16,7 @@ import ray
 import torch
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl.config.cluster import ClusterConfig
+from nemo_rl.config.run import ClusterConfig
 from nemo_rl.distributed import environment as process_environment
 from nemo_rl.distributed import own_ray
 from nemo_rl.distributed.own_ray import check_own_ray

@@ -12,8 +12,7 @@ import pytest
 
 from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
-from nemo_rl.distributed.worker_fleet import MOST_STARTS, WorkerFleet
-from nemo_rl.distributed.worker_groups import Call, ask
+from nemo_rl.distributed.worker_groups import MOST_STARTS, Call, WorkerFleet, ask
 from nemo_rl.errors import ConfigError, NonFiniteError, WorkerError, WorkerLate, WorkerLost
 from nemo_rl.experience.rollout_handle import RolloutHandle
 

@@ -10,7 +10,7 @@ import pytest
 from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.data.datasets import Prompt, PromptSet
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
-from nemo_rl.environments.factory import SortEnvironment
+from nemo_rl.environments.process_environment import SortEnvironment
 from nemo_rl.errors import DatasetError
 
 

@@ -22,7 +22,7 @@ from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailur
 from nemo_rl.environments.conversation_host import EnvironmentHost
 from nemo_rl.environments.programs import ProgramResult, ProgramSpec, run_program
 from nemo_rl.environments.scorer_pool import ScoreOutcome, ScorerItem, ScorerPool, ScorerSpec
-from nemo_rl.environments.tool_host import HostedTool, ToolHost
+from nemo_rl.environments.tools import HostedTool, ToolHost
 from nemo_rl.environments.wire import NUMBER_LIMIT, TEXT_LIMIT
 from nemo_rl.environments.zygote import HostLimits
 from nemo_rl.utils.process_guard import remove_folder

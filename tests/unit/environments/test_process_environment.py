@@ -20,8 +20,8 @@ from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.data.datasets import Prompt, build_prompt_sets
 from nemo_rl.data.tokenizer import build_tokenizer
-from nemo_rl.environments.factory import build_environment
 from nemo_rl.environments.interfaces import ChecksAnswers, Environment, EnvReport, Response
+from nemo_rl.environments.process_environment import build_environment
 from nemo_rl.errors import RewardError
 
 REWARDS = "tests.helpers.rewards"
@@ -199,7 +199,7 @@ def test_no_scoring_process_outlives_a_killed_owner() -> None:
         import psutil
         from nemo_rl.config.env import EnvConfig
         from nemo_rl.data.datasets import Prompt
-        from nemo_rl.environments.factory import build_environment
+        from nemo_rl.environments.process_environment import build_environment
         from nemo_rl.environments.interfaces import Response
 
         cfg = EnvConfig(

@@ -12,8 +12,8 @@ import pytest
 
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.environments.factory import reward_identity
 from nemo_rl.environments.interfaces import ChecksAnswers, Environment, EnvReport, Response
+from nemo_rl.environments.process_environment import reward_identity
 from nemo_rl.errors import RewardError
 from tests.unit.environments.test_process_environment import answered, custom, environment
 

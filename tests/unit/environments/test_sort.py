@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.environments.factory import SortEnvironment
 from nemo_rl.environments.interfaces import Response
+from nemo_rl.environments.process_environment import SortEnvironment
 
 
 def test_only_the_whole_right_text_that_ended_by_itself_scores() -> None:

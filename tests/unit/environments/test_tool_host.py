@@ -13,8 +13,8 @@ import pytest
 
 from nemo_rl.data.conversation import ToolCall
 from nemo_rl.environments.conversation import EnvironmentFailure, ToolResult
-from nemo_rl.environments.tool_host import HostedTool, ToolHost
 from nemo_rl.environments.tool_schema import argument_problems, schema_of
+from nemo_rl.environments.tools import HostedTool, ToolHost
 from nemo_rl.environments.zygote import HostLimits
 from nemo_rl.errors import ConfigError
 from tests.helpers.processes import MARK, marked, wait_for_none

@@ -11,7 +11,7 @@ from collections import Counter
 import psutil
 import pytest
 
-from nemo_rl.config.conversation import Ending
+from nemo_rl.config.env import Ending
 from tests.helpers.case_selection import num_examples
 from tests.helpers.conversations import conversations, engine_of, small_tokenizer
 from tests.helpers.processes import MARK, marked, wait_for_none

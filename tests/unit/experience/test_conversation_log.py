@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.conversation import Ending
+from nemo_rl.config.env import Ending
 from nemo_rl.data.conversation import Message, ToolCall
 from nemo_rl.environments.conversation import ToolResult
 from nemo_rl.errors import CheckpointError, UnsupportedFormat

@@ -8,8 +8,7 @@ import random
 
 import pytest
 
-from nemo_rl.config.conversation import Ending
-from nemo_rl.config.env import ToolsConfig
+from nemo_rl.config.env import Ending, ToolsConfig
 from nemo_rl.experience.turn_sampler import TurnSampler
 from tests.helpers.case_selection import num_examples
 from tests.helpers.chat_templates import CASES, tokenizer_of

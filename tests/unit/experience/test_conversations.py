@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from nemo_rl.config.conversation import Ending
-from nemo_rl.config.env import ToolsConfig
+from nemo_rl.config.env import Ending, ToolsConfig
 from nemo_rl.experience.conversations import ConversationGroup
 from nemo_rl.experience.turn_sampler import SamplesTurns, TurnSampler
 from tests.helpers.conversations import Scripted, conversations, engine_of, logprobs_of, rescored_error, small_tokenizer

@@ -12,23 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.config.evaluation import EvaluationConfig
-from nemo_rl.experience.evaluation.estimates import (
-    majority_at_k,
-    mean_with_interval,
-    pass_at_k,
-    t_quantile,
-    wilson_interval,
-)
+from nemo_rl.config.run import EvaluationConfig
+from nemo_rl.experience.evaluation.evaluator import SetResult, ValidationResult, evaluation_lines
 from nemo_rl.experience.evaluation.measures import (
     PromptSamples,
     jackknife_error,
+    majority_at_k,
     majority_of_samples,
+    mean_with_interval,
     measure_set,
+    pass_at_k,
     pass_of_samples,
     stated_answer,
+    t_quantile,
+    wilson_interval,
 )
-from nemo_rl.experience.evaluation.result import SetResult, ValidationResult, evaluation_lines
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.conversation import ConversationConfig, Ending
-from nemo_rl.config.env import ToolsConfig
+from nemo_rl.config.env import ConversationConfig, Ending, ToolsConfig
 from nemo_rl.data.conversation import Message
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.tokenizer import CHATML_TEMPLATE, TOOLS_TEMPLATE

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.config.policy import RouterReplayConfig
 from nemo_rl.errors import SchemaMismatch, WorkerError
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.jagged import nest, values_of

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerFleet
 from nemo_rl.errors import NonFiniteError, WorkerLost
 from nemo_rl.experience.scheduler import EngineScheduler, expected_work, split_request
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, GroupSamples, SamplingParams

@@ -21,8 +21,7 @@ import torch
 from benchmarks.sleep_engine import SleepEngine
 from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, ask
+from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, WorkerFleet, ask
 from nemo_rl.errors import NonFiniteError, WorkerError, WorkerLost
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.experience.turn_sampler import TurnRequest, TurnSample, TurnSampler

@@ -16,7 +16,7 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.models.adapters.folder import (
     CONFIG_FILE,

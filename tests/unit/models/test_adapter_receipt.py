@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.lora import LoraConfig
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
+from nemo_rl.config.backends import LoraConfig
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerFleet, WorkerGroup
 from nemo_rl.errors import RefitMismatch
 from nemo_rl.models.weight_sync.base import RefitParties
 from nemo_rl.models.weight_sync.factory import PayloadWeightSync

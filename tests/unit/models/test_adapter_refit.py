@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import RankSpec
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, WorkerGroup, ask
+from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, WorkerFleet, WorkerGroup, ask
 from nemo_rl.errors import RefitMismatch, WorkerLost
 from nemo_rl.models.adapters.lora import named_adapters
 from nemo_rl.models.generation.interfaces import EngineSpec

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.adapters.lora import adapted_layers, attach_adapters, folded, named_adapters, without_adapters
 from nemo_rl.models.generation.adapter_versions import AdapterVersions

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.models.adapters.lora import Adapter, adapted_layers, attach_adapters, named_adapters, without_adapters
 from nemo_rl.models.hf.loading import EAGER, GROUPED
 from tests.helpers.model_families import FAMILY_SIZES

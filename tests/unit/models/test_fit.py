@@ -21,12 +21,10 @@ from transformers import (
     PretrainedConfig,
 )
 
-from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
-from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.config.backends import DTensorConfig, MegatronConfig
+from nemo_rl.config.policy import PolicyConfig, RouterReplayConfig, SequencePackingConfig
 from nemo_rl.errors import ConfigError, ModelFolderError
-from nemo_rl.models.dtensor.tensor_plans import plan_of
+from nemo_rl.models.dtensor.tensor_parallel import plan_of
 from nemo_rl.models.policy.fit import check_policy_fits
 from tests.helpers.model_families import FAMILY_SIZES, LONG_ROPE, config_of
 from tests.helpers.tiny_model import tiny_policy

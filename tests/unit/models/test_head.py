@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, Qwen2Config
 
-from nemo_rl.models.dtensor.plain_head import PlainHead
-from nemo_rl.models.head.lazy_logits import CHUNK_ELEMENTS, LazyLogits
+from nemo_rl.models.dtensor.parallelize import PlainHead
+from nemo_rl.models.head.logits import CHUNK_ELEMENTS, KeptSets, LazyLogits
 from nemo_rl.models.head.logprobs import NO_MORE, Sampling, WantedLines, filter_logits, token_lines
-from nemo_rl.models.head.support import KeptSets
 
 PLAIN = Sampling()
 M, D, V, RANK = 5, 4, 11, 2

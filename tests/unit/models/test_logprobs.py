@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_rl.models.head import lazy_logits
+from nemo_rl.models.head import logits as head_logits
 from nemo_rl.models.head.logprobs import Sampling, WantedLines, filter_logits, token_lines, token_logprobs
 
 
@@ -39,7 +39,7 @@ def _slow(logits: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> to
 def test_values_and_gradients_equal_a_float64_reference_across_chunk_borders(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(lazy_logits.CHUNK_ELEMENTS, "cpu", 3 * 40)
+    monkeypatch.setitem(head_logits.CHUNK_ELEMENTS, "cpu", 3 * 40)
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(11, 40, generator=generator) * 2).requires_grad_()
     targets = torch.randint(0, 40, (11,), generator=generator)
@@ -59,7 +59,7 @@ def test_values_and_gradients_equal_a_float64_reference_across_chunk_borders(
 def test_entropies_and_their_gradients_equal_a_float64_reference(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(lazy_logits.CHUNK_ELEMENTS, "cpu", 3 * 40)
+    monkeypatch.setitem(head_logits.CHUNK_ELEMENTS, "cpu", 3 * 40)
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(11, 40, generator=generator) * 2).requires_grad_()
     targets = torch.randint(0, 40, (11,), generator=generator)
@@ -84,7 +84,7 @@ def test_entropies_and_their_gradients_equal_a_float64_reference(
 def test_sums_of_squares_equal_a_float64_reference_and_have_no_gradient(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(lazy_logits.CHUNK_ELEMENTS, "cpu", 3 * 40)
+    monkeypatch.setitem(head_logits.CHUNK_ELEMENTS, "cpu", 3 * 40)
     generator = torch.Generator().manual_seed(2)
     logits = (torch.randn(11, 40, generator=generator) * 4).requires_grad_()
     targets = torch.randint(0, 40, (11,), generator=generator)
@@ -147,7 +147,7 @@ class LargestFloat32(TorchDispatchMode):
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.7), Sampling(top_k=5)])
 def test_half_precision_logits_are_never_whole_in_float32(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(lazy_logits.CHUNK_ELEMENTS, "cpu", 256)
+    monkeypatch.setitem(head_logits.CHUNK_ELEMENTS, "cpu", 256)
     logits = torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     targets = torch.arange(100) % 64
     with LargestFloat32() as seen:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nemo_rl.errors import CollectiveTimeout, WorkerError
-from nemo_rl.models.weight_sync.channel import BucketReader, BucketSender, ChannelSpec, SharedSlots
+from nemo_rl.models.weight_sync.transport import BucketReader, BucketSender, ChannelSpec, SharedSlots
 
 NUM_BUCKETS, SLOT_BYTES = 7, 1000
 

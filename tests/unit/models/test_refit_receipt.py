@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerFleet, WorkerGroup
 from nemo_rl.errors import RefitMismatch, WorkerLost
 from nemo_rl.models.weight_sync.factory import PayloadWeightSync
 from tests.helpers.engine_process import (

@@ -7,9 +7,9 @@ import torch
 
 from nemo_rl.data_plane.schema import FIELDS
 from nemo_rl.errors import FieldNotProduced
-from nemo_rl.models.head import lazy_logits
+from nemo_rl.models.head import logits as head_logits
+from nemo_rl.models.head.logits import SUPPORT, KeptSets, SupportRecorder, decode_support
 from nemo_rl.models.head.logprobs import Sampling, WantedLines, token_lines
-from nemo_rl.models.head.support import SUPPORT, KeptSets, SupportRecorder, decode_support
 
 VOCAB = 300
 SETS = [[[3, 5, 200], [5]], [[0, 1, 299]]]
@@ -105,7 +105,7 @@ def test_sets_of_other_tokens_are_refused(fault: str) -> None:
 def test_values_and_gradients_under_the_sets_equal_a_float64_reference(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(lazy_logits.CHUNK_ELEMENTS, "cpu", 3 * 40)
+    monkeypatch.setitem(head_logits.CHUNK_ELEMENTS, "cpu", 3 * 40)
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(11, 40, generator=generator) * 2).requires_grad_()
     # Sets of 1 to 11 tokens, chosen without regard to the logits: the trainer's own set would be another one.

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_rl.models.head import lazy_logits
-from nemo_rl.models.head.lazy_logits import LazyLogits
-from nemo_rl.models.head.logprobs import Sampling, WantedLines, token_lines
-from nemo_rl.models.head.top_k import TopTokens, top_k_logprobs
+from nemo_rl.models.head import logits as head_logits
+from nemo_rl.models.head.logits import LazyLogits
+from nemo_rl.models.head.logprobs import Sampling, TopTokens, WantedLines, token_lines, top_k_logprobs
 from tests.helpers.distillation_reference import teacher_columns
 
 ROWS, VOCAB = 11, 40
@@ -16,7 +15,7 @@ ROWS, VOCAB = 11, 40
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(lazy_logits.CHUNK_ELEMENTS, "cpu", 3 * VOCAB)
+    monkeypatch.setitem(head_logits.CHUNK_ELEMENTS, "cpu", 3 * VOCAB)
 
 
 def draw_logits() -> torch.Tensor:

@@ -13,7 +13,7 @@ from benchmarks.dispatched_ops import DispatchedOps
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
-from nemo_rl.models.generation.rows import RowRequest
+from nemo_rl.models.generation.requests import RowRequest
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.generation.torch_engine.decode import (
     BatchRow,

@@ -10,9 +10,7 @@ from transformers import AutoModelForImageTextToText, Idefics3Processor, PreTrai
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from nemo_rl.algorithms.preflight.model_check import check_model
-from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.lora import LoraConfig
-from nemo_rl.config.megatron import MegatronConfig
+from nemo_rl.config.backends import DTensorConfig, LoraConfig, MegatronConfig
 from nemo_rl.config.policy import SequencePackingConfig, VisionConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import ConfigError, DatasetError, ModelFolderError

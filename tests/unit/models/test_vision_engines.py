@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig, VisionConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.models.adapters.lora import adapted_layers, attach_adapters, named_adapters
 from nemo_rl.models.generation.interfaces import BASE, EngineSpec, GenerationOutput, GenerationRequest
 from tests.helpers.engine_process import NO_VLLM, EngineProcess, has_vllm, vllm_policy, vllm_process

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from nemo_rl.models.generation.interfaces import EngineSpec
-from nemo_rl.models.generation.vllm.decoding import join_routes
 from nemo_rl.models.generation.vllm.start import (
     BUNDLES,
     IN_PROCESS,
@@ -22,6 +21,7 @@ from nemo_rl.models.generation.vllm.start import (
     known_arguments,
     prepare_process,
 )
+from nemo_rl.models.generation.vllm.turns import join_routes
 from nemo_rl.routes.shape import MISSING, RouteShape, place_routes
 from tests.helpers.engine_process import NO_VLLM, has_vllm, vllm_policy
 

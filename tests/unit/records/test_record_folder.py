@@ -13,9 +13,19 @@ import torch
 
 from nemo_rl.errors import UnsupportedFormat, UserError
 from nemo_rl.records.reader import CorruptRecord, RecordFolder, read_folder
-from nemo_rl.records.record import DimSplit, RecordManifest, RecordPlace, TokenTable
+from nemo_rl.records.record import (
+    MANIFEST,
+    DimSplit,
+    RecordManifest,
+    RecordPlace,
+    RecordWriter,
+    TokenTable,
+    end_path,
+    lines_path,
+    new_folder,
+    payload_path,
+)
 from nemo_rl.records.sites import Direction, SiteKind, execution_order
-from nemo_rl.records.writer import MANIFEST, RecordWriter, end_path, lines_path, new_folder, payload_path
 
 TABLE = TokenTable(
     keys=("a", "it's b"),

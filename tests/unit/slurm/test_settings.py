@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.errors import UserError
+from nemo_rl.slurm.job import NODES_FILE, NodeRecord, NodeSettings, PortRange
 from nemo_rl.slurm.node import free_port, own_address
-from nemo_rl.slurm.settings import NODES_FILE, NodeRecord, NodeSettings, PortRange
 
 NODES = "NodeName=n1 Arch=x86_64 NodeAddr=127.0.0.2 Port=1\n\nNodeName=n2 NodeAddr=127.0.0.3\nNodeName=n3 CPUTot=8\n"
 

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.errors import UserError
-from nemo_rl.records.record import RecordPlace
+from nemo_rl.records.record import RecordPlace, RecordWriter, end_path, lines_path, payload_path
 from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.records.writer import RecordWriter, end_path, lines_path, payload_path
 from nemo_rl_tools.compare.comparison import RecordingComparison
 from nemo_rl_tools.compare.folders import compare_folders
 from nemo_rl_tools.compare.measurement import Metric

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from nemo_rl.config.conversation import ConversationConfig, Ending
-from nemo_rl.config.env import ToolsConfig
+from nemo_rl.config.env import ConversationConfig, Ending, ToolsConfig
 from nemo_rl.data.conversation import ToolCall
 from nemo_rl.environments.call_formats import HermesCalls
 from nemo_rl.environments.conversation import EnvironmentFailure

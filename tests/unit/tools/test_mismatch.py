@@ -21,9 +21,9 @@ from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
 from nemo_rl.data_plane.column_io import read_column_file, write_column_file
 from nemo_rl.jagged import nest
+from nemo_rl.models.head.logits import SUPPORT
 from nemo_rl.models.head.logprobs import Sampling
-from nemo_rl.models.head.support import SUPPORT
-from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
+from nemo_rl.utils.checkpoint import MANIFEST_FILE, Manifest
 from nemo_rl_tools.mismatch import progress
 from nemo_rl_tools.mismatch.explain import MismatchReport, explain_mismatch, look_at
 from nemo_rl_tools.mismatch.parts import divergence

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.kept_steps.record import RunFacts, StepSnapshot
+from nemo_rl.algorithms.kept_steps.folder import RunFacts, StepSnapshot
 from nemo_rl.errors import ConfigError
 from nemo_rl_tools.step_replay.chain import ReplayProblem, ReplayRequest
 from nemo_rl_tools.step_replay.settings import ReplaySettings, replay_settings

@@ -21,8 +21,7 @@ from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.local_job import ChildFailed, run_job
 from nemo_rl.errors import UserError
-from nemo_rl.records.selector import Selector
-from nemo_rl.records.sites import Direction, SiteKind
+from nemo_rl.records.sites import Direction, Selector, SiteKind
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl_tools.runner.layout_text import LayoutText, smallest_world
 from nemo_rl_tools.runner.prompts import PromptSpec, RunnerRows, batch_of, make_rows

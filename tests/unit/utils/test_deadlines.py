@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config.base import seconds_of
-from nemo_rl.config.checkpointing import CheckpointingConfig
-from nemo_rl.config.cluster import ClusterConfig
+from nemo_rl.config.run import CheckpointingConfig, ClusterConfig
 from nemo_rl.errors import UserError
 from nemo_rl.utils.deadlines import END_S, AwakeClock, SaveDeadline, StartUp, seconds_left, time_limit
 

@@ -13,6 +13,7 @@ import pytest
 
 from nemo_rl.environments.tools import lookup
 from nemo_rl.errors import UserError
+from nemo_rl.utils.checkpoint import BLOCK_BYTES, Manifest
 from nemo_rl.utils.files import (
     MOST_BYTES,
     give_usual_modes,
@@ -23,7 +24,6 @@ from nemo_rl.utils.files import (
     replace_file,
     write_text,
 )
-from nemo_rl.utils.manifest import BLOCK_BYTES, Manifest
 from nemo_rl.utils.trackers import read_metrics
 from nemo_rl_tools.rollouts.row import read_rows
 from nemo_rl_tools.vector_file import convert_vector

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.run import write_reward_curve
-from nemo_rl.config.logger import LoggerConfig
+from nemo_rl.config.run import LoggerConfig
 from nemo_rl.utils.logger import REWARD_METRIC, VAL_ACCURACY_METRIC, Logger, build_logger
 from nemo_rl.utils.trackers import JsonlTracker, Tracker, has_mlflow, read_metrics
 
@@ -127,7 +127,7 @@ def test_wandb_offline_run_holds_the_metrics_and_leaves_no_process(tmp_path: Pat
         """
         import sys
         from pathlib import Path
-        from nemo_rl.config.logger import LoggerConfig, WandbConfig
+        from nemo_rl.config.run import LoggerConfig, WandbConfig
         from nemo_rl.utils.logger import build_logger
         import psutil
 
@@ -163,7 +163,7 @@ def test_mlflow_keeps_metrics_and_config_in_files_and_gives_up_on_a_server_that_
         """
         import sys
         from pathlib import Path
-        from nemo_rl.config.logger import LoggerConfig, MlflowConfig
+        from nemo_rl.config.run import LoggerConfig, MlflowConfig
         from nemo_rl.utils.logger import build_logger
 
         folder = Path(sys.argv[1])

@@ -17,9 +17,8 @@ import torch
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from nemo_rl.config.lora import LoraConfig
-from nemo_rl.models.adapters.expert_adapters import AddsResult, Product, run_experts
-from nemo_rl.models.adapters.lora import A_SUFFIX, B_SUFFIX, adapted_layers
+from nemo_rl.config.backends import LoraConfig
+from nemo_rl.models.adapters.lora import A_SUFFIX, B_SUFFIX, AddsResult, Product, adapted_layers, run_experts
 from nemo_rl.models.generation.adapter_versions import HeldAdapters
 from nemo_rl.models.generation.interfaces import BASE
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints

@@ -14,8 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from nemo_rl.models.generation.requests import BASE
-from nemo_rl.models.generation.rows import RowRequest
+from nemo_rl.models.generation.requests import BASE, RowRequest
 from nemo_rl.models.vision import PromptImages, family_of
 
 __all__ = ["LiveCache", "PrefillPass", "RowStore"]

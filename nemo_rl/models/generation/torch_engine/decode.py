@@ -22,11 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.models.generation.rows import RowRequest
+from nemo_rl.models.generation.requests import RowRequest
 from nemo_rl.models.generation.torch_engine.adapters import AdapterSlots
 from nemo_rl.models.generation.torch_engine.cache import LiveCache, PrefillPass, RowStore
+from nemo_rl.models.head.logits import SupportRecorder
 from nemo_rl.models.head.logprobs import filter_logits
-from nemo_rl.models.head.support import SupportRecorder
 from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.routes.shape import RouteShape, route_dtype
 
@@ -247,7 +247,7 @@ class DecodedRows:
     routes: tuple[torch.Tensor, ...] | None
     """`[tokens, L, K]` of each row; None where not all rows record them."""
     support: tuple[torch.Tensor, ...] | None
-    """Sampling masks of each row, laid out by `nemo_rl.models.head.support`; None where not all rows record them."""
+    """Sampling masks of each row, laid out by `nemo_rl.models.head.logits`; None where not all rows record them."""
 
 
 TURNS_AT_ONCE = 8

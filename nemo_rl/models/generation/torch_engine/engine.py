@@ -27,7 +27,7 @@ from nemo_rl.models.generation.interfaces import (
     RecordedRoutes,
     SleepReport,
 )
-from nemo_rl.models.generation.rows import RowRequest, check_images, rows_of
+from nemo_rl.models.generation.requests import RowRequest, check_images, rows_of
 from nemo_rl.models.generation.states import EngineStates, ModuleMemory
 from nemo_rl.models.generation.torch_engine.adapters import AdapterSlots
 from nemo_rl.models.generation.torch_engine.decode import (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.errors import ConfigError, name_some
 from nemo_rl.models.adapters.lora import A_SUFFIX, AdaptedLayer, adapted_layers
 from nemo_rl.models.generation.adapter_versions import HeldAdapters

@@ -39,7 +39,7 @@ from nemo_rl.models.generation.interfaces import (
     SleepReport,
 )
 from nemo_rl.models.generation.recording import WorkersRecording
-from nemo_rl.models.generation.rows import RowRequest, check_images, rows_of
+from nemo_rl.models.generation.requests import RowRequest, check_images, rows_of
 from nemo_rl.models.generation.states import EngineStates, SleepingMemory
 from nemo_rl.models.generation.turn_batch import ContinuousSpec, TurnRow
 from nemo_rl.models.generation.vllm.adapters import VllmAdapters

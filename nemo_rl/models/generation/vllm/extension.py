@@ -36,8 +36,8 @@ from nemo_rl.config.generation import DROPS_WEIGHTS
 from nemo_rl.errors import WorkerError, name_some
 from nemo_rl.models.generation.interfaces import RankMemoryChange
 from nemo_rl.models.generation.vllm.adapters import WorkerAdapters
-from nemo_rl.models.generation.vllm.decoding import draw_by_position, force_rows
 from nemo_rl.models.generation.vllm.sites import VllmRecorder, VllmSites
+from nemo_rl.models.generation.vllm.turns import draw_by_position, force_rows
 from nemo_rl.models.hf.files import FileNames, as_stored
 from nemo_rl.models.hf.loading import DTYPES, load_model_config, model_without_weights
 from nemo_rl.models.weight_sync.buckets import RefitPlan, free_bytes

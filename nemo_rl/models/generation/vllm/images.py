@@ -17,7 +17,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
-from nemo_rl.models.generation.rows import RowRequest
+from nemo_rl.models.generation.requests import RowRequest
 from nemo_rl.models.generation.vllm.start import VISION_MODELS
 from nemo_rl.models.vision import GRID, PIXELS, VisionFamily
 

@@ -33,10 +33,8 @@ from nemo_rl.models.policy.hooks import (
 )
 from nemo_rl.models.policy.observer import Capture, PassRows
 from nemo_rl.models.policy.recording import RecordSink
-from nemo_rl.records.record import DimSplit, RecordPlace, TokenTable
-from nemo_rl.records.selector import Selector
-from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.records.writer import RecordWriter
+from nemo_rl.records.record import DimSplit, RecordPlace, RecordWriter, TokenTable
+from nemo_rl.records.sites import Direction, Selector, SiteKind
 from nemo_rl.tracer.watch import GENERATION
 
 __all__ = ["VllmRecorder", "VllmSites"]

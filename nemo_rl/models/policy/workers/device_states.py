@@ -19,10 +19,9 @@ import torch
 from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.steps import RankInfo
-from nemo_rl.models.policy.workers.base import DeviceSide, Placement, WorkerState, placement_of
+from nemo_rl.models.policy.workers.base import DeviceSide, Placement, WorkerState, out_of_memory_of, placement_of
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.moves import HostBuffers
-from nemo_rl.models.policy.workers.out_of_memory import out_of_memory_of
 
 __all__ = ["DeviceStates", "Shards"]
 

@@ -18,18 +18,22 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NonFiniteError
-from nemo_rl.models.head.logprobs import Sampling
-from nemo_rl.models.head.support import SUPPORT
-from nemo_rl.models.head.top_k import TopTokens
+from nemo_rl.models.head.logits import SUPPORT
+from nemo_rl.models.head.logprobs import Sampling, TopTokens
 from nemo_rl.models.policy.interfaces import ADVANTAGES, SQUARED_PROBS, TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
 from nemo_rl.models.policy.observer import NO_HOOK_OBSERVERS, HookObservers
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, WorkerReplay
 from nemo_rl.models.policy.steps import BatchForm, StepOutcome, check_same_plan, loss_scales
-from nemo_rl.models.policy.workers.base import WorkerState, deterministic_algorithms, device_name
+from nemo_rl.models.policy.workers.base import (
+    WorkerState,
+    deterministic_algorithms,
+    device_name,
+    largest_microbatch,
+    lowering_keys,
+)
 from nemo_rl.models.policy.workers.device_states import DeviceStates
-from nemo_rl.models.policy.workers.out_of_memory import largest_microbatch, lowering_keys
 from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
 
 __all__ = ["Passes"]

@@ -41,10 +41,9 @@ from nemo_rl.models.policy.recording import RecordSpec, SiteRecording
 from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
 from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.tracing import SiteTracing, TraceSpec
-from nemo_rl.models.policy.workers.base import DeviceSide, check_workspace
+from nemo_rl.models.policy.workers.base import DeviceSide, check_workspace, gradients_decided
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.policy.workers.engine import EngineFactory, Snapshot
-from nemo_rl.models.policy.workers.out_of_memory import gradients_decided
 from nemo_rl.models.policy.workers.passes import Passes
 from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.weight_sync.receipt import Probe, ScoredProbe

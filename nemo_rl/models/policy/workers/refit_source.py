@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.distributed.job_store import own_address
 from nemo_rl.models.adapters.lora import folded, merged
 from nemo_rl.models.policy.interfaces import TensorInfo
@@ -23,11 +23,18 @@ from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.device_states import DeviceStates
 from nemo_rl.models.weight_sync import buckets, transport
 from nemo_rl.models.weight_sync.buckets import NUM_SLOTS, BucketFiller, RefitPlan, in_dtypes
-from nemo_rl.models.weight_sync.channel import BucketSender, ChannelOffer, ChannelRequest, SharedSlots
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
 from nemo_rl.models.weight_sync.receipt import Sent
 from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
-from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroup, RefitGroupSpec
+from nemo_rl.models.weight_sync.transport import (
+    BucketSender,
+    ChannelOffer,
+    ChannelRequest,
+    IpcHandle,
+    RefitGroup,
+    RefitGroupSpec,
+    SharedSlots,
+)
 from nemo_rl.models.weight_sync.weights_digest import WeightsDigest, digest_weights
 
 __all__ = ["RefitSource"]

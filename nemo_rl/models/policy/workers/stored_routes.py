@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.config.policy import RouterReplayConfig
 from nemo_rl.data_plane.chunks.ragged import to_nested_by_length
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS, ROUTE_FIELDS

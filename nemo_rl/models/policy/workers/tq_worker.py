@@ -11,8 +11,8 @@ from nemo_rl.data_plane.worker_mixin import ReplicaMember, TQWorkerMixin
 from nemo_rl.distributed.abort import StepWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.models.head.support import SUPPORT
-from nemo_rl.models.head.top_k import TopTokens
+from nemo_rl.models.head.logits import SUPPORT
+from nemo_rl.models.head.logprobs import TopTokens
 from nemo_rl.models.policy.interfaces import TOPK_IDS, TOPK_LOGPROBS, LossFunction, TrainResult
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.steps import RankInfo

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.data_plane.adapters.mooncake_codes import call_error, read_error
+from nemo_rl.data_plane.adapters.mooncake_link import call_error, read_error
 from nemo_rl.data_plane.adapters.mooncake_master import StoreAddress, executable, missing_library, own_address
 from nemo_rl.errors import (
     CapacityExceeded,

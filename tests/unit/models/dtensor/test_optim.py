@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import lr_scheduler
 
-from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
+from nemo_rl.config.backends import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.errors import ConfigError

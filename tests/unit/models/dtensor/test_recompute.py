@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.backends import DTensorConfig
 from nemo_rl.config.loss import LossConfig
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 

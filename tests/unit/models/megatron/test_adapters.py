@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import DTensorConfig, LoraConfig, MegatronConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.hf.loading import load_causal_lm

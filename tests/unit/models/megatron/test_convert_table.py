@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import LoraConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.adapters.lora import adapted_layers, adapter_infos

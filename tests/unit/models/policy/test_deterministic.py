@@ -11,10 +11,9 @@ from torch.utils import deterministic
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.backends import DTensorConfig, MegatronConfig
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import CUBLAS_VARIABLE, PolicyConfig, SequencePackingConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.head.logprobs import repeatable_cumsum

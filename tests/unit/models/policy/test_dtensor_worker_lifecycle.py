@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
+from nemo_rl.config.backends import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.errors import CheckpointError, ConfigError, ResourceError

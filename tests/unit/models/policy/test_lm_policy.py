@@ -13,7 +13,7 @@ from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.models.policy.interfaces import TrainResult
-from nemo_rl.models.policy.lm_policy import Policy, summarize
+from nemo_rl.models.policy.tq_policy import Policy, summarize
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.utils.metrics import Max, Mean
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_tiny_folder

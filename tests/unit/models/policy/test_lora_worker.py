@@ -13,14 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.lora import LoraConfig
+from nemo_rl.config.backends import DTensorConfig, LoraConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.models.adapters.expert_adapters import experts_problem
 from nemo_rl.models.adapters.folder import lora_of
-from nemo_rl.models.adapters.lora import adapted_layers, attach_adapters, named_adapters
+from nemo_rl.models.adapters.lora import adapted_layers, attach_adapters, experts_problem, named_adapters
 from nemo_rl.models.dtensor.fit import check_model_fits
 from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.hf.loading import build_meta_model, load_causal_lm, load_model_config, named_weights

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.backends import DTensorConfig, MegatronConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ConfigError, ModelFolderError, NonFiniteError

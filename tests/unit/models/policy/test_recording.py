@@ -157,8 +157,8 @@ def test_what_a_model_cannot_give_is_said_with_the_reason(tmp_path: Path) -> Non
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """/dev/full takes the place of the payload."""
-    monkeypatch.setattr("nemo_rl.records.writer.payload_path", lambda folder, rank: Path("/dev/full"))
-    monkeypatch.setattr("nemo_rl.records.writer.PAYLOAD_MODE", "wb")
+    monkeypatch.setattr("nemo_rl.records.record.payload_path", lambda folder, rank: Path("/dev/full"))
+    monkeypatch.setattr("nemo_rl.records.record.PAYLOAD_MODE", "wb")
     yield
 
 

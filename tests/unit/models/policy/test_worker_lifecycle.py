@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.config.dtensor import DTensorConfig, SchedulerConfig
+from nemo_rl.config.backends import DTensorConfig, MegatronConfig, SchedulerConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import NonFiniteError

@@ -13,12 +13,11 @@ import torch
 
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.saver import Saver
-from nemo_rl.config.checkpointing import CheckpointingConfig
-from nemo_rl.config.dtensor import DTensorConfig
-from nemo_rl.config.megatron import MegatronConfig
+from nemo_rl.config.backends import DTensorConfig, MegatronConfig
+from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.tq_policy import Policy
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.utils.checkpoint import CheckpointManager
 from tests.helpers.gloo import run_ranks

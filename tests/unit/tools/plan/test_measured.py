@@ -21,16 +21,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 
 from nemo_rl.algorithms.grpo import plan_logprobs, plan_train
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.config.cluster import ClusterConfig
-from nemo_rl.config.dtensor import DTensorConfig
+from nemo_rl.config.backends import DTensorConfig, MegatronConfig
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.config.run import ClusterConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.models.head.support import SUPPORT
+from nemo_rl.models.head.logits import SUPPORT
 from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS, LossOutput, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch

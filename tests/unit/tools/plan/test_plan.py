@@ -24,7 +24,7 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import ConfigError, ModelFolderError, ResourceError
-from nemo_rl.models.head.support import SUPPORT, SupportRecorder
+from nemo_rl.models.head.logits import SUPPORT, SupportRecorder
 from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl_tools.plan import FORMAT_VERSION, RunPlan
