@@ -50,8 +50,8 @@ from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
 from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.tq_policy import Policy
+from nemo_rl.models.policy.workers.base import optimizer_tensors
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
-from nemo_rl.models.policy.workers.moves import optimizer_tensors
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import RefitParties
 from nemo_rl.models.weight_sync.factory import build_weight_sync

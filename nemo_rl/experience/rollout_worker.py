@@ -35,7 +35,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_groups import WorkerFleet
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
 from nemo_rl.errors import DataPlaneClosed, WorkerError
-from nemo_rl.experience import row_files
+from nemo_rl.experience import routes
 from nemo_rl.experience.conversation_log import (
     CONVERSATION,
     ConversationLog,
@@ -460,18 +460,18 @@ class RolloutWorker:
 
     def keep_columns(self, meta: KVBatchMeta, *, fields: Sequence[str], path: Path) -> int:
         """Write columns of the rows to a file, as they are stored; return its bytes."""
-        return row_files.keep_columns(self.client, meta, fields=fields, path=path)
+        return routes.keep_columns(self.client, meta, fields=fields, path=path)
 
     def keep_conversations(self, meta: KVBatchMeta, *, path: Path) -> int:
         """Write the conversations of the rows to a file of `ConversationFile`; return its bytes."""
         schemas, now = self._parts.environment.schemas, self._parts.now
-        return row_files.keep_conversations(self.client, meta, schemas=schemas, now=now, path=path)
+        return routes.keep_conversations(self.client, meta, schemas=schemas, now=now, path=path)
 
     def restore_columns(
         self, keys: Sequence[str], *, partition_id: str, tags: Sequence[Tags], path: Path
     ) -> KVBatchMeta:
         """Write rows of a file of `keep_columns` under new keys; see `read_column_file` for its errors."""
-        return row_files.restore_columns(self.client, keys, partition_id=partition_id, tags=tags, path=path)
+        return routes.restore_columns(self.client, keys, partition_id=partition_id, tags=tags, path=path)
 
     def data_plane_snapshot(self) -> Totals:
         """Counters of this process's client since the last call."""

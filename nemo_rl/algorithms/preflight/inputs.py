@@ -47,7 +47,7 @@ from nemo_rl.environments.process_environment import ProcessEnvironment
 from nemo_rl.errors import ConfigError, DatasetError, RewardError, UserError
 from nemo_rl.experience.conversation_setup import EXAMPLE_TOOLS, FormatCheck, RolloutEnvironment, check_format
 from nemo_rl.experience.rollouts import RolloutSpec
-from nemo_rl.models.dtensor.optim import LearningRate, build_optimizer
+from nemo_rl.models.dtensor.train_step import LearningRate, build_optimizer
 from nemo_rl.models.hf.folder import open_weights
 from nemo_rl.models.hf.loading import decoder_sizes, load_model_config, model_folder
 from nemo_rl.models.policy.fit import check_policy_fits

@@ -22,9 +22,9 @@ from nemo_rl.config.backends import Recomputation
 from nemo_rl.config.policy import ParallelSizes, PolicyConfig
 from nemo_rl.errors import ConfigError, UserError
 from nemo_rl.models.attention.varlen import ATTENTION_NAME, Segments
-from nemo_rl.models.dtensor.fit import attention_problem
 from nemo_rl.models.hf.loading import DTYPES, fit_experts, model_class
 from nemo_rl.models.hf.tiny_model import language_config, small_model_config
+from nemo_rl.models.policy.fit import attention_problem
 from nemo_rl.models.vision import family_of
 from nemo_rl.torch_private import Compilations
 from nemo_rl.utils.metrics import Max, Reduction

@@ -29,7 +29,6 @@ from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.errors import shorten
 from nemo_rl.models.adapters.lora import Adapter, adapted_layers, attach_adapters
 from nemo_rl.models.attention.varlen import ATTENTION_NAME, segments_are_known
-from nemo_rl.models.dtensor.fit import attention_problem, check_model_fits
 from nemo_rl.models.dtensor.layers import CompiledLayers, chooses_compiled, recompute_layers
 from nemo_rl.models.dtensor.rope import RowFrequencies, long_rope_start
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan, plan_of
@@ -38,6 +37,7 @@ from nemo_rl.models.head.logits import LazyLogits
 from nemo_rl.models.head.logprobs import Sampling, TopTokens, VocabShard
 from nemo_rl.models.hf.folder import WeightSource
 from nemo_rl.models.hf.loading import ADAPTER_PART, DTYPES, fit_experts
+from nemo_rl.models.policy.fit import attention_problem, check_model_fits
 from nemo_rl.models.policy.microbatch import ForwardInputs, selected_logprobs, selected_top_k, top_k_logits
 from nemo_rl.models.vision import family_of, freeze_tower, row_tensors
 

@@ -28,7 +28,7 @@ from nemo_rl.models.megatron.mcore import (
     grads_for_norm,
 )
 from nemo_rl.models.megatron.setup import MegatronModel
-from nemo_rl.models.policy.workers.moves import HostBuffers
+from nemo_rl.models.policy.workers.base import HostBuffers
 from nemo_rl.torch_private import norms_of
 
 __all__ = ["PolicyOptimizer"]

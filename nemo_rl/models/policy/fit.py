@@ -6,13 +6,14 @@ Invariant: what is accepted here runs with the numbers of one process; the rest 
 
 from __future__ import annotations
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError, ModelFolderError, boundary
 from nemo_rl.models.adapters.lora import adapted_layers
-from nemo_rl.models.dtensor.fit import check_model_fits
-from nemo_rl.models.dtensor.rope import long_rope_start
+from nemo_rl.models.dtensor.rope import long_rope_start, rope_problem
+from nemo_rl.models.dtensor.tensor_parallel import check_plan, plan_of
 from nemo_rl.models.hf.loading import load_model_config, model_without_weights
 from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.models.megatron import architecture
@@ -20,7 +21,76 @@ from nemo_rl.models.megatron.convert_table import check_adapters_fit
 from nemo_rl.models.vision import family_of
 from nemo_rl.routes.shape import MAX_EXPERTS
 
-__all__ = ["check_planned_model_fits", "check_policy_fits"]
+__all__ = ["attention_problem", "check_model_fits", "check_planned_model_fits", "check_policy_fits"]
+
+
+RECURRENT = frozenset({"linear_attention", "conv", "mamba", "recurrent"})
+"""Kinds of layers that know sequences by where a row begins, and nothing else."""
+
+
+def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:
+    """Compare a model, with or without weights, with packing and parallel sizes.
+
+    Raises:
+        ConfigError: the model cannot run as configured.
+    """
+    sizes, problem = config.dtensor_cfg, attention_problem(model)
+    if config.vision.freeze_tower and family_of(model.config) is None:
+        raise ConfigError(
+            f"policy.vision.freeze_tower: true, and {model.config.model_type!r} has no vision tower that is known "
+            "here; set it to false"
+        )
+    positions = rope_problem(model.config)
+    if positions is not None:
+        raise ConfigError(
+            f"policy.model_name: this {model.config.model_type!r} {positions}; log-probabilities would depend on the "
+            "batching. Take a model whose rope_type is default, linear, llama3, longrope or yarn"
+        )
+    if problem is not None and (sizes.context_parallel_size > 1 or config.sequence_packing.is_on):
+        is_context = sizes.context_parallel_size > 1
+        key = "dtensor_cfg.context_parallel_size" if is_context else "sequence_packing.enabled"
+        raise ConfigError(
+            f"policy.{key}: {model.config.model_type!r} {problem}, which neither packing nor context parallelism can "
+            "serve; set policy.dtensor_cfg.context_parallel_size=1 and policy.sequence_packing.enabled=false"
+        )
+    if sizes.tensor_parallel_size > 1:
+        size = sizes.tensor_parallel_size
+        plan = plan_of(model, custom=sizes.custom_parallel_plan, tp=size, sequence_parallel=sizes.sequence_parallel)
+        check_plan(model, plan, size=size)
+    if config.lora.enabled:
+        _check_adapters_fit(model, config)
+
+
+def _check_adapters_fit(model: PreTrainedModel, config: PolicyConfig) -> None:
+    sizes, dropout = config.dtensor_cfg, config.lora.dropout
+    for key, size, reason in (
+        (
+            "tensor_parallel_size",
+            sizes.tensor_parallel_size,
+            "where inputs of a layer are split, ranks that draw alike would drop the same places of different features",
+        ),
+        (
+            "context_parallel_size",
+            sizes.context_parallel_size,
+            "ranks that share a sequence draw for themselves, so that numbers would depend on how it is cut",
+        ),
+    ):
+        if dropout and size > 1:
+            raise ConfigError(
+                f"policy.lora.dropout: {dropout} with policy.dtensor_cfg.{key}={size}: {reason}; set one of them back "
+                "(dropout=0 or a size of 1)"
+            )
+    adapted_layers(model, config.lora)
+
+
+def attention_problem(model: PreTrainedModel) -> str | None:
+    """Return why our attention over segments cannot stand in for the model's own, or None where it can."""
+    kinds = {str(kind) for kind in model.config.get_text_config().to_dict().get("layer_types") or ()}
+    if kinds & RECURRENT or any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
+        return "has layers that carry values along a row outside of attention (convolutions, states)"
+    if any(type(module).__name__.endswith("Indexer") for module in model.modules()):
+        return "has an indexer that chooses the keys of each token by a mask of whole rows"
+    return None if model._supports_attention_backend else "brings its own attention"
 
 
 def check_policy_fits(config: PolicyConfig) -> None:

@@ -12,7 +12,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.models.megatron.convert import export_weights
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
-from nemo_rl.models.policy.workers.moves import HostBuffers
+from nemo_rl.models.policy.workers.base import HostBuffers
 from tests.helpers.megatron_models import (
     NUM_STEPS,
     alone,

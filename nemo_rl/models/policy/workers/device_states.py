@@ -19,9 +19,15 @@ import torch
 from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.steps import RankInfo
-from nemo_rl.models.policy.workers.base import DeviceSide, Placement, WorkerState, out_of_memory_of, placement_of
+from nemo_rl.models.policy.workers.base import (
+    DeviceSide,
+    HostBuffers,
+    Placement,
+    WorkerState,
+    out_of_memory_of,
+    placement_of,
+)
 from nemo_rl.models.policy.workers.engine import Engine
-from nemo_rl.models.policy.workers.moves import HostBuffers
 
 __all__ = ["DeviceStates", "Shards"]
 

@@ -22,9 +22,8 @@ from nemo_rl.distributed.collectives import ParallelGroups
 from nemo_rl.models.adapters.folder import base_identity
 from nemo_rl.models.adapters.lora import adapter_places, initial_adapter, named_adapters, without_adapters
 from nemo_rl.models.dtensor import checkpoint
-from nemo_rl.models.dtensor.optim import LearningRate, LossScaler, build_optimizer
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight, parallelize
-from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
+from nemo_rl.models.dtensor.train_step import LearningRate, LossScaler, OptimizerStep, StepRunner, build_optimizer
 from nemo_rl.models.dtensor.weights import fill_adapters, fill_shards, gather_weights, make_room, open_source
 from nemo_rl.models.hf.checkpoint_folder import AdapterBase, AdapterPart
 from nemo_rl.models.hf.loading import DTYPES, build_meta_model, decoder_sizes, named_weights
@@ -36,11 +35,14 @@ from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, RankInfo
 from nemo_rl.models.policy.workers.base import (
+    HostBuffers,
     Placement,
     check_placement,
+    move_model,
+    move_optimizer_state,
+    optimizer_tensors,
 )
 from nemo_rl.models.policy.workers.engine import Engine, Snapshot
-from nemo_rl.models.policy.workers.moves import HostBuffers, move_model, move_optimizer_state, optimizer_tensors
 from nemo_rl.records.record import DimSplit
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape

@@ -21,8 +21,7 @@ from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, RankInfo, Runner
-from nemo_rl.models.policy.workers.base import Placement
-from nemo_rl.models.policy.workers.moves import HostBuffers
+from nemo_rl.models.policy.workers.base import HostBuffers, Placement
 from nemo_rl.utils.flops import TransformerShape
 
 __all__ = ["Engine", "EngineFactory", "Schedule", "Snapshot"]

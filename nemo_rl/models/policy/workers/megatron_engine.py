@@ -50,9 +50,8 @@ from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, RankInfo
-from nemo_rl.models.policy.workers.base import Placement, check_placement
+from nemo_rl.models.policy.workers.base import HostBuffers, Placement, check_placement
 from nemo_rl.models.policy.workers.engine import Engine, Snapshot
-from nemo_rl.models.policy.workers.moves import HostBuffers
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape
 

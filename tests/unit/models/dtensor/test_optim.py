@@ -14,7 +14,7 @@ from nemo_rl.config.backends import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.dtensor.optim import (
+from nemo_rl.models.dtensor.train_step import (
     GROWTH_INTERVAL,
     LearningRate,
     LossScaler,

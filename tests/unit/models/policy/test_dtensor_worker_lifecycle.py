@@ -21,16 +21,18 @@ from nemo_rl.config.backends import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.errors import CheckpointError, ConfigError, ResourceError
-from nemo_rl.models.dtensor.optim import INITIAL_SCALE
+from nemo_rl.models.dtensor.train_step import INITIAL_SCALE
 from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.workers.base import (
+    HostBuffers,
     Placement,
     WorkerState,
     check_placement,
     has_expandable_segments,
+    move_model,
+    optimizer_tensors,
     placement_of,
 )
-from nemo_rl.models.policy.workers.moves import HostBuffers, move_model, optimizer_tensors
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.torch_private import replace_tensors, with_shard
 from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder

@@ -19,9 +19,9 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.models.adapters.folder import lora_of
 from nemo_rl.models.adapters.lora import adapted_layers, attach_adapters, experts_problem, named_adapters
-from nemo_rl.models.dtensor.fit import check_model_fits
 from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.hf.loading import build_meta_model, load_causal_lm, load_model_config, named_weights
+from nemo_rl.models.policy.fit import check_model_fits
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.hf_reference import hf_logprobs
 from tests.helpers.model_families import write_family

@@ -36,9 +36,9 @@ from nemo_rl.models.policy.microbatch import Microbatch
 from nemo_rl.models.policy.observer import OnBackward, nothing_follows
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES
 from nemo_rl.models.policy.steps import loss_scales
+from nemo_rl.models.policy.workers.base import optimizer_tensors
 from nemo_rl.models.policy.workers.dtensor_engine import DTensorEngine
 from nemo_rl.models.policy.workers.engine import Engine
-from nemo_rl.models.policy.workers.moves import optimizer_tensors
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl_tools.known_models import planned_model_config
 from nemo_rl_tools.plan.activations import pass_activations
