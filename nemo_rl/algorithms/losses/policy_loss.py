@@ -233,13 +233,6 @@ class PolicyLoss:
     def __call__(
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
     ) -> LossOutput:
-        loss, token_losses_NT, measures = self._measured(token_logprobs, batch, scale)
-        measures.number("loss", loss)
-        return LossOutput(loss=loss, metrics=measures.deferred(), token_losses=token_losses_NT)
-
-    def _measured(
-        self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], scale: LossScale
-    ) -> tuple[torch.Tensor, torch.Tensor, TokenMeasures]:
         config = self.config
         tokens = self._tokens(token_logprobs, batch)
         inputs, weight_NT = tokens.inputs, tokens.weight_NT
@@ -281,7 +274,17 @@ class PolicyLoss:
             token_losses_NT = token_losses_NT - config.entropy_coefficient * weighed(entropy_NT, weight_NT)
             measures.number("entropy_bonus", bonus)
             measures.mean("entropy", entropy_NT)
-        return loss, token_losses_NT, measures
+        added = self._added(measures, batch, weight_NT, scale)
+        if added is not None:
+            loss, token_losses_NT = loss + added[0], token_losses_NT + added[1]
+        measures.number("loss", loss)
+        return LossOutput(loss=loss, metrics=measures.deferred(), token_losses=token_losses_NT)
+
+    def _added(
+        self, measures: TokenMeasures, batch: Mapping[str, torch.Tensor], weight_NT: torch.Tensor, scale: LossScale
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return a term beside those of the policy: its loss and `[N, T]` its token losses; or None."""
+        return None
 
     def _tokens(self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> _LossColumns:
         weight_NT = token_weights(batch)
@@ -354,15 +357,18 @@ class DistillationLoss(PolicyLoss):
     def input_fields(self) -> tuple[str, ...]:
         return (*super().input_fields, TOPK_IDS, TOPK_LOGPROBS, POLICY_TOPK)
 
-    def _measured(
-        self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], scale: LossScale
-    ) -> tuple[torch.Tensor, torch.Tensor, TokenMeasures]:
-        config, section = self.config, self.config.distillation
-        if not config.has_policy_term:
+    def __call__(
+        self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
+    ) -> LossOutput:
+        if not self.config.has_policy_term:
             # The gradient of the policy is that of its advantages: 0, with all that is measured.
             batch = {**batch, ADVANTAGES: torch.zeros_like(batch[ADVANTAGES])}
-        loss, token_losses_NT, measures = super()._measured(token_logprobs, batch, scale)
-        weight_NT = token_weights(batch)
+        return super().__call__(token_logprobs, batch, scale=scale)
+
+    def _added(
+        self, measures: TokenMeasures, batch: Mapping[str, torch.Tensor], weight_NT: torch.Tensor, scale: LossScale
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        config, section = self.config, self.config.distillation
         found = distillation_term(batch[POLICY_TOPK], batch[TOPK_LOGPROBS], weight_NT > 0, section)
         distilled = section.coefficient * normalize(found.values_NT, weight_NT, scale=scale, config=config)
         if not config.has_policy_term:
@@ -370,8 +376,7 @@ class DistillationLoss(PolicyLoss):
         for name, values_NT in found.measured.items():
             measures.mean(f"distillation/{name}", values_NT)
         measures.number("distillation_loss", distilled)
-        token_losses_NT = token_losses_NT + section.coefficient * weighed(found.values_NT, weight_NT)
-        return loss + distilled, token_losses_NT, measures
+        return distilled, section.coefficient * weighed(found.values_NT, weight_NT)
 
 
 def _measure_shares(
