@@ -32,7 +32,7 @@ def test_rows_are_padded_on_the_right_whatever_their_size(dtype: torch.dtype, tr
     lengths = [4, 0, 7, 1, 7, 2]
     rows = [torch.randint(0, 2, (length, *trailing)).to(dtype) for length in lengths]
     dense = pad_rows(sources(rows, 2), dtype=dtype, trailing=trailing, pad=pad, width=9)
-    assert ragged.dtype == dtype and ragged.shape == (6, 9, *trailing)
+    assert dense.dtype == dtype and dense.shape == (6, 9, *trailing)
     for got, row in zip(dense, [*rows[0::2], *rows[1::2]], strict=True):
         assert torch.equal(got[: len(row)], row)
         assert (got[len(row) :] == torch.tensor(pad).to(dtype)).all()
