@@ -5,14 +5,21 @@ this library between the trainer's `step` and two ends of the work: the policy t
 gives the bytes of a column. The second step is traced, so that lazy loading in the first one does not count.
 
     python -m tests.repo.step_trace [recipe] [key=value ...]
+    python -m tests.repo.step_trace --processes [recipe] [key=value ...]
+
+With `--processes` the recipe runs as it is written, and what all of its processes enter is counted; the frames are
+those of the process that does the work.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
+import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +39,9 @@ PACKAGES = tuple(f"{ROOT / name}/" for name in ROOTS)
 DEMO = "configs/grpo_sort_cpu.yaml"
 IN_ONE_PROCESS = ("cluster.launcher=local", "cluster.cpu_workers_per_node=1", "data_plane.impl=noop")
 IN_ONE_PROCESS += ("policy.generation.num_replicas=1", "checkpointing.enabled=false", "grpo.val_at_start=false")
+
+WRITE_S = 3.0
+"""Until every process has seen that a trace begins or ends."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,6 +104,40 @@ def trace_step(recipe: str = DEMO, overrides: Sequence[str] = ()) -> StepTrace:
     return found
 
 
+def trace_processes(recipe: str, overrides: Sequence[str] = ()) -> StepTrace:
+    """Run two steps of a recipe in its own processes and trace the second one in all of them.
+
+    Raises:
+        UserError: the recipe or its model folder is not there.
+    """
+    found, terms_ = StepTrace(), {code.co_qualname for code in _codes_of_terms()}
+    with tempfile.TemporaryDirectory(prefix="step_trace_") as folder:
+        hook = str(Path(__file__).parent / "every_process")
+        paths = os.pathsep.join((hook, str(ROOT), os.environ.get("PYTHONPATH", "")))
+        os.environ.update(NRL_STEP_TRACE=folder, NRL_STEP_TRACE_ROOTS=os.pathsep.join(PACKAGES), PYTHONPATH=paths)
+        sys.path.insert(0, hook)
+        import sitecustomize  # noqa: F401 - hooks this process; it reads the environment
+
+        off = ("checkpointing.enabled=false", "grpo.val_at_start=false", f"logger.log_dir={folder}/logs")
+        with open_trainer(load_config(recipe, [*off, *overrides]), console=Console(file=io.StringIO())) as trainer:
+            trainer.open_run()
+            trainer.step()
+            switch = Path(folder) / "on"
+            switch.touch()
+            time.sleep(WRITE_S)
+            trainer.step()
+            switch.unlink()
+            time.sleep(WRITE_S)
+        for path in sorted(Path(folder).glob("*.json")):
+            for file, name, lines, stack in json.loads(path.read_text()):
+                found.functions.setdefault(str(Path(file).relative_to(ROOT)), {})[name] = lines
+                if name in terms_:
+                    found.loss = stack
+                if name.endswith("Store.get") and "TQWorker.train_presharded" in stack:
+                    found.column = stack
+    return found
+
+
 def _num_lines(code: CodeType) -> int:
     last = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
     return last - code.co_firstlineno + 1
@@ -125,10 +169,12 @@ def _frames(frame: FrameType, step_code: CodeType) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--processes", action="store_true", help="count what all processes of the recipe enter")
     parser.add_argument("recipe", nargs="?", default=DEMO)
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
-    print(trace_step(given.recipe, given.overrides).text())
+    trace = trace_processes if given.processes else trace_step
+    print(trace(given.recipe, given.overrides).text())
     return 0
 
 
