@@ -48,6 +48,9 @@ OWN_TIME = (
     "age_s",
     "_ms",
     "_per_s",
+    "rollout/turn_",
+    "async/trainer_idle_share",
+    "async/gain_of_staleness_s",
     "refit/ms",
     "refit/receipt_",
 )

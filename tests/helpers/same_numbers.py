@@ -4,7 +4,7 @@
 
 Both runs have the same seed, the same starter checkpoint and this Python's packages; the other revision is checked out
 into its own work tree. Compared are all metrics but times, bytes and memory, and the rollouts token by token.
-The asynchronous its own has no order: what the other revision has run is replayed here by its schedule. Prints
+An asynchronous run has no order: what the other revision has run is replayed here by its schedule. Prints
 the first number that differs of each recipe; exit code 1 when there is one. A change that renames or adds
 metrics says so on the command line: `--renamed old=new`, `--added NAME`. One that gives a key another default is told
 apart by giving it a value: `--set grpo.drop_zero_advantage_groups=true`.
@@ -58,7 +58,11 @@ RECIPES: Mapping[str, Recipe] = {
     "async_bound_0": Recipe(file="configs/recipes/grpo_sort_async_cpu.yaml", settings=("grpo.async.max_staleness=0",)),
     "async_replayed": Recipe(file="configs/recipes/grpo_sort_async_cpu.yaml", is_replayed=True),
     "lora": Recipe(file="configs/recipes/grpo_sort_lora_cpu.yaml"),
-    "lora_megatron": Recipe(file="configs/recipes/grpo_sort_lora_cpu.yaml", settings=ON_MEGATRON),
+    "lora_megatron": Recipe(
+        file="configs/recipes/grpo_sort_lora_cpu.yaml",
+        # Adapters of the head have no counterpart there.
+        settings=(*ON_MEGATRON, "policy.lora.targets=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"),
+    ),
     "images": Recipe(file="configs/recipes/grpo_vlm_shapes_cpu.yaml", starter="starter_shapes"),
     "conversations": Recipe(
         file="configs/recipes/grpo_guess_cpu.yaml",
