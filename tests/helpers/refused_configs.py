@@ -51,10 +51,7 @@ REFUSED_CLUSTERS: Refused = {
         (("+policy.generation.vllm_kwargs.x=1",), "policy.generation.vllm_kwargs: would be ignored"),
     ],
     "rule_expert_parallel_fits_the_ranks": [
-        (
-            (*VLLM, "policy.generation.vllm_cfg.enable_expert_parallel=true"),
-            "policy.generation.vllm_cfg.enable_expert_parallel: true, but vLLM's kernels for CPUs crash",
-        ),
+        ((*VLLM, "policy.generation.vllm_cfg.enable_expert_parallel=true"), "true, but vLLM's kernels for CPUs crash"),
         (
             (*GPUS, *VLLM, "policy.generation.vllm_cfg.enable_expert_parallel=true"),
             "policy.generation.vllm_cfg.enable_expert_parallel: true would be ignored, tensor_parallel_size is 1",
@@ -65,24 +62,15 @@ REFUSED_CLUSTERS: Refused = {
             ("policy.generation.sleep_level=2", "policy.generation.refit_delta.enabled=true"),
             "policy.generation.sleep_level: 2 drops the weights that a delta changes",
         ),
-        (
-            ("policy.generation.sleep_level=1", APART),
-            "policy.generation.sleep_level: 1, but engines that are not colocated leave the policy no memory",
-        ),
+        (("policy.generation.sleep_level=1", APART), "but engines that are not colocated leave the policy no memory"),
     ],
     "rule_several_nodes_need_an_address": [
         (("cluster.num_nodes=2",), "cluster.num_nodes: 2 nodes need"),
         (("cluster.address=auto", "cluster.num_cpus=8"), "cluster.num_cpus: would be ignored"),
     ],
     "rule_delta_refit_needs_processes": [
-        (
-            (*LOCAL, "policy.generation.refit_delta.enabled=true"),
-            "policy.generation.refit_delta.enabled: true, but with cluster.launcher 'local' weights never leave",
-        ),
-        (
-            ("policy.generation.refit_delta.full_every=9",),
-            "policy.generation.refit_delta.full_every: 9 would be ignored",
-        ),
+        ((*LOCAL, "policy.generation.refit_delta.enabled=true"), "with cluster.launcher 'local' weights never leave"),
+        (("policy.generation.refit_delta.full_every=9",), "generation.refit_delta.full_every: 9 would be ignored"),
     ],
     "rule_refit_transport_fits_the_processes": [
         (
@@ -101,15 +89,9 @@ REFUSED_CLUSTERS: Refused = {
     "rule_non_colocated_engines_need_their_own_gpus": [
         ((*LOCAL, APART), "policy.generation.colocated.enabled: false needs processes"),
         ((APART, "policy.generation.colocated.num_nodes=1"), "policy.generation.colocated.num_nodes: nodes of their"),
-        (
-            (APART, "policy.generation.colocated.gpus_per_node=1"),
-            "policy.generation.colocated.gpus_per_node: expected",
-        ),
+        ((APART, "policy.generation.colocated.gpus_per_node=1"), "policy.generation.colocated.gpus_per_node: expected"),
         ((APART, *GPUS), "policy.generation.colocated.gpus_per_node: expected at least 1"),
-        (
-            (APART, *GPUS, "policy.generation.colocated.gpus_per_node=3"),
-            "policy.generation.num_replicas: expected 3, with 1 of the 3 GPUs on each of 1 nodes for each engine",
-        ),
+        ((APART, *GPUS, "policy.generation.colocated.gpus_per_node=3"), "3 GPUs on each of 1 nodes for each engine"),
         (
             (APART, "cluster.address=auto", "cluster.num_nodes=3", "cluster.cpu_workers_per_node=2"),
             "policy.generation.num_replicas: expected a multiple of the 3 nodes",
@@ -148,10 +130,7 @@ def key_of(name: str) -> str:
 
 REFUSED_LOSSES: Refused = {
     "rule_loss_keys_fit_the_loss": [
-        (
-            ("loss_fn.name=cispo", "loss_fn.ratio_clip_c=3"),
-            "loss_fn.ratio_clip_c: 3.0 would be ignored, because loss_fn.name is 'cispo'",
-        ),
+        (("loss_fn.name=cispo", "loss_fn.ratio_clip_c=3"), "3.0 would be ignored, because loss_fn.name is 'cispo'"),
         (("loss_fn.name=sapo", "loss_fn.ratio_clip_max=0.3"), "loss_fn.ratio_clip_max: 0.3 would be ignored"),
         (("loss_fn.name=reinforce", "loss_fn.ratio_clip_min=0.3"), "loss_fn.ratio_clip_min: 0.3 would be ignored"),
         (("loss_fn.sapo.tau_positive=2",), "loss_fn.sapo.tau_positive: 2.0 would be ignored"),
@@ -192,33 +171,15 @@ REFUSED_LOSSES: Refused = {
     "rule_kl_keys_need_a_penalty": [
         (("loss_fn.reference_policy_kl_type=k2",), "loss_fn.reference_policy_kl_type: 'k2' would be ignored"),
         (("loss_fn.use_kl_in_reward=true",), "loss_fn.use_kl_in_reward: True would be ignored"),
-        (
-            ("loss_fn.use_on_policy_kl_approximation=true",),
-            "loss_fn.use_on_policy_kl_approximation: True would be ignored",
-        ),
+        (("loss_fn.use_on_policy_kl_approximation=true",), "use_on_policy_kl_approximation: True would be ignored"),
     ],
     "rule_kl_in_reward_excludes_kl_in_loss": [
-        (
-            (*OWN_PREV, *IN_REWARD, "loss_fn.reference_policy_kl_type=k2"),
-            "loss_fn.reference_policy_kl_type: 'k2' would be ignored, because loss_fn.use_kl_in_reward is true",
-        ),
-        (
-            (*OWN_PREV, *IN_REWARD, "loss_fn.kl_output_clamp_value=5"),
-            "loss_fn.kl_output_clamp_value: 5.0 would be ignored, because loss_fn.use_kl_in_reward is true",
-        ),
-        (
-            (*IN_REWARD, "policy.generation.top_p=0.9"),
-            "loss_fn.use_kl_in_reward: with policy.generation.top_p or top_k pi_old is a distribution on the sampling",
-        ),
+        ((*OWN_PREV, *IN_REWARD, "loss_fn.reference_policy_kl_type=k2"), "because loss_fn.use_kl_in_reward is true"),
+        ((*OWN_PREV, *IN_REWARD, "loss_fn.kl_output_clamp_value=5"), "because loss_fn.use_kl_in_reward is true"),
+        ((*IN_REWARD, "policy.generation.top_p=0.9"), "top_p or top_k pi_old is a distribution on the sampling"),
         (IN_REWARD, "loss_fn.use_kl_in_reward: needs the trainer's log-probabilities before the update"),
-        (
-            (*OWN_PREV, *IN_REWARD, "grpo.adv_estimator.name=maxrl"),
-            "grpo.adv_estimator.name: 'maxrl' is for rewards that are not negative",
-        ),
-        (
-            (*OWN_PREV, *IN_REWARD, "grpo.adv_estimator.name=gdpo"),
-            "grpo.adv_estimator.name: 'gdpo' reads the components of the reward",
-        ),
+        ((*OWN_PREV, *IN_REWARD, "grpo.adv_estimator.name=maxrl"), "'maxrl' is for rewards that are not negative"),
+        ((*OWN_PREV, *IN_REWARD, "grpo.adv_estimator.name=gdpo"), "name: 'gdpo' reads the components of the reward"),
     ],
     "rule_kl_gradient_fits_the_estimator": [
         (
@@ -273,10 +234,7 @@ REFUSED_REWARDS: Refused = {
     "rule_evaluation_has_enough_samples": [
         (("evaluation.pass_at=[1, 4]", "evaluation.num_samples=2"), "evaluation.pass_at: 4 is more than"),
         (("evaluation.majority_at=[3]",), "evaluation.majority_at: 3 is more than evaluation.num_samples 1"),
-        (
-            ("evaluation.greedy=true", "policy.generation.val_temperature=0"),
-            "evaluation.greedy: True would be ignored, because policy.generation.val_temperature is 0",
-        ),
+        (("evaluation.greedy=true", "policy.generation.val_temperature=0"), "policy.generation.val_temperature is 0"),
     ],
     "rule_estimator_keys_fit_the_estimator": [
         (
@@ -313,10 +271,7 @@ REFUSED_REWARDS: Refused = {
         ),
     ],
     "rule_token_baseline_needs_prev_logprobs": [
-        (
-            ("grpo.adv_estimator.name=optimal_token_baseline",),
-            "grpo.adv_estimator.name: 'optimal_token_baseline' needs the whole distributions of the trainer",
-        ),
+        (("grpo.adv_estimator.name=optimal_token_baseline",), "needs the whole distributions of the trainer"),
     ],
     "rule_token_advantages_fit_the_loss": [
         (

@@ -20,10 +20,7 @@ REFUSED_DISTILLATION: Refused = {
         ((*ADDED, "loss_fn.name=mine:Loss"), f"{TAUGHT}.enabled: it is a term of the built-in losses"),
         ((*ALONE, "loss_fn.ratio_clip_max=0.3"), "loss_fn.ratio_clip_max: 0.3 would be ignored, because"),
         ((*ALONE, *CORRECTED), "loss_fn.use_importance_sampling_correction: True would be ignored"),
-        (
-            (*ALONE, *PENALTY, "loss_fn.use_kl_in_reward=true"),
-            f"loss_fn.use_kl_in_reward: true would be ignored, because {TAUGHT}.mode is 'alone'",
-        ),
+        ((*ALONE, *PENALTY, "loss_fn.use_kl_in_reward=true"), f"would be ignored, because {TAUGHT}.mode is 'alone'"),
     ],
     "rule_distillation_alone_trains_every_row": [
         ((*ALONE, "grpo.drop_zero_advantage_groups=true"), "grpo.drop_zero_advantage_groups: "),
@@ -33,10 +30,7 @@ REFUSED_DISTILLATION: Refused = {
         ((*ADDED, "data.train.image_key=picture"), f"{TAUGHT}.enabled: prompts have images, and a teacher gets")
     ],
     "rule_teacher_has_a_place": [
-        (
-            (*LOCAL, *ADDED, f"{TAUGHT}.teacher.num_workers=2"),
-            "num_workers: cluster.launcher 'local' runs one",
-        ),
+        ((*LOCAL, *ADDED, f"{TAUGHT}.teacher.num_workers=2"), "num_workers: cluster.launcher 'local' runs one"),
         ((*GPUS, *ADDED, f"{TAUGHT}.teacher.num_workers=4"), "share the GPUs of the policy's, of which there are 2"),
         (
             (
@@ -50,14 +44,8 @@ REFUSED_DISTILLATION: Refused = {
         ((*ADDED, f"{TAUGHT}.teacher.pipeline_parallel_size=2"), "only the Megatron worker has this axis")
     ],
     "rule_teacher_layout_is_that_of_a_policy": [
-        (
-            (*ADDED, f"{TAUGHT}.teacher.tensor_parallel_size=4"),
-            f"{TAUGHT}.teacher: as a policy of its own: policy.dtensor_cfg.tensor_parallel_size: 4 x context",
-        ),
-        (
-            (*MEGATRON_TEACHER, f"{TAUGHT}.teacher.sequence_parallel=true"),
-            "policy.megatron_cfg.sequence_parallel: True would be ignored",
-        ),
+        ((*ADDED, f"{TAUGHT}.teacher.tensor_parallel_size=4"), "dtensor_cfg.tensor_parallel_size: 4 x context"),
+        ((*MEGATRON_TEACHER, f"{TAUGHT}.teacher.sequence_parallel=true"), "sequence_parallel: True would be ignored"),
     ],
 }
 

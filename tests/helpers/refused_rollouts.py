@@ -32,10 +32,7 @@ REFUSED_ASYNC: Refused = {
         ((*BOUND_ZERO, "experience.num_workers=2"), "experience.num_workers: 2 would be ignored, because grpo.async"),
     ],
     "rule_lookahead_within_max_staleness": [
-        (
-            (*ASYNC, "grpo.async.lookahead=3", "grpo.async.max_staleness=2"),
-            "grpo.async.lookahead: 3 steps ahead, but rows sampled so far ahead would be older",
-        ),
+        ((*ASYNC, "grpo.async.lookahead=3", "grpo.async.max_staleness=2"), "rows sampled so far ahead would be older"),
         ((*BOUND_ZERO, "grpo.async.lookahead=1"), "lower it to at most 0, or raise max_staleness"),
     ],
     "rule_overdue_needs_a_choice_of_groups": [
@@ -43,24 +40,12 @@ REFUSED_ASYNC: Refused = {
             (*ASYNC, "grpo.async.selection=in_order", "grpo.async.overdue=drop"),
             "grpo.async.overdue: 'drop' would be ignored, because grpo.async.selection is 'in_order'",
         ),
-        (
-            (*ASYNC, "grpo.async.lookahead=0", "grpo.async.overdue=error"),
-            "grpo.async.overdue: 'error' would be ignored, because grpo.async.lookahead is 0",
-        ),
+        ((*ASYNC, "grpo.async.lookahead=0", "grpo.async.overdue=error"), "ignored, because grpo.async.lookahead is 0"),
     ],
     "rule_stale_rows_need_a_correction": [
-        (
-            (*ASYNC, *OWN_PREV),
-            "loss_fn.use_importance_sampling_correction: false, but rows may be 1 updates old",
-        ),
-        (
-            (*ASYNC, *FORCED, *ONE_UPDATE),
-            "or grpo.use_generation_logprobs_as_prev=true with loss_fn.force_on_policy_ratio=false, or grpo.async.max",
-        ),
-        (
-            (*ASYNC, "loss_fn.name=reinforce", "~loss_fn.ratio_clip_max"),
-            "loss_fn.name: 'reinforce' has no ratio, and rows may be 1 updates old",
-        ),
+        ((*ASYNC, *OWN_PREV), "loss_fn.use_importance_sampling_correction: false, but rows may be 1 updates old"),
+        ((*ASYNC, *FORCED, *ONE_UPDATE), "with loss_fn.force_on_policy_ratio=false, or grpo.async.max"),
+        ((*ASYNC, "loss_fn.name=reinforce", "~loss_fn.ratio_clip_max"), "has no ratio, and rows may be 1 updates old"),
         ((*ASYNC, *OWN_PREV, f"{IN_FLIGHT}=keep"), f"{IN_FLIGHT}: 'keep' samples from old caches under new weights"),
     ],
     "rule_async_engines_have_their_own_gpus": [
@@ -70,11 +55,7 @@ REFUSED_ASYNC: Refused = {
         ((*ASYNC, *LOCAL, "experience.num_workers=2"), "experience.num_workers: cluster.launcher 'local' runs one"),
     ],
     "rule_group_fits_the_engine": [
-        (
-            (*ASYNC, "policy.generation.max_batch_size=4"),
-            "policy.generation.max_batch_size: 4 rows, but a group joins an engine's batch as a whole; expected at "
-            "least grpo.num_generations_per_prompt=8",
-        ),
+        ((*ASYNC, "policy.generation.max_batch_size=4"), "whole; expected at least grpo.num_generations_per_prompt=8"),
     ],
     "rule_kept_groups_need_a_choice": [
         (
@@ -145,10 +126,7 @@ REFUSED_CONVERSATIONS: Refused = {
         (("data.history=new_row",), "data.history: 'new_row' would be ignored"),
     ],
     "rule_tool_keys_need_tools": [
-        (
-            (*TURNS, "env.tools.format=llama3"),
-            "env.tools.format: 'llama3' would be ignored, because env.tools.use names",
-        ),
+        ((*TURNS, "env.tools.format=llama3"), "tools.format: 'llama3' would be ignored, because env.tools.use names"),
         ((*PROGRAM, "env.tools.num_workers=3"), "env.tools.num_workers: 3 would be ignored"),
     ],
     "rule_programs_have_a_command": [
@@ -260,19 +238,10 @@ def column(**keys: str) -> str:
 REFUSED_COLUMNS: Refused = {
     "rule_extra_columns_can_be_written": [
         ((column(dtype="object", dims="[2]"),), "data.extra_columns.own.dims: a column of objects has none, got [2]"),
-        (
-            (column(dtype="object", read_by="[train, log]"),),
-            "data.extra_columns.own.read_by: passes read tensors; of objects expected log alone",
-        ),
+        ((column(dtype="object", read_by="[train, log]"),), "passes read tensors; of objects expected log alone"),
         ((column(dtype="float32", dims="[2, T]"),), "data.extra_columns.own.dims: T can only be the first dim"),
-        (
-            (column(dtype="float32", source="environment"),),
-            "data.extra_columns.own.source: the environment 'sort' returns no columns",
-        ),
-        (
-            (*PROGRAM, column(dtype="float32", source="environment")),
-            "data.extra_columns.own.source: the environment 'program' returns no columns",
-        ),
+        ((column(dtype="float32", source="environment"),), "own.source: the environment 'sort' returns no columns"),
+        ((*PROGRAM, column(dtype="float32", source="environment")), "the environment 'program' returns no columns"),
     ],
     "rule_images_need_single_turns_and_dtensor": [
         ((*TURNS, *IMAGES), "data.train.image_key: prompts have images, and conversations are of text alone"),

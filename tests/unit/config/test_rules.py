@@ -49,10 +49,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_tensor_parallel_keys_need_ranks": [
         (("policy.dtensor_cfg.sequence_parallel=true",), "policy.dtensor_cfg.sequence_parallel: True would be"),
-        (
-            ("policy.dtensor_cfg.custom_parallel_plan={lm_head: colwise}",),
-            "policy.dtensor_cfg.custom_parallel_plan: would be ignored",
-        ),
+        (("policy.dtensor_cfg.custom_parallel_plan={lm_head: colwise}",), "custom_parallel_plan: would be ignored"),
     ],
     "rule_sequence_parallel_has_a_plan": [
         (
@@ -113,10 +110,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("data_plane.ledger_host=socket", "cluster.address=auto"), "data_plane.ledger_host: 'socket'"),
     ],
     "rule_ledger_recovery_needs_a_process_of_its_own": [
-        (
-            (*LOCAL, "data_plane.ledger.recovery=journal"),
-            "data_plane.ledger.recovery: 'journal' needs the ledger in its own process; with",
-        ),
+        ((*LOCAL, "data_plane.ledger.recovery=journal"), "'journal' needs the ledger in its own process; with"),
         (
             ("data_plane.ledger_host=socket", "data_plane.ledger.recovery=journal"),
             "with data_plane.ledger_host=socket it lives in the driver",
@@ -126,10 +120,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_leader_broadcast_needs_a_replica_group": [
         (("data_plane.fetch_policy=leader_broadcast",), "data_plane.fetch_policy: 'leader_broadcast' needs ranks"),
-        (
-            ("data_plane.fetch_policy=leader_broadcast",),
-            "set auto, or policy.dtensor_cfg.tensor_parallel_size or policy.dtensor_cfg.context_parallel_size above 1",
-        ),
+        (("data_plane.fetch_policy=leader_broadcast",), "or policy.dtensor_cfg.context_parallel_size above 1"),
         (("data_plane.fetch_policy=nobody",), "data_plane.fetch_policy"),
     ],
     "rule_backend_needs_transfer_queue": [
@@ -145,10 +136,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ),
     ],
     "rule_connected_queue_brings_its_own_settings": [
-        (
-            (*CONNECTED, "data_plane.simple.num_storage_units=2"),
-            "data_plane.simple.num_storage_units: 2 would be ignored, because the program that started TransferQueue",
-        ),
+        ((*CONNECTED, "data_plane.simple.num_storage_units=2"), "because the program that started TransferQueue"),
         (
             (*CONNECTED, "data_plane.backend=mooncake_cpu", "data_plane.mooncake.segment_bytes=5000000"),
             "data_plane.mooncake.segment_bytes: 5000000 would be ignored, because the program that started",
@@ -172,10 +160,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((*LOCAL, "data_plane.simple.num_storage_units=2"), "data_plane.simple.num_storage_units: 2 would be ignored"),
         ((*LOCAL, "data_plane.mooncake.protocol=rdma"), "data_plane.mooncake.protocol: 'rdma' would be ignored"),
         (("data_plane.ray.owner=node",), "data_plane.ray.owner: 'node' would be ignored"),
-        (
-            ("data_plane.impl=ray", "data_plane.transfer_queue.layout=native"),
-            "data_plane.transfer_queue.layout: 'native' would be ignored, because the store is 'ray'",
-        ),
+        (("data_plane.impl=ray", "data_plane.transfer_queue.layout=native"), "be ignored, because the store is 'ray'"),
         (("data_plane.impl=ray", "data_plane.shm.keep_bytes=5"), "data_plane.shm.keep_bytes: 5 would be ignored"),
         (
             ("data_plane.enabled=false", "data_plane.simple.num_storage_units=2"),
@@ -183,10 +168,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ),
     ],
     "rule_data_plane_impl_needs_its_switch": [
-        (
-            ("data_plane.enabled=false", "data_plane.impl=mooncake"),
-            "data_plane.impl: 'mooncake' would be ignored, because data_plane.enabled is false",
-        ),
+        (("data_plane.enabled=false", "data_plane.impl=mooncake"), "be ignored, because data_plane.enabled is false"),
     ],
     "rule_packing_excludes_dynamic_batching": [
         (("policy.sequence_packing.enabled=true",), "policy.dynamic_batching.enabled: packing and dynamic"),
@@ -218,10 +200,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((*BY_POLICY, NO_LOGPROBS), "policy.router_replay.source: 'prev_logprobs' never records"),
     ],
     "rule_missing_route_share_needs_rollout_routes": [
-        (
-            (*BY_POLICY, "policy.router_replay.max_missing_share=0.1"),
-            "policy.router_replay.max_missing_share: 0.1 would",
-        ),
+        ((*BY_POLICY, "policy.router_replay.max_missing_share=0.1"), "router_replay.max_missing_share: 0.1 would"),
     ],
     "rule_route_comparison_needs_logprob_pass": [
         (
@@ -269,10 +248,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_worker_keys_fit_the_worker": [
         (("policy.megatron_cfg.freeze_moe_router=true",), "policy.megatron_cfg.freeze_moe_router: True would be"),
-        (
-            ("policy.megatron_cfg.optimizer.adam_beta2=0.9",),
-            "policy.megatron_cfg.optimizer.adam_beta2: 0.9 would be ignored, because policy.megatron_cfg.enabled is f",
-        ),
+        (("policy.megatron_cfg.optimizer.adam_beta2=0.9",), "be ignored, because policy.megatron_cfg.enabled is f"),
     ],
     "rule_validation_needs_prompts": [
         (("~data.validation",), "grpo.val_period: 20 would be ignored, because there is no data.validation"),
@@ -306,10 +282,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         for name in NAMES_OF_PARTS
     ],
     "rule_accuracy_needs_binary_rewards": [
-        (
-            (*GRADED, "grpo.stop_at_validation_accuracy=0.5"),
-            "grpo.stop_at_validation_accuracy: env.name 'custom' gives",
-        ),
+        ((*GRADED, "grpo.stop_at_validation_accuracy=0.5"), "stop_at_validation_accuracy: env.name 'custom' gives"),
         ((*GRADED, "checkpointing.metric_name=val:accuracy"), "checkpointing.metric_name: env.name 'custom' gives"),
     ],
     "rule_checkpoint_keys_need_checkpointing": [
