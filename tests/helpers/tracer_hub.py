@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -111,6 +113,28 @@ async def open_hub(
     tokens = HubTokens.draw()
     async with HubServer(hub, tokens=tokens, endpoint=HubEndpoint(**(server or {})), tokenizer=tokenizer) as listening:
         yield HubUnderTest(hub, listening, tokens)
+
+
+def in_hub(*, limit_s=4 * WAIT_S, at_end=None, **options):
+    """Runs an async test with a hub, then `at_end` if it is given."""
+
+    def wrap(test):
+        # It has no parameters but those of parametrize, which pytest sees.
+        @functools.wraps(test)
+        def run(**given):
+            async def go():
+                async with asyncio.timeout(limit_s), open_hub(**options) as hub:
+                    await test(hub, **given)
+                    if at_end is not None:
+                        await at_end(hub)
+
+            asyncio.run(go())
+
+        own = inspect.signature(test)
+        run.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])
+        return run
+
+    return wrap
 
 
 def where(step=1, *, site=SITE, reducer="norm", phase=PHASE):

@@ -6,6 +6,7 @@ import os
 import socket
 import urllib.error
 import urllib.request
+from functools import partial
 
 import psutil
 import pytest
@@ -13,28 +14,11 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.frame import FrameSite
+from tests.helpers import tracer_hub
 from tests.helpers.tracer_hub import RUN, WAIT_S, frame, open_hub, send_phase
 
 SLOW_VIEWER_S = float(os.environ.get("NEMO_RL_TEST_SLOW_VIEWER_S", "1"))
 """For how long a viewer reads nothing; a longer check may raise it to a minute."""
-
-
-def in_hub(**options):
-    """Runs an async test with a hub; at its end the hub still serves."""
-
-    def wrap(test):
-        def run():
-            async def go():
-                async with asyncio.timeout(4 * WAIT_S + SLOW_VIEWER_S), open_hub(**options) as hub:
-                    await test(hub)
-                    await serves(hub)
-
-            asyncio.run(go())
-
-        run.__name__ = test.__name__
-        return run
-
-    return wrap
 
 
 async def serves(hub):
@@ -42,6 +26,10 @@ async def serves(hub):
         await send_phase(rank, step=1000)
         while (await viewer.frame()).where.step != 1000:
             pass
+
+
+in_hub = partial(tracer_hub.in_hub, limit_s=4 * WAIT_S + SLOW_VIEWER_S, at_end=serves)
+"""At its end the hub still serves."""
 
 
 async def is_refused(hub, role, code, **hello):
@@ -377,28 +365,25 @@ async def get(hub, path):
     return int(status.split()[1]), dict(line.split(": ", 1) for line in lines), body
 
 
-def test_only_files_of_the_page_are_served(page):
-    async def go():
-        async with open_hub() as hub:
-            for path, kind in (("/", "text/html"), ("/index.html", "text/html"), ("/parts/live.js", "text/javascript")):
-                status, headers, body = await get(hub, path)
-                assert status == 200 and headers["Content-Type"].startswith(kind) and body
-                assert headers["Content-Security-Policy"].startswith("default-src 'self'")
-                assert headers["X-Content-Type-Options"] == "nosniff" and headers["Cache-Control"] == "no-store"
-                assert headers["Referrer-Policy"] == "no-referrer"
-            (page / "later.js").write_text("written after the start")
-            outside = (
-                "/../secret.js",
-                "/parts/../../secret.js",
-                "/%2e%2e/secret.js",
-                "//etc/passwd",
-                "/..%2fsecret.js",
-            )
-            for path in (*outside, "/linked.js", "/notes.txt", "/later.js", "/parts", "/parts/", "/nothing", "/legacy"):
-                status, _, body = await get(hub, path)
-                assert status == 404 and b"secret" not in body, path
-
-    asyncio.run(go())
+@in_hub()
+async def test_only_files_of_the_page_are_served(hub, page):
+    for path, kind in (("/", "text/html"), ("/index.html", "text/html"), ("/parts/live.js", "text/javascript")):
+        status, headers, body = await get(hub, path)
+        assert status == 200 and headers["Content-Type"].startswith(kind) and body
+        assert headers["Content-Security-Policy"].startswith("default-src 'self'")
+        assert headers["X-Content-Type-Options"] == "nosniff" and headers["Cache-Control"] == "no-store"
+        assert headers["Referrer-Policy"] == "no-referrer"
+    (page / "later.js").write_text("written after the start")
+    outside = (
+        "/../secret.js",
+        "/parts/../../secret.js",
+        "/%2e%2e/secret.js",
+        "//etc/passwd",
+        "/..%2fsecret.js",
+    )
+    for path in (*outside, "/linked.js", "/notes.txt", "/later.js", "/parts", "/parts/", "/nothing", "/legacy"):
+        status, _, body = await get(hub, path)
+        assert status == 404 and b"secret" not in body, path
 
 
 def test_tokens_are_in_no_page_and_no_log(page, caplog):
@@ -424,12 +409,9 @@ def test_port_that_is_taken_is_an_os_error():
         asyncio.run(go())
 
 
-def test_posts_are_refused():
-    async def go():
-        async with open_hub() as hub:
-            address = f"http://127.0.0.1:{hub.server.port}/"
-            request = urllib.request.Request(address, data=b"x", method="POST")
-            with pytest.raises((urllib.error.URLError, ConnectionError)):
-                await asyncio.to_thread(urllib.request.urlopen, request, timeout=WAIT_S)
-
-    asyncio.run(go())
+@in_hub()
+async def test_posts_are_refused(hub):
+    address = f"http://127.0.0.1:{hub.server.port}/"
+    request = urllib.request.Request(address, data=b"x", method="POST")
+    with pytest.raises((urllib.error.URLError, ConnectionError)):
+        await asyncio.to_thread(urllib.request.urlopen, request, timeout=WAIT_S)

@@ -15,7 +15,7 @@ from nemo_rl.tracer.reducer import Norm
 from nemo_rl_tools.tracer.hub.history import History
 from nemo_rl_tools.tracer.hub.hub import Hub, SinkThread
 from nemo_rl_tools.tracer.hub.viewer import Viewer
-from tests.helpers.tracer_hub import RUN, WAIT_S, frame, open_hub, send_phase
+from tests.helpers.tracer_hub import RUN, WAIT_S, frame, in_hub, send_phase
 
 LIMIT = 20_000
 
@@ -84,22 +84,18 @@ class Disk:
         self.got.append("closed")
 
 
-def test_sinks_get_what_viewers_get_in_its_order():
+@in_hub()
+async def test_sinks_get_what_viewers_get_in_its_order(hub):
     disk = Disk()
-
-    async def go():
-        async with open_hub() as hub:
-            hub.hub.add_sink(SinkThread(disk, max_bytes=1 << 20, problem=hub.hub.problem))
-            async with hub.driver() as driver, hub.rank() as rank, hub.peer("controller") as viewer:
-                await driver.send("metrics", step=1, metrics={"a": 1})
-                await viewer.wait_for("metrics")
-                await send_phase(rank)
-                await viewer.frame()
-                await viewer.send("mark", label="here")
-                await viewer.wait_for("mark")
-            await asyncio.to_thread(hub.hub.close_sinks)
-
-    asyncio.run(go())
+    hub.hub.add_sink(SinkThread(disk, max_bytes=1 << 20, problem=hub.hub.problem))
+    async with hub.driver() as driver, hub.rank() as rank, hub.peer("controller") as viewer:
+        await driver.send("metrics", step=1, metrics={"a": 1})
+        await viewer.wait_for("metrics")
+        await send_phase(rank)
+        await viewer.frame()
+        await viewer.send("mark", label="here")
+        await viewer.wait_for("mark")
+    await asyncio.to_thread(hub.hub.close_sinks)
     kinds = [each["type"] if isinstance(each, dict) else type(each).__name__ for each in disk.got[:-1]]
     assert kinds[0] == "plan" and disk.got[-1] == "closed"
     wanted = ("run", "metrics", "Frame", "mark")
@@ -108,23 +104,20 @@ def test_sinks_get_what_viewers_get_in_its_order():
     assert json.dumps([each for each in disk.got if isinstance(each, dict)])
 
 
-def test_disk_that_is_full_is_told_once_and_nothing_else_happens():
+@in_hub()
+async def test_disk_that_is_full_is_told_once_and_nothing_else_happens(hub):
     disk = Disk(fails={"frame", "close"})
-
-    async def go():
-        async with open_hub() as hub, hub.peer("viewer") as viewer:
-            hub.hub.add_sink(SinkThread(disk, max_bytes=1 << 20, problem=hub.hub.problem))
-            for step in range(5):
-                hub.hub.publish_frame(frame(step))
-            told = await viewer.wait_for("problem")
-            assert "No space left" in told["text"]
-            hub.hub.mark("still here")
-            await viewer.wait_for("mark")
-            await asyncio.to_thread(hub.hub.close_sinks)
-            hub.hub.problem("last")
-            assert len(await problems(viewer)) == 1
-
-    asyncio.run(go())
+    async with hub.peer("viewer") as viewer:
+        hub.hub.add_sink(SinkThread(disk, max_bytes=1 << 20, problem=hub.hub.problem))
+        for step in range(5):
+            hub.hub.publish_frame(frame(step))
+        told = await viewer.wait_for("problem")
+        assert "No space left" in told["text"]
+        hub.hub.mark("still here")
+        await viewer.wait_for("mark")
+        await asyncio.to_thread(hub.hub.close_sinks)
+        hub.hub.problem("last")
+        assert len(await problems(viewer)) == 1
     assert any(each.get("type") == "mark" for each in disk.got)
 
 
@@ -132,43 +125,37 @@ async def problems(viewer):
     return [each for each in await viewer.messages_until("problem", text="last") if each["type"] == "problem"]
 
 
-def test_disk_that_is_slow_costs_pictures_of_the_recording_alone():
+@in_hub()
+async def test_disk_that_is_slow_costs_pictures_of_the_recording_alone(hub):
     opened = threading.Event()
     disk = Disk(waits=opened)
-
-    async def go():
-        async with open_hub() as hub, hub.peer("viewer") as viewer:
-            sink = SinkThread(disk, max_bytes=3000, problem=hub.hub.problem)
-            hub.hub.add_sink(sink)
-            for step in range(50):
-                hub.hub.publish_frame(frame(step, num_bytes=800))
-            while (await viewer.frame()).where.step != 49:
-                pass
-            assert "too slow" in (await viewer.wait_for("problem"))["text"]
-            opened.set()
-            await asyncio.to_thread(hub.hub.close_sinks)
-
-    asyncio.run(go())
+    async with hub.peer("viewer") as viewer:
+        sink = SinkThread(disk, max_bytes=3000, problem=hub.hub.problem)
+        hub.hub.add_sink(sink)
+        for step in range(50):
+            hub.hub.publish_frame(frame(step, num_bytes=800))
+        while (await viewer.frame()).where.step != 49:
+            pass
+        assert "too slow" in (await viewer.wait_for("problem"))["text"]
+        opened.set()
+        await asyncio.to_thread(hub.hub.close_sinks)
     assert 1 <= len([each for each in disk.got if isinstance(each, Frame)]) <= 4
 
 
-def test_recorded_runs_are_shown_without_a_job():
-    async def go():
-        async with open_hub() as hub:
-            shows = hub.hub
-            assert isinstance(shows, Hub)
-            shows.set_run({"run": RUN, "name": "old", "state": "recorded", "model": {"num_hidden_layers": 2}})
-            shows.publish_table(table(1, "t"))
-            shows.publish_frame(shown(1, 0, "t", 80))
-            shows.publish_message({"type": "run", "run": RUN, "text": "played back"})
-            async with hub.peer("viewer") as viewer:
-                (run,) = viewer.first["runs"]
-                assert (run["state"], run["name"], run["text"]) == ("recorded", "old", "played back")
-                heard = await viewer.receive_until(lambda message: isinstance(message, FrameTable))
-                assert isinstance(heard[-1], FrameTable)
-                assert (await viewer.frame()).table == "t"
-
-    asyncio.run(go())
+@in_hub()
+async def test_recorded_runs_are_shown_without_a_job(hub):
+    shows = hub.hub
+    assert isinstance(shows, Hub)
+    shows.set_run({"run": RUN, "name": "old", "state": "recorded", "model": {"num_hidden_layers": 2}})
+    shows.publish_table(table(1, "t"))
+    shows.publish_frame(shown(1, 0, "t", 80))
+    shows.publish_message({"type": "run", "run": RUN, "text": "played back"})
+    async with hub.peer("viewer") as viewer:
+        (run,) = viewer.first["runs"]
+        assert (run["state"], run["name"], run["text"]) == ("recorded", "old", "played back")
+        heard = await viewer.receive_until(lambda message: isinstance(message, FrameTable))
+        assert isinstance(heard[-1], FrameTable)
+        assert (await viewer.frame()).table == "t"
 
 
 def test_frames_of_the_same_place_give_way_first_then_those_of_places_with_several_then_the_oldest():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,24 +12,14 @@ from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.frame import Frame, FrameSite, FrameTable, Where
 from nemo_rl.tracer.reducer import parse_reducer
 from nemo_rl.tracer.watch import CLASSICAL
-from tests.helpers.tracer_hub import PHASE, RUN, WAIT_S, open_hub
+from tests.helpers import tracer_hub
+from tests.helpers.tracer_hub import PHASE, RUN
 
 TABLE = FrameTable(
     run=RUN, name="t", step=1, keys=("a", "b"), tokens=np.array([[0, 1, 1], [4, 0, 1], [7, 8, 9]], dtype=np.int32)
 )
+in_hub = partial(tracer_hub.in_hub, server={"has_legacy": True})
 FLAGS = tuple(each.flag for each in CLASSICAL)
-
-
-def in_hub(test):
-    def run():
-        async def go():
-            async with asyncio.timeout(4 * WAIT_S), open_hub(server={"has_legacy": True}) as hub:
-                await test(hub)
-
-        asyncio.run(go())
-
-    run.__name__ = test.__name__
-    return run
 
 
 def legacy(hub, token=None, **more):
@@ -48,7 +39,7 @@ def publish(hub, kind, reducer, payload, layer=2, **more):
     hub.hub.publish_frame(Frame(where=where, payload=np.asarray(payload, dtype=np.float32), table="t"))
 
 
-@in_hub
+@in_hub()
 async def test_request_sets_the_watches_and_frames_come_as_updates(hub):
     hub.hub.set_run({"run": RUN, "model": {"num_hidden_layers": 5}})
     async with legacy(hub) as page:
@@ -72,7 +63,7 @@ async def test_request_sets_the_watches_and_frames_come_as_updates(hub):
         }
 
 
-@in_hub
+@in_hub()
 async def test_sites_of_one_flag_come_together(hub):
     async with legacy(hub) as page:
         await page.send("run_training_step", **request("QKV_mat_mul", "NoOp"))
@@ -98,15 +89,12 @@ async def test_sites_of_one_flag_come_together(hub):
         ("NoOp", {}, "full"),
     ],
 )
-def test_compressors_are_reducers(kind, configs, watch):
-    @in_hub
-    async def go(hub):
-        async with legacy(hub) as page:
-            await page.send("run_training_step", **request(kind=kind, **configs))
-            await page.wait_for("start")
-            assert hub.hub.plan.texts == (f"layer.out & forward | {watch} | train",)
-
-    go()
+@in_hub()
+async def test_compressors_are_reducers(hub, kind, configs, watch):
+    async with legacy(hub) as page:
+        await page.send("run_training_step", **request(kind=kind, **configs))
+        await page.wait_for("start")
+        assert hub.hub.plan.texts == (f"layer.out & forward | {watch} | train",)
 
 
 def page_message(**compressors):
@@ -123,7 +111,7 @@ def page_message(**compressors):
     }
 
 
-@in_hub
+@in_hub()
 async def test_messages_as_the_public_page_sends_them_are_understood(hub):
     message = page_message(
         QKV_mat_mul="TileCompressor",
@@ -149,7 +137,7 @@ async def test_messages_as_the_public_page_sends_them_are_understood(hub):
         assert update["result"] == [7.0, 4.0, None, None, 8.0, 0.0, 9.0, 1.0], "ids beside positions, row by row"
 
 
-@in_hub
+@in_hub()
 async def test_tokens_are_never_compressed(hub):
     async with legacy(hub) as page:
         await page.socket.send(json.dumps(page_message(InputTokens="TileCompressor")))
@@ -182,21 +170,18 @@ async def test_tokens_are_never_compressed(hub):
         ),
     ],
 )
-def test_what_is_not_known_is_refused_and_nothing_is_evaluated(message, reason):
-    @in_hub
-    async def go(hub):
-        plan = hub.hub.plan
-        async with legacy(hub) as page:
-            await page.send("run_training_step", **message)
-            assert reason in (await page.wait_for("error"))["text"]
-            await page.send("ping")
-            await page.wait_for("pong")
-            assert hub.hub.plan is plan
-
-    go()
+@in_hub()
+async def test_what_is_not_known_is_refused_and_nothing_is_evaluated(hub, message, reason):
+    plan = hub.hub.plan
+    async with legacy(hub) as page:
+        await page.send("run_training_step", **message)
+        assert reason in (await page.wait_for("error"))["text"]
+        await page.send("ping")
+        await page.wait_for("pong")
+        assert hub.hub.plan is plan
 
 
-@in_hub
+@in_hub()
 async def test_endpoint_takes_the_token_of_the_controller_from_its_own_pages_alone(hub):
     for token, more, status in (
         ("", {}, 401),
@@ -210,18 +195,15 @@ async def test_endpoint_takes_the_token_of_the_controller_from_its_own_pages_alo
         assert refused.value.response.status_code == status
 
 
-def test_there_is_no_endpoint_unless_it_is_asked_for():
-    async def go():
-        async with open_hub() as hub:
-            with pytest.raises(InvalidStatus) as refused:
-                async with legacy(hub):
-                    pass
-            assert refused.value.response.status_code == 404
-
-    asyncio.run(go())
+@tracer_hub.in_hub()
+async def test_there_is_no_endpoint_unless_it_is_asked_for(hub):
+    with pytest.raises(InvalidStatus) as refused:
+        async with legacy(hub):
+            pass
+    assert refused.value.response.status_code == 404
 
 
-@in_hub
+@in_hub()
 async def test_it_is_one_controller_among_others(hub):
     async with hub.peer("controller"), legacy(hub) as page:
         assert (await page.receive())["code"] == "busy"
@@ -233,7 +215,7 @@ async def test_it_is_one_controller_among_others(hub):
         assert "taken over" in (await page.wait_for("error"))["text"]
 
 
-@in_hub
+@in_hub()
 async def test_junk_ends_the_connection(hub):
     async with legacy(hub) as page:
         for _ in range(17):
@@ -241,7 +223,7 @@ async def test_junk_ends_the_connection(hub):
         assert await page.closed() == 1008
 
 
-@in_hub
+@in_hub()
 async def test_updates_that_would_be_huge_are_named_instead(hub):
     async with legacy(hub) as page:
         await page.send("run_training_step", **request(kind="NoOp"))

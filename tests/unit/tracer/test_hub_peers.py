@@ -8,24 +8,7 @@ import pytest
 
 from nemo_rl.tracer.frame import Frame, FramePart, FrameTable
 from nemo_rl.tracer.reducer import Span
-from tests.helpers.tracer_hub import PHASE, RUN, WAIT_S, frame, open_hub, send_phase, where
-
-
-def in_hub(**options):
-    """Runs an async test with a hub."""
-
-    def wrap(test):
-        def run():
-            async def go():
-                async with asyncio.timeout(4 * WAIT_S), open_hub(**options) as hub:
-                    await test(hub)
-
-            asyncio.run(go())
-
-        run.__name__ = test.__name__
-        return run
-
-    return wrap
+from tests.helpers.tracer_hub import PHASE, RUN, WAIT_S, frame, in_hub, open_hub, send_phase, where
 
 
 @in_hub(watches=("layer.out | stats", "mlp.out | norm | train; every 3"))
