@@ -21,8 +21,6 @@ from tests.helpers.hf_reference import logprobs_from_logits
 from tests.helpers.model_families import dense_model, write_dense
 from tests.helpers.tiny_model import tiny_policy
 
-pytestmark = pytest.mark.slow
-
 STOP, LONGEST = 2, 64
 Call = Callable[..., object]
 
@@ -32,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dense(tmp_path_factory.mktemp("engines") / "model")
 
 
-@pytest.fixture(scope="module", params=["torch", "vllm"])
+@pytest.fixture(scope="module", params=["torch", pytest.param("vllm", marks=pytest.mark.slow)])
 def call(request: pytest.FixtureRequest, folder: Path) -> Iterator[Call]:
     """Calls a method of the engine, which has version 0: the weights of seed 0."""
     if request.param == "torch":

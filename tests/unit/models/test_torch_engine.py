@@ -1,4 +1,4 @@
-"""The embedded engine: exact log-probabilities, seeds, stops, limits and weight updates."""
+"""The embedded engine beyond the contract of all engines (`test_engine_contract`): its draws, batches and errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks.dispatched_ops import DispatchedOps
-from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.requests import RowRequest
@@ -23,9 +22,6 @@ from nemo_rl.models.generation.torch_engine.decode import (
     seeds_to_tensor,
     uniforms,
 )
-from nemo_rl.models.head.logprobs import Sampling
-from nemo_rl.models.hf.loading import named_weights
-from tests.helpers.hf_reference import logprobs_from_logits
 from tests.helpers.tiny_model import tiny_model
 
 STOP = 2
@@ -59,23 +55,6 @@ def _rows(output: GenerationOutput) -> Iterator[tuple[list[int], torch.Tensor]]:
         yield tokens.tolist(), values
 
 
-@pytest.mark.parametrize("changes", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.2}])
-def test_logprobs_equal_a_recomputation_without_cache(changes: dict[str, object]) -> None:
-    request = _request(**changes)
-    output = _engine().generate(request)
-    model = tiny_model()
-    sampling = request.sampling
-    drawn_from = Sampling(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-    for i, (tokens, values) in enumerate(_rows(output)):
-        prompt = list(request.prompt_ids[i // request.group_size])
-        ids = torch.tensor([prompt + tokens])
-        with torch.no_grad():
-            expected = logprobs_from_logits(model(ids, use_cache=False).logits, ids, sampling=drawn_from)[
-                0, len(prompt) :
-            ]
-        torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.7, "top_k": 20}], ids=["plain", "filtered"])
 def test_given_responses_have_the_log_probabilities_of_drawn_ones(changes: dict[str, object]) -> None:
     request = _request(**changes)
@@ -93,109 +72,15 @@ def test_given_responses_must_fit_their_rows() -> None:
         _engine().generate(replace(request, forced=((),) * len(request.seeds)))
 
 
-def test_a_row_depends_on_its_seed_and_prompt_and_not_on_the_batch() -> None:
+def test_batches_of_few_rows_give_the_rows_of_one_batch() -> None:
     request = _request(6, 4)
-    together = list(_rows(_engine().generate(request)))
-    in_parts = list(_rows(_engine(max_batch_size=5).generate(request)))
-    assert [tokens for tokens, _ in together] == [tokens for tokens, _ in in_parts]
-    for p, prompt in enumerate(request.prompt_ids):
-        row = 4 * p + 1
-        alone = GenerationRequest(prompt_ids=(prompt,), seeds=request.seeds[row : row + 1], sampling=request.sampling)
-        assert next(_rows(_engine().generate(alone)))[0] == together[row][0]
-
-
-def test_equal_seeds_give_equal_rows_and_other_seeds_other_rows() -> None:
-    request = GenerationRequest(prompt_ids=_prompts(1), seeds=(5, 5, 6, -5, 2**70 + 5), sampling=_params())
-    rows = [tokens for tokens, _ in _rows(_engine().generate(request))]
-    assert rows[0] == rows[1]
-    assert len({tuple(tokens) for tokens in rows}) >= 3
-
-
-def test_greedy_takes_the_largest_logit_whatever_the_seed() -> None:
-    request = _request(2, 2, temperature=0.0)
-    model = tiny_model()
-    for i, (tokens, _) in enumerate(_rows(_engine().generate(request))):
-        ids = list(request.prompt_ids[i // 2])
-        for token in tokens:
-            with torch.no_grad():
-                assert token == int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
-            ids.append(token)
-
-
-def test_rows_end_at_a_stop_token_or_are_marked_truncated() -> None:
-    stops = tuple(range(0, 320, 7))
-    output = _engine().generate(_request(8, 4, stop_token_ids=stops))
-    ended = []
-    for (tokens, _), is_truncated in zip(_rows(output), output.truncated.tolist(), strict=True):
-        assert all(token not in stops for token in tokens[:-1])
-        assert is_truncated == (tokens[-1] not in stops)
-        assert is_truncated is False or len(tokens) == 12
-        ended.append(is_truncated)
-    assert len(set(ended)) == 2
-
-
-def test_the_total_length_limits_rows_one_by_one() -> None:
-    request = _request(6, 2, stop_token_ids=())
-    output = _engine(max_total_length=12).generate(request)
-    expected = [12 - len(request.prompt_ids[i // 2]) for i in range(12)]
-    assert output.lengths.tolist() == expected
-    assert output.truncated.all()
-
-
-def test_stop_strings_end_a_row_at_the_token_that_completes_them() -> None:
-    tokenizer = build_tokenizer(["sort 123 -> 456"] * 20)
-    engine = _engine(tokenizer=tokenizer)
-    plain = list(_rows(engine.generate(_request(4, 4, stop_token_ids=()))))
-    text = tokenizer.decode(plain[0][0][3:5])
-    output = engine.generate(_request(4, 4, stop_token_ids=(), stop_strings=(text,)))
-    tokens, _ = next(_rows(output))
-    assert text in tokenizer.decode(tokens)
-    assert text not in tokenizer.decode(tokens[:-1])
-    assert not output.truncated[0]
-    assert tokens == plain[0][0][: len(tokens)]
-
-
-def test_an_empty_request_gives_an_empty_output() -> None:
-    output = _engine().generate(GenerationRequest(prompt_ids=(), seeds=(), sampling=_params()))
-    assert (len(output.token_ids), len(output.lengths), output.weight_version) == (0, 0, 0)
-
-
-def test_a_prompt_without_room_for_a_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompt 0: expected 1 to 3 tokens"):
-        _engine(max_total_length=4).generate(_request())
-
-
-def test_weights_are_replaced_as_a_whole_and_the_version_follows() -> None:
-    engine, other = _engine(weight_version=-1), tiny_model(seed=9)
-    assert engine.update_weights(named_weights(other), version=4) == 4
-    expected = list(_rows(TorchEngine(other, tokenizer=None, max_total_length=64).generate(_request())))
-    output = engine.generate(_request())
-    assert output.weight_version == 4
-    assert [tokens for tokens, _ in _rows(output)] == [tokens for tokens, _ in expected]
+    together, in_parts = _engine().generate(request), _engine(max_batch_size=5).generate(request)
+    assert torch.equal(together.token_ids, in_parts.token_ids) and torch.equal(together.lengths, in_parts.lengths)
 
 
 def test_tied_weights_may_come_under_both_names() -> None:
     other = tiny_model(seed=9)
     assert _engine().update_weights(other.state_dict().items(), version=1) == 1
-
-
-@pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
-def test_a_faulty_update_changes_nothing(fault: str) -> None:
-    engine = _engine(weight_version=3)
-    before = list(_rows(engine.generate(_request())))
-    weights = dict(named_weights(tiny_model(seed=9)))
-    name = "model.norm.weight"
-    if fault == "missing":
-        del weights[name]
-    elif fault == "unknown":
-        weights["model.extra.weight"] = torch.zeros(1)
-    else:
-        weights[name] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"refused, version 3 stays in use: model\.(norm|extra)\.weight"):
-        engine.update_weights(weights.items(), version=4)
-    after = engine.generate(_request())
-    assert after.weight_version == 3
-    assert [t for t, _ in _rows(after)] == [t for t, _ in before]
 
 
 def test_sampled_frequencies_follow_the_probabilities() -> None:
