@@ -20,6 +20,7 @@ from nemo_rl_tools.runner.layout_text import LayoutText
 from nemo_rl_tools.runner.prompts import PromptSpec
 from nemo_rl_tools.runner.run import RECORDS, ProbeSpec, run_ab, run_probe
 from nemo_rl_tools.verdict import Verdict
+from tests.helpers.case_selection import params
 from tests.helpers.model_families import write_family
 from tests.helpers.runs import ROOT
 from tests.helpers.tracer_recordings import differences, frames_of, tokens_of
@@ -57,6 +58,8 @@ LAYOUTS = [
 
 FULL_BACK = LAYOUTS[:2] + LAYOUTS[3:5] + LAYOUTS[6:7] + LAYOUTS[8:10] + LAYOUTS[11:]
 """Whose routes are replayed in one process by `make test-full` alone."""
+FULL_AXES = [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3], LAYOUTS[11]]
+"""Layouts of which another has every axis as well, and more."""
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +92,8 @@ def one(base: ProbeSpec, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return specs
 
 
-@pytest.mark.parametrize("text", LAYOUTS)
-def test_routes_of_one_process_give_its_logits_in_another_layout(
-    text: str, base: ProbeSpec, one: dict[str, ProbeSpec], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("text", params(LAYOUTS, [text for text in LAYOUTS if text not in FULL_AXES]))
+def test_routes_of_one_process_give_its_logits_in_another_layout(text, base, one, tmp_path):
     layout = LayoutText.parse(text)
     alone = one[layout.worker or ""]
     run_probe(replace(base, layout=layout, out=tmp_path, routes_from=alone.routes_to))
@@ -101,9 +102,7 @@ def test_routes_of_one_process_give_its_logits_in_another_layout(
     _assert_same_pictures(alone.out / TRACER, tmp_path / TRACER)
 
 
-@pytest.mark.parametrize(
-    "text", [pytest.param(text, marks=[pytest.mark.full] if text in FULL_BACK else []) for text in LAYOUTS]
-)
+@pytest.mark.parametrize("text", params(LAYOUTS, [text for text in LAYOUTS if text not in FULL_BACK]))
 def test_routes_of_another_layout_give_its_logits_in_one_process(text: str, base: ProbeSpec, tmp_path: Path) -> None:
     layout, routes = LayoutText.parse(text), tmp_path / "routes.safetensors"
     run_probe(replace(base, layout=layout, out=tmp_path / "many", routes_to=routes))
@@ -167,9 +166,7 @@ def _assert_same(found: RecordingComparison) -> None:
         assert result.measurement.metrics[Metric.MAX_ABS] <= LOGITS_ABSOLUTE, result.site
 
 
-def test_recording_a_pipeline_that_recomputes_and_replays_changes_no_bit(
-    base: ProbeSpec, one: dict[str, ProbeSpec], tmp_path: Path
-) -> None:
+def test_recording_a_pipeline_that_recomputes_and_replays_changes_no_bit(base, one, tmp_path):
     layout = LayoutText.parse("worker=megatron pp=2 mbs=1 recompute")
     routes = one["megatron"].routes_to
     recorded, plain = (
