@@ -134,9 +134,7 @@ def _sampled(fleet: WorkerFleet) -> dict[int, GenerationOutput]:
     return fleet.run(ask(GenerationInterface.generate, request=asked), stage="generation", timeout_s=CALL_S)
 
 
-def test_the_ranks_of_an_engine_stand_beside_neighbouring_policy_workers_of_one_node(
-    opened: Opened, fleet: WorkerFleet
-) -> None:
+def test_the_ranks_of_an_engine_stand_beside_neighbouring_policy_workers_of_one_node(opened, fleet):
     notes = rank_notes(opened.notes)
     assert len(notes) == 4 and len(fleet) == 2
     for note in notes:
@@ -147,9 +145,7 @@ def test_the_ranks_of_an_engine_stand_beside_neighbouring_policy_workers_of_one_
     assert len({node for node, _ in opened.policy_places}) == NODES
 
 
-def test_every_rank_joins_the_group_of_the_refit_and_all_engines_sample_the_same(
-    opened: Opened, fleet: WorkerFleet, policy: WorkerGroup
-) -> None:
+def test_every_rank_joins_the_group_of_the_refit_and_all_engines_sample_the_same(opened, fleet, policy):
     by_broadcast = BroadcastWeightSync(_parties(opened, fleet, policy), address="127.0.0.1")
     by_broadcast.sync(0)
     first = _sampled(fleet)
@@ -163,9 +159,7 @@ def test_every_rank_joins_the_group_of_the_refit_and_all_engines_sample_the_same
     assert {output.weight_version for output in second.values()} == {1}
 
 
-def test_an_engine_whose_rank_dies_is_lost_alone_and_comes_back_in_its_bundles(
-    opened: Opened, fleet: WorkerFleet, policy: WorkerGroup
-) -> None:
+def test_an_engine_whose_rank_dies_is_lost_alone_and_comes_back_in_its_bundles(opened, fleet, policy):
     sync = BroadcastWeightSync(_parties(opened, fleet, policy), address="127.0.0.1")
     sync.sync(2)
     before = _sampled(fleet)

@@ -284,9 +284,7 @@ def _small(tmp_path: Path, **section: object) -> tuple[MegatronModel, PolicyOpti
 
 
 @pytest.mark.parametrize("section", [{}, {"optimizer": "sgd"}, {"optimizer": "sgd", "sgd_momentum": 0.0}])
-def test_a_checkpoint_from_before_the_first_step_is_a_fresh_start(
-    one_rank: None, tmp_path: Path, section: dict[str, object]
-) -> None:
+def test_a_checkpoint_from_before_the_first_step_is_a_fresh_start(one_rank, tmp_path, section):
     policy = policy_config(optimizer={"lr": LR, **section})
     model, optimizer = build("qwen3", policy, **SMALL)
     save_optimizer(model, optimizer, optimizer.state_dict(), tmp_path / "optimizer")

@@ -42,11 +42,7 @@ LAYOUTS: dict[str, Callable[[str], PolicyConfig]] = {
     PIPELINE: lambda folder: megatron(folder, pipeline_model_parallel_size=2),
     "dtensor cp2": lambda folder: tiny_policy(folder, dtensor_cfg=DTensorConfig(context_parallel_size=2)),
 }
-STORES = {
-    "megatron tp2": ("noop", "shm"),
-    PIPELINE: ("shm", "transfer_queue"),
-    "dtensor cp2": ("noop", "shm"),
-}
+STORES = {"megatron tp2": ("noop", "shm"), PIPELINE: ("shm", "transfer_queue"), "dtensor cp2": ("noop", "shm")}
 """Rank 1 writes the pipeline's results, and noop lives in the process of rank 0; `test_replica_group` has DTensor over
 TransferQueue."""
 

@@ -135,11 +135,7 @@ def _refit_of_a_failing_sender(
 
 
 def _refit_of_a_silent_sender(
-    rank: int,
-    receiver: RefitReceiver,
-    plan: RefitPlan,
-    offered: dict[str, tuple[int, ...]],
-    engine: ThreadPoolExecutor,
+    rank: int, receiver: RefitReceiver, plan: RefitPlan, offered: dict[str, tuple[int, ...]], engine: ThreadPoolExecutor
 ) -> tuple[str, bool]:
     receiver.match(offered)
     receiver.begin(plan)

@@ -280,9 +280,7 @@ def test_metrics_tell_of_missing_routes_and_of_the_models_own(reports: list[Rank
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_the_ranks_record_is_what_the_model_chooses(
-    reports: list[RankReport], own_routes: list[torch.Tensor], layout: str
-) -> None:
+def test_what_the_ranks_record_is_what_the_model_chooses(reports, own_routes, layout):
     written = reports[0].layouts[layout].written
     assert written is not None
     for row, expected in zip(written, own_routes, strict=True):

@@ -107,9 +107,7 @@ def test_files_do_not_depend_on_how_a_model_is_split(messages: list[dict[str, st
 
 
 @pytest.mark.parametrize("which", FULL_BYTES)
-def test_a_full_disk_is_told_on_all_ranks_and_the_next_save_works(
-    messages: list[dict[str, str]], root: Path, which: str
-) -> None:
+def test_a_full_disk_is_told_on_all_ranks_and_the_next_save_works(messages, root, which):
     # torch's checkpoints tell of an error on every rank, so the first one is named.
     assert all(f"{which}': rank 0 could not write it" in told[which] for told in messages)
     assert {path.name for path in (root / which).iterdir()} == {"weights", "optimizer"}

@@ -75,12 +75,7 @@ class CheckedLedger:
     """
 
     def __init__(
-        self,
-        *,
-        max_rows: int,
-        max_bytes: int | None,
-        validate: bool = True,
-        recover: Recover | None = None,
+        self, *, max_rows: int, max_bytes: int | None, validate: bool = True, recover: Recover | None = None
     ) -> None:
         self.ledger = Ledger(
             run_id="r", capacity_rows=max_rows, capacity_bytes=max_bytes, lease_s=LEASE_S, validate=validate
@@ -213,13 +208,7 @@ class CheckedLedger:
             self.torn |= self.puts.pop(who).chunks
 
     def do_claim(
-        self,
-        claim: str,
-        partition: str,
-        task: str,
-        fields: Sequence[str],
-        count: int,
-        groups: Sequence[str] = (),
+        self, claim: str, partition: str, task: str, fields: Sequence[str], count: int, groups: Sequence[str] = ()
     ) -> None:
         told = {"fields": list(fields), "batch_size": count, "consumer": claim, "groups": list(groups)}
         reply = self.ask("claim", partition=partition, task=task, **told)

@@ -115,10 +115,7 @@ ALPHABETS = (
         name="groups", puts=((FIRST, IDS), (MIDDLE, MASK), (LAST, WHOLE)), clears=(ONE,), claim_rows=3, group_size=3
     ),
     Alphabet(
-        name="versions",
-        puts=((FIRST, WHOLE), (MIDDLE, MASK), (LAST, IDS)),
-        clears=(ONE, None),
-        has_declarations=True,
+        name="versions", puts=((FIRST, WHOLE), (MIDDLE, MASK), (LAST, IDS)), clears=(ONE, None), has_declarations=True
     ),
     Alphabet(name="capacity", puts=((FIRST, IDS), (MIDDLE, MASK)), clears=(None,), claim_rows=4, max_bytes=60),
 )

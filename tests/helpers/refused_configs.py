@@ -41,10 +41,10 @@ REFUSED_CLUSTERS: Refused = {
         ),
     ],
     "rule_engine_timeout_below_stage_timeout": [
-        (("policy.generation.engine_timeout_s=1800",), "policy.generation.engine_timeout_s: expected less than"),
+        (("policy.generation.engine_timeout_s=1800",), "policy.generation.engine_timeout_s: expected less than")
     ],
     "rule_engine_fits_launcher": [
-        ((*LOCAL, "policy.generation.backend=vllm"), "policy.generation.backend: 'vllm' needs its own process"),
+        ((*LOCAL, "policy.generation.backend=vllm"), "policy.generation.backend: 'vllm' needs its own process")
     ],
     "rule_engine_keys_fit_the_engine": [
         (("policy.generation.vllm_cfg.block_size=64",), "policy.generation.vllm_cfg.block_size: 64 would be ignored"),
@@ -84,7 +84,7 @@ REFUSED_CLUSTERS: Refused = {
         ),
     ],
     "rule_colocated_keys_need_non_colocated_engines": [
-        (("policy.generation.colocated.num_nodes=1",), "policy.generation.colocated.num_nodes: 1 would be ignored"),
+        (("policy.generation.colocated.num_nodes=1",), "policy.generation.colocated.num_nodes: 1 would be ignored")
     ],
     "rule_non_colocated_engines_need_their_own_gpus": [
         ((*LOCAL, APART), "policy.generation.colocated.enabled: false needs processes"),
@@ -144,7 +144,7 @@ REFUSED_LOSSES: Refused = {
         ((*GSPO, "loss_fn.constant_length=8"), "loss_fn.constant_length: 8 would be ignored"),
     ],
     "rule_loss_normalization_named_once": [
-        ((*ROWS, "loss_fn.constant_length=8"), "loss_fn.token_level_loss: false would be ignored"),
+        ((*ROWS, "loss_fn.constant_length=8"), "loss_fn.token_level_loss: false would be ignored")
     ],
     "rule_forced_ratio_needs_one_update": [
         (FORCED, "loss_fn.force_on_policy_ratio: the policy is its own pi_old in the first optimizer step"),
@@ -166,7 +166,7 @@ REFUSED_LOSSES: Refused = {
         (("loss_fn.name=vespo", *corrected("tis", None, 2)), f"{key_of('type')}: vespo has the weights in its own"),
     ],
     "rule_correction_needs_two_policies": [
-        (CORRECTED[1:], "loss_fn.use_importance_sampling_correction: true would be ignored"),
+        (CORRECTED[1:], "loss_fn.use_importance_sampling_correction: true would be ignored")
     ],
     "rule_kl_keys_need_a_penalty": [
         (("loss_fn.reference_policy_kl_type=k2",), "loss_fn.reference_policy_kl_type: 'k2' would be ignored"),
@@ -229,7 +229,7 @@ REFUSED_REWARDS: Refused = {
         (
             ("+data.validation_sets.reward={dataset_name: sort_digits, size: 4}",),
             "data.validation_sets.reward: is no name",
-        ),
+        )
     ],
     "rule_evaluation_has_enough_samples": [
         (("evaluation.pass_at=[1, 4]", "evaluation.num_samples=2"), "evaluation.pass_at: 4 is more than"),
@@ -251,7 +251,7 @@ REFUSED_REWARDS: Refused = {
         (
             ("grpo.adv_estimator.name=gdpo", "grpo.drop_zero_advantage_groups=false"),
             "grpo.adv_estimator.name: 'gdpo' needs components of the reward, and env.name 'sort' gives one number",
-        ),
+        )
     ],
     "rule_dynamic_sampling_is_complete": [
         (("grpo.batch_multiplier=2",), "grpo.batch_multiplier: 2.0 would be ignored"),
@@ -268,10 +268,10 @@ REFUSED_REWARDS: Refused = {
         (
             ("grpo.seq_logprob_error_threshold=2", "grpo.use_generation_logprobs_as_prev=true"),
             "grpo.seq_logprob_error_threshold: 2 has no log-probabilities of the trainer",
-        ),
+        )
     ],
     "rule_token_baseline_needs_prev_logprobs": [
-        (("grpo.adv_estimator.name=optimal_token_baseline",), "needs the whole distributions of the trainer"),
+        (("grpo.adv_estimator.name=optimal_token_baseline",), "needs the whole distributions of the trainer")
     ],
     "rule_token_advantages_fit_the_loss": [
         (
@@ -281,7 +281,7 @@ REFUSED_REWARDS: Refused = {
                 *("loss_fn.use_kl_in_reward=true", "loss_fn.name=luspo", "loss_fn.token_level_loss=false"),
             ),
             "loss_fn.name: 'luspo' has one advantage per row, and grpo.adv_estimator.name 'reinforce_plus_plus' gives",
-        ),
+        )
     ],
     "rule_reward_scaling_maps_an_interval": [
         (("grpo.reward_scaling.target_max=2",), "grpo.reward_scaling.target_max: 2.0 would be ignored"),

@@ -15,11 +15,7 @@ OVERLAP = (
     f"{_M}.distributed_data_parallel_config.overlap_grad_reduce=true",
     f"{_M}.distributed_data_parallel_config.overlap_param_gather=true",
 )
-SGD = (
-    f"{_M}.optimizer.optimizer=sgd",
-    f"~{_M}.optimizer.adam_beta1",
-    f"~{_M}.optimizer.adam_beta2",
-)
+SGD = (f"{_M}.optimizer.optimizer=sgd", f"~{_M}.optimizer.adam_beta1", f"~{_M}.optimizer.adam_beta2")
 CONSTANT = (f"{_M}.scheduler.lr_decay_style=constant", f"~{_M}.optimizer.min_lr")
 RISING = (
     f"{_M}.scheduler.weight_decay_incr_style=linear",
@@ -37,19 +33,19 @@ REFUSED_BY_MEGATRON: Refused = {
         (("policy.dtensor_cfg.context_parallel_size=2",), "policy.dtensor_cfg.context_parallel_size: 2 would be"),
     ],
     "rule_parallel_sizes_divide_the_workers": [
-        ((f"{_M}.pipeline_model_parallel_size=2",), "2 x context_parallel_size 1 does not divide 2 workers"),
+        ((f"{_M}.pipeline_model_parallel_size=2",), "2 x context_parallel_size 1 does not divide 2 workers")
     ],
     "rule_leader_broadcast_needs_a_replica_group": [
         (
             ("data_plane.fetch_policy=leader_broadcast", f"~{_M}.tensor_model_parallel_size"),
             f"{_M}.tensor_model_parallel_size or {_M}.pipeline_model_parallel_size or {_M}.context_parallel_size above",
-        ),
+        )
     ],
     "rule_batching_keys_need_their_switch": [
         (
             ("policy.max_total_sequence_length=63", "policy.sequence_packing.train_mb_tokens=63"),
             "policy.sequence_packing.train_mb_tokens: 63 tokens do not hold one sequence; expected at least 64",
-        ),
+        )
     ],
     "rule_megatron_fits_the_machine": [
         (("policy.megatron_cfg.apply_rope_fusion=true",), f"{_M}.apply_rope_fusion: true needs GPUs"),
@@ -61,7 +57,7 @@ REFUSED_BY_MEGATRON: Refused = {
         (PRECISION_AWARE[2:], f"{_M}.optimizer.use_precision_aware_optimizer: true needs GPUs"),
     ],
     "rule_megatron_precision_is_not_half": [
-        (("policy.precision=float16",), "policy.precision: the Megatron worker has no loss scaling for 'float16'"),
+        (("policy.precision=float16",), "policy.precision: the Megatron worker has no loss scaling for 'float16'")
     ],
     "rule_megatron_pipeline_layout_is_supported": [
         ((f"{_M}.virtual_pipeline_model_parallel_size=2",), "interleaved pipelines are not supported, got 2"),
@@ -72,10 +68,10 @@ REFUSED_BY_MEGATRON: Refused = {
         (
             (f"~{_M}.tensor_model_parallel_size", f"{_M}.sequence_parallel=true"),
             f"{_M}.sequence_parallel: True would be ignored, because {_M}.tensor_model_parallel_size is 1",
-        ),
+        )
     ],
     "rule_megatron_experts_divide_the_workers": [
-        ((f"{_M}.expert_model_parallel_size=2",), "2 x pipeline_model_parallel_size 1 does"),
+        ((f"{_M}.expert_model_parallel_size=2",), "2 x pipeline_model_parallel_size 1 does")
     ],
     "rule_megatron_allgather_needs_equal_lengths": [
         (
@@ -127,7 +123,7 @@ REFUSED_BY_MEGATRON: Refused = {
         (
             (f"{_M}.freeze_moe_router=true", f"{_M}.moe_router_bias_update_rate=0.001"),
             f"{_M}.moe_router_bias_update_rate: 0.001 moves",
-        ),
+        )
     ],
     "rule_megatron_optimizer_keys_fit_their_kind": [
         ((f"{_M}.optimizer.sgd_momentum=0.5",), f"{_M}.optimizer.sgd_momentum: 0.5 would be ignored"),
@@ -161,7 +157,7 @@ REFUSED_BY_MEGATRON: Refused = {
         (
             (f"{_M}.distributed_data_parallel_config.grad_reduce_in_fp32=false",),
             f"{_M}.distributed_data_parallel_config.grad_reduce_in_fp32: False would be ignored",
-        ),
+        )
     ],
     "rule_megatron_learning_rates_are_ordered": [
         ((f"{_M}.optimizer.min_lr=0.1",), f"{_M}.optimizer.min_lr: 0.1 is above"),

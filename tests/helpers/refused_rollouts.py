@@ -49,13 +49,13 @@ REFUSED_ASYNC: Refused = {
         ((*ASYNC, *OWN_PREV, f"{IN_FLIGHT}=keep"), f"{IN_FLIGHT}: 'keep' samples from old caches under new weights"),
     ],
     "rule_async_engines_have_their_own_gpus": [
-        ((*ASYNC, *GPUS), "policy.generation.colocated.enabled: true lets an engine and a policy worker take turns"),
+        ((*ASYNC, *GPUS), "policy.generation.colocated.enabled: true lets an engine and a policy worker take turns")
     ],
     "rule_rollout_workers_need_processes": [
-        ((*ASYNC, *LOCAL, "experience.num_workers=2"), "experience.num_workers: cluster.launcher 'local' runs one"),
+        ((*ASYNC, *LOCAL, "experience.num_workers=2"), "experience.num_workers: cluster.launcher 'local' runs one")
     ],
     "rule_group_fits_the_engine": [
-        ((*ASYNC, "policy.generation.max_batch_size=4"), "whole; expected at least grpo.num_generations_per_prompt=8"),
+        ((*ASYNC, "policy.generation.max_batch_size=4"), "whole; expected at least grpo.num_generations_per_prompt=8")
     ],
     "rule_kept_groups_need_a_choice": [
         (
@@ -143,7 +143,7 @@ REFUSED_CONVERSATIONS: Refused = {
         (
             (*TURNS, "grpo.reward_shaping.enabled=true", "grpo.reward_shaping.max_response_length=9"),
             "grpo.reward_shaping.overlong_buffer_length: the penalty is on the length of one response",
-        ),
+        )
     ],
     "rule_rewards_of_turns_stay_as_they_are": [
         ((*BY_TURN, "grpo.reward_scaling.enabled=true"), "grpo.reward_scaling.enabled: true changes the reward of a c"),
@@ -153,13 +153,13 @@ REFUSED_CONVERSATIONS: Refused = {
         ),
     ],
     "rule_conversations_take_no_kl_from_rewards": [
-        ((*TURNS, "loss_fn.use_kl_in_reward=true"), "loss_fn.use_kl_in_reward: true takes the KL of one response"),
+        ((*TURNS, "loss_fn.use_kl_in_reward=true"), "loss_fn.use_kl_in_reward: true takes the KL of one response")
     ],
     "rule_conversations_are_not_kept_with_checkpoints": [
-        ((*TURNS, *ASYNC, "grpo.async.keep_finished=true"), "grpo.async.keep_finished: true keeps finished groups of"),
+        ((*TURNS, *ASYNC, "grpo.async.keep_finished=true"), "grpo.async.keep_finished: true keeps finished groups of")
     ],
     "rule_groups_have_enough_rows": [
-        ((*TURNS, f"{C}.min_scored=99"), f"{C}.min_scored: 99 is more than grpo.num_generations_per_prompt"),
+        ((*TURNS, f"{C}.min_scored=99"), f"{C}.min_scored: 99 is more than grpo.num_generations_per_prompt")
     ],
     "rule_scorer_keys_fit_the_environment": [
         (("env.timeout_s=3",), "env.timeout_s: 3.0 would be ignored"),
@@ -210,7 +210,7 @@ REFUSED_ADAPTERS: Refused = {
         ((*ASYNC, *ADAPTERS, *VLLM, f"{IN_FLIGHT}=keep"), "policy.generation.in_flight: 'keep' changes the adapter"),
     ],
     "rule_adapters_are_sent_whole": [
-        ((*ADAPTERS, "policy.generation.refit_delta.enabled=true"), "policy.generation.refit_delta.enabled: true, but"),
+        ((*ADAPTERS, "policy.generation.refit_delta.enabled=true"), "policy.generation.refit_delta.enabled: true, but")
     ],
 }
 """Refusals by the rules about how adapters reach engines."""

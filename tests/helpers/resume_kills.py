@@ -91,11 +91,7 @@ class ResumeKills:
         saving = {"enabled": True, "save_period": period, "keep_top_k": 2, "metric_name": "train:reward"}
         plane = {"durable": {"path": str(folder / "groups")}} if durable else {}
         self._recipe = write_recipe(
-            folder / "killed",
-            model,
-            grpo=steps,
-            checkpointing={**saving, "async_save": async_save},
-            data_plane=plane,
+            folder / "killed", model, grpo=steps, checkpointing={**saving, "async_save": async_save}, data_plane=plane
         )
         self._groups = folder / "groups"
         if durable:

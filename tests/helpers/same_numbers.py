@@ -191,10 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--added", nargs="+", default=[], metavar="NAME", help="metrics that the base lacks")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of both runs")
     given = parser.parse_args(arguments)
-    changes = Changes(
-        renamed=dict(pair.split("=", 1) for pair in given.renamed),
-        added=frozenset(given.added),
-    )
+    changes = Changes(renamed=dict(pair.split("=", 1) for pair in given.renamed), added=frozenset(given.added))
     recipes = {name: recipe for name, recipe in RECIPES.items() if any(word in name for word in given.only)}
     num_different = 0
     # `make` that is stopped sends it; the folder and the tree of git go with the blocks below.

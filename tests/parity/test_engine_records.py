@@ -121,9 +121,7 @@ def record(engine: object, request: GenerationRequest, step: int) -> GenerationO
 
 
 @pytest.mark.parametrize("name", ["torch", pytest.param("vllm", marks=NEEDS_VLLM)])
-def test_an_engine_agrees_with_the_trainer_and_a_fault_is_named(
-    tmp_path: Path, folder: Path, trainer: tuple[ProbeResult, Path], name: str
-) -> None:
+def test_an_engine_agrees_with_the_trainer_and_a_fault_is_named(tmp_path, folder, trainer, name):
     probe, theirs = trainer
     weights = dict(load_causal_lm(folder, dtype=torch.float32).state_dict())
 
@@ -223,9 +221,7 @@ def test_a_run_records_its_engine_beside_its_workers(tmp_path: Path, monkeypatch
         ({"grpo.async.enabled": "true", "grpo.async.max_staleness": "1"}, "rows join and leave the batch"),
     ],
 )
-def test_an_engine_that_cannot_be_recorded_is_refused_at_load(
-    tmp_path: Path, changes: dict[str, str], message: str
-) -> None:
+def test_an_engine_that_cannot_be_recorded_is_refused_at_load(tmp_path, changes, message):
     recipe = write_recipe(tmp_path, tmp_path, diagnostics={"record": {"steps": [2], "phases": ["generation"]}})
     with pytest.raises(ConfigError, match=message):
         load_recipe(recipe, changes)

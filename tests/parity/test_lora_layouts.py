@@ -296,9 +296,7 @@ def test_training_leaves_every_bit_of_the_frozen_weights(two: list[dict[str, obj
 @LONG
 @pytest.mark.parametrize("name", list(SAVED))
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_an_adapter_continues_in_another_layout(
-    name: str, ranks: int, two: list[dict[str, object]], four: list[dict[str, object]], folders: Folders
-) -> None:
+def test_an_adapter_continues_in_another_layout(name, ranks, two, four, folders):
     saved = two[0][f"saved {name}"]
     if ranks == 1:
         case = replace(SAVED[name], tp=1, sp=False)

@@ -132,12 +132,7 @@ MOVED = [
 BALANCED = [Experts(aux=True, **layout) for layout in (SEQUENCE, {"cp": 2, **PADDED}, {}, {"ep": 2, **FIXED}, PIPELINE)]
 HALF = [
     case(precision="bfloat16", **layout)
-    for case, layout in (
-        (Dense, SEQUENCE),
-        (Dense, PIPELINE),
-        (Dense, {"cp": 2}),
-        (Experts, {"ep": 2}),
-    )
+    for case, layout in ((Dense, SEQUENCE), (Dense, PIPELINE), (Dense, {"cp": 2}), (Experts, {"ep": 2}))
 ]
 FAULTS = [
     Dense(tp=2, fault="uninitialized"),  # Of the tensor parallel ranks all but the first count as copies in the norm.
@@ -202,11 +197,7 @@ SOME_BALANCED, SOME_HALF = BALANCED[:2], HALF[::3]
 """Of `make test`."""
 
 
-SAVED = {
-    "tp2": Dense(tp=2),
-    "pp2": Dense(**PIPELINE),
-    "ep2": Experts(ep=2),
-}
+SAVED = {"tp2": Dense(tp=2), "pp2": Dense(**PIPELINE), "ep2": Experts(ep=2)}
 LOADED = {"tp2": Dense(**PIPELINE), "pp2": Dense(tp=2), "ep2": Experts(**SEQUENCE)}
 """By other two ranks; one rank loads `tp2` and `ep2`."""
 LOADED_BY_ONE = {"tp2": Dense(), "ep2": Experts()}
@@ -349,9 +340,7 @@ def test_a_planted_fault_fails_the_comparison(case: Case, two: list[dict[str, ob
 
 
 @harmful("uninitialized")
-def test_without_its_marks_the_norm_counts_one_tensor_rank_only(
-    two: list[dict[str, object]], expected: Expected
-) -> None:
+def test_without_its_marks_the_norm_counts_one_tensor_rank_only(two, expected):
     honest, faulty = (outcomes_of(two, Dense(tp=2, fault=fault))[0] for fault in (None, "uninitialized"))
     assert faulty.norms[0] < 0.9 * honest.norms[0]
     # Only the norm and what is clipped by it: the gradients themselves are right.
@@ -359,9 +348,7 @@ def test_without_its_marks_the_norm_counts_one_tensor_rank_only(
 
 
 @harmful("unmarked")
-def test_unmarked_experts_have_the_gradients_of_some_tokens_only(
-    two: list[dict[str, object]], expected: Expected
-) -> None:
+def test_unmarked_experts_have_the_gradients_of_some_tokens_only(two, expected):
     faulty = outcomes_of(two, Experts(**WHOLE_EXPERTS, fault="unmarked"))[0]
     wanted = expected(Experts()).gradients
     assert faulty.gradients is not None and wanted is not None
@@ -383,9 +370,7 @@ def test_half_precision_stays_near_float32(case: Case, two: list[dict[str, objec
 # Experts: frozen routers, their bias, their balance.
 
 
-def test_a_frozen_router_stays_and_everything_else_learns(
-    two: list[dict[str, object]], expected: Expected, folders: Folders
-) -> None:
+def test_a_frozen_router_stays_and_everything_else_learns(two, expected, folders):
     outcome, wanted = outcomes_of(two, FROZEN)[0], expected(FROZEN).gradients
     before = {name: weight.detach().numpy() for name, weight in hf_model("qwen3_moe", **TINY).named_parameters()}
     routers = {name for name in before if name.endswith("mlp.gate.weight")}
@@ -483,9 +468,7 @@ def test_the_balance_of_one_rank_is_that_of_the_formula(case: Case, folders: Fol
 
 
 @pytest.mark.parametrize("case", params(BALANCED, SOME_BALANCED), ids=str)
-def test_the_balance_does_not_depend_on_the_layout(
-    case: Case, two: list[dict[str, object]], folders: Folders, expected: Expected
-) -> None:
+def test_the_balance_does_not_depend_on_the_layout(case, two, folders, expected):
     compare(outcomes_of(two, case), balanced_reference(case, folders, ranks=2))
     with pytest.raises(AssertionError):
         compare(outcomes_of(two, case), expected(case))
@@ -543,9 +526,7 @@ def test_both_workers_have_the_same_numbers(case: Case, two: list[dict[str, obje
 @pytest.mark.parametrize(
     ("name", "ranks"), [*((name, 2) for name in LOADED), *((name, 1) for name in LOADED_BY_ONE)], ids=str
 )
-def test_a_checkpoint_continues_in_another_layout(
-    name: str, ranks: int, two: list[dict[str, object]], folders: Folders
-) -> None:
+def test_a_checkpoint_continues_in_another_layout(name, ranks, two, folders):
     saved: dict = two[0][f"saved {name}"]  # type: ignore[assignment]
     if ranks == 2:
         loaded: dict = two[0][f"loaded {name}"]  # type: ignore[assignment]
@@ -564,9 +545,7 @@ def test_a_checkpoint_continues_in_another_layout(
 
 
 @pytest.mark.parametrize("name", list(SAVED))
-def test_a_checkpoint_is_a_folder_that_hugging_face_generates_from(
-    name: str, two: list[dict[str, object]], folders: Folders
-) -> None:
+def test_a_checkpoint_is_a_folder_that_hugging_face_generates_from(name, two, folders):
     folder = str(folders.checkpoint(name) / "weights")
     model = AutoModelForCausalLM.from_pretrained(folder)
     answer = model.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=4, do_sample=False, eos_token_id=None)
@@ -577,9 +556,7 @@ def test_a_checkpoint_is_a_folder_that_hugging_face_generates_from(
 
 
 @pytest.mark.parametrize("name", ["tp2", "dtensor"])
-def test_the_weights_of_one_worker_load_into_the_other(
-    name: str, two: list[dict[str, object]], folders: Folders
-) -> None:
+def test_the_weights_of_one_worker_load_into_the_other(name, two, folders):
     model = load_causal_lm(folders.checkpoint(name) / "weights")
     for rank in two:
         found: Arrays = rank[f"weights of {name}"]  # type: ignore[assignment]
@@ -588,9 +565,7 @@ def test_the_weights_of_one_worker_load_into_the_other(
             np.testing.assert_array_equal(found[key], weight.detach().numpy(), err_msg=key)
 
 
-def test_workers_that_were_shut_down_leave_neither_models_nor_threads(
-    two: list[dict[str, object]], folders: Folders
-) -> None:
+def test_workers_that_were_shut_down_leave_neither_models_nor_threads(two, folders):
     for rank in two:
         threads: list[int] = rank["threads"]  # type: ignore[assignment]
         # The groups of one worker have about fifty.

@@ -378,9 +378,7 @@ def test_training_leaves_every_bit_of_the_frozen_weights(two: list[dict[str, obj
     [*((*loaded, 2) for loaded in LOADED), *((*loaded, 1) for loaded in LOADED_BY_ONE)],
     ids=str,
 )
-def test_a_checkpoint_continues_in_this_layout(
-    name: str, case: Case, ranks: int, two: list[dict[str, object]], folders: Folders
-) -> None:
+def test_a_checkpoint_continues_in_this_layout(name, case, ranks, two, folders):
     saved: dict = two[0][f"saved {name}"]  # type: ignore[assignment]
     if ranks == 2:
         loaded: dict = two[0][f"loaded {name} {case}"]  # type: ignore[assignment]

@@ -287,9 +287,7 @@ def test_what_has_changed_makes_the_same_bits_of_less(delta_sync, parts, parties
     assert is_whole == [True, False, False, False, True, False], "one of four is whole"
 
 
-def test_after_weights_from_elsewhere_or_a_failure_the_next_refit_is_whole(
-    delta_sync, parts, parties, monkeypatch
-) -> None:
+def test_after_weights_from_elsewhere_or_a_failure_the_next_refit_is_whole(delta_sync, parts, parties, monkeypatch):
     sync, engine = delta_sync
     policy = parts[0]
     for version in (0, 1):

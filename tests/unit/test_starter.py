@@ -122,12 +122,9 @@ def test_a_starter_with_experts_is_a_mixture_with_a_choice_in_every_layer(tmp_pa
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "experts", "low", "high"),
-    [("sort", 0, 0.18, 0.40), ("sort", 8, 0.18, 0.40), ("chain_sum", 0, 0.20, 0.45)],
+    ("name", "experts", "low", "high"), [("sort", 0, 0.18, 0.40), ("sort", 8, 0.18, 0.40), ("chain_sum", 0, 0.20, 0.45)]
 )
-def test_the_starter_solves_about_three_in_ten_held_out_problems(
-    tmp_path: Path, name: str, experts: int, low: float, high: float
-) -> None:
+def test_the_starter_solves_about_three_in_ten_held_out_problems(tmp_path, name, experts, low, high):
     task = STARTER_TASKS[name]
     config = task.config.with_experts(experts) if experts else task.config
     report = make_starter(tmp_path / "starter", task, config=replace(config, seed=0))
@@ -224,9 +221,7 @@ def test_demonstrations_of_the_calculator_call_it_in_some_rows_and_otherwise_gue
 
 
 @pytest.mark.parametrize("name", WITH_TURNS)
-def test_a_short_warm_start_of_turns_writes_a_model_and_a_tokenizer_that_renders_them(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_short_warm_start_of_turns_writes_a_model_and_a_tokenizer_that_renders_them(tmp_path, name):
     task = STARTER_TASKS[name]
     short = replace(task.config, max_steps=2, batch_size=4, num_problems=50)
     report = make_starter(tmp_path / "starter", task, config=short)

@@ -64,9 +64,7 @@ def test_the_first_start_survives_the_way_through_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("limit", [2**30, 2**10])
-def test_the_digest_of_a_model_is_of_its_weights_and_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_the_digest_of_a_model_is_of_its_weights_and_config(tmp_path, monkeypatch, limit):
     monkeypatch.setattr(run_folder, "MODEL_BYTES", limit)
     monkeypatch.setattr(run_folder, "BLOCK_BYTES", 256)
     folder = write_tiny_folder(tmp_path / "model")

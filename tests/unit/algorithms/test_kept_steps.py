@@ -281,9 +281,7 @@ def test_columns_that_cannot_be_written_end_the_run_with_the_cause(tmp_path: Pat
         train(tmp_path, model, instead=keep)
 
 
-def test_an_error_while_a_failed_step_is_kept_does_not_hide_the_first_one(
-    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_while_a_failed_step_is_kept_does_not_hide_the_first_one(tmp_path, model, caplog):
     explode = {"env.reward_function": "tests.helpers.rewards:explode", "env.preflight_reward": "false"}
 
     def block(logs: Path) -> None:
@@ -303,9 +301,7 @@ def test_an_error_while_a_failed_step_is_kept_does_not_hide_the_first_one(
     assert StepsFolder(tmp_path / "c" / "logs").all() == []
 
 
-def test_steps_since_the_checkpoint_that_are_too_many_are_named_once(
-    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_steps_since_the_checkpoint_that_are_too_many_are_named_once(tmp_path, model, caplog):
     with caplog.at_level(logging.WARNING):
         train(tmp_path, model, overrides={"diagnostics.keep_steps.max_bytes": "1000"}, steps=3)
     assert numbers(StepsFolder(tmp_path / "logs")) == [3]

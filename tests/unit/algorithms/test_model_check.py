@@ -109,9 +109,7 @@ def test_a_plan_that_gives_other_numbers_is_refused() -> None:
     assert line.startswith("policy.dtensor_cfg.tensor_parallel_size: 'llama' cannot run tensor parallel")
 
 
-def test_rows_are_packed_where_the_recipe_leaves_it_open_and_the_model_keeps_its_numbers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_are_packed_where_the_recipe_leaves_it_open_and_the_model_keeps_its_numbers(tmp_path, caplog):
     def decided(kind: str, changes: tuple[str, ...] = ()) -> PolicyConfig:
         folder = tmp_path / kind
         AutoConfig.for_model(kind, architectures=[f"{kind.title()}ForCausalLM"]).save_pretrained(folder)

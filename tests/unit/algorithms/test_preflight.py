@@ -102,9 +102,7 @@ def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path, model: Path) ->
         ("policy__scheduler", "[{name: torch.optim.lr_scheduler.StepLR}]", "missing 1 required"),
     ],
 )
-def test_an_optimizer_that_cannot_be_made_is_known_before(
-    tmp_path: Path, model: Path, key: str, value: str, said: str
-) -> None:
+def test_an_optimizer_that_cannot_be_made_is_known_before(tmp_path, model, key, value, said):
     (line,) = found(write_recipe(tmp_path, model), **{key: value})
     assert said in line
 
@@ -180,9 +178,7 @@ def test_every_check_has_a_name() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"impl": "mooncake"}, {"impl": "transfer_queue", "backend": "mooncake_cpu"}])
-def test_a_store_that_is_not_installed_is_known_before(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
-) -> None:
+def test_a_store_that_is_not_installed_is_known_before(tmp_path, model, monkeypatch, settings):
     def missing() -> None:
         raise ResourceError("Mooncake is not installed")
 
@@ -210,9 +206,7 @@ def test_a_store_that_is_not_installed_is_known_before(
         ("of_columns", {}, []),
     ],
 )
-def test_a_reward_scores_an_empty_response_before_the_run(
-    tmp_path: Path, model: Path, name: str, settings: dict[str, str], said: list[str]
-) -> None:
+def test_a_reward_scores_an_empty_response_before_the_run(tmp_path, model, name, settings, said):
     recipe = write_recipe(tmp_path, model, env={"reward_function": f"tests.helpers.rewards:{name}"})
     config = load_recipe(recipe, {**LOCAL, **{key.replace("__", "."): value for key, value in settings.items()}})
     try:
@@ -248,17 +242,13 @@ def test_a_taken_port_for_the_metrics_is_known_before(tmp_path: Path, model: Pat
         (2, 9.0, {"address": "auto"}, None),
     ],
 )
-def test_a_busy_machine_is_warned_of_with_its_load(
-    cores: int, load: float, cluster: dict[str, int], said: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_machine_is_warned_of_with_its_load(cores, load, cluster, said, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     assert busy_machine(ClusterConfig.model_validate(cluster)) == said
 
 
-def test_a_busy_machine_is_named_in_one_line_and_after_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_busy_machine_is_named_in_one_line_and_after_errors(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     config = load_recipe(write_recipe(tmp_path, write_tiny_folder(tmp_path / "model")), LOCAL)
     run_checks(config, ["CPUs"])
@@ -278,9 +268,7 @@ def test_a_busy_machine_is_named_in_one_line_and_after_errors(
         ("glm", ["glm does not read the calls", "set it to auto, or to hermes"], None),
     ],
 )
-def test_the_format_of_calls_is_that_of_the_template(
-    tmp_path: Path, model: Path, key: str, problem: list[str], line: str | None
-) -> None:
+def test_the_format_of_calls_is_that_of_the_template(tmp_path, model, key, problem, line):
     recipe = write_recipe(
         tmp_path,
         model,

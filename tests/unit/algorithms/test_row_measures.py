@@ -129,9 +129,7 @@ def test_a_number_depends_on_its_rows_tokens_alone_to_the_last_bit() -> None:
         (-500.0, -1.0, math.exp(20)),
     ],
 )
-def test_what_is_not_known_is_equal_and_what_is_infinite_is_bounded(
-    prev: float, sampled: float, expected: float
-) -> None:
+def test_what_is_not_known_is_equal_and_what_is_infinite_is_bounded(prev, sampled, expected):
     mask = torch.tensor([[False, True]])
     found = logprob_errors(torch.tensor([[0.0, prev]]), torch.tensor([[0.0, sampled]]), mask)
     assert found.tolist() == pytest.approx([expected])

@@ -176,9 +176,7 @@ def summary_of(num_updates: int) -> TrainSummary:
         (2, True, {"train/reference_kl": 0.0}, 0.0),
     ],
 )
-def test_a_kl_that_is_zero_by_construction_is_not_shown(
-    num_updates: int, from_rollout: bool, more: dict[str, float], shown: float | None
-) -> None:
+def test_a_kl_that_is_zero_by_construction_is_not_shown(num_updates, from_rollout, more, shown):
     config = load_config(RECIPE, [f"grpo.use_generation_logprobs_as_prev={str(from_rollout).lower()}"])
     metrics = {"train/policy_kl": 0.25, **more}
     assert informative_kl(summary_of(num_updates), metrics, config.grpo) == shown

@@ -119,10 +119,7 @@ def test_figures_are_ratios_of_medians_and_all_bounds_can_hold() -> None:
         (lambda r: r.of("large", "ray").parts.__setitem__(slice(None), [{"ledger": 0.01}] * 3), "ledger_overhead_pct"),
         (lambda r: r.raw.update(fields_ray_32=[0.02]), "fields_32_vs_1"),
         (lambda r: r.raw.update(over_read_transfer_queue_large=[7.5]), "over_read_transfer_queue_large"),
-        (
-            lambda r: r.samples.remove(r.of("large", "mooncake")),
-            "mooncake_vs_tq_mooncake checksums_mooncake_large_pct",
-        ),
+        (lambda r: r.samples.remove(r.of("large", "mooncake")), "mooncake_vs_tq_mooncake checksums_mooncake_large_pct"),
     ],
 )
 def test_a_figure_that_is_missed_or_missing_is_named(spoil: object, missed: str) -> None:

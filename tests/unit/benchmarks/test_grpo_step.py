@@ -189,10 +189,7 @@ def test_slow_group_statistics_are_a_problem():
 def test_check_looks_at_every_run_every_pair_and_the_statistics():
     options = Options(model=Path("model"), is_random=True, steps=1, rows=16)
     reference, other = PAIRS[0]
-    runs = [
-        result(name=reference),
-        result(replace(SAMPLE, live_rows=1.0, loss=2.0), name=other, impl=RUNS[other].impl),
-    ]
+    runs = [result(name=reference), result(replace(SAMPLE, live_rows=1.0, loss=2.0), name=other, impl=RUNS[other].impl)]
     problems = check(runs, statistics(2.0), options)
     assert len(problems) == 3, problems
     assert check([result(name=reference)], statistics(0.5), options) == []

@@ -115,20 +115,8 @@ def test_a_damaged_log_is_named_with_its_line(job, tmp_path: Path, capsys, monke
         (("data-plane", "stat", "--run", "{empty}"), f"holds neither {ATTACH_FILE}"),
         (("inspect", "{run}", "row", "u9_g9"), "unknown key 'u9_g9'"),
         (("data-plane", "ls", "--run", "{run}", "--partition", "nope"), "unknown 'nope'; registered: train"),
-        (
-            (
-                "data-plane",
-                "stat",
-            ),
-            "Missing option '--run'",
-        ),
-        (
-            (
-                "data-plane",
-                "statt",
-            ),
-            "No such command 'statt'",
-        ),
+        (("data-plane", "stat"), "Missing option '--run'"),
+        (("data-plane", "statt"), "No such command 'statt'"),
     ],
 )
 def test_user_errors_are_one_line_and_exit_with_2(job, tmp_path: Path, capsys, monkeypatch, args, text: str) -> None:

@@ -48,9 +48,7 @@ def test_a_group_is_found_by_its_beginning(log_dir: Path, capsys: pytest.Capture
     assert "2 of 5 rows" in run(capsys, log_dir, "--limit", 2)
 
 
-def test_a_pipe_and_no_color_get_no_escape_sequence_and_a_terminal_gets_colour(
-    log_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipe_and_no_color_get_no_escape_sequence_and_a_terminal_gets_colour(log_dir, capsys, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     plain = run(capsys, log_dir)
     assert "\x1b" not in plain
@@ -63,9 +61,7 @@ def test_a_pipe_and_no_color_get_no_escape_sequence_and_a_terminal_gets_colour(
     assert run(capsys, log_dir) == plain
 
 
-def test_what_is_not_there_is_refused_with_what_there_is(
-    log_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_there_is_refused_with_what_there_is(log_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "10000")
     assert "has readable rollouts of steps 2, 9, 10, the newest 10" in refused(
         capsys, monkeypatch, log_dir, "--step", 3

@@ -224,9 +224,7 @@ def test_the_resolved_config_says_whether_digests_travel(monkeypatch: pytest.Mon
     assert not load_config(DEMO).policy.router_replay.with_digests
 
 
-def test_every_path_of_a_recipe_is_looked_for_in_the_working_directory_then_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_path_of_a_recipe_is_looked_for_in_the_working_directory_then_beside_it(tmp_path, monkeypatch):
     here, beside = tmp_path / "here", tmp_path / "beside"
     for folder in (here, beside):
         folder.mkdir()
@@ -267,9 +265,7 @@ def test_every_path_of_a_recipe_is_looked_for_in_the_working_directory_then_besi
         load_config("../beside/child.yaml")
 
 
-def test_a_parent_of_the_same_name_as_its_child_is_the_one_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parent_of_the_same_name_as_its_child_is_the_one_beside_it(tmp_path, monkeypatch):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "r.yaml").write_text("policy: {model_name: m}\ngrpo: {seed: 7}")
     (tmp_path / "lib" / "middle.yaml").write_text("defaults: r.yaml")

@@ -22,9 +22,7 @@ MEGATRON_TP2 = "configs/recipes/grpo_sort_megatron_tp2_cpu.yaml"
         (ParallelSizes(tensor=2, pipeline=2, context=2, sequence_parallel=True), 8, 8),
     ],
 )
-def test_a_replica_is_tensor_x_pipeline_x_context_ranks(
-    sizes: ParallelSizes, replica_size: int, length_multiple: int
-) -> None:
+def test_a_replica_is_tensor_x_pipeline_x_context_ranks(sizes, replica_size, length_multiple):
     assert (sizes.replica_size, sizes.length_multiple) == (replica_size, length_multiple)
 
 

@@ -23,11 +23,7 @@ NO_VALIDATION = ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start
 FIXED = ("policy.dynamic_batching.enabled=false",)
 JSONL = ("~data.train", "data.train.dataset_name=jsonl")
 GRADED = ("env.name=custom", "env.reward_function=a:b")
-CONNECTED = (
-    "data_plane.impl=transfer_queue",
-    "data_plane.transfer_queue.connect=true",
-    "cluster.address=auto",
-)
+CONNECTED = ("data_plane.impl=transfer_queue", "data_plane.transfer_queue.connect=true", "cluster.address=auto")
 COMPILED = "policy.dtensor_cfg.compile=on"
 RECORDED, FILTERED = "policy.generation.record_support=true", "policy.generation.top_p=0.8"
 REPLAY = "policy.router_replay.enabled=true"
@@ -96,7 +92,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (
             ("policy.dynamic_batching.enabled=true", "policy.dynamic_batching.logprob_mb_tokens=100"),
             "policy.dynamic_batching.logprob_mb_tokens: expected at least train_mb_tokens",
-        ),
+        )
     ],
     "rule_data_plane_fits_launcher": [
         (("data_plane.impl=noop",), "data_plane.impl: 'noop' keeps rows"),
@@ -124,16 +120,13 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("data_plane.fetch_policy=nobody",), "data_plane.fetch_policy"),
     ],
     "rule_backend_needs_transfer_queue": [
-        (
-            ("data_plane.impl=mooncake", "data_plane.backend=mooncake_cpu"),
-            "data_plane.backend: 'mooncake_cpu' would be",
-        ),
+        (("data_plane.impl=mooncake", "data_plane.backend=mooncake_cpu"), "data_plane.backend: 'mooncake_cpu' would be")
     ],
     "rule_connect_needs_a_cluster_that_runs": [
         (
             ("data_plane.impl=transfer_queue", "data_plane.transfer_queue.connect=true"),
             "data_plane.transfer_queue.connect: the run starts its own Ray cluster",
-        ),
+        )
     ],
     "rule_connected_queue_brings_its_own_settings": [
         ((*CONNECTED, "data_plane.simple.num_storage_units=2"), "because the program that started TransferQueue"),
@@ -168,10 +161,10 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ),
     ],
     "rule_data_plane_impl_needs_its_switch": [
-        (("data_plane.enabled=false", "data_plane.impl=mooncake"), "be ignored, because data_plane.enabled is false"),
+        (("data_plane.enabled=false", "data_plane.impl=mooncake"), "be ignored, because data_plane.enabled is false")
     ],
     "rule_packing_excludes_dynamic_batching": [
-        (("policy.sequence_packing.enabled=true",), "policy.dynamic_batching.enabled: packing and dynamic"),
+        (("policy.sequence_packing.enabled=true",), "policy.dynamic_batching.enabled: packing and dynamic")
     ],
     "rule_batching_keys_need_their_switch": [
         (("policy.sequence_packing.train_mb_tokens=64",), "policy.sequence_packing.train_mb_tokens: 64 would be"),
@@ -186,21 +179,21 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_fixed_microbatches_divide": [((*FIXED, "policy.train_micro_batch_size=3"), "expected a multiple of 6")],
     "rule_step_divides_into_global_batches": [
-        (("policy.train_global_batch_size=300",), "grpo.num_prompts_per_step x num_generations_per_prompt = 1024"),
+        (("policy.train_global_batch_size=300",), "grpo.num_prompts_per_step x num_generations_per_prompt = 1024")
     ],
     "rule_training_temperature_above_zero": [
-        (("policy.generation.temperature=0",), "policy.generation.temperature: 0 is greedy"),
+        (("policy.generation.temperature=0",), "policy.generation.temperature: 0 is greedy")
     ],
     "rule_lengths_fit": [(("policy.generation.max_new_tokens=17",), "policy.max_total_sequence_length: 48 does not")],
     "rule_advantage_clip_is_an_interval": [
-        (("grpo.advantage_clip_low=1", "grpo.advantage_clip_high=1"), "grpo.advantage_clip_low: 1.0 is not below"),
+        (("grpo.advantage_clip_low=1", "grpo.advantage_clip_high=1"), "grpo.advantage_clip_low: 1.0 is not below")
     ],
     "rule_route_recording_needs_its_pass": [
         ((*BY_POLICY, *FORCED_RATIO), "'prev_logprobs' never records, because loss_fn.force_on_policy_ratio is true"),
         ((*BY_POLICY, NO_LOGPROBS), "policy.router_replay.source: 'prev_logprobs' never records"),
     ],
     "rule_missing_route_share_needs_rollout_routes": [
-        ((*BY_POLICY, "policy.router_replay.max_missing_share=0.1"), "router_replay.max_missing_share: 0.1 would"),
+        ((*BY_POLICY, "policy.router_replay.max_missing_share=0.1"), "router_replay.max_missing_share: 0.1 would")
     ],
     "rule_route_comparison_needs_logprob_pass": [
         (
@@ -317,10 +310,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
 OF_THE_DEMO = REFUSED | REFUSED_CLUSTERS | REFUSED_LOSSES | REFUSED_REWARDS | REFUSED_ROLLOUTS | REFUSED_DISTILLATION
 CASES = [
     pytest.param(recipe, overrides, fragment, id=f"{rule}-{index}{suffix}")
-    for recipe, table, suffix in (
-        (DEMO, OF_THE_DEMO, ""),
-        (MEGATRON_TP2, REFUSED_BY_MEGATRON, "-megatron"),
-    )
+    for recipe, table, suffix in ((DEMO, OF_THE_DEMO, ""), (MEGATRON_TP2, REFUSED_BY_MEGATRON, "-megatron"))
     for rule, cases in table.items()
     for index, (overrides, fragment) in enumerate(cases)
 ]

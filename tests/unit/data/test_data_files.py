@@ -117,9 +117,7 @@ def test_a_folder_is_read_by_split_and_says_what_is_left_out(tmp_path: Path) -> 
         ),
     ],
 )
-def test_folders_that_cannot_be_read_for_certain_are_refused(
-    tmp_path: Path, files: list[str], keys: dict[str, str], said: str
-) -> None:
+def test_folders_that_cannot_be_read_for_certain_are_refused(tmp_path, files, keys, said):
     for name in files:
         write(tmp_path / name) if not name.endswith("~") else (tmp_path / name).touch()
     with pytest.raises(DatasetError, match=said):
@@ -218,9 +216,7 @@ def test_pictures_of_a_message_are_its_parts(tmp_path: Path) -> None:
         ("images", ["user"], "no 'images'"),
     ],
 )
-def test_pictures_of_messages_that_no_key_names_are_refused(
-    tmp_path: Path, image_key: str | None, roles: list[str], said: str
-) -> None:
+def test_pictures_of_messages_that_no_key_names_are_refused(tmp_path, image_key, roles, said):
     messages = [{"role": role, "content": PICTURE_PARTS if role == "user" else "4"} for role in roles]
     path = write(tmp_path / "a.jsonl", [{"messages": messages, "output": "4"}])
     keys = {"dataset_name": "jsonl", "data_path": path, "input_key": "messages", "image_key": image_key}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -59,9 +59,7 @@ def test_prompts_hold_their_messages_and_the_tools_that_the_template_prints(tmp_
     assert '"name": "lookup"' in tokenizer_of(case.name).decode(prompt.ids)
 
 
-def test_texts_of_every_validation_set_are_left_out_of_training(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_texts_of_every_validation_set_are_left_out_of_training(tmp_path, tokenizer):
     sets = {"one": jsonl(tmp_path / "one", "b"), "two": jsonl(tmp_path / "two", "x", "c")}
     cfg = DataConfig(train=jsonl(tmp_path / "t", "a", "b", "c", "d"), validation=jsonl(tmp_path / "v", "a"))
     train, held_out = build_prompt_sets(cfg.model_copy(update={"validation_sets": sets}), tokenizer)
@@ -128,9 +126,7 @@ def test_nothing_left_is_an_error_that_says_why(tmp_path: Path, tokenizer: PreTr
         ('{"input": 3, "output": 1}\n', "t:1: 'input': expected a text, got 3"),
     ],
 )
-def test_malformed_lines_are_named(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, content: str, message: str
-) -> None:
+def test_malformed_lines_are_named(tmp_path, tokenizer, content, message):
     path = tmp_path / "t"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(DatasetError, match=message):
@@ -176,9 +172,7 @@ ROWS = [{"question": "one", "answer": "1"}, {"question": "two", "answer": "2"}]
 
 
 @pytest.mark.parametrize("make", [_saved, _saved_with_splits, _parquet, _json_files])
-def test_huggingface_reads_local_files(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, make: Callable[[Path], str | None]
-) -> None:
+def test_huggingface_reads_local_files(tmp_path, tokenizer, make):
     split = make(tmp_path / "d")
     cfg = DatasetConfig(
         dataset_name="huggingface",
@@ -251,9 +245,7 @@ def _of_hub(name: str = HUB_NAME, **keys: object) -> DataConfig:
 
 
 @pytest.mark.parametrize(("subset", "split"), [("main", "train"), ("main", "test"), ("hard", "train")])
-def test_a_dataset_of_the_hub_is_read_by_name_subset_and_split(
-    hub_cache: Path, tokenizer: PreTrainedTokenizerBase, subset: str, split: str
-) -> None:
+def test_a_dataset_of_the_hub_is_read_by_name_subset_and_split(hub_cache, tokenizer, subset, split):
     train, _ = build_prompt_sets(_of_hub(subset=subset, split=split), tokenizer)
     assert [(p.text, p.answer) for p in train.prompts] == [(f"{subset} {split}", "1")]
 
@@ -268,16 +260,12 @@ def test_a_dataset_of_the_hub_is_read_by_name_subset_and_split(
         ({"name": "other/gone"}, "dataset_name=jsonl with data_path"),
     ],
 )
-def test_a_dataset_of_the_hub_that_cannot_be_had_is_refused_with_what_to_do(
-    hub_cache: Path, tokenizer: PreTrainedTokenizerBase, given: dict[str, str], said: str
-) -> None:
+def test_a_dataset_of_the_hub_that_cannot_be_had_is_refused_with_what_to_do(hub_cache, tokenizer, given, said):
     with pytest.raises(DatasetError, match=said):
         build_prompt_sets(_of_hub(**given), tokenizer)
 
 
-def test_half_a_download_and_a_missing_library_are_refused(
-    hub_cache: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_a_download_and_a_missing_library_are_refused(hub_cache, tokenizer, monkeypatch):
     (hub_cache / "blobs" / "77.incomplete").touch()
     with pytest.raises(DatasetError, match="did not end, and HF_HUB_OFFLINE is set; run `hf download"):
         build_prompt_sets(_of_hub(subset="main", split="train"), tokenizer)
@@ -340,9 +328,7 @@ def test_values_of_columns_become_json_values() -> None:
         ({(1, 2): 3}, r"texts as keys, got \(1, 2\)"),
     ],
 )
-def test_a_column_that_is_no_json_is_named_with_its_row(
-    tokenizer: PreTrainedTokenizerBase, value: object, message: str
-) -> None:
+def test_a_column_that_is_no_json_is_named_with_its_row(tokenizer, value, message):
     cfg = DatasetConfig(dataset_name=f"{__name__}:odd_rows", options={})
     VALUES[:] = ["fine", value, value]
     pattern = f"(?s)data.train: prompt 1: column 'c': expected .*{message}.*of 3 rows read these cannot be used: 2 with"
@@ -359,9 +345,7 @@ def odd_rows(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterat
         yield RawPrompt(text=f"p {number}", answer=1, metadata={"c": value})
 
 
-def test_all_rows_that_cannot_be_used_are_counted_and_the_first_of_each_kind_named(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_all_rows_that_cannot_be_used_are_counted_and_the_first_of_each_kind_named(tmp_path, tokenizer):
     rows = [{"input": "fine"}, *({"input": each} for each in (None, 3, " \n", "", [], "x" * 900, {}))]
     (tmp_path / "t").write_text("".join(json.dumps(row | {"output": "1"}) + "\n" for row in rows))
     cfg = DataConfig(train=DatasetConfig(data_path=tmp_path / "t"), overlong_prompts="error", max_input_seq_length=200)
@@ -373,9 +357,7 @@ def test_all_rows_that_cannot_be_used_are_counted_and_the_first_of_each_kind_nam
     assert summary == "data.train: of 8 rows read these cannot be used: 6 without a prompt; 1 too long"
 
 
-def test_the_digest_of_a_set_is_of_its_rows_and_of_what_is_put_around_them(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_the_digest_of_a_set_is_of_its_rows_and_of_what_is_put_around_them(tmp_path, tokenizer):
     def digest(*texts: str, **keys: object) -> str:
         cfg = jsonl(tmp_path / "t", *texts).model_copy(update=keys)
         return build_prompt_sets(DataConfig(train=cfg), tokenizer)[0].digest

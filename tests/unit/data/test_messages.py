@@ -102,9 +102,7 @@ INJECTIONS = {
 
 @pytest.mark.parametrize(("tokenizer", "template", "text"), INJECTIONS.values(), ids=INJECTIONS)
 @pytest.mark.parametrize("system", [None, "be x {}"])
-def test_no_text_becomes_a_control_token_however_the_tokenizer_lists_it(
-    tokenizer: PreTrainedTokenizerBase, template: str | None, text: str, system: str | None
-) -> None:
+def test_no_text_becomes_a_control_token_however_the_tokenizer_lists_it(tokenizer, template, text, system):
     tokenizer = copy.deepcopy(tokenizer)
     if text == INJECTIONS["one that the normalizer makes"][2]:
         tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
@@ -125,9 +123,7 @@ def test_no_text_becomes_a_control_token_however_the_tokenizer_lists_it(
 
 @pytest.mark.parametrize("template", [CHATML_TEMPLATE, MISTRAL, "{{ messages[-1]['content'] | trim | upper }}"])
 @pytest.mark.parametrize("made", [byte_level("[INST]", "[/INST]", "   "), unigram("[INST]", "[/INST]")])
-def test_prompts_without_control_tokens_have_the_ids_of_the_rendered_text(
-    made: PreTrainedTokenizerBase, template: str
-) -> None:
+def test_prompts_without_control_tokens_have_the_ids_of_the_rendered_text(made, template):
     made.chat_template = template
     for text in (" sort  41\n\nx    y ", "hello", "<not a token> [x]"):
         messages = [{"role": "user", "content": text}]

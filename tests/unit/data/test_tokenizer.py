@@ -67,13 +67,8 @@ def test_an_unreadable_tokenizer_is_a_folder_error(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("listed", "expected"),
-    [([5, 2], (2, 5)), (5, (2, 5)), ([2], (2,)), (None, (2,))],
-)
-def test_stop_tokens_are_the_tokenizers_and_those_of_the_generation_config(
-    folder: Path, tmp_path: Path, listed: object, expected: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize(("listed", "expected"), [([5, 2], (2, 5)), (5, (2, 5)), ([2], (2,)), (None, (2,))])
+def test_stop_tokens_are_the_tokenizers_and_those_of_the_generation_config(folder, tmp_path, listed, expected):
     """`END_OF_TURN` is token 2."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
     assert stop_token_ids(tmp_path, load_tokenizer(folder)) == expected
@@ -88,9 +83,7 @@ def test_stop_tokens_are_the_tokenizers_and_those_of_the_generation_config(
         ({"text_config": None}, {}, (2,)),
     ],
 )
-def test_stop_tokens_are_also_those_of_the_models_config(
-    folder: Path, tmp_path: Path, config: dict[str, object], generation: object, expected: tuple[int, ...]
-) -> None:
+def test_stop_tokens_are_also_those_of_the_models_config(folder, tmp_path, config, generation, expected):
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))

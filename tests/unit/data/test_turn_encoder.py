@@ -264,9 +264,7 @@ def test_channels_of_thoughts_start_a_row_where_an_answer_follows_them() -> None
         ("gpt_oss", "<|endoftext|>", "<|end|>", 1),
     ],
 )
-def test_an_end_token_is_inserted_where_the_turn_ended_otherwise(
-    name: str, stop: str, inserted: str, num_seam: int
-) -> None:
+def test_an_end_token_is_inserted_where_the_turn_ended_otherwise(name, stop, inserted, num_seam):
     answer = Message(role="assistant", content="42")
     text, found, _ = reply(name, answer, [user("so")], sampled=f"42{stop}")
     start = "<|start_header_id|>user" if name == "llama3" else "<|start|>" if name == "gpt_oss" else "<|im_start|>"

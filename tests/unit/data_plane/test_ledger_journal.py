@@ -98,9 +98,7 @@ def test_journals_that_cannot_be_used_are_refused_with_the_reason(tmp_path: Path
             replayed(path)
 
 
-def test_a_snapshot_takes_the_place_of_the_frames_and_nothing_is_left_of_one_that_was_not_finished(
-    tmp_path: Path,
-) -> None:
+def test_a_snapshot_takes_the_place_of_the_frames_and_nothing_is_left_of_one_that_was_not_finished(tmp_path):
     path = written(tmp_path / JOURNAL_FILE)
     with Journal(path, run_id="r", sync=True) as journal:
         list(journal.replay())

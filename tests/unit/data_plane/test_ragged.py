@@ -53,9 +53,7 @@ def test_cutting_and_padding_are_inverse(lengths: list[int], extra: int, trailin
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 16), TRAILING)
-def test_a_per_token_column_wider_than_the_longest_row_loses_its_junk(
-    lengths: list[int], multiple: int, trailing: tuple
-) -> None:
+def test_a_per_token_column_wider_than_the_longest_row_loses_its_junk(lengths, multiple, trailing):
     """Sequence parallelism rounds the width up to a multiple of its size."""
     width = -(-max(lengths) // multiple) * multiple
     padded = padded_of(lengths, width, trailing, torch.float32)
@@ -105,11 +103,7 @@ def test_stack_or_nest_keeps_every_row(lengths: list[int], trailing: tuple) -> N
 
 @pytest.mark.parametrize(
     "rows",
-    [
-        [torch.ones(1, 4), torch.ones(2, 3)],
-        [torch.ones(1), torch.tensor(3.0)],
-        [torch.ones(2), torch.ones(2, 2)],
-    ],
+    [[torch.ones(1, 4), torch.ones(2, 3)], [torch.ones(1), torch.tensor(3.0)], [torch.ones(2), torch.ones(2, 2)]],
 )
 def test_rows_that_differ_in_more_than_their_first_dim_are_refused(rows: list[torch.Tensor]) -> None:
     with pytest.raises(SchemaMismatch, match="first dim only"):

@@ -47,9 +47,7 @@ def shape_of(num_experts: int, *, top_k: int = 2, layers: int = 3) -> RouteShape
     st.booleans(),
     st.sampled_from([0.0, 0.3, 1.0]),
 )
-def test_decoding_is_the_inverse_of_encoding(
-    num_experts: int, top_k: int, layers: int, lengths: list[int], bit_packed: bool, missing: float
-) -> None:
+def test_decoding_is_the_inverse_of_encoding(num_experts, top_k, layers, lengths, bit_packed, missing):
     shape = shape_of(num_experts, top_k=top_k, layers=layers)
     routes = random_routes(shape, lengths, missing=missing)
     columns = encode_routes(routes, shape, bit_packed=bit_packed)

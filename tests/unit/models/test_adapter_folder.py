@@ -88,9 +88,7 @@ def _with_weights(model: PreTrainedModel, adapter: dict[str, torch.Tensor], scal
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"], ["layers.1.self_attn.v_proj"]])
-def test_peft_computes_the_merged_weights_from_a_written_folder(
-    dense: Path, tmp_path: Path, targets: object, rslora: bool
-) -> None:
+def test_peft_computes_the_merged_weights_from_a_written_folder(dense, tmp_path, targets, rslora):
     config = LoraConfig(enabled=True, rank=4, alpha=6, rslora=rslora, targets=targets)
     _, adapter = _adapter(dense, config)
     write_adapter(tmp_path, adapter, config, model_name=str(dense), base="x")
@@ -103,9 +101,7 @@ def test_peft_computes_the_merged_weights_from_a_written_folder(
 
 
 @pytest.mark.parametrize("targets", [EXPERTS, ["experts.down_proj"]])
-def test_peft_computes_the_merged_experts_from_a_written_folder(
-    mixture: Path, tmp_path: Path, targets: list[str]
-) -> None:
+def test_peft_computes_the_merged_experts_from_a_written_folder(mixture, tmp_path, targets):
     config = LoraConfig(enabled=True, rank=4, alpha=8, targets=targets)
     infos, adapter = _adapter(mixture, config)
     write_adapter(tmp_path, adapter, config, model_name=str(mixture), base="x")
@@ -407,9 +403,7 @@ def test_a_policy_at_a_whole_model_has_no_adapter(dense: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["dense", "mixture"])
-def test_a_model_at_an_adapter_computes_the_merged_weights(
-    family: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_model_at_an_adapter_computes_the_merged_weights(family, tmp_path, request):
     folder = request.getfixturevalue(family)
     config = LoraConfig(enabled=True, rank=4, alpha=8, targets=EXPERTS if family == "mixture" else "all-linear")
     _written(tmp_path / "adapter", folder, config)

@@ -195,9 +195,7 @@ def test_a_parallel_plan_may_be_imported(name: str, plans: None, tmp_path: Path)
         ("my_plans:ODD", "'lm_head': unknown style 'diagonal'; known are"),
     ],
 )
-def test_an_imported_plan_that_is_none_is_refused_with_its_reason(
-    name: str, said: str, plans: None, tmp_path: Path
-) -> None:
+def test_an_imported_plan_that_is_none_is_refused_with_its_reason(name, said, plans, tmp_path):
     folder = folder_of(config_of("qwen3"), tmp_path / "model")
     with pytest.raises(ConfigError) as caught:
         check_policy_fits(policy(folder, tensor_parallel_size=2, custom_parallel_plan=name))

@@ -64,13 +64,7 @@ def lazy_logits(case: Case, tensors: list[torch.Tensor]) -> LazyLogits:
     bias = next(rest) if case.has_bias else None
     narrow, wide = (next(rest), next(rest)) if case.has_adapter else (None, None)
     return LazyLogits(
-        hidden_MD=hidden,
-        weight_VD=weight,
-        bias_V=bias,
-        narrow_Mr=narrow,
-        wide_Vr=wide,
-        scale=case.scale,
-        cap=case.cap,
+        hidden_MD=hidden, weight_VD=weight, bias_V=bias, narrow_Mr=narrow, wide_Vr=wide, scale=case.scale, cap=case.cap
     )
 
 
@@ -94,9 +88,7 @@ def by_definition(case: Case, logits: LazyLogits) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_line_and_its_gradients_equal_the_definition_over_tiles(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_line_and_its_gradients_equal_the_definition_over_tiles(name, monkeypatch):
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 30)
     case, draw = CASES[name], torch.Generator().manual_seed(1)
     shapes = [(M, D), *([] if case.is_tied else [(V, D)]), *([(V,)] if case.has_bias else [])]

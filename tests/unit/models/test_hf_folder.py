@@ -59,9 +59,7 @@ def change_file(folder: Path, change: Callable[[dict[str, torch.Tensor]], object
 
 @pytest.mark.parametrize("shards", [None, "20KB"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_of_transformers_is_read_under_the_names_of_the_module(
-    tmp_path: Path, family: str, shards: str | None
-) -> None:
+def test_a_folder_of_transformers_is_read_under_the_names_of_the_module(tmp_path, family, shards):
     model = small_model(family)
     model.save_pretrained(str(tmp_path), **({"max_shard_size": shards} if shards else {}))
     assert (tmp_path / INDEX).is_file() is (shards is not None)
@@ -286,9 +284,7 @@ def test_experts_of_different_shapes_are_named(tmp_path: Path) -> None:
     ("family", "dtype", "shards"),
     [("qwen3", torch.bfloat16, "20KB"), ("glm4_moe", torch.bfloat16, None), ("glm4_moe", torch.float16, None)],
 )
-def test_a_cast_folder_is_what_transformers_writes_in_that_dtype(
-    tmp_path: Path, family: str, dtype: torch.dtype, shards: str | None
-) -> None:
+def test_a_cast_folder_is_what_transformers_writes_in_that_dtype(tmp_path, family, dtype, shards):
     small_model(family).save_pretrained(str(tmp_path / "cast"), **({"max_shard_size": shards} if shards else {}))
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "cast", dtype=dtype)
     expected.save_pretrained(str(tmp_path / "expected"), **({"max_shard_size": "20KB"} if shards else {}))

@@ -84,9 +84,7 @@ def test_half_a_download_is_none(tmp_path: Path, home: Path, model: Path) -> Non
         local_folders(config.policy)
 
 
-def test_a_hub_that_does_not_answer_ends_in_seconds_with_the_download_command(
-    tmp_path: Path, home: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_does_not_answer_ends_in_seconds_with_the_download_command(tmp_path, home, model, monkeypatch):
     """A port that takes connections and says nothing: the slowest way to be unreachable."""
     config = load_recipe(write_recipe(tmp_path, model), {"policy.model_name": NAME})
     with socket.create_server(("127.0.0.1", 0)) as silent:

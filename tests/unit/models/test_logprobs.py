@@ -36,9 +36,7 @@ def _slow(logits: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> to
         Sampling(temperature=0.9, top_k=20, top_p=0.6),
     ],
 )
-def test_values_and_gradients_equal_a_float64_reference_across_chunk_borders(
-    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_and_gradients_equal_a_float64_reference_across_chunk_borders(sampling, monkeypatch):
     monkeypatch.setitem(head_logits.CHUNK_ELEMENTS, "cpu", 3 * 40)
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(11, 40, generator=generator) * 2).requires_grad_()
@@ -56,9 +54,7 @@ def test_values_and_gradients_equal_a_float64_reference_across_chunk_borders(
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7), Sampling(top_k=5, top_p=0.8)])
-def test_entropies_and_their_gradients_equal_a_float64_reference(
-    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entropies_and_their_gradients_equal_a_float64_reference(sampling, monkeypatch):
     monkeypatch.setitem(head_logits.CHUNK_ELEMENTS, "cpu", 3 * 40)
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(11, 40, generator=generator) * 2).requires_grad_()
@@ -81,9 +77,7 @@ def test_entropies_and_their_gradients_equal_a_float64_reference(
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7), Sampling(top_k=5, top_p=0.8)])
-def test_sums_of_squares_equal_a_float64_reference_and_have_no_gradient(
-    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_of_squares_equal_a_float64_reference_and_have_no_gradient(sampling, monkeypatch):
     monkeypatch.setitem(head_logits.CHUNK_ELEMENTS, "cpu", 3 * 40)
     generator = torch.Generator().manual_seed(2)
     logits = (torch.randn(11, 40, generator=generator) * 4).requires_grad_()

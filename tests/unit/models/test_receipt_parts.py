@@ -66,8 +66,7 @@ def test_any_change_changes_the_fingerprint(kind, size):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [(0x00, 0xFF), (0x00, 0x80), (0x7F, 0x80), (0x00, 0x01), (0x0F, 0xF0), (0x55, 0xAA)],
+    ("one", "other"), [(0x00, 0xFF), (0x00, 0x80), (0x7F, 0x80), (0x00, 0x01), (0x0F, 0xF0), (0x55, 0xAA)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
 def test_weights_of_one_repeated_byte_are_told_apart(one, other, dtype):

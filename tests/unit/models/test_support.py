@@ -102,9 +102,7 @@ def test_sets_of_other_tokens_are_refused(fault: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_p=0.8), Sampling(temperature=1.3, top_k=3)])
-def test_values_and_gradients_under_the_sets_equal_a_float64_reference(
-    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_and_gradients_under_the_sets_equal_a_float64_reference(sampling, monkeypatch):
     monkeypatch.setitem(head_logits.CHUNK_ELEMENTS, "cpu", 3 * 40)
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(11, 40, generator=generator) * 2).requires_grad_()

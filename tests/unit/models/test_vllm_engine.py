@@ -144,9 +144,7 @@ def test_after_new_weights_and_the_old_ones_again_everything_is_as_before(engine
 
 
 @pytest.mark.full
-def test_after_other_weights_and_the_old_ones_again_outputs_are_those_of_a_fresh_engine(
-    engine: EngineProcess, tmp_path: Path
-) -> None:
+def test_after_other_weights_and_the_old_ones_again_outputs_are_those_of_a_fresh_engine(engine, tmp_path):
     asked = _request(_prompts(6, shared=40))
     for seed in (0, 1, 0):
         _refit(engine, moe_model(seed=seed), bucket_bytes=50_000)
@@ -274,9 +272,7 @@ def test_refits_reach_biases_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
-def test_ranks_of_one_engine_receive_every_refit_and_a_lost_one_is_the_loss_of_the_engine(
-    axis: str, tmp_path: Path
-) -> None:
+def test_ranks_of_one_engine_receive_every_refit_and_a_lost_one_is_the_loss_of_the_engine(axis, tmp_path):
     sizes = {"kv_cache_gib": 0.05, f"{axis}_parallel_size": 2}
     with vllm_process(vllm_policy(write_moe(tmp_path / "moe"), generation={"vllm_cfg": sizes})) as child:
         assert len(child("report_device_ids")) == 2

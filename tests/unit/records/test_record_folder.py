@@ -114,9 +114,7 @@ def test_a_manifest_that_cannot_be_read_is_named(content: bytes, folder: Path) -
 
 
 @pytest.mark.parametrize("place", [payload_path, lines_path, end_path])
-def test_a_pipe_in_place_of_a_file_is_corrupt_and_not_waited_for(
-    place: Callable[[Path, int], Path], folder: Path
-) -> None:
+def test_a_pipe_in_place_of_a_file_is_corrupt_and_not_waited_for(place, folder):
     place(folder, 0).unlink()
     os.mkfifo(place(folder, 0))
     found = read_folder(folder)

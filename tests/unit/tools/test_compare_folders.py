@@ -307,10 +307,7 @@ def test_one_bad_token_in_a_thousand_does_not_hide(tmp_path: Path) -> None:
 
 def test_a_shifted_position_is_another_token(tmp_path: Path) -> None:
     truth = one_site(torch.rand(9))
-    later = Truth(
-        tokens={"s0": truth.tokens["s0"] + 1},
-        values={LOGPROB: {"s0": truth.values[LOGPROB]["s0"]}},
-    )
+    later = Truth(tokens={"s0": truth.tokens["s0"] + 1}, values={LOGPROB: {"s0": truth.values[LOGPROB]["s0"]}})
     found = pair(tmp_path, truth, later)
     assert found.verdict is Verdict.MISMATCH and "token ids differ at 9 positions" in found.outcome.text
 
@@ -516,7 +513,7 @@ def test_passes_come_in_the_order_of_a_step(tmp_path: Path) -> None:
 
     found = compare_folders(recording("a", 0.0), recording("b", 1.0))
     assert [result.site.label for result in found.sites] == [
-        *("prev_logprobs/layer.out[0]", "train/logprob", "train#1/layer.out[0]"),
+        *("prev_logprobs/layer.out[0]", "train/logprob", "train#1/layer.out[0]")
     ]
     assert found.divergence is not None and found.divergence.result.site.phase == "prev_logprobs"
 

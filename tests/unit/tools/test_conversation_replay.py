@@ -134,9 +134,7 @@ def test_a_result_that_was_not_recorded_is_a_failure() -> None:
         ([(0, 5), (3, 6), (7, 5)], 4, 7, 6),
     ],
 )
-def test_a_turn_has_the_version_of_its_tokens(
-    spans: list[tuple[int, int]], start: int, end: int, version: int | None
-) -> None:
+def test_a_turn_has_the_version_of_its_tokens(spans, start, end, version):
     assert _only_version(spans, start, end) == version
 
 

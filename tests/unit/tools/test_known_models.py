@@ -126,9 +126,7 @@ def test_a_known_model_deviates_from_its_class_as_published(name: str) -> None:
         ("falcon", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}, 1, 256),
     ],
 )
-def test_sizes_with_other_names_are_planned_and_made_small(
-    family: str, given: dict[str, object], heads: int, width: int
-) -> None:
+def test_sizes_with_other_names_are_planned_and_made_small(family, given, heads, width):
     config = AutoConfig.for_model(family, vocab_size=384, **given)
     shape = Model(config).flops_shape
     assert (shape.hidden_size, shape.num_layers, shape.num_heads, shape.num_kv_heads) == (64, 2, 4, heads)

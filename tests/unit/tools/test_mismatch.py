@@ -162,9 +162,7 @@ def test_weights_that_no_checkpoint_has_are_replayed(base: Base, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_trainers_pass_is_run_again_where_the_run_had_none(
-    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainers_pass_is_run_again_where_the_run_had_none(base, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     changes = {**LOCAL, **KEEPS, "grpo.use_generation_logprobs_as_prev": "true"}
     config = load_recipe(write_recipe(tmp_path, base.log_dir.parent / "model"), changes)
@@ -180,9 +178,7 @@ def test_the_trainers_pass_is_run_again_where_the_run_had_none(
     assert again.total == report.total and again.num_rows == report.num_rows
 
 
-def test_an_explanation_reports_how_much_of_a_comparison_is_done(
-    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_explanation_reports_how_much_of_a_comparison_is_done(base, tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "TELL_EVERY_S", 0.001)
     log_dir = CASES["one version behind"].plant(base, tmp_path / "run")
     shutil.rmtree(log_dir / "checkpoints")
@@ -207,9 +203,7 @@ def test_an_explanation_reports_how_much_of_a_comparison_is_done(
         (40, 40, 7, "scoring: 40 of 40, 7 s, about 0 s left"),
     ],
 )
-def test_time_left_is_said_once_a_unit_is_done(
-    total: int, done: int, taken_s: int, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_left_is_said_once_a_unit_is_done(total, done, taken_s, line, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     found = progress.Progress(lambda _: None)

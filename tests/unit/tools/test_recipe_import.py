@@ -69,15 +69,9 @@ def test_the_kl_keeps_its_gradient(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "ours"),
-    [
-        ({"minus_baseline": False}, "reinforce_plus_plus"),
-        ({}, "reinforce_plus_plus_baseline"),
-    ],
+    ("estimator", "ours"), [({"minus_baseline": False}, "reinforce_plus_plus"), ({}, "reinforce_plus_plus_baseline")]
 )
-def test_a_kl_in_the_reward_leaves_no_key_of_that_in_the_loss(
-    estimator: dict[str, Any], ours: str, tmp_path: Path
-) -> None:
+def test_a_kl_in_the_reward_leaves_no_key_of_that_in_the_loss(estimator, ours, tmp_path):
     theirs = {
         "grpo": {"adv_estimator": {"name": "reinforce_plus_plus", **estimator}, "seq_logprob_error_threshold": 1.5},
         "loss_fn": {
@@ -297,9 +291,7 @@ def test_prompt_files_that_cannot_be_filled_are_left_to_somebody(file: str | Non
         ({"dpo": {"beta": 0.1}}, "dpo.beta"),
     ],
 )
-def test_a_key_without_which_something_else_is_trained_ends_the_import_with_2(
-    changes: dict[str, Any], key: str, tmp_path: Path
-) -> None:
+def test_a_key_without_which_something_else_is_trained_ends_the_import_with_2(changes, key, tmp_path):
     path = write(tmp_path, merged(changes))
     done = CliRunner().invoke(app, ["config", "import", str(path), "--out", str(tmp_path / "ours.yaml")])
     assert isinstance(done.exception, ConfigError) and f"{key}: not supported" in str(done.exception)
@@ -316,9 +308,7 @@ def test_a_key_without_which_something_else_is_trained_ends_the_import_with_2(
         ("trainer.project_name", "mine", False),
     ],
 )
-def test_an_unknown_key_of_the_loss_or_the_algorithm_must_be_decided(
-    key: str, value: object, decides: bool, tmp_path: Path
-) -> None:
+def test_an_unknown_key_of_the_loss_or_the_algorithm_must_be_decided(key, value, decides, tmp_path):
     section, _, name = key.rpartition(".")
     changes: dict[str, Any] = {name: value}
     for part in reversed(section.split(".") if section else []):
@@ -393,9 +383,7 @@ AGE = "max_trajectory_age_steps"
         ({"async_rl": {"sampler": {"name": "ready_first"}}}, {"max_staleness": 1, "selection": "ready_first"}, "keep"),
     ],
 )
-def test_asynchronous_recipes_keep_their_bound_and_what_they_do_with_running_rows(
-    theirs: dict[str, Any], ours: dict[str, Any], in_flight: str, tmp_path: Path
-) -> None:
+def test_asynchronous_recipes_keep_their_bound_and_what_they_do_with_running_rows(theirs, ours, in_flight, tmp_path):
     imported = import_recipe(write(tmp_path, merged(theirs, merged(CORRECTED, merged(OWN_GPUS)))))
     assert imported.problems == ()
     config = loaded(tmp_path, imported)
@@ -421,9 +409,7 @@ def test_an_asynchronous_recipe_without_a_correction_is_left_to_somebody(tmp_pat
     ("nodes", "resources", "workers", "engines"),
     [(1, {"gpus_per_node": 2}, 6, 2), (4, {"num_nodes": 1}, 24, 8), (4, {"num_nodes": 3, "gpus_per_node": 8}, 8, 24)],
 )
-def test_gpus_of_engines_are_taken_out_of_those_of_the_workers(
-    nodes: int, resources: dict[str, int], workers: int, engines: int, tmp_path: Path
-) -> None:
+def test_gpus_of_engines_are_taken_out_of_those_of_the_workers(nodes, resources, workers, engines, tmp_path):
     changes = {
         "cluster": {"gpus_per_node": 8, "num_nodes": nodes},
         "policy": {"train_global_batch_size": 96, "generation": {"colocated": {"enabled": False}}},

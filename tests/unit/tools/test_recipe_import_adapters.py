@@ -61,9 +61,7 @@ def test_turns_of_verl_without_tools_or_switched_off(tmp_path: Path) -> None:
         ({"enable": True, "completion_callback": "a.b"}, "env.name=module:Class"),
     ],
 )
-def test_turns_of_verl_that_are_not_here_are_left_to_somebody(
-    section: dict[str, Any], why: str, tmp_path: Path
-) -> None:
+def test_turns_of_verl_that_are_not_here_are_left_to_somebody(section, why, tmp_path):
     imported = import_recipe(write(tmp_path, multi_turn(**section)))
     assert any(why in problem for problem in imported.problems)
 
@@ -137,9 +135,7 @@ LORA_CFG = {"enabled": True, "dim": 8, "alpha": 32, "dropout_position": "post", 
     ],
     ids=["lora_cfg", "lora_cfg names", "peft", "verl", "verl on Megatron", "TRL"],
 )
-def test_adapters_of_other_frameworks_keep_what_they_mean(
-    theirs: dict[str, Any], ours: dict[str, Any], tmp_path: Path
-) -> None:
+def test_adapters_of_other_frameworks_keep_what_they_mean(theirs, ours, tmp_path):
     imported = import_recipe(write(tmp_path, merged(theirs)))
     lora = loaded(tmp_path, imported).policy.lora
     assert lora.enabled and {name: getattr(lora, name) for name in ours} == ours

@@ -72,11 +72,7 @@ def test_tokens_of_one_character_are_as_far_apart_as_the_worst(tmp_path: Path) -
     (read,) = read_rows(rollout_path(write_rows(tmp_path, 1, [row]), 1))
     assert read.tokens is not None
     pieces = [(piece.text, piece.grade, piece.tokens) for piece in pieces_of(read.tokens)]
-    assert pieces == [
-        ("a", Grade.CLOSE, (2,)),
-        ("\U0001f600", Grade.FAR, (3, 4, 5)),
-        ("b", Grade.CLOSE, (6,)),
-    ]
+    assert pieces == [("a", Grade.CLOSE, (2,)), ("\U0001f600", Grade.FAR, (3, 4, 5)), ("b", Grade.CLOSE, (6,))]
 
 
 def test_nothing_that_a_response_holds_reaches_a_terminal_or_a_page_as_it_is(tmp_path: Path) -> None:
@@ -127,9 +123,7 @@ def test_a_row_that_is_left_out_of_the_update_is_dim_and_says_so(tmp_path: Path)
         ([unscored_row("a_g0", ["x"], why="no pass"), token_row("a_g1", ["x"])], 1),
     ],
 )
-def test_a_page_says_once_why_there_are_no_differences(
-    tmp_path: Path, rows: list[dict[str, object]], times: int
-) -> None:
+def test_a_page_says_once_why_there_are_no_differences(tmp_path, rows, times):
     page = page_text(choose_rollouts(write_rows(tmp_path, 3, rows), step=None, group=None, limit=None))
     assert page.count("no log-probabilities of the trainer") == times
 

@@ -134,9 +134,7 @@ def test_texts_files_and_token_ids(tokenizer: PreTrainedTokenizerBase, tmp_path:
         (json.dumps([[5] * 1001]), "2 to 1000 tokens"),
     ],
 )
-def test_token_ids_that_are_none_are_refused(
-    content: str, said: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_token_ids_that_are_none_are_refused(content, said, tokenizer, tmp_path):
     path = tmp_path / "rows.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=said):
@@ -210,9 +208,7 @@ def fewer_rows(tensors: dict[str, torch.Tensor], manifest: dict[str, object]) ->
 @pytest.mark.parametrize(
     "change", [swapped_order, shifted_by_one, wrong_layers, other_tokens, other_version, fewer_rows]
 )
-def test_a_changed_file_is_refused(
-    change: Callable[[dict[str, torch.Tensor], dict[str, object]], None], path: Path
-) -> None:
+def test_a_changed_file_is_refused(change, path):
     _rewrite(path, change)
     with pytest.raises(UserError, match="routes"):
         read_routes(path)
@@ -229,9 +225,7 @@ def test_a_changed_file_is_refused(
         (RunnerRows(keys=("row_7",), ids=((5, 9, 7),)), SHAPE, MODEL, "no routes of row_7"),
     ],
 )
-def test_routes_of_another_model_length_or_sequence_are_refused_by_name(
-    rows: RunnerRows, shape: RouteShape, model: dict[str, object], said: str, path: Path
-) -> None:
+def test_routes_of_another_model_length_or_sequence_are_refused_by_name(rows, shape, model, said, path):
     with pytest.raises(UserError, match=said):
         read_routes(path).for_rows(rows, shape=shape, model=model, where=path)
 

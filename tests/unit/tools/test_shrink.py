@@ -27,9 +27,7 @@ SIZE = st.sampled_from([1, 2, 4, 8])
 
 
 @given(tensor=SIZE, pipeline=SIZE, context=SIZE, expert=SIZE, own=SIZE, data=SIZE, most=st.sampled_from([1, 4, 8]))
-def test_a_small_layout_is_one_and_says_what_it_gave_up(
-    tensor: int, pipeline: int, context: int, expert: int, own: int, data: int, most: int
-) -> None:
+def test_a_small_layout_is_one_and_says_what_it_gave_up(tensor, pipeline, context, expert, own, data, most):
     real = ParallelSizes(tensor=tensor, pipeline=pipeline, context=context, expert=expert, expert_tensor=own)
     layout = small_layout(real, real.replica_size * data, max_workers=most)
     sizes = layout.sizes

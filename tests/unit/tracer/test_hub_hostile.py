@@ -374,13 +374,7 @@ async def test_only_files_of_the_page_are_served(hub, page):
         assert headers["X-Content-Type-Options"] == "nosniff" and headers["Cache-Control"] == "no-store"
         assert headers["Referrer-Policy"] == "no-referrer"
     (page / "later.js").write_text("written after the start")
-    outside = (
-        "/../secret.js",
-        "/parts/../../secret.js",
-        "/%2e%2e/secret.js",
-        "//etc/passwd",
-        "/..%2fsecret.js",
-    )
+    outside = ("/../secret.js", "/parts/../../secret.js", "/%2e%2e/secret.js", "//etc/passwd", "/..%2fsecret.js")
     for path in (*outside, "/linked.js", "/notes.txt", "/later.js", "/parts", "/parts/", "/nothing", "/legacy"):
         status, _, body = await get(hub, path)
         assert status == 404 and b"secret" not in body, path

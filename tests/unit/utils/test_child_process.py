@@ -142,9 +142,7 @@ def test_a_child_that_does_not_end_is_killed_after_the_deadline(caplog: pytest.L
 
 
 @pytest.mark.parametrize("is_apart", [False, True])
-def test_a_folder_is_swept_at_the_end_also_when_its_guard_hangs(
-    is_apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_swept_at_the_end_also_when_its_guard_hangs(is_apart, tmp_path, monkeypatch):
     monkeypatch.setattr(child_process, "CLOSE_S", 0.5)
     (tmp_path / "folder").mkdir()
     guard = Guard(tmp_path / "folder", start_timeout_s=60, is_apart=is_apart)

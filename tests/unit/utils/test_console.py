@@ -14,9 +14,7 @@ from nemo_rl.utils.console import make_console
 
 @pytest.mark.parametrize("text", [":smile: sort", "a:warning:b", "[red]x[/red]", "C:\\[bold]"])
 @pytest.mark.parametrize("stderr", [False, True])
-def test_codes_of_emoji_and_markup_are_printed_as_they_are(
-    text: str, stderr: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_codes_of_emoji_and_markup_are_printed_as_they_are(text, stderr, capsys):
     console = make_console(stderr=stderr)
     table = Table("what")
     table.add_row(text)

@@ -53,9 +53,7 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(caplog: pytest.LogCap
     assert good.is_closed
 
 
-def test_a_tracker_that_cannot_start_warns_and_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_cannot_start_warns_and_the_run_goes_on(tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("a file where a folder is needed")
     with caplog.at_level(logging.WARNING):
         logger = build_logger(LoggerConfig(log_dir=tmp_path), run_config={})
@@ -82,9 +80,7 @@ def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -
     assert path.read_text() == '{"step": 6, "a": 1, "b": null}\n{"step": 7, "a": 2}\n{"step": 8, "a": 30.0}\n'
 
 
-def test_damaged_lines_are_left_out_and_a_missing_step_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_lines_are_left_out_and_a_missing_step_is_told(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
         b'{"step": 0, "v": 1}\n{"step": 1}\n\xff\xfe{"st\n[2]\n{"step": "x"}\n{"step": 3, "a": 3}\n' + b"[" * 10**5

@@ -257,10 +257,7 @@ def test_records_of_threads_do_not_mix(folder: Path) -> None:
     with r3_trace.r3_trace_stage("train") as stage:
         work = lambda layer: [  # noqa: E731
             r3_trace.trace_router_replay_assignment(
-                stage,
-                r3_trace.TracedRouter(microbatch=0, layer_number=layer),
-                payload_idx=0,
-                ids=torch.zeros(500, 2),
+                stage, r3_trace.TracedRouter(microbatch=0, layer_number=layer), payload_idx=0, ids=torch.zeros(500, 2)
             )
             for _ in range(20)
         ]

@@ -122,9 +122,7 @@ CHECKED: list[tuple[str, dict[str, object], float]] = [
 
 
 @pytest.mark.parametrize(("name", "keys", "expected"), CHECKED, ids=str)
-def test_the_example_has_the_numbers_that_were_worked_out_by_hand(
-    name: str, keys: dict[str, object], expected: float
-) -> None:
+def test_the_example_has_the_numbers_that_were_worked_out_by_hand(name, keys, expected):
     assert run_example(name, **keys) == pytest.approx(expected, abs=5e-8)
 
 
@@ -174,9 +172,7 @@ def test_vespo_weighs_by_its_kernel(ratio: float, advantage: float, expected: fl
         ("dppo_kl", 0.2, 0.1, 1.0, 0.001, True),
     ],
 )
-def test_dppo_leaves_out_what_moved_too_far_the_way_it_is_pushed(
-    name: str, old: float, now: float, advantage: float, bound: float, is_kept: bool
-) -> None:
+def test_dppo_leaves_out_what_moved_too_far_the_way_it_is_pushed(name, old, now, advantage, bound, is_kept):
     value, pull = one_token(
         name, chance=now, ratio=now / old, advantage=advantage, dppo={"delta_low": bound, "delta_high": bound}
     )

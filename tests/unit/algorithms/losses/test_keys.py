@@ -31,11 +31,7 @@ NO_KL = ("loss_fn.reference_policy_kl_penalty=0",)
 ROWS = ("loss_fn.token_level_loss=false",)
 KL = ("loss_fn.reference_policy_kl_penalty=0.5",)
 CORRECTED = ("loss_fn.use_importance_sampling_correction=true",)
-TIS = (
-    *CORRECTED,
-    "loss_fn.truncated_importance_sampling_type=tis",
-    "loss_fn.truncated_importance_sampling_ratio=1.3",
-)
+TIS = (*CORRECTED, "loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=1.3")
 VESPO = ("loss_fn.name=vespo",)
 TAUGHT = "loss_fn.distillation"
 TEACHER = (f"{TAUGHT}.enabled=true", f"{TAUGHT}.teacher.model_name=teacher", "grpo.drop_zero_advantage_groups=false")
@@ -107,9 +103,7 @@ def behaviour(folder: Path, overrides: Sequence[str]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("key", "needs", "change", "what"), CHANGES, ids=[change[0] for change in CHANGES])
-def test_the_key_changes_what_it_names(
-    key: str, needs: Sequence[str], change: Sequence[str], what: str, tmp_path: Path
-) -> None:
+def test_the_key_changes_what_it_names(key, needs, change, what, tmp_path):
     before, after = (behaviour(tmp_path / str(i), overrides) for i, overrides in enumerate((needs, (*needs, *change))))
     if what == "gradient":
         assert not torch.allclose(before["gradient"], after["gradient"], rtol=1e-3, atol=1e-6)

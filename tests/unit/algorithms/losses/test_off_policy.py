@@ -50,9 +50,7 @@ def weights_of(kind: str | None, low: float | None, high: float | None, *, is_ro
         ("geo-mask", 0.9, 1.0626, [0.0] * 3),
     ],
 )
-def test_weights_equal_the_definition(
-    kind: str | None, low: float | None, high: float | None, expected: list[float]
-) -> None:
+def test_weights_equal_the_definition(kind, low, high, expected):
     assert weights_of(kind, low, high) == pytest.approx(expected, rel=1e-6)
 
 

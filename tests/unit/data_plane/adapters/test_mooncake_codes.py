@@ -81,9 +81,7 @@ def test_the_own_address_is_the_one_that_the_master_is_reached_from() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(0o644, 0o755), (0o640, 0o750), (0o600, 0o700), (0o755, 0o755)])
-def test_a_program_without_its_executable_bits_gets_them_back(
-    tmp_path: Path, before: int, after: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_program_without_its_executable_bits_gets_them_back(tmp_path, before, after, caplog):
     program = tmp_path / "mooncake_master"
     program.write_text("#!/bin/sh\n")
     program.chmod(before)

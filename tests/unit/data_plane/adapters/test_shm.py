@@ -121,9 +121,7 @@ def test_threads_never_share_a_free_segment(folder: Path, segments: SegmentFolde
     assert failures == []
 
 
-def test_a_full_file_system_is_an_error_that_says_what_to_change(
-    folder: Path, segments: SegmentFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_file_system_is_an_error_that_says_what_to_change(folder, segments, monkeypatch):
     def full(descriptor: int, offset: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 

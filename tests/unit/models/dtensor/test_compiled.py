@@ -98,9 +98,7 @@ class _Looker(HookObserver):
 
 
 @pytest.mark.slow
-def test_a_worker_compiles_its_passes_but_those_that_are_watched(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_compiles_its_passes_but_those_that_are_watched(folder, monkeypatch, caplog):
     monkeypatch.setattr(parallelize, "CompiledLayers", partial(CompiledLayers, backend="eager"))
     found, metrics = {}, {}
     for mode in ("off", "on"):

@@ -184,10 +184,7 @@ def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_compat, "SUPPORTED_VERSIONS", ("0.14.0", "0.15.0"))
     fitting = "0.14.0" if sys.version_info < (3, 12) else "0.15.0"
     message = rf"expected megatron-core 0\.14\.0 or 0\.15\.0, got 0\.1[69]\.\d; install megatron-core=={fitting}"
-    with (
-        pytest.raises(ConfigError, match=message),
-        cpu_compat.importing(),
-    ):
+    with pytest.raises(ConfigError, match=message), cpu_compat.importing():
         pass
 
 

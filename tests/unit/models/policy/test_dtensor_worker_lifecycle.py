@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.backends import OptimizerConfig, SchedulerConfig
-from nemo_rl.config.generation import DeviceSharing
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.errors import CheckpointError, ConfigError, ResourceError
 from nemo_rl.models.dtensor.train_step import INITIAL_SCALE
@@ -251,12 +250,9 @@ def test_a_model_whose_tensors_are_replaced_trains_on_to_the_same_bits(folder: P
 
 
 @pytest.mark.parametrize(
-    ("sharing", "to_logprobs", "to_training"),
-    [("alone", 0.0, 0.0), ("turns", 0.0, 0.0), ("crowded", 1.0, 1.0)],
+    ("sharing", "to_logprobs", "to_training"), [("alone", 0.0, 0.0), ("turns", 0.0, 0.0), ("crowded", 1.0, 1.0)]
 )
-def test_log_probabilities_leave_the_optimizer_where_it_is(
-    folder: Path, sharing: DeviceSharing, to_logprobs: float, to_training: float
-) -> None:
+def test_log_probabilities_leave_the_optimizer_where_it_is(folder, sharing, to_logprobs, to_training):
     worker = tiny_worker(tiny_policy(folder), sharing=sharing)
     worker.train(tiny_batch(), LOSS)
     optimizer = sum(local_shard(moment).nbytes for moment in worker.engine.moments())
@@ -289,9 +285,7 @@ def test_float16_overflow_halves_the_scale_and_repeats_the_step(folder: Path) ->
 
 
 @pytest.mark.parametrize("which", ["weights", "optimizer"])
-def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_earlier_one(
-    worker: PolicyWorker, tmp_path: Path, which: str
-) -> None:
+def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_earlier_one(worker, tmp_path, which):
     paths = {"weights": tmp_path / "weights", "optimizer": tmp_path / "optimizer"}
     worker.save_checkpoint(**paths, tokenizer=None)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -311,9 +305,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_earlier_one(
 
 
 @pytest.mark.parametrize("fault", ["no optimizer", "other model", "torn optimizer", "other optimizer"])
-def test_a_checkpoint_that_cannot_be_read_says_why(
-    worker: PolicyWorker, folder: Path, tmp_path: Path, fault: str
-) -> None:
+def test_a_checkpoint_that_cannot_be_read_says_why(worker, folder, tmp_path, fault):
     paths = {"weights": tmp_path / "weights", "optimizer": tmp_path / "optimizer"}
     worker.save_checkpoint(**paths, tokenizer=None)
     if fault == "no optimizer":
@@ -344,9 +336,7 @@ CHAIN = SchedulerConfig(
 
 
 @pytest.mark.parametrize("scheduler", [SchedulerConfig(name="linear"), CHAIN], ids=["shape", "chain"])
-def test_checkpoint_round_trip_is_exact_and_continues_the_run(
-    folder: Path, tmp_path: Path, scheduler: SchedulerConfig
-) -> None:
+def test_checkpoint_round_trip_is_exact_and_continues_the_run(folder, tmp_path, scheduler):
     config = tiny_policy(folder, scheduler=scheduler)
     worker = tiny_worker(config, keep_reference=True)
     batch = tiny_batch()

@@ -82,9 +82,7 @@ def plain(folder: Path) -> Iterator[PolicyWorker]:
 
 
 @pytest.mark.parametrize("which", ["folder", "experts"])
-def test_what_is_announced_is_exported_under_the_names_of_the_other_engine(
-    which: str, request: pytest.FixtureRequest
-) -> None:
+def test_what_is_announced_is_exported_under_the_names_of_the_other_engine(which, request):
     path = request.getfixturevalue(which)
     other = tiny_worker(tiny_policy(path))
     expected, weights = other.prepare_refit_info(), dict(other.export_weights())
@@ -250,9 +248,7 @@ def test_a_process_holds_one_worker_after_the_other(folder: Path, experts: Path)
         ("weights", ModelFolderError, "model.safetensors"),
     ],
 )
-def test_a_worker_that_cannot_start_leaves_nothing(
-    folder: Path, tmp_path: Path, fault: str, kind: type[Exception], message: str
-) -> None:
+def test_a_worker_that_cannot_start_leaves_nothing(folder, tmp_path, fault, kind, message):
     path = Path(shutil.copytree(folder, tmp_path / "model"))
     config, layout = settings(path), ParallelLayout()
     if fault == "sizes":

@@ -113,9 +113,7 @@ def _assert_complete(path: Path) -> None:
     assert sum(record.shape[0] for record in outs) == int(lengths.sum())
 
 
-def test_hooks_are_gone_after_an_error_and_the_records_say_that_they_are_incomplete(
-    engine: str, folder: Path, tmp_path: Path
-) -> None:
+def test_hooks_are_gone_after_an_error_and_the_records_say_that_they_are_incomplete(engine, folder, tmp_path):
     worker = started(engine, folder, tmp_path)
     hooks, batch = hooks_of(worker), tiny_batch(8)
     batch["advantages"] = torch.full_like(batch.tensor("advantages"), torch.nan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,13 +50,7 @@ def slices(shard: RouteShard, values: torch.Tensor | None = None) -> RouteSlices
 def microbatch(*, positions_first: bool = False, digests: torch.Tensor | None = None) -> MicrobatchRoutes:
     cut = slices(RouteShard(layer_index=(0, 1)))
     cut = RouteSlices(ids=cut.ids, is_missing=cut.is_missing, digests=digests, ranges=cut.ranges)
-    return microbatch_routes(
-        cut.of((1, 0)),
-        TOKENS,
-        number=4,
-        top_k=2,
-        positions_first=positions_first,
-    )
+    return microbatch_routes(cut.of((1, 0)), TOKENS, number=4, top_k=2, positions_first=positions_first)
 
 
 def replayer(**options: bool) -> RouteReplayer:
@@ -130,9 +123,7 @@ def test_microbatches_in_flight_are_counted_until_their_backward_pass() -> None:
 
 
 @pytest.mark.parametrize("replays", [True, False])
-def test_the_trace_has_the_shape_of_the_scores_what_is_pending_and_every_action(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replays: bool
-) -> None:
+def test_the_trace_has_the_shape_of_the_scores_what_is_pending_and_every_action(tmp_path, monkeypatch, replays):
     monkeypatch.setenv("NRL_R3_TRACE", "1")
     monkeypatch.setenv("NRL_R3_TRACE_DIR", str(tmp_path))
     monkeypatch.setenv("NRL_R3_TRACE_MICROBATCHES", "5")

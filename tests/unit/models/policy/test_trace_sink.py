@@ -172,9 +172,7 @@ class _Runs:
         (_Runs(), "loadable without running code"),
     ],
 )
-def test_a_torch_file_that_is_no_vector_is_refused(
-    tmp_path: Path, saved: object, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_file_that_is_no_vector_is_refused(tmp_path, saved, said, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(saved, tmp_path / "v.pt")
     with pytest.raises(UserError, match=said):

@@ -170,11 +170,6 @@ def test_a_digest_depends_on_every_value_and_its_place() -> None:
     tensor = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     digests = {
         int(part_of(reducer, values_of(given, slice(0, 4), slice(0, 6)))[0])
-        for given in (
-            tensor,
-            tensor.flip(0),
-            tensor.flip(1),
-            tensor + torch.finfo(torch.float32).eps * 4,
-        )
+        for given in (tensor, tensor.flip(0), tensor.flip(1), tensor + torch.finfo(torch.float32).eps * 4)
     }
     assert len(digests) == 4

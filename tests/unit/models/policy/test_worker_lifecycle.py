@@ -75,9 +75,7 @@ def test_each_state_allows_its_own_calls(worker: PolicyWorker) -> None:
         worker.get_logprobs(batch)
 
 
-def test_memory_is_logged_at_each_change_and_its_peak_is_kept_per_stage(
-    worker: PolicyWorker, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_is_logged_at_each_change_and_its_peak_is_kept_per_stage(worker, caplog):
     mib = 2**20
     with caplog.at_level("INFO", logger="nemo_rl.models.policy.workers.device_states"):
         worker.prepare_for_lp_inference()

@@ -307,9 +307,7 @@ OF_TWO = [
     Case(engine="megatron", family="qwen3_moe", settings=MEGATRON_EP),
     Case(engine="megatron", family="qwen3_moe", settings={**MEGATRON_EP, **RECOMPUTED}, is_packed=True),
     Case(
-        engine="megatron",
-        family="qwen3_moe",
-        settings={**MEGATRON_TP, **MEGATRON_EP, "expert_tensor_parallel_size": 1},
+        engine="megatron", family="qwen3_moe", settings={**MEGATRON_TP, **MEGATRON_EP, "expert_tensor_parallel_size": 1}
     ),
 ]
 
@@ -366,12 +364,7 @@ def ratios(case: Case, policy: PolicyConfig, measured: list[Measured]) -> dict[s
             assert count == pytest.approx(largest, rel=AT_REST), f"{case}: stage {stage}: {name}"
         for name, with_gradients in (("train_peak", True), ("logprob_peak", False)):
             planned = pass_activations(
-                setting,
-                tokens,
-                stage=stage,
-                gathered=gathered,
-                num_microbatches=number,
-                with_gradients=with_gradients,
+                setting, tokens, stage=stage, gathered=gathered, num_microbatches=number, with_gradients=with_gradients
             ).peak + (held if with_gradients else 0)
             largest = max(getattr(one, name) for one in found)
             of_passes[f"{case}: stage {stage}: {name}"] = planned / largest
