@@ -27,10 +27,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
-def found(recipe: Path, **settings: str) -> list[str]:
-    """Lines of what is wrong; none when nothing is."""
+def found(recipe: Path, *checks: str, **settings: str) -> list[str]:
+    """Lines of what these checks, by default all, find wrong; none when nothing is."""
+    config = load_recipe(recipe, {**LOCAL, **{key.replace("__", "."): value for key, value in settings.items()}})
     try:
-        preflight(load_recipe(recipe, {**LOCAL, **{key.replace("__", "."): value for key, value in settings.items()}}))
+        run_checks(config, checks) if checks else preflight(config)
     except UserError as error:
         return str(error).splitlines()
     return []
@@ -82,7 +83,7 @@ def preflight_lines(recipe: Path) -> list[str]:
 
 def test_what_the_model_cannot_do_is_known_before(tmp_path: Path, model: Path) -> None:
     recipe = write_recipe(tmp_path, model, grpo={"use_generation_logprobs_as_prev": False})
-    (line,) = found(recipe, policy__router_replay__enabled="true")
+    (line,) = found(recipe, "model", policy__router_replay__enabled="true")
     assert "'qwen3' has no routed experts" in line
 
 
@@ -90,7 +91,7 @@ def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path, model: Path) ->
     other = Path(shutil.copytree(model, tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
-    lines = found(write_recipe(tmp_path, other))
+    lines = found(write_recipe(tmp_path, other), "tokenizer", "prompts")
     assert any("the tokens of a prompt of data.train go up to" in line and "knows 100" in line for line in lines)
 
 
@@ -103,21 +104,21 @@ def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path, model: Path) ->
     ],
 )
 def test_an_optimizer_that_cannot_be_made_is_known_before(tmp_path, model, key, value, said):
-    (line,) = found(write_recipe(tmp_path, model), **{key: value})
+    (line,) = found(write_recipe(tmp_path, model), "optimizer", **{key: value})
     assert said in line
 
 
 def test_a_prompt_template_that_the_tokenizer_refuses_is_noticed(tmp_path: Path, model: Path) -> None:
     recipe = write_recipe(tmp_path, model)
-    (line,) = found(recipe, policy__tokenizer__chat_template="\"{{ raise_exception('no') }}\"")
+    (line,) = found(recipe, "tokenizer", "prompts", policy__tokenizer__chat_template="\"{{ raise_exception('no') }}\"")
     assert "the chat template fails" in line
 
 
 def test_too_few_prompts_are_counted_without_reading_all(tmp_path: Path, model: Path) -> None:
-    (line,) = found(write_recipe(tmp_path, model), data__train__size="3")
+    (line,) = found(write_recipe(tmp_path, model), "prompts", data__train__size="3")
     assert "expected at least grpo.num_prompts_per_step=4 prompts, got 3" in line
     # Ten million problems are drawn later, if anybody wants them.
-    assert found(write_recipe(tmp_path, model), data__train__size="10_000_000") == []
+    assert found(write_recipe(tmp_path, model), "prompts", data__train__size="10_000_000") == []
 
 
 def test_a_model_that_fits_neither_memory_nor_disk_is_refused(tmp_path: Path, model: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_model_that_fits_neither_memory_nor_disk_is_refused(tmp_path: Path, mo
             # Holes take no room.
             opened.truncate(8 + len(header) + rows * 4)
     saving = {"enabled": True, "save_period": 1, "checkpoint_dir": str(tmp_path / "ck"), "metric_name": "train:reward"}
-    lines = found(write_recipe(tmp_path, large, checkpointing=saving))
+    lines = found(write_recipe(tmp_path, large, checkpointing=saving), "memory", "disk")
     assert any("274,877,906,944 parameters need at least" in line and "of memory" in line for line in lines)
     assert any("checkpointing.checkpoint_dir: a checkpoint has about" in line for line in lines)
 
@@ -143,22 +144,22 @@ def test_a_folder_with_a_run_is_told_apart_from_one_in_use(tmp_path: Path, model
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "metrics.jsonl").write_text('{"step": 1}\n')
-    (line,) = found(recipe)
+    (line,) = found(recipe, "run folder")
     assert "already holds a run" in line and "logger.overwrite=true" in line
     with lock_folder(logs):
-        (line,) = found(recipe)
+        (line,) = found(recipe, "run folder")
     assert f"{logs} is in use by another run: process {os.getpid()}" in line
 
 
 def test_a_run_that_resumes_needs_a_checkpoint(tmp_path: Path, model: Path) -> None:
     recipe = write_recipe(tmp_path, model, checkpointing={"enabled": True, "keep_top_k": None, "resume": True})
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
-        preflight(load_recipe(recipe, LOCAL))
+        run_checks(load_recipe(recipe, LOCAL), ["checkpoint"])
     manager = CheckpointManager(tmp_path / "logs" / "checkpoints", keep_top_k=None, metric_name="")
     manager.save(1, write=lambda folder: None, state={"sampler": {}})
     with pytest.raises(CheckpointError, match="holds no optimizer state"):
-        preflight(load_recipe(recipe, LOCAL))
-    preflight(load_recipe(recipe, {**LOCAL, "checkpointing.load_optimizer": "false"}))
+        run_checks(load_recipe(recipe, LOCAL), ["checkpoint"])
+    run_checks(load_recipe(recipe, {**LOCAL, "checkpointing.load_optimizer": "false"}), ["checkpoint"])
 
 
 def test_processes_without_number_are_a_slip(tmp_path: Path, model: Path) -> None:
@@ -169,7 +170,7 @@ def test_processes_without_number_are_a_slip(tmp_path: Path, model: Path) -> Non
 
 def test_a_reward_is_loaded_in_a_process_of_its_own(tmp_path: Path, model: Path) -> None:
     recipe = write_recipe(tmp_path, model, env={"reward_function": "time:no_such_function"})
-    (line,) = found(recipe)
+    (line,) = found(recipe, "reward")
     assert "no_such_function" in line
 
 
@@ -185,8 +186,10 @@ def test_a_store_that_is_not_installed_is_known_before(tmp_path, model, monkeypa
     monkeypatch.setattr(mooncake_master, "check_installed", missing)
     recipe = write_recipe(tmp_path, model)
     with pytest.raises(UserError, match="Mooncake is not installed"):
-        preflight(load_recipe(recipe, {f"data_plane.{name}": value for name, value in settings.items()}))
-    assert found(recipe) == []
+        run_checks(
+            load_recipe(recipe, {f"data_plane.{name}": value for name, value in settings.items()}), ["data plane"]
+        )
+    assert found(recipe, "data plane") == []
 
 
 @pytest.mark.parametrize(
@@ -221,7 +224,7 @@ def test_a_taken_port_for_the_metrics_is_known_before(tmp_path: Path, model: Pat
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         with pytest.raises(UserError, match=f"metrics_port: port {port} of 127.0.0.1 cannot be used"):
-            preflight(load_recipe(recipe, {**LOCAL, "data_plane.observability.metrics_port": port}))
+            run_checks(load_recipe(recipe, {**LOCAL, "data_plane.observability.metrics_port": port}), ["data plane"])
 
 
 @pytest.mark.parametrize(
