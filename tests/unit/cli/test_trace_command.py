@@ -25,13 +25,6 @@ class WrongLayerMap(RouteRun):
         return [(layer, 1 - column) for column, layer in enumerate(held)]
 
 
-def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
-    """Exit code and standard output."""
-    with pytest.raises(SystemExit) as ended:
-        app(["inspect", str(args[0]), "routes", *map(str, args[1:])])
-    return int(ended.value.code or 0), capsys.readouterr().out
-
-
 def without_forward_checks(folder: Path) -> None:
     for path in folder.glob("*"):
         lines = [
@@ -40,26 +33,26 @@ def without_forward_checks(folder: Path) -> None:
         path.write_text("".join(lines))
 
 
-def test_the_verdict_is_the_exit_code(tmp_path: Path, capsys) -> None:
+def test_the_verdict_is_the_exit_code(tmp_path: Path, ended) -> None:
     right, wrong = RouteRun(tmp_path / "right").write(), WrongLayerMap(tmp_path / "wrong").write()
-    code, shown = run(capsys, right, "--require-forward-verify", "--require-cp-identity")
+    code, shown, _ = ended("inspect", right, "routes", "--require-forward-verify", "--require-cp-identity")
     assert code == 0 and shown.startswith("PASS: all 6 sites agree\n")
-    code, shown = run(capsys, wrong)
+    code, shown, _ = ended("inspect", wrong, "routes")
     assert code == 3 and shown.startswith("MISMATCH: ")
     assert "first bad hop: assignment, stage prev_logprobs, step 0, microbatch 0\n" in shown
     assert "sample a_g0, position 0, layer 1\n" in shown and "rank 0 cp=0 dp=0 pp=0 tp=0" in shown
     assert "guess: wrong layer map: layer 1 holds the routes of layer 2\n" in shown
     without_forward_checks(right)
-    assert run(capsys, right)[0] == 0
-    code, shown = run(capsys, right, "--require-forward-verify")
+    assert ended("inspect", right, "routes")[0] == 0
+    code, shown, _ = ended("inspect", right, "routes", "--require-forward-verify")
     assert code == 4 and shown.startswith("INCOMPLETE: ") and "no verified forward pass of" in shown
     (tmp_path / "empty").mkdir()
-    code, shown = run(capsys, tmp_path / "empty")
+    code, shown, _ = ended("inspect", tmp_path / "empty", "routes")
     assert code == 5 and shown.startswith("VACUOUS: ")
 
 
-def test_json_holds_the_whole_report(tmp_path: Path, capsys) -> None:
-    code, shown = run(capsys, WrongLayerMap(tmp_path / "trace").write(), "--json")
+def test_json_holds_the_whole_report(tmp_path: Path, ended) -> None:
+    code, shown, _ = ended("inspect", WrongLayerMap(tmp_path / "trace").write(), "routes", "--json")
     told = json.loads(shown)
     assert (told["verdict"], told["exit_code"], code) == ("mismatch", 3, 3)
     assert told["mismatch"]["coords"] == {"dp": 0, "cp": 0, "tp": 0, "pp": 0} and told["mismatch"]["layer"] == 1
@@ -94,12 +87,12 @@ for body in bodies:
 
 
 @pytest.mark.slow
-def test_a_job_of_several_processes_passes(tmp_path: Path, capsys) -> None:
+def test_a_job_of_several_processes_passes(tmp_path: Path, ended) -> None:
     switches = {"NRL_R3_TRACE": "1", "NRL_R3_TRACE_VERIFY_FORWARD": "yes", "NRL_R3_TRACE_DIR": str(tmp_path)}
     environment = {**os.environ, **switches, "PYTHONPATH": str(Path(__file__).parents[3])}
     subprocess.run([sys.executable, "-c", JOB, str(tmp_path)], env=environment, check=True, timeout=120)
     assert len(list(tmp_path.glob("r3_trace_*_pid*.jsonl"))) == 9
-    code, shown = run(capsys, tmp_path, "--json", "--require-forward-verify", "--require-cp-identity")
+    code, shown, _ = ended("inspect", tmp_path, "routes", "--json", "--require-forward-verify", "--require-cp-identity")
     assert code == 0, shown
     assert json.loads(shown)["num_processes"] == 9
 
