@@ -22,7 +22,6 @@ from nemo_rl_tools.shrink.run import SHRUNK, ShrinkRequest, shrink, write_recipe
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "configs" / "recipes"
-ON_GPUS = [path for path in sorted(RECIPES.glob("*.yaml")) if "_cpu" not in path.name]
 SIZE = st.sampled_from([1, 2, 4, 8])
 
 

@@ -141,11 +141,6 @@ def draw_tokens(rng):
     return np.array(tokens, dtype=np.int32)[rng.permutation(len(tokens))].T
 
 
-def cuts(rng, length, most):
-    inner = rng.integers(0, length + 1, size=rng.integers(0, most))
-    return [0, *sorted(int(cut) for cut in inner), length]
-
-
 def send_split(sender, reducer, tokens_3R, values_RF, rng):
     """Tokens over data ranks and microbatches, features of each over tensor ranks, unevenly."""
     num_features, num_groups = values_RF.shape[1], sender.world // 2

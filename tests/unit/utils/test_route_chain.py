@@ -246,19 +246,6 @@ class DroppedAtPacking(RouteRun):
         super().write_batch(traced, number, [i for i in batch if i != 2], fetched, held)
 
 
-class CutAtFetch(RouteRun):
-    """The worker misses the end of a sample."""
-
-    def write_rank(self, cp, tp, pp):
-        whole, self.tokens = self.tokens, [tokens[:9] for tokens in self.tokens]
-        self.lengths = [9] * 4
-        super().write_rank(cp, tp, pp)
-        self.tokens, self.lengths = whole, RouteRun.lengths
-
-    def fetch(self, stage):
-        return {i: routes[:9] for i, routes in super().fetch(stage).items()}
-
-
 class Retired(DroppedAtFetch):
     def write_driver(self):
         super().write_driver()
