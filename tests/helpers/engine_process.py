@@ -5,13 +5,22 @@ vLLM changes the threads and random numbers of the process it is in.
 
 from __future__ import annotations
 
+import atexit
+import gc
+import importlib
 import importlib.util
 import multiprocessing
 import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,6 +33,7 @@ from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, Request, WorkerFleet, WorkerGroup, ask
 from nemo_rl.errors import from_record, to_record
 from nemo_rl.models.generation.interfaces import EngineSpec
+from nemo_rl.models.generation.vllm.start import prepare_process
 from nemo_rl.models.generation.vllm.worker import build_vllm_worker
 from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
@@ -102,32 +112,91 @@ def vllm_process(
         build: makes the worker in the child process.
         refused: tried first in the same process, which has imported vLLM only once then.
     """
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, policy, tuple(refused), build), daemon=False)
-    process.start()
-    there.close()
-    assert process.pid is not None
-    child = EngineProcess(here, process.pid)
+    line, pid = _fork(policy, tuple(refused), build)
+    child = EngineProcess(line, pid)
     try:
         child.refusals = [str(child.answer()) for _ in refused]
         child.answer()
         yield child
     finally:
-        here.close()
-        process.join(10)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        with suppress(EOFError, OSError):
+            line.send(None)
+            while line.poll(10):
+                line.recv()
+        line.close()
+        # It may have ended meanwhile.
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _fork(*request: object) -> tuple[Connection, int]:
+    """Return the line to a new engine, and its process id."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("")
+        listener.listen()
+        # It imports what the first engine needs, too.
+        listener.settimeout(3 * ANSWER_S)
+        stdin = _server().stdin
+        assert stdin is not None
+        # Tensors are handed over by files that ask for it.
+        key = bytes(multiprocessing.current_process().authkey)
+        pickle.dump((listener.getsockname(), key, dict(os.environ), request), stdin)
+        stdin.flush()
+        accepted, _ = listener.accept()
+    line = Connection(accepted.detach())
+    return line, line.recv()
+
+
+@cache
+def _server() -> subprocess.Popen[bytes]:
+    """Start the process that engines are forked off: importing vLLM and torch takes a core 15 seconds."""
+    command = [sys.executable, "-c", f"from {__name__} import fork_engines; fork_engines()"]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    atexit.register(server.communicate)
+    return server
+
+
+IMPORTED = (
+    "nemo_rl.models.generation.vllm.engine",
+    "nemo_rl.models.generation.vllm.extension",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.qwen3_moe",
+)
+
+
+def fork_engines() -> None:
+    """Fork an engine for each request on the standard input, until that ends."""
+    # Variables count when vLLM is imported.
+    prepare_process(EngineSpec(policy=PolicyConfig(model_name="any")))
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()
+    while True:
+        while not select.select([0], [], [], 0.2)[0]:
+            with suppress(ChildProcessError):
+                os.waitpid(-1, os.WNOHANG)
+        try:
+            address, key, environment, request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        if os.fork() == 0:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            multiprocessing.current_process().authkey = key
+            os.environ.clear()
+            os.environ.update({**environment, "OMP_NUM_THREADS": "1"})
+            with socket.socket(socket.AF_UNIX) as own:
+                own.connect(address)
+                line = Connection(own.detach())
+            line.send(os.getpid())
+            _serve(line, *request)
+            # The end of the interpreter takes vLLM seconds; Ray ends its workers as suddenly.
+            os._exit(0)
 
 
 def _serve(
-    line: Connection,
-    policy: PolicyConfig,
-    refused: Sequence[PolicyConfig],
-    build: Callable[[EngineSpec], object],
+    line: Connection, policy: PolicyConfig, refused: Sequence[PolicyConfig], build: Callable[[EngineSpec], object]
 ) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     for each in refused:
         line.send((True, _refusal(each)))
     try:
@@ -138,17 +207,18 @@ def _serve(
         return
     while True:
         try:
-            method, arguments = line.recv()
+            call = line.recv()
         except EOFError:
             break
+        if call is None:
+            break
+        method, arguments = call
         try:
             found = getattr(worker, method)
             line.send((True, found(**arguments) if callable(found) else found))
         except Exception as error:  # noqa: BLE001 - raised on the other side
             line.send((False, to_record(error)))
     worker.shutdown()
-    # The end of the interpreter takes vLLM seconds; Ray ends its workers as suddenly.
-    os._exit(0)
 
 
 def _refusal(policy: PolicyConfig) -> str:
