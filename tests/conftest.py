@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
@@ -28,6 +29,15 @@ def interrupts_are_heard() -> None:
 def clock_of_deadlines_runs() -> None:
     """Its thread is one of the process, and none that a test has left."""
     awake_s()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model for tests that only read it; a file that needs another has its own fixture of this name."""
+    # torch is imported where it is used alone.
+    from tests.helpers.tiny_model import write_tiny_folder
+
+    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from nemo_rl.models.policy.workers.base import gradients_decided
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.utils.metrics import merge_metrics, values
 from tests.helpers.gloo import run_ranks
-from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
+from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
 LOSS = PolicyLoss(config=LossConfig())
 ROWS = 12
@@ -128,11 +128,6 @@ def _two_ranks(rank: int, folder: Path, checkpoint: Path) -> dict[str, object]:
         "again": _train_twice(folder, rank, 2, checkpoint, resume=True),
         "refused": _refused(folder, rank, checkpoint),
     }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

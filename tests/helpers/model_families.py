@@ -24,6 +24,7 @@ from transformers import (
 
 from nemo_rl.data.generated import problems
 from nemo_rl.data.tokenizer import build_tokenizer
+from nemo_rl.models.hf.loading import named_weights
 from nemo_rl.models.hf.modules import HFRouters
 
 PADDING_TOKEN = 125
@@ -159,3 +160,8 @@ def routes_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     with routers.choosing(own.__setitem__):
         model(torch.tensor([ids]), use_cache=False)
     return torch.stack([own[layer] for layer in routers.layers], dim=1)
+
+
+def detached_weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """Return weights as an engine takes them."""
+    return [(name, weight.detach()) for name, weight in named_weights(model)]

@@ -128,3 +128,16 @@ def tiny_batch(num_rows: int = 8, *, seed: int = 0, width: int = 24) -> BatchedD
             "keys": [f"uid{i // 2}_g{i % 2}" for i in range(num_rows)],
         }
     )
+
+
+def weights_of(worker: PolicyWorker) -> dict[str, torch.Tensor]:
+    return dict(worker.export_weights())
+
+
+def adapter_of(worker: PolicyWorker) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in worker.engine.full_adapter()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Return whether both have the same tensors, in the same order."""
+    return list(left) == list(right) and all(torch.equal(left[name], right[name]) for name in left)

@@ -22,17 +22,12 @@ from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.hf_reference import hf_logprobs, hf_train_step
 from tests.helpers.model_families import LONG_ROPE, write_with_tokenizer
-from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
+from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker
 
 LOSS = PolicyLoss(config=LossConfig())
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
 # The longest rows stand apart, and one microbatch is a single row.
 UNEVEN = PackPlan(microbatches=(((6, 1, 3), (0,), (7, 2, 5, 4)),), steps=(3,), pad_to=24)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from nemo_rl.models.weight_sync.factory import BroadcastWeightSync, PayloadWeigh
 from nemo_rl.models.weight_sync.target import RefitTarget
 from tests.helpers.engine_process import parties_of, train
 from tests.helpers.faulty_engines import write_receipt_model
-from tests.helpers.tiny_model import tiny_policy, write_tiny_folder
+from tests.helpers.tiny_model import tiny_policy
 
 LORA = LoraConfig(enabled=True, rank=4, alpha=8)
 MERGED = LORA.model_copy(update={"serve": "merged"})
@@ -70,11 +70,6 @@ class Side:
         for _, weight in named_adapters(self.worker.engine.model.hf):
             with torch.no_grad():
                 local_shard(weight).add_(torch.randn(weight.shape, generator=generator), alpha=size)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

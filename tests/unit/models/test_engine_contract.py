@@ -15,10 +15,9 @@ from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.worker import build_engine_worker
 from nemo_rl.models.head.logprobs import Sampling
-from nemo_rl.models.hf.loading import named_weights
 from tests.helpers.engine_process import NO_VLLM, has_vllm, vllm_policy, vllm_process
 from tests.helpers.hf_reference import logprobs_from_logits
-from tests.helpers.model_families import dense_model, write_dense
+from tests.helpers.model_families import dense_model, detached_weights, write_dense
 from tests.helpers.tiny_model import tiny_policy
 
 STOP, LONGEST = 2, 64
@@ -35,7 +34,7 @@ def call(request: pytest.FixtureRequest, folder: Path) -> Iterator[Call]:
     """Calls a method of the engine, which has version 0: the weights of seed 0."""
     if request.param == "torch":
         worker = build_engine_worker(EngineSpec(policy=tiny_policy(folder)))
-        worker.update_weights(_weights(0), version=0)
+        worker.update_weights(detached_weights(dense_model(seed=0)), version=0)
 
         def local(method: str, **arguments: object) -> object:
             found = getattr(worker, method)
@@ -47,12 +46,8 @@ def call(request: pytest.FixtureRequest, folder: Path) -> Iterator[Call]:
     if not has_vllm():
         pytest.skip(NO_VLLM)
     with vllm_process(vllm_policy(folder)) as child:
-        child("update_weights", weights=_weights(0), version=0)
+        child("update_weights", weights=detached_weights(dense_model(seed=0)), version=0)
         yield child
-
-
-def _weights(seed: int) -> list[tuple[str, torch.Tensor]]:
-    return [(name, weight.detach()) for name, weight in named_weights(dense_model(seed=seed))]
 
 
 def _request(num_prompts: int = 5, group: int = 3, **changes: object) -> GenerationRequest:
@@ -191,7 +186,7 @@ def test_a_prompt_without_room_for_a_token_is_refused(call: Call) -> None:
 def test_weights_are_replaced_as_a_whole_and_back_again(call: Call) -> None:
     before = call("generate", request=_request())
     for version, seed in ((1, 1), (2, 0)):
-        assert call("update_weights", weights=_weights(seed), version=version) == version
+        assert call("update_weights", weights=detached_weights(dense_model(seed=seed)), version=version) == version
         output, model = call("generate", request=_request()), dense_model(seed=seed)
         assert output.weight_version == call("weight_version") == version
         for i, (tokens, values) in enumerate(_rows(output)):
@@ -202,7 +197,7 @@ def test_weights_are_replaced_as_a_whole_and_back_again(call: Call) -> None:
 
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(call: Call) -> None:
     before, version = call("generate", request=_request()), call("weight_version")
-    good = _weights(1)
+    good = detached_weights(dense_model(seed=1))
     cases = {
         "unknown": [*good, ("model.other.weight", torch.zeros(2))],
         "missing": good[1:],

@@ -22,12 +22,11 @@ from nemo_rl.models.generation.interfaces import (
     SleepReport,
 )
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker, build_engine_worker
-from nemo_rl.models.hf.loading import named_weights
 from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan
 from nemo_rl.models.weight_sync.receipt import Answer, make_probe
 from tests.helpers.case_selection import num_examples
 from tests.helpers.engine_process import NO_VLLM, EngineProcess, has_vllm, names_left, vllm_policy, vllm_process
-from tests.helpers.model_families import moe_model, write_moe
+from tests.helpers.model_families import detached_weights, moe_model, write_moe
 from tests.helpers.tiny_model import tiny_policy
 
 needs_vllm = pytest.mark.skipif(not has_vllm(), reason=NO_VLLM)
@@ -45,10 +44,6 @@ ASKED = GenerationRequest(
 )
 
 
-def _weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    return [(name, weight.detach()) for name, weight in named_weights(model)]
-
-
 class InProcess:
     """The embedded engine, called as an `EngineProcess` is."""
 
@@ -61,7 +56,7 @@ class InProcess:
 
 
 def _refit(engine: EngineProcess | InProcess, model: PreTrainedModel, *, version: int) -> None:
-    weights = dict(_weights(model))
+    weights = dict(detached_weights(model))
     slots = engine("match_refit", offered={name: tuple(weight.shape) for name, weight in weights.items()})
     plan = RefitPlan(slots=slots, bucket_bytes=50_000)  # type: ignore[arg-type]
     engine("begin_refit", plan=plan)

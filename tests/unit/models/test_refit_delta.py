@@ -18,6 +18,7 @@ from nemo_rl.models.weight_sync.delta import (
     write_block,
 )
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, DeltaSchedule, DeltaSink, HeldWeights
+from tests.unit.models.test_refit_buckets import slots_of
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.float64)
 
@@ -142,13 +143,6 @@ def versions(sizes: list[int], *, seed: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def slots_of(weights: dict[str, torch.Tensor]) -> tuple[WeightSlot, ...]:
-    return tuple(
-        WeightSlot(name=name, dtype=str(weight.dtype).removeprefix("torch."), shape=tuple(weight.shape))
-        for name, weight in weights.items()
-    )
-
-
 def move(plan: RefitPlan, weights: dict[str, torch.Tensor], sender: HeldWeights, *sinks: DeltaSink) -> None:
     filler = DeltaFiller(plan, iter(weights.items()), sender)
     while filler.num_missing:
@@ -203,7 +197,7 @@ def test_a_base_is_held_only_while_it_is_whole() -> None:
 # ---- which refits are deltas
 
 SLOTS = (WeightSlot(name="w", dtype="bfloat16", shape=(4,)),)
-ONE, TWO = {0: 1}, {0: 1, 1: 1}
+TWO = {0: 1, 1: 1}
 
 
 def base_of(schedule: DeltaSchedule, version: int, **changes: object) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from benchmarks.dispatched_ops import DispatchedOps
 from nemo_rl.errors import NonFiniteError
-from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
+from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.requests import RowRequest
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.generation.torch_engine.decode import (
@@ -23,6 +22,7 @@ from nemo_rl.models.generation.torch_engine.decode import (
     uniforms,
 )
 from tests.helpers.tiny_model import tiny_model
+from tests.unit.models.test_continuous import rows_of
 
 STOP = 2
 
@@ -49,17 +49,11 @@ def _engine(**changes: object) -> TorchEngine:
     return TorchEngine(tiny_model(), **{"tokenizer": None, "max_total_length": 64, "weight_version": 0, **changes})
 
 
-def _rows(output: GenerationOutput) -> Iterator[tuple[list[int], torch.Tensor]]:
-    lengths = output.lengths.tolist()
-    for tokens, values in zip(output.token_ids.split(lengths), output.logprobs.split(lengths), strict=True):
-        yield tokens.tolist(), values
-
-
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.7, "top_k": 20}], ids=["plain", "filtered"])
 def test_given_responses_have_the_log_probabilities_of_drawn_ones(changes: dict[str, object]) -> None:
     request = _request(**changes)
     drawn = _engine().generate(request)
-    responses = tuple(tuple(tokens) for tokens, _ in _rows(drawn))
+    responses = tuple(tuple(tokens) for tokens, _ in rows_of(drawn))
     given = _engine().generate(replace(request, seeds=tuple(reversed(request.seeds)), forced=responses))
     assert torch.equal(given.token_ids, drawn.token_ids) and torch.equal(given.logprobs, drawn.logprobs)
 

@@ -13,8 +13,8 @@ from nemo_rl.config.backends import LoraConfig
 from nemo_rl.models.adapters.lora import adapted_layers, attach_adapters, named_adapters
 from nemo_rl.models.generation.interfaces import BASE, EngineSpec, GenerationOutput, GenerationRequest
 from tests.helpers.engine_process import NO_VLLM, EngineProcess, has_vllm, vllm_policy, vllm_process
-from tests.helpers.model_families import dense_model, write_dense, write_moe
-from tests.unit.models.test_vllm_continuous import PLACES, ContinuousVllm, _asked, _scores, _weights
+from tests.helpers.model_families import dense_model, detached_weights, write_dense, write_moe
+from tests.unit.models.test_vllm_continuous import PLACES, ContinuousVllm, _asked, _scores
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_vllm(), reason=NO_VLLM)]
 
@@ -77,7 +77,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
         vllm_policy(folder, lora=LORA, generation={"vllm_cfg": {"kv_cache_gib": 0.05, "pipeline_parallel_size": 2}}),
     )
     with vllm_process(policy, build=AdapterVllm, refused=refused) as child:
-        child("update_weights", weights=_weights(0), version=BASE)
+        child("update_weights", weights=detached_weights(dense_model(seed=0)), version=BASE)
         yield child
 
 
@@ -123,7 +123,7 @@ def test_rows_of_several_versions_and_of_none_share_a_batch(engine: EngineProces
 
 def test_adapters_stay_when_the_frozen_weights_come_again(engine: EngineProcess) -> None:
     engine("update_adapter", adapter=list(adapter(4).items()), version=4)
-    engine("update_weights", weights=_weights(0), version=BASE)
+    engine("update_weights", weights=detached_weights(dense_model(seed=0)), version=BASE)
     assert engine("use_adapter", version=4) == 4
     engine("prepare_for_generation")
     request = _asked(0, 2, named=False)

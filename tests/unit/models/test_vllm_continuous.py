@@ -25,7 +25,7 @@ from nemo_rl.models.hf.loading import named_weights
 from nemo_rl.models.weight_sync.receipt import Answer, make_probe
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
 from tests.helpers.engine_process import NO_VLLM, EngineProcess, has_vllm, vllm_policy, vllm_process
-from tests.helpers.model_families import dense_model, write_dense, write_moe
+from tests.helpers.model_families import dense_model, detached_weights, write_dense, write_moe
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_vllm(), reason=NO_VLLM)]
 
@@ -112,12 +112,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     folder = write_dense(tmp_path_factory.mktemp("vllm") / "model")
     policy = vllm_policy(folder, generation={"max_batch_size": PLACES}, max_total_sequence_length=128)
     with vllm_process(policy, build=ContinuousVllm) as child:
-        child("update_weights", weights=_weights(0), version=0)
+        child("update_weights", weights=detached_weights(dense_model(seed=0)), version=0)
         yield child
-
-
-def _weights(seed: int) -> list[tuple[str, torch.Tensor]]:
-    return [(name, weight.detach()) for name, weight in named_weights(dense_model(seed=seed))]
 
 
 def _asked(first: int, num: int = 1, *, named: bool = True, **changes: object) -> GenerationRequest:
@@ -163,7 +159,7 @@ def _check_all(found: dict[str, GenerationOutput]) -> tuple[float, int]:
 
 
 def test_rows_that_join_while_others_run_are_what_they_are_alone(engine: EngineProcess) -> None:
-    engine("update_weights", weights=_weights(0), version=0)
+    engine("update_weights", weights=detached_weights(dense_model(seed=0)), version=0)
     rng = random.Random(0)
     stops = tuple(range(0, 320, 15))
     for first in range(0, 16, 2):
@@ -177,13 +173,13 @@ def test_rows_that_join_while_others_run_are_what_they_are_alone(engine: EngineP
 
 
 def _swapped(engine: EngineProcess, in_flight: str) -> tuple[dict[str, GenerationOutput], list[ScheduleEntry]]:
-    engine("update_weights", weights=_weights(0), version=0)
+    engine("update_weights", weights=detached_weights(dense_model(seed=0)), version=0)
     engine("use", in_flight=in_flight)
     engine("start", request=_asked(0, 7))
     for version in (1, 2):
         engine("wait_for_turns", count=25)
         engine("finish_generation")
-        engine("update_weights", weights=_weights(version), version=version)
+        engine("update_weights", weights=detached_weights(dense_model(seed=version)), version=version)
         engine("prepare_for_generation")
     found, schedule = engine("join")
     engine("use", in_flight="recompute")
@@ -235,7 +231,7 @@ def test_a_stream_that_is_closed_takes_its_rows_out(engine: EngineProcess) -> No
 
 
 def test_validation_and_receipts_do_not_wait_behind_running_rows(engine: EngineProcess) -> None:
-    engine("update_weights", weights=_weights(1), version=1)
+    engine("update_weights", weights=detached_weights(dense_model(seed=1)), version=1)
     engine("start", request=_asked(0, 30, max_new_tokens=60))
     engine("wait_for_turns", count=5)
     probe = make_probe(vocab_size=320, max_length=128, num_tokens=18)
@@ -260,7 +256,7 @@ def test_a_prompt_that_was_cached_before_a_swap_is_computed_anew_without_a_reset
     probe = make_probe(vocab_size=320, max_length=128, num_tokens=18)
     cached = []
     for version in (1, 2):
-        engine("update_weights", weights=_weights(version), version=version)
+        engine("update_weights", weights=detached_weights(dense_model(seed=version)), version=version)
         cached += [engine("generate", request=probe.request()).cached_tokens.tolist() for _ in range(2)]
     assert cached[0] == cached[2] and cached[1] == cached[3]
     assert cached[0] != cached[1], "the cache works"
@@ -281,7 +277,7 @@ def test_what_vllm_cannot_do_in_continuous_mode_is_refused(tmp_path: Path) -> No
 
 
 def test_the_second_turn_of_a_conversation_finds_the_first_one_in_the_cache(engine: EngineProcess) -> None:
-    engine("update_weights", weights=_weights(1), version=1)
+    engine("update_weights", weights=detached_weights(dense_model(seed=1)), version=1)
     [prompt] = _asked(2).prompt_ids
     first, second, other = engine("converse", prompt=prompt)
     # Whole blocks of 32 tokens; the prompt has 45, and the first turn 40.

@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
-from nemo_rl.models.hf.loading import named_weights
 from nemo_rl.models.weight_sync.buckets import BucketFiller, DeltaRefit, RefitPlan
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
@@ -23,6 +22,7 @@ from tests.helpers.engine_process import NO_VLLM, EngineProcess, has_vllm, names
 from tests.helpers.model_families import (
     biased_model,
     dense_model,
+    detached_weights,
     moe_model,
     routes_of,
     write_family,
@@ -54,13 +54,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
         yield child
 
 
-def _weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    return [(name, weight.detach()) for name, weight in named_weights(model)]
-
-
 def _load(engine: EngineProcess, seed: int) -> PreTrainedModel:
     model = moe_model(seed=seed)
-    engine("update_weights", weights=_weights(model), version=seed)
+    engine("update_weights", weights=detached_weights(model), version=seed)
     return model
 
 
@@ -180,7 +176,7 @@ def _refit(
     Args:
         held: of the policy, for a delta.
     """
-    weights = dict(_weights(model))
+    weights = dict(detached_weights(model))
     slots = engine("match_refit", offered={name: tuple(weight.shape) for name, weight in weights.items()})
     plan = RefitPlan(slots=slots, bucket_bytes=bucket_bytes, delta=delta)
     engine("begin_refit", plan=plan)
@@ -221,7 +217,7 @@ def test_what_has_changed_makes_the_weights_that_a_whole_refit_makes(engine: Eng
         assert engine("finish_refit", version=version) == version == engine("delta_base")
         _check(asked, engine("generate", request=asked), model)
     digests = engine("fingerprints")
-    engine("update_weights", weights=_weights(first), version=3)
+    engine("update_weights", weights=detached_weights(first), version=3)
     assert engine("fingerprints") == digests
 
 
@@ -242,7 +238,7 @@ def test_a_refit_that_breaks_off_leaves_an_engine_that_says_so_until_the_next_on
 
 def test_weights_that_do_not_fit_are_refused_before_a_byte_is_sent(engine: EngineProcess) -> None:
     _load(engine, 0)
-    offered = {name: tuple(weight.shape) for name, weight in _weights(dense_model())}
+    offered = {name: tuple(weight.shape) for name, weight in detached_weights(dense_model())}
     with pytest.raises((ValueError, RuntimeError), match="the policy's weights do not fit this engine"):
         engine("match_refit", offered=offered)
     assert engine("weight_version") == 0
@@ -266,7 +262,7 @@ def test_refits_reach_biases_as_well(tmp_path: Path) -> None:
     with vllm_process(vllm_policy(folder)) as child:
         for seed in (0, 1, 0):
             model = biased_model(seed=seed)
-            child("update_weights", weights=_weights(model), version=seed)
+            child("update_weights", weights=detached_weights(model), version=seed)
             _check_without_routes(child, model)
 
 
@@ -284,7 +280,7 @@ def test_ranks_of_one_engine_receive_every_refit_and_a_lost_one_is_the_loss_of_t
             child("finish_refit", version=version)
             assert child("delta_base") == version
             _check_without_routes(child, model)
-        expected = fingerprints((name, weight.float()) for name, weight in _weights(model))
+        expected = fingerprints((name, weight.float()) for name, weight in detached_weights(model))
         assert child("fingerprints") == expected
         assert names_left(child.pid) == []
         victim = next(each for each in psutil.Process(child.pid).children() if each.memory_info().rss > 200 << 20)
@@ -300,7 +296,7 @@ def test_a_bfloat16_engine_gives_finite_float32_log_probabilities(tmp_path: Path
         with pytest.raises(RuntimeError, match="no weights were received yet"):
             child("generate", request=replace(_request(_prompts(2, shared=4)), with_routes=False))
         model = moe_model()
-        child("update_weights", weights=_weights(model), version=0)
+        child("update_weights", weights=detached_weights(model), version=0)
         asked = replace(_request(_prompts(8, shared=4), max_new_tokens=16), with_routes=False)
         output = child("generate", request=asked)
     assert output.logprobs.dtype == torch.float32 and bool(output.logprobs.isfinite().all())

@@ -18,10 +18,9 @@ from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.policy.workers.megatron_engine import collect_gradients
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.hf_reference import hf_logprobs
-from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
+from tests.helpers.tiny_model import adapter_of, same, tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 
 LOSS = PolicyLoss(config=LossConfig())
-Tensors = dict[str, torch.Tensor]
 
 
 def settings(folder: Path, *, precision: str = "float32", recompute: bool = False, **lora: object) -> PolicyConfig:
@@ -42,19 +41,6 @@ def running(config: PolicyConfig) -> Iterator[PolicyWorker]:
         yield worker
     finally:
         worker.shutdown()
-
-
-def adapter_of(worker: PolicyWorker) -> Tensors:
-    return {name: weight.clone() for name, weight in worker.engine.full_adapter()}
-
-
-def same(left: Tensors, right: Tensors) -> bool:
-    return list(left) == list(right) and all(torch.equal(left[name], right[name]) for name in left)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

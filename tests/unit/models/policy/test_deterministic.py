@@ -18,7 +18,7 @@ from nemo_rl.config.policy import CUBLAS_VARIABLE, PolicyConfig, SequencePacking
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.head.logprobs import repeatable_cumsum
 from nemo_rl.models.policy.workers.base import check_workspace, deterministic_algorithms
-from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
+from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
 REFUSED = ("histc", "kthvalue", "median", "nanmedian", "put", "bincount", "cumsum")
 """Operations that raise on CUDA while torch's flag is set: the last two with weights and of floats alone."""
@@ -38,11 +38,6 @@ class AsOnCuda(TorchDispatchMode):
         is_exempt = {"cumsum": not args[0].is_floating_point(), "bincount": len(args) == 1} if name in REFUSED else {}
         assert not is_strict or name not in REFUSED or is_exempt.get(name, False), f"CUDA refuses {name}"
         return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 def settings(engine: str, folder: Path, *, is_on: bool) -> PolicyConfig:

@@ -34,14 +34,9 @@ from nemo_rl.models.policy.workers.base import (
 )
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.torch_private import replace_tensors, with_shard
-from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
+from tests.helpers.tiny_model import same, tiny_batch, tiny_model, tiny_policy, tiny_worker, weights_of
 
 LOSS = PolicyLoss(config=LossConfig())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -51,21 +46,13 @@ def worker(folder: Path) -> Iterator[PolicyWorker]:
     worker.shutdown()
 
 
-def _weights(worker: PolicyWorker) -> dict[str, torch.Tensor]:
-    return dict(worker.export_weights())
-
-
-def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
 def test_the_reference_is_kept_in_the_dtype_of_the_pass_and_has_the_first_numbers(folder: Path) -> None:
     worker = tiny_worker(tiny_policy(folder, precision="bfloat16"), keep_reference=True)
     first = worker.get_logprobs(tiny_batch())
     worker.train(tiny_batch(), LOSS)
-    trained = _weights(worker)
+    trained = weights_of(worker)
     assert torch.equal(worker.get_reference_policy_logprobs(tiny_batch()), first)
-    assert not torch.equal(worker.get_logprobs(tiny_batch()), first) and _same(_weights(worker), trained)
+    assert not torch.equal(worker.get_logprobs(tiny_batch()), first) and same(weights_of(worker), trained)
     reference = worker.reference
     assert reference is not None and {weight.dtype for weight in reference} == {torch.bfloat16}
     worker.shutdown()
@@ -244,9 +231,9 @@ def test_a_model_whose_tensors_are_replaced_trains_on_to_the_same_bits(folder: P
             replace_tensors(model, lambda tensor, by_id=by_id: by_id.get(id(tensor), tensor))
             assert all(weight is kept for weight, kept in zip(model.parameters(), old, strict=True))
             assert [local_shard(weight).data_ptr() for weight in old] == [shard.data_ptr() for shard in new]
-        results.append((worker.train(tiny_batch(), LOSS).loss, _weights(worker)))
+        results.append((worker.train(tiny_batch(), LOSS).loss, weights_of(worker)))
         worker.shutdown()
-    assert results[0][0] == results[1][0] and _same(results[0][1], results[1][1])
+    assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize(
@@ -279,7 +266,7 @@ def test_float16_overflow_halves_the_scale_and_repeats_the_step(folder: Path) ->
     result = worker.train(tiny_batch(), LOSS)
     assert worker.engine.scaler.scale < 2.0**24
     assert result.grad_norm[0] < 100
-    assert all(weight.isfinite().all() for weight in _weights(worker).values())
+    assert all(weight.isfinite().all() for weight in weights_of(worker).values())
     assert INITIAL_SCALE > 1
     worker.shutdown()
 
@@ -348,15 +335,15 @@ def test_checkpoint_round_trip_is_exact_and_continues_the_run(folder, tmp_path, 
     worker.save_checkpoint(**paths, tokenizer=tmp_path / "weights")
     torch.rand(3)
     worker.prepare_for_training()
-    expected = worker.train(batch, LOSS), _weights(worker)
+    expected = worker.train(batch, LOSS), weights_of(worker)
     worker.shutdown()
 
     other = tiny_worker(config, keep_reference=True)
     other.load_checkpoint(**paths)
-    result = other.train(batch, LOSS), _weights(other)
+    result = other.train(batch, LOSS), weights_of(other)
     assert (result[0].loss, result[0].grad_norm) == (expected[0].loss, expected[0].grad_norm)
     assert result[0].learning_rate == expected[0].learning_rate < 1e-3
-    assert _same(result[1], expected[1])
+    assert same(result[1], expected[1])
     other.shutdown()
     # The folder of weights is a model folder of its own.
     again = tiny_worker(tiny_policy(paths["weights"]))

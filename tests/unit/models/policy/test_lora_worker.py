@@ -26,6 +26,8 @@ from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.hf_reference import hf_logprobs
 from tests.helpers.model_families import write_family
 from tests.helpers.tiny_model import (
+    adapter_of,
+    same,
     tiny_batch,
     tiny_model,
     tiny_policy,
@@ -35,11 +37,6 @@ from tests.helpers.tiny_model import (
 
 LOSS = PolicyLoss(config=LossConfig())
 LORA = LoraConfig(enabled=True, rank=4, alpha=8.0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -67,14 +64,6 @@ def trained(policy: PolicyConfig, target: Path, *, steps: int = 2) -> dict[str, 
     found = adapter_of(made)
     made.shutdown()
     return found
-
-
-def adapter_of(worker: PolicyWorker) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in worker.engine.full_adapter()}
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def bytes_of(tensors: Iterator[torch.Tensor]) -> int:

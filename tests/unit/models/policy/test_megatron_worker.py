@@ -24,7 +24,7 @@ from nemo_rl.models.policy.workers.megatron_engine import attach_replay
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.megatron_models import hf_model
 from tests.helpers.model_families import write_with_tokenizer
-from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
+from tests.helpers.tiny_model import same, tiny_batch, tiny_policy, tiny_worker, weights_of
 
 LOSS = PolicyLoss(config=LossConfig())
 LOGIT_ERROR = 1e-5
@@ -44,19 +44,6 @@ def running(config: PolicyConfig, *, layout: ParallelLayout | None = None) -> It
         yield worker
     finally:
         worker.shutdown()
-
-
-def weights_of(worker: PolicyWorker) -> dict[str, torch.Tensor]:
-    return dict(worker.export_weights())
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

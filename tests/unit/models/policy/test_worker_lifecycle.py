@@ -17,15 +17,10 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.processes import touched_pages
-from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
+from tests.helpers.tiny_model import same, tiny_batch, tiny_policy, tiny_worker, weights_of
 
 LOSS = PolicyLoss(config=LossConfig())
 ADAM = {"lr": 1e-3, "adam_beta2": 0.95, "weight_decay": 0.0}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(params=["dtensor", "megatron"])
@@ -50,14 +45,6 @@ def settings(engine: str, folder: Path, *, warms_up: bool = False) -> PolicyConf
     return tiny_policy(folder, dtensor_cfg=DTensorConfig(enabled=False), megatron_cfg=section)
 
 
-def _weights(worker: PolicyWorker) -> dict[str, torch.Tensor]:
-    return dict(worker.export_weights())
-
-
-def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
 def test_each_state_allows_its_own_calls(worker: PolicyWorker) -> None:
     batch = tiny_batch()
     worker.prepare_for_lp_inference()
@@ -67,10 +54,10 @@ def test_each_state_allows_its_own_calls(worker: PolicyWorker) -> None:
     worker.prepare_for_training()
     worker.train(batch, LOSS)
     worker.offload_before_refit()
-    assert len(_weights(worker)) == len(worker.prepare_refit_info())
+    assert len(weights_of(worker)) == len(worker.prepare_refit_info())
     worker.offload_after_refit()
     with pytest.raises(RuntimeError, match="export_weights: expected state"):
-        _weights(worker)
+        weights_of(worker)
     with pytest.raises(RuntimeError, match="get_logprobs: expected state"):
         worker.get_logprobs(batch)
 
@@ -106,11 +93,11 @@ def test_reference_logprobs_stay_while_the_policy_moves(worker: PolicyWorker) ->
 
 def test_policy_weights_come_back_after_an_error_under_the_reference(worker: PolicyWorker) -> None:
     worker.train(tiny_batch(), LOSS)
-    weights = _weights(worker)
+    weights = weights_of(worker)
     with pytest.raises(ZeroDivisionError), worker.use_reference_model():
-        assert not _same(_weights(worker), weights)
+        assert not same(weights_of(worker), weights)
         raise ZeroDivisionError
-    assert _same(_weights(worker), weights)
+    assert same(weights_of(worker), weights)
 
 
 def test_nothing_may_change_state_or_train_under_the_reference(worker: PolicyWorker) -> None:
@@ -132,9 +119,9 @@ def test_without_a_kept_reference_the_error_says_what_to_set(engine: str, folder
 
 def test_evaluation_changes_neither_weights_nor_schedule(engine: str, folder: Path) -> None:
     worker = tiny_worker(settings(engine, folder, warms_up=True))
-    batch, weights = tiny_batch(), _weights(worker)
+    batch, weights = tiny_batch(), weights_of(worker)
     evaluated = worker.train(batch, LOSS, eval_mode=True)
-    assert _same(_weights(worker), weights)
+    assert same(weights_of(worker), weights)
     assert evaluated.grad_norm == (0.0,)
     trained = worker.train(batch, LOSS)
     assert trained.loss == pytest.approx(evaluated.loss, rel=1e-6)
@@ -153,10 +140,10 @@ def test_each_global_batch_is_one_step_with_its_own_counts(worker: PolicyWorker)
 
 
 def test_a_global_batch_without_weight_changes_nothing(worker: PolicyWorker) -> None:
-    batch, weights = tiny_batch(), _weights(worker)
+    batch, weights = tiny_batch(), weights_of(worker)
     batch["sample_mask"] = torch.zeros(8)
     assert worker.train(batch, LOSS).loss == (0.0,)
-    assert _same(_weights(worker), weights)
+    assert same(weights_of(worker), weights)
 
 
 def test_an_empty_microbatch_adds_nothing(engine: str, folder: Path) -> None:
@@ -172,14 +159,14 @@ def test_an_empty_microbatch_adds_nothing(engine: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("column", ["advantages", "prev_logprobs"])
 def test_nan_in_the_batch_stops_training_with_the_keys(worker: PolicyWorker, column: str) -> None:
-    batch, weights = tiny_batch(), _weights(worker)
+    batch, weights = tiny_batch(), weights_of(worker)
     batch[column] = batch.tensor(column).clone()
     batch.tensor(column)[3, 5] = float("nan")
     with pytest.raises(
         NonFiniteError, match=r"NaN or inf in the loss: samples uid1_g1 \(rank 0\); the weights were not"
     ):
         worker.train(batch, LOSS, mbs=2)
-    assert _same(_weights(worker), weights)
+    assert same(weights_of(worker), weights)
 
 
 def test_nan_in_a_later_update_says_that_weights_have_changed(worker: PolicyWorker, engine: str) -> None:

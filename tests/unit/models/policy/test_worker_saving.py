@@ -21,7 +21,7 @@ from nemo_rl.models.policy.tq_policy import Policy
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.utils.checkpoint import CheckpointManager
 from tests.helpers.gloo import run_ranks
-from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
+from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
 LOSS = NLLLoss()
 FAR_S = 60.0
@@ -29,11 +29,6 @@ ENGINES = {
     "dtensor": {"dtensor_cfg": DTensorConfig()},
     "megatron": {"dtensor_cfg": DTensorConfig(enabled=False), "megatron_cfg": MegatronConfig(enabled=True)},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(params=sorted(ENGINES))
