@@ -139,5 +139,4 @@ def adapter_of(worker: PolicyWorker) -> dict[str, torch.Tensor]:
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Return whether both have the same tensors, in the same order."""
-    return list(left) == list(right) and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

@@ -73,7 +73,7 @@ def test_both_workers_start_with_the_same_adapter_and_step_alike(folder: Path) -
             found.append((worker.engine.adapter_infos(), start, result))
     (megatron, first, result), (dtensor, second, other) = found
     assert list(megatron.items()) == list(dtensor.items())
-    assert same(first, second)
+    assert list(first) == list(second) and same(first, second)
     assert result.loss == pytest.approx(other.loss, rel=1e-5)
     assert result.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
 
