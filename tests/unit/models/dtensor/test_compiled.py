@@ -25,7 +25,7 @@ from nemo_rl.models.dtensor.layers import CompiledLayers, chooses_compiled, comp
 from nemo_rl.models.hf.loading import load_causal_lm, load_model_config
 from nemo_rl.models.policy.observer import Capture, HookObserver
 from nemo_rl.utils.metrics import merge_metrics, values
-from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
+from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
 LOSS = PolicyLoss(config=LossConfig())
 PACKINGS = ((5, 9, 7), (3, 11), (20,), (8, 8, 8, 8), (2, 31, 6, 1, 4))
@@ -33,11 +33,6 @@ PLANS = [
     PackPlan(microbatches=(((6, 1, 3), (0,), (7, 2, 5, 4)),), steps=(3,), pad_to=24, packed=True),
     PackPlan(microbatches=(((6, 1), (0, 3), (7, 2), (5, 4)),), steps=(4,), pad_to=24, packed=True),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 def _passes(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -65,14 +60,21 @@ def _whole_norms(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.full)])
-def test_compiled_layers_have_the_numbers_of_eager_ones_in_one_graph(dtype: torch.dtype, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        # Graphs forward and backward as inductor gets them, which takes half a minute for its kernels.
+        ("aot_eager", torch.float64),
+        *(pytest.param("inductor", dtype, marks=pytest.mark.full) for dtype in (torch.float64, torch.float32)),
+    ],
+)
+def test_compiled_layers_have_the_numbers_of_eager_ones_in_one_graph(backend, dtype, folder):
     model = load_causal_lm(folder, dtype=dtype)
     model.set_attn_implementation(ATTENTION_NAME)
     if dtype == torch.float64:
         _whole_norms(model)
     other = copy.deepcopy(model)
-    layers = CompiledLayers(other.model.layers)
+    layers = CompiledLayers(other.model.layers, backend=backend)
     atol = 1e-12 if dtype == torch.float64 else 2e-5
     for mine, expected in zip(_passes(other), _passes(model), strict=True):
         torch.testing.assert_close(mine, expected, rtol=0, atol=atol)
