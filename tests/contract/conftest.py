@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from tests.helpers.data_plane_peers import Mode
+from tests.helpers.data_plane_peers import Mode, forking
 from tests.helpers.data_planes import PLANES, Plane, open_plane, ray_cluster, segments, wait_until
 
 FEW: set[tuple[str, Mode]] = {("noop", "threads"), ("shm", "processes"), ("ray-producer", "actors")}
@@ -49,6 +49,8 @@ class Pool:
             self.close_plane()
             if PLANES[name].needs_ray:
                 self.start_cluster()
+            if mode == "processes":
+                forking()
             self.before = set(threading.enumerate()), _children()
             self.plane, self.key = self.opened.enter_context(open_plane(name, mode=mode)), (name, mode)
         return self.plane
@@ -71,7 +73,9 @@ POOL = Pool()
 
 
 def _children() -> set[int]:
-    return {process.pid for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE}
+    return {
+        process.pid for process in psutil.Process().children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE
+    }
 
 
 def _plane_of(item: pytest.Item) -> tuple[str, Mode] | None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from nemo_rl.data_plane.adapters.mooncake_link import TRANSFER_FAILED
 from nemo_rl.data_plane.adapters.mooncake_master import start_servers
-from nemo_rl.data_plane.factory import build_data_plane_client, start_store
+from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client, start_store
 from nemo_rl.data_plane.interfaces import PayloadStore
 from nemo_rl.errors import (
     CapacityExceeded,
@@ -26,6 +26,7 @@ from nemo_rl.errors import (
     ResourceError,
 )
 from tests.helpers import mooncake
+from tests.helpers.data_plane_peers import start_forked
 from tests.helpers.data_planes import ids_column, keys_of, wait_until
 from tests.helpers.mooncake import SEGMENT_BYTES, chunk, is_alive, kill, open_store, small_config, stop, stopped, within
 
@@ -246,38 +247,19 @@ def test_two_runs_on_one_named_master_do_not_mix_and_leave_it_running() -> None:
         start_store(small_config(master_address=named), run_id="run-c")
 
 
-PRODUCE = """
-import pickle, sys
-from nemo_rl.data_plane.factory import attach_data_plane
-from tests.helpers.data_planes import ids_column
-client = attach_data_plane(pickle.loads(bytes.fromhex(sys.argv[1])))
-client.kv_batch_put(["u0_g0", "u0_g1"], "train", {"input_ids": ids_column([3, 5])})
-print("put", flush=True)
-sys.stdin.readline()
-"""
+def produce(pipe: Connection, address: DataPlaneAddress) -> None:
+    """Put two rows in a process that then waits."""
+    client = attach_data_plane(address)
+    client.kv_batch_put(["u0_g0", "u0_g1"], "train", {"input_ids": ids_column([3, 5])})
+    pipe.send("put")
+    pipe.recv()
 
 
-def start_child(code: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-
-
-def first_line(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    return child.stdout.readline().strip()
-
-
-def end(child: subprocess.Popen[str]) -> None:
-    child.kill()
-    child.wait()
-    for pipe in (child.stdin, child.stdout):
-        assert pipe is not None
-        pipe.close()
+def own(pipe: Connection) -> None:
+    """Start a store in a process that then waits."""
+    store = start_store(small_config(), run_id="run-a")
+    pipe.send([*store.process_ids.values(), store._servers._processes[0].folder])
+    pipe.recv()
 
 
 @pytest.mark.parametrize("owner", ["holder", "producer"])
@@ -286,13 +268,14 @@ def test_rows_survive_their_producer_when_a_holder_has_them(owner: str) -> None:
     client = build_data_plane_client(config.model_copy(update={"ledger_host": "socket"}), run_id="run-a")
     try:
         client.register_partition("train", ["input_ids"], 8, [])
-        child = start_child(PRODUCE, pickle.dumps(client.address).hex())
+        child, pipe = start_forked(produce, client.address)
         keys = keys_of(1, 2)
         try:
-            assert first_line(child) == "put"
+            assert pipe.recv() == "put"
             assert client.kv_batch_get(keys, "train", ["input_ids"])["input_ids"].shape[0] == 2
         finally:
             end(child)
+            pipe.close()
         if owner == "holder":
             assert client.kv_batch_get(keys, "train", ["input_ids"])["input_ids"].shape[0] == 2
         else:
@@ -304,22 +287,18 @@ def test_rows_survive_their_producer_when_a_holder_has_them(owner: str) -> None:
         client.close()
 
 
-OWN = """
-import sys
-from tests.helpers.mooncake import small_config
-from nemo_rl.data_plane.factory import start_store
-store = start_store(small_config(), run_id="run-a")
-print(*store.process_ids.values(), store._servers._processes[0].folder, flush=True)
-sys.stdin.readline()
-"""
+def end(child: BaseProcess) -> None:
+    child.kill()
+    child.join()
 
 
 def test_a_killed_owner_leaves_no_process_and_no_folder() -> None:
-    child = start_child(OWN)
+    child, pipe = start_forked(own)
     try:
-        *pids, folder = first_line(child).split()
-        assert len(pids) == 2 and all(is_alive(int(pid)) for pid in pids)
+        *pids, folder = pipe.recv()
+        assert len(pids) == 2 and all(is_alive(pid) for pid in pids)
     finally:
         end(child)
-    wait_until(lambda: not any(is_alive(int(pid)) for pid in pids))
+        pipe.close()
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
     wait_until(lambda: not Path(folder).exists())

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 
+from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.factory import attach_data_plane
+from nemo_rl.errors import DataPlaneClosed
+from tests.helpers.data_plane_peers import start_forked
 from tests.helpers.data_planes import ids_column, keys_of, open_plane
 
 FIELDS = ("input_ids", "sample_mask")
@@ -45,15 +50,16 @@ def test_plain_processes_share_the_socket_ledger() -> None:
         plane.settle()
 
 
+def join(pipe: Connection, address: DataPlaneAddress) -> None:
+    try:
+        attach_data_plane(address)
+    except DataPlaneClosed as error:
+        pipe.send(str(error))
+
+
 def test_a_noop_store_cannot_be_joined_from_another_process() -> None:
     with open_plane("noop-socket") as plane:
-        foreign = pickle.dumps(plane.owner.address).hex()
-        code = (
-            "import pickle, sys\n"
-            "from nemo_rl.data_plane.factory import attach_data_plane\n"
-            "from nemo_rl.errors import DataPlaneClosed\n"
-            "try:\n    attach_data_plane(pickle.loads(bytes.fromhex(sys.argv[1])))\n"
-            "except DataPlaneClosed as error:\n    print(error)\n"
-        )
-        done = subprocess.run([sys.executable, "-c", code, foreign], capture_output=True, text=True, timeout=120)
-        assert "noop store lives in process" in done.stdout, done.stderr
+        child, pipe = start_forked(join, plane.owner.address)
+        assert "noop store lives in process" in pipe.recv()
+        pipe.close()
+        child.join(60)

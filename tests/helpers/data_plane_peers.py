@@ -1,4 +1,4 @@
-"""The other client of a run: in this process, in a plain child process, or in a Ray actor, with the same methods.
+"""The other client of a run: in this process, in a child process, or in a Ray actor, with the same methods.
 
 A test calls `peer.kv_batch_get(...)` as it would call its own client. A remote peer sends name and arguments, and gets
 the result or the very error back. `serve` is the child's side.
@@ -6,19 +6,20 @@ the result or the very error back. `serve` is the child's side.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
-import struct
-import subprocess
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO, Literal, TypeAlias
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Literal, TypeAlias
 
 import psutil
 import torch
@@ -31,12 +32,10 @@ from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_clien
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.errors import NemoRLError
 
-ROOT = Path(__file__).parents[2]
 EXIT_S = 90.0
 """A child that is told to end does so within this time."""
 CALL_S = 300.0
 """More than any call of a test may take."""
-_LENGTH = struct.Struct("<Q")
 
 Mode: TypeAlias = Literal["threads", "processes", "actors"]
 Reply: TypeAlias = tuple[str, object]
@@ -198,35 +197,27 @@ class ThreadPeer(Peer):
 
 
 class ProcessPeer(Peer):
-    """A client in a plain child process, without Ray; given a config, the process owns the run."""
+    """A client in a child process, without Ray; given a config, the process owns the run."""
 
     def __init__(self, address: DataPlaneAddress | DataPlaneConfig) -> None:
         self._lock = threading.Lock()
-        self._child = subprocess.Popen(
-            [sys.executable, "-c", "from tests.helpers.data_plane_peers import serve; serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-        )
+        self._child, self._pipe = start_forked(serve)
         self._read(self._send("start", (address,)))
 
     def end(self) -> None:
-        self._child.stdin.close()
-        try:
-            self._child.wait(timeout=EXIT_S)
-        finally:
-            self.kill()
+        self._pipe.close()
+        self._child.join(timeout=EXIT_S)
+        self.kill()
 
     def kill(self) -> None:
         self._child.kill()
-        self._child.wait()
-        self._child.stdin.close()
-        self._child.stdout.close()
+        self._child.join()
+        self._pipe.close()
 
     def _send(self, what: str, args: tuple) -> Reply:
         with self._lock:
-            _write(self._child.stdin, (what, args))
-            return _read_frame(self._child.stdout)
+            self._pipe.send_bytes(pickle.dumps((what, args)))
+            return pickle.loads(self._pipe.recv_bytes())
 
 
 class ActorPeer(Peer):
@@ -254,31 +245,35 @@ class ActorPeer(Peer):
 PEERS: dict[Mode, type[Peer]] = {"threads": ThreadPeer, "processes": ProcessPeer, "actors": ActorPeer}
 
 
-def _write(stream: BinaryIO, value: object) -> None:
-    content = pickle.dumps(value)
-    stream.write(_LENGTH.pack(len(content)) + content)
-    stream.flush()
+def forking() -> BaseContext:
+    """Return the way to start children from a server that has imported torch, which would cost each of them seconds."""
+    context = multiprocessing.get_context("forkserver")
+    # Heard when the server starts.
+    context.set_forkserver_preload([__name__])
+    forkserver.ensure_running()
+    return context
 
 
-def _read_frame(stream: BinaryIO) -> Reply:
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        raise EOFError("the peer's process has ended")
-    return pickle.loads(stream.read(_LENGTH.unpack(head)[0]))
+def start_forked(target: Callable[..., None], *args: object) -> tuple[BaseProcess, Connection]:
+    """Start `target(pipe, *args)` in a child; return it with the other end of the pipe."""
+    context = forking()
+    pipe, theirs = context.Pipe()
+    child = context.Process(target=target, args=(theirs, *args), daemon=True)  # type: ignore[attr-defined]
+    child.start()
+    theirs.close()
+    return child, pipe
 
 
-def serve() -> None:
-    """Answer requests in the child process until stdin ends; what the client prints goes to stderr."""
-    frames = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    what, (address,) = _read_frame(sys.stdin.buffer)
+def serve(pipe: Connection) -> None:
+    """Answer requests in the child process until the pipe ends."""
+    what, (address,) = pickle.loads(pipe.recv_bytes())
     assert what == "start"
     side: list[PeerSide] = []
-    _write(frames, _answer(lambda: side.append(PeerSide(address))))
+    pipe.send_bytes(pickle.dumps(_answer(lambda: side.append(PeerSide(address)))))
     while True:
         try:
-            what, args = _read_frame(sys.stdin.buffer)
+            what, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             break
-        _write(frames, getattr(side[0], what)(*args))
+        pipe.send_bytes(pickle.dumps(getattr(side[0], what)(*args)))
     side[0].client.close()
