@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
 import subprocess
 import sys
@@ -63,57 +64,57 @@ def test_loading_a_recipe_imports_neither_torch_nor_ray() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "shown"),
-    [
-        (["--validate-only"], 0, "configs/grpo_sort_cpu.yaml: ok, the config only; not looked at: model folder, data"),
-        (["--print-config", "grpo.seed=7"], 0, "seed: 7"),
-        (["grpo.sed=7"], 2, "grpo.sed: unknown key 'sed'; did you mean 'seed'?"),
-        (["policy.model_name=no/such/folder", "--validate-only"], 0, "ok"),
-    ],
-)
-def test_script_and_nemo_rl_train_check_a_recipe_alike(arguments: list[str], code: int, shown: str) -> None:
-    ended = []
-    for command in (("examples/run_grpo.py", "--config"), ("-m", "nemo_rl.cli.main", "train")):
-        done = subprocess.run(
-            [sys.executable, *command, "configs/grpo_sort_cpu.yaml", *arguments],
-            cwd=ROOT,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == code, done.stderr
-        assert shown in done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
-        ended.append((done.stdout, done.stderr))
-    assert ended[0] == ended[1]
+RUN_EACH = """
+import contextlib, io, json, runpy, sys
+ended = []
+for arguments in json.loads(sys.argv[1]):
+    out, sys.argv = io.StringIO(), list(arguments)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            runpy.run_path(arguments[0], run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    ended.append([code, out.getvalue()])
+heavy = {"torch", "ray", "transformers", "tensordict", "transfer_queue"}
+print(json.dumps([ended, sorted(heavy & set(sys.modules))]))
+"""
+"""Runs commands one after the other: exit code and output of each, and what heavy modules they have imported."""
+SCRIPT, COMMAND, RECIPE = "examples/run_grpo.py", "nemo_rl/cli/main.py", "configs/grpo_sort_cpu.yaml"
+WAYS = ([SCRIPT, "--config"], [COMMAND, "train"])
+CHECKS = [
+    (["--validate-only"], 0, f"{RECIPE}: ok, the config only; not looked at: model folder, data"),
+    (["--print-config", "grpo.seed=7"], 0, "seed: 7"),
+    (["grpo.sed=7"], 2, "grpo.sed: unknown key 'sed'; did you mean 'seed'?"),
+    (["policy.model_name=no/such/folder", "--validate-only"], 0, "ok"),
+]
+HELPS = [
+    ([SCRIPT, "--help"], "--preflight"),
+    ([SCRIPT, "--version"], "nemo-rl 0."),
+    ([COMMAND, "--help"], "data-plane"),
+    ([COMMAND, "--version"], "nemo-rl 0."),
+    ([COMMAND, "inspect", "--help"], "rollouts"),
+]
 
 
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [
-        (["examples/run_grpo.py", "--help"], "--preflight"),
-        (["examples/run_grpo.py", "--version"], "nemo-rl 0."),
-        (["examples/run_grpo.py", "--config", "configs/grpo_sort_cpu.yaml", "--validate-only"], "ok"),
-        (["nemo_rl/cli/main.py", "--help"], "data-plane"),
-        (["nemo_rl/cli/main.py", "--version"], "nemo-rl 0."),
-        (["nemo_rl/cli/main.py", "inspect", "--help"], "rollouts"),
-        (["nemo_rl/cli/main.py", "train", "configs/grpo_sort_cpu.yaml", "--validate-only"], "ok"),
-    ],
-)
-def test_help_version_and_validation_import_nothing_heavy(command: list[str], shown: str) -> None:
-    script = (
-        "import atexit, runpy, sys; sys.argv = sys.argv[1:]; "
-        "heavy = {'torch', 'ray', 'transformers', 'tensordict', 'transfer_queue'}; "
-        "atexit.register(lambda: print('imported:', sorted(heavy & set(sys.modules)))); "
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
+def test_help_and_checks_of_a_recipe_import_nothing_heavy_and_script_and_nemo_rl_train_say_the_same() -> None:
+    checks = [([*how, RECIPE, *given], code, shown) for given, code, shown in CHECKS for how in WAYS]
+    table = [*checks, *((command, 0, shown) for command, shown in HELPS)]
     done = subprocess.run(
-        [sys.executable, "-c", script, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", RUN_EACH, json.dumps([command for command, _, _ in table])],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=180,
     )
     assert done.returncode == 0, done.stderr
-    assert shown in done.stdout and done.stdout.endswith("imported: []\n"), done.stdout
+    ended, imported = json.loads(done.stdout)
+    assert imported == []
+    for (command, code, shown), (found, said) in zip(table, ended, strict=True):
+        assert found == code and shown in said and "Traceback" not in said, (command, said)
+    for script, train in zip(ended[0 : len(checks) : 2], ended[1 : len(checks) : 2], strict=True):
+        assert script == train
 
 
 # Which keys the library reads, told from types: `section.key` counts where `section` is known to be one. Types come
