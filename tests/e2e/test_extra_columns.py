@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, StepsFolder
-from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
 from nemo_rl.data_plane.column_io import read_column_file, rows_as_list
 from nemo_rl.data_plane.schema import FIELDS
@@ -23,6 +20,7 @@ from tests.helpers import mooncake
 from tests.helpers.extra_columns import DECLARED, write_rows
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
+from tests.helpers.warm_runs import WarmRuns
 
 HELPERS = "tests.helpers.extra_columns"
 OWN = {"env": {"name": f"{HELPERS}:SpottedEnvironment"}, "loss_fn": {"name": f"{HELPERS}:ExtraLoss"}}
@@ -49,7 +47,11 @@ def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(
-    folder: Path, model: Path, overrides: dict[str, str], declared: dict[str, dict[str, object]] = DECLARED
+    runs: WarmRuns,
+    folder: Path,
+    model: Path,
+    overrides: dict[str, str],
+    declared: dict[str, dict[str, object]] = DECLARED,
 ) -> Path:
     """Return the log folder of two steps."""
     folder.mkdir(exist_ok=True)
@@ -64,15 +66,15 @@ def train(
         diagnostics={"keep_steps": {"enabled": True}},
     )
     config = load_recipe(recipe, overrides)
-    run(config, console=Console(file=io.StringIO()))
+    runs.run(config)
     return config.logger.log_dir
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+def alone(warm_runs: WarmRuns, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(Path(__file__).parents[2])
-        return train(tmp_path_factory.mktemp("noop"), model, LOCAL)
+        return train(warm_runs, tmp_path_factory.mktemp("noop"), model, LOCAL)
 
 
 def learning(logs: Path) -> list[dict[str, float]]:
@@ -110,10 +112,12 @@ def test_rows_keep_what_prompt_and_environment_gave(alone: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in STORES])
-def test_every_store_gives_the_numbers_of_one_process(tmp_path: Path, model: Path, alone: Path, name: str) -> None:
+def test_every_store_gives_the_numbers_of_one_process(
+    warm_runs: WarmRuns, tmp_path: Path, model: Path, alone: Path, name: str
+) -> None:
     if name == "mooncake" and (why := mooncake.why_not()):
         pytest.skip(why)
-    logs = train(tmp_path, model, STORES[name])
+    logs = train(warm_runs, tmp_path, model, STORES[name])
     assert kept_columns(logs) == kept_columns(alone), "to the last bit"
     rows, others = learning(logs), learning(alone)
     if "tp2" in name:  # two ranks add in another order
@@ -129,11 +133,13 @@ def test_a_step_with_extra_columns_is_replayed_to_the_last_bit(alone: Path) -> N
     assert not any(site.difference for site in report.sites)
 
 
-def test_columns_that_no_pass_reads_move_once_and_change_no_other_traffic(tmp_path: Path, model: Path) -> None:
+def test_columns_that_no_pass_reads_move_once_and_change_no_other_traffic(
+    warm_runs: WarmRuns, tmp_path: Path, model: Path
+) -> None:
     unread = {name: {**column, "read_by": []} for name, column in DECLARED.items()}
     found = []
     for name, declared in (("with", unread), ("without", {})):
-        logs = train(tmp_path / name, model, {**LOCAL, **PLAIN_LOSS, **KEEPS_NONE}, declared)
+        logs = train(warm_runs, tmp_path / name, model, {**LOCAL, **PLAIN_LOSS, **KEEPS_NONE}, declared)
         steps = [{k: v for k, v in step.items() if k.startswith("data_plane/")} for step in logged_steps(logs)]
         own = [{k: v for k, v in step.items() if k.removeprefix("data_plane/bytes/") in FIELDS} for step in steps]
         found.append((own, [step["data_plane/over_read_bytes"] for step in steps], steps[0]))
@@ -142,7 +148,9 @@ def test_columns_that_no_pass_reads_move_once_and_change_no_other_traffic(tmp_pa
     assert "data_plane/bytes/grid" not in found[1][2]
 
 
-def test_an_environment_with_turns_gives_columns_with_its_replies(tmp_path: Path, model: Path) -> None:
+def test_an_environment_with_turns_gives_columns_with_its_replies(
+    warm_runs: WarmRuns, tmp_path: Path, model: Path
+) -> None:
     columns = {"spots": {**DECLARED["spots"], "read_by": ["train", "log"]}, "verdict": DECLARED["verdict"]}
     recipe = write_recipe(
         tmp_path,
@@ -156,7 +164,7 @@ def test_an_environment_with_turns_gives_columns_with_its_replies(tmp_path: Path
         diagnostics={"keep_steps": {"enabled": True}},
     )
     config = load_recipe(recipe, LOCAL)
-    run(config, console=Console(file=io.StringIO()))
+    warm_runs.run(config)
     kept = read_column_file(StepsFolder(config.logger.log_dir).path / "step_1" / ROLLOUT_FILE)
     spots, verdicts = ([_plain(row) for row in rows_as_list(kept[name])] for name in ("spots", "verdict"))
     assert [len(row) for row in spots if isinstance(row, list)] == [3] * 16 and verdicts == [{"turns": 3}] * 16
@@ -179,7 +187,7 @@ def test_an_environment_with_turns_gives_columns_with_its_replies(tmp_path: Path
     ],
 )
 def test_a_value_that_does_not_fit_ends_the_run_with_its_name(
-    tmp_path: Path, model: Path, name: str, column: dict[str, object], message: str
+    warm_runs: WarmRuns, tmp_path: Path, model: Path, name: str, column: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"data.extra_columns.{name}.*{message}"):
-        train(tmp_path, model, {**LOCAL, **PLAIN_LOSS}, {name: column})
+        train(warm_runs, tmp_path, model, {**LOCAL, **PLAIN_LOSS}, {name: column})

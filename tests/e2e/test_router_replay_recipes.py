@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from nemo_rl.algorithms.run import run
 from nemo_rl.utils.r3_trace import reset_r3_trace
 from tests.helpers.model_families import write_family
 from tests.helpers.runs import ROOT, SMALL, load_recipe, logged_steps
+from tests.helpers.warm_runs import WarmRuns
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +22,7 @@ INSPECT = [sys.executable, "-m", "nemo_rl.cli.main", "inspect"]
 
 @pytest.mark.parametrize("engine", [pytest.param("megatron", marks=pytest.mark.full), "dtensor"])
 def test_the_recipe_replays_what_its_rollouts_recorded(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_runs: WarmRuns
 ) -> None:
     monkeypatch.chdir(ROOT)
     trace = tmp_path / "trace"
@@ -34,7 +33,7 @@ def test_the_recipe_replays_what_its_rollouts_recorded(
     own = {"policy.model_name": str(model), "logger.log_dir": str(tmp_path / "logs")}
     config = load_recipe(ROOT / "configs" / "recipes" / f"grpo_sort_moe_r3_{engine}_cpu.yaml", SMALL | PACKED | own)
     printed = io.StringIO()
-    run(config, console=Console(file=printed, width=300))
+    warm_runs.run(config, shown=printed)
     assert ["route", "trace", str(trace)] in [line.split() for line in printed.getvalue().splitlines()]
     reset_r3_trace()
     flags = ["--require-forward-verify", "--require-cp-identity"]

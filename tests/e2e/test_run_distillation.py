@@ -18,6 +18,7 @@ from nemo_rl_tools.step_replay.replay import replay_step
 from nemo_rl_tools.verdict import Verdict
 from tests.helpers.runs import LOCAL, ROOT, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import VOCAB, tiny_model, write_tiny_folder
+from tests.helpers.warm_runs import WarmRuns
 
 RAY = {"cluster.cpu_workers_per_node": "1"}
 KEEP = {"diagnostics.keep_steps.enabled": "true"}
@@ -83,11 +84,11 @@ def test_a_replay_takes_the_kept_columns_of_the_teacher(local: Path) -> None:
 
 @pytest.mark.slow
 def test_a_teacher_with_workers_and_a_layout_of_its_own_gives_the_same_numbers(
-    tmp_path: Path, models: tuple[Path, Path], local: Path
+    tmp_path: Path, models: tuple[Path, Path], local: Path, warm_runs: WarmRuns
 ) -> None:
     taught = {"num_workers": 2, "tensor_parallel_size": 2}
     config = load_recipe(recipe_of(tmp_path, models, **taught), RAY)
-    run(config, console=Console(file=io.StringIO()))
+    warm_runs.run(config)
     for ours, expected in zip(rows_of(config.logger.log_dir), rows_of(local), strict=True):
         for name in METRICS:
             assert ours[f"train/{name}"] == pytest.approx(expected[f"train/{name}"], rel=ROUNDING), name

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from nemo_rl.algorithms.run import run
 from nemo_rl.models.adapters.folder import is_adapter_folder
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
+from tests.helpers.warm_runs import WarmRuns
 
 pytestmark = pytest.mark.slow
 
@@ -38,9 +36,9 @@ ADAPTERS = {"policy.lora.enabled": "true", "policy.lora.rank": "4", "policy.lora
 SAVES = {"checkpointing.enabled": "true", "checkpointing.save_period": "2", "checkpointing.keep_top_k": "null"}
 
 
-def train(recipe: Path, overrides: dict[str, str]) -> list[dict[str, float]]:
+def train(runs: WarmRuns, recipe: Path, overrides: dict[str, str]) -> list[dict[str, float]]:
     config = load_recipe(recipe, {**MEGATRON, **overrides})
-    run(config, console=Console(file=io.StringIO()))
+    runs.run(config)
     return logged_steps(config.logger.log_dir)
 
 
@@ -51,15 +49,18 @@ def learned(step: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize("lora", [{}, ADAPTERS], ids=["weights", "adapters"])
 def test_a_pipeline_gives_the_numbers_of_one_process_which_continues_from_its_checkpoint(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, lora: dict[str, str]
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, warm_runs: WarmRuns, lora: dict[str, str]
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     model = write_tiny_folder(tmp_path_factory.mktemp("model"))
-    alone = train(write_recipe(tmp_path_factory.mktemp("alone"), model), {**LOCAL, **lora})
+    alone = train(warm_runs, write_recipe(tmp_path_factory.mktemp("alone"), model), {**LOCAL, **lora})
     folder = tmp_path_factory.mktemp("pipeline")
     checkpoints = {**SAVES, "checkpointing.checkpoint_dir": str(folder / "checkpoints")}
-    together = train(write_recipe(folder, model), {**PIPELINE, **lora, **checkpoints, "grpo.max_num_steps": "2"})
+    together = train(
+        warm_runs, write_recipe(folder, model), {**PIPELINE, **lora, **checkpoints, "grpo.max_num_steps": "2"}
+    )
     resumed = train(
+        warm_runs,
         write_recipe(tmp_path_factory.mktemp("resumed"), model),
         {**LOCAL, **lora, **checkpoints, "checkpointing.resume": "true"},
     )
