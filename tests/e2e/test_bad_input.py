@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import resource
@@ -33,24 +32,10 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(capfd, monkeypatch) -> Run:
-    """The command line's `main` in this process: exit code and everything it printed."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    spec = importlib.util.spec_from_file_location("run_grpo", ROOT / "examples" / "run_grpo.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-    def call(recipe: Path, *overrides: str) -> tuple[int, str]:
-        settings = [f"{name}={value}" for name, value in LOCAL.items()]
-        code = module.main(["--config", str(recipe), *settings, *overrides])
-        out, err = capfd.readouterr()
-        text = out + err
-        assert "Traceback" not in text, text
-        return code, text
-
-    return call
+def run(command_line) -> Run:
+    """The command line in this process, for a recipe in one process."""
+    settings = [f"{name}={value}" for name, value in LOCAL.items()]
+    return lambda recipe, *overrides: command_line(recipe, *settings, *overrides)
 
 
 @pytest.fixture

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.runs import ROOT, logged_steps, rollouts_of, run_cli
+from tests.helpers.runs import ROOT, logged_steps, rollouts_of
 from tests.helpers.tiny_model import write_tiny_folder
 
 pytestmark = pytest.mark.slow
@@ -17,7 +18,9 @@ ONE_PROCESS = {"cluster.cpu_workers_per_node": 1, "policy.generation.num_replica
 
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
-def test_a_run_of_seven_parts_of_ones_own(tmp_path: Path, launcher: str) -> None:
+def test_a_run_of_seven_parts_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Callable[..., tuple[int, str]], launcher: str
+) -> None:
     model, logs = write_tiny_folder(tmp_path / "model"), tmp_path / "logs"
     settings = {
         "policy.model_name": model,
@@ -28,7 +31,10 @@ def test_a_run_of_seven_parts_of_ones_own(tmp_path: Path, launcher: str) -> None
         "data.train.size": 64,
         **(ONE_PROCESS if launcher == "local" else {}),
     }
-    code, output = run_cli(
+    # The recipe's parts are found from its own folder and from the variable, as its first lines say.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    code, output = command_line(
         ROOT / "examples/extending/recipe.yaml", *(f"{name}={value}" for name, value in settings.items())
     )
     assert code == 0, output
