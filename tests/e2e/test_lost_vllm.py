@@ -33,7 +33,6 @@ SETTINGS = {
     "policy.max_total_sequence_length": "64",
     "policy.generation.engine_timeout_s": "25",
     "policy.generation.refit_delta.enabled": "true",
-    "+policy.generation.options.at": "2",
 }
 OF_A_ROW = ("prompt", "token_ids", "reward", "advantage", "weight_version")
 LOST = ("rollout/engines", "rollout/engines_lost")
@@ -43,7 +42,7 @@ END_S = 150.0
 
 def settings_of(folder: Path, *, victims: str, kind: str) -> dict[str, str]:
     options = {"victims": victims, "signal": kind, "notes": str(folder)}
-    return SETTINGS | {f"+policy.generation.options.{name}": value for name, value in options.items()}
+    return SETTINGS | {f"+policy.generation.options.{name}": repr(value) for name, value in options.items()}
 
 
 def trained(folder: Path, model: Path, *, victims: str, kind: str = "SIGKILL") -> tuple[list[dict], list[list[dict]]]:
@@ -71,8 +70,8 @@ def unharmed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[lis
 def test_the_other_engine_samples_the_same_rows(
     kind: str, tmp_path: Path, model: Path, unharmed: tuple[list[dict], list[list[dict]]]
 ) -> None:
-    steps, rollouts = trained(tmp_path, model, victims="engine 1", kind=kind)
-    assert (tmp_path / f"engine_1{ENDED_SUFFIX}").exists()
+    steps, rollouts = trained(tmp_path, model, victims="engine 1 at 2", kind=kind)
+    assert (tmp_path / f"engine_1_0{ENDED_SUFFIX}").exists()
     assert rollouts == unharmed[1] and len(rollouts[1]) == 16
     assert [step["train/reward"] for step in steps] == [step["train/reward"] for step in unharmed[0]]
     assert [step["train/grad_norm"] for step in steps] == [step["train/grad_norm"] for step in unharmed[0]]
@@ -84,7 +83,7 @@ def test_without_any_engine_the_run_ends_with_the_cause_and_leaves_nothing(
 ) -> None:
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
-    settings = settings_of(tmp_path, victims="engine 0 engine 1", kind="SIGKILL")
+    settings = settings_of(tmp_path, victims="engine 0 at 2, engine 1 at 2", kind="SIGKILL")
     code, output = run_cli(
         write_recipe(tmp_path, model), *(f"{name}={value}" for name, value in settings.items()), timeout_s=600
     )

@@ -1,8 +1,8 @@
 """Engines with planted faults: processes that die or stand still in a request, and refits that go wrong.
 
 Recipes name `build_dying_engine` and `build_dying_vllm`. `policy.generation.options` has `signal` (a name such as
-SIGKILL), `victims` (such as `engine 0 engine 1`), `at` (the request in which, counted from 1) and `notes`, a folder
-where each victim leaves a file, so that its successor lives.
+SIGKILL), `victims` (such as `engine 1 at 2, engine 1 at 3`: the request, counted from 1, in which the first process of
+engine 1 ends, and the one in which its successor does) and `notes`, a folder where each victim leaves a file.
 
 Faults of a refit are planted by name, one at a time; a receipt must find each. A fault is planted behind the
 fingerprints where the engine has room there: in vLLM between what was handed over and what it computes with, in the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -98,16 +99,19 @@ def _with_small_cache(spec: EngineSpec) -> EngineSpec:
 def _planned_end(spec: EngineSpec) -> tuple[Callable[[], None], int] | None:
     """Return how the process ends and in which request, or None for an engine that lives."""
     options = spec.policy.generation.options
-    note = Path(str(options["notes"])) / f"engine_{spec.number}"
-    if f"engine {spec.number}" not in str(options["victims"]) or note.exists():
+    ends = re.findall(rf"engine {spec.number} at (\d+)", str(options["victims"]))
+    notes = [Path(str(options["notes"])) / f"engine_{spec.number}_{life}" for life in range(len(ends))]
+    left = [(note, at) for note, at in zip(notes, ends, strict=True) if not note.exists()]
+    if not left:
         return None
+    note, at = left[0]
     note.touch()
 
     def end() -> None:
         note.with_suffix(ENDED_SUFFIX).touch()
         os.kill(os.getpid(), signal.Signals[str(options["signal"])])
 
-    return end, int(str(options["at"]))
+    return end, int(at)
 
 
 Named = list[tuple[str, torch.Tensor]]
