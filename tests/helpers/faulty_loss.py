@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 
-HANGS_S = 600.0
+WAIT_S = 60.0
 
 
 def row_sums(ids_NT: torch.Tensor, lengths_N: torch.Tensor) -> list[int]:
@@ -23,7 +25,8 @@ def row_sums(ids_NT: torch.Tensor, lengths_N: torch.Tensor) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlantedLoss(PolicyLoss):
-    """Options: `row`, one of `row_sums`; `what`, `nan` or `hang`."""
+    """Options: `row`, one of `row_sums`; `folder`, which is copied to `copy` once the file `after` is there, as a kill
+    would leave it. The loss is no number then."""
 
     @property
     def input_fields(self) -> tuple[str, ...]:
@@ -36,6 +39,9 @@ class PlantedLoss(PolicyLoss):
         options = self.config.options
         if options["row"] not in row_sums(batch["input_ids"], batch["input_lengths"]):
             return out
-        if options["what"] == "hang":
-            time.sleep(HANGS_S)
+        if "copy" in options:
+            give_up = time.monotonic() + WAIT_S
+            while not Path(options["after"]).is_file() and time.monotonic() < give_up:
+                time.sleep(0.01)
+            shutil.copytree(options["folder"], options["copy"])
         return replace(out, loss=out.loss * float("nan"))
