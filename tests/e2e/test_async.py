@@ -25,7 +25,6 @@ from nemo_rl_tools.step_replay.replay import replay_step
 from nemo_rl_tools.verdict import Verdict
 from tests.helpers.model_families import write_family
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 
 PROMPTS = 4
 ASYNC = {"grpo.async.enabled": "true"}
@@ -53,18 +52,8 @@ UNEQUAL = {"policy.generation.max_new_tokens": "8", "policy.generation.max_batch
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_family(tmp_path_factory.mktemp("moe"), "qwen3_moe")
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
 
 
 def train(folder: Path, model: Path, changes: Mapping[str, str], *, steps: int = 4) -> Path:

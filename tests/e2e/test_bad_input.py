@@ -18,17 +18,11 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config
 
 from tests.helpers.runs import LOCAL, logged_steps, run_cli, write_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 
 ROOT = Path(__file__).parents[2]
 DATA = {"dataset_name": "jsonl", "size": None}
 
 Run = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -4,12 +4,9 @@ worker and an actor of the ledger elsewhere.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.helpers.chaos import NAMED, ROLES, Row, hit, table
-from tests.helpers.tiny_model import write_tiny_folder
 
 # A row waits for a start, a step, an end and the last process: minutes where much else runs.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -19,11 +16,6 @@ ROWS = (
     Row(store="ray", signal="KILL", role="ledger", stage="train"),
     Row(store="ray", signal="KILL", role="raylet", stage="train"),
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.full

@@ -60,11 +60,6 @@ pytestmark = pytest.mark.slow
 NUM_STEPS = 2
 
 
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
-
-
 def train(folder: Path, model: Path, *, data: Mapping[str, object], env: Mapping[str, object]) -> list[dict]:
     """Runs the steps, checks what every run must show, and returns the rollouts of all steps."""
     recipe = write_recipe(

@@ -49,9 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         checkpointing={"enabled": True, "save_period": 1, "keep_top_k": None},
         logger={"num_rollouts_to_log": 4},
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(Path(__file__).parents[2])
-        run(load_recipe(recipe, LOCAL), console=Console(file=io.StringIO()))
+    run(load_recipe(recipe, LOCAL), console=Console(file=io.StringIO()))
     return folder
 
 

@@ -19,7 +19,6 @@ from nemo_rl_tools.verdict import Verdict
 from tests.helpers import mooncake
 from tests.helpers.extra_columns import DECLARED, write_rows
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 from tests.helpers.warm_runs import WarmRuns
 
 HELPERS = "tests.helpers.extra_columns"
@@ -34,16 +33,6 @@ STORES = {
     "transfer_queue-tp2": {**TWO_RANKS, "data_plane.impl": "transfer_queue"},
 }
 MARKS = {"ray-tp2": [pytest.mark.full], "transfer_queue-tp2": [pytest.mark.slow]}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
 
 
 def train(
@@ -72,9 +61,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def alone(warm_runs: WarmRuns, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(Path(__file__).parents[2])
-        return train(warm_runs, tmp_path_factory.mktemp("noop"), model, LOCAL)
+    return train(warm_runs, tmp_path_factory.mktemp("noop"), model, LOCAL)
 
 
 def learning(logs: Path) -> list[dict[str, float]]:

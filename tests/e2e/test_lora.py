@@ -84,11 +84,6 @@ class Trained:
         return load_file(self.weights() / "adapter_model.safetensors")
 
 
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
-
-
 def recipe_of(folder: Path, model: Path, **policy: object) -> Path:
     return write_recipe(
         folder,
@@ -106,16 +101,14 @@ def recipe_of(folder: Path, model: Path, **policy: object) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("run")
     model = write_tiny_folder(folder / "model")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(Path(__file__).parents[2])
-        config = load_recipe(recipe_of(folder, model), LOCAL)
-        with open_parts(config, console=Console(file=io.StringIO())) as parts:
-            GRPOTrainer(parts).fit()
-            parties = parts.weight_sync._parties
-            parties.run_policy(ask(PolicyWorker.prepare_for_training))
-            [weights] = parties.run_policy(ask(PolicyWorker.export_weights))
-            [answer] = parties.run_engines(ask(RefitTarget.answer_receipt, probe=None)).values()
-            frozen = Frozen(trainer=dict(weights), engine=dict(answer.fingerprints))
+    config = load_recipe(recipe_of(folder, model), LOCAL)
+    with open_parts(config, console=Console(file=io.StringIO())) as parts:
+        GRPOTrainer(parts).fit()
+        parties = parts.weight_sync._parties
+        parties.run_policy(ask(PolicyWorker.prepare_for_training))
+        [weights] = parties.run_policy(ask(PolicyWorker.export_weights))
+        [answer] = parties.run_engines(ask(RefitTarget.answer_receipt, probe=None)).values()
+        frozen = Frozen(trainer=dict(weights), engine=dict(answer.fingerprints))
     return Trained(model=model, logs=config.logger.log_dir, frozen=frozen)
 
 

@@ -22,7 +22,6 @@ from nemo_rl.algorithms.run import run as run_config
 from nemo_rl.config.load import load_config
 from nemo_rl.errors import ConfigError, DatasetError, UserError
 from tests.helpers.runs import ROOT, logged_steps
-from tests.helpers.tiny_model import write_tiny_folder
 
 ROWS = [{"prompt": f"sort {number}", "answer": "".join(sorted(str(number)))} for number in range(1201, 1233)]
 SHORT = {"num_generations_per_prompt": 4, "num_prompts_per_step": 4, "max_num_steps": 2, "learning_rate": 1e-3}
@@ -55,11 +54,6 @@ RECIPE = {
     "cluster": {"launcher": "local"},
     "logger": {"tensorboard_enabled": False, "reward_curve": False},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

@@ -11,16 +11,10 @@ from rich.console import Console
 from nemo_rl.algorithms.run import run
 from nemo_rl.utils.trackers import read_metrics
 from tests.helpers.runs import LOCAL, ROOT, SMALL, load_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 
 pytestmark = pytest.mark.slow
 
 STAGES = {"timing/prev_logprobs_s", "timing/reference_logprobs_s"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 def train(name: str, folder: Path, model: Path, **changes: str) -> list[dict[str, float]]:
@@ -33,7 +27,6 @@ def train(name: str, folder: Path, model: Path, **changes: str) -> list[dict[str
 def test_the_recipe_runs_both_log_probability_stages_and_the_policy_leaves_its_reference(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)
     # One update per step: the first step then trains the reference policy itself.
     one_update = {"policy.train_global_batch_size": "32"}
     first, second = train("recipes/grpo_sort_reference_cpu.yaml", tmp_path, model, **one_update)
@@ -49,6 +42,5 @@ def test_the_recipe_runs_both_log_probability_stages_and_the_policy_leaves_its_r
 
 
 def test_the_demo_runs_neither(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
     (row,) = train("grpo_sort_cpu.yaml", tmp_path, model, **{"grpo.max_num_steps": "1"})
     assert not STAGES & row.keys() and "train/reference_kl" not in row

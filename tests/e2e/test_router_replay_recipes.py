@@ -24,7 +24,6 @@ INSPECT = [sys.executable, "-m", "nemo_rl.cli.main", "inspect"]
 def test_the_recipe_replays_what_its_rollouts_recorded(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_runs: WarmRuns
 ) -> None:
-    monkeypatch.chdir(ROOT)
     trace = tmp_path / "trace"
     for name, value in (("", "1"), ("_VERIFY_FORWARD", "1"), ("_DIR", str(trace)), ("_STEPS", "2")):
         monkeypatch.setenv(f"NRL_R3_TRACE{name}", value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from nemo_rl.errors import UserError
 from nemo_rl_tools.step_replay.chain import ReplayRequest
 from nemo_rl_tools.step_replay.replay import replay_step
 from nemo_rl_tools.verdict import Verdict
-from tests.helpers.runs import LOCAL, ROOT, load_recipe, logged_steps, write_recipe
+from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import VOCAB, tiny_model, write_tiny_folder
 from tests.helpers.warm_runs import WarmRuns
 
@@ -34,11 +33,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     student, teacher = write_tiny_folder(folder / "student"), write_tiny_folder(folder / "teacher")
     tiny_model(seed=7, num_layers=3).save_pretrained(teacher)
     return student, teacher
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
 
 
 def recipe_of(folder: Path, models: tuple[Path, Path], *, top_k: int = 8, **teacher: object) -> Path:
@@ -60,8 +54,7 @@ def rows_of(log_dir: Path) -> list[dict[str, float]]:
 def local(tmp_path_factory: pytest.TempPathFactory, models: tuple[Path, Path]) -> Path:
     """The log folder of a run in one process, whose steps are kept."""
     config = load_recipe(recipe_of(tmp_path_factory.mktemp("local"), models), {**LOCAL, **KEEP})
-    with contextlib.chdir(ROOT):
-        run(config, console=Console(file=io.StringIO()))
+    run(config, console=Console(file=io.StringIO()))
     return config.logger.log_dir
 
 

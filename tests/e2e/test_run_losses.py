@@ -10,7 +10,6 @@ from rich.console import Console
 
 from nemo_rl.algorithms.run import run
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 
 
 def steps_of(folder: Path, model: Path, *, updates: int = 1, **loss: object) -> list[dict[str, float]]:
@@ -19,16 +18,6 @@ def steps_of(folder: Path, model: Path, *, updates: int = 1, **loss: object) -> 
     config = load_recipe(recipe, LOCAL)
     run(config, console=Console(file=io.StringIO()))
     return [row for row in logged_steps(config.logger.log_dir) if "train/loss" in row]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
 
 
 def test_a_forced_ratio_an_entropy_bonus_and_a_correction_together(tmp_path: Path, model: Path) -> None:

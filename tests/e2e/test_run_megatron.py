@@ -47,11 +47,10 @@ def learned(step: dict[str, float]) -> dict[str, float]:
     return {name: step[name] for name in names if name in step}
 
 
-@pytest.mark.parametrize("lora", [{}, ADAPTERS], ids=["weights", "adapters"])
+@pytest.mark.parametrize("lora", [{}, pytest.param(ADAPTERS, marks=pytest.mark.full)], ids=["weights", "adapters"])
 def test_a_pipeline_gives_the_numbers_of_one_process_which_continues_from_its_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, warm_runs: WarmRuns, lora: dict[str, str]
 ) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
     model = write_tiny_folder(tmp_path_factory.mktemp("model"))
     alone = train(warm_runs, write_recipe(tmp_path_factory.mktemp("alone"), model), {**LOCAL, **lora})
     folder = tmp_path_factory.mktemp("pipeline")

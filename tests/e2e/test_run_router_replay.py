@@ -44,7 +44,6 @@ def train(folder: Path, model: Path, **changes: str) -> list[dict[str, float]]:
     ids=["rollout", "packed, engine in half precision", "prev_logprobs"],
 )
 def test_every_hop_of_a_run_has_the_routes_that_were_recorded(tmp_path, model, monkeypatch, changes):
-    monkeypatch.chdir(Path(__file__).parents[2])
     trace = tmp_path / "trace"
     for name, value in (("", "1"), ("_VERIFY_FORWARD", "1"), ("_DIR", str(trace)), ("_STEPS", "3")):
         monkeypatch.setenv(f"NRL_R3_TRACE{name}", value)
@@ -66,7 +65,6 @@ def test_every_hop_of_a_run_has_the_routes_that_were_recorded(tmp_path, model, m
 
 def test_replay_of_a_models_own_routes_learns_as_without_replay(tmp_path, model, monkeypatch):
     """One precision, one step per global batch: what is replayed is what the policy would have chosen."""
-    monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.delenv("NRL_R3_TRACE", raising=False)
     one_batch = {"policy.train_global_batch_size": "16", **WITH_SQUARES}
     replayed = train(tmp_path / "replayed", model, **one_batch)
@@ -80,7 +78,6 @@ def test_replay_of_a_models_own_routes_learns_as_without_replay(tmp_path, model,
 @pytest.mark.parametrize("history", ["append", "new_row"])
 def test_routes_of_conversations_are_whole_over_turns(tmp_path, model, monkeypatch, history):
     """What is said between turns has the routes of the next turn's prompt, and so has the last token of a turn."""
-    monkeypatch.chdir(Path(__file__).parents[2])
     trace = tmp_path / "trace"
     for name, value in (("", "1"), ("_VERIFY_FORWARD", "1"), ("_DIR", str(trace)), ("_STEPS", "3")):
         monkeypatch.setenv(f"NRL_R3_TRACE{name}", value)

@@ -25,20 +25,9 @@ from nemo_rl_tools.step_replay.chain import ReplayProblem, ReplayRequest, Snapsh
 from nemo_rl_tools.step_replay.replay import replay_step
 from nemo_rl_tools.verdict import Verdict
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 
 ROWS = 16
 Logged = dict[str, float]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
 
 
 def steps_of(folder: Path, model: Path, overrides: dict[str, str]) -> list[Logged]:
@@ -117,9 +106,7 @@ class KeptRun:
 
 @pytest.fixture(scope="module")
 def kept_runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, KeptRun]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(Path(__file__).parents[2])
-        return {name: kept_run(tmp_path_factory.mktemp(name), model, overrides) for name, overrides in RUNS.items()}
+    return {name: kept_run(tmp_path_factory.mktemp(name), model, overrides) for name, overrides in RUNS.items()}
 
 
 def kept_run(folder: Path, model: Path, overrides: dict[str, str]) -> KeptRun:

@@ -20,7 +20,6 @@ import pytest
 
 from nemo_rl.utils.exits import INTERRUPTED, NODE_LOST, TIME_LIMIT
 from tests.helpers.runs import logged_steps, run_cli, write_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 
 ROOT = Path(__file__).parents[2]
 NODES = {"n1": "127.0.0.2", "n2": "127.0.0.3"}
@@ -295,11 +294,6 @@ START_S = 450.0
 """Longest start of a job, on a machine that does much else."""
 LOST_S = 60.0
 """Longest time until a lost node is named."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

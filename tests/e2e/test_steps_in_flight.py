@@ -20,7 +20,6 @@ from nemo_rl.algorithms.step_metrics import step_metrics
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.factory import open_step
 from tests.helpers.runs import LOCAL, load_recipe, write_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 
 ROWS = 16
 """Of a step: 4 prompts with 4 samples each."""
@@ -58,11 +57,6 @@ class Overlapping:
 
     def alive(self) -> set[str]:
         return set(self.parts.client.kv_list(PARTITION))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 def config_of(folder: Path, model: Path) -> MasterConfig:

@@ -26,7 +26,6 @@ from nemo_rl.tracer.reducer import STATS
 from nemo_rl_tools.tracer.entry import EntryKind
 from nemo_rl_tools.tracer.stream_reader import StreamReader
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 from tests.helpers.tracer_recordings import tokens_of
 
 TRACER = {"diagnostics.tracer.enabled": "true", "diagnostics.tracer.max_hz": "1000", "diagnostics.tracer.rows": "6"}
@@ -59,18 +58,6 @@ class Watched:
             == ("generation", site, reducer, step)
         ]
         return found
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def from_the_root() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(Path(__file__).parents[2])
-        yield
 
 
 def engine_of(trainer: GRPOTrainer) -> EngineWorker:

@@ -31,20 +31,9 @@ from nemo_rl_tools.tracer.entry import EntryKind
 from nemo_rl_tools.tracer.stream_reader import StreamReader
 from tests.helpers.model_families import FAMILY_SIZES, write_family, write_with_tokenizer
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 
 WATCHED = {"diagnostics.tracer.enabled": "true", "diagnostics.tracer.max_hz": "1000"}
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
 
 
 @contextmanager

@@ -25,7 +25,6 @@ import yaml
 from nemo_rl.utils.trackers import read_metrics
 from tests.helpers.model_families import write_family
 from tests.helpers.runs import ROOT, logged_steps, write_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 
 PREFIX, NETWORK = "10.77.0.", "/24"
 FIRST = "mount -t tmpfs tmpfs /dev/shm && hostname {name} && ip link set lo up && exec sleep infinity"
@@ -226,11 +225,6 @@ WAYS = {
     },
 }
 """Overrides of the dense recipe, besides the place."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
