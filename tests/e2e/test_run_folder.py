@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import shlex
 import signal
 import subprocess
@@ -18,21 +17,10 @@ from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.errors import CheckpointError, UserError
 from nemo_rl.utils.deadlines import SaveDeadline
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, start_cli, write_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 
 pytestmark = pytest.mark.slow
 
 SAVING = {"enabled": True, "save_period": 1, "keep_top_k": None}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
 
 
 def train(recipe: Path, **overrides: object) -> tuple[list[dict[str, float]], str]:
@@ -108,7 +96,7 @@ def wait_for(pattern: str, folder: Path, process: subprocess.Popen[str]) -> None
         time.sleep(0.001)
 
 
-def test_a_signal_during_a_save_is_an_interrupt_that_says_how_to_go_on(tmp_path, model):
+def test_a_signal_during_a_save_is_an_interrupt_that_says_how_to_go_on(tmp_path, model, command_line):
     recipe = write_recipe(tmp_path, model, checkpointing=SAVING, grpo={"max_num_steps": 100_000})
     process = start_cli(recipe, *(f"{name}={value}" for name, value in LOCAL.items()))
     wait_for("step_1", tmp_path / "logs" / "checkpoints", process)
@@ -123,9 +111,9 @@ def test_a_signal_during_a_save_is_an_interrupt_that_says_how_to_go_on(tmp_path,
     saved = sorted((tmp_path / "logs" / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
     assert told == f"the last checkpoint is {saved[-1]}; to continue:", output
     last = int(saved[-1].name.removeprefix("step_"))
-    command += f" grpo.max_num_steps={last + 1}"
-    done = subprocess.run(
-        shlex.split(command), env=dict(os.environ), capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    # The words of the command, as the process was started: python, its script, --config, recipe, overrides.
+    _, script, config, said_recipe, *overrides = shlex.split(command)
+    assert (script, config, said_recipe) == ("examples/run_grpo.py", "--config", str(recipe))
+    code, output = command_line(recipe, *overrides, f"grpo.max_num_steps={last + 1}")
+    assert code == 0, output
     assert [row["step"] for row in logged_steps(tmp_path / "logs")] == list(range(1, last + 2))

@@ -21,20 +21,9 @@ from nemo_rl.utils.rollout_file import rollout_path
 from nemo_rl.utils.run_lock import outcome_of
 from nemo_rl_tools.rollouts.row import read_rows
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, validated_rollouts_of, write_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 
 GRPO = {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 3, "val_period": 0, "seed": 5}
 SAVE_EVERY_STEP = {"enabled": True, "save_period": 1, "keep_top_k": None}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
 
 
 def train(recipe: Path, overrides: dict[str, str] | None = None) -> tuple[list[dict[str, float]], str]:
@@ -46,6 +35,12 @@ def train(recipe: Path, overrides: dict[str, str] | None = None) -> tuple[list[d
 
 def learning(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not name.startswith("data_plane/")}
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[dict[str, float]]:
+    """Steps of the small recipe as it is."""
+    return train(write_recipe(tmp_path_factory.mktemp("usual"), model))[0]
 
 
 def test_a_run_writes_everything_it_names_and_leaves_no_row(tmp_path, model):
@@ -98,20 +93,18 @@ def test_a_run_writes_everything_it_names_and_leaves_no_row(tmp_path, model):
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path, model):
-    first, _ = train(write_recipe(tmp_path / "a", model))
+def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path, model, usual):
     again, _ = train(write_recipe(tmp_path / "b", model))
     other, _ = train(write_recipe(tmp_path / "c", model), {"grpo.seed": "6"})
-    assert first == again
-    assert [row["train/loss"] for row in first] != [row["train/loss"] for row in other]
-    assert all(row["train/grad_norm"] > 0 for row in first)
+    assert usual == again
+    assert [row["train/loss"] for row in usual] != [row["train/loss"] for row in other]
+    assert all(row["train/grad_norm"] > 0 for row in usual)
 
 
 @pytest.mark.slow
-def test_the_ledger_behind_a_socket_gives_the_same_numbers(tmp_path, model):
-    in_process, _ = train(write_recipe(tmp_path / "a", model))
+def test_the_ledger_behind_a_socket_gives_the_same_numbers(tmp_path, model, usual):
     socket, _ = train(write_recipe(tmp_path / "b", model), {"data_plane.ledger_host": "socket"})
-    assert in_process == socket
+    assert usual == socket
 
 
 @pytest.mark.slow
