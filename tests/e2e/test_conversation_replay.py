@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,8 +21,9 @@ from nemo_rl_tools.conversation_replay import replay_conversations
 from nemo_rl_tools.step_replay.chain import ReplayProblem, ReplayRequest
 from nemo_rl_tools.step_replay.replay import replay_step
 from nemo_rl_tools.verdict import Verdict
+from tests.helpers.case_selection import params
 from tests.helpers.chat_templates import QWEN3
-from tests.helpers.runs import LOCAL, ROOT, load_recipe, rollouts_of, write_recipe
+from tests.helpers.runs import LOCAL, load_recipe, rollouts_of, write_recipe
 from tests.helpers.tiny_model import tiny_model, write_tiny_folder
 
 CORPUS = ["user\nassistant\nturn 0 turn 1 turn 2 guess 1 to 9 <think> </think>"] * 3
@@ -40,11 +39,6 @@ CONVERSATIONS = {
     "env.num_workers": "1",
 }
 COUNTING = {"env.name": "tests.helpers.failing_environments:Counting", "env.reward_function": "null"}
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 def train(folder: Path, overrides: dict[str, str], *, with_thoughts: bool = False) -> Path:
@@ -69,16 +63,11 @@ def train(folder: Path, overrides: dict[str, str], *, with_thoughts: bool = Fals
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in which a fifth of the conversations is left out."""
-    before = Path.cwd()
-    os.chdir(ROOT)
-    try:
-        folder = tmp_path_factory.mktemp("kept")
-        failing = json.dumps({"folder": str(folder), "failing": 100, "turns": 3})
-        yield train(folder, {"env.options": failing, "experience.conversation.retries": "0"})
-    finally:
-        os.chdir(before)
+    folder = tmp_path_factory.mktemp("kept")
+    failing = json.dumps({"folder": str(folder), "failing": 100, "turns": 3})
+    return train(folder, {"env.options": failing, "experience.conversation.retries": "0"})
 
 
 def sign(folder: Path) -> None:
@@ -87,11 +76,14 @@ def sign(folder: Path) -> None:
     Manifest.write(folder)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "outcome_plus_turn", "discounted_return"])
-@pytest.mark.parametrize("history", ["append", "new_row"])
-def test_a_step_with_conversations_is_trained_again_to_the_last_bit(
-    tmp_path: Path, estimator: str, history: str
-) -> None:
+ESTIMATORS = ("grpo", "outcome_plus_turn", "discounted_return")
+TRAINED = [(estimator, history) for estimator in ESTIMATORS for history in ("append", "new_row")]
+USUAL = [("grpo", "append"), ("outcome_plus_turn", "new_row"), ("discounted_return", "new_row")]
+
+
+@pytest.mark.parametrize("case", params(TRAINED, USUAL), ids="-".join)
+def test_a_step_with_conversations_is_trained_again_to_the_last_bit(tmp_path: Path, case: tuple[str, str]) -> None:
+    estimator, history = case
     options = json.dumps({"folder": str(tmp_path), "failing": 100, "turns": 3})
     overrides = {
         "env.options": options,
@@ -170,7 +162,7 @@ def test_readable_rollouts_have_turns_replies_and_causes(kept: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_flight", ["drain", "recompute"])
+@pytest.mark.parametrize("in_flight", [pytest.param("drain", marks=pytest.mark.full), "recompute"])
 def test_turns_of_an_asynchronous_run_are_sampled_again_from_their_own_weights(tmp_path: Path, in_flight: str) -> None:
     changes = {
         "grpo.async.enabled": "true",

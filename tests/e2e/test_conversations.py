@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
+from tests.helpers.case_selection import params
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
-from tests.helpers.tiny_model import write_tiny_folder
 
 TALK = {
     "experience.conversation.enabled": "true",
@@ -27,6 +27,7 @@ ASYNC = {
     "loss_fn.truncated_importance_sampling_type": "tis",
     "loss_fn.truncated_importance_sampling_ratio": "2.0",
 }
+SOURCES = {"synchronous": {}, "asynchronous": ASYNC}
 MEGATRON = {
     "policy.dtensor_cfg.enabled": "false",
     "policy.megatron_cfg.enabled": "true",
@@ -44,16 +45,6 @@ REWRITING = (
 )
 """A template that writes earlier turns of the model in another way."""
 NEW_ROWS = {"data.history": "new_row", "policy.tokenizer.chat_template": json.dumps(REWRITING)}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
 
 
 def train(folder: Path, model: Path, changes: Mapping[str, str], *, steps: int = 3) -> Path:
@@ -79,10 +70,16 @@ def test_conversations_are_sampled_and_trained(tmp_path, model, changes):
     assert "grpo.async.enabled" in changes or all(step["rollout/open_conversations"] == 0 for step in steps)
 
 
-@pytest.mark.parametrize("source", [{}, ASYNC], ids=["synchronous", "asynchronous"])
-@pytest.mark.parametrize("estimator", ["grpo", "outcome_plus_turn", "discounted_return"])
-def test_a_conversation_whose_history_is_rewritten_has_several_rows(tmp_path, model, source, estimator):
-    changes = {**TALK, **NEW_ROWS, **source, "grpo.adv_estimator.name": estimator}
+SEVERAL_ROWS = [
+    (estimator, name) for estimator in ("grpo", "outcome_plus_turn", "discounted_return") for name in SOURCES
+]
+USUAL = [("outcome_plus_turn", "synchronous"), ("discounted_return", "asynchronous")]
+
+
+@pytest.mark.parametrize("case", params(SEVERAL_ROWS, USUAL), ids="-".join)
+def test_a_conversation_whose_history_is_rewritten_has_several_rows(tmp_path, model, case):
+    estimator, source = case
+    changes = {**TALK, **NEW_ROWS, **SOURCES[source], "grpo.adv_estimator.name": estimator}
     for step in logged_steps(train(tmp_path / "run", model, changes)):
         assert step["rollout/turns"] == 3 and 2 < step["rollout/rows_per_conversation"] <= 3
 
