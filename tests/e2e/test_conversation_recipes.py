@@ -30,11 +30,6 @@ SHORT = {
 }
 
 
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["guess", "guess_async", "calculator"])
 def test_two_steps_train_conversations_that_the_starter_knows_the_form_of(tmp_path: Path, name: str) -> None:
