@@ -41,6 +41,7 @@ def _run(recipe: str, folder: Path, changes: dict[str, str], **variables: str) -
     return logged_steps(folder / "logs")
 
 
+@pytest.mark.full
 def test_two_engines_sample_and_learn(tmp_path: Path) -> None:
     # One update a step: what is trained is what was sampled from.
     on_policy = {
