@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.worker_groups import MOST_STARTS, Call, WorkerFleet, ask
 from nemo_rl.errors import ConfigError, NonFiniteError, WorkerError, WorkerLate, WorkerLost
 from nemo_rl.experience.rollout_handle import RolloutHandle
+from tests.helpers.data_planes import IMPORTED, ray_cluster
 
 START_S = 600.0
 GONE_S = 60.0
@@ -49,13 +49,13 @@ def started(number: int) -> RayWorkerGroup:
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    with OwnRay(num_cpus=2):
+def own_ray() -> Iterator[None]:
+    with ray_cluster(num_cpus=2, imported=[*IMPORTED, "nemo_rl.experience.rollout_worker"]):
         yield
 
 
 @pytest.fixture
-def fleet(ray_cluster: None) -> Iterator[WorkerFleet]:
+def fleet(own_ray: None) -> Iterator[WorkerFleet]:
     fleet = WorkerFleet([started(number) for number in range(2)], start=started)
     yield fleet
     fleet.shutdown()
@@ -106,7 +106,7 @@ def test_with_none_left_the_first_loss_is_raised(fleet):
         fleet.run(ask(Member.die), stage="again", timeout_s=60)
 
 
-def test_a_member_that_never_starts_again_is_given_up(ray_cluster):
+def test_a_member_that_never_starts_again_is_given_up(own_ray):
     tries = []
 
     def start(number: int) -> RayWorkerGroup:
@@ -118,7 +118,7 @@ def test_a_member_that_never_starts_again_is_given_up(ray_cluster):
     assert [fleet.restart_failed() for _ in range(4)] == [()] * 4 and tries == [0] * MOST_STARTS
 
 
-def test_an_abort_does_not_wait_for_workers_that_are_being_replaced(ray_cluster):
+def test_an_abort_does_not_wait_for_workers_that_are_being_replaced(own_ray):
     begun, may_end = threading.Event(), threading.Event()
 
     def start(number: int) -> RayWorkerGroup:

@@ -14,10 +14,10 @@ import pytest
 import ray
 
 from nemo_rl.distributed.environment import MOST_OPEN_FILES, raise_open_files
-from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, Pending, Request, ask
 from nemo_rl.errors import CollectiveTimeout, NonFiniteError, ResourceError, WorkerError, WorkerLate, WorkerLost
+from tests.helpers.data_planes import IMPORTED, ray_cluster
 
 START_S = 600.0
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class Echo:
 
 @pytest.fixture(scope="module")
 def cluster():
-    with OwnRay(num_cpus=4):
+    with ray_cluster(num_cpus=4, imported=[*IMPORTED, "nemo_rl.experience.rollout_worker"]):
         yield
 
 
