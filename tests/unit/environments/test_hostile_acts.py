@@ -1,4 +1,4 @@
-"""Three hundred acts of hostile code: each has an ending, its neighbours go on, and nothing of it is left.
+"""A hundred acts of hostile code, three hundred in `make test-full`: each ends, its neighbours go on, nothing is left.
 
 The acts are drawn by a seed from all that `hostile_acts` knows, for each place in which code of the model, of users and
 of programs runs. `NEMO_RL_TEST_SEED=7` draws others.
@@ -26,6 +26,7 @@ from nemo_rl.environments.tools import HostedTool, ToolHost
 from nemo_rl.environments.wire import NUMBER_LIMIT, TEXT_LIMIT
 from nemo_rl.environments.zygote import HostLimits
 from nemo_rl.utils.process_guard import remove_folder
+from tests.helpers.case_selection import num_examples
 from tests.helpers.hostile_acts import DEEDS, OUTER, VALUES
 from tests.helpers.hostile_surfaces import LAST_LINES, NEIGHBOUR
 from tests.helpers.processes import MARK, wait_for_none
@@ -50,7 +51,8 @@ Acts = Sequence[tuple[str, str]]
 
 
 def drawn(surface: str, count: int) -> Acts:
-    """Return acts for one surface."""
+    """Return acts for one surface, of which `make test` draws a third."""
+    count = num_examples(count)
     inner = {
         "environment": [(name, place) for name in VALUES for place in FIELDS]
         + [(name, place) for name in (*DEEDS, *OUTER) for place in ("open", "reply", "close")],
