@@ -1,8 +1,7 @@
-"""The processes of a run: their environment variables, and imports that are done once for all workers.
+"""The processes of a run: how many, their environment variables, CPUs and data plane clients, and imports that are done
+once for all workers.
 
-Imports neither torch nor Ray itself.
-
-Logical CPUs and data plane clients of a run. Read by `start`, which starts them, by preflight and plan.
+Read by `start`, which starts them, by preflight and plan. Imports neither torch nor Ray itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Settings of rewards, environments and their tools (`env` section).
-
-Settings of rollout workers (`experience`) and of conversations of several turns (`experience.conversation`).
-"""
+"""Settings of rewards, environments and their tools (`env`), of rollout workers and conversations (`experience`)."""
 
 from __future__ import annotations
 

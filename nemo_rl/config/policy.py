@@ -1,9 +1,6 @@
-"""Settings of the policy (`policy` section): model, workers and batches.
-
-Settings of router replay (`policy.router_replay`).
-
-Router replay uses the experts that the rollout chose again in training. What depends on the experts of the model is
-checked with the model folder.
+"""Settings of the policy (`policy` section): model, workers and batches. Router replay (`policy.router_replay`) uses
+the experts that the rollout chose again in training. What depends on the experts of the model is checked with the
+model folder.
 """
 
 from __future__ import annotations

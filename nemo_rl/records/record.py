@@ -1,16 +1,13 @@
-"""The record of one tensor, and the tokens that its rows belong to.
+"""The record of one tensor with the tokens that its rows belong to, and `RecordWriter`, which writes those of one rank.
 
-Written by `writer`, read by `reader`. Invariant: a record names the row and position of every token that it holds, so
-that records of any layout can be put together without knowing how it laid tokens out.
-
-Writes the records of one rank.
+Read by `reader`. Invariants: a record names the row and position of every token that it holds, so that records of any
+layout can be put together without knowing how it laid tokens out; a folder without an `end` of every rank says that it
+is incomplete; nothing is ever pickled.
 
     FOLDER/manifest.json       what this is about; written by rank 0
     FOLDER/rank_00000.jsonl    a line per record: place, dtype, shape, digest, where its bytes are
     FOLDER/rank_00000.bin      the bytes, little-endian, one record after the other
     FOLDER/rank_00000.end      written last: how many records there are
-
-Invariant: a folder without an `end` of every rank says that it is incomplete; nothing is ever pickled.
 """
 
 from __future__ import annotations

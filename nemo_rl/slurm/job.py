@@ -6,7 +6,8 @@ torch nor Ray.
 The settings of one node of a Slurm job, from its environment: Slurm's variables, those of `ray.sub`, the job's
 folder.
 
-`node.py` reads it once. Invariant: whatever is wrong is said with the name of the variable, before anything is started.
+`node.py` reads them once. Invariant: whatever is wrong is said with the name of the variable, before anything is
+started.
 """
 
 from __future__ import annotations

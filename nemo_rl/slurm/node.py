@@ -10,8 +10,6 @@ after an error or a kill, nothing that it started is left, neither processes nor
 
 `ray symmetric-run` promises less: it ends with 0 where Ray cannot start, notices a lost node or Ray only when the
 command ends, leaves both behind at SIGTERM, keeps no logs, and its end stops every Ray of the user on the machine.
-
-The two kinds of children of a node: Ray, and on the head the job's command. `node.py` starts and ends them.
 """
 
 from __future__ import annotations

@@ -14,14 +14,8 @@ counts of the whole global batch (`LossScale`) and gets whole rows, so the sum o
 depend on how rows were laid out. A row of weight w (`sample_mask`) counts as w rows in the loss, in the counts and in
 every mean; smallest and largest values are those of all rows with a weight. An infinite log-probability, or one
 that the sampler does not know (NaN), gives its token the ratio 1 without gradient, and is counted; NaN of the trainer
-stays NaN, so that workers stop and name the row. Shapes: N rows, T tokens.
-
-Reductions from a value for every token to one number: which tokens count, the mean over tokens, sequences or a
-length, and `TokenMeasures`, metrics that nobody waits for.
-
-Invariant: divisors are the counts of the whole global batch (`LossScale`), so the parts of microbatches and ranks add
-up to the same number however rows were laid out. Rows without a token that counts add 0 and are in no divisor. Shapes:
-N rows, T tokens.
+stays NaN, so that workers stop and name the row. Rows without a token that counts
+add 0 and are in no divisor. Shapes: N rows, T tokens.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Called by `parallelize` before FSDP. A style gives every parameter of a module a placement on the tensor axis, as
 DTensor, so that FSDP, checkpoints and exports know the whole; the module's forward then sees this rank's part as a
 plain tensor. Invariant: a gradient is reduced over the tensor axis exactly once: where ranks see different tokens or
-heads the placement of the gradient says so, and FSDP sums it. Shapes: n rows, S positions, h hidden size.
-
-Tensor-parallel plans: the style of each module of a model. Called by `parallelize`.
+heads the placement of the gradient says so, and FSDP sums it. Shapes: n rows, S positions, h hidden size. `plan_of`
+says the style of each module.
 """
 
 from __future__ import annotations

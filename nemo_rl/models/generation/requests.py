@@ -1,10 +1,7 @@
-"""What a generation engine is given and what it returns: settings, requests, outputs, reports.
+"""What a generation engine is given and what it returns: settings, requests, their rows, outputs, reports.
 
-The records of `GenerationInterface`. Invariant: rows of an output come in the order of the rows of its request.
-
-The rows of a request, one by one: what every built-in engine makes of it before it samples.
-
-Called by the engines. Invariant: rows come prompt by prompt, and each has room for at least one token.
+The records of `GenerationInterface`. Invariants: rows of an output come in the order of the rows of its request, which
+is prompt by prompt; each row has room for at least one token.
 """
 
 from __future__ import annotations

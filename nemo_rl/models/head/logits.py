@@ -1,6 +1,6 @@
 """`LazyLogits`: logits that are computed where they are read, out of hidden states and the weights of a head.
 
-Read by `models.logprobs` and `models.top_k`, one tile of rows or columns at a time, and again in the backward pass.
+Read by `logprobs`, one tile of rows or columns at a time, and again in the backward pass.
 Invariant: logits of more than one tile never exist at one time, unless they were given whole. Shapes: M positions, D
 hidden size, V this rank's columns of the vocabulary, r rank of an adapter.
 

@@ -4,11 +4,8 @@ Called by the training worker and the embedded engine. Invariant: both sides use
 sampled under top-k or top-p has the same log-probability in the trainer. Shapes: M positions, N rows, T tokens,
 V vocabulary.
 
-The most likely tokens of a distribution.
-
-Called by the policy workers for distillation: a teacher writes its top-k tokens with their log-probabilities. They are
-those of the whole vocabulary, whatever part of it a rank holds; of the sampling only the temperature counts. Shapes: M
-positions, V columns of logits on this rank, K tokens of a set.
+`TopTokens`, for distillation, are those of the whole vocabulary, whatever part of it a rank holds; of the sampling only
+the temperature counts. K tokens of a set.
 """
 
 from __future__ import annotations

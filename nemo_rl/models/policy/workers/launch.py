@@ -1,12 +1,10 @@
 """One rank of a run's policy: its process group, its worker over the data plane, the watch that ends it with others.
 
-`start` has every rank call `build_policy_worker`. Apart from `compose`, which needs no data plane. Invariant: an error
+`start` has every rank call `build_policy_worker`. Invariant: an error
 while a rank starts ends the start on all ranks.
 
-Policy workers without a data plane.
-
 `compose_worker` makes a worker without a data plane, also where none is installed, `worker_of_job` that of a rank of a
-job on this machine; `launch` makes those of a run.
+job on this machine.
 """
 
 from __future__ import annotations
