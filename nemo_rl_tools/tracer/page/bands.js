@@ -19,7 +19,7 @@ export class BandsView extends View {
       title: "Over steps",
       takes: (seen) => seen.reducer === "stats" || seen.reducer === "norm",
       first: ["layer.out", "mlp.out"],
-      missing: ["No statistics are watched yet.", "layer.out | stats"],
+      missing: ["No watch of statistics yet.", "layer.out | stats"],
     });
     [this.layer, this.what] = [this.choice("Layers"), this.choice("Band")];
     this.key = note("");
@@ -61,12 +61,12 @@ export class BandsView extends View {
   }
 
   keyText() {
-    if (this.isNorm) return "Euclidean norm over all values. A click goes to the step.";
+    if (this.isNorm) return "Euclidean norm over all values. Click to go to the step.";
     const [band, line] = this.isQuartiles ? ["quartiles", "median"] : ["mean ± standard deviation", "mean"];
     const isTwo = this.app.sides().length > 1;
     return `${isTwo ? "Thin lines" : "Light band"}: least to most; dark band: ${band}, line: ${line}; dashes: rms` +
       `${isTwo ? "; blue: run A, orange: run B" : ""}. Finite values; NaN and infinities are marked at the foot. ` +
-      "A click goes to the step.";
+      "Click to go to the step.";
   }
 
   pointsOf(run, chosen, text, histogram) {

@@ -21,7 +21,7 @@ export class ExpertsView extends View {
       title: "Experts",
       takes: (seen) => seen.reducer === "counts",
       first: ["moe.topk_ids"],
-      missing: ["The load of experts is not watched, or the model has none.", "moe.topk_ids | counts"],
+      missing: ["No watch of the load of experts, or the model has no experts.", "moe.topk_ids | counts"],
     });
     this.sides = [0, 1].map((side) => {
       const title = paneTitle();

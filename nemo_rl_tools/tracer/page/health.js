@@ -40,8 +40,8 @@ export class HealthView extends View {
     const total = this.series.reduce((sum, [, number]) => sum + number, 0);
     const steps = this.series.filter(([, number]) => number > 0).length;
     say(this.barText, total === 0
-      ? `All values were finite in ${count(this.series.length, "step")}, as far as watched.`
-      : `${whole(total)} values in ${count(steps, "step")}. A click goes to the step.`);
+      ? `All watched values were finite in ${count(this.series.length, "step")}.`
+      : `${whole(total)} values in ${count(steps, "step")}. Click to go to the step.`);
     const least = LEAST_SHARE * Math.max(...this.series.map(([, number]) => number));
     this.bars.set({
       lines: [{
@@ -81,7 +81,7 @@ export class HealthView extends View {
       const go = button("show", () => this.app.showSite(one), { className: "quiet" });
       return [one.letter, one.phase, siteText(one.site), whole(one.number), ...numbers, go];
     });
-    if (rows.length === 0) return note("Nothing: all values of this step are finite, as far as watched.");
+    if (rows.length === 0) return note("None: all watched values of this step are finite.");
     return table(["run", "phase", "site", "not finite", "NaN", "+∞", "−∞", ""], rows, { firstNumber: 3 });
   }
 
@@ -108,7 +108,7 @@ export class HealthView extends View {
         [letter, String(step), phase, whole(dropped), missing.join(", ") || "none"];
       return steps.flatMap(([step, phases]) => [...phases].map((gap) => line(step, gap)));
     });
-    if (rows.length === 0) return note("Nothing was dropped, and no rank is missing.");
+    if (rows.length === 0) return note("No frame was dropped, and no rank is missing.");
     return table(["run", "step", "phase", "frames dropped", "ranks missing"], rows.slice(0, MOST_ROWS));
   }
 

@@ -20,7 +20,7 @@ export class HeatView extends View {
       title: "Tokens",
       takes: (seen) => isColour(seen.reducer),
       first: ["layer.out", "mlp.out"],
-      missing: ["Nothing is watched token by token yet.", "layer.out | tiles(1, rms) | train"],
+      missing: ["No watch by token yet.", "layer.out | tiles(1, rms) | train"],
     });
     this.row = this.choice("Sample", (key) => this.set({ key }));
     this.stretch = this.choice("Shown of each token", (wantedStretch) => this.set({ wantedStretch }));
@@ -33,7 +33,7 @@ export class HeatView extends View {
     }));
     this.legend = h("canvas", { role: "img", "aria-label": "Legend of the colours" });
     this.reading = h("p", { className: "reading", "aria-live": "polite" });
-    this.strip = h("canvas", { className: "strip", role: "img", "aria-label": "All numbers of the chosen cell" });
+    this.strip = h("canvas", { className: "strip", role: "img", "aria-label": "All values of the selected cell" });
     this.foot = h("div", { className: "heat-foot" }, h("div", {}, this.legend, this.reading), this.strip);
     this.body = h("div", { className: "panes" }, ...this.panes.map((pane) => pane.root));
     this.build({ fields: [this.row.root, this.stretch.root, this.scale.root], toggles }, this.body, this.foot);
@@ -149,7 +149,7 @@ export class HeatView extends View {
 
   say(picture, cell) {
     if (!cell || !picture || cell.row >= picture.places.length || cell.column >= picture.tokens.length) {
-      say(this.reading, "Point at a cell for its exact number; a click keeps it.");
+      say(this.reading, "Hover over a cell for its value; click to pin it.");
       return;
     }
     const token = picture.tokens[cell.column];

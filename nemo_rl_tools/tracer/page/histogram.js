@@ -20,7 +20,7 @@ export class HistogramView extends View {
       title: "Histogram",
       takes: (seen) => parseReducer(seen.reducer).name === "histogram",
       first: ["layer.out", "mlp.out"],
-      missing: ["No histogram is watched yet.", "layer.out | histogram | train"],
+      missing: ["No watch of a histogram yet.", "layer.out | histogram | train"],
     });
     this.place = this.choice("Layer");
     [this.barTitle, this.mapTitle] = [paneTitle(), paneTitle()];

@@ -245,7 +245,7 @@ class App {
     const can = this.watches.canEdit;
     const isRecorded = this.runInfo().state === "recorded";
     const text = can
-      ? "Add this watch, and it comes with one of the next steps:"
+      ? "Add this watch; its data arrives within the next steps:"
       : isRecorded ? "This watch would have given it:" : "The controller can add this watch:";
     const add = button("Add it to the watches", () => this.watches.add(watch), { className: "primary" });
     return empty(title, text, h("code", { textContent: watch }), ...(can ? [add] : []));

@@ -8,9 +8,9 @@ const TOKEN = "tracer.token";
 const THEME = "tracer.theme";
 const KEYS = [
   ["← →", "step back, step forward"], ["Home, End", "first step; follow the newest"], ["Space", "pause, follow"],
-  ["Drag, double click", "zoom a chart, all of it again"],
+  ["Drag, double click", "zoom into a chart; show all of it again"],
   ["N", "first NaN or infinity"], ["1 … 7", "views"], ["W", "watches"], ["P, C", "picture as PNG, numbers as CSV"],
-  ["T", "dark, light"], ["Shift + arrows", "from cell to cell of the heat map"], ["?", "these keys"],
+  ["T", "dark, light"], ["Shift + arrows", "move between cells of the heat map"], ["?", "these keys"],
 ];
 
 /** The frame of the page. */

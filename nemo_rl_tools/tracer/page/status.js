@@ -17,7 +17,7 @@ export function connectionText(app) {
     return {
       level: "bad",
       text: `lost since ${clock(live.lostAt)}, ${next}`,
-      title: live.refusal || "The hub cannot be reached. Pictures stay; what comes meanwhile is asked for later.",
+      title: live.refusal || "The hub cannot be reached. Charts stay; missed data is fetched after reconnecting.",
     };
   }
   if (live.state !== "connected") return { level: "quiet", text: "not connected", title: "" };
@@ -76,22 +76,22 @@ function ofPictures(app) {
 function ofWatches(app) {
   const isOn = app.live.state === "connected" && app.runInfo().state === "running";
   if (!isOn || app.plan.watches.length > 0) return [];
-  return [{ level: "info", text: "Nothing is watched yet.", action: "Watches", go: () => app.watches.toggle(true) }];
+  return [{ level: "info", text: "No watches yet.", action: "Watches", go: () => app.watches.toggle(true) }];
 }
 
 /** What is said where nothing has to be known. */
 export function quietText(app) {
-  if (app.run === undefined || app.store.run(app.run).steps.size === 0) return "Nothing has come yet.";
-  return "All values are finite, and nothing is missing, as far as watched.";
+  if (app.run === undefined || app.store.run(app.run).steps.size === 0) return "No data yet.";
+  return "All watched values are finite, and none is missing.";
 }
 
 function ofHub(app) {
   const found = [];
   const go = () => app.live.takeOver();
   if (app.live.role === "viewer" && app.live.busy) {
-    found.push({ level: "info", text: "Somebody else is the controller; you watch.", action: "Take over", go });
+    found.push({ level: "info", text: "Another viewer has control; this page is read-only.", action: "Take over", go });
   }
-  if (app.wasDemoted) found.push({ level: "info", text: "Somebody has taken over; you watch.", action: "Take it back", go });
+  if (app.wasDemoted) found.push({ level: "info", text: "Another viewer took control; this page is read-only now.", action: "Take it back", go });
   if (app.stats?.dropped > 0) {
     const frames = count(app.stats.dropped, "frame");
     found.push({ level: "warn", text: `${frames} dropped on the way to this page, which was slower than the run.` });

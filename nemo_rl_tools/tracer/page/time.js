@@ -86,7 +86,7 @@ export class TimeBar {
     say(this.label, step === undefined ? "–" : whole(step));
     say(this.range, steps.length === 0 ? "no steps yet" : `of ${whole(steps[0])} … ${whole(steps.at(-1))}`);
     this.root.classList.toggle("filling", this.app.history.isFilling);
-    this.range.title = this.app.history.isFilling ? "Older steps are coming" : "Steps that are known";
+    this.range.title = this.app.history.isFilling ? "Loading older steps" : "Steps that are known";
     const isOn = this.app.runInfo().state === "running";
     say(this.live, this.follow ? (isOn ? "● Live" : "● Newest") : "Paused");
     this.live.classList.toggle("on", this.follow);

@@ -16,7 +16,7 @@ export class TopKView extends View {
       title: "Next tokens",
       takes: (seen) => parseReducer(seen.reducer).name === "topk",
       first: ["logits"],
-      missing: ["The most likely next tokens are not watched yet.", "logits | topk(5) | train"],
+      missing: ["No watch of the most likely next tokens yet.", "logits | topk(5) | train"],
     });
     this.place = this.choice("Layer");
     this.row = this.choice("Sample", (key) => this.set({ key }));

@@ -164,11 +164,11 @@ export class WatchPanel {
     if (this.root.hidden) return;
     const { plan } = this.app;
     const isOn = (plan.effective_step ?? null) !== null;
-    const from = isOn ? `in effect from step ${plan.effective_step}` : "not in effect yet: it will be from a step to come";
+    const from = isOn ? `in effect from step ${plan.effective_step}` : "not in effect yet; it applies from a later step";
     const what = plan.watches.length === 0 ? "Nothing is watched" : "What is watched";
     const isRecorded = this.app.runInfo().state === "recorded";
     const who = this.canEdit ? "" : isRecorded ? " A recording cannot be changed." : " Only the controller can change it.";
-    say(this.state, this.draft === undefined ? `${what}, ${from}.${who}` : "Changed here, not applied yet.");
+    say(this.state, this.draft === undefined ? `${what}, ${from}.${who}` : "Edited, not applied yet.");
     this.edit.hidden = !this.canEdit;
     this.actions.hidden = !this.canEdit;
     this.apply.disabled = this.draft === undefined;

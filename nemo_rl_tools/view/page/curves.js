@@ -153,7 +153,7 @@ function showNote() {
     const names = others.map((i) => runs[i].name).join(", "), setting = h("code", {}, "diagnostics.keep_steps.enabled=true");
     lines.push(p(`No steps are kept by ${names}; run with `, setting, " to find the causes."));
   }
-  byId("note").replaceChildren(...(lines.length ? [h("h2", {}, "What makes rollout and trainer differ"), ...lines] : []));
+  byId("note").replaceChildren(...(lines.length ? [h("h2", {}, "Why rollout and trainer differ"), ...lines] : []));
 }
 
 /** The command that explains the mismatch of a run, at the worst of the steps that it keeps. */

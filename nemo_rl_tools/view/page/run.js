@@ -198,7 +198,7 @@ function showRows(body, run, { hasEvents, command: folder }) {
   const rollouts = h("a", { href: address({ part: "rollouts" }) }, "rollouts");
   body.append(
     h("form", { onsubmit: send }, h("label", {}, "key ", input), " ", h("button", {}, "show")),
-    p("A key is that of a row in the ", rollouts, ", such as 143ea54b4498_g0; there it leads here."), told,
+    p("A key is the name of a row in the ", rollouts, ", such as 143ea54b4498_g0; there it leads here."), told,
   );
   ask();
 }
