@@ -91,7 +91,7 @@ function ofHub(app) {
   if (app.live.role === "viewer" && app.live.busy) {
     found.push({ level: "info", text: "Another viewer has control; this page is read-only.", action: "Take over", go });
   }
-  if (app.wasDemoted) found.push({ level: "info", text: "Another viewer took control; this page is read-only now.", action: "Take it back", go });
+  if (app.wasDemoted) found.push({ level: "info", text: "Another viewer has taken over; this page is read-only now.", action: "Take it back", go });
   if (app.stats?.dropped > 0) {
     const frames = count(app.stats.dropped, "frame");
     found.push({ level: "warn", text: `${frames} dropped on the way to this page, which was slower than the run.` });
