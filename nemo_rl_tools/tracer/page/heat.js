@@ -20,7 +20,7 @@ export class HeatView extends View {
       title: "Tokens",
       takes: (seen) => isColour(seen.reducer),
       first: ["layer.out", "mlp.out"],
-      missing: ["No watch by token yet.", "layer.out | tiles(1, rms) | train"],
+      missing: ["Nothing is watched token by token yet.", "layer.out | tiles(1, rms) | train"],
     });
     this.row = this.choice("Sample", (key) => this.set({ key }));
     this.stretch = this.choice("Shown of each token", (wantedStretch) => this.set({ wantedStretch }));
