@@ -195,7 +195,7 @@ def test_two_workers_train_like_one_process_and_no_per_token_tensor_passes_the_d
     assert Watched.seen == []
     counted = sum(row["data_plane/driver_bytes"] for row in rows)
     # Counted without the names of classes, which small messages have more of than anything else.
-    assert counted > 0.7 * Watched.num_bytes > 0, (
+    assert counted > 0.8 * Watched.num_bytes > 0, (
         "metas with plans, row scalars and results are counted as they are sent"
     )
     traces = sorted((logs / "profile").rglob("*"))

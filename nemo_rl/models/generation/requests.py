@@ -1,4 +1,4 @@
-"""What a generation engine is given and what it returns: settings, requests, their rows, outputs, reports.
+"""A generation engine takes settings and requests with their rows, and returns outputs and reports.
 
 The records of `GenerationInterface`. Invariants: rows of an output come in the order of the rows of its request, which
 is prompt by prompt; each row has room for at least one token.
