@@ -26,8 +26,8 @@ from nemo_rl.models.policy.microbatch import Microbatch, fixed_plan, steps_of
 from nemo_rl.models.policy.observer import OnBackward, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES
 from nemo_rl.models.policy.steps import loss_scales
+from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.dtensor_engine import DTensorEngine
-from nemo_rl.models.policy.workers.launch import worker_of_job
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 
 __all__ = ["gradient_shares", "held_gradient_bytes", "share_of"]

@@ -28,7 +28,7 @@ from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, plan_packs
 from nemo_rl.models.attention.varlen import varlen_on_device
-from nemo_rl.models.policy.workers.launch import compose_worker
+from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 
 __all__ = [

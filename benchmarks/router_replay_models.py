@@ -17,7 +17,7 @@ from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.policy import PolicyConfig, RouterReplayConfig, SequencePackingConfig
 from nemo_rl.data.generated import problems
 from nemo_rl.data.tokenizer import build_tokenizer
-from nemo_rl.models.policy.workers.launch import compose_worker
+from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 
 __all__ = ["ENGINES", "NUM_EXPERTS", "TASK", "Engine", "open_worker", "policy_of", "trained_model", "write_wide_model"]

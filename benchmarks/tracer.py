@@ -39,7 +39,7 @@ from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.observer import NO_HOOK_OBSERVERS
 from nemo_rl.models.policy.tracing import SiteTracing, TraceSpec
-from nemo_rl.models.policy.workers.launch import compose_worker
+from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.tracer.link import HubAddress
 from nemo_rl.tracer.process import HubProcess, HubSpec

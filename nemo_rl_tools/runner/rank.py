@@ -45,7 +45,7 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES
 from nemo_rl.models.policy.tracing import TraceSpec
-from nemo_rl.models.policy.workers.launch import worker_of_job
+from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.routes.columns import validate_routes
 from nemo_rl.routes.digest import route_digests

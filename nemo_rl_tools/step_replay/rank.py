@@ -29,8 +29,8 @@ from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES, LossFunction, Tra
 from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES
 from nemo_rl.models.policy.workers.base import WorkerState
+from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.engine import Schedule
-from nemo_rl.models.policy.workers.launch import worker_of_job
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.weights_digest import WeightsDigest
 from nemo_rl.routes.shape import MISSING

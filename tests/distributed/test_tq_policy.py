@@ -32,7 +32,7 @@ from tests.helpers.replica_groups import LOSS, ROWS, TRAINED, FailsOnRankOne, ro
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
 
 START_S = 600.0
-LAUNCH, ENGINE = "nemo_rl.models.policy.workers.launch", TRAINING_ENGINES.builtin["dtensor"].partition(":")[0]
+LAUNCH, ENGINE = "nemo_rl.models.policy.workers.compose", TRAINING_ENGINES.builtin["dtensor"].partition(":")[0]
 IMPORTED_BY_WORKERS = (*IMPORTED, LAUNCH, ENGINE)
 LIMIT_S, SLACK = 5.0, 6
 """The contract of the abort, and the time that a busy machine may take."""

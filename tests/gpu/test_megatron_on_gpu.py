@@ -20,7 +20,7 @@ from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded
 from nemo_rl.models.hf.loading import load_causal_lm
 from nemo_rl.models.megatron.mcore import USING_PYTORCH_OPTIMIZER
 from nemo_rl.models.megatron.transformer_config import has_transformer_engine
-from nemo_rl.models.policy.workers.launch import compose_worker
+from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.gloo import run_ranks
 from tests.helpers.hf_reference import hf_logprobs

@@ -18,7 +18,7 @@ from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.hf.loading import load_causal_lm
-from nemo_rl.models.policy.workers.launch import compose_worker
+from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import RefitPlan, bucket_bytes
 from nemo_rl.models.weight_sync.target import RefitReceiver

@@ -14,7 +14,7 @@ from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.backends import DTensorConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.models.hf.loading import load_causal_lm
-from nemo_rl.models.policy.workers.launch import compose_worker
+from nemo_rl.models.policy.workers.compose import compose_worker
 from tests.helpers.gloo import run_ranks
 from tests.helpers.hf_reference import hf_logprobs, hf_train_step
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_tiny_folder

@@ -19,7 +19,7 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingPara
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.hf.loading import load_causal_lm
-from nemo_rl.models.policy.workers.launch import compose_worker
+from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.hf_reference import hf_logprobs, hf_train_step
 from tests.helpers.model_families import write_family

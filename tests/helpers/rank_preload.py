@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 import nemo_rl.data_plane.factory  # noqa: F401
-import nemo_rl.models.policy.workers.launch  # noqa: F401
+import nemo_rl.models.policy.workers.compose  # noqa: F401
 from nemo_rl.config.parts import TRAINING_ENGINES
 
 # Each rank would spend seconds on megatron-core, with its adaptation to this machine, and on the models of the cases.

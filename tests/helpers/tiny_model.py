@@ -12,7 +12,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.generated import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.policy.workers.launch import compose_worker
+from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 
 VOCAB = 320

@@ -52,7 +52,7 @@ from nemo_rl.models.hf.tiny_model import WINDOW, language_config, write_small_mo
 from nemo_rl.models.hf.writing import ModelDescription, write_folder
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import Capture, HookObserver, SiteSink
-from nemo_rl.models.policy.workers.launch import worker_of_job
+from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.vision import SMALL_FEATURES, PromptImages, family_of
 from nemo_rl.records.sites import Direction, SiteKind, execution_order

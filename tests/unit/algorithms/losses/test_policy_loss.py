@@ -17,7 +17,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.steps import loss_scales
-from nemo_rl.models.policy.workers.launch import ensure_process_group
+from nemo_rl.models.policy.workers.compose import ensure_process_group
 from nemo_rl.models.policy.workers.stored_routes import logprob_mismatch
 from nemo_rl.utils.metrics import merge_metrics, values
 from tests.helpers.tiny_model import tiny_batch
